@@ -1,8 +1,8 @@
 """Codecs: pure pairs of encode and decode, for tensors on the wire.
 
 The sizes of an encoded tensor follow from its shape, so the receiver can post its receives ahead and there
-are no headers. A codec has no state: with error feedback the channel keeps the error (see coded.py). The
-bounds hold for finite tensors; others are refused, as beside an infinite step all else would be zero.
+are no headers. A codec has no state: with error feedback runtime/coding.py keeps the error. The bounds hold
+for finite tensors; others are refused, as beside an infinite step all else would be zero.
 
 Sources: top-k with error feedback, Deep Gradient Compression (Lin et al., 2018); stochastic rounding to few
 bits, QSGD (Alistarh et al., 2017).
@@ -256,6 +256,10 @@ class Codecs:
 
     forward: Codec = field(default_factory=Identity)
     backward: Codec = field(default_factory=Identity)
+
+    def of(self, edge: tuple[int, int]) -> Codec:
+        """Return the codec of messages from one stage to another."""
+        return self.forward if edge[0] < edge[1] else self.backward
 
     @property
     def plain(self) -> bool:

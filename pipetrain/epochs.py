@@ -26,11 +26,11 @@ from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.records.tracer import Tracer
 from pipetrain.runtime.batches import Batches, ByNumber, counting
+from pipetrain.runtime.clock import Observe
 from pipetrain.runtime.held import Measured, Meter
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import Ends
 from pipetrain.runtime.session import Session, slots
-from pipetrain.runtime.times import Observe
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.schedule.actions import Action, Op, Program, parse_action
 from pipetrain.schedule.check import check
@@ -166,14 +166,14 @@ class Epochs:
             self._keeper.go_on(folder, self._position, self._progress)
         self._elapsed_before = self._progress.elapsed_s
         if session.last is not None:
-            session.last.restore_tally(self._progress.trained)
+            session.last.sums.trained.restore(self._progress.trained, session.last.device)
             self._losses = list(self._progress.losses)
         if manifest.pipeline == plan.pipeline:
             session.engine.stats = {index: self._progress.stages[index] for index in session.stages}
             rank, device = self._mesh.world.rank, self._mesh.device
             if isinstance(self._passes, PassesByNumber):  # those of a loader need it before they begin
                 set_random_state(tensors, rank, device)
-            session.feedback.residuals = saved_residuals(tensors, slots(plan, rank), device)
+            session.coding.residuals = saved_residuals(tensors, slots(plan, rank), device)
         else:  # the statistics are of other stages
             history = [replace(figures, stages={}) for figures in self._progress.history]
             self._progress = replace(self._progress, history=history, stages={})
@@ -272,7 +272,7 @@ class Epochs:
         """Start to save a checkpoint; on all ranks at the same window, with the pipeline drained."""
         assert self._keeper is not None
         session = self.session
-        counted = None if session.last is None else _Counted(session.last.trained_so_far, self._losses)
+        counted = None if session.last is None else _Counted(session.last.sums.trained.peek(), self._losses)
         ranks = self._gather("what is known of the epoch", _RankProgress(counted, session.engine.stats))
         known = next(one.counted for one in ranks if one.counted is not None)
         progress = replace(

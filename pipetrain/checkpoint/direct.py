@@ -163,7 +163,7 @@ def save(
     def write() -> dict[str, list[Any]]:
         files = {stage_file(index): state_of(stage) for index, stage in stages.items()}
         files[stage_file(min(stages))] |= random_state(mesh.world.rank, mesh.device)
-        files[stage_file(min(stages))] |= residual_state(runner.feedback.residuals)
+        files[stage_file(min(stages))] |= residual_state(runner.coding.residuals)
         metadata = {"run": run, "update": str(updates)}
         parts = {name: write_part(partial, name, tensors, metadata) for name, tensors in files.items()}
         return {name: [part.sha256, part.nbytes] for name, part in parts.items()}
@@ -246,7 +246,7 @@ def load_source(source: Source, runner: Session, mesh: Mesh, optimizer: Optimize
         load(stage, tensors, source.manifest.position.update, optimizer)
     if source.manifest.pipeline == runner.plan.pipeline:
         wanted = slots(runner.plan, mesh.world.rank)
-        runner.feedback.residuals = saved_residuals(tensors, wanted, mesh.device)
+        runner.coding.residuals = saved_residuals(tensors, wanted, mesh.device)
 
 
 def _agreed(mesh: Mesh, what: str, verb: str, act: Callable[[], Any]) -> list[Any]:

@@ -243,7 +243,7 @@ class Keeper:
         metadata = {"run": self.run, "update": str(position.update)}
         try:
             files = {stage_file(index): state_of(stage) for index, stage in stages.items()}
-            own = random_state(rank, mesh.device) | residual_state(session.feedback.residuals)
+            own = random_state(rank, mesh.device) | residual_state(session.coding.residuals)
             files[stage_file(min(stages))] |= {**own, **random}
             snapshot = Snapshot(files, metadata)
         except TypeError as error:  # possible with checkpoint.every=null, where only a signal makes it save

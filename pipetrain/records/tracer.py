@@ -21,8 +21,8 @@ from pipetrain.checkpoint.files import Position
 from pipetrain.data.loader import pieces
 from pipetrain.plan.program import window_lengths
 from pipetrain.records.history import About
+from pipetrain.runtime.clock import Observe
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.runtime.times import Observe
 from pipetrain.schedule.actions import Op, parse_action
 from pipetrain.schedule.timeline import Row, Span, Timeline, TracedWindow
 

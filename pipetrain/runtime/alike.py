@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -23,19 +24,14 @@ COMPARED_UPDATES = (0, 1, 2, 3, 10)  # whose learning rates are compared
 
 def conditions(settings: Settings, optimizer: Optimizer, program: Program, rate: Rate) -> dict[str, Any]:
     """Return what must be the same on all ranks: settings, program, rates, the optimizer with its options."""
-    found = {"optimizer": type(optimizer).__name__}
+    found: dict[str, Any] = {"optimizer": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
         of = f"optimizer.{number}" if number else "optimizer"
         found |= {f"{of}.{key}": value for key, value in group.items() if key != "params"}
-    rates = {f"lr_schedule({update})": _rate_of(rate, update) for update in COMPARED_UPDATES}
-    return {**settings.shared(), **found, **rates, "program": digest(program)}
-
-
-def _rate_of(rate: Rate, update: int) -> float | str:
-    try:
-        return rate(update)
-    except Exception as error:  # a user's function may end before
-        return type(error).__name__
+    with suppress(Exception):  # a user's function may end before
+        for update in COMPARED_UPDATES:
+            found[f"lr_schedule({update})"] = rate(update)
+    return {**settings.shared(), **found, "program": digest(program)}
 
 
 def digest(program: Program) -> int:

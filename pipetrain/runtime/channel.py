@@ -18,11 +18,13 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,18 +35,23 @@ from pipetrain.network.values import TensorSpec
 from pipetrain.runtime.watch import Deadline, Watch
 from pipetrain.schedule.actions import Edge, Tie
 
-_Post = Callable[..., "dist.Work | None"]
+ALL: Tie = ()
+"""Stands for the stages of all ranks, whose gradient has one norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The tensors of one microbatch on one edge. `ranks`: source and destination rank."""
+    """The tensors of one microbatch on one edge.
+
+    `specs`: as they travel; `ranks`: source and destination rank; `plain`: the specs before encoding.
+    """
 
     src: int
     dst: int
     mb: int
     specs: tuple[TensorSpec, ...]
     ranks: tuple[int, int]
+    plain: tuple[TensorSpec, ...] = ()
 
     @property
     def edge(self) -> Edge:
@@ -66,86 +73,9 @@ class Message:
         return self.what if neighbours else f"{self.what} (stage {self.src} to {self.dst})"
 
 
-class Channel(Protocol):
-    """One rank's end of all its edges. Not for use from two threads.
-
-    `ordered`: the device's stream waits for messages, not the host.
-    """
-
-    @property
-    def ordered(self) -> bool: ...
-
-    @property
-    def waited(self) -> float:
-        """Seconds blocked so far, waiting for other ranks."""
-
-    @property
-    def carried(self) -> int:
-        """Bytes sent and received so far, as on the wire."""
-
-    def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
-        """Announce the receives until the next drain, in order; `watched` if `arrived` or `wait` is used."""
-
-    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """Start a send; waits only while `buffer_size` earlier ones on the edge are unfinished."""
-
-    def recv(self, message: Message) -> tuple[Tensor, ...]:
-        """Wait for the next message of its edge, which must be this one."""
-
-    def forget(self, mb: int) -> None:
-        """Cancel the receives of microbatches from `mb` on, none of which may have been posted."""
-
-    def drain(self) -> None:
-        """Wait for all sends, and assert that every announced message has been received."""
-
-    def arrived(self, message: Message) -> bool:
-        """Return whether `recv` of this message, the next one of its edge, would not wait."""
-
-    def room(self, message: Message) -> bool:
-        """Return whether `send` would not wait."""
-
-    def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
-        """Wait until one of `receives` has arrived, or there is room for one of `sends`."""
-
-    def buffers(self) -> list[tuple[Sequence[int], Tensor]]:
-        """Return the tensors that it holds, with the stages between which they travel."""
-
-    def check(self) -> None:
-        """Raise ChannelError if a message, for which the stream waits, did not come in time."""
-
-    def tell_norms(self, squares: Mapping[int, Tensor], stages: int) -> None:
-        """Start to exchange the squared norms of one update's gradient, by stage; all ranks tell theirs."""
-
-    def hear_norms(self) -> Tensor:
-        """Wait for those that were told first and not heard; return them for each of all stages, [stages]."""
-
-    def tell_tied(self, tie: Tie, stage: int, numbers: Tensor, ranks: int) -> None:
-        """Start to add up the numbers of the `ranks` ranks of a tie; `stage`: one of it on this rank.
-
-        Updates come in their order.
-        """
-
-    def hear_tied(self, tie: Tie) -> Tensor:
-        """Wait for those of a tie that were told first and not heard; return the sum over its ranks."""
-
-
-NORMS = "the gradient norms"
-TIED = "the gradients of shared weights"
-
-
-def not_heard(what: str, timeout: float) -> str:
-    """Say that other ranks did not give something in time."""
-    return f"waited {timeout:g} s for {what} of the other ranks"
-
-
 def bounds_of(buffer_size: int | Mapping[Edge, int]) -> Callable[[Edge], int]:
     """Return the bound of an edge as a function."""
     return buffer_size.__getitem__ if isinstance(buffer_size, Mapping) else lambda edge: buffer_size
-
-
-def _at_least(seconds: float) -> timedelta:
-    """Return so much time or up to 1 ms more: gloo waits for whole milliseconds, and would end too early."""
-    return timedelta(milliseconds=max(0, math.floor(1000 * seconds)) + 1)
 
 
 def expired(receives: Sequence[Message], sends: Sequence[Message], timeout: float) -> ChannelError:
@@ -156,6 +86,12 @@ def expired(receives: Sequence[Message], sends: Sequence[Message], timeout: floa
     return ChannelError(f"rank {rank} waited {timeout:g} s for {' or for '.join(awaited)}")
 
 
+def cause_of(error: RuntimeError) -> str:
+    """Return what torch.distributed says of a failure, without gloo's source line and its advice."""
+    said = str(error).strip().splitlines()[0]
+    return re.sub(r"^\[\S+:\d+\] |\. This is typically caused by .*", "", said)
+
+
 @dataclass(slots=True)
 class _Transfer:
     """Tensors in transfer; they and the works must be kept unchanged until the transfer is finished."""
@@ -163,35 +99,30 @@ class _Transfer:
     message: Message
     tensors: list[Tensor]
     works: list[dist.Work]
-    finished: bool = False  # set if it is watched
-    failure: BaseException | None = None
+    watched: Future[None] | None = None
 
 
-class DistChannel:
-    """A channel over torch.distributed, with one process group per edge.
+class Channel:
+    """One rank's end of all its edges, over torch.distributed. Not for use from two threads.
 
-    Tensors come from and go to `device`. `staged`: they go through pinned host memory, because gloo cannot
-    send CUDA tensors. `channels_last`: four-dimensional tensors are sent and received with their channels
-    innermost, without a copy if they already are. `buffer_size`: of all edges, or of each. `norms`: a group
-    of all ranks, None for one rank; `ties`: a group of the ranks of each tie.
+    `groups`: a process group for each edge; `sums`: one for the ranks of each tie. Tensors come from and go
+    to `device`. `staged`: they go through pinned host memory, because gloo cannot send CUDA tensors.
+    `channels_last`: four-dimensional tensors are sent and received with their channels innermost, without a
+    copy if they already are. `buffer_size`: of all edges, or of each.
     """
 
     def __init__(
         self,
-        groups: dict[Edge, dist.ProcessGroup],
+        groups: dict[Edge, Any],
         buffer_size: int | Mapping[Edge, int],
         timeout: float,
         device: torch.device,
         staged: bool = False,
         channels_last: bool = False,
-        norms: dist.ProcessGroup | None = None,
-        ties: Mapping[Tie, dist.ProcessGroup] | None = None,
+        sums: Mapping[Tie, Any] | None = None,
     ) -> None:
         self._groups = groups
-        self._norms = norms
-        self._told: deque[tuple[Tensor, dist.Work | None]] = deque()
-        self._ties = ties or {}
-        self._tied: dict[Tie, deque[tuple[Tensor, dist.Work]]] = {tie: deque() for tie in self._ties}
+        self._sums = sums or {}
         self._bounds = bounds_of(buffer_size)
         self._timeout = timeout
         self._device = device
@@ -199,17 +130,22 @@ class DistChannel:
         self._channels_last = channels_last
         self._place = torch.device("cpu") if staged else device  # of what is sent
         self.ordered = device.type == "cuda" and not staged
+        """Whether the device's stream waits for messages, not the host."""
+        self.waited = 0.0
+        """Seconds blocked so far, waiting for other ranks."""
+        self.carried = 0
+        """Bytes sent and received so far, as on the wire."""
         self._polls = False
         self._stream: Any = None
         self._deadline = Deadline(timeout, self._abort, self._broken) if self.ordered else None
-        self.waited = 0.0
-        self.carried = 0
-        self._watch: Watch[Edge] | None = None
+        self._watch: Watch | None = None
         self._to_post: dict[Edge, deque[Message]] = {edge: deque() for edge in groups}
         self._posted: dict[Edge, deque[_Transfer]] = {edge: deque() for edge in groups}
         self._sent: dict[Edge, deque[_Transfer]] = {edge: deque() for edge in groups}
+        self._told: defaultdict[Tie, deque[tuple[Tensor, dist.Work]]] = defaultdict(deque)
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
+        """Announce the receives until the next drain, in order; `watched` if `arrived` or `wait` is used."""
         if watched and not self.ordered:
             self._watch = Watch(self._groups)
         self._polls = watched and self.ordered
@@ -221,15 +157,16 @@ class DistChannel:
                 self._post(edge, self._ahead(edge))
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """Start a send; waits only while the sends of the edge are as many as may be unfinished."""
         unfinished = self._sent[message.edge]
         while len(unfinished) >= self._room(message.edge):
             self._wait(unfinished.popleft(), sending=True)
         wire = [self._to_wire(t) for t in tensors]
-        works = [self._start(dist.isend, tensor, message.ranks[1], message) for tensor in wire]
-        unfinished.append(self._watched(_Transfer(message, wire, works)))
+        unfinished.append(self._start(message, wire, sending=True))
         self.carried += message.nbytes
 
     def recv(self, message: Message) -> tuple[Tensor, ...]:
+        """Wait for the next message of its edge, which must be this one."""
         posted = self._posted[message.edge]
         self._post(message.edge, 1)
         assert posted and posted[0].message == message, f"{message.name} is not what was expected next"
@@ -240,11 +177,13 @@ class DistChannel:
         return tuple(self._from_wire(t) for t in transfer.tensors)
 
     def forget(self, mb: int) -> None:
+        """Cancel the receives of microbatches from `mb` on, none of which may have been posted."""
         for edge, waiting in self._to_post.items():
             self._to_post[edge] = deque(message for message in waiting if message.mb < mb)
             assert all(transfer.message.mb < mb for transfer in self._posted[edge]), f"posted beyond {mb}"
 
     def drain(self) -> None:
+        """Wait for all sends, and assert that every announced message has been received."""
         for unfinished in self._sent.values():
             while unfinished:
                 self._wait(unfinished.popleft(), sending=True)
@@ -255,31 +194,69 @@ class DistChannel:
             self._watch.close()
             self._watch = None
 
+    # What a policy looks at
+
     def arrived(self, message: Message) -> bool:
+        """Return whether `recv` of this message, the next one of its edge, would not wait."""
         posted = self._posted[message.edge]
         assert posted and posted[0].message == message, f"{message.name} is not what was expected next"
         return self._finished(posted[0])
 
     def room(self, message: Message) -> bool:
+        """Return whether `send` would not wait."""
         unfinished = self._sent[message.edge]
         while unfinished and self._finished(unfinished[0]):
             self._wait(unfinished.popleft(), sending=True)
         return len(unfinished) < self._room(message.edge)
 
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
-
-        def ready() -> bool:
-            awaited = [self._posted[message.edge][0] for message in receives]
-            return any(map(self._finished, awaited)) or any(map(self._may_send, sends))
-
+        """Wait until one of `receives` has arrived, or there is room for one of `sends`."""
+        full = [self._sent[message.edge] for message in sends if not self.room(message)]
+        if len(full) < len(sends):
+            return
+        awaited = [self._posted[message.edge][0] for message in receives]
+        awaited += [unfinished[0] for unfinished in full]  # they finish in order
         start = time.monotonic()
         try:
-            if not self._until(ready, self._timeout):
+            if not self._until_any(awaited):
                 raise expired(receives, sends, self._timeout)
         finally:
             self.waited += time.monotonic() - start
 
+    # Sums over ranks
+
+    def tell(self, tie: Tie, numbers: Tensor) -> None:
+        """Start to add up numbers over the ranks of a tie; those of one tie come in their order."""
+        numbers = numbers.to(self._place)
+        self._told[tie].append((numbers, self._add_up(numbers, self._sums[tie])))
+
+    def hear(self, tie: Tie) -> Tensor:
+        """Wait for the first sum of a tie that was told and not heard."""
+        numbers, work = self._told[tie].popleft()
+        what, rank = "the gradients of shared weights" if tie else "the gradient norms", self._rank()
+        late = ChannelError(f"rank {rank} waited {self._timeout:g} s for {what} of the other ranks")
+        start = time.monotonic()
+        try:
+            if self._deadline:
+                self._order(
+                    [work], lambda why: ChannelError(f"rank {rank} at {what}: {why}") if why else late
+                )
+            else:
+                work.wait(_at_least(self._timeout))
+        except ChannelError:
+            raise
+        except RuntimeError as error:
+            if time.monotonic() - start >= self._timeout:
+                raise late from error
+            raise ChannelError(f"rank {rank} lost another rank at {what}: {cause_of(error)}") from error
+        finally:
+            self.waited += time.monotonic() - start
+        return numbers.to(self._device, non_blocking=True)
+
+    # Between windows
+
     def buffers(self) -> list[tuple[Sequence[int], Tensor]]:
+        """Return the tensors that it holds, with the stages between which they travel."""
         held: list[tuple[Sequence[int], Tensor]] = [
             (edge, tensor)
             for transfers in (self._posted, self._sent)
@@ -287,73 +264,102 @@ class DistChannel:
             for transfer in queue
             for tensor in transfer.tensors
         ]
-        return held + [(tie, numbers) for tie, queue in self._tied.items() for numbers, _ in queue]
+        return held + [(tie, numbers) for tie, queue in self._told.items() if tie for numbers, _ in queue]
 
     def check(self) -> None:
+        """Raise ChannelError if a message, for which the stream waits, did not come in time."""
         if self._deadline:
             self._deadline.check()
 
     @property
     def adds_up(self) -> bool:
         """Whether a sum over ranks is under way."""
-        return bool(self._told) or any(self._tied.values())
+        return any(self._told.values())
 
     def let_go(self) -> None:
         """Refer to no process group any longer, nor to messages, which hold the connections open."""
-        self._groups, self._ties, self._norms = {}, {}, None
-        self._to_post, self._posted, self._sent, self._tied = {}, {}, {}, {}
+        self._groups, self._sums = {}, {}
+        self._to_post, self._posted, self._sent = {}, {}, {}
         self._told.clear()
 
-    def tell_norms(self, squares: Mapping[int, Tensor], stages: int) -> None:
-        # Each stage has a place of its own, so that the sum is the same on every rank, to the last bit.
-        numbers = torch.zeros(stages, dtype=torch.float64, device=self._place)
-        for stage, square in squares.items():
-            numbers[stage] = square
-        work = None if self._norms is None else self._add_up(numbers, self._norms)
-        self._told.append((numbers, work))
+    # Transfers
 
-    def hear_norms(self) -> Tensor:
-        numbers, work = self._told.popleft()
-        if work is not None:
-            self._hear(work, NORMS)
-        return numbers.to(self._device, non_blocking=True)
+    def _ahead(self, edge: Edge) -> int:
+        """Return how many receives are posted before they are waited for."""
+        return 0 if self.ordered and not self._polls else self._bounds(edge)
 
-    def tell_tied(self, tie: Tie, stage: int, numbers: Tensor, ranks: int) -> None:
-        numbers = numbers.cpu() if self._staged else numbers
-        self._tied[tie].append((numbers, self._add_up(numbers, self._ties[tie])))
+    def _room(self, edge: Edge) -> int:
+        """Return how many sends may be unfinished."""
+        return 2 * self._bounds(edge) - self._ahead(edge)
 
-    def hear_tied(self, tie: Tie) -> Tensor:
-        numbers, work = self._tied[tie].popleft()
-        self._hear(work, TIED)
-        return numbers.to(self._device)
+    def _post(self, edge: Edge, ahead: int) -> None:
+        waiting, posted = self._to_post[edge], self._posted[edge]
+        while waiting and len(posted) < ahead:
+            message = waiting.popleft()
+            posted.append(self._start(message, [self._empty(spec) for spec in message.specs], sending=False))
 
-    def _hear(self, work: dist.Work, what: str) -> None:
-        """Wait for a collective; `what` names what other ranks give."""
-        start = time.monotonic()
-        if self._deadline:
-            rank = self._rank()
-            late = ChannelError(f"rank {rank} {not_heard(what, self._timeout)}")
-            self._order([work], lambda why: ChannelError(f"rank {rank} at {what}: {why}") if why else late)
-            return
+    def _start(self, message: Message, tensors: list[Tensor], sending: bool) -> _Transfer:
+        works = [self._begin(message, tensor, sending) for tensor in tensors]
+        watched = self._watch.add(message.edge, works) if self._watch else None
+        return _Transfer(message, tensors, works, watched)
+
+    def _begin(self, message: Message, tensor: Tensor, sending: bool) -> dist.Work:
+        post, peer = (dist.isend, message.ranks[1]) if sending else (dist.irecv, message.ranks[0])
         try:
-            work.wait(_at_least(self._timeout))
+            work = post(tensor, peer, group=self._groups[message.edge])
         except RuntimeError as error:
-            rank, cause = self._rank(), str(error).strip().splitlines()[0]
-            if time.monotonic() - start >= self._timeout:
-                raise ChannelError(f"rank {rank} {not_heard(what, self._timeout)}") from error
-            raise ChannelError(f"rank {rank} lost another rank at {what}: {cause}") from error
-        finally:
-            self.waited += time.monotonic() - start
+            self.check()
+            raise self._lost(message, sending, cause_of(error)) from error
+        assert work is not None
+        return work
 
     def _add_up(self, numbers: Tensor, group: dist.ProcessGroup) -> dist.Work:
-        """Start to add up numbers over the ranks of a group."""
         work: dist.Work | None = dist.all_reduce(numbers, group=group, async_op=True)
         assert work is not None
         return work
 
-    @staticmethod
-    def _rank() -> int:
-        return dist.get_rank()
+    def _finished(self, transfer: _Transfer) -> bool:
+        """Return whether waiting for it would return at once, with or without an error."""
+        if transfer.watched is not None:
+            return transfer.watched.done()
+        return all(work.is_completed() for work in transfer.works)
+
+    def _until_any(self, transfers: Sequence[_Transfer]) -> bool:
+        """Wait on the host until one of these is finished; return False at the deadline."""
+        if self._watch:
+            watched = [transfer.watched for transfer in transfers if transfer.watched]
+            return bool(wait(watched, self._timeout, FIRST_COMPLETED).done)
+        deadline = time.monotonic() + self._timeout
+        while not any(map(self._finished, transfers)):
+            self.check()
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0)
+        return True
+
+    def _wait(self, transfer: _Transfer, sending: bool) -> None:
+        message, start = transfer.message, time.monotonic()
+        late = partial(expired, *(([], [message]) if sending else ([message], [])), self._timeout)
+        looks = self._watch or (self._polls and not sending)
+        try:
+            if looks and not self._until_any([transfer]):
+                raise late()
+            if transfer.watched:
+                transfer.watched.result()
+            elif self.ordered:
+                lost = self._lost
+                self._order(transfer.works, lambda why: lost(message, sending, why) if why else late())
+            else:
+                for work in transfer.works:
+                    work.wait(_at_least(start + self._timeout - time.monotonic()))
+        except ChannelError:
+            raise
+        except RuntimeError as error:
+            if time.monotonic() - start >= self._timeout:
+                raise late() from error
+            raise self._lost(message, sending, cause_of(error)) from error
+        finally:
+            self.waited += time.monotonic() - start
 
     def _order(self, works: Sequence[dist.Work], error: Callable[[str], Exception]) -> None:
         """Let the stream wait; `error` makes the error. Raises that of one that did not come in time."""
@@ -365,9 +371,17 @@ class DistChannel:
             passed.record(self._stream)
             self._deadline.add(passed.query, error)
 
+    @staticmethod
+    def _lost(message: Message, sending: bool, why: str) -> ChannelError:
+        me, peer = message.ranks if sending else message.ranks[::-1]
+        return ChannelError(f"rank {me} lost rank {peer} at {message.name}: {why}")
+
+    @staticmethod
+    def _rank() -> int:
+        return dist.get_rank() if dist.is_initialized() else 0
+
     def _backends(self) -> list[Any]:
-        groups = [*self._groups.values(), *self._ties.values(), *([self._norms] if self._norms else [])]
-        return [group._get_backend(self._device) for group in groups]
+        return [group._get_backend(self._device) for group in (*self._groups.values(), *self._sums.values())]
 
     def _broken(self) -> bool:
         return any(backend.get_error().name != "SUCCESS" for backend in self._backends())
@@ -376,52 +390,6 @@ class DistChannel:
         """End all transfers, so that what waits for them goes on, to fail."""
         for backend in self._backends():
             backend.abort()
-
-    def _may_send(self, message: Message) -> bool:
-        unfinished = sum(not self._finished(transfer) for transfer in self._sent[message.edge])
-        return unfinished < self._room(message.edge)
-
-    def _ahead(self, edge: Edge) -> int:
-        """Return how many receives are posted before they are waited for."""
-        return 0 if self.ordered and not self._polls else self._bounds(edge)
-
-    def _room(self, edge: Edge) -> int:
-        """Return how many sends may be unfinished."""
-        return 2 * self._bounds(edge) - self._ahead(edge)
-
-    def _watched(self, transfer: _Transfer) -> _Transfer:
-        if self._watch:
-            self._watch.add(transfer.message.edge, transfer)
-        return transfer
-
-    def _finished(self, transfer: _Transfer) -> bool:
-        """Return whether waiting for it would return at once, with or without an error."""
-        return transfer.finished if self._watch else all(work.is_completed() for work in transfer.works)
-
-    def _until(self, ready: Callable[[], bool], timeout: float) -> bool:
-        """Wait on the host until `ready()`; return False after `timeout` seconds."""
-        if self._watch:
-            return self._watch.wait(ready, timeout)
-        deadline = time.monotonic() + timeout
-        while not ready():
-            self.check()
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0)
-        return True
-
-    def _post(self, edge: Edge, ahead: int) -> None:
-        waiting, posted = self._to_post[edge], self._posted[edge]
-        while waiting and len(posted) < ahead:
-            message = waiting.popleft()
-            tensors = [
-                torch.empty(
-                    self._wire_shape(spec), dtype=spec.dtype, device=self._place, pin_memory=self._staged
-                )
-                for spec in message.specs
-            ]
-            works = [self._start(dist.irecv, tensor, message.ranks[0], message) for tensor in tensors]
-            posted.append(self._watched(_Transfer(message, tensors, works)))
 
     # Both backends need contiguous tensors: a channels-last tensor is sent as its contiguous NHWC view.
 
@@ -434,57 +402,24 @@ class DistChannel:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor)  # synchronous, because gloo reads it at once
 
-    def _wire_shape(self, spec: TensorSpec) -> tuple[int, ...]:
-        if self._channels_last and len(spec.shape) == 4:
-            n, c, h, w = spec.shape
-            return (n, h, w, c)
-        return spec.shape
+    def _empty(self, spec: TensorSpec) -> Tensor:
+        """Return memory for a tensor as on the wire."""
+        shape = spec.shape
+        if self._channels_last and len(shape) == 4:
+            shape = (shape[0], *shape[2:], shape[1])
+        return torch.empty(shape, dtype=spec.dtype, device=self._place, pin_memory=self._staged)
 
     def _from_wire(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self._device, non_blocking=True)
         return tensor.permute(0, 3, 1, 2) if self._channels_last and tensor.dim() == 4 else tensor
 
-    def _start(self, post: _Post, tensor: Tensor, peer: int, message: Message) -> dist.Work:
-        try:
-            work = post(tensor, peer, group=self._groups[message.edge])
-        except RuntimeError as error:
-            self.check()
-            raise self._lost(message, peer, error) from error
-        assert work is not None
-        return work
 
-    def _wait(self, transfer: _Transfer, sending: bool) -> None:
-        message, start = transfer.message, time.monotonic()
-        ends = ([], [message]) if sending else ([message], [])
-        looks = self._watch or (self._polls and not sending)
-        try:
-            if looks and not self._until(lambda: self._finished(transfer), self._timeout):
-                raise expired(*ends, self._timeout)
-            if transfer.failure:
-                raise transfer.failure
-            if self.ordered:
-                peer = message.ranks[1 if sending else 0]
-                late = expired(*ends, self._timeout)
-                self._order(transfer.works, lambda why: self._lost(message, peer, why) if why else late)
-            for work in () if self._watch or self.ordered else transfer.works:
-                work.wait(_at_least(start + self._timeout - time.monotonic()))
-        except ChannelError:
-            raise
-        except RuntimeError as error:
-            if time.monotonic() - start >= self._timeout:
-                raise expired(*ends, self._timeout) from error
-            raise self._lost(message, message.ranks[1 if sending else 0], error) from error
-        finally:
-            self.waited += time.monotonic() - start
-
-    @staticmethod
-    def _lost(message: Message, peer: int, why: RuntimeError | str) -> ChannelError:
-        me = message.ranks[0] if peer == message.ranks[1] else message.ranks[1]
-        why = why if isinstance(why, str) else cause_of(why)
-        return ChannelError(f"rank {me} lost rank {peer} at {message.name}: {why}")
+def _at_least(seconds: float) -> timedelta:
+    """Return so much time or up to 1 ms more: gloo waits for whole milliseconds, and would end too early."""
+    return timedelta(milliseconds=max(0, math.floor(1000 * seconds)) + 1)
 
 
-class LoopbackChannel(DistChannel):
+class LoopbackChannel(Channel):
     """A channel to nobody: what is sent on it is dropped, and what is received is made up.
 
     A gradient has not arrived until it is waited for, so that a policy goes on with forwards, as where other
@@ -497,11 +432,10 @@ class LoopbackChannel(DistChannel):
         return message.src < message.dst or message in self._late
 
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
-        super().wait(receives, sends)
         self._late = receives
 
-    def _start(self, post: Any, tensor: Tensor, peer: int, message: Message) -> dist.Work:
-        if post is dist.irecv:
+    def _begin(self, message: Message, tensor: Tensor, sending: bool) -> dist.Work:
+        if not sending:
             _make_up(tensor)
         return _Done()
 
@@ -528,9 +462,3 @@ def _make_up(tensor: Tensor) -> None:
         tensor.normal_()
     else:
         tensor.fill_(tensor.dtype is torch.bool)
-
-
-def cause_of(error: RuntimeError) -> str:
-    """Return what torch.distributed says of a failure, without gloo's source line and its advice."""
-    said = str(error).strip().splitlines()[0]
-    return re.sub(r"^\[\S+:\d+\] |\. This is typically caused by .*", "", said)

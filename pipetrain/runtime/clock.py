@@ -8,17 +8,22 @@ its host time is kept; from then on the end of each window that was read is the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from pipetrain.runtime.channel import Channel
+from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import COMMUNICATION, Action
-from pipetrain.schedule.timeline import Row, Span
+from pipetrain.schedule.timeline import Row, Span, StageStats, stage_stats, total
 
 Mark = Any
 """A moment: seconds of the host's clock (float), or an event on the device's stream (torch.cuda.Event)."""
+Observe = Callable[[Row], None]
+"""Called with the measured spans of a window, after its end."""
+UNREAD = 256  # windows whose times need not have been read
 
 
 class Clock:
@@ -109,37 +114,70 @@ class Stopwatch:
     def start(self, action: Action | None) -> None:
         """Begin an action, or with None a wait outside of actions."""
         channel, self._action = self._channel, action
+        waited = channel.waited
         if self._by_host(action):
-            now, waited = self._wait or (time.perf_counter(), channel.waited)
-            self._start, self._before = now, (waited, channel.carried, self._coded())
-            self._wait = (now, waited) if action is None else None
-            return
-        self._end_wait()
-        self._start, self._before = self._clock.mark(), (channel.waited, channel.carried, self._coded())
-
-    def _by_host(self, action: Action | None) -> bool:
-        """Return whether it is the host that waits."""
-        return action is None or (action.op in COMMUNICATION and not self._channel.ordered)
+            self._start, waited = self._wait or (time.perf_counter(), waited)
+            self._wait = (self._start, waited) if action is None else None
+        else:
+            self._end_wait()
+            self._start = self._clock.mark()
+        self._before = (waited, channel.carried, self._coded())
 
     def stop(self) -> None:
         action, channel = self._action, self._channel
         if action is None:
             return
         end = time.perf_counter() if self._by_host(action) else self._clock.mark()
-        span = Span(action, self._start, end)
+        sums = (0.0, 0, 0.0)
         if action.op in COMMUNICATION:
             waited, carried, coded = self._before
             sums = channel.waited - waited, channel.carried - carried, self._coded() - coded
-            span = Span(action, self._start, end, *sums)
-        self._spans.append(span)
+        self._spans.append(Span(action, self._start, end, *sums))
 
     def row(self) -> Row:
         """End the window and return its spans, to be resolved by the clock."""
         self._end_wait()
         return Row(self._began, self._clock.mark(), self._spans)
 
+    def _by_host(self, action: Action | None) -> bool:
+        """Return whether it is the host that waits."""
+        return action is None or (action.op in COMMUNICATION and not self._channel.ordered)
+
     def _end_wait(self) -> None:
         if self._wait is not None:
             since, waited = self._wait
             self._spans.append(Span(None, since, time.perf_counter(), self._channel.waited - waited))
             self._wait = None
+
+
+class Times:
+    """The statistics of each stage's training since they were taken.
+
+    On a GPU, times are read when the device has passed them: the host does not wait for each window.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage], clock: Clock) -> None:
+        self._stages = stages
+        self._clock = clock
+        self._skipped = dict.fromkeys(stages, 0)  # updates, up to the last window
+        # Window, microbatches a batch, skipped updates and raw bytes by stage, and who observes it.
+        self._unread: deque[tuple[Row, int, Mapping[int, int], Mapping[int, int], Observe | None]] = deque()
+        self.stats = {stage: StageStats() for stage in stages}
+
+    def add(self, row: Row, microbatches: int, raw_bytes: Mapping[int, int], observe: Observe | None) -> None:
+        """Add a window; for `observe` the host waits until the device is done."""
+        before, self._skipped = self._skipped, {index: one.skipped for index, one in self._stages.items()}
+        skipped = {index: count - before[index] for index, count in self._skipped.items()}
+        self._unread.append((row, microbatches, skipped, raw_bytes, observe))
+        self.read(wait=observe is not None)
+
+    def read(self, wait: bool) -> None:
+        """Read the times of all windows, for which the host waits, or of those that are too many."""
+        while self._unread and (wait or len(self._unread) > UNREAD):
+            row, microbatches, skipped, raw_bytes, observe = self._unread.popleft()
+            row = self._clock.resolve(row)
+            for index, stats in stage_stats(row, microbatches).items():
+                stats.skipped, stats.raw_bytes = skipped[index], raw_bytes[index]
+                self.stats[index] = total([self.stats[index], stats])
+            if observe:
+                observe(row)

@@ -20,20 +20,22 @@ from torch.profiler import record_function
 from pipetrain.errors import ActionFailed, TrainingStopped
 from pipetrain.network.draws import EVALUATION, Seeds, drawing
 from pipetrain.runtime.channel import ChannelError
-from pipetrain.runtime.clock import Clock, Stopwatch
+from pipetrain.runtime.clock import Clock, Observe, Stopwatch, Times
 from pipetrain.runtime.feed import Feed
-from pipetrain.runtime.mailbox import Mailbox, Transport
+from pipetrain.runtime.mailbox import Mailbox
+from pipetrain.runtime.microbatch import Tensors
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.rehearsal import Rehearsal
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.sums import WAITING, Sums
-from pipetrain.runtime.times import Observe, Times
-from pipetrain.schedule.actions import RECEIVES, Action, Op
+from pipetrain.schedule.actions import RECEIVES, SENDS, Action, Op
 from pipetrain.schedule.policy import Bounds, Wait
 from pipetrain.schedule.timeline import Row, StageStats
 
 Progress = Callable[[int], None]
 """Called with a stage after each counted action (an update, or a microbatch of an evaluation)."""
+Take = Callable[[Tensors], None]
+"""Called with the outputs of each microbatch of a prediction."""
 
 
 class Watcher(Protocol):
@@ -48,17 +50,19 @@ class Watcher(Protocol):
 
 @dataclass(slots=True)
 class _Window:
-    """The state of one window."""
+    """One window. `first`: its first update, or EVALUATION; `take`: of a prediction, which has no targets."""
 
     order: Order
     feed: Feed
     microbatches: int
-    first: int  # update
+    first: int
     mail: Mailbox
     sums: Sums
+    take: Take | None = None
 
-
-_Method = Callable[[Action, _Window], None]
+    @property
+    def trains(self) -> bool:
+        return self.first != EVALUATION
 
 
 class Engine:
@@ -71,8 +75,8 @@ class Engine:
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        training: Transport,
-        evaluation: Transport,
+        training: Mailbox,
+        evaluation: Mailbox,
         bounds: Mapping[int, Bounds],
         clock: Clock,
         seed: int = 0,
@@ -88,22 +92,19 @@ class Engine:
         self._times = Times(stages, clock)
         self.watcher: Watcher | None = None
         """What looks at the windows of training, if anything does."""
-        self._train: dict[Op, _Method] = {
+        self._methods: dict[Op, Callable[[Action, _Window], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
-            Op.I: self._backward_input,
+            Op.I: self._backward,
             Op.W: self._backward_weight,
             Op.R: self._recompute,
-            Op.SEND_F: lambda action, window: window.mail.send(action),
-            Op.RECV_F: lambda action, window: window.mail.recv(action),
-            Op.SEND_B: lambda action, window: window.mail.send(action),
-            Op.RECV_B: lambda action, window: window.mail.recv(action),
+            **dict.fromkeys(SENDS, lambda action, window: window.mail.send(action)),
+            **dict.fromkeys(RECEIVES, lambda action, window: window.mail.recv(action)),
             Op.REDUCE: lambda action, window: stages[action.stage].reduce(),
             Op.TIE: lambda action, window: window.sums.tell_tied(action),
             Op.NORM: lambda action, window: window.sums.tell_norm(action),
             Op.STEP: self._step,
         }
-        self._evaluate = {**self._train, Op.F: self._predict}
 
     def train(
         self,
@@ -120,28 +121,25 @@ class Engine:
         """
         if self._rehearsal:
             self._rehearsal.before(self, order, feed, microbatches, training=True)
-        for stage in self.stages.values():
-            stage.begin_window()
-        first = next(iter(self.stages.values())).weights.updates
-        window = self._window(order, feed, microbatches, first, self._training)
-        row = self._run(window, self._train, Op.STEP, progress, self.watcher)
-        self._times.add(row, microbatches, window.mail.raw_bytes, observe)
+        mail, first = self._training, next(iter(self.stages.values())).weights.updates
+        row = self._run(self._window(order, feed, microbatches, first, mail), progress, self.watcher)
+        self._times.add(row, microbatches, mail.raw_bytes, observe)
 
-    def evaluate(self, order: Order, feed: Feed, progress: Progress = lambda stage: None) -> None:
-        """Run forwards with the newest weights."""
+    def evaluate(
+        self, order: Order, feed: Feed, progress: Progress = lambda stage: None, take: Take | None = None
+    ) -> None:
+        """Run forwards with the newest weights; the last stage counts them, or `take` gets its outputs."""
         if self._rehearsal:
             self._rehearsal.before(self, order, feed, 1, training=False)
-        window = self._window(order, feed, 1, EVALUATION, self._evaluation)
-        self._run(window, self._evaluate, Op.F, progress)
+        self._run(self._window(order, feed, 1, EVALUATION, self._evaluation, take), progress)
         self.settle()
 
-    def play(self, order: Order, feed: Feed, microbatches: int, training: bool, transport: Transport) -> bool:
+    def play(self, order: Order, feed: Feed, microbatches: int, training: bool, mail: Mailbox) -> bool:
         """Run a window of a rehearsal; return whether stages told norms in it."""
-        for stage in self.stages.values() if training else ():
-            stage.begin_window()
-        window = self._window(order, feed, microbatches, 0 if training else EVALUATION, transport)
-        methods, counted = (self._train, Op.STEP) if training else (self._evaluate, Op.F)
-        self._run(window, methods, counted, lambda stage: None)
+        predicts = not training and feed.first()[1] is None
+        take: Take | None = (lambda outputs: None) if predicts else None
+        window = self._window(order, feed, microbatches, 0 if training else EVALUATION, mail, take)
+        self._run(window, lambda stage: None)
         return window.sums.has_norms
 
     def settle(self) -> None:
@@ -169,26 +167,27 @@ class Engine:
     # The loop
 
     def _window(
-        self, order: Order, feed: Feed, microbatches: int, first: int, transport: Transport
-    ) -> _Window:
-        mail = Mailbox(transport, self.stages.keys(), feed)
-        sums = Sums(self.stages, transport.channel, transport.placement)
-        return _Window(order, feed, microbatches, first, mail, sums)
-
-    def _run(
         self,
-        window: _Window,
-        methods: Mapping[Op, _Method],
-        counted: Op,
-        progress: Progress,
-        watcher: Watcher | None = None,
-    ) -> Row:
-        order, mail, sums = window.order, window.mail, window.sums
+        order: Order,
+        feed: Feed,
+        microbatches: int,
+        first: int,
+        mail: Mailbox,
+        take: Take | None = None,
+    ) -> _Window:
+        sums = Sums(self.stages, mail.channel, mail.placement)
+        return _Window(order, feed, microbatches, first, mail, sums, take)
+
+    def _run(self, window: _Window, progress: Progress, watcher: Watcher | None = None) -> Row:
+        order, mail, sums, methods = window.order, window.mail, window.sums, self._methods
+        counted = Op.STEP if window.trains else Op.F
+        for stage in self.stages.values() if window.trains else ():
+            stage.begin_window()
         watch = Stopwatch(self._clock, mail.channel, lambda: mail.coded)
         profiled = torch.autograd.profiler._is_profiler_enabled  # naming an action takes 10 us
         action: Action | Wait | None = None
         try:
-            mail.expect(order.receives(), order.decided)
+            mail.begin(window.feed, order.receives(), order.decided)
             for action in order.actions(mail):
                 if isinstance(action, Wait) or action.op in RECEIVES:
                     window.feed.prepare()
@@ -213,6 +212,8 @@ class Engine:
             raise
         except Exception as error:
             raise self._explained(error, action) from error
+        finally:
+            mail.end()
         watch.start(None)
         mail.channel.drain()
         return watch.row()
@@ -230,44 +231,37 @@ class Engine:
 
     def _forward(self, action: Action, window: _Window) -> None:
         stage, mb = self.stages[action.stage], action.mb
-        target = window.feed.target(mb) if stage.objective is not None else None
-        saving = window.order.saving(action.stage, mb)
+        target = window.feed.target(mb) if stage.objective is not None and window.take is None else None
         with drawing(self._seeds(action, window)):
             inputs = window.mail.inputs(action.stage, mb)
-            outputs = stage.forward(mb, inputs, action.version, target, saving)
-        window.mail.hand_on(action.stage, mb, outputs)
-        limit = self.bounds[action.stage].activations
-        assert stage.in_flight <= limit, (
-            f"{action}: {stage.in_flight} microbatches in flight, {limit} simulated"
-        )
-
-    def _predict(self, action: Action, window: _Window) -> None:
-        stage, mb = self.stages[action.stage], action.mb
-        target = window.feed.target(mb) if stage.objective is not None else None
-        with drawing(self._seeds(action, window)):
-            outputs = stage.predict(window.mail.inputs(action.stage, mb), target)
-        window.mail.hand_on(action.stage, mb, outputs)
+            if window.trains:
+                saving = window.order.saving(action.stage, mb)
+                outputs = stage.forward(mb, inputs, action.version, target, saving)
+            else:
+                outputs = stage.predict(inputs, target)
+        if stage.objective is None:
+            window.mail.hand_on(action.stage, mb, outputs)
+        elif window.take is not None:
+            window.take(outputs)
+        held, limit = stage.in_flight, self.bounds[action.stage].activations
+        assert held <= limit, f"{action}: {held} microbatches in flight, {limit} simulated"
 
     def _recompute(self, action: Action, window: _Window) -> None:
         with drawing(self._seeds(action, window)):
             self.stages[action.stage].recompute(action.mb, action.version)
 
     def _seeds(self, action: Action, window: _Window) -> Seeds:
-        if window.first == EVALUATION:
+        if not window.trains:
             return Seeds(self.seed, EVALUATION, action.mb)
         batch, microbatch = divmod(action.mb, window.microbatches)
         return Seeds(self.seed, window.first + batch, microbatch)
 
     def _backward(self, action: Action, window: _Window) -> None:
+        stage = self.stages[action.stage]
+        run = stage.backward if action.op is Op.B else stage.backward_input
         grads = window.mail.grads(action.stage, action.mb)
-        back = self.stages[action.stage].backward(action.mb, grads, action.version)
-        window.mail.hand_back(action.stage, action.mb, back)
+        window.mail.hand_back(action.stage, action.mb, run(action.mb, grads, action.version))
         self._release(action, window)
-
-    def _backward_input(self, action: Action, window: _Window) -> None:
-        grads = window.mail.grads(action.stage, action.mb)
-        back = self.stages[action.stage].backward_input(action.mb, grads, action.version)
-        window.mail.hand_back(action.stage, action.mb, back)
 
     def _backward_weight(self, action: Action, window: _Window) -> None:
         self.stages[action.stage].backward_weight(action.mb, action.version)

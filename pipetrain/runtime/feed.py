@@ -22,14 +22,12 @@ Weight = Callable[[Value], Tensor | float]
 class Target:
     """The last stage's targets of a microbatch.
 
-    `weight`: how much they count for; `share`: of the batch's weight. `take`: called with the outputs of a
-    prediction, in place of a loss.
+    `weight`: how much they count for; `share`: of the batch's weight.
     """
 
     value: Value  # tensors [n, ...]
     weight: float
     share: float
-    take: Callable[[tuple[Tensor, ...]], None] | None = None
 
     @property
     def samples(self) -> int:

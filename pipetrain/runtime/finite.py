@@ -23,8 +23,7 @@ from pipetrain.errors import TrainingStopped
 from pipetrain.network.numerics import numbers_of
 from pipetrain.network.values import differentiable
 from pipetrain.runtime.buffers import Buffers, Copies
-from pipetrain.runtime.microbatch import Batch, Microbatch, Tensors
-from pipetrain.runtime.observer import Observer
+from pipetrain.runtime.microbatch import Batch, Microbatch, Observer, Tensors
 from pipetrain.runtime.origin import DATA, origin_of_gradient, origin_of_loss, origin_of_outputs
 from pipetrain.runtime.stage import Stage
 
@@ -88,8 +87,10 @@ class StopOnNaN(Observer):
         self._check(f"the activation of microbatch {microbatch.mb} is not finite", made, origin)
 
     def after_backward(self, microbatch: Microbatch, grads: Tensors, back: Tensors) -> None:
-        if not back and microbatch.deferred is None:
-            back = self._front_gradient(microbatch.version)
+        if not back and microbatch.deferred is None and self._front:
+            # None leaves the stage: a small gradient of its first layer, to which what is not finite goes on.
+            grad = self._stage.weights.leaf(microbatch.version, self._front).grad
+            back = () if grad is None else (grad,)
         origin = partial(origin_of_gradient, self._stage, microbatch, grads)
         self._check(f"the gradient of microbatch {microbatch.mb} is not finite", back, origin)
 
@@ -122,13 +123,9 @@ class StopOnNaN(Observer):
         floating = [numbers_of(t.detach()) for t in tensors if differentiable(t)]
         if not floating or floating[0].is_cuda or all(map(in_host_memory_finite, floating)):
             return
-        numbers = torch.stack([t.sum() for t in floating])
-        self._watch.add(partial(blame, template, origin), self._update, numbers)
-
-    def _front_gradient(self, version: int) -> Tensors:
-        """Return a small gradient to check where none leaves the stage: non-finite values propagate to it."""
-        grad = self._front and self._stage.weights.leaf(version, self._front).grad
-        return () if not isinstance(grad, Tensor) else (grad,)
+        number, where = floating[0].sum().item(), "" if self._stage.rehearses else origin()
+        what = template.format(number) + (f" (first in {where})" if where else "")
+        self._watch.add(lambda _: what, self._update, torch.tensor([math.nan]))
 
 
 class SkipOnNaN(Observer):
@@ -184,18 +181,33 @@ class FiniteWatch:
         self._stage = stage
         self._ignores = ignores
         self._gathered: list[tuple[Blame, int, Tensor]] = []  # description, update, numbers on a GPU
-        # What was gathered, with the numbers on the host, and the torch.cuda.Event of their arrival or None.
+        # What was gathered, with the numbers on the host, and the torch.cuda.Event of their arrival.
         self._coming: deque[tuple[list[tuple[Blame, int, int]], Tensor, Any]] = deque()
 
     def add(self, blame: Blame, update: int, numbers: Tensor) -> None:
         """Watch numbers [n] that are used for `update`. Raises TrainingStopped."""
-        if numbers.is_cuda:
-            self._gathered.append((blame, update, numbers.detach()))
-            if len(self._gathered) >= AT_ONCE:
-                self._copy()
-        else:
-            self._coming.append(([(blame, update, numbers.numel())], numbers.detach(), None))
+        if not numbers.is_cuda:
+            self._judge(blame, update, update, numbers.flatten().tolist())
+            return
+        self._gathered.append((blame, update, numbers.detach()))
+        if len(self._gathered) >= AT_ONCE:
+            self._copy()
         self.check(update)
+
+    def check(self, update: int, wait: bool = False) -> None:
+        """Check the numbers that have arrived (with `wait`, all of them). Raises TrainingStopped."""
+        if wait and self._gathered:
+            self._copy()
+        while self._coming:
+            made, numbers, arrived = self._coming[0]
+            if wait:
+                arrived.synchronize()
+            elif not arrived.query():
+                return
+            self._coming.popleft()
+            left = iter(numbers.flatten().tolist())
+            for blame, made_for, count in made:
+                self._judge(blame, made_for, update, list(islice(left, count)))
 
     def _copy(self) -> None:
         gathered, self._gathered = self._gathered, []
@@ -207,34 +219,13 @@ class FiniteWatch:
         made = [(blame, update, numbers.numel()) for blame, update, numbers in gathered]
         self._coming.append((made, host, arrived))
 
-    def check(self, update: int, wait: bool = False) -> None:
-        """Check the numbers that have arrived (with `wait`, all of them). Raises TrainingStopped."""
-        if wait and self._gathered:
-            self._copy()
-        while self._coming:
-            made, numbers, arrived = self._coming[0]
-            if arrived is not None and wait:
-                arrived.synchronize()
-            elif arrived is not None and not arrived.query():
-                return
-            self._coming.popleft()
-            left = iter(numbers.flatten().tolist())
-            for blame, made_for, count in made:
-                values = list(islice(left, count))
-                if not self._ignores() and not all(map(math.isfinite, values)):
-                    late = update - made_for
-                    when = f"{late} updates later" if late else "before the update"
-                    what = blame(values)
-                    way_out = "look for NaN and infinite numbers there" if DATA in what else LOWER
-                    raise TrainingStopped(
-                        f"{what} at stage {self._stage}, update {made_for}: stopped {when}; {way_out}"
-                    )
-
-
-def blame(template: str, origin: Callable[[], str], numbers: list[float]) -> str:
-    """Describe a non-finite number of a microbatch, and the layer where it began, if that is found."""
-    where = origin()
-    return template.format(numbers[0]) + (f" (first in {where})" if where else "")
+    def _judge(self, blame: Blame, made_for: int, update: int, values: list[float]) -> None:
+        if all(map(math.isfinite, values)) or self._ignores():
+            return
+        what, late = blame(values), update - made_for
+        when = f"{late} updates later" if late else "before the update"
+        way_out = "look for NaN and infinite numbers there" if DATA in what else LOWER
+        raise TrainingStopped(f"{what} at stage {self._stage}, update {made_for}: stopped {when}; {way_out}")
 
 
 def blame_batch(lossy: list[int], mbs: list[int], numbers: list[float]) -> str:

@@ -1,4 +1,4 @@
-"""The messages of a window: tensors are handed over between two stages of a rank, or sent to another.
+"""The messages of a rank's stages: tensors are handed over between two of them, or sent to another rank.
 
 Activations travel along the routes of the cut, gradients the other way.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -21,41 +20,52 @@ from pipetrain.runtime.microbatch import Tensors
 from pipetrain.schedule.actions import Action, Edge
 from pipetrain.schedule.policy import Wait
 
-
-@dataclass(frozen=True, slots=True)
-class Transport:
-    """How stages exchange tensors. `placement[stage]` is a stage's rank; `coding`: None for none."""
-
-    channel: Channel
-    cut: Cut
-    placement: Sequence[int]
-    coding: Coding | None = None
+_Specs = tuple[TensorSpec, ...]
 
 
 class Mailbox:
-    """The messages of one window of a rank's stages, `mine`."""
+    """The messages of a rank's stages, `mine`, one window at a time.
 
-    def __init__(self, transport: Transport, mine: Collection[int], feed: Feed) -> None:
-        self.channel = transport.channel
-        self._cut = transport.cut
-        self._placement = transport.placement
-        self._coding = transport.coding
+    `placement[stage]` is a stage's rank; `coding`: None for none.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        cut: Cut,
+        placement: Sequence[int],
+        mine: Collection[int],
+        coding: Coding | None = None,
+    ) -> None:
+        self.channel = channel
+        self.placement = placement
+        self._cut = cut
         self._mine = mine
-        self._feed = feed
-        self._specs: dict[tuple[Edge, int], tuple[TensorSpec, ...]] = {}  # by samples, too
+        self._coding = coding
+        self._specs: dict[
+            tuple[Edge, int], tuple[_Specs, _Specs]
+        ] = {}  # by samples: plain, and as they travel
+        self._feed: Feed | None = None
         self._arrived: dict[tuple[Edge, int], Tensors] = {}  # (edge, microbatch) -> its message
         self._to_send: dict[tuple[Edge, int], Tensors] = {}
         self.raw_bytes: Counter[int] = Counter()
-        """The bytes that each stage has sent, before encoding."""
+        """The bytes that each stage has sent in the window, before encoding."""
 
-    def expect(self, receives: Iterable[Action], watched: bool) -> None:
-        """Announce all receives of the window, in order on each edge; `watched`: to a policy."""
-        self.channel.expect([self._on_wire(self._message(action)) for action in receives], watched)
+    def begin(self, feed: Feed, receives: Iterable[Action], watched: bool) -> None:
+        """Begin a window with all its receives, in order on each edge; `watched`: by a policy."""
+        self._feed, self.raw_bytes = feed, Counter()
+        self.channel.expect([self._message(action) for action in receives], watched)
+
+    def end(self) -> None:
+        """Refer to nothing of the window: what a feed has sent holds connections open."""
+        self._feed = None
+        self._arrived.clear()
+        self._to_send.clear()
 
     def inputs(self, stage: int, mb: int) -> Tensors:
         """Return what enters a stage, the first one from the feed."""
         if stage == 0:
-            return self._feed.input(mb)
+            return self._given.input(mb)
         routes = self._cut.routes_into[stage]
         return merge((route.values, self._arrived.pop((route.edge, mb))) for route in routes)
 
@@ -68,30 +78,31 @@ class Mailbox:
         """Take what leaves a stage."""
         routes = self._cut.routes_from[stage]
         parts = divide(outputs, [route.values for route in routes])
-        self._put(mb, [route.edge for route in routes], parts)
+        for route, tensors in zip(routes, parts, strict=True):
+            self._put(route.edge, mb, tensors)
 
     def hand_back(self, stage: int, mb: int, grads: Tensors) -> None:
         """Take the gradients of what has entered a stage."""
         routes = self._cut.routes_into[stage]
         parts = divide(grads, [route.returned for route in routes])
-        self._put(mb, [route.way_back for route in routes], parts)
+        for route, tensors in zip(routes, parts, strict=True):
+            self._put(route.way_back, mb, tensors)
 
     def send(self, action: Action) -> None:
         message = self._message(action)
         tensors = self._to_send.pop((message.edge, action.mb))
-        if specs_of(tensors) != message.specs:  # the receiver would not notice
-            made, planned = (" + ".join(map(str, specs)) for specs in (specs_of(tensors), message.specs))
+        if specs_of(tensors) != message.plain:  # the receiver would not notice
+            made, planned = (" + ".join(map(str, specs)) for specs in (specs_of(tensors), message.plain))
             raise TrainingStopped(
                 f"stage {action.stage} made {made} for {message.name}, and the plan says {planned}: what a "
                 f"layer returns must depend only on the number of samples"
             )
-        sent = tensors if self._coding is None else self._coding.encode(message, tensors)
-        self.channel.send(self._on_wire(message), sent)
-        self.raw_bytes[action.stage] += message.nbytes
+        self.channel.send(message, tensors if self._coding is None else self._coding.encode(message, tensors))
+        self.raw_bytes[action.stage] += sum(spec.nbytes for spec in message.plain)
 
     def recv(self, action: Action) -> None:
         message = self._message(action)
-        arrived = self.channel.recv(self._on_wire(message))
+        arrived = self.channel.recv(message)
         tensors = arrived if self._coding is None else self._coding.decode(message, arrived)
         self._arrived[message.edge, action.mb] = tensors
 
@@ -110,31 +121,31 @@ class Mailbox:
     # What an order sees
 
     def arrived(self, receive: Action) -> bool:
-        return self.channel.arrived(self._on_wire(self._message(receive)))
+        return self.channel.arrived(self._message(receive))
 
     def room(self, send: Action) -> bool:
-        return self.channel.room(self._on_wire(self._message(send)))
+        return self.channel.room(self._message(send))
 
     def forget(self, mb: int) -> None:
         self.channel.forget(mb)
 
     def wait(self, wait: Wait) -> None:
-        receives, sends = (
-            [self._on_wire(self._message(action)) for action in actions]
-            for actions in (wait.receives, wait.sends)
-        )
-        self.channel.wait(receives, sends)
+        self.channel.wait([*map(self._message, wait.receives)], [*map(self._message, wait.sends)])
 
-    def _put(self, mb: int, edges: Sequence[Edge], parts: Sequence[Tensors]) -> None:
-        for edge, tensors in zip(edges, parts, strict=True):
-            (self._arrived if edge[1] in self._mine else self._to_send)[edge, mb] = tensors
+    @property
+    def _given(self) -> Feed:
+        assert self._feed is not None, "only within a window"
+        return self._feed
 
-    def _on_wire(self, message: Message) -> Message:
-        return message if self._coding is None else self._coding.on_wire(message)
+    def _put(self, edge: Edge, mb: int, tensors: Tensors) -> None:
+        (self._arrived if edge[1] in self._mine else self._to_send)[edge, mb] = tensors
 
     def _message(self, action: Action) -> Message:
         edge = source, target = action.edge
-        size = self._feed.size(action.mb)
+        size = self._given.size(action.mb)
         if (specs := self._specs.get((edge, size))) is None:
-            specs = self._specs[edge, size] = self._cut.message(edge, size)
-        return Message(source, target, action.mb, specs, (self._placement[source], self._placement[target]))
+            plain = self._cut.message(edge, size)
+            specs = plain, plain if self._coding is None else self._coding.specs(edge, plain)
+            self._specs[edge, size] = specs
+        ranks = self.placement[source], self.placement[target]
+        return Message(source, target, action.mb, specs[1], ranks, specs[0])

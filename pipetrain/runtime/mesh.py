@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pipetrain.errors import ConfigError
-from pipetrain.runtime.channel import ChannelError, DistChannel, LoopbackChannel
+from pipetrain.runtime.channel import ALL, Channel, LoopbackChannel
 from pipetrain.runtime.ranks import Ranks, World, choose_interface, make_group, this_attempt
 from pipetrain.schedule.actions import Edge, Tie
 
@@ -81,12 +81,14 @@ class Mesh(Ranks):
         self.device = device
         self.staged = shares_gpu(world, device) if staged is None else staged
         self.backend = "nccl" if device.type == "cuda" and not self.staged else "gloo"
-        self._groups: dict[Edge, dist.ProcessGroup] = {}
+        self._place = torch.device("cpu") if self.staged else device  # of what is sent
+        # Twice the limit, so that the channel's own deadline, which names the message, comes first.
+        self._limit = timedelta(seconds=2 * timeout)
+        self._groups: dict[Edge, Any] = {}
+        self._sums: dict[Tie, Any] = {}
         self._opened: set[Edge] = set()  # of all ranks
-        self._channels: list[DistChannel] = []
-        self._norms: dist.ProcessGroup | None = None
+        self._channels: list[Channel] = []
         self.store: Store | None = None
-        self._ties: dict[Tie, dist.ProcessGroup] = {}
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._owned = world.size > 1 and not dist.is_initialized()
@@ -95,12 +97,8 @@ class Mesh(Ranks):
             choose_interface(world)
             if self.backend == "nccl":  # its own watch would not say which message it was: see Deadline
                 os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-            try:
+            with self._trying("connect to the other ranks"):
                 self._connect(store)
-            except ChannelError:  # it says already who is missing
-                raise
-            except RuntimeError as error:
-                raise self._lost("connect to the other ranks", error) from error
             self.open(edges)
 
     def _connect(self, store: Store | None) -> None:
@@ -109,65 +107,45 @@ class Mesh(Ranks):
         if self._owned:
             make_group(self.world, self.store, limit)
         self._all = dist.group.WORLD if self._owned else dist.new_group(timeout=limit, backend="gloo")
-        norms = dist.new_group(timeout=2 * limit, backend=self.backend)
-        assert isinstance(norms, dist.ProcessGroup)
-        self._norms = norms
+        self._sums[ALL] = self._group(range(self.world.size))
+
+    def _group(self, ranks: Collection[int]) -> Any:
+        """Make a group of some ranks; all ranks call it, in one order."""
+        return dist.new_group(sorted(ranks), timeout=self._limit, backend=self.backend)
 
     def open(self, edges: Sequence[Edge], ties: Sequence[Tie] = ()) -> None:
         """Connect the ends of edges and the ranks of ties, if they are not yet. Raises ChannelError.
 
         All ranks call it.
         """
-        if self.world.size == 1:
+        new = [edge for edge in edges if edge not in self._opened]
+        if self.world.size == 1 or not (new or ties):
             return
-        try:
-            self._open(edges)
+        self._opened.update(new)
+        token = torch.zeros(1, device=self._place)
+        with self._trying("connect to the other ranks"):
+            for edge in new:
+                group = self._group({self.placement[stage] for stage in edge})
+                if self.world.rank in (self.placement[stage] for stage in edge):
+                    self._groups[edge] = group
+            for edge in new:  # the first message makes a connection: send one now, edge by edge
+                src, dst = (self.placement[stage] for stage in edge)
+                if self.world.rank == src:
+                    dist.send(token, dst, group=self._groups[edge])
+                elif self.world.rank == dst:
+                    dist.recv(token, src, group=self._groups[edge])
             for tie in ties:
-                self._tie(tie)
-        except RuntimeError as error:
-            raise self._lost("connect to the other ranks", error) from error
+                ranks = {self.placement[stage] for stage in tie}
+                group = self._group(ranks)
+                if self.world.rank in ranks:
+                    self._sums[tie] = group
+                    dist.all_reduce(token, group=group)
 
-    def _open(self, edges: Sequence[Edge]) -> None:
-        limit = timedelta(seconds=self._timeout)
-        edges = [edge for edge in edges if edge not in self._opened]
-        self._opened.update(edges)
-        for edge in edges:
-            ends = [self.placement[stage] for stage in edge]
-            # Twice the limit, so that the channel's own deadline, which names the message, comes first.
-            group = dist.new_group(ends, timeout=2 * limit, backend=self.backend)
-            if self.world.rank in ends:
-                assert isinstance(group, dist.ProcessGroup)
-                self._groups[edge] = group
-        place = torch.device("cpu") if self.staged else self.device
-        for edge in edges:  # the first message makes a connection: send one now, edge by edge
-            src, dst = (self.placement[stage] for stage in edge)
-            token = torch.zeros(1, device=place)
-            if self.world.rank == src:
-                dist.send(token, dst, group=self._groups[edge])
-            elif self.world.rank == dst:
-                dist.recv(token, src, group=self._groups[edge])
-
-    def _tie(self, tie: Tie) -> None:
-        ranks = sorted({self.placement[stage] for stage in tie})
-        group = dist.new_group(ranks, timedelta(seconds=2 * self._timeout), backend=self.backend)
-        if self.world.rank in ranks:
-            assert isinstance(group, dist.ProcessGroup)
-            self._ties[tie] = group
-            dist.all_reduce(torch.zeros(1, device="cpu" if self.staged else self.device), group=group)
-
-    def channel(self, buffer_size: int | Mapping[Edge, int], channels_last: bool = False) -> DistChannel:
-        made = DistChannel(
-            self._groups,
-            buffer_size,
-            self._timeout,
-            self.device,
-            self.staged,
-            channels_last,
-            self._norms,
-            self._ties,
-        )
-        self._channels.append(made)
-        return made
+    def channel(self, buffer_size: int | Mapping[Edge, int], channels_last: bool = False) -> Channel:
+        """Return a channel over the edges that are open."""
+        how = buffer_size, self._timeout, self.device, self.staged, channels_last
+        self._channels.append(Channel(self._groups, *how, self._sums))
+        return self._channels[-1]
 
     def loopback(
         self,
@@ -177,16 +155,8 @@ class Mesh(Ranks):
         channels_last: bool = False,
     ) -> LoopbackChannel:
         """Return a channel for a rehearsal: like `channel`, to nobody."""
-        nobody: Any = None
-        return LoopbackChannel(
-            dict.fromkeys(edges, nobody),
-            buffer_size,
-            self._timeout,
-            self.device,
-            self.staged,
-            channels_last,
-            ties=dict.fromkeys(ties, nobody),
-        )
+        how = buffer_size, self._timeout, self.device, self.staged, channels_last
+        return LoopbackChannel(dict.fromkeys(edges), *how, dict.fromkeys([ALL, *ties]))
 
     def meet(self) -> None:
         """Wait for all ranks to call it. Raises ChannelError."""
@@ -197,8 +167,7 @@ class Mesh(Ranks):
         if self.backend == "nccl" and self.world.size > 1:
             torch.cuda.synchronize()  # a rank that goes breaks what others still receive
             self.gather("the end", None)
-        for group in self._let_go():
-            dist.destroy_process_group(group)
+        self._destroy()
 
     def abandon(self) -> None:
         """Leave the other ranks after an error: what they wait for from this one fails at once.
@@ -206,8 +175,7 @@ class Mesh(Ranks):
         The connections close when no message refers to them any longer.
         """
         with suppress(Exception):  # the error that was the cause counts
-            for group in self._let_go():
-                dist.destroy_process_group(group)
+            self._destroy()
 
     def _leave(self) -> None:
         """Destroy the groups of a mesh that is open when the program ends.
@@ -219,21 +187,16 @@ class Mesh(Ranks):
         if not any(channel.adds_up for channel in self._channels):
             self.abandon()
 
-    def _let_go(self) -> list[Any]:
-        """Return the groups to destroy, which nothing here refers to any longer."""
+    def _destroy(self) -> None:
+        """Destroy the groups, of which all go with the default group if that is ours; nothing keeps one."""
         atexit.unregister(self._leave)
-        groups = self._made()
+        groups: list[Any] = [] if self._all is None else [self._all]  # None: they have been destroyed
+        if groups and not self._owned:
+            groups += [*self._sums.values(), *self._groups.values()]
         self._groups.clear()
-        self._ties.clear()
-        self._all = self._norms = None
+        self._sums.clear()
+        self._all = None
         for channel in self._channels:
             channel.let_go()
-        return groups
-
-    def _made(self) -> list[Any]:
-        """Return the groups to destroy; all others go with the default group, if that is ours."""
-        if self.world.size == 1 or self._all is None:  # or they have been destroyed
-            return []
-        if self._owned:
-            return [self._all]
-        return [self._all, self._norms, *self._groups.values(), *self._ties.values()]
+        while groups:
+            dist.destroy_process_group(groups.pop(0))

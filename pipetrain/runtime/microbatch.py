@@ -1,7 +1,8 @@
-"""What a stage holds of each open microbatch, and of a batch until its update."""
+"""What a stage holds of each open microbatch, and of a batch until its update, and who looks at them."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -50,3 +51,29 @@ class Batch:
     losses: Tensor | None = None  # [n], at the last stage: each times its share of the batch's
     skipped: bool = False  # whether the update is left out
     unless: Tensor | None = None  # on a GPU: 1 where the gradient is not finite
+
+
+class Observer:
+    """Checks and statistics, none of which a stage knows by name; by default it does nothing."""
+
+    def around_forward(self, microbatch: Microbatch) -> AbstractContextManager[object]:
+        """Return a context for the layers' forward of a microbatch, not for one that is run again."""
+        return nullcontext()
+
+    def after_forward(self, microbatch: Microbatch, outputs: Tensors) -> None:
+        """Look at the outputs, or the loss. Raises TrainingStopped."""
+
+    def after_backward(self, microbatch: Microbatch, grads: Tensors, back: Tensors) -> None:
+        """Look at a backward or I, from the gradients of the outputs to those of the inputs."""
+
+    def after_reduce(self, batch: Batch) -> None:
+        """Look at a batch's gradient and losses; `batch.skipped` leaves the update out."""
+
+    def hear(self, batch: Batch, numbers: Tensor) -> None:
+        """Look at numbers of other stages on which the update depends."""
+
+    def before_step(self, batch: Batch) -> None:
+        """Prepare for a batch's update, or for that it is left out."""
+
+    def settle(self, wait: bool) -> None:
+        """Raise what is known by now or, with `wait`, of all that the device was given."""

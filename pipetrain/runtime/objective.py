@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipetrain.network.values import as_tuple, cast_floats, differentiable, leaves_of
+from pipetrain.network.values import as_tuple, cast_floats, differentiable
 from pipetrain.runtime.feed import Target
 from pipetrain.tally import Counter
 from pipetrain.tasks import Task
@@ -64,20 +64,17 @@ class Objective:
             # A loss among the outputs may be a mean over nothing.
             numbers = (t if t.dim() else t.nan_to_num() for t in outputs if differentiable(t))
             return torch.stack([(t * 0).sum() for t in numbers]).sum()
-        return self._task.loss(self._made(outputs), target.value)
+        return self._task.loss(self.made(outputs), target.value)
 
     @torch.no_grad()
     def counted(self, loss: Tensor, outputs: Tensors, target: Target) -> Counted:
-        made = self._made(tuple(t.detach() for t in outputs))
+        made = self.made(tuple(t.detach() for t in outputs))
         sums = {metric.name: metric.sums(made, target.value) for metric in self._task.metrics}
         return Counted(target.share, loss.detach(), target.weight, target.samples, sums)
 
     def evaluate(self, outputs: Tensors, target: Target) -> None:
-        """Count the outputs of an evaluation, or give them to who asked for a prediction."""
-        if target.take is not None:
-            target.take(leaves_of(self._made(outputs)))
-            return
-        loss = self._task.evaluation_loss(self._made(outputs), target.value)
+        """Count the outputs of an evaluation."""
+        loss = self._task.evaluation_loss(self.made(outputs), target.value)
         self._add(self.sums.evaluated, self.counted(loss, outputs, target))
 
     def count(self, losses: Tensor, counted: Sequence[Counted]) -> None:
@@ -100,7 +97,7 @@ class Objective:
     def _add(counter: Counter, one: Counted) -> None:
         counter.add(one.loss, one.weight, one.samples, one.sums)
 
-    def _made(self, outputs: Tensors) -> Any:
+    def made(self, outputs: Tensors) -> Any:
         """Return the outputs as the model returns them, for the task."""
         return self._pack(as_tuple(cast_floats(outputs, torch.float32)) if self._autocast else outputs)
 

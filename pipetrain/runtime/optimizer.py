@@ -69,10 +69,8 @@ def make_optimizer(cfg: DictConfig, model: nn.Module, stages: int = 1) -> Optimi
     groups = _groups("optim.groups", given, model)
     if fused is not None and not isinstance(fused, bool):
         raise ConfigError(f"optim.fused={fused} must be true or false")
-    if "groups" in node:
-        del cfg.optim.groups
-    if fused is None:
-        del cfg.optim.fused
+    left_out = {"groups"} if fused is not None else {"groups", "fused"}
+    cfg.optim = {key: node[key] for key in node if key not in left_out}
     if "lr" in node:
         cfg.optim.lr = POSITIVE.read("optim.lr", decoded(node.lr))
     factory, saves = build(cfg, "optim"), cfg.checkpoint.every is not None
@@ -124,14 +122,14 @@ def _groups(key: str, content: Any, model: nn.Module) -> list[Group]:
     if not isinstance(content or {}, Mapping):
         raise ConfigError(f"{key}={content} must have a name for each group, with its options")
     groups = [_group(f"{key}.{name}", options) for name, options in (content or {}).items()]
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    taken = [_group_of(groups, name, parameter) for name, parameter in trained]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    taken = [_group_of(groups, name, parameter) for name, parameter in trained.items()]
     for group in groups:
         if group not in taken:
+            wanted = "a norm or a bias" if group.pattern is None else f"matched by params={group.pattern}"
             raise ConfigError(
-                f"{group.name} has no parameter: none that is left by the groups before it is "
-                f"{'a norm or a bias' if group.pattern is None else f'matched by params={group.pattern}'}; "
-                f"parameters have names such as {trained[0][0]}"
+                f"{group.name} has no parameter: none that is left by the groups before it is {wanted}; "
+                f"parameters have names such as {next(iter(trained))}"
             )
     return groups
 
@@ -240,8 +238,8 @@ def _built(factory: OptimizerFactory, named: list[tuple[str, nn.Parameter]]) -> 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
     """Return a gradient for each small copy, sparse where the model's would be; each has another norm."""
-    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
-    sparse = {id(one.weight) for one in embeddings}
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    sparse = {id(table.weight) for table in tables}
     names = {name for name, parameter in model.named_parameters() if id(parameter) in sparse}
     dense = {name: torch.full_like(p, 1 / k) for k, (name, p) in enumerate(small_copies(model), start=1)}
     return {name: g.to_sparse(1) if name in names else g for name, g in dense.items()}

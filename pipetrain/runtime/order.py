@@ -11,7 +11,6 @@ before its forward; the others look after they have received that microbatch, an
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -36,16 +35,21 @@ class Receiving(View, Protocol):
         """Cancel the receives of microbatches from `mb` on, none of which may have been posted."""
 
 
-class Order(ABC):
-    """The actions of one rank in one window of `batches` batches. For single use."""
+class Order:
+    """A program's list of actions of one rank in one window, of `batches` batches. For single use."""
 
     decided = False
     """Whether it looks at the channel to decide, so that messages must be watched."""
 
-    def __init__(self, batches: int, microbatches: int, first: int) -> None:
+    def __init__(self, actions: Sequence[Action], batches: int = 1, microbatches: int = 1) -> None:
         self.batches = batches
         self._microbatches = microbatches
-        self._first = first  # of the rank's stages
+        self._list = list(actions)
+        self._last_uses = last_uses(self._list)
+        self._split = {(a.stage, a.mb) for a in actions if a.op is Op.I}
+        self._recomputed = {(a.stage, a.mb) for a in actions if a.op is Op.R}
+        self._first = min((a.stage for a in actions), default=0)
+        self._position = -1
         self._ends: Ends | None = None
         self._ahead = 0
 
@@ -54,76 +58,44 @@ class Order(ABC):
         self._ends, self._ahead = ends, ahead
         return self
 
+    def short(self) -> Order:
+        """Return an order of few batches that has each kind of action of this one; before it is used."""
+        batches = min(SHORT, self.batches)
+        return Order(shortened(self._list, batches, self._microbatches), batches, self._microbatches)
+
+    def receives(self) -> list[Action]:
+        """Return all RECVs, in order on each edge."""
+        return [action for action in self._list if action.op in RECEIVES]
+
+    def needed(self, stage: int, version: int) -> bool:
+        """Return whether an action after the current one reads a version of a stage's weights."""
+        return self._last_uses.get((stage, version), -1) > self._position
+
+    def saving(self, stage: int, mb: int) -> Saving:
+        """Return what the forward of a microbatch is to save."""
+        return Saving((stage, mb) in self._split, (stage, mb) in self._recomputed)
+
     def actions(self, view: Receiving) -> Iterator[Action | Wait]:
         """Yield the actions; each is done when the next one is requested."""
         peers = [a.peer for a in self.receives() if (a.stage, a.op) == (self._first, Op.RECV_F)]
         asking = (self._first, Op.RECV_F if peers else Op.F, min(peers, default=NO_PEER))
         for action in self._actions(view):
-            asks = isinstance(action, Action) and (action.stage, action.op, action.peer) == asking
-            if asks and not peers:
-                self._ask(action, view)
-            yield action
-            if asks and peers:
-                self._ask(action, view)
+            if isinstance(action, Wait) or (action.stage, action.op, action.peer) != asking:
+                yield action
+            elif peers:
+                yield action
+                self._ask(action.mb, view)
+            else:
+                self._ask(action.mb, view)
+                yield action
 
-    def _ask(self, action: Action | Wait, view: Receiving) -> None:
-        assert isinstance(action, Action)
-        batches, rest = divmod(action.mb + self._ahead + 1, self._microbatches)
-        begun = action.mb // self._microbatches + 1
+    def _ask(self, mb: int, view: Receiving) -> None:
+        batches, rest = divmod(mb + self._ahead + 1, self._microbatches)
+        begun = mb // self._microbatches + 1
         if self._ends is not None and not rest and batches < self.batches and self._ends(batches, begun):
             self.batches = batches
             self._shorten()
             view.forget(batches * self._microbatches)
-
-    @abstractmethod
-    def receives(self) -> list[Action]:
-        """Return all RECVs, in order on each edge."""
-
-    @abstractmethod
-    def needed(self, stage: int, version: int) -> bool:
-        """Return whether an action after the current one reads a version of a stage's weights."""
-
-    @abstractmethod
-    def saving(self, stage: int, mb: int) -> Saving:
-        """Return what the forward of a microbatch is to save."""
-
-    @abstractmethod
-    def short(self) -> Order:
-        """Return an order of few batches that has each kind of action of this one; before it is used."""
-
-    @abstractmethod
-    def _actions(self, view: View) -> Iterator[Action | Wait]:
-        """Yield the actions of `batches` batches."""
-
-    @abstractmethod
-    def _shorten(self) -> None:
-        """Leave out the batches from number `batches` on, none of which has begun."""
-
-
-class Listed(Order):
-    """A program's list of actions, for `batches` batches of `microbatches` microbatches each."""
-
-    def __init__(self, actions: Sequence[Action], batches: int = 1, microbatches: int = 1) -> None:
-        super().__init__(batches, microbatches, min((a.stage for a in actions), default=0))
-        self._list = list(actions)
-        self._last_uses = last_uses(self._list)
-        self._split = {(a.stage, a.mb) for a in actions if a.op is Op.I}
-        self._recomputed = {(a.stage, a.mb) for a in actions if a.op is Op.R}
-        self._position = -1
-
-    def receives(self) -> list[Action]:
-        return [action for action in self._list if action.op in RECEIVES]
-
-    def needed(self, stage: int, version: int) -> bool:
-        return self._last_uses.get((stage, version), -1) > self._position
-
-    def saving(self, stage: int, mb: int) -> Saving:
-        return Saving((stage, mb) in self._split, (stage, mb) in self._recomputed)
-
-    def short(self) -> Order:
-        batches = min(SHORT, self.batches)
-        actions = shortened(self._list, batches, self._microbatches)
-        return Listed(actions, batches, self._microbatches)
 
     def _actions(self, view: View) -> Iterator[Action | Wait]:
         while self._position + 1 < len(self._list):
@@ -131,6 +103,7 @@ class Listed(Order):
             yield self._list[self._position]
 
     def _shorten(self) -> None:
+        """Leave out the batches from number `batches` on, none of which has begun."""
         self._list = shortened(self._list, self.batches, self._microbatches)
         self._last_uses = last_uses(self._list)
 
@@ -150,10 +123,14 @@ class Decided(Order):
         routes: Sequence[Edge] | None = None,
         recomputes: bool = False,
     ) -> None:
-        super().__init__(batches, microbatches, stage)
-        self._policy, self._stages, self._routes = policy, stages, routes
+        super().__init__((), batches, microbatches)
+        self._policy, self._first, self._stages, self._routes = policy, stage, stages, routes
+        self._recomputes = recomputes
         self._reads: dict[int, int] = {}  # open microbatch -> weight version
-        self._saving = Saving(recomputed=recomputes)
+
+    def short(self) -> Order:
+        size = self._first, self._stages, min(SHORT, self.batches), self._microbatches
+        return Decided(self._policy, *size, self._routes, self._recomputes)
 
     def receives(self) -> list[Action]:
         lowering = Lowering([(rank,) for rank in range(self._stages)], self._routes)
@@ -165,16 +142,11 @@ class Decided(Order):
         return version in self._reads.values()
 
     def saving(self, stage: int, mb: int) -> Saving:
-        return self._saving
-
-    def short(self) -> Order:
-        batches = min(SHORT, self.batches)
-        size = self._first, self._stages, batches, self._microbatches
-        return Decided(self._policy, *size, self._routes, self._saving.recomputed)
+        return Saving(recomputed=self._recomputes)
 
     def _actions(self, view: View) -> Iterator[Action | Wait]:
         size = self._first, self._stages, lambda: self.batches, self._microbatches
-        for action in self._policy.lowered(*size, view, self._routes, self._saving.recomputed):
+        for action in self._policy.lowered(*size, view, self._routes, self._recomputes):
             if isinstance(action, Action) and action.op is Op.F:
                 self._reads[action.mb] = action.version
             elif isinstance(action, Action) and action.op in (Op.B, Op.W):
@@ -189,13 +161,10 @@ def order_of(plan: Plan, batches: int, rank: int, ends: Ends | None = None) -> O
     """Return the actions of a rank in a window of `batches` batches."""
     microbatches = plan.settings.microbatches
     actions = plan.windows[batches].program[rank]
-    order: Order
     if plan.policy is None:
-        order = Listed(actions, batches, microbatches)
-    else:
-        recomputes = any(action.op is Op.R for action in actions)
-        size = rank, plan.stages, batches, microbatches
-        order = Decided(plan.policy, *size, plan.cut.edges, recomputes)
+        return Order(actions, batches, microbatches).may_end(ends, _ahead(plan))
+    recomputes = any(action.op is Op.R for action in actions)
+    order = Decided(plan.policy, rank, plan.stages, batches, microbatches, plan.cut.edges, recomputes)
     return order.may_end(ends, _ahead(plan))
 
 
@@ -203,7 +172,7 @@ def evaluation_of(
     plan: Plan, actions: Sequence[Action], microbatches: int, ends: Ends | None = None
 ) -> Order:
     """Return a rank's forwards of so many microbatches, each a batch to `ends`, in an evaluation."""
-    return Listed(actions, microbatches).may_end(ends, _ahead(plan))
+    return Order(actions, microbatches).may_end(ends, _ahead(plan))
 
 
 def _ahead(plan: Plan) -> int:

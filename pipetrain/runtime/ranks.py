@@ -19,8 +19,8 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -57,9 +57,8 @@ class World:
 
     @classmethod
     def from_environment(cls) -> World:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        defaults = (0, 1, 0, 1)
-        return cls(*(int(os.environ.get(n, d)) for n, d in zip(names, defaults, strict=True)))
+        names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        return cls(*(int(os.environ.get(name, default)) for name, default in names.items()))
 
     @classmethod
     def current(cls) -> World:
@@ -67,8 +66,12 @@ class World:
         if not dist.is_initialized():
             return cls.from_environment()
         rank, size = dist.get_rank(), dist.get_world_size()
-        local = (int(os.environ.get(n, d)) for n, d in (("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", size)))
-        return cls(rank, size, *local)
+        return cls(
+            rank,
+            size,
+            int(os.environ.get("LOCAL_RANK", rank)),
+            int(os.environ.get("LOCAL_WORLD_SIZE", size)),
+        )
 
 
 # The interface
@@ -123,7 +126,7 @@ class Attempt:
     def __init__(self, world: World, store: Store | None) -> None:
         self._world = world
         self._store = store and PrefixStore("pipetrain", store)
-        self._start = self._store.add(self._starts(world.rank), 1) if self._store else 1
+        self._start = self._store.add(f"starts of rank {world.rank}", 1) if self._store else 1
         self._met: Store | None = None
 
     @property
@@ -150,28 +153,26 @@ class Attempt:
         return self._met
 
     def _lead(self, store: Store, limit_s: float) -> int:
-        missing = set(range(1, self._world.size))
-        answered: Counter[int] = Counter()
+        missing, answered = set(range(1, self._world.size)), Counter[int]()
         end = time.monotonic() + limit_s
         while True:
             for rank in sorted(missing):
-                start = store.add(self._starts(rank), 0)
+                start = store.add(f"starts of rank {rank}", 0)
                 if start > answered[rank]:  # it may be one of an earlier attempt, which nobody waits for
-                    store.set(self._answer(rank, start), str(self._start))
+                    store.set(f"attempt of rank {rank}, start {start}", str(self._start))
                     answered[rank] = start
                 if store.check([f"attempt {self._start}/rank {rank}"]):
                     missing.discard(rank)
             if not missing:
-                break
+                store.set(f"attempt {self._start}/all", "")
+                return self._start
             if time.monotonic() > end:
                 raise ChannelError(_waited(0, limit_s, missing, "start"))
             time.sleep(POLL_S)
-        store.set(f"attempt {self._start}/all", "")
-        return self._start
 
     def _follow(self, store: Store, limit_s: float) -> int:
         rank = self._world.rank
-        number = int(self._await(store, self._answer(rank, self._start), limit_s, "rank 0"))
+        number = int(self._await(store, f"attempt of rank {rank}, start {self._start}", limit_s, "rank 0"))
         store.set(f"attempt {number}/rank {rank}", "")
         self._await(store, f"attempt {number}/all", limit_s, "all ranks")
         return number
@@ -184,20 +185,12 @@ class Attempt:
                     raise ChannelError(_waited(rank, limit_s, whom, "start"))
                 time.sleep(POLL_S)  # and not in C++, so that a signal is handled
             return store.get(key)
+        except ChannelError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, ChannelError):
-                raise
             raise ChannelError(
                 f"rank {rank} lost torchrun's store in its start: {cause_of(error)}; look at what rank 0 says"
             ) from error
-
-    @staticmethod
-    def _starts(rank: int) -> str:
-        return f"starts of rank {rank}"
-
-    @staticmethod
-    def _answer(rank: int, start: int) -> str:
-        return f"attempt of rank {rank}, start {start}"
 
 
 @cache
@@ -229,7 +222,10 @@ def make_group(world: World, store: Store, limit: timedelta) -> None:
 
 
 class Ranks:
-    """All ranks of a run, over gloo. `timeout`: seconds that a wait for the others may take."""
+    """All ranks of a run, over gloo. `timeout`: seconds that a wait for the others may take.
+
+    What it does with the others raises ChannelError where they do not come, or are lost.
+    """
 
     def __init__(self, world: World, timeout: float, group: Any = None) -> None:
         self.world = world
@@ -237,23 +233,21 @@ class Ranks:
         self._all = group
 
     def gather(self, what: str, item: Any) -> list[Any]:
-        """Return each rank's `item` as JSON has it: lists for tuples, keys that are strings.
-
-        Raises ChannelError.
-        """
-        item = json.loads(json.dumps(item))
+        """Return each rank's `item` as JSON has it: lists for tuples, keys that are strings."""
+        mine, item = self.world.rank, json.loads(json.dumps(item))
         return [
-            self.tell(f"{what} of rank {rank}", item if rank == self.world.rank else None, rank)
+            self.tell(f"{what} of rank {rank}", item if rank == mine else None, rank)
             for rank in range(self.world.size)
         ]
 
     def tell(self, what: str, item: Any = None, source: int = 0) -> Any:
-        """Return on every rank what rank `source` gives as `item`: JSON. Raises ChannelError."""
+        """Return on every rank what rank `source` gives as `item`: JSON."""
         if self.world.size == 1:
             return item
-        text = json.dumps([what, item]).encode() if self.world.rank == source else b""
+        tells = self.world.rank == source
+        text = json.dumps([what, item]).encode() if tells else b""
         first = bytearray((len(text).to_bytes(8, "little") + text[: SHORT - 8]).ljust(SHORT))
-        try:
+        with self._trying(f"tell {what}" if tells else f"hear {what} from rank {source}"):
             dist.broadcast(torch.frombuffer(first, dtype=torch.uint8), source, group=self._all)
             size = int.from_bytes(first[:8], "little")
             content = bytes(first[8 : 8 + size])
@@ -261,9 +255,6 @@ class Ranks:
                 rest = bytearray(text[SHORT - 8 :].ljust(size - len(content)))
                 dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source, group=self._all)
                 content += rest
-        except RuntimeError as error:
-            doing = f"tell {what}" if source == self.world.rank else f"hear {what} from rank {source}"
-            raise self._lost(doing, error) from error
         theirs, told = json.loads(content)
         if theirs != what:
             raise ChannelError(
@@ -273,60 +264,48 @@ class Ranks:
         return told
 
     def agree(self, doing: str, refusal: str = "", limit_s: float | None = None) -> None:
-        """Wait for all ranks, of which none may refuse.
+        """Wait for all ranks, of which none may refuse; raises Refused on every rank alike.
 
         A rank that refuses may call it in place of the next call of the others. `doing`: what all ranks have
-        then done, such as "get ready". Raises Refused on every rank alike, and ChannelError, which names the
-        ranks that do not come.
+        then done, such as "get ready". Ranks that do not come are named.
         """
-        self._come(doing, self._timeout if limit_s is None else limit_s)
+        limit_s = self._timeout if limit_s is None else limit_s
+        if self.world.size > 1:
+            try:
+                dist.monitored_barrier(self._all, timedelta(seconds=limit_s), wait_all_ranks=True)
+            except RuntimeError as error:
+                if missing := re.search(r"[Rr]anks? ([\d, ]+) failed to pass", str(error)):
+                    ranks = [int(rank) for rank in missing[1].split(",")]
+                    raise ChannelError(_waited(self.world.rank, limit_s, ranks, doing)) from error
+                raise self._lost(f"meet the others to {doing}", error) from error
         for rank, why in enumerate(self.gather("the start", refusal)):
             if why:
                 raise Refused(why if why.startswith(f"rank {rank} ") or not rank else f"rank {rank}: {why}")
 
-    def _come(self, doing: str, limit_s: float) -> None:
-        """Wait for all ranks. Raises ChannelError."""
-        if self.world.size == 1:
-            return
-        try:
-            dist.monitored_barrier(self._all, timedelta(seconds=limit_s), wait_all_ranks=True)
-        except RuntimeError as error:
-            if missing := re.search(r"[Rr]anks? ([\d, ]+) failed to pass", str(error)):
-                ranks = [int(rank) for rank in missing[1].split(",")]
-                raise ChannelError(_waited(self.world.rank, limit_s, ranks, doing)) from error
-            raise self._lost(f"meet the others to {doing}", error) from error
-
     def any(self, what: str, mine: bool) -> bool:
-        """Return whether it is true on any rank. Raises ChannelError."""
-        if self.world.size == 1:
-            return mine
+        """Return whether it is true on any rank."""
         ranks = torch.tensor([int(mine)])
-        try:
-            dist.all_reduce(ranks, group=self._all)
-        except RuntimeError as error:
-            raise self._lost(f"hear {what} of all ranks", error) from error
+        if self.world.size > 1:
+            with self._trying(f"hear {what} of all ranks"):
+                dist.all_reduce(ranks, group=self._all)
         return bool(ranks.item())
 
     def copy_from_first(self, what: str, tensor: Tensor) -> None:
-        """Overwrite a tensor in host memory with that of rank 0. Raises ChannelError."""
-        try:
-            values = tensor.contiguous()
+        """Overwrite a tensor in host memory with that of rank 0."""
+        values = tensor.contiguous()
+        with self._trying(f"receive {what}"):
             dist.broadcast(values.flatten().view(torch.uint8), 0, group=self._all)
-            tensor.copy_(values)
-        except RuntimeError as error:
-            raise self._lost(f"receive {what}", error) from error
+        tensor.copy_(values)
 
     def post_tensor(self, tensor: Tensor, rank: int) -> dist.Work | None:
         """Start to send a tensor in host memory to a rank, beside the messages of the stages."""
         return dist.isend(tensor.contiguous(), rank, group=self._all, tag=_TARGETS)
 
     def take_tensor(self, what: str, spec: TensorSpec, rank: int) -> Tensor:
-        """Receive a tensor that a rank has posted. Raises ChannelError."""
+        """Receive a tensor that a rank has posted."""
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
-        try:
+        with self._trying(f"receive {what} from rank {rank}"):
             dist.recv(tensor, rank, group=self._all, tag=_TARGETS)
-        except RuntimeError as error:
-            raise self._lost(f"receive {what} from rank {rank}", error) from error
         return tensor
 
     def clock_offset(self, now: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
@@ -335,51 +314,43 @@ class Ranks:
         All ranks must call it. As in NTP, rank 0's answer is assumed to be midway between question and
         answer; the round with the shortest round trip counts, and half of that is the error.
         """
-        offset, error = 0.0, 0.0
-        try:
+        rounds = [(0.0, 0.0)] if self.world.rank == 0 else []
+        with self._trying("compare its clock with rank 0's"):
             for rank in range(1, self.world.size):
-                if self.world.rank == rank:
-                    offset, error = self._ask_time(now)
-                elif self.world.rank == 0:
-                    self._tell_time(rank, now)
-        except RuntimeError as failure:
-            raise self._lost("compare its clock with rank 0's", failure) from failure
-        return offset, error
-
-    def _ask_time(self, now: Callable[[], float]) -> tuple[float, float]:
-        rounds = []
-        answer = torch.zeros(1, dtype=torch.float64)
-        for _ in range(ROUNDS):
-            asked = now()
-            dist.send(answer, 0, group=self._all)
-            dist.recv(answer, 0, group=self._all)
-            answered = now()
-            rounds.append(((answered - asked) / 2, answer.item() - (asked + answered) / 2))
+                for _ in range(ROUNDS):
+                    asked, token = now(), torch.zeros(1, dtype=torch.float64)
+                    if self.world.rank == 0:
+                        dist.recv(token, rank, group=self._all)
+                        dist.send(token.fill_(now()), rank, group=self._all)
+                    elif self.world.rank == rank:
+                        dist.send(token, 0, group=self._all)
+                        dist.recv(token, 0, group=self._all)
+                        answered = now()
+                        rounds.append(((answered - asked) / 2, token.item() - (asked + answered) / 2))
         error, offset = min(rounds)
         return offset, error
 
-    def _tell_time(self, rank: int, now: Callable[[], float]) -> None:
-        token = torch.zeros(1, dtype=torch.float64)
-        for _ in range(ROUNDS):
-            dist.recv(token, rank, group=self._all)
-            dist.send(torch.tensor([now()], dtype=torch.float64), rank, group=self._all)
+    @contextmanager
+    def _trying(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except ChannelError:
+            raise
+        except RuntimeError as error:
+            raise self._lost(doing, error) from error
 
     def _lost(self, doing: str, error: RuntimeError) -> ChannelError:
-        cause = cause_of(error)
-        if not re.search("timed? ?out", cause, re.IGNORECASE):
-            return ChannelError(
-                f"rank {self.world.rank} could not {doing}: {cause}; a rank has ended, look at what it says"
-            )
-        return ChannelError(
-            f"rank {self.world.rank} could not {doing} within {self._timeout:g} s: {cause}; look at what the "
-            f"other ranks say, or give it longer with timeout="
-        )
+        cause, within = cause_of(error), ""
+        advice = "a rank has ended, look at what it says"
+        if re.search("timed? ?out", cause, re.IGNORECASE):
+            within = f" within {self._timeout:g} s"
+            advice = "look at what the other ranks say, or give it longer with timeout="
+        return ChannelError(f"rank {self.world.rank} could not {doing}{within}: {cause}; {advice}")
 
 
-def _waited(rank: int, limit_s: float, whom: Any, doing: str) -> str:
+def _waited(rank: int, limit_s: float, whom: Collection[int] | str, doing: str) -> str:
     if not isinstance(whom, str):
-        names = list(map(str, sorted(whom)))
-        whom = f"rank{'s' * (len(names) > 1)} {', '.join(names)}"
+        whom = f"rank{'s' * (len(whom) > 1)} {', '.join(map(str, sorted(whom)))}"
     return (
         f"rank {rank} waited {limit_s:g} s for {whom} to {doing}; look at what the others say, or give them "
         f"longer with timeout="

@@ -21,7 +21,7 @@ from pipetrain.network.draws import Beginning
 from pipetrain.network.places import standing_in
 from pipetrain.network.values import Value, as_tuple, on_each
 from pipetrain.runtime.feed import Feed, Target
-from pipetrain.runtime.mailbox import Transport
+from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.stage import Stage
 
@@ -36,7 +36,7 @@ class Player(Protocol):
 
     stages: Mapping[int, Stage]
 
-    def play(self, order: Order, feed: Feed, microbatches: int, training: bool, transport: Transport) -> bool:
+    def play(self, order: Order, feed: Feed, microbatches: int, training: bool, mail: Mailbox) -> bool:
         """Run a window; return whether stages told norms in it."""
 
 
@@ -44,12 +44,12 @@ class Player(Protocol):
 class Rehearsal:
     """What an engine needs to rehearse, and what it has rehearsed.
 
-    `loopback`: makes the transport of training (True) or of evaluation. `meet` returns when all ranks have
+    `loopback`: makes the mailbox of training (True) or of evaluation. `meet` returns when all ranks have
     called it, alike: with True where stages tell norms, which then connects the ranks. `after_first`: called
     after the first rehearsal of training, as for CUDA graphs of its passes.
     """
 
-    loopback: Callable[[bool], Transport]
+    loopback: Callable[[bool], Mailbox]
     meet: Callable[[bool], None]
     after_first: Callable[[], None] = lambda: None
     done: set[tuple[bool, int]] = field(default_factory=set)
@@ -66,8 +66,8 @@ class Rehearsal:
         with put_back(engine.stages.values(), training):
             for size in new:
                 for _ in range(2):  # in the second one the optimizer has its state
-                    alike, transport = Repeated(size, inputs, target), self.loopback(training)
-                    norms |= engine.play(order.short(), alike, microbatches, training, transport)
+                    alike, mail = Repeated(size, inputs, target), self.loopback(training)
+                    norms |= engine.play(order.short(), alike, microbatches, training, mail)
         if training and not any(trained for trained, _ in self.done):
             with attributes_put_back(engine.stages.values()):
                 self.after_first()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 
 import torch
@@ -20,24 +20,23 @@ from pipetrain.plan.cut import homes
 from pipetrain.plan.memory import explained, is_out_of_memory
 from pipetrain.plan.plan import Plan, outputs_of
 from pipetrain.rate import Rate
-from pipetrain.runtime.batches import Batches, Sizes, WindowSource
+from pipetrain.runtime.batches import Batches, Sizes
 from pipetrain.runtime.buffers import Buffers
-from pipetrain.runtime.channel import Channel
-from pipetrain.runtime.clock import Clock
-from pipetrain.runtime.coding import Coding, Feedback, Slot
-from pipetrain.runtime.engine import Engine
+from pipetrain.runtime.channel import ALL, Channel
+from pipetrain.runtime.clock import Clock, Observe
+from pipetrain.runtime.coding import Coding, Slot
+from pipetrain.runtime.engine import Engine, Take
 from pipetrain.runtime.engine import Progress as Tick
-from pipetrain.runtime.feed import Target, WindowFeed
+from pipetrain.runtime.feed import WindowFeed
 from pipetrain.runtime.finite import SkipOnNaN, StopOnNaN
 from pipetrain.runtime.graphs import GraphedStage
-from pipetrain.runtime.mailbox import Transport
+from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.runtime.observer import Observer
-from pipetrain.runtime.order import Ends, Order, evaluation_of, order_of
+from pipetrain.runtime.microbatch import Observer
+from pipetrain.runtime.order import Ends, evaluation_of, order_of
 from pipetrain.runtime.rehearsal import Rehearsal, rehearses
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.statistics import BatchStatistics
-from pipetrain.runtime.times import Observe
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import forward_only
@@ -62,9 +61,9 @@ class Session:
         self._task = task
         self._mesh = mesh
         self._batches = 0  # trained
-        self.feedback = Feedback()
+        self.coding = Coding(plan.settings.codecs, plan.numerics.channels_last)
         self.stages = make_stages(plan, model, task, optimizer, rate, mesh)
-        self.engine = make_engine(plan, self.stages, mesh, feedback=self.feedback)
+        self.engine = make_engine(plan, self.stages, mesh, coding=self.coding)
         self.last = self.stages.get(plan.stages - 1)
         """The last stage, which counts; None if another rank holds it."""
         self._trial: ModelTrial | None = None
@@ -120,13 +119,13 @@ class Session:
         cut = [pieces(size, m) for size in sizes]
         source = batches.open(cut, self.plan.placement[-1])
         order = order_of(self.plan, len(sizes), self._mesh.world.rank, ends)
-        feed = self._feed(cut, source, self._prove_batch)
         if self.loan is not None:
             self.loan.take_back()
         with self._explaining():
+            feed = self._feed(cut, source.inputs, source.targets, self._prove_batch)
             self.engine.train(order, feed, m, tick, observe)
         source.close()
-        return order.batches, [] if self.last is None else self.last.take_losses()
+        return order.batches, [] if self.last is None else self.last.sums.take_losses()
 
     def evaluate(
         self,
@@ -139,35 +138,36 @@ class Session:
 
         Each is one microbatch: a model may look at the whole batch.
         """
-        cut = [[size] for size in sizes]
-        source = batches.open(cut, self.plan.placement[-1])
-        order = self._forwards(len(sizes), ends)
-        with self._explaining(), self._with_its_own():
-            self.engine.evaluate(order, self._feed(cut, source), tick)
+        source = batches.open([[size] for size in sizes], self.plan.placement[-1])
+        done = self._forwards(sizes, source.inputs, source.targets, tick, ends)
         source.close()
-        return order.batches
+        return done
 
     def predict(
         self, sizes: Sequence[int], batches: Batches, tick: Tick = lambda stage: None
     ) -> list[tuple[Tensor, ...]]:
         """Return the outputs for batches of these `sizes`, in host memory, on the last stage's rank."""
-        cut = [[size] for size in sizes]
-        source = batches.open(cut, 0)  # without targets, which would go from rank 0 to the last one
         found: list[tuple[Tensor, ...]] = []
-        dtype = self.plan.settings.data_dtype
-        feed = _Unlabelled(cut, source.inputs, None, len, self._mesh.device, dtype)
-        feed.take = lambda outputs: found.append(tuple(t.detach().cpu() for t in outputs))
-        with self._explaining(), self._with_its_own():
-            self.engine.evaluate(self._forwards(len(sizes)), feed, tick)
+        source = batches.open([[size] for size in sizes], 0)  # nor do targets go to the last stage
+        take: Take = lambda outputs: found.append(tuple(t.detach().cpu() for t in outputs))  # noqa: E731
+        self._forwards(sizes, source.inputs, None, tick, take=take)
         return found
 
-    def _forwards(self, microbatches: int, ends: Ends | None = None) -> Order:
-        program = lower(forward_only(self.plan.placement, microbatches), self.plan.cut.edges)
-        return evaluation_of(self.plan, program[self._mesh.world.rank], microbatches, ends)
-
-    def _with_its_own(self) -> AbstractContextManager[None]:
-        """Let the stages have their tensors where a collected model has others."""
-        return nullcontext() if self.loan is None else self.loan.suspended()
+    def _forwards(
+        self,
+        sizes: Sequence[int],
+        inputs: Iterator[Value] | None,
+        targets: Iterator[Value] | None,
+        tick: Tick,
+        ends: Ends | None = None,
+        take: Take | None = None,
+    ) -> int:
+        program = lower(forward_only(self.plan.placement, len(sizes)), self.plan.cut.edges)
+        order = evaluation_of(self.plan, program[self._mesh.world.rank], len(sizes), ends)
+        feed = self._feed([[size] for size in sizes], inputs, targets)
+        with self._explaining(), nullcontext() if self.loan is None else self.loan.suspended():
+            self.engine.evaluate(order, feed, tick, take)
+        return order.batches
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
@@ -193,27 +193,14 @@ class Session:
             prove_batch(self._task, outputs_of(self.plan), targets, self._mesh.device)
 
     def _feed(
-        self, cut: Sizes, source: WindowSource, prove: Callable[[Value], None] = lambda targets: None
+        self,
+        cut: Sizes,
+        inputs: Iterator[Value] | None,
+        targets: Iterator[Value] | None,
+        prove: Callable[[Value], None] = lambda targets: None,
     ) -> WindowFeed:
         dtype, device = self.plan.settings.data_dtype, self._mesh.device
-        return WindowFeed(cut, source.inputs, source.targets, self._task.weight, device, dtype, prove)
-
-
-class _Unlabelled(WindowFeed):
-    """Microbatches without targets: the last stage's outputs are taken as they are."""
-
-    take: Callable[[tuple[Tensor, ...]], None]
-
-    def target(self, mb: int) -> Target:
-        return self._asking(self.take)
-
-    def first(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
-        self.prepare()
-        return self._ahead, self._asking(lambda outputs: None)
-
-    @staticmethod
-    def _asking(take: Callable[[tuple[Tensor, ...]], None]) -> Target:
-        return Target(torch.zeros(1), 0.0, 0.0, take)
+        return WindowFeed(cut, inputs, targets, self._task.weight, device, dtype, prove)
 
 
 def make_stages(
@@ -281,27 +268,29 @@ def make_engine(
     mesh: Mesh,
     channel: Channel | None = None,
     clock: Clock | None = None,
-    feedback: Feedback | None = None,
+    coding: Coding | None = None,
 ) -> Engine:
     """Make the engine for a rank's stages, over `channel` or else the mesh's, with the plan's codecs."""
     codecs, channels_last = plan.settings.codecs, plan.numerics.channels_last
     channel = channel or mesh.channel(plan.cut.bounds, channels_last)
 
-    def transport(over: Channel, training: bool, feedback: Feedback) -> Transport:
+    def mailbox(over: Channel, training: bool, coding: Coding | None = None) -> Mailbox:
         cut = plan.cut if training else plan.evaluation_cut
-        coding = Coding(codecs, feedback, channels_last) if training and not codecs.plain else None
-        return Transport(over, cut, plan.placement, coding)
+        if training and not codecs.plain:
+            coding = coding or Coding(codecs, channels_last)
+            return Mailbox(over, cut, plan.placement, stages, coding)
+        return Mailbox(over, cut, plan.placement, stages)
 
-    def loopback(training: bool) -> Transport:
+    def loopback(training: bool) -> Mailbox:
         over = mesh.loopback(list(plan.cut.bounds), plan.cut.ties, plan.cut.bounds, channels_last)
-        return transport(over, training, Feedback())
+        return mailbox(over, training)
 
     bounds = {stage: plan.peaks(stage) for stage in stages}
 
     def meet(norms: bool) -> None:
         if norms:
-            channel.tell_norms(dict.fromkeys(stages, torch.zeros((), dtype=torch.float64)), plan.stages)
-            channel.hear_norms()
+            channel.tell(ALL, torch.zeros(plan.stages, dtype=torch.float64))
+            channel.hear(ALL)
         mesh.meet()
 
     def capture() -> None:
@@ -311,8 +300,8 @@ def make_engine(
 
     return Engine(
         stages,
-        transport(channel, True, feedback or Feedback()),
-        transport(channel, False, Feedback()),
+        mailbox(channel, True, coding),
+        mailbox(channel, False),
         bounds,
         clock or Clock(mesh.device),
         plan.settings.seed,

@@ -13,19 +13,19 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 
 from pipetrain.errors import TrainingStopped
 from pipetrain.network import draws
 from pipetrain.network.modes import evaluating
 from pipetrain.network.network import INPUT, Part
 from pipetrain.network.numerics import Numerics
-from pipetrain.network.values import Value, as_tuple, needs_grad, requires_grad
+from pipetrain.network.values import Value, as_tuple, leaves_of, needs_grad, requires_grad
 from pipetrain.rate import Rate
 from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.feed import Target
-from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Saving, Tensors
-from pipetrain.runtime.objective import Objective, weighted
-from pipetrain.runtime.observer import Observer
+from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Observer, Saving, Tensors
+from pipetrain.runtime.objective import Objective, Sums, weighted
 from pipetrain.runtime.recompute import Recompute
 from pipetrain.runtime.split import Deferred
 from pipetrain.runtime.tied import Shared
@@ -45,6 +45,11 @@ def compiled(module: nn.Module) -> Callable[..., Value]:
     """Return a module's call through torch.compile, specialised to the shapes that occur."""
     draws.leave_to_python()
     return torch.compile(module, dynamic=False)
+
+
+def _given(target: Target | None) -> Target:
+    assert target is not None, "the last stage needs the targets"
+    return target
 
 
 class Stage:
@@ -104,7 +109,7 @@ class Stage:
 
     @property
     def in_flight(self) -> int:
-        """The number of microbatches between their forward and the end of their backward."""
+        """Microbatches between their forward and the end of their backward."""
         return len(self._open)
 
     def open_tensors(self) -> Iterator[Tensor]:
@@ -141,33 +146,18 @@ class Stage:
             if one.recompute is not None:
                 around.enter_context(one.recompute.forward())
             made = outputs = self._recorded(one)
-        if self.objective is None:
-            self._prove_planned(mb, outputs)
-        else:
-            assert target is not None, (
-                f"stage {self.index} is the last and needs the target of microbatch {mb}"
-            )
-            outputs = (self.objective.loss(made, target),)
+        if self.objective is not None:
+            outputs = (self.objective.loss(made, _given(target)),)
         for observer in self.observers:
             observer.after_forward(one, outputs)
-        if self.objective is not None and target is not None:
-            one.counted = self.objective.counted(outputs[0], made, target)
+        if self.objective is not None:
+            one.counted = self.objective.counted(outputs[0], made, _given(target))
         if one.recompute is None:
             one.outputs = outputs
         else:
             one.recompute.end(outputs if self._proves else ())
             self._proves = False
-        return self._handed_on(outputs) if self.objective is None else ()
-
-    def _prove_planned(self, mb: int, outputs: Tensors) -> None:
-        """Refuse outputs that depend on weights where the plan says that they do not."""
-        planned = requires_grad(self.module.slice.leaves_grad, outputs)
-        for number, (t, require) in enumerate(zip(outputs, planned, strict=True)):
-            if t.requires_grad and not require:
-                raise TrainingStopped(
-                    f"output {number} of stage {self.index} depends on weights in microbatch {mb}, and "
-                    f"{_CHANGES}"
-                )
+        return self._handed_on(mb, outputs) if self.objective is None else ()
 
     def recompute(self, mb: int, version: int) -> None:
         """Run a forward again, with the weights, buffers and random numbers of the first time.
@@ -184,8 +174,8 @@ class Stage:
             recompute.recomputing(),
         ):
             outputs = self._recorded(one)
-            if self.objective is not None and one.target is not None:
-                outputs = (self.objective.loss(outputs, one.target),)
+            if self.objective is not None:
+                outputs = (self.objective.loss(outputs, _given(one.target)),)
         if not recompute.equals(outputs):
             raise TrainingStopped(
                 f"stage {self.index} made other outputs when it ran the forward of microbatch {mb} again: "
@@ -207,14 +197,16 @@ class Stage:
     def predict(self, x: Tensors, target: Target | None = None) -> Tensors:
         """Evaluate with the newest weights, or their moving average, and the running statistics.
 
-        The last stage counts. Raises TrainingStopped if a number of the training was not finite.
+        The last stage counts, or without targets returns the model's outputs. Raises TrainingStopped if a
+        number of the training was not finite.
         """
         self.settle()
         with evaluating(self.module), self.weights.averaged():
             outputs = self._call(tuple(self.numerics.arrange(t) for t in x))
             if self.objective is None:
-                return self._handed_on(outputs)
-        assert target is not None, f"stage {self.index} is the last and needs the targets"
+                return self._handed_on(0, outputs)
+        if target is None:
+            return leaves_of(self.objective.made(outputs))
         self.objective.evaluate(outputs, target)
         return ()
 
@@ -228,14 +220,21 @@ class Stage:
         data = {number for number, value in enumerate(self.module.slice.leaves) if value.layer == INPUT}
         return tuple(t if number in data else self.numerics.narrow(t) for number, t in enumerate(outputs))
 
-    def _handed_on(self, outputs: Tensors) -> Tensors:
-        """Return the outputs to send, copied where the layers may keep or change them."""
-        slice = self.module.slice
-        requires = requires_grad(slice.leaves_grad, outputs)
-        return tuple(
-            t.detach() if require and not slice.copies_output else t.detach().clone()
-            for t, require in zip(outputs, requires, strict=True)
-        )
+    def _handed_on(self, mb: int, outputs: Tensors) -> Tensors:
+        """Return the outputs to send, copied where the layers may keep or change them.
+
+        Raises TrainingStopped for one that depends on weights where the plan says that it does not.
+        """
+        slice, sent = self.module.slice, []
+        planned = requires_grad(slice.leaves_grad, outputs)
+        for number, (t, require) in enumerate(zip(outputs, planned, strict=True)):
+            if t.requires_grad and not require:
+                raise TrainingStopped(
+                    f"output {number} of stage {self.index} depends on weights in microbatch {mb}, and "
+                    f"{_CHANGES}"
+                )
+            sent.append(t.detach() if require and not slice.copies_output else t.detach().clone())
+        return tuple(sent)
 
     # Backward
 
@@ -356,7 +355,7 @@ class Stage:
             for observer in self.observers:
                 observer.hear(batch, by)
             if not batch.skipped:
-                self.weights.clip(self._clip, by)
+                clip_grads_with_norm_(self.weights.live.values(), self._clip, by)
         for observer in self.observers:
             observer.before_step(batch)
         self.weights.step(keep, batch.skipped, batch.unless)
@@ -373,7 +372,7 @@ class Stage:
         """Start counting versions from 0. No microbatch may be open."""
         assert not self._open, f"microbatches {sorted(self._open)} outlived their window"
         self.settle(wait=False)
-        # On a GPU, where the host would wait for the outcome, the rehearsal does.
+        # On a GPU the host would wait for the outcome: there the rehearsal does.
         self._proves = self.device == "cpu" or self.rehearses
         self.weights.begin_window()
 
@@ -397,31 +396,20 @@ class Stage:
         finally:
             self.skipped, self.rehearses = skipped, False
 
+    @property
+    def sums(self) -> Sums:
+        """What the last stage has counted."""
+        assert self.objective is not None, f"stage {self.index} is not the last"
+        return self.objective.sums
+
     def take_trained(self) -> Tally:
         """Return and reset the tally of training. Raises TrainingStopped for a bad loss."""
-        assert self.objective is not None
         self.settle()
-        return self.objective.sums.trained.take()
+        return self.sums.trained.take()
 
     def take_evaluated(self) -> Tally:
         """Return and reset the tally of evaluation."""
-        assert self.objective is not None
-        return self.objective.sums.evaluated.take()
-
-    def take_losses(self) -> list[float]:
-        """Return the mean loss of each update since the last call."""
-        assert self.objective is not None
-        return self.objective.sums.take_losses()
-
-    @property
-    def trained_so_far(self) -> Tally:
-        """The training tally since the last `take_trained`."""
-        assert self.objective is not None
-        return self.objective.sums.trained.peek()
-
-    def restore_tally(self, trained: Tally) -> None:
-        assert self.objective is not None
-        self.objective.sums.trained.restore(trained, self.device)
+        return self.sums.evaluated.take()
 
     def name(self, own: str) -> str:
         """Return the name in the model of a parameter or buffer."""

@@ -13,19 +13,19 @@ A batch counts when its update is made, so an update that is skipped takes its s
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 
-from pipetrain.runtime.microbatch import Batch, Microbatch
-from pipetrain.runtime.observer import Observer
+from pipetrain.runtime.microbatch import Batch, Microbatch, Observer
 
 _ATEN = torch.ops.aten
 _BY_MODULE = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
@@ -47,8 +47,7 @@ class Moments(NamedTuple):
     momentum: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
+class _Running(NamedTuple):
     """The buffers of one BatchNorm. `calls`: how often it was called; `averages`: over all batches alike."""
 
     mean: Tensor
@@ -75,23 +74,16 @@ class BatchStatistics(Observer):
 
     def __init__(self, module: nn.Module, only_finite: bool = False) -> None:
         self._only_finite = only_finite
+        owners = {id(norm.running_mean): norm for norm in module.modules() if hasattr(norm, "running_mean")}
         buffers = dict(module.named_buffers(remove_duplicate=False))
-        without_momentum = {
-            id(norm.running_mean)
-            for norm in module.modules()
-            if isinstance(norm, nn.modules.batchnorm._NormBase) and norm.momentum is None
-        }
-        by_instance = {
-            id(norm.running_mean)
-            for norm in module.modules()
-            if isinstance(norm, nn.modules.instancenorm._InstanceNorm)
-        }
         self._running: dict[int, _Running] = {}  # by id of the running mean
         for name, mean in buffers.items():
             prefix, found, _ = name.rpartition("running_mean")
-            if found and f"{prefix}running_var" in buffers and id(mean) not in by_instance:
+            norm = owners.get(id(mean))
+            if found and f"{prefix}running_var" in buffers and not isinstance(norm, _InstanceNorm):
                 variance, calls = buffers[f"{prefix}running_var"], buffers.get(f"{prefix}num_batches_tracked")
-                self._running[id(mean)] = _Running(mean, variance, calls, id(mean) in without_momentum)
+                averages = isinstance(norm, _NormBase) and norm.momentum is None
+                self._running[id(mean)] = _Running(mean, variance, calls, averages)
         self._made: dict[int, list[tuple[int, Moments]]] = {}  # by microbatch, in the order of the calls
 
     @property
@@ -111,10 +103,9 @@ class BatchStatistics(Observer):
 
     def before_step(self, batch: Batch) -> None:
         """Move the running statistics by a batch, unless its update is left out."""
-        notes = [self._made.pop(mb) for mb in batch.mbs]
         calls: dict[tuple[int, int], list[Moments]] = defaultdict(list)  # (BatchNorm, number of its call)
-        for note in notes:
-            number: dict[int, int] = defaultdict(int)
+        for note in [self._made.pop(mb) for mb in batch.mbs]:
+            number: Counter[int] = Counter()
             for key, moments in note:
                 calls[key, number[key]].append(moments)
                 number[key] += 1

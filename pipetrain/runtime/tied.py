@@ -55,13 +55,11 @@ class Shared:
 
         The counts are looked at only for a weight without a gradient here: a GPU's host would wait for them.
         """
-        left, names = 0, self._names[tie]
-        for number, name in enumerate(names):
-            weight = self._live[name]
+        weights = [self._live[name] for name in self._names[tie]]
+        sizes = [numbers_of(weight).numel() for weight in weights]
+        *parts, counts = torch.split(sums, [*sizes, len(weights)])
+        for weight, part, count in zip(weights, parts, counts, strict=True):
             # A copy: clipping scales it in place, and another stage of the rank may take the same sums.
             gradient = torch.empty_like(weight)
-            numbers = numbers_of(gradient)
-            numbers.copy_(sums[left : left + numbers.numel()].view_as(numbers))
-            there = weight.grad is not None or sums[number - len(names)].reshape(1).tolist() != [0.0]
-            weight.grad = gradient if there else None
-            left += numbers.numel()
+            numbers_of(gradient).copy_(part.view_as(numbers_of(gradient)))
+            weight.grad = gradient if weight.grad is not None or count.item() != 0 else None

@@ -1,8 +1,7 @@
 """Threads that look after transfers: `Watch` detects that one is finished, `Deadline` that one never is.
 
 With gloo a receive that has arrived is not complete until a thread waits for it. So one thread per edge waits
-for its transfers in order, and records any exception; all transfers are posted from the engine's thread. NCCL
-can be polled.
+for its transfers in order; all transfers are posted from the engine's thread. NCCL can be polled.
 
 With NCCL the device's stream waits for messages and the host goes on, so nobody on the host would notice one
 that never comes. A thread does: where the stream passes none of them for the time of the deadline, it aborts
@@ -14,48 +13,37 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from queue import SimpleQueue
-from threading import Condition, Event, Lock, Thread
-from typing import Generic, Protocol, TypeVar
+from threading import Event, Lock, Thread
 
 import torch.distributed as dist
 
+from pipetrain.schedule.actions import Edge
+
 LONG = timedelta(days=30)  # the engine's thread keeps the deadline
+_Queue = SimpleQueue[tuple[Sequence[dist.Work], Future[None]] | None]
 
 
-class Watched(Protocol):
-    """A transfer: its works, and the outcome of waiting for them."""
-
-    works: list[dist.Work]
-    finished: bool
-    failure: BaseException | None
-
-
-E_ = TypeVar("E_", bound=Hashable)
-
-
-class Watch(Generic[E_]):
+class Watch:
     """Watches the transfers of some edges until `close`."""
 
-    def __init__(self, edges: Iterable[E_]) -> None:
-        self._changed = Condition()
-        self._queues: dict[E_, SimpleQueue[Watched | None]] = {edge: SimpleQueue() for edge in edges}
+    def __init__(self, edges: Iterable[Edge]) -> None:
+        self._queues: dict[Edge, _Queue] = {edge: SimpleQueue() for edge in edges}
         self._threads = [
-            Thread(target=self._run, args=(queue,), daemon=True, name=f"watch of {edge}")
+            Thread(target=_follow, args=(queue,), daemon=True, name=f"watch of {edge}")
             for edge, queue in self._queues.items()
         ]
         for thread in self._threads:
             thread.start()
 
-    def add(self, edge: E_, transfer: Watched) -> None:
-        self._queues[edge].put(transfer)
-
-    def wait(self, ready: Callable[[], bool], timeout: float) -> bool:
-        """Wait until `ready()`, for at most `timeout` seconds; return whether it is."""
-        with self._changed:
-            return self._changed.wait_for(ready, timeout)
+    def add(self, edge: Edge, works: Sequence[dist.Work]) -> Future[None]:
+        """Return what is done when all these works are, or with the error of one."""
+        done: Future[None] = Future()
+        self._queues[edge].put((works, done))
+        return done
 
     def close(self) -> None:
         """End the threads. All added transfers must be finished."""
@@ -64,17 +52,16 @@ class Watch(Generic[E_]):
         for thread in self._threads:
             thread.join()
 
-    def _run(self, queue: SimpleQueue[Watched | None]) -> None:
-        while (transfer := queue.get()) is not None:
-            failure: BaseException | None = None
-            try:
-                for work in transfer.works:
-                    work.wait(LONG)
-            except BaseException as error:  # raised by the engine's thread
-                failure = error
-            with self._changed:
-                transfer.finished, transfer.failure = True, failure
-                self._changed.notify_all()
+
+def _follow(queue: _Queue) -> None:
+    while (one := queue.get()) is not None:
+        works, done = one
+        try:
+            for work in works:
+                work.wait(LONG)
+            done.set_result(None)
+        except BaseException as error:  # raised by the engine's thread
+            done.set_exception(error)
 
 
 IDLE_S = 5.0  # without any transfer, after which the thread of a Deadline ends

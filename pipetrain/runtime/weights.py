@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves
@@ -74,19 +74,20 @@ class Weights:
         known_as: Mapping[str, str] | None = None,
     ) -> None:
         own = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
-        self._live = {(known_as or {}).get(name, name): p for name, p in own}
-        names = {id(p): name for name, p in self._live.items()}
+        self.live = {(known_as or {}).get(name, name): p for name, p in own}
+        """The parameters by their names in the model; the optimizer steps them by their gradients."""
+        names = {id(p): name for name, p in self.live.items()}
         # The places of each parameter: several if layers share it.
         self._places: list[tuple[Any, Any, Tensor, str]] = [
             (place.container, place.key, place.tensor, names[id(place.tensor)])
             for place in places(module)
             if id(place.tensor) in names
         ]
-        self._optimizer = optimizer([*self._live.items()]) if self._live else None
-        groups = self._optimizer.param_groups if self._optimizer else []
+        self.optimizer = optimizer([*self.live.items()]) if self.live else None
+        groups = self.optimizer.param_groups if self.optimizer else []
         self._peaks = [group.get("lr", 0.0) for group in groups]
-        self._unmoved = set(self._live)  # weights that have had no gradient so far
-        self._memory = Memory(self._optimizer) if self._optimizer else None
+        self._unmoved = set(self.live)  # weights that have had no gradient so far
+        self._memory = Memory(self.optimizer) if self.optimizer else None
         self._rate = rate
         self._ema = ema
         self._average: dict[str, nn.Parameter] = {}  # by name; empty before the first step
@@ -97,28 +98,19 @@ class Weights:
         self._accumulating = self._versions[0]
 
     @property
-    def optimizer(self) -> Optimizer | None:
-        return self._optimizer
-
-    @property
     def held(self) -> int:
         return len(self._versions)
 
-    @property
-    def live(self) -> Mapping[str, nn.Parameter]:
-        """The parameters by their names in the model; the optimizer steps them by their gradients."""
-        return self._live
-
     def leaves(self, version: int) -> list[Tensor]:
         return list(self._versions[version].values())
+
+    def leaf(self, version: int, name: str) -> Tensor:
+        return self._versions[version][name]
 
     def stored(self) -> list[Tensor]:
         """Return the leaves of all versions, and the storage that is kept for later ones."""
         leaves = [leaf for version in self._versions.values() for leaf in version.values()]
         return leaves + [tensor for spare in self._spare for tensor in spare]
-
-    def leaf(self, version: int, name: str) -> Tensor:
-        return self._versions[version][name]
 
     def installed(self, version: int) -> AbstractContextManager[None]:
         """Let the module compute with a version. Raises KeyError for one that is not held."""
@@ -149,19 +141,15 @@ class Weights:
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return the optimizer's state, by `PARAMETER/NUMBER`. Raises TypeError: see Memory."""
-        if self._memory is None:
-            return {}
-        return {
-            f"{name}/{number}": tensor
-            for name, p in self._live.items()
-            for number, tensor in enumerate(self._memory.of(p))
-        }
+        memory = self._memory
+        each = {name: memory.of(p) for name, p in self.live.items()} if memory else {}
+        return {f"{name}/{number}": t for name, state in each.items() for number, t in enumerate(state)}
 
     def load_optimizer_state(self, state: Mapping[str, Tensor], updates: int) -> None:
         """Restore from `optimizer_state`, for parameters of this stage, after `updates` updates."""
         self.updates = updates
         if self._memory is not None:
-            for name, p in self._live.items():
+            for name, p in self.live.items():
                 count = sum(path.rpartition("/")[0] == name for path in state)
                 if count:
                     self._memory.restore(p, [state[f"{name}/{number}"] for number in range(count)])
@@ -177,17 +165,17 @@ class Weights:
         An empty one begins anew with the next step.
         """
         if self._ema is not None:
-            copies = {name: _leaf(p, copy=True) for name, p in self._live.items()}
+            copies = {name: _leaf(p, copy=True) for name, p in self.live.items()}
             self._average = copies if average else {}
-            for name in average.keys() & self._live.keys():
+            for name in average.keys() & self.live.keys():
                 numbers_of(self._average[name].data).copy_(average[name])
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Put back, at the end, what windows change. Meanwhile copies of it are in host memory."""
         assert self.held == 1, f"versions {sorted(self._versions)} are held"
-        optimizer = self._optimizer
-        live = {name: p.data for name, p in self._live.items()}
+        optimizer = self.optimizer
+        live = {name: p.data for name, p in self.live.items()}
         state = {p: dict(values) for p, values in optimizer.state.items()} if optimizer else {}
         groups = [dict(group) for group in optimizer.param_groups] if optimizer else []
         attributes = dict(vars(optimizer)) if optimizer else {}
@@ -203,7 +191,7 @@ class Weights:
             with torch.no_grad():
                 for tensor, kept in zip(tensors, copies, strict=True):
                     tensor.copy_(kept)
-            for name, p in self._live.items():
+            for name, p in self.live.items():
                 p.data, p.grad = live[name], None
             for name, value in before.items():
                 setattr(self, name, value)
@@ -227,24 +215,20 @@ class Weights:
     def reduce(self) -> None:
         """Give the batch's gradient to the optimizer."""
         for name, leaf in self._accumulating.items():
-            self._live[name].grad, leaf.grad = leaf.grad, None
+            self.live[name].grad, leaf.grad = leaf.grad, None
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self._live.items() if p.grad is not None}
+        return {name: p.grad for name, p in self.live.items() if p.grad is not None}
 
     def gradient_norm(self, without: Collection[str] = ()) -> Tensor:
         """Return the 2-norm of the gradients, a scalar as torch.nn.utils.clip_grad_norm_ computes it."""
-        for parameter in self._live.values():
+        for parameter in self.live.values():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()  # whose values are those of the sum
         norm: Tensor = get_total_norm(
             [numbers_of(gradient) for name, gradient in self.gradients().items() if name not in without]
         )
         return norm
-
-    def clip(self, most: float, norm: Tensor) -> None:
-        """Scale all gradients by `most` / `norm` where that is below 1, as torch does."""
-        clip_grads_with_norm_(self._live.values(), most, norm)
 
     def step(self, keep: bool, skip: bool = False, unless: Tensor | None = None) -> None:
         """Make the next version, `keep` the previous one for later actions; `skip` drops the gradient.
@@ -253,13 +237,13 @@ class Weights:
         """
         if keep:
             self._move()
-        if self._optimizer is not None:
-            for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+        if self.optimizer is not None:
+            for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
                 group["lr"] = peak * self._rate(self.updates)
             if not skip:
-                with _unless(self._optimizer, unless):
-                    self._step(self._optimizer)
-            for parameter in self._live.values():
+                with _unless(self.optimizer, unless):
+                    self._step(self.optimizer)
+            for parameter in self.live.values():
                 parameter.grad = None
         if self._ema is not None:
             self._average_in(self._ema)
@@ -274,26 +258,23 @@ class Weights:
 
     def _step(self, optimizer: Optimizer) -> None:
         """Step; weights with their first gradient separately, as torch's fused SGD takes no mixture."""
-        if not self._unmoved:
-            optimizer.step()
-            return
-        given = {name: p.grad for name, p in self._live.items() if p.grad is not None}
+        given = self.gradients() if self._unmoved else {}
         first = self._unmoved & given.keys()
         self._unmoved -= first
         if first and len(first) < len(given) and any(group.get("fused") for group in optimizer.param_groups):
-            for name in given.keys() - first:
-                self._live[name].grad = None
+            for name, parameter in self.live.items():
+                parameter.grad = given[name] if name in first else None
             optimizer.step()
-            for name, grad in given.items():
-                self._live[name].grad = None if name in first else grad
+            for name, parameter in self.live.items():
+                parameter.grad = None if name in first else given.get(name)
         optimizer.step()
 
     def _average_in(self, decay: float) -> None:
         """Update the moving average, which begins with the weights after the first step."""
         if not self._average:
-            self._average = {name: _leaf(p, copy=True) for name, p in self._live.items()}
-        elif self._live:
-            new = [p.data for p in self._live.values()]
+            self._average = {name: _leaf(p, copy=True) for name, p in self.live.items()}
+        elif self.live:
+            new = [p.data for p in self.live.values()]
             average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
             average([leaf.data for leaf in self._average.values()], new, self.updates)
 
@@ -306,14 +287,14 @@ class Weights:
         self._spare.append([leaf.data for leaf in leaves])
 
     def _fresh_leaves(self) -> dict[str, Tensor]:
-        return {name: _leaf(p) for name, p in self._live.items()}
+        return {name: _leaf(p) for name, p in self.live.items()}
 
     def _move(self) -> None:
         """Move the live parameters, with their values, to other storage."""
-        if not self._live:
+        if not self.live:
             return
-        old = [p.data for p in self._live.values()]
+        old = [p.data for p in self.live.values()]
         new = self._spare.pop() if self._spare else [torch.empty_like(t) for t in old]
         torch._foreach_copy_(new, old)
-        for parameter, data in zip(self._live.values(), new, strict=True):
+        for parameter, data in zip(self.live.values(), new, strict=True):
             parameter.data = data

@@ -10,7 +10,7 @@ import torch
 
 from pipetrain.network.values import TensorSpec
 from pipetrain.runtime import channel as module
-from pipetrain.runtime.channel import DistChannel, LoopbackChannel, Message, cause_of, expired
+from pipetrain.runtime.channel import Channel, LoopbackChannel, Message, cause_of, expired
 
 SPECS = (TensorSpec((2,), torch.float32),)
 
@@ -97,7 +97,7 @@ def test_a_deadline_that_passes_is_named_though_gloo_counts_in_milliseconds(monk
     never, nobody = Never(), cast(Any, None)
     monkeypatch.setattr(module, "time", never)
     monkeypatch.setattr(module.dist, "isend", lambda *message, **group: never)
-    channel = DistChannel({(0, 1): nobody}, 2, 1.0, torch.device("cpu"))
+    channel = Channel({(0, 1): nobody}, 2, 1.0, torch.device("cpu"))
     channel.send(up(0), [torch.zeros(2)])
     with pytest.raises(module.ChannelError, match=r"^rank 0 waited 1 s for rank 1 to take the activation"):
         channel.drain()
@@ -105,7 +105,7 @@ def test_a_deadline_that_passes_is_named_though_gloo_counts_in_milliseconds(monk
 
 
 def test_a_rank_without_edges_drains_at_once():
-    channel = DistChannel({}, 2, 30, torch.device("cpu"))
+    channel = Channel({}, 2, 30, torch.device("cpu"))
     channel.expect([])
     channel.drain()
 

@@ -14,7 +14,7 @@ from pipetrain.codec import Codec, Codecs, Half, Identity, Int8, TopK, TopKInt8
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.values import specs_of
 from pipetrain.runtime.channel import Message
-from pipetrain.runtime.coding import Coding, Feedback
+from pipetrain.runtime.coding import Coding
 from pipetrain.schedule.actions import COMMUNICATION, SENDS
 from tests.support.cases import Case, Listener, run_in_threads
 from tests.support.codecs import Signs
@@ -28,9 +28,8 @@ class Ends:
 
     def __init__(self, codecs: Codecs, channels_last: bool = False) -> None:
         wire = Wire()
-        self.feedback = Feedback()
         self.ends = [LocalChannel(wire, 2, 5) for _ in range(2)]
-        self.codings = [Coding(codecs, feedback, channels_last) for feedback in (self.feedback, Feedback())]
+        self.codings = [Coding(codecs, channels_last) for _ in range(2)]
 
     def up(self, *tensors: Tensor, mb: int = 0) -> tuple[Tensor, ...]:
         """Send an activation and return what arrives."""
@@ -41,11 +40,12 @@ class Ends:
         return self._carry(tensors, mb, 1, 0)
 
     def _carry(self, tensors: tuple[Tensor, ...], mb: int, source: int, target: int) -> tuple[Tensor, ...]:
-        message = Message(source, target, mb, specs_of(tensors), (source, target))
-        wire = self.codings[source].on_wire(message)
-        self.ends[target].expect([wire])
-        self.ends[source].send(wire, self.codings[source].encode(message, tensors))
-        return self.codings[target].decode(message, self.ends[target].recv(wire))
+        plain = specs_of(tensors)
+        specs = self.codings[source].specs((source, target), plain)
+        message = Message(source, target, mb, specs, (source, target), plain)
+        self.ends[target].expect([message])
+        self.ends[source].send(message, self.codings[source].encode(message, tensors))
+        return self.codings[target].decode(message, self.ends[target].recv(message))
 
 
 def test_each_direction_has_its_own_codec():
@@ -122,7 +122,7 @@ def test_what_arrives_adds_up_to_what_was_meant_but_for_the_residual(codec, sent
     ends = Ends(Codecs(forward=codec))
     xs = [torch.tensor(x, dtype=torch.float64) / 8 for x in sent]
     arrived = [ends.up(x)[0] for x in xs]
-    (residual,) = ends.feedback.residuals.values()
+    (residual,) = ends.codings[0].residuals.values()
     torch.testing.assert_close(sum(arrived) + residual, sum(xs), rtol=0, atol=1e-10)
 
 
@@ -133,7 +133,7 @@ def test_the_sum_holds_in_every_dtype_and_the_residual_of_16_bits_is_kept_in_32(
         ends = Ends(Codecs(forward=TopK(0.25)))
         xs = [torch.randint(-2, 3, (4, 8), generator=generator).to(dtype) for _ in range(30)]
         arrived = [ends.up(x)[0].float() for x in xs]
-        (residual,) = ends.feedback.residuals.values()
+        (residual,) = ends.codings[0].residuals.values()
         assert residual.dtype == torch.float32
         assert torch.equal(sum(arrived) + residual, sum(x.float() for x in xs))
 
@@ -151,7 +151,7 @@ def test_residuals_are_of_an_edge_a_tensor_and_a_shape():
     ends.up(torch.tensor([4.0, 1.0]), torch.tensor([2.0, 8.0]))
     ends.up(torch.tensor([4.0, 1.0, 2.0, 8.0]), torch.zeros(0))
     ends.down(torch.tensor([16.0, 3.0]))
-    kept = {slot: residual.tolist() for slot, residual in ends.feedback.residuals.items()}
+    kept = {slot: residual.tolist() for slot, residual in ends.codings[0].residuals.items()}
     assert kept == {
         ((0, 1), 0, (2,)): [0.0, 1.0],
         ((0, 1), 1, (2,)): [2.0, 0.0],

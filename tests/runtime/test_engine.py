@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,111 +16,19 @@ from pipetrain.runtime.channel import Message
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.feed import Target
-from pipetrain.runtime.mailbox import Transport
-from pipetrain.runtime.order import Listed
+from pipetrain.runtime.mailbox import Mailbox
+from pipetrain.runtime.order import Order
 from pipetrain.runtime.stage import Stage
-from pipetrain.schedule.actions import COMPUTE, UPDATE, Action, Op, Program, parse_program
+from pipetrain.schedule.actions import COMPUTE, UPDATE, Op, parse_program
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.policy import Bounds
-from pipetrain.schedule.programs import one_f_one_b, pipedream
+from pipetrain.schedule.programs import interleaved_1f1b, one_f_one_b, pipedream
 from pipetrain.schedule.timeline import Row
 from pipetrain.tasks import Classification
-from tests.support.cases import Case, compare, make_run, run_in_threads
+from tests.support.cases import Case, run_in_threads
 from tests.support.parts import part_of
 
-NORM = "model._target_=tests.support.models.with_norm"
 PLAIN = "model._target_=tests.support.models.without_norm"
-HERE = "schedule._target_=tests.runtime.test_engine"
-
-
-# Programs written by hand, that no schedule of the package makes
-
-# One batch of four microbatches, each backward in halves: I as soon as can be, W where there is time.
-HALVES = """
-0F0@0 0F1@0 0I0@0 0F2@0 0I1@0 0F3@0 0W0@0 0I2@0 0W1@0 0I3@0 0W2@0 0W3@0 0STEP@1
-1F0@0 1I0@0 1F1@0 1I1@0 1W0@0 1F2@0 1I2@0 1W1@0 1F3@0 1I3@0 1W2@0 1W3@0 1STEP@1
-"""
-
-
-def halves(ranks: int, batches: int, microbatches: int) -> Program:
-    """HALVES, batch after batch."""
-    assert (ranks, microbatches) == (2, 4)
-    return [
-        [
-            replace(a, mb=a.mb + 4 * n * (a.op is not Op.STEP), version=a.version + n)
-            for n in range(batches)
-            for a in actions
-        ]
-        for actions in parse_program(HALVES)
-    ]
-
-
-def split(whole: Program) -> Program:
-    """Every B as its I and then its W."""
-    return [
-        [
-            half
-            for a in actions
-            for half in ((replace(a, op=Op.I), replace(a, op=Op.W)) if a.op is Op.B else (a,))
-        ]
-        for actions in whole
-    ]
-
-
-def split_pipedream(ranks: int, batches: int, microbatches: int) -> Program:
-    return split(pipedream(ranks, batches, microbatches))
-
-
-def split_on_one_rank(ranks: int, batches: int, microbatches: int) -> Program:
-    """Both stages of a two-stage split 1F1B on one rank: neighbours exchange nothing."""
-    assert ranks == 1
-    order = []
-    for n in range(batches):
-        for mb in range(n * microbatches, (n + 1) * microbatches):
-            order += [
-                (0, Op.F, mb),
-                (1, Op.F, mb),
-                (1, Op.I, mb),
-                (0, Op.I, mb),
-                (0, Op.W, mb),
-                (1, Op.W, mb),
-            ]
-        order += [(0, Op.STEP, 0), (1, Op.STEP, 0)]
-    versions, actions = {0: 0, 1: 0}, []
-    for stage, op, mb in order:
-        versions[stage] += op is Op.STEP
-        actions.append(Action(stage, op, mb, versions[stage]))
-    return [actions]
-
-
-@pytest.mark.parametrize("model", [NORM, PLAIN])
-@pytest.mark.parametrize("window", [1, 2])
-def test_a_split_backward_written_by_hand_equals_the_reference(model, window):
-    overrides = (model, f"{HERE}.halves", "microbatches=4", f"window={window}", "buffer_size=1")
-    case = Case("1f1b", 2, overrides)
-    compare(case, *run_in_threads(case))
-
-
-def test_a_split_backward_equals_the_whole_one_of_1f1b():
-    states = [
-        run_in_threads(Case("1f1b", 2, (PLAIN, "microbatches=4", "epochs=1", "partition=even", *more)))[0]
-        for more in ((), (f"{HERE}.halves",))
-    ]
-    for name, tensor in states[0].items():
-        torch.testing.assert_close(states[1][name], tensor, rtol=1e-13, atol=1e-13)
-
-
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_halves_read_the_version_of_their_forward(microbatches):
-    overrides = (NORM, f"{HERE}.split_pipedream", f"microbatches={microbatches}", "epochs=2")
-    case = Case("pipedream", 3, overrides)
-    compare(case, *run_in_threads(case))
-
-
-def test_halves_on_one_rank():
-    case = Case("1f1b", 1, (NORM, f"{HERE}.split_on_one_rank", "microbatches=2", "epochs=1"))
-    assert make_run(case).plan.stages == 2
-    compare(case, *run_in_threads(case))
 
 
 # One engine by itself
@@ -204,7 +111,7 @@ def engine(rank_of: list[int], mine: list[int], bounds: Bounds) -> tuple[Engine,
         )
         for index in mine
     }
-    between = Transport(tape, joined(len(rank_of)), rank_of)
+    between = Mailbox(tape, joined(len(rank_of)), rank_of, mine)
     made = Engine(stages, between, between, dict.fromkeys(mine, bounds), Clock(torch.device("cpu")))
     return made, tape
 
@@ -213,7 +120,7 @@ def test_the_middle_of_three_stages_does_what_its_list_says():
     program = lower(one_f_one_b(3, 1, 2))
     made, tape = engine([0, 1, 2], [1], Bounds(2, 1, 9))
     updated: list[int] = []
-    made.train(Listed(program[1]), Ones(), 2, updated.append)
+    made.train(Order(program[1]), Ones(), 2, updated.append)
     assert tape.seen == [
         "expect 0>1:0 0>1:1 2>1:0 2>1:1",  # all of the window, in the program's order
         "recv 0>1:0",
@@ -237,7 +144,7 @@ def test_a_window_s_times_are_counted_and_handed_to_who_asks():
     program = lower(one_f_one_b(3, 1, 2))
     made, _ = engine([0, 1, 2], [1], Bounds(2, 1, 9))
     seen: list[Row] = []
-    made.train(Listed(program[1]), Ones(), 2, observe=seen.append)
+    made.train(Order(program[1]), Ones(), 2, observe=seen.append)
     (row,) = seen
     assert row.actions == program[1]
     moments = [row.began, *(t for span in row.spans for t in (span.start, span.end)), row.ended]
@@ -256,15 +163,15 @@ def test_a_window_s_times_are_counted_and_handed_to_who_asks():
 
 def test_a_window_that_nobody_asks_about_is_counted_all_the_same():
     made, _ = engine([0, 1, 2], [1], Bounds(2, 1, 9))
-    made.train(Listed(lower(one_f_one_b(3, 1, 2))[1]), Ones(), 2)
+    made.train(Order(lower(one_f_one_b(3, 1, 2))[1]), Ones(), 2)
     assert made.stats[1].wait_s >= 12.0
     assert made.stats[1].busy_s > 0
 
 
 def test_neighbours_on_one_rank_hand_over_without_a_message():
-    program = lower(split_on_one_rank(1, 2, 2))
-    made, tape = engine([0, 0], [0, 1], Bounds(1, 1, 9))
-    made.train(Listed(program[0]), Ones(), 2)
+    program = lower(interleaved_1f1b(1, 2, 2, virtual=2))
+    made, tape = engine([0, 0], [0, 1], Bounds(2, 1, 9))
+    made.train(Order(program[0]), Ones(), 2)
     assert tape.seen == ["expect ", "drain"]
     assert [made.stats[stage].bytes_sent for stage in (0, 1)] == [0, 0]
 
@@ -273,14 +180,14 @@ def test_more_in_flight_than_was_simulated_is_an_error():
     program = lower(one_f_one_b(3, 1, 2))
     made, _ = engine([0, 1, 2], [1], Bounds(1, 1, 9))
     with pytest.raises(AssertionError, match="1F1@0: 2 microbatches in flight, 1 simulated"):
-        made.train(Listed(program[1]), Ones(), 2)
+        made.train(Order(program[1]), Ones(), 2)
 
 
 def test_more_versions_than_were_simulated_is_an_error():
     program = lower(pipedream(3, 4, 1))
     made, _ = engine([0, 1, 2], [1], Bounds(2, 1, 9))
     with pytest.raises(AssertionError, match="1STEP@1: 2 weight versions held, 1 simulated"):
-        made.train(Listed(program[1]), Ones(), 1)
+        made.train(Order(program[1]), Ones(), 1)
 
 
 def test_pipedream_keeps_what_is_still_to_be_read_and_gives_it_up_after():
@@ -288,7 +195,7 @@ def test_pipedream_keeps_what_is_still_to_be_read_and_gives_it_up_after():
     made, _ = engine([0, 1, 2], [0], Bounds(3, 3, 9))
     stage = made.stages[0]
     for window in range(2):
-        made.train(Listed(program[0]), Ones(), 1)
+        made.train(Order(program[0]), Ones(), 1)
         record = made.stats[0]
         assert (record.activations, record.versions, record.max_staleness) == (3, 3, 2)
         assert (stage.weights.held, stage.in_flight, stage.weights.updates) == (1, 0, 5 * (window + 1))
@@ -300,7 +207,7 @@ def test_an_evaluation_records_nothing_and_saves_nothing():
     seen: list[int] = []
     forwards = parse_program("1RECV_F0 1F0@0 1RECV_F1 1F1@0")[0]
     weight = made.stages[1].module.get_parameter("0.weight").detach().clone()
-    made.evaluate(Listed(forwards, 2), Ones(), seen.append)
+    made.evaluate(Order(forwards, 2), Ones(), seen.append)
     assert seen == [1, 1]
     assert made.stats[1] is before
     assert (before.busy_s, before.wait_s, before.activations) == (0.0, 0.0, 0)
@@ -323,5 +230,5 @@ def test_a_profiler_shows_the_actions():
     made, _ = engine([0, 1, 2], [1], Bounds(2, 1, 9))
     program = lower(one_f_one_b(3, 1, 2))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        made.train(Listed(program[1]), Ones(), 2)
+        made.train(Order(program[1]), Ones(), 2)
     assert {str(action) for action in program[1]} <= {event.name for event in profiler.events()}

@@ -9,7 +9,7 @@ import torch
 
 from pipetrain.errors import ConfigError
 from pipetrain.runtime import mesh
-from pipetrain.runtime.channel import DistChannel
+from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.mesh import Mesh, choose_device, shares_gpu
 from pipetrain.runtime.ranks import World
 
@@ -67,7 +67,7 @@ def test_a_world_of_one_needs_no_process_group():
     assert alone.gather("anything", {"a": 1}) == [{"a": 1}]
     assert alone.clock_offset() == (0.0, 0.0)
     channel = alone.channel(2)
-    assert isinstance(channel, DistChannel)
+    assert isinstance(channel, Channel)
     channel.expect([])
     channel.drain()
     alone.close()

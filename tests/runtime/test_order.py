@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from pipetrain.runtime.order import Decided, Listed, Order
+from pipetrain.runtime.order import Decided, Order
 from pipetrain.schedule.actions import Action, Op
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.policy import ForwardBackward, Wait
@@ -40,7 +40,7 @@ def needed_old_versions(order: Order, stage: int) -> Iterator[tuple[str, list[in
 
 def test_a_list_knows_which_versions_its_actions_still_read():
     program = lower(pipedream_2bw(2, 4, 2))
-    order = Listed(program[0])
+    order = Order(program[0])
     assert dict(needed_old_versions(order, 0)) == {
         "0STEP@1": [0],
         "0STEP@2": [1],
@@ -73,7 +73,7 @@ def test_a_policy_s_stage_receives_all_of_its_window():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_window_ends_before_a_batch_of_which_no_receive_is_posted(rank):
     """Of 4 batches of 2 microbatches, with one receive ahead: two microbatches before that batch."""
-    order, view, said = Listed(lower(gpipe(3, 4, 2))[rank], 4, 2), Late(), []
+    order, view, said = Order(lower(gpipe(3, 4, 2))[rank], 4, 2), Late(), []
 
     def ends(batches: int, begun: int) -> bool:
         said.append((batches, begun))

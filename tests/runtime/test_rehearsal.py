@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -95,29 +95,28 @@ class ColdEngine(Engine):
         self._warm: set[Hashable] = set()
         self.waited_for: list[Hashable] = []
         """The kinds of actions that were cold while a receive was posted."""
+        self._plain = self._methods
+        self._methods = dict.fromkeys(self._plain, self._loading)
 
-    def _run(self, window: Any, methods: Mapping[Op, Any], *rest: Any) -> Any:
-        training = methods is self._train
+    def _run(self, window: Any, *rest: Any) -> Any:
         hear = window.sums.hear
-
-        def loading(action: Action, window: Any) -> None:
-            kinds = [
-                (training, action.stage, action.op, action.peer, *kind)
-                for kind in self._kinds(action, window)
-            ]
-            if action.op in RECEIVES:  # its message is decoded when it is there
-                methods[action.op](action, window)
-                self._use(*kinds)
-            else:
-                self._use(*kinds)
-                methods[action.op](action, window)
 
         def hearing(action: Action, waits: Any) -> None:
             if hear(action, waits):
                 self._use(("heard", action.op))
 
         window.sums.hear = hearing
-        return super()._run(window, dict.fromkeys(methods, loading), *rest)
+        return super()._run(window, *rest)
+
+    def _loading(self, action: Action, window: Any) -> None:
+        at = window.trains, action.stage, action.op, action.peer
+        kinds = [(*at, *kind) for kind in self._kinds(action, window)]
+        if action.op in RECEIVES:  # its message is decoded when it is there
+            self._plain[action.op](action, window)
+            self._use(*kinds)
+        else:
+            self._use(*kinds)
+            self._plain[action.op](action, window)
 
     def _kinds(self, action: Action, window: Any) -> list[tuple[Hashable, ...]]:
         """Return what changes the kernels of an action, beside its stage and operation."""
@@ -149,7 +148,7 @@ def loading() -> Iterator[list[ColdEngine]]:
         return engines[-1]
 
     def channel(mesh: Any, bounds: Any, channels_last: bool = False) -> Spinning:
-        return Spinning(mesh._wire, bounds, DEADLINE_S)
+        return Spinning(mesh._wire, bounds, DEADLINE_S, mesh.world.rank)
 
     with patch.object(LocalMesh, "channel", channel), patch.object(session, "Engine", make):
         yield engines

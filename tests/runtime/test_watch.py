@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from concurrent.futures import wait
 from datetime import timedelta
 from threading import Event
 from typing import Any
@@ -26,53 +26,31 @@ class Work:
             raise self.error
 
 
-@dataclass
-class Transfer:
-    works: list[Any] = field(default_factory=lambda: [Work()])
-    finished: bool = False
-    failure: BaseException | None = None
+def ended(*works: Work) -> list[Any]:
+    for work in works:
+        work.ended.set()
+    return [*works]
 
 
-def test_a_transfer_is_finished_when_all_its_works_are():
-    watch, transfer = Watch(["edge"]), Transfer([Work(), Work()])
-    watch.add("edge", transfer)
-    transfer.works[0].ended.set()
-    assert not watch.wait(lambda: transfer.finished, 0.05)
-    transfer.works[1].ended.set()
-    assert watch.wait(lambda: transfer.finished, 20)
-    assert transfer.failure is None
-    watch.close()
-
-
-def test_edges_do_not_wait_for_each_other_and_transfers_of_an_edge_do():
-    watch, first, second, other = Watch("ab"), Transfer(), Transfer(), Transfer()
-    for edge, transfer in (("a", first), ("a", second), ("b", other)):
-        watch.add(edge, transfer)
-    second.works[0].ended.set()
-    other.works[0].ended.set()
-    assert watch.wait(lambda: other.finished, 20)
-    assert not second.finished
-    first.works[0].ended.set()
-    assert watch.wait(lambda: second.finished, 20)
+def test_a_transfer_is_done_when_all_its_works_are_and_edges_do_not_wait_for_each_other():
+    watch, works = Watch([(0, 1), (1, 0)]), [Work(), Work()]
+    done, second = watch.add((0, 1), works), watch.add((0, 1), ended(Work()))
+    other = watch.add((1, 0), ended(Work()))
+    other.result(20)
+    ended(works[0])
+    assert wait([done, second], 0.05).done == set()
+    ended(works[1])
+    second.result(20)
+    assert done.done()
     watch.close()
 
 
 def test_a_failure_is_handed_on_and_the_thread_goes_on():
-    watch, bad, good = Watch(["edge"]), Transfer(), Transfer()
-    bad.works[0].error = RuntimeError("connection closed by peer")
-    for transfer in (bad, good):
-        watch.add("edge", transfer)
-        transfer.works[0].ended.set()
-    assert watch.wait(lambda: good.finished, 20)
-    assert str(bad.failure) == "connection closed by peer"
-    assert good.failure is None
-    watch.close()
-
-
-def test_what_the_question_raises_is_raised():
-    watch = Watch(["edge"])
-    with pytest.raises(ZeroDivisionError):
-        watch.wait(lambda: bool(1 / 0), 1)
+    watch, bad = Watch([(0, 1)]), Work()
+    bad.error = RuntimeError("connection closed by peer")
+    failed, good = watch.add((0, 1), ended(bad)), watch.add((0, 1), ended(Work()))
+    good.result(20)
+    assert str(failed.exception()) == "connection closed by peer"
     watch.close()
 
 

@@ -101,17 +101,6 @@ def test_a_version_that_is_not_kept_is_gone():
         weights.leaves(0)
 
 
-def test_a_released_version_is_gone():
-    module = Scale()
-    weights = versions_of(module)
-    update(module, weights, keep=True)
-    weights.release(0)
-    assert weights.held == 1
-    with pytest.raises(KeyError):
-        weights.leaves(0)
-    assert read(module, weights, 1) == 0.75
-
-
 def test_a_window_begins_with_version_0_again():
     module = Scale()
     weights = versions_of(module)
@@ -119,20 +108,11 @@ def test_a_window_begins_with_version_0_again():
     with pytest.raises(AssertionError, match=r"versions \[0, 1\] outlived their window"):
         weights.begin_window()
     weights.release(0)
+    with pytest.raises(KeyError):
+        weights.leaves(0)
     weights.begin_window()
     assert (weights.newest, weights.held, weights.updates) == (0, 1, 1)
     assert read(module, weights, 0) == 0.75
-
-
-def test_the_rate_is_that_of_the_update_over_all_windows():
-    module = Scale()
-    weights = versions_of(module, rate=[0.5, 0.25, 0.125].__getitem__)
-    seen = []
-    for _ in range(3):
-        update(module, weights, keep=False)
-        weights.begin_window()
-        seen.append(module.w.item())
-    assert seen == [0.5, 0.25, 0.125]
 
 
 # Storage
@@ -297,22 +277,6 @@ def test_frozen_parameters_are_neither_versions_nor_changed():
     assert torch.equal(module.weight, before)
     assert frozen.grad is None
     assert not torch.equal(module.bias, weights.leaves(0)[0])
-
-
-def test_layers_that_share_a_parameter_read_one_version_of_it():
-    first = Scale(3.0)
-    second = Scale()
-    second.w = first.w
-    module = nn.Sequential(first, second)
-    weights = versions_of(module, rate=lambda update: 0.5)
-    assert len(weights.leaves(0)) == 1
-    output = forward(module, weights, 0)  # w^2
-    backward(weights, 0, output)  # 2 w = 6
-    weights.reduce()
-    weights.step(keep=True)
-    assert first.w is second.w
-    assert first.w.item() == 3.0 - 0.5 * 6
-    assert [read(module, weights, version) for version in (0, 1)] == [9.0, 0.0]
 
 
 # The module itself

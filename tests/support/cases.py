@@ -37,7 +37,7 @@ from pipetrain.epochs import Epochs
 from pipetrain.network.draws import Seeds, drawing
 from pipetrain.records.tracer import Trace
 from pipetrain.runtime import engine
-from pipetrain.runtime.channel import LoopbackChannel
+from pipetrain.runtime.channel import ALL, LoopbackChannel
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import Edge, Op, Program, Tie, has_norms, ranks_of
@@ -248,7 +248,7 @@ class LocalMesh:
         self._wire, self._barrier, self._board = wire, barrier, board
 
     def channel(self, buffer_size: int, channels_last: bool = False) -> LocalChannel:
-        return LocalChannel(self._wire, buffer_size, DEADLINE_S)
+        return LocalChannel(self._wire, buffer_size, DEADLINE_S, self.world.rank)
 
     def gather(self, what: str, item: object) -> list[Any]:
         self._board[self.world.rank] = json.loads(json.dumps(item))
@@ -266,9 +266,8 @@ class LocalMesh:
     def loopback(
         self, edges: Sequence[Edge], ties: Sequence[Tie], buffer_size: Any, channels_last: bool = False
     ) -> LoopbackChannel:
-        groups: Any = dict.fromkeys(edges)
-        tied: Any = dict.fromkeys(ties)
-        return LoopbackChannel(groups, buffer_size, DEADLINE_S, self.device, False, channels_last, ties=tied)
+        how = buffer_size, DEADLINE_S, self.device, False, channels_last
+        return LoopbackChannel(dict.fromkeys(edges), *how, dict.fromkeys([ALL, *ties]))
 
     def meet(self) -> None:
         self._barrier.wait(DEADLINE_S)
@@ -347,7 +346,7 @@ def run_in_threads(
     keepers = (
         saved.keepers(case.ranks, tensors_of(run.take_network().model)) if saved else [None] * case.ranks
     )
-    wire, barrier, board = Wire(), Barrier(case.ranks), [None] * case.ranks
+    wire, barrier, board = Wire(run.plan.placement), Barrier(case.ranks), [None] * case.ranks
     listener, state, errors = listener or Listener(), {}, []
 
     meshes = [LocalMesh(World(rank, case.ranks), wire, barrier, board) for rank in range(case.ranks)]

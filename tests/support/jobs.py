@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from pipetrain.network.network import Network
 from pipetrain.network.values import TensorSpec, specs_of
 from pipetrain.plan.plan import Plan
 from pipetrain.plan.profile import Profile, profile_conditions
-from pipetrain.runtime.channel import ChannelError, Message
-from pipetrain.runtime.coding import Coding, Feedback
+from pipetrain.runtime.channel import ALL, ChannelError, Message
+from pipetrain.runtime.coding import Coding
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.optimizer import make_optimizer
 from pipetrain.runtime.ranks import Ranks, World, make_group
@@ -136,9 +137,9 @@ def tell_no_norms(world: World, store: Store) -> str:
         return ""
     channel = mesh.channel(1)
     channel._timeout = 1.0
-    channel.tell_norms({1: torch.tensor(4.0)}, 2)
+    channel.tell(ALL, torch.ones(2, dtype=torch.float64))
     try:
-        return _complaint(channel.hear_norms)
+        return _complaint(partial(channel.hear, ALL))
     finally:
         store.set("done", "1")
 
@@ -152,8 +153,8 @@ def die_before_norms(world: World, store: Store) -> str:
         return ""
     store.set("connected", "1")
     channel = mesh.channel(1)
-    channel.tell_norms({1: torch.tensor(4.0)}, 2)
-    return _complaint(channel.hear_norms)
+    channel.tell(ALL, torch.ones(2, dtype=torch.float64))
+    return _complaint(partial(channel.hear, ALL))
 
 
 def watch(world: World, store: Store) -> list[str]:
@@ -273,24 +274,22 @@ def exchange_coded(world: World, store: Store, all_codecs: Sequence[Codecs]) -> 
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     x = x.contiguous(memory_format=torch.channels_last)
     for codecs in all_codecs:
-        channel, coding = mesh.channel(1, True), Coding(codecs, Feedback(), True)
+        channel, coding, plain = mesh.channel(1, True), Coding(codecs, True), specs_of([x])
         ends = (0, 1), (1, 0)
         out, back = (
-            Message(*end, 0, specs_of([x]), end) for end in (ends if world.rank == 0 else ends[::-1])
+            Message(*end, 0, coding.specs(end, plain), end, plain)
+            for end in (ends if world.rank == 0 else ends[::-1])
         )
-        channel.expect([coding.on_wire(back)] * 2)
+        channel.expect([back] * 2)
         for _ in range(2):
-            channel.send(coding.on_wire(out), coding.encode(out, [x]))
-            (arrived,) = coding.decode(back, channel.recv(coding.on_wire(back)))
+            channel.send(out, coding.encode(out, [x]))
+            (arrived,) = coding.decode(back, channel.recv(back))
         channel.drain()
-        codec = codecs.backward if world.rank == 0 else codecs.forward
-        spec = specs_of([x])[0]
-        expected = Feedback()
-        slot = back.edge, 0, spec.shape
+        codec, residual = codecs.of(back.edge), torch.zeros_like(x)
         for _ in range(2):  # what the other rank did
-            owed = expected.owed(slot, x) if codec.error_feedback else x
-            decoded = codec.decode(codec.encode(owed), spec)
-            expected.keep(slot, owed, decoded)
+            owed = x + residual if codec.error_feedback else x
+            decoded = codec.decode(codec.encode(owed), plain[0])
+            residual = owed - decoded
         assert torch.equal(arrived, decoded)
         assert arrived.is_contiguous(memory_format=torch.channels_last)
     mesh.close()

@@ -10,7 +10,7 @@ from threading import Condition
 import torch
 from torch import Tensor
 
-from pipetrain.runtime.channel import NORMS, TIED, ChannelError, Message, bounds_of, expired, not_heard
+from pipetrain.runtime.channel import ChannelError, Message, bounds_of, expired
 from pipetrain.schedule.actions import Edge, Tie
 
 
@@ -19,17 +19,18 @@ class LocalChannel:
 
     ordered = False
 
-    def __init__(self, wire: Wire, buffer_size: int | Mapping[Edge, int], timeout: float) -> None:
+    def __init__(
+        self, wire: Wire, buffer_size: int | Mapping[Edge, int], timeout: float, rank: int = 0
+    ) -> None:
         self._wire = wire
+        self._rank = rank
         self._bounds = bounds_of(buffer_size)
         self._timeout = timeout
         self.waited = 0.0
         self.carried = 0
         self._expected: dict[Edge, deque[Message]] = {}
-        self._told = self._heard = 0
-        self._ties_told: Counter[Tie] = Counter()
-        self._ties_heard: Counter[Tie] = Counter()
-        self._ranks: dict[Tie, int] = {}  # of a tie: how many there are
+        self._told: Counter[Tie] = Counter()
+        self._heard: Counter[Tie] = Counter()
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
         for message in messages:
@@ -92,38 +93,22 @@ class LocalChannel:
     def check(self) -> None:
         """Nothing is in transfer."""
 
-    def tell_norms(self, squares: Mapping[int, Tensor], stages: int) -> None:
+    def tell(self, tie: Tie, numbers: Tensor) -> None:
         with self._wire.changed:
-            self._wire.norms[self._told].update(squares)
-            self._told += 1
-            self._stages = stages
+            self._wire.told[tie, self._told[tie]][self._rank] = numbers
+            self._told[tie] += 1
             self._wire.changed.notify_all()
 
-    def hear_norms(self) -> Tensor:
-        norms = self._wire.norms[self._heard]
-        self._heard += 1
-        self._hear(lambda: len(norms) == self._stages, NORMS)
-        return torch.stack([norms[stage] for stage in range(self._stages)])
-
-    def tell_tied(self, tie: Tie, stage: int, numbers: Tensor, ranks: int) -> None:
+    def hear(self, tie: Tie) -> Tensor:
+        told, start = self._wire.told[tie, self._heard[tie]], time.monotonic()
+        self._heard[tie] += 1
+        placement = self._wire.placement
+        ranks = {placement[stage] for stage in tie} if tie else {*placement}
         with self._wire.changed:
-            self._wire.tied[tie, self._ties_told[tie]][stage] = numbers
-            self._ties_told[tie] += 1
-            self._ranks[tie] = ranks
-            self._wire.changed.notify_all()
-
-    def hear_tied(self, tie: Tie) -> Tensor:
-        told = self._wire.tied[tie, self._ties_heard[tie]]
-        self._ties_heard[tie] += 1
-        self._hear(lambda: len(told) == self._ranks[tie], TIED)
-        return torch.stack([told[stage] for stage in sorted(told)]).sum(0)
-
-    def _hear(self, ready: Callable[[], bool], what: str) -> None:
-        start = time.monotonic()
-        with self._wire.changed:
-            if not self._wire.changed.wait_for(ready, self._timeout):
-                raise ChannelError(f"a rank {not_heard(what, self._timeout)}")
+            if not self._wire.changed.wait_for(lambda: told.keys() == ranks, self._timeout):
+                raise ChannelError(f"a rank waited {self._timeout:g} s for sums of the other ranks")
         self.waited += time.monotonic() - start
+        return torch.stack([told[rank] for rank in sorted(told)]).sum(0)
 
     def _await(
         self, ready: Callable[[], bool], receives: Sequence[Message], sends: Sequence[Message]
@@ -135,13 +120,18 @@ class LocalChannel:
 
 
 class Wire:
-    """The queues and counts of each edge, shared by the local channels of one process."""
+    """The queues and counts of each edge, shared by the local channels of one process.
 
-    def __init__(self) -> None:
+    `placement`: the rank of each stage.
+    """
+
+    def __init__(self, placement: Sequence[int] = (0, 1)) -> None:
+        self.placement = placement
         self.changed = Condition()
         self.queues: defaultdict[Edge, deque[tuple[Message, tuple[Tensor, ...]]]] = defaultdict(deque)
         self.sent: Counter[Edge] = Counter()
         self.posted: Counter[Edge] = Counter()
         self.taken: Counter[Edge] = Counter()
-        self.norms: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)  # exchange -> stage -> square
-        self.tied: defaultdict[tuple[Tie, int], dict[int, Tensor]] = defaultdict(dict)  # -> by rank
+        self.told: defaultdict[tuple[Tie, int], dict[int, Tensor]] = defaultdict(
+            dict
+        )  # (tie, sum) -> by rank

@@ -165,7 +165,7 @@ def trained(
 
 def train(subject: Subject, plan: Plan, way: Way) -> Trained:
     """Train with one thread a rank."""
-    wire, barrier, board = Wire(), Barrier(way.ranks), [None] * way.ranks
+    wire, barrier, board = Wire(plan.placement), Barrier(way.ranks), [None] * way.ranks
     meshes = [LocalMesh(World(rank, way.ranks), wire, barrier, board) for rank in range(way.ranks)]
     runners = [runner(subject, plan, way, mesh) for mesh in meshes]
 

@@ -84,8 +84,8 @@ class Launches(TorchDispatchMode):
 class Uncounted(LocalChannel):
     """Its copy of what it receives stands for the transfer itself."""
 
-    def __init__(self, wire: Wire, bounds: Any, launches: Launches) -> None:
-        super().__init__(wire, bounds, DEADLINE_S)
+    def __init__(self, wire: Wire, bounds: Any, rank: int, launches: Launches) -> None:
+        super().__init__(wire, bounds, DEADLINE_S, rank)
         self._launches = launches
 
     def recv(self, message: Message) -> tuple[Tensor, ...]:
@@ -114,15 +114,15 @@ class Second:
 
 def second_window(task: Task, schedule: str, ranks: int) -> Second:
     """Train two windows with a thread a rank, and count in the second one."""
-    wire, meeting = Wire(), Barrier(ranks)
+    meeting = Barrier(ranks)
     counted = [Launches() for _ in range(ranks)]
     errors: list[BaseException] = []
     jobs = [prepare(task, schedule, ranks, 2) for _ in counted]
-    ours = []
+    wire, ours = Wire(jobs[0].plan.placement), []
     with patch.object(contestants, "fitted", lambda mesh, plan: mesh):
         for rank, (job, launches) in enumerate(zip(jobs, counted, strict=True)):
             mesh: Any = SimpleNamespace(world=World(rank, ranks), device=torch.device("cpu"))
-            channel = Uncounted(wire, job.plan.cut.bounds, launches)
+            channel = Uncounted(wire, job.plan.cut.bounds, rank, launches)
             ours.append(Ours(schedule, job, mesh, channel=channel))
 
     def work(rank: int) -> None:
