@@ -9,17 +9,16 @@ always alternate; two slots that shared one would overwrite what the other holds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.values import Value, ValueSpec, as_tuple
+from pipetrain.network.values import ValueSpec, as_tuple
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Saving, Tensors
 from pipetrain.runtime.objective import Counted
@@ -30,96 +29,29 @@ _RECORDED = -1  # the microbatch of a pass that is captured
 
 
 @dataclass(slots=True)
-class Recorded:
-    """What a forward that is captured has made."""
-
-    outputs: Tensors
-    needed: Sequence[Tensor]  # the outputs of which a gradient comes back
-    counted: Counted | None  # at the last stage
-    keeps: Any  # what must live as long as the graph
-
-
-Forward = Callable[[Tensors, Value | None], Recorded]
-Backward = Callable[[Tensors], Tensors]  # (gradients of the outputs) -> of the inputs
-
-
-@dataclass(slots=True)
 class Pass:
-    """A microbatch's forward and backward, captured over one slot's memory and one version's storage."""
+    """A microbatch's forward and backward, captured over one slot's memory and one version's storage.
+
+    `recorded`: the microbatch that was captured, which must live as long as the graphs.
+    """
 
     slot: int
     inputs: Tensors
     target: Tensors
-    made: Recorded
+    recorded: Microbatch
+    outputs: Tensors
     grads: Tensors
     back: Tensors
     forward: Any  # torch.cuda.CUDAGraph
     backward: Any
     share: float | None = None  # that the gradient of the loss is filled with
 
-    @property
-    def counted(self) -> Counted | None:
-        """What the last stage counts, copied: the next replay overwrites it."""
-        if self.made.counted is None:
+    def counted(self, target: Target) -> Counted | None:
+        """Return what the last stage counts, copied: the next replay overwrites it."""
+        if (counted := self.recorded.counted) is None:
             return None
-        sums = {name: some.clone() for name, some in self.made.counted.sums.items()}
-        return self.made.counted._replace(loss=self.made.counted.loss.clone(), sums=sums)
-
-
-class Graphs:
-    """The captured passes of a stage: by slot, and by the storage of a weight version."""
-
-    def __init__(self, slots: int) -> None:
-        self._free = list(range(slots))
-        self._pools = [torch.cuda.graph_pool_handle() for _ in range(slots)]
-        self._passes: dict[tuple[int, int], Pass] = {}
-
-    def capture(
-        self, storage: int, inputs: Tensors, target: Value | None, forward: Forward, backward: Backward
-    ) -> None:
-        """Capture the passes of all slots over one storage. `inputs`, `target`: such as will come."""
-        for slot, pool in enumerate(self._pools):
-            mine = tuple(t.clone() for t in inputs)
-            aims = tuple(t.clone() for t in as_tuple(target)) if target is not None else ()
-            value = None if target is None else ValueSpec.like(target).pack(aims)
-            first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with _capturing(first, pool):
-                made = forward(mine, value)
-            grads = tuple(torch.empty_like(t, requires_grad=False) for t in made.needed)
-            with _capturing(second, pool):
-                back = backward(grads)
-            self._passes[slot, storage] = Pass(slot, mine, aims, made, grads, back, first, second)
-
-    def forward(self, storage: int, inputs: Tensors, target: Value | None) -> Pass | None:
-        """Replay a forward; None if these tensors are others than were captured."""
-        aims = as_tuple(target) if target is not None else ()
-        one = self._passes.get((self._free[-1], storage)) if self._free else None
-        if one is None or _kinds(inputs) != _kinds(one.inputs) or _kinds(aims) != _kinds(one.target):
-            return None
-        self._free.pop()
-        torch._foreach_copy_([*one.inputs, *one.target], [*inputs, *aims])
-        one.forward.replay()
-        return one
-
-    def backward(self, one: Pass, grads: Tensors, share: float | None) -> Tensors:
-        """Replay a backward; return gradients of the inputs, for good. `share`: at the last stage."""
-        if share is None:
-            torch._foreach_copy_(list(one.grads), list(grads))
-        elif share != one.share:
-            one.share = share
-            one.grads[0].fill_(share)
-        one.backward.replay()
-        self._free.append(one.slot)
-        return tuple(t.clone() for t in one.back)  # the slot's next forward may overwrite it
-
-
-def _kinds(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(t.shape, t.dtype) for t in tensors]
-
-
-def _capturing(graph: Any, pool: Any) -> Any:
-    # thread_local: other threads look at events meanwhile.
-    return torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+        sums = {name: some.clone() for name, some in counted.sums.items()}
+        return Counted(target.share, counted.loss.clone(), target.weight, target.samples, sums)
 
 
 class FixedWeights(Weights):
@@ -213,7 +145,8 @@ class GraphedStage(Stage):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._graphs: Graphs | None = None
+        self._free: list[int] = []  # slots
+        self._passes: dict[tuple[int, int], Pass] = {}  # by slot, and by the storage of a weight version
         self._example: tuple[Tensors, Target | None] | None = None  # of a rehearsal
         self._replayed: dict[int, Pass] = {}
 
@@ -221,27 +154,34 @@ class GraphedStage(Stage):
         self, mb: int, x: Tensors, version: int, target: Target | None = None, saving: Saving = WHOLE
     ) -> Tensors:
         x = tuple(self.numerics.arrange(t.detach()) for t in x)
-        if self._graphs is not None and (target is None or target.weight):
-            value = None if target is None else target.value
-            replayed = self._graphs.forward(self.weights.storage(version), x, value)
-            if replayed is not None:
-                one = self._open[mb] = Microbatch(mb, (), version, WHOLE)
-                if target is not None and (counted := replayed.counted) is not None:
-                    one.counted = counted._replace(
-                        share=target.share, weight=target.weight, samples=target.samples
-                    )
-                self._replayed[mb] = replayed
-                return replayed.made.outputs
-        if self.rehearses:
-            self._example = x, target
-        return super().forward(mb, x, version, target, saving)
+        aims = as_tuple(target.value) if target is not None else ()
+        key = self._free[-1:] and (self._free[-1], self.weights.storage(version))
+        one = self._passes.get(key) if key and (target is None or target.weight) else None
+        if one is None or _kinds(x) != _kinds(one.inputs) or _kinds(aims) != _kinds(one.target):
+            if self.rehearses:
+                self._example = x, target
+            return super().forward(mb, x, version, target, saving)
+        self._free.pop()
+        torch._foreach_copy_([*one.inputs, *one.target], [*x, *aims])
+        one.forward.replay()
+        self._replayed[mb] = one
+        self._open[mb] = Microbatch(mb, (), version, WHOLE)
+        if target is not None:
+            self._open[mb].counted = one.counted(target)
+        return one.outputs
 
     def backward(self, mb: int, grads: Tensors, version: int) -> Tensors:
-        replayed = self._replayed.pop(mb, None)
-        if replayed is None or self._graphs is None:
+        if (one := self._replayed.pop(mb, None)) is None:
             return super().backward(mb, grads, version)
         counted = self._close(mb, version).counted
-        return self._graphs.backward(replayed, grads, None if counted is None else counted.share)
+        if counted is None:
+            torch._foreach_copy_(list(one.grads), list(grads))
+        elif counted.share != one.share:
+            one.share = counted.share
+            one.grads[0].fill_(counted.share)
+        one.backward.replay()
+        self._free.append(one.slot)
+        return tuple(t.clone() for t in one.back)  # the slot's next forward may overwrite it
 
     def capture(self, slots: int, versions: int) -> None:
         """Capture the passes of so many open microbatches and weight versions.
@@ -250,28 +190,42 @@ class GraphedStage(Stage):
         """
         assert self._example is not None, "only after a rehearsal"
         (x, target), self._example = self._example, None
-        graphs = Graphs(slots)
-        forward = partial(self._recording_forward, target)
-        value = None if target is None else target.value
+        pools = [torch.cuda.graph_pool_handle() for _ in range(slots)]
         for storage, leaves in self.weights.fix(versions).items():
             with self.weights.only(leaves):
                 try:
-                    graphs.capture(storage, x, value, forward, self._recording_backward)
+                    for slot, pool in enumerate(pools):
+                        self._passes[slot, storage] = self._captured(slot, pool, x, target)
                 except Exception as error:
                     raise refused(self.index, error) from error
-        self._graphs = graphs
+        self._free = list(range(slots))
 
-    def _recording_forward(self, like: Target | None, x: Tensors, value: Value | None) -> Recorded:
-        target = None if like is None or value is None else replace(like, value=value)
-        outputs = super().forward(_RECORDED, x, 0, target)
-        one = self._open[_RECORDED]
-        needed = [t for t, need in zip(one.outputs, self.needed(one.outputs), strict=True) if need]
-        return Recorded(outputs, needed, one.counted, one)
+    def _captured(self, slot: int, pool: Any, x: Tensors, target: Target | None) -> Pass:
+        """Capture the passes of one slot. `x`, `target`: such as will come."""
+        mine, aims = tuple(t.clone() for t in x), cast(Tensors, ())
+        if target is not None:
+            aims = tuple(t.clone() for t in as_tuple(target.value))
+            target = replace(target, value=ValueSpec.like(target.value).pack(aims))
+        first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with _capturing(first, pool):
+            outputs = super().forward(_RECORDED, mine, 0, target)
+            one = self._open[_RECORDED]
+            needs = self.needed(one.outputs)
+        needed = [t for t, need in zip(one.outputs, needs, strict=True) if need]
+        grads = tuple(torch.empty_like(t, requires_grad=False) for t in needed)
+        with _capturing(second, pool):
+            back = super().backward(_RECORDED, grads, 0)
+            self._batch = Batch()
+        return Pass(slot, mine, aims, one, outputs, grads, back, first, second)
 
-    def _recording_backward(self, grads: Tensors) -> Tensors:
-        back = super().backward(_RECORDED, grads, 0)
-        self._batch = Batch()
-        return back
+
+def _kinds(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(t.shape, t.dtype) for t in tensors]
+
+
+def _capturing(graph: Any, pool: Any) -> Any:
+    # thread_local: other threads look at events meanwhile.
+    return torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
 
 
 def refused(stage: int, error: Exception) -> ConfigError:
