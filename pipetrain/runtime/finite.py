@@ -61,12 +61,17 @@ def in_host_memory_finite(tensor: Tensor) -> bool:
 
 
 class StopOnNaN(Observer):
-    """Stops the training at a number of a stage that is not finite, and names the layer where it began."""
+    """Stops the training at a number of a stage that is not finite, and names the layer where it began.
+
+    Numbers on a GPU go to the host several at a time: each copy costs as much as some kernels.
+    """
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        self._watch = FiniteWatch(stage.index, lambda: stage.rehearses)
         self._front = stage.name(smallest_of_first_layer(stage.module))
+        self._gathered: list[tuple[Blame, int, Tensor]] = []  # description, update, numbers on a GPU
+        # What was gathered, with the numbers on the host, and the torch.cuda.Event of their arrival.
+        self._coming: deque[tuple[list[tuple[Blame, int, int]], Tensor, Any]] = deque()
 
     def around_forward(self, microbatch: Microbatch) -> AbstractContextManager[object]:
         target = microbatch.target
@@ -101,15 +106,50 @@ class StopOnNaN(Observer):
             batch.unless = not_finite(numbers)
             both = [*([] if losses is None else [losses]), batch.unless.atanh().reshape(1)]  # of 1, infinite
             lossy = [] if losses is None else mbs
-            self._watch.add(partial(blame_batch, lossy, mbs), self._update, torch.cat(both))
+            self._gathered.append((partial(blame_batch, lossy, mbs), self._update, torch.cat(both).detach()))
+            if len(self._gathered) >= AT_ONCE:
+                self._copy()
+            self.settle(wait=False)
             return
         if losses is not None:
-            self._watch.add(partial(blame_batch, mbs, mbs), self._update, losses)
+            self._judge(partial(blame_batch, mbs, mbs), self._update, losses.tolist())
         if numbers:
-            self._watch.add(partial(blame_weights, list(gradients), mbs), self._update, witness(numbers))
+            self._judge(partial(blame_weights, list(gradients), mbs), self._update, witness(numbers).tolist())
 
     def settle(self, wait: bool) -> None:
-        self._watch.check(self._update, wait)
+        if wait and self._gathered:
+            self._copy()
+        while self._coming:
+            made, numbers, arrived = self._coming[0]
+            if wait:
+                arrived.synchronize()
+            elif not arrived.query():
+                return
+            self._coming.popleft()
+            left = iter(numbers.flatten().tolist())
+            for blame, update, count in made:
+                self._judge(blame, update, list(islice(left, count)))
+
+    def _copy(self) -> None:
+        gathered, self._gathered = self._gathered, []
+        numbers = torch.cat([numbers for *_, numbers in gathered])
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        made = [(blame, update, numbers.numel()) for blame, update, numbers in gathered]
+        self._coming.append((made, host, arrived))
+
+    def _judge(self, blame: Blame, update: int, values: list[float]) -> None:
+        """Stop the training at numbers of an update that are not finite."""
+        if all(map(math.isfinite, values)) or self._stage.rehearses:
+            return
+        what, late = blame(values), self._update - update
+        when = f"{late} updates later" if late else "before the update"
+        way_out = "look for NaN and infinite numbers there" if DATA in what else LOWER
+        raise TrainingStopped(
+            f"{what} at stage {self._stage.index}, update {update}: stopped {when}; {way_out}"
+        )
 
     @property
     def _update(self) -> int:
@@ -123,9 +163,13 @@ class StopOnNaN(Observer):
         floating = [numbers_of(t.detach()) for t in tensors if differentiable(t)]
         if not floating or floating[0].is_cuda or all(map(in_host_memory_finite, floating)):
             return
-        number, where = floating[0].sum().item(), "" if self._stage.rehearses else origin()
-        what = template.format(number) + (f" (first in {where})" if where else "")
-        self._watch.add(lambda _: what, self._update, torch.tensor([math.nan]))
+        number = floating[0].sum().item()
+
+        def blame(_: list[float]) -> str:
+            where = origin()
+            return template.format(number) + (f" (first in {where})" if where else "")
+
+        self._judge(blame, self._update, [math.nan])
 
 
 class SkipOnNaN(Observer):
@@ -169,63 +213,6 @@ def _are_finite(gradients: Sequence[Tensor]) -> bool:
 def _all_finite_on_host(numbers: Tensor) -> bool:
     """Return whether numbers are finite. On a GPU the host waits for them."""
     return all(map(math.isfinite, numbers.reshape(-1).tolist()))
-
-
-class FiniteWatch:
-    """Stops the training at non-finite numbers. `stage` is named in the error; `ignores`: numbers at present.
-
-    Numbers on a GPU go to the host several at a time: each copy costs as much as some kernels.
-    """
-
-    def __init__(self, stage: int, ignores: Callable[[], bool] = lambda: False) -> None:
-        self._stage = stage
-        self._ignores = ignores
-        self._gathered: list[tuple[Blame, int, Tensor]] = []  # description, update, numbers on a GPU
-        # What was gathered, with the numbers on the host, and the torch.cuda.Event of their arrival.
-        self._coming: deque[tuple[list[tuple[Blame, int, int]], Tensor, Any]] = deque()
-
-    def add(self, blame: Blame, update: int, numbers: Tensor) -> None:
-        """Watch numbers [n] that are used for `update`. Raises TrainingStopped."""
-        if not numbers.is_cuda:
-            self._judge(blame, update, update, numbers.flatten().tolist())
-            return
-        self._gathered.append((blame, update, numbers.detach()))
-        if len(self._gathered) >= AT_ONCE:
-            self._copy()
-        self.check(update)
-
-    def check(self, update: int, wait: bool = False) -> None:
-        """Check the numbers that have arrived (with `wait`, all of them). Raises TrainingStopped."""
-        if wait and self._gathered:
-            self._copy()
-        while self._coming:
-            made, numbers, arrived = self._coming[0]
-            if wait:
-                arrived.synchronize()
-            elif not arrived.query():
-                return
-            self._coming.popleft()
-            left = iter(numbers.flatten().tolist())
-            for blame, made_for, count in made:
-                self._judge(blame, made_for, update, list(islice(left, count)))
-
-    def _copy(self) -> None:
-        gathered, self._gathered = self._gathered, []
-        numbers = torch.cat([numbers for *_, numbers in gathered])
-        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        host.copy_(numbers, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-        made = [(blame, update, numbers.numel()) for blame, update, numbers in gathered]
-        self._coming.append((made, host, arrived))
-
-    def _judge(self, blame: Blame, made_for: int, update: int, values: list[float]) -> None:
-        if all(map(math.isfinite, values)) or self._ignores():
-            return
-        what, late = blame(values), update - made_for
-        when = f"{late} updates later" if late else "before the update"
-        way_out = "look for NaN and infinite numbers there" if DATA in what else LOWER
-        raise TrainingStopped(f"{what} at stage {self._stage}, update {made_for}: stopped {when}; {way_out}")
 
 
 def blame_batch(lossy: list[int], mbs: list[int], numbers: list[float]) -> str:

@@ -112,16 +112,6 @@ class FixedWeights(Weights):
         super().step(keep, skip, unless)
         self._clear()
 
-    @contextmanager
-    def put_back(self) -> Iterator[None]:
-        try:
-            with super().put_back():
-                yield
-        finally:
-            for name, leaf in self._accumulating.items():
-                leaf.grad = self._fixed.get(name)
-            self._clear()
-
     def _fresh_leaves(self) -> dict[str, Tensor]:
         leaves = super()._fresh_leaves()
         for name, gradient in self._fixed.items():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -83,15 +82,6 @@ class Objective:
         for one in counted:
             self._add(self.sums.trained, one)
         self.sums.trained.add_up()
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Leave out, in the end, what was counted meanwhile."""
-        before, self.sums = self.sums, Sums()
-        try:
-            yield
-        finally:
-            self.sums = before
 
     @staticmethod
     def _add(counter: Counter, one: Counted) -> None:

@@ -383,18 +383,21 @@ class Stage:
         Attributes of layers are left to the caller.
         """
         self.settle()
-        skipped, self.rehearses = self.skipped, True
+        skipped, self.rehearses, objective = self.skipped, True, self.objective
+        sums = Sums() if objective is None else objective.sums
         try:
             with ExitStack() as ending:
-                if self.objective is not None:
-                    ending.enter_context(self.objective.apart())
                 if training:
                     ending.enter_context(self.weights.put_back())
                     ending.enter_context(self.buffers.put_back())
+                if objective is not None:
+                    objective.sums = Sums()
                 yield
                 self.settle()
         finally:
             self.skipped, self.rehearses = skipped, False
+            if objective is not None:
+                objective.sums = sums
 
     @property
     def sums(self) -> Sums:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from pipetrain.network.numerics import numbers_of
 from pipetrain.network.places import places
 from pipetrain.rate import Rate
+from pipetrain.runtime.buffers import put_back
 from pipetrain.runtime.memory import Memory
 
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -170,41 +170,16 @@ class Weights:
             for name in average.keys() & self.live.keys():
                 numbers_of(self._average[name].data).copy_(average[name])
 
-    @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Put back, at the end, what windows change. Meanwhile copies of it are in host memory."""
+    def put_back(self) -> AbstractContextManager[None]:
+        """Put back, at the end, what windows change."""
         assert self.held == 1, f"versions {sorted(self._versions)} are held"
-        optimizer = self.optimizer
-        live = {name: p.data for name, p in self.live.items()}
-        state = {p: dict(values) for p, values in optimizer.state.items()} if optimizer else {}
-        groups = [dict(group) for group in optimizer.param_groups] if optimizer else []
-        attributes = dict(vars(optimizer)) if optimizer else {}
-        inner = [t for values in state.values() for t in tree_leaves(values) if isinstance(t, Tensor)]
-        average = {name: leaf.data for name, leaf in self._average.items()}
-        tensors = [*live.values(), *inner, *average.values()]
-        copies = [t.detach().to("cpu", copy=True) for t in tensors]
-        names = ("_versions", "_accumulating", "_spare", "_unmoved", "_average", "updates", "newest")
-        before = {name: copy(getattr(self, name)) for name in names}
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for tensor, kept in zip(tensors, copies, strict=True):
-                    tensor.copy_(kept)
-            for name, p in self.live.items():
-                p.data, p.grad = live[name], None
-            for name, value in before.items():
-                setattr(self, name, value)
-            self._accumulating = self._versions[self.newest]
-            for leaf in self._accumulating.values():
-                leaf.grad = None
-            if optimizer:
-                optimizer.state.clear()
-                optimizer.state.update(state)
-                vars(optimizer).clear()
-                vars(optimizer).update(attributes)
-                for group, options in zip(optimizer.param_groups, groups, strict=True):
-                    group.update(options)
+        tensors: list[Any] = [*self.live.values(), *self._average.values()]
+        containers = [vars(self), self._versions, self._spare, self._unmoved, self._average]
+        if self.optimizer is not None:
+            state = list(self.optimizer.state.values())
+            tensors += [t for t in tree_leaves(state) if isinstance(t, Tensor)]
+            containers += [vars(self.optimizer), self.optimizer.state, *state, *self.optimizer.param_groups]
+        return put_back(tensors, containers)
 
     def begin_window(self) -> None:
         """Count versions from 0 again: version 0 is the newest one."""
