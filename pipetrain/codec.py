@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 from pipetrain.network.values import TensorSpec
+from pipetrain.rules import BOOL, number, one_of
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 LEVELS = 127  # int8 values on either side of zero
+_FRACTION = number("a number above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
 class NotFinite(ValueError):
@@ -115,7 +117,7 @@ class Half(Cast):
     name = "half"
 
     def __init__(self, dtype: str = "fp16") -> None:
-        super().__init__(_one_of("dtype", dtype, ("fp16", "bf16")))
+        super().__init__(one_of("fp16", "bf16").read("dtype", dtype))
 
 
 class Int8(Codec):
@@ -131,9 +133,9 @@ class Int8(Codec):
     name = "int8"
 
     def __init__(self, scale: str = "tensor", stochastic: bool = False, error_feedback: bool = False) -> None:
-        self._by_channel = _one_of("scale", scale, ("tensor", "channel")) == "channel"
-        self._stochastic = _yes_or_no("stochastic", stochastic)
-        self.error_feedback = _yes_or_no("error_feedback", error_feedback)
+        self._by_channel = one_of("tensor", "channel").read("scale", scale) == "channel"
+        self._stochastic = BOOL.read("stochastic", stochastic)
+        self.error_feedback = BOOL.read("error_feedback", error_feedback)
 
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         steps = spec.shape[1] if self._by_channel and len(spec.shape) > 1 else 1
@@ -165,9 +167,9 @@ class TopK(Codec):
     name = "topk"
 
     def __init__(self, fraction: float = 0.01, values: str = "fp16", error_feedback: bool = True) -> None:
-        self._fraction = _exactly(fraction)
-        self._values: Codec = Cast(_one_of("values", values, ("fp16", "fp32")))
-        self.error_feedback = _yes_or_no("error_feedback", error_feedback)
+        self._fraction = Fraction(repr(_FRACTION.read("fraction", fraction)))  # as written: 0.07 of 100 is 7
+        self._values: Codec = Cast(one_of("fp16", "fp32").read("values", values))
+        self.error_feedback = BOOL.read("error_feedback", error_feedback)
 
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         n = math.prod(spec.shape)
@@ -229,25 +231,6 @@ def _spread(step: Tensor, dimensions: int) -> Tensor:
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.itemsize >= 4 else torch.float32
-
-
-def _one_of(name: str, value: str, choices: Collection[str]) -> str:
-    if value not in choices:
-        raise ValueError(f"{name}={value} is unknown; choose one of {', '.join(choices)}")
-    return value
-
-
-def _exactly(fraction: float) -> Fraction:
-    """Return a fraction exactly as written: 0.07 of 100 is 7."""
-    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
-        raise ValueError(f"fraction={fraction} must be a number above 0 and at most 1")
-    return Fraction(repr(fraction))
-
-
-def _yes_or_no(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value} must be true or false")
-    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from pipetrain.building import build, not_built
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.rules import POSITIVE, decoded
+from pipetrain.rules import BOOL, POSITIVE, decoded
 from pipetrain.runtime.memory import Memory
 from pipetrain.runtime.weights import Named, OptimizerFactory
 
@@ -64,11 +64,9 @@ def make_optimizer(cfg: DictConfig, model: nn.Module, stages: int = 1) -> Optimi
     if not isinstance(cfg.optim, DictConfig):
         return build(cfg, "optim")  # type: ignore[no-any-return]  # which refuses it
     cfg, node = cfg.copy(), cfg.optim
-    given, fused = node.get("groups"), node.get("fused", True)
+    given, fused = node.get("groups"), BOOL.read("optim.fused", node.get("fused", True), null=True)
     given = OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given
     groups = _groups("optim.groups", given, model)
-    if fused is not None and not isinstance(fused, bool):
-        raise ConfigError(f"optim.fused={fused} must be true or false")
     left_out = {"groups"} if fused is not None else {"groups", "fused"}
     cfg.optim = {key: node[key] for key in node if key not in left_out}
     if "lr" in node:
