@@ -15,20 +15,6 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FORWARD, RECEIVE, BACKWARD, SEND = parse_program("1F0@0 1RECV_B0 1B0@0 1SEND_B0")[0]
 
 
-def test_marks_rise_with_time():
-    clock = Clock(CPU)
-    began = clock.begin()
-    start = clock.mark()
-    time.sleep(0.02)
-    assert began <= start
-    assert 0.02 <= clock.mark() - start < 5
-
-
-def test_on_a_cpu_a_window_is_what_was_marked():
-    row = Row(9.0, 13.0, [Span(FORWARD, 10.0, 10.5), Span(RECEIVE, 10.5, 12.5, 2.0)])
-    assert Clock(CPU).resolve(row) is row
-
-
 def test_on_a_cpu_nothing_asks_for_a_gpu(monkeypatch):
     def refuse(*arguments: object) -> None:
         raise AssertionError("a GPU was asked for")

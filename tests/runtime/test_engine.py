@@ -161,13 +161,6 @@ def test_a_window_s_times_are_counted_and_handed_to_who_asks():
     assert stats.busy_s == pytest.approx(computed)
 
 
-def test_a_window_that_nobody_asks_about_is_counted_all_the_same():
-    made, _ = engine([0, 1, 2], [1], Bounds(2, 1, 9))
-    made.train(Order(lower(one_f_one_b(3, 1, 2))[1]), Ones(), 2)
-    assert made.stats[1].wait_s >= 12.0
-    assert made.stats[1].busy_s > 0
-
-
 def test_neighbours_on_one_rank_hand_over_without_a_message():
     program = lower(interleaved_1f1b(1, 2, 2, virtual=2))
     made, tape = engine([0, 0], [0, 1], Bounds(2, 1, 9))

@@ -147,19 +147,6 @@ def test_a_flush_schedule_moves_nothing():
         assert leaf.data_ptr() == place
 
 
-def test_a_version_s_storage_is_used_again_only_after_its_release():
-    module = Scale()
-    weights = versions_of(module)
-    update(module, weights, keep=True)
-    (old,) = weights.leaves(0)
-    place = old.data_ptr()
-    update(module, weights, keep=True)
-    assert module.w.data_ptr() != place
-    weights.release(0)
-    update(module, weights, keep=True)
-    assert module.w.data_ptr() == place
-
-
 # Autograd
 
 
@@ -214,16 +201,6 @@ def test_a_batch_s_gradient_is_one_sum_whatever_versions_its_microbatches_read()
     assert all(leaf.grad is None for leaf in weights.leaves(2))
 
 
-def test_a_gradient_is_counted_once():
-    module = Scale(2.0)
-    weights = versions_of(module, rate=lambda update: 1.0)
-    update(module, weights, keep=False)
-    weights.reduce()
-    assert module.w.grad is None
-    update(module, weights, keep=False)
-    assert module.w.item() == 0.0
-
-
 @pytest.mark.parametrize("optimizer", [partial(SGD, momentum=0.9), partial(torch.optim.AdamW, lr=1.0)])
 def test_a_weight_that_has_its_first_gradient_late_is_stepped_by_a_fused_optimizer(optimizer):
     """As where a layer is left out at random; torch's fused SGD with momentum fails there."""
@@ -245,38 +222,6 @@ def test_a_weight_that_has_its_first_gradient_late_is_stepped_by_a_fused_optimiz
 
 
 # Unusual modules
-
-
-def test_a_module_without_parameters_still_counts():
-    module = nn.Sequential(nn.Flatten(), nn.ReLU())
-    weights = versions_of(module)
-    for keep in (True, False):
-        with weights.installed(weights.newest):
-            module(torch.ones(1, 3))
-        weights.reduce()
-        weights.step(keep)
-    assert (weights.updates, weights.newest, weights.held) == (2, 2, 2)
-    assert weights.leaves(2) == []
-    weights.release(0)
-    weights.begin_window()
-
-
-def test_frozen_parameters_are_neither_versions_nor_changed():
-    module = nn.Linear(2, 2)
-    module.weight.requires_grad_(False)
-    frozen = module.weight
-    before = frozen.detach().clone()
-    weights = versions_of(module)
-    with weights.installed(0):
-        output = module(torch.ones(1, 2))
-        assert module.weight is frozen
-    backward(weights, 0, output)
-    weights.reduce()
-    weights.step(keep=True)
-    assert len(weights.leaves(1)) == 1
-    assert torch.equal(module.weight, before)
-    assert frozen.grad is None
-    assert not torch.equal(module.bias, weights.leaves(0)[0])
 
 
 # The module itself
