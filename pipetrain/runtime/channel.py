@@ -19,8 +19,9 @@ import math
 import re
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -167,10 +168,9 @@ class Channel:
 
     def recv(self, message: Message) -> tuple[Tensor, ...]:
         """Wait for the next message of its edge, which must be this one."""
-        posted = self._posted[message.edge]
         self._post(message.edge, 1)
-        assert posted and posted[0].message == message, f"{message.name} is not what was expected next"
-        transfer = posted.popleft()
+        transfer = self._next(message)
+        self._posted[message.edge].popleft()
         self._wait(transfer, sending=False)
         self.carried += message.nbytes
         self._post(message.edge, self._ahead(message.edge))
@@ -198,9 +198,7 @@ class Channel:
 
     def arrived(self, message: Message) -> bool:
         """Return whether `recv` of this message, the next one of its edge, would not wait."""
-        posted = self._posted[message.edge]
-        assert posted and posted[0].message == message, f"{message.name} is not what was expected next"
-        return self._finished(posted[0])
+        return self._finished(self._next(message))
 
     def room(self, message: Message) -> bool:
         """Return whether `send` would not wait."""
@@ -214,14 +212,11 @@ class Channel:
         full = [self._sent[message.edge] for message in sends if not self.room(message)]
         if len(full) < len(sends):
             return
-        awaited = [self._posted[message.edge][0] for message in receives]
+        awaited = [self._next(message) for message in receives]
         awaited += [unfinished[0] for unfinished in full]  # they finish in order
-        start = time.monotonic()
-        try:
+        with self._waiting(late := partial(expired, receives, sends, self._timeout), ChannelError):
             if not self._until_any(awaited):
-                raise expired(receives, sends, self._timeout)
-        finally:
-            self.waited += time.monotonic() - start
+                raise late()
 
     # Sums over ranks
 
@@ -233,24 +228,17 @@ class Channel:
     def hear(self, tie: Tie) -> Tensor:
         """Wait for the first sum of a tie that was told and not heard."""
         numbers, work = self._told[tie].popleft()
-        what, rank = "the gradients of shared weights" if tie else "the gradient norms", self._rank()
-        late = ChannelError(f"rank {rank} waited {self._timeout:g} s for {what} of the other ranks")
-        start = time.monotonic()
-        try:
-            if self._deadline:
-                self._order(
-                    [work], lambda why: ChannelError(f"rank {rank} at {what}: {why}") if why else late
-                )
-            else:
-                work.wait(_at_least(self._timeout))
-        except ChannelError:
-            raise
-        except RuntimeError as error:
-            if time.monotonic() - start >= self._timeout:
-                raise late from error
-            raise ChannelError(f"rank {rank} lost another rank at {what}: {cause_of(error)}") from error
-        finally:
-            self.waited += time.monotonic() - start
+        what = "the gradients of shared weights" if tie else "the gradient norms"
+
+        def late() -> ChannelError:
+            waited = f"waited {self._timeout:g} s for {what} of the other ranks"
+            return ChannelError(f"rank {dist.get_rank()} {waited}")
+
+        def lost(why: str) -> ChannelError:
+            return ChannelError(f"rank {dist.get_rank()} lost another rank at {what}: {why}")
+
+        with self._waiting(late, lost):
+            self._complete([work], late, lost)
         return numbers.to(self._device, non_blocking=True)
 
     # Between windows
@@ -309,7 +297,7 @@ class Channel:
             work = post(tensor, peer, group=self._groups[message.edge])
         except RuntimeError as error:
             self.check()
-            raise self._lost(message, sending, cause_of(error)) from error
+            raise _lost(message, sending, cause_of(error)) from error
         assert work is not None
         return work
 
@@ -317,6 +305,12 @@ class Channel:
         work: dist.Work | None = dist.all_reduce(numbers, group=group, async_op=True)
         assert work is not None
         return work
+
+    def _next(self, message: Message) -> _Transfer:
+        """Return the next posted receive of a message's edge, which must be for it."""
+        posted = self._posted[message.edge]
+        assert posted and posted[0].message == message, f"{message.name} is not what was expected next"
+        return posted[0]
 
     def _finished(self, transfer: _Transfer) -> bool:
         """Return whether waiting for it would return at once, with or without an error."""
@@ -338,47 +332,49 @@ class Channel:
         return True
 
     def _wait(self, transfer: _Transfer, sending: bool) -> None:
-        message, start = transfer.message, time.monotonic()
+        message = transfer.message
         late = partial(expired, *(([], [message]) if sending else ([message], [])), self._timeout)
-        looks = self._watch or (self._polls and not sending)
-        try:
+        lost = partial(_lost, message, sending)
+        with self._waiting(late, lost):
+            looks = self._watch or (self._polls and not sending)
             if looks and not self._until_any([transfer]):
                 raise late()
             if transfer.watched:
                 transfer.watched.result()
-            elif self.ordered:
-                lost = self._lost
-                self._order(transfer.works, lambda why: lost(message, sending, why) if why else late())
             else:
-                for work in transfer.works:
-                    work.wait(_at_least(start + self._timeout - time.monotonic()))
+                self._complete(transfer.works, late, lost)
+
+    @contextmanager
+    def _waiting(
+        self, late: Callable[[], ChannelError], lost: Callable[[str], ChannelError]
+    ) -> Iterator[None]:
+        """Count the time of a wait; raise `late()` for one that ends at the deadline, or `lost(why)`."""
+        start = time.monotonic()
+        try:
+            yield
         except ChannelError:
             raise
         except RuntimeError as error:
-            if time.monotonic() - start >= self._timeout:
-                raise late() from error
-            raise self._lost(message, sending, cause_of(error)) from error
+            over = time.monotonic() - start >= self._timeout
+            raise (late() if over else lost(cause_of(error))) from error
         finally:
             self.waited += time.monotonic() - start
 
-    def _order(self, works: Sequence[dist.Work], error: Callable[[str], Exception]) -> None:
-        """Let the stream wait; `error` makes the error. Raises that of one that did not come in time."""
+    def _complete(
+        self,
+        works: Sequence[dist.Work],
+        late: Callable[[], ChannelError],
+        lost: Callable[[str], ChannelError],
+    ) -> None:
+        """Let the host wait or, where it does not, the stream, whose deadline is kept aside."""
+        end = time.monotonic() + self._timeout
         self.check()
         for work in works:
-            work.wait()
+            work.wait() if self.ordered else work.wait(_at_least(end - time.monotonic()))
         if self._deadline:
             passed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             passed.record(self._stream)
-            self._deadline.add(passed.query, error)
-
-    @staticmethod
-    def _lost(message: Message, sending: bool, why: str) -> ChannelError:
-        me, peer = message.ranks if sending else message.ranks[::-1]
-        return ChannelError(f"rank {me} lost rank {peer} at {message.name}: {why}")
-
-    @staticmethod
-    def _rank() -> int:
-        return dist.get_rank() if dist.is_initialized() else 0
+            self._deadline.add(passed.query, lambda why: lost(why) if why else late())
 
     def _backends(self) -> list[Any]:
         return [group._get_backend(self._device) for group in (*self._groups.values(), *self._sums.values())]
@@ -419,46 +415,6 @@ def _at_least(seconds: float) -> timedelta:
     return timedelta(milliseconds=max(0, math.floor(1000 * seconds)) + 1)
 
 
-class LoopbackChannel(Channel):
-    """A channel to nobody: what is sent on it is dropped, and what is received is made up.
-
-    A gradient has not arrived until it is waited for, so that a policy goes on with forwards, as where other
-    ranks lag, and updates keep the versions of open microbatches.
-    """
-
-    _late: Sequence[Message] = ()  # gradients that were waited for last
-
-    def arrived(self, message: Message) -> bool:
-        return message.src < message.dst or message in self._late
-
-    def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
-        self._late = receives
-
-    def _begin(self, message: Message, tensor: Tensor, sending: bool) -> dist.Work:
-        if not sending:
-            _make_up(tensor)
-        return _Done()
-
-    def _add_up(self, numbers: Tensor, group: Any) -> dist.Work:
-        return _Done()
-
-    def _order(self, works: Sequence[dist.Work], error: Callable[[str], Exception]) -> None:
-        """Nothing is waited for."""
-
-
-class _Done(dist.Work):
-    """A transfer that is over."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
-def _make_up(tensor: Tensor) -> None:
-    """Fill a tensor with random numbers, or with what is valid everywhere: 0 for an index, True in a mask."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        tensor.normal_()
-    else:
-        tensor.fill_(tensor.dtype is torch.bool)
+def _lost(message: Message, sending: bool, why: str) -> ChannelError:
+    me, peer = message.ranks if sending else message.ranks[::-1]
+    return ChannelError(f"rank {me} lost rank {peer} at {message.name}: {why}")

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pipetrain.errors import ConfigError
-from pipetrain.runtime.channel import ALL, Channel, LoopbackChannel
+from pipetrain.runtime.channel import ALL, Channel
+from pipetrain.runtime.loopback import LoopbackChannel
 from pipetrain.runtime.ranks import Ranks, World, choose_interface, make_group, this_attempt
 from pipetrain.schedule.actions import Edge, Tie
 

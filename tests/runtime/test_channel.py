@@ -10,7 +10,8 @@ import torch
 
 from pipetrain.network.values import TensorSpec
 from pipetrain.runtime import channel as module
-from pipetrain.runtime.channel import Channel, LoopbackChannel, Message, cause_of, expired
+from pipetrain.runtime.channel import Channel, Message, cause_of, expired
+from pipetrain.runtime.loopback import LoopbackChannel
 
 SPECS = (TensorSpec((2,), torch.float32),)
 

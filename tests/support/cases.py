@@ -37,7 +37,8 @@ from pipetrain.epochs import Epochs
 from pipetrain.network.draws import Seeds, drawing
 from pipetrain.records.tracer import Trace
 from pipetrain.runtime import engine
-from pipetrain.runtime.channel import ALL, LoopbackChannel
+from pipetrain.runtime.channel import ALL
+from pipetrain.runtime.loopback import LoopbackChannel
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import Edge, Op, Program, Tie, has_norms, ranks_of

@@ -37,6 +37,7 @@ SEEN_IN = {
     "records/tensorboard": "records/test_recorder",
     "runtime/batches": "users/test_batches",
     "runtime/buffers": "runtime/test_weights",
+    "runtime/loopback": "runtime/test_channel",
     "runtime/mailbox": "runtime/test_engine",
     "runtime/microbatch": "runtime/test_stage",
     "runtime/objective": "runtime/test_stage",
