@@ -38,6 +38,8 @@ from pipetrain.schedule.actions import Edge, Tie
 
 ALL: Tie = ()
 """Stands for the stages of all ranks, whose gradient has one norm."""
+_Late = Callable[[], ChannelError]  # makes the error of a wait that ends at its deadline
+_Lost = Callable[[str], ChannelError]  # that of a connection that failed, and why
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +196,6 @@ class Channel:
             self._watch.close()
             self._watch = None
 
-    # What a policy looks at
-
     def arrived(self, message: Message) -> bool:
         """Return whether `recv` of this message, the next one of its edge, would not wait."""
         return self._finished(self._next(message))
@@ -218,8 +218,6 @@ class Channel:
             if not self._until_any(awaited):
                 raise late()
 
-    # Sums over ranks
-
     def tell(self, tie: Tie, numbers: Tensor) -> None:
         """Start to add up numbers over the ranks of a tie; those of one tie come in their order."""
         numbers = numbers.to(self._place)
@@ -229,30 +227,19 @@ class Channel:
         """Wait for the first sum of a tie that was told and not heard."""
         numbers, work = self._told[tie].popleft()
         what = "the gradients of shared weights" if tie else "the gradient norms"
-
-        def late() -> ChannelError:
-            waited = f"waited {self._timeout:g} s for {what} of the other ranks"
-            return ChannelError(f"rank {dist.get_rank()} {waited}")
-
-        def lost(why: str) -> ChannelError:
-            return ChannelError(f"rank {dist.get_rank()} lost another rank at {what}: {why}")
-
+        me = f"rank {dist.get_rank() if dist.is_initialized() else 0}"
+        late = partial(ChannelError, f"{me} waited {self._timeout:g} s for {what} of the other ranks")
+        lost: _Lost = lambda why: ChannelError(f"{me} lost another rank at {what}: {why}")  # noqa: E731
         with self._waiting(late, lost):
             self._complete([work], late, lost)
         return numbers.to(self._device, non_blocking=True)
 
-    # Between windows
-
     def buffers(self) -> list[tuple[Sequence[int], Tensor]]:
         """Return the tensors that it holds, with the stages between which they travel."""
-        held: list[tuple[Sequence[int], Tensor]] = [
-            (edge, tensor)
-            for transfers in (self._posted, self._sent)
-            for edge, queue in transfers.items()
-            for transfer in queue
-            for tensor in transfer.tensors
-        ]
-        return held + [(tie, numbers) for tie, queue in self._told.items() if tie for numbers, _ in queue]
+        transfers = (t for queues in (self._posted, self._sent) for queue in queues.values() for t in queue)
+        held = [(one.message.edge, tensor) for one in transfers for tensor in one.tensors]
+        sums = [(tie, numbers) for tie, queue in self._told.items() if tie for numbers, _ in queue]
+        return [*held, *sums]
 
     def check(self) -> None:
         """Raise ChannelError if a message, for which the stream waits, did not come in time."""
@@ -261,7 +248,6 @@ class Channel:
 
     @property
     def adds_up(self) -> bool:
-        """Whether a sum over ranks is under way."""
         return any(self._told.values())
 
     def let_go(self) -> None:
@@ -345,9 +331,7 @@ class Channel:
                 self._complete(transfer.works, late, lost)
 
     @contextmanager
-    def _waiting(
-        self, late: Callable[[], ChannelError], lost: Callable[[str], ChannelError]
-    ) -> Iterator[None]:
+    def _waiting(self, late: _Late, lost: _Lost) -> Iterator[None]:
         """Count the time of a wait; raise `late()` for one that ends at the deadline, or `lost(why)`."""
         start = time.monotonic()
         try:
@@ -360,12 +344,7 @@ class Channel:
         finally:
             self.waited += time.monotonic() - start
 
-    def _complete(
-        self,
-        works: Sequence[dist.Work],
-        late: Callable[[], ChannelError],
-        lost: Callable[[str], ChannelError],
-    ) -> None:
+    def _complete(self, works: Sequence[dist.Work], late: _Late, lost: _Lost) -> None:
         """Let the host wait or, where it does not, the stream, whose deadline is kept aside."""
         end = time.monotonic() + self._timeout
         self.check()
