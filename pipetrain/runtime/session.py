@@ -273,22 +273,20 @@ def make_engine(
     """Make the engine for a rank's stages, over `channel` or else the mesh's, with the plan's codecs."""
     codecs, channels_last = plan.settings.codecs, plan.numerics.channels_last
     channel = channel or mesh.channel(plan.cut.bounds, channels_last)
+    bounds = {stage: plan.peaks(stage) for stage in stages}
 
     def mailbox(over: Channel, training: bool, coding: Coding | None = None) -> Mailbox:
-        cut = plan.cut if training else plan.evaluation_cut
-        if training and not codecs.plain:
-            coding = coding or Coding(codecs, channels_last)
-            return Mailbox(over, cut, plan.placement, stages, coding)
-        return Mailbox(over, cut, plan.placement, stages)
+        if not training:
+            return Mailbox(over, plan.evaluation_cut, plan.placement, stages)
+        coding = None if codecs.plain else coding or Coding(codecs, channels_last)
+        return Mailbox(over, plan.cut, plan.placement, stages, coding)
 
     def loopback(training: bool) -> Mailbox:
         over = mesh.loopback(list(plan.cut.bounds), plan.cut.ties, plan.cut.bounds, channels_last)
         return mailbox(over, training)
 
-    bounds = {stage: plan.peaks(stage) for stage in stages}
-
     def meet(norms: bool) -> None:
-        if norms:
+        if norms and mesh.world.size > 1:
             channel.tell(ALL, torch.zeros(plan.stages, dtype=torch.float64))
             channel.hear(ALL)
         mesh.meet()
@@ -311,16 +309,11 @@ def make_engine(
 
 def slots(plan: Plan, rank: int) -> dict[Slot, torch.dtype]:
     """Return the residuals that a rank keeps, with dtypes: one per sent tensor with feedback, and shape."""
-    codecs = plan.settings.codecs
-    sent = [
-        (edge, plan.cut.message(edge, size))
-        for edge in plan.cut.bounds
-        if plan.placement[edge[0]] == rank
-        and (codecs.forward if edge[0] < edge[1] else codecs.backward).error_feedback
-        for size in plan.cut.specs
-    ]
+    fed = [edge for edge in plan.cut.bounds if plan.settings.codecs.of(edge).error_feedback]
     return {
         (edge, number, spec.shape): torch.promote_types(spec.dtype, torch.float32)
-        for edge, specs in sent
-        for number, spec in enumerate(specs)
+        for edge in fed
+        if plan.placement[edge[0]] == rank
+        for size in plan.cut.specs
+        for number, spec in enumerate(plan.cut.message(edge, size))
     }
