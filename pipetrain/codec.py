@@ -241,7 +241,6 @@ class Codecs:
     backward: Codec = field(default_factory=Identity)
 
     def of(self, edge: tuple[int, int]) -> Codec:
-        """Return the codec of messages from one stage to another."""
         return self.forward if edge[0] < edge[1] else self.backward
 
     @property

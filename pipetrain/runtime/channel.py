@@ -201,7 +201,6 @@ class Channel:
         return self._finished(self._next(message))
 
     def room(self, message: Message) -> bool:
-        """Return whether `send` would not wait."""
         unfinished = self._sent[message.edge]
         while unfinished and self._finished(unfinished[0]):
             self._wait(unfinished.popleft(), sending=True)

@@ -53,7 +53,6 @@ class Clock:
         return event
 
     def settle(self) -> None:
-        """Wait for the device."""
         if self._cuda:
             torch.cuda.synchronize()
 
@@ -140,7 +139,6 @@ class Stopwatch:
         return Row(self._began, self._clock.mark(), self._spans)
 
     def _by_host(self, action: Action | None) -> bool:
-        """Return whether it is the host that waits."""
         return action is None or (action.op in COMMUNICATION and not self._channel.ordered)
 
     def _end_wait(self) -> None:

@@ -64,7 +64,6 @@ class Coding:
         return wire
 
     def decode(self, message: Message, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the tensors of a message from what has arrived."""
         codec = self._codecs.of(message.edge)
         if isinstance(codec, Identity):
             return arrived

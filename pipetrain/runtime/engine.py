@@ -160,7 +160,6 @@ class Engine:
         self._times.stats = stats
 
     def take_stats(self) -> dict[int, StageStats]:
-        """Return the statistics of each stage, and reset them."""
         stats, self.stats = self.stats, {stage: StageStats() for stage in self.stages}
         return stats
 
@@ -219,7 +218,6 @@ class Engine:
         return watch.row()
 
     def _explained(self, error: Exception, action: Action | Wait | None) -> Exception:
-        """Return the exception to raise for one that an action raised."""
         if isinstance(error, ChannelError):
             where = f"stage {action.stage} was at {action}" if action else "nothing was done yet"
             return ChannelError(f"{error}; {where}")
@@ -276,7 +274,6 @@ class Engine:
         assert held <= limit, f"{action}: {held} weight versions held, {limit} simulated"
 
     def _release(self, action: Action, window: _Window) -> None:
-        """Release the older versions that no action reads any more."""
         weights = self.stages[action.stage].weights
         for version in weights.older():
             if not window.order.needed(action.stage, version):

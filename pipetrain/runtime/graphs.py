@@ -84,7 +84,6 @@ class FixedWeights(Weights):
         return found
 
     def storage(self, version: int) -> int:
-        """Return the address of a version's storage, as in `fix`."""
         return _address(self._versions[version].values())
 
     @contextmanager
@@ -187,7 +186,7 @@ class GraphedStage(Stage):
                     for slot, pool in enumerate(pools):
                         self._passes[slot, storage] = self._captured(slot, pool, x, target)
                 except Exception as error:
-                    raise refused(self.index, error) from error
+                    raise _refused(self.index, error) from error
         self._free = list(range(slots))
 
     def _captured(self, slot: int, pool: Any, x: Tensors, target: Target | None) -> Pass:
@@ -218,8 +217,7 @@ def _capturing(graph: Any, pool: Any) -> Any:
     return torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
 
 
-def refused(stage: int, error: Exception) -> ConfigError:
-    """Return the error for a stage whose passes cannot be captured."""
+def _refused(stage: int, error: Exception) -> ConfigError:
     return ConfigError(
         f"cuda_graphs=true: the passes of stage {stage} cannot be captured, as layers or loss do what a "
         f"graph cannot, such as to look at a number: {one_line(error)}; set cuda_graphs=false"

@@ -70,19 +70,16 @@ class Mailbox:
         return merge((route.values, self._arrived.pop((route.edge, mb))) for route in routes)
 
     def grads(self, stage: int, mb: int) -> Tensors:
-        """Return the gradients of what has left a stage."""
         routes = self._cut.routes_from[stage]
         return merge((route.returned, self._arrived.pop((route.way_back, mb))) for route in routes)
 
     def hand_on(self, stage: int, mb: int, outputs: Tensors) -> None:
-        """Take what leaves a stage."""
         routes = self._cut.routes_from[stage]
         parts = divide(outputs, [route.values for route in routes])
         for route, tensors in zip(routes, parts, strict=True):
             self._put(route.edge, mb, tensors)
 
     def hand_back(self, stage: int, mb: int, grads: Tensors) -> None:
-        """Take the gradients of what has entered a stage."""
         routes = self._cut.routes_into[stage]
         parts = divide(grads, [route.returned for route in routes])
         for route, tensors in zip(routes, parts, strict=True):

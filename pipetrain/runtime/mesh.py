@@ -143,7 +143,6 @@ class Mesh(Ranks):
                     dist.all_reduce(token, group=group)
 
     def channel(self, buffer_size: int | Mapping[Edge, int], channels_last: bool = False) -> Channel:
-        """Return a channel over the edges that are open."""
         how = buffer_size, self._timeout, self.device, self.staged, channels_last
         self._channels.append(Channel(self._groups, *how, self._sums))
         return self._channels[-1]

@@ -109,7 +109,6 @@ class Stage:
 
     @property
     def in_flight(self) -> int:
-        """Microbatches between their forward and the end of their backward."""
         return len(self._open)
 
     def open_tensors(self) -> Iterator[Tensor]:
@@ -411,7 +410,6 @@ class Stage:
         return self.sums.trained.take()
 
     def take_evaluated(self) -> Tally:
-        """Return and reset the tally of evaluation."""
         return self.sums.evaluated.take()
 
     def name(self, own: str) -> str:

@@ -88,7 +88,6 @@ class BatchStatistics(Observer):
 
     @property
     def buffers(self) -> set[int]:
-        """The identities of the buffers that only an update moves."""
         return {id(t) for of in self._running.values() for t in (of.mean, of.variance, of.calls)}
 
     @contextmanager

@@ -31,7 +31,6 @@ class Sums:
 
     @property
     def has_norms(self) -> bool:
-        """Whether stages have told their norms."""
         return bool(self._norms)
 
     def norm(self, version: int) -> Tensor | None:

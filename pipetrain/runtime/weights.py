@@ -117,7 +117,6 @@ class Weights:
         return self._in_place(self._versions[version])
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Let the module compute with the moving average of the weights, if there is one."""
         return self._in_place(self._average) if self._average else nullcontext()
 
     @contextmanager
@@ -188,7 +187,6 @@ class Weights:
         self.newest = 0
 
     def reduce(self) -> None:
-        """Give the batch's gradient to the optimizer."""
         for name, leaf in self._accumulating.items():
             self.live[name].grad, leaf.grad = leaf.grad, None
 
