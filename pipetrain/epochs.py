@@ -166,7 +166,7 @@ class Epochs:
             self._keeper.go_on(folder, self._position, self._progress)
         self._elapsed_before = self._progress.elapsed_s
         if session.last is not None:
-            session.last.sums.trained.restore(self._progress.trained, session.last.device)
+            session.last.counts.trained.restore(self._progress.trained, session.last.device)
             self._losses = list(self._progress.losses)
         if manifest.pipeline == plan.pipeline:
             session.engine.stats = {index: self._progress.stages[index] for index in session.stages}
@@ -272,7 +272,7 @@ class Epochs:
         """Start to save a checkpoint; on all ranks at the same window, with the pipeline drained."""
         assert self._keeper is not None
         session = self.session
-        counted = None if session.last is None else _Counted(session.last.sums.trained.peek(), self._losses)
+        counted = None if session.last is None else _Counted(session.last.counts.trained.peek(), self._losses)
         ranks = self._gather("what is known of the epoch", _RankProgress(counted, session.engine.stats))
         known = next(one.counted for one in ranks if one.counted is not None)
         progress = replace(

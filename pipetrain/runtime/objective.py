@@ -28,7 +28,7 @@ class Counted(NamedTuple):
 
 
 @dataclass(slots=True)
-class Sums:
+class Counts:
     """What was counted since it was taken. `losses`: the mean loss of each update."""
 
     trained: Counter = field(default_factory=Counter)
@@ -50,7 +50,7 @@ class Objective:
         self._task = task
         self._pack = pack
         self._autocast = autocast
-        self.sums = Sums()
+        self.counts = Counts()
 
     @property
     def counts_samples(self) -> bool:
@@ -74,14 +74,14 @@ class Objective:
     def evaluate(self, outputs: Tensors, target: Target) -> None:
         """Count the outputs of an evaluation."""
         loss = self._task.evaluation_loss(self.made(outputs), target.value)
-        self._add(self.sums.evaluated, self.counted(loss, outputs, target))
+        self._add(self.counts.evaluated, self.counted(loss, outputs, target))
 
     def count(self, losses: Tensor, counted: Sequence[Counted]) -> None:
         """Count a batch: the losses [n] of all its microbatches, times their shares, and those that count."""
-        self.sums.losses.append(losses.sum() if len(losses) > 1 else losses[0])
+        self.counts.losses.append(losses.sum() if len(losses) > 1 else losses[0])
         for one in counted:
-            self._add(self.sums.trained, one)
-        self.sums.trained.add_up()
+            self._add(self.counts.trained, one)
+        self.counts.trained.add_up()
 
     @staticmethod
     def _add(counter: Counter, one: Counted) -> None:

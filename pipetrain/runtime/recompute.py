@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -50,13 +50,10 @@ class Recompute:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Let a forward save nothing but dear results."""
-        with saved_tensors_hooks(_nothing, _no_backward):
-            if self._kept is None:
-                yield
-            else:
-                with _Dear(self._kept, again=False):
-                    yield
-                self._kept.forget_changed()
+        with saved_tensors_hooks(_nothing, _no_backward), self._dear(again=False):
+            yield
+        if self._kept is not None:
+            self._kept.forget_changed()
 
     def end(self, outputs: Sequence[Tensor]) -> None:
         """End the first forward, the loss included; `outputs`: to be held against those of the second."""
@@ -75,12 +72,11 @@ class Recompute:
     @contextmanager
     def recomputing(self) -> Iterator[None]:
         """Let a forward draw the same random numbers, and take the dear results."""
-        with self._beginning.again():
-            if self._kept is None:
-                yield
-            else:
-                with _Dear(self._kept, again=True):
-                    yield
+        with self._beginning.again(), self._dear(again=True):
+            yield
+
+    def _dear(self, again: bool) -> AbstractContextManager[object]:
+        return nullcontext() if self._kept is None else _Dear(self._kept, again)
 
 
 def _nothing(tensor: Tensor) -> None:

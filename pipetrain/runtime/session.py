@@ -125,7 +125,7 @@ class Session:
             feed = self._feed(cut, source.inputs, source.targets, self._prove_batch)
             self.engine.train(order, feed, m, tick, observe)
         source.close()
-        return order.batches, [] if self.last is None else self.last.sums.take_losses()
+        return order.batches, [] if self.last is None else self.last.counts.take_losses()
 
     def evaluate(
         self,

@@ -25,7 +25,7 @@ from pipetrain.rate import Rate
 from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Observer, Saving, Tensors
-from pipetrain.runtime.objective import Objective, Sums, weighted
+from pipetrain.runtime.objective import Counts, Objective, weighted
 from pipetrain.runtime.recompute import Recompute
 from pipetrain.runtime.split import Deferred
 from pipetrain.runtime.tied import Shared
@@ -383,34 +383,34 @@ class Stage:
         """
         self.settle()
         skipped, self.rehearses, objective = self.skipped, True, self.objective
-        sums = Sums() if objective is None else objective.sums
+        counts = Counts() if objective is None else objective.counts
         try:
             with ExitStack() as ending:
                 if training:
                     ending.enter_context(self.weights.put_back())
                     ending.enter_context(self.buffers.put_back())
                 if objective is not None:
-                    objective.sums = Sums()
+                    objective.counts = Counts()
                 yield
                 self.settle()
         finally:
             self.skipped, self.rehearses = skipped, False
             if objective is not None:
-                objective.sums = sums
+                objective.counts = counts
 
     @property
-    def sums(self) -> Sums:
+    def counts(self) -> Counts:
         """What the last stage has counted."""
         assert self.objective is not None, f"stage {self.index} is not the last"
-        return self.objective.sums
+        return self.objective.counts
 
     def take_trained(self) -> Tally:
         """Return and reset the tally of training. Raises TrainingStopped for a bad loss."""
         self.settle()
-        return self.sums.trained.take()
+        return self.counts.trained.take()
 
     def take_evaluated(self) -> Tally:
-        return self.sums.evaluated.take()
+        return self.counts.evaluated.take()
 
     def name(self, own: str) -> str:
         """Return the name in the model of a parameter or buffer."""

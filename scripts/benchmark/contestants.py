@@ -188,7 +188,7 @@ class Ours:
             order = order_of(self.plan, self.window, self._rank)
             self._engine.train(order, self._feed, self.microbatches)
         if self.plan.placement[-1] == self._rank:
-            self.losses = self._stages[self.plan.stages - 1].sums.take_losses()
+            self.losses = self._stages[self.plan.stages - 1].counts.take_losses()
 
 
 Ways = Mapping[str, tuple[str, ...]]
