@@ -74,7 +74,7 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "other learning rates": (
         {"lr_schedule": halving},
         {"lr_schedule": ending},
-        r'lr_schedule\(10\)=nothing, and rank 0 has 0.03125',
+        r"lr_schedule\(10\)=nothing, and rank 0 has 0.03125",
     ),
     "frozen": (
         {},
