@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.ranks import Ranks
+from tests.support.warm import context
 
 # A shell starts what runs in its background deaf to Ctrl-C, and so would be all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -19,6 +20,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def one_thread() -> None:
     """A run takes all cores, and what comes after it would spin there with those of other tests."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def one_server(request: pytest.FixtureRequest) -> None:
+    """Whoever starts processes first, the server that forks them is that of all."""
+    if request.node.get_closest_marker("processes"):
+        context()
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import TimeoutExpired
@@ -31,15 +32,17 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 PRELOADED = ["torch._dynamo", "torch.distributed.run", "sklearn.datasets", "pipetrain.train"]
 PRELOADED += ["matplotlib.figure", "matplotlib.backends.backend_agg", "torch.utils.tensorboard"]
 PRELOADED += ["benchmark.contestants", "tests.support.jobs"]
+PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "bert")]
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1}
 POLL_S = 0.02
 ENVIRONMENT = slice(47, 49)  # in /proc/self/stat, behind the name: where the variables of the start lie
 
 
 def context() -> Any:
-    """Return the multiprocessing context whose server has imported what tests need."""
+    """Return the multiprocessing context whose server has imported what tests need; there is one server."""
     made: Any = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
     return made
 
 

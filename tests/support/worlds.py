@@ -9,13 +9,13 @@ from torch.distributed.distributed_c10d import Store
 from benchmark.worlds import Say, Work, meeting, run_ranks
 from pipetrain.runtime.ranks import World
 from tests.support.deadlines import DEADLINE_S
+from tests.support.warm import context
 
 
 def run_world(work: Work, size: int, *arguments: Any) -> list[Any]:
     """Run `work`(world, store, *arguments) in `size` processes and return what each returned, by rank."""
-    return run_ranks(
-        _meet, _quietly, size, print, (work, *arguments), DEADLINE_S, preload="tests.support.jobs"
-    )
+    context()
+    return run_ranks(_meet, _quietly, size, print, (work, *arguments), DEADLINE_S)
 
 
 def _meet(world: World, path: str) -> tuple[World, Store]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pipetrain import export
+from pipetrain.network.network import INPUT, Made
 from tests.support import goes_on, subjects
 from tests.support.parity import ADAMW, Way, compare
 
@@ -44,7 +45,7 @@ BLOCKS = {
     "bert": ["bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1", "bert.pooler", "classifier"],
     "vit": ["vit.embeddings", "vit.layers.0", "vit.layers.1", "classifier"],
 }
-"""The layers of some; of others see test_traced_transformers.py."""
+"""The layers of some."""
 
 
 @pytest.mark.parametrize("name", subjects.SUBJECTS)
@@ -53,6 +54,12 @@ def test_trains_as_one_process(name):
     assert subject.network.names == BLOCKS.get(name, subject.network.names)
     for way in WAYS[name]:
         compare(subject, way)
+
+
+def test_a_mask_by_keyword_travels_straight_to_each_block():
+    network, mask = subjects.make("bert").network, Made(0, 1)
+    assert network.takes(0, ()) == (Made(INPUT, 0), Made(INPUT, 1))
+    assert [mask in network.takes(k, ()) for k in range(5)] == [False, True, True, False, False]
 
 
 @pytest.mark.processes
