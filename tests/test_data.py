@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.cli import conf_dir
 from pipetrain.data import (
@@ -24,15 +24,15 @@ from pipetrain.data import (
 )
 from pipetrain.errors import ConfigError
 from pipetrain.network.values import TensorSpec, Value, ValueSpec
-from tests.support.cases import config
 
 CONFIGS = sorted(path.stem for path in (conf_dir() / "data").glob("*.yaml"))
 
 
 def data_config(name: str, **overrides: Any) -> DictConfig:
-    data: DictConfig = config(
-        [f"data={name}", *(f"data.{key}={value}" for key, value in overrides.items())]
-    ).data
+    whole = OmegaConf.create({"data": OmegaConf.load(conf_dir() / "data" / f"{name}.yaml")})
+    for key, value in overrides.items():
+        OmegaConf.update(whole, f"data.{key}", value)
+    data: DictConfig = whole.data
     return data
 
 
@@ -55,21 +55,16 @@ def test_digits_are_loaded():
 
 
 def missing(tmp_path: Path, **overrides: Any) -> DictConfig:
-    nowhere = {"source.url": "file:///no/such/archive", "root": tmp_path}
+    nowhere = {"source.url": "file:///no/such/archive", "root": str(tmp_path)}
     return data_config("cifar10", **nowhere, **overrides)
 
 
-def test_what_cannot_be_had_comes_through_for_the_fallback(tmp_path):
-    data = missing(tmp_path)
+def test_what_cannot_be_had_comes_through_for_the_fallback_and_without_one_names_the_ways_out(tmp_path):
     with pytest.raises(DataMissing, match=str(tmp_path)) as error:
-        load_data(data)
-    assert "\n" not in str(error.value)
+        load_data(missing(tmp_path))
     assert "fallback" not in str(error.value)
-
-
-def test_without_a_fallback_the_error_names_the_ways_out(tmp_path):
     with pytest.raises(DataMissing) as error:
-        load_data(missing(tmp_path, fallback="null"))
+        load_data(missing(tmp_path, fallback=None))
     for way in ("data.root", "data.source.url", "data=digits", "data.fallback=digits"):
         assert way in str(error.value)
     assert "\n" not in str(error.value)
@@ -109,21 +104,16 @@ def own(**fields: Any) -> ImageData:
     return replace(data, **fields)
 
 
-def test_an_own_data_set_that_is_wrong_is_refused_when_it_is_read():
-    """The whole of it, before it is cut: what is wrong with it does not depend on a limit."""
-    source = {"_target_": f"{__name__}.own", "classes": 9}
-    with pytest.raises(ConfigError, match=r"^the data set own cannot be used: train labels\[9\] is 9"):
-        load_data(DictConfig({**data_config("digits", train_limit=5), "source": source}))
-
-
-def test_an_own_data_set_that_is_right_is_cut_and_given():
+def test_an_own_data_set_is_proven_whole_and_then_cut():
     source = {"_target_": f"{__name__}.own", "mean": [0.1, 0.2, 0.3]}
     loaded = load_data(DictConfig({**data_config("digits", train_limit=5), "source": source}))
     assert (len(loaded.train), len(loaded.test), loaded.classes) == (5, 10, 10)
+    with pytest.raises(ConfigError, match=r"^the data set own cannot be used: train labels\[9\] is 9"):
+        load_data(DictConfig({**data_config("digits", train_limit=5), "source": {**source, "classes": 9}}))
 
 
 def test_augment_may_be_none_and_must_be_sound():
-    assert load_augment(data_config("digits", augment="null")) is None
+    assert load_augment(data_config("digits", augment=None)) is None
     with pytest.raises(ConfigError, match="crop must be 0"):
         load_augment(data_config("digits", **{"augment.crop": -1}))
     with pytest.raises(ConfigError, match=r"must give a pipetrain\.data\.Augment; got dict"):
@@ -216,20 +206,18 @@ def test_splits_that_cannot_be_are_refused(fields, says):
 # What one input is
 
 
-@pytest.mark.parametrize("name", ["cifar10", "digits"])
-def test_images_are_declared(name):
-    data = data_config(name)
-    assert declared_example(data, torch.float64) == ValueSpec((TensorSpec((3, 32, 32), torch.float64),))
-    assert declared_example(data, torch.float32) == ValueSpec((TensorSpec((3, 32, 32), torch.float32),))
-
-
-def test_a_declaration_may_name_a_dtype_and_may_be_missing():
-    sample = {"shape": [], "dtype": "int64"}
-    assert declared_example(DictConfig({"sample": sample}), torch.float32) == ValueSpec(
-        (TensorSpec((), torch.int64),)
-    )
-    assert declared_example(DictConfig({"sample": None}), torch.float32) is None
-    assert declared_example(DictConfig({}), torch.float32) is None
+@pytest.mark.parametrize(
+    ("data", "dtype", "spec"),
+    [
+        (data_config("cifar10"), torch.float64, TensorSpec((3, 32, 32), torch.float64)),
+        (data_config("digits"), torch.float32, TensorSpec((3, 32, 32), torch.float32)),
+        (DictConfig({"sample": {"shape": [], "dtype": "int64"}}), torch.float32, TensorSpec((), torch.int64)),
+        (DictConfig({"sample": None}), torch.float32, None),
+        (DictConfig({}), torch.float32, None),
+    ],
+)
+def test_a_declaration_says_what_one_input_is(data, dtype, spec):
+    assert declared_example(data, dtype) == (spec and ValueSpec((spec,)))
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, StageTimes, Timeline
 from pipetrain.settings import PROFILE, Mode, Settings
 from pipetrain.tasks import Task
+from pipetrain.tasks.trial import prove_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +296,8 @@ def prove_targets(plan: Plan, task: Task, targets: Value, classes: int | None = 
     """
     dtype, last = plan.settings.data_dtype, plan.layers[-1]
     _cast("targets", ValueSpec.in_batch(targets), dtype)
-    task.prove(outputs_of(plan), last.name, cast_floats(targets, dtype), classes, plan.settings.microbatches)
+    targets, m = cast_floats(targets, dtype), plan.settings.microbatches
+    prove_task(task, outputs_of(plan), last.name, targets, classes, m)
 
 
 def outputs_of(plan: Plan) -> ValueSpec:

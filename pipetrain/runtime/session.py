@@ -41,8 +41,9 @@ from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import forward_only
 from pipetrain.settings import Mode
-from pipetrain.tasks import ModelLoss, Task, prove_batch
-from pipetrain.tasks.trial import ModelTrial
+from pipetrain.tasks import ModelLoss, Task
+from pipetrain.tasks.model_trial import ModelTrial
+from pipetrain.tasks.trial import prove_batch
 
 
 class Session:

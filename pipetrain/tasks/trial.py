@@ -1,148 +1,215 @@
-"""Tries the loss of a model that computes it itself, by its last layer with made-up inputs.
+"""Tries a task before the start, on made-up outputs: what it cannot take is refused, and a wrong weight too.
 
-What its labels count for cannot be read from the model: a causal language model leaves out the first of each
-sequence, others do not. Wrong weights would train otherwise than one process does, so the loss of a batch,
-and its gradients, must be those of its parts.
+The losses of parts of a batch, weighted, must make up that of the batch, and so must their gradients: they
+show wrong weights even where the losses of the parts are alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
-from pipetrain.network.modes import evaluating
-from pipetrain.network.network import INPUT, Made, Part
-from pipetrain.network.values import Value, ValueSpec, as_tuple
-from pipetrain.tasks import IGNORED, ModelLoss, few, prove_sum
+from pipetrain.network.values import Value, ValueSpec, as_tuple, differentiable, leaves_of, on_each, specs_of
+from pipetrain.tally import Tally
+from pipetrain.tasks.task import LossFunction, ModelLoss, Task, WeightFunction, counted_for
+
+MOST_TRIED = 2**25  # numbers in the made outputs of a trial
+CPU = torch.device("cpu")
 
 
-class ModelTrial:
-    """Tries a task on the rank of the last stage. `part`: its layers.
+def prove_task(
+    task: Task,
+    outputs: ValueSpec,
+    layer: str,
+    targets: Value,
+    classes: int | None,
+    microbatches: int = 2,
+) -> None:
+    """Refuse a task that cannot take a model's outputs with these targets. Raises ConfigError.
 
-    `example`: of the model's inputs; `outputs`: what it returns; `microbatches`: of a batch.
+    `outputs`: what the last `layer` returns, for any number of samples; `targets`: those of a few samples
+    [n, ...]; `classes`: of the data set, None if unknown. The outputs are made up: numbers from 0 to 1, which
+    a loss of probabilities takes too. Losses of parts of the samples must add up to that of all, where a
+    batch has several `microbatches`; tasks/model_trial.py tries that of a model that computes its loss.
     """
-
-    def __init__(
-        self,
-        task: ModelLoss,
-        example: ValueSpec,
-        outputs: ValueSpec,
-        microbatches: int,
-        part: Part,
-        device: torch.device,
-    ) -> None:
-        layer = part.last_layer()
-        if layer is None:
-            raise ConfigError(
-                "an nn.Sequential takes no labels beside its inputs: give a loss= of outputs and targets, or "
-                "a model of another class that takes them by name"
-            )
-        self._task = task
-        self._example = example
-        self._outputs = outputs
-        self._microbatches = microbatches
-        self._part = part
-        self._device = device
-        self._layer = layer
-        self._filled = 0  # with what whole numbers are made up
-
-    def settle(self) -> None:
-        """Find what the labels of sequences count for. Raises ConfigError if none of the weights is right."""
-        labels = self._example.specs[self._numbers[0]]
-        made = torch.full((2, *labels.shape), IGNORED, dtype=labels.dtype)
-        if (
-            len(self._task.weights) == 1
-            or labels.dtype.is_floating_point
-            or made.dim() < 2
-            or len(made[0]) < 2
-        ):
-            return
-        made[:, 1] = 0
-        made[0, 0] = 0  # which counts, or does not
-        others = tuple(
-            torch.zeros((2, *self._example.specs[n].shape), dtype=self._example.specs[n].dtype)
-            for n in self._numbers[1:]
-        )
-        wanted = (made, *others) if others else made
-        refused: Exception
-        for filled in (0, 1):
-            self._filled = filled
-            for weight in self._task.weights:
-                try:
-                    if self._loss(self._made_up(2), wanted).isfinite():
-                        prove_sum("the model", self._loss, weight, self._made_up(2), wanted, self._device)
-                        self._task.weights = [weight]
-                        return
-                    refused = ValueError("it is not finite")
-                except Exception as error:  # the model's code may raise anything
-                    refused = error
-        if self._microbatches == 1:  # nothing is added up
-            return
+    given, wanted = _made_up(outputs, targets)
+    if isinstance(task, ModelLoss):
+        _tried(task.loss, given, wanted, f"loss=model cannot use the outputs {outputs} (layer {layer})")
+        _prove_metrics(task, given, wanted, f"the model's {outputs} (layer {layer})")
+        return
+    where = (
+        f"task {task} cannot take the model's {outputs} (layer {layer}) with targets "
+        f"{' + '.join(map(str, specs_of(as_tuple(wanted))))}"
+    )
+    # Label 0, which every model has, as a wrong number of classes has an error of its own.
+    form = on_each(wanted, lambda t: t if t.is_floating_point() else torch.zeros_like(t))
+    _tried(task.loss, given, form, where)
+    known = task.classes_of(outputs)
+    if classes is not None and known is not None and known < classes:
         raise ConfigError(
-            f"the loss that the model computes is no mean over labels that are not {IGNORED}, nor over those "
-            f"after the first of each sequence: give weight=, a function of the labels that says what they "
-            f"count for ({one_line(refused)})"
+            f"the model gives {outputs} (layer {layer}), scores of {known} classes, and the data set has "
+            f"{classes}: give the last layer at least {classes} outputs"
+        )
+    _prove_loss(task, given, wanted, where)
+    _tried(lambda _, some: counted_for(task.weight, some), given, wanted, where)
+    _prove_metrics(task, given, wanted, where)
+    if microbatches > 1:
+        prove_sum(f"task {task}", task.loss, task.weight, given, wanted)
+
+
+def prove_batch(task: Task, outputs: ValueSpec, targets: Value, device: torch.device) -> None:
+    """Refuse a loss that those of parts of a batch do not add up to: of its `targets`, in host memory.
+
+    What counts, such as padding, may first show in a later batch. Raises TrainingStopped.
+    """
+    given, wanted = _made_up(outputs, targets)
+    try:
+        prove_sum(f"task {task}", task.loss, task.weight, given, wanted, device)
+    except ConfigError as error:
+        raise TrainingStopped(str(error)) from error
+
+
+def _made_up(outputs: ValueSpec, targets: Value) -> tuple[Value, Value]:
+    """Return made-up outputs of a few samples, and their targets."""
+    n, first = few(outputs, targets), _samples_of(outputs)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [spec.shape and (n * spec.shape[0] // first, *spec.shape[1:]) for spec in outputs.specs]
+    made = tuple(
+        torch.rand(shape, generator=generator).to(spec.dtype)
+        for shape, spec in zip(shapes, outputs.specs, strict=True)
+    )
+    return outputs.pack(made), part_of(targets, 0, n)
+
+
+def few(outputs: ValueSpec, targets: Value) -> int:
+    """Return how many of the samples of targets are to be tried."""
+    n = len(as_tuple(targets)[0])
+    per_sample = sum(spec.numel for spec in outputs.specs if spec.shape) / _samples_of(outputs)
+    return max(min(n, int(MOST_TRIED / max(1, per_sample))), min(n, 2))
+
+
+def _samples_of(outputs: ValueSpec) -> int:
+    """Return the first dimension of the first output that has one."""
+    return next((spec.shape[0] for spec in outputs.specs if spec.shape), 1)
+
+
+def part_of(value: Value, start: int, end: int) -> Value:
+    """Return some samples of a value."""
+    return on_each(value, lambda t: t[start:end] if t.dim() else t)
+
+
+def prove_sum(
+    what: str,
+    loss_of: LossFunction,
+    weight_of: WeightFunction,
+    given: Value,
+    wanted: Value,
+    device: torch.device = CPU,
+) -> None:
+    """Refuse a loss that those of parts of the samples do not add up to, or their gradients.
+
+    `given`, `wanted`: outputs and targets [n, ...]. Raises ConfigError.
+    """
+    n = len(as_tuple(wanted)[0])
+    weight = counted_for(weight_of, wanted)
+    if n < 2 or not weight:
+        return
+    whole, *slopes = _sloped(loss_of, given, wanted, device)
+    if not whole.isfinite():
+        return
+    sums = [torch.zeros_like(tensor) for tensor in (whole, *slopes)]
+    parts = min(8, max(2, n // 2))
+    for start, end in pairwise(n * part // parts for part in range(parts + 1)):
+        some, targets = part_of(given, start, end), part_of(wanted, start, end)
+        if share := counted_for(weight_of, targets) / weight:
+            loss, *own = _sloped(loss_of, some, targets, device)
+            sums[0] += share * loss
+            for total, slope in zip(sums[1:], own, strict=True):
+                (total[start:end] if total.dim() else total).add_(slope, alpha=share)
+    eps = max(torch.finfo(tensor.dtype).eps for tensor in sums)
+    for one, other in zip((whole, *slopes), sums, strict=True):
+        scale = max(1e-3 if one is whole else 0.0, float(one.abs().nan_to_num(0, 0).max()))
+        if not torch.allclose(one, other, rtol=0, atol=10 * math.sqrt(eps) * scale, equal_nan=True):
+            raise ConfigError(
+                f"the loss of {what} over {n} samples is {float(whole):.6g}, and the mean over its "
+                f"microbatches, weighted by weight(targets), is another, or its gradient: let it be a mean "
+                f"over what counts (not a sum, and without a term between samples), and give weight=, a "
+                f"function of the targets that says what they count for; or set microbatches=1"
+            )
+
+
+def _sloped(loss_of: LossFunction, given: Value, wanted: Value, device: torch.device) -> list[Tensor]:
+    """Return a loss, and its gradients for the outputs that can have one."""
+    outputs = on_each(given, lambda t: t.to(device).detach().requires_grad_(differentiable(t)))
+    loss = loss_of(outputs, on_each(wanted, lambda t: t.to(device)))
+    leaves = [t for t in leaves_of(outputs) if t.requires_grad]
+    slopes = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    return [loss.detach(), *slopes]
+
+
+def _prove_loss(task: Task, given: Value, wanted: Value, where: str) -> None:
+    """Refuse a loss that is not one number with a gradient for the outputs alone."""
+    outputs = on_each(given, lambda t: t.detach().requires_grad_(differentiable(t)))
+    whole = _tried(task.loss, outputs, wanted, where)
+    for loss in (whole, _tried(task.evaluation_loss, given, wanted, where)):
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+            returned = specs_of([loss])[0] if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(
+                f"the loss of task {task} must be one number in a tensor, the mean over what counts; it "
+                f"returns {returned}"
+            )
+    if not whole.requires_grad:
+        raise ConfigError(
+            f"the loss of task {task} has no gradient with respect to the outputs: compute it from them by "
+            f"differentiable operations, without detach() or item()"
+        )
+    ours = {id(t) for t in leaves_of(outputs)}
+    if others := [leaf for leaf in _leaves(whole) if id(leaf) not in ours]:
+        raise ConfigError(
+            f"the loss of task {task} has a gradient for a {specs_of(others)[0]} that is not among the "
+            f"model's outputs, which no stage would train: put it into a layer, give it "
+            f"requires_grad_(False), or leave a penalty of weights to the optimizer's weight_decay"
         )
 
-    def prove(self, targets: Value) -> None:
-        """Try a batch's targets, in host memory. Raises TrainingStopped."""
-        n = few(self._outputs, targets)
-        wanted = _first(targets, n)
-        try:
-            prove_sum("the model", self._loss, self._task.weight, self._made_up(n), wanted, self._device)
-        except ConfigError as error:
-            raise TrainingStopped(str(error)) from error
 
-    @property
-    def _numbers(self) -> list[int]:
-        """The numbers of the labels among the model's inputs."""
-        names = self._example.names or ()
-        for label in self._task.labels:
-            if label not in names:
-                raise ConfigError(
-                    f"the model's inputs are {', '.join(names) or 'without names'}, and {label} is not among "
-                    f"them: name the labels, by targets= or on the command line task.labels="
-                )
-        return [names.index(label) for label in self._task.labels]
-
-    def _made_up(self, samples: int) -> tuple[Tensor, ...]:
-        """Return made-up values of what the layer takes beside labels, as far as it is by the sample."""
-        made = tuple(self._tensor(value, samples) for value in self._others if self._is_varied(value))
-        return made or (torch.zeros(samples),)
-
-    @property
-    def _others(self) -> Sequence[Made]:
-        labels = {Made(INPUT, number) for number in self._numbers}
-        return [value for value in self._layer.takes if value not in labels]
-
-    def _is_varied(self, value: Made) -> bool:
-        one, two = (self._layer.spec(value, samples).shape for samples in (2, 3))
-        return one != two
-
-    def _tensor(self, value: Made, samples: int) -> Tensor:
-        spec = self._layer.spec(value, samples)
-        if spec.dtype.is_floating_point:
-            generator = torch.Generator().manual_seed(value.layer * 1000 + value.number + 2000)
-            return torch.rand(spec.shape, generator=generator).to(self._device, spec.dtype)
-        return torch.full(spec.shape, self._filled, dtype=spec.dtype, device=self._device)
-
-    def _loss(self, given: Value, wanted: Value) -> Tensor:
-        labels = dict(zip(self._numbers, as_tuple(wanted), strict=True))
-        varied = iter(as_tuple(given))
-        tensors = []
-        for value in self._layer.takes:
-            if value.layer == INPUT and value.number in labels:
-                tensors.append(labels[value.number].to(self._device))
-            elif self._is_varied(value):
-                tensors.append(next(varied))
-            else:
-                tensors.append(self._tensor(value, 1))
-        with evaluating(self._part), torch.enable_grad():
-            return self._task.loss(self._layer.run(tensors), wanted)
+def _leaves(root: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that a backward of `root` would give a gradient."""
+    nodes, met = [root.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in met:
+            met.add(node)
+            if isinstance(leaf := getattr(node, "variable", None), Tensor):
+                yield leaf
+            nodes += [following for following, _ in node.next_functions]
 
 
-def _first(targets: Value, n: int) -> Value:
-    return targets[:n] if isinstance(targets, Tensor) else tuple(t[:n] for t in as_tuple(targets))
+def _prove_metrics(task: Task, given: Value, wanted: Value, where: str) -> None:
+    """Refuse metrics that fail, or whose names are taken."""
+    names = Counter(["loss", *(metric.name for metric in task.metrics)])
+    if taken := [name for name, count in names.items() if count > 1]:
+        raise ConfigError(f"task {task} has two values named {taken[0]}: give its metrics different names")
+    for metric in task.metrics:
+        of = f"metric {metric.name} of {where}"
+        sums = _tried(metric.sums, given, wanted, of)
+        if not isinstance(sums, Tensor) or sums.dim() != 1:
+            raise ConfigError(f"metric {metric.name} of task {task} must return sums, a tensor [k]")
+        tally = Tally(1.0, 1.0, 1, {metric.name: sums.tolist()})
+        alone = Task(metrics=[metric])
+        _tried(lambda *_, alone=alone, tally=tally: alone.values(tally), given, wanted, of)
+
+
+def _tried(call: Callable[[Value, Value], Any], outputs: Value, targets: Value, where: str) -> Any:
+    try:
+        return call(outputs, targets)
+    except ConfigError:
+        raise
+    except Exception as error:  # a user's function may raise anything
+        raise ConfigError(f"{where}: {one_line(error) or type(error).__name__}") from error

@@ -82,21 +82,13 @@ def test_every_way_in_gives_the_same_tensors(made):
         assert torch.equal(targets, Y[IDS])
 
 
-def test_a_split_is_taken_as_it_is():
-    split = as_split((X, Y), "data.train")
-    assert as_split(split, "data.train") is split
-
-
 @pytest.mark.parametrize("made", [((X, Y), (Y, X)), Own(lambda i: ((X[i], Y[i]), (Y[i], X[i])))])
 def test_inputs_and_targets_may_be_tuples(made):
     split = as_split(made, "data.train")
     for value, expected in ((split.inputs(IDS, None), (X, Y)), (split.targets(IDS, None), (Y, X))):
         assert isinstance(value, tuple)
         assert all(torch.equal(got, whole[IDS]) for got, whole in zip(value, expected, strict=True))
-
-
-def test_a_tuple_of_one_tensor_stays_one():
-    assert isinstance(split_of(lambda i: ((X[i],), i)).inputs(IDS, None), tuple)
+    assert isinstance(split_of(lambda i: ((X[i],), i)).inputs(IDS, None), tuple)  # of one
 
 
 @pytest.mark.parametrize(
@@ -154,10 +146,6 @@ def test_random_numbers_depend_on_seed_epoch_and_sample_alone():
     ]
     for generator in range(3):
         assert len({row[generator] for row in drawn}) == 12
-
-
-def test_an_evaluation_draws_the_same_numbers_each_time():
-    assert numbers(split_of(noisy), [3], None) == numbers(split_of(noisy), [3], None)
 
 
 def test_random_numbers_of_a_sample_never_change():

@@ -62,36 +62,22 @@ def test_bytes_are_cut_into_blocks_and_the_end_is_to_test_on(book):
     assert (whole(data.test) == content[750 : 750 + 8 * 30 + 1]).all()
 
 
-def test_samples_are_read_in_any_order(book):
-    train = text.load(str(book), block=30).train
-    every, some = train.inputs(torch.arange(len(train)), None), torch.tensor([7, 0, 7])
-    assert torch.equal(train.inputs(some, None), every[some])
-
-
 @pytest.mark.parametrize(("tokens", "blocks"), [(30, 0), (31, 1), (60, 1), (61, 2)])
 def test_the_last_token_of_a_block_needs_a_target(tokens, blocks):
     assert len(text.Blocks("", "uint8", 0, tokens, 30)) == blocks
 
 
-def test_first_keeps_the_first_blocks_at_most_all(book):
+def test_blocks_are_read_in_any_order_from_a_mapped_file_that_a_worker_maps_itself(book):
     train = text.load(str(book), block=30).train
-    assert len(train.first(99)) == len(train)
-    assert len(train.first(3)) == 3
-    assert (whole(train.first(3)) == whole(train)[:91]).all()
-
-
-def test_a_split_travels_to_a_worker_without_its_tokens(book):
-    train = text.load(str(book), block=30).train
-    read = whole(train)
-    pickled = pickle.dumps(train)
-    assert len(pickled) < 500
-    assert (whole(pickle.loads(pickled)) == read).all()
-
-
-def test_the_text_is_mapped_and_not_held(book):
-    train = text.load(str(book), block=30).train
+    every, some = train.inputs(torch.arange(len(train)), None), torch.tensor([7, 0, 7])
+    assert torch.equal(train.inputs(some, None), every[some])
     assert isinstance(train._mapped.base, np.memmap)
     assert not train._mapped.flags.writeable
+    pickled = pickle.dumps(train)
+    assert len(pickled) < 500
+    assert (whole(pickle.loads(pickled)) == whole(train)).all()
+    assert (len(train.first(99)), len(train.first(3))) == (len(train), 3)
+    assert (whole(train.first(3)) == whole(train)[:91]).all()
 
 
 def test_checksum_tells_other_tokens_and_other_blocks_apart(book, monkeypatch):

@@ -48,7 +48,6 @@ SEEN_IN = {
     "schedule/timeline": "schedule/test_simulate",
     "schedule/waits": "schedule/test_simulate",
     "stopping": "users/test_stopping",
-    "tasks/trial": "users/test_losses",
     "train": "test_main",
 }
 """Modules without a test file of their own: what shows them."""

@@ -1,0 +1,308 @@
+"""Tasks: a loss, the weight of its targets, and metrics.
+
+A batch is cut into microbatches, so its loss is the mean of their losses, each weighted by its targets: the
+number of samples, or of tokens that are not padding. tasks/trial.py tries this before the start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipetrain.errors import ConfigError
+from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple, scores_of, specs_of
+from pipetrain.tally import Tally
+from pipetrain.tasks.metrics import Accuracy, Mean, MeanIoU, Metric, MetricFunction, Perplexity, SquaredError
+
+LossFunction = Callable[[Value, Value], Tensor]
+"""(outputs, targets) -> the mean loss over the targets that count, a scalar."""
+WeightFunction = Callable[[Value], Tensor | float]
+"""targets -> their weight: the number of those that count."""
+
+IGNORED = -100  # PyTorch's default ignore_index: a target that does not count
+
+
+class Task:
+    """A loss, the weight of its targets, and metrics. A subclass may override `loss` and `weight`.
+
+    - `loss`: a function (outputs, targets) -> mean over the targets that count.
+    - `metrics`: Metric objects, or functions (outputs, targets) -> mean by name, of which higher is better.
+      The first one decides which epoch is best; without metrics the loss does.
+    - `weight`: a function of targets -> how many count. By default all samples, and for torch's cross_entropy
+      and nll_loss what these average over. Other losses need it if targets may be -100.
+    """
+
+    def __init__(
+        self,
+        loss: LossFunction | None = None,
+        metrics: Sequence[Metric] | Mapping[str, MetricFunction] = (),
+        weight: WeightFunction | None = None,
+    ) -> None:
+        self._loss = loss
+        self._weight = weight or _weight_of(loss)
+        self._weighted = weight is not None
+        if isinstance(metrics, Mapping):
+            metrics = [Mean(name, function) for name, function in metrics.items()]
+        self.metrics = list(metrics)
+
+    @property
+    def _code(self) -> Any:
+        """The loss function, or the class that has its own loss."""
+        loss = self._loss.func if isinstance(self._loss, partial) else self._loss
+        return type(self) if loss is None else loss
+
+    def __str__(self) -> str:
+        code = self._code if type(self) is Task else type(self)
+        return str(getattr(code, "__name__", type(code).__name__))
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the loss or the weight is the user's own code."""
+        known = str(getattr(self._code, "__module__", "")).startswith(("torch.nn.", "pipetrain.tasks"))
+        return self._weighted or not known
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether the weight is the number of samples, for want of another."""
+        return self._weight is _samples and type(self).weight is Task.weight
+
+    def to(self, device: torch.device) -> Task:
+        """Move the modules and tensors of the task, such as class weights, to a device; return the task."""
+        for name, held in vars(self).items():
+            if isinstance(held, nn.Module | Tensor):
+                setattr(self, name, held.to(device))
+            elif isinstance(held, partial):
+                values = held.keywords.items()
+                moved = {key: t.to(device) if isinstance(t, Tensor) else t for key, t in values}
+                setattr(self, name, partial(held.func, *held.args, **moved))
+        return self
+
+    def loss(self, outputs: Value, targets: Value) -> Tensor:
+        """Return the mean loss over the targets that count, a scalar."""
+        if self._loss is None:
+            raise NotImplementedError(f"{self} has no loss: give one, or override loss()")
+        return self._loss(outputs, targets)
+
+    def evaluation_loss(self, outputs: Value, targets: Value) -> Tensor:
+        """Return the loss of an evaluation: by default that of training."""
+        return self.loss(outputs, targets)
+
+    def weight(self, targets: Value) -> Tensor | float:
+        """Return the weight of a microbatch's targets, which are in host memory."""
+        return self._weight(targets)
+
+    def classes_of(self, outputs: ValueSpec) -> int | None:
+        """Return the number of classes that outputs score; None if they are no scores."""
+        return None
+
+    def values(self, tally: Tally) -> dict[str, float]:
+        """Return each metric of a tally; NaN where it has counted nothing, even if that is divided by."""
+        found = {metric.name: math.nan for metric in self.metrics}
+        for metric in self.metrics:
+            if metric.name in tally.sums:
+                with suppress(ZeroDivisionError):
+                    found[metric.name] = metric.value(tally.sums[metric.name], tally.mean_loss)
+        return found
+
+    def score(self, tally: Tally) -> float:
+        """Return the number that compares epochs; higher is better."""
+        if not self.metrics:
+            return -tally.mean_loss
+        value = self.values(tally)[self.metrics[0].name]
+        return value if self.metrics[0].higher else -value
+
+
+class Classification(Task):
+    """Cross-entropy of scores [n, classes, ...] for labels int64 [n, ...], and accuracy."""
+
+    def __init__(
+        self,
+        label_smoothing: float = 0.0,
+        ignore_index: int = IGNORED,
+        metrics: Sequence[Metric] | None = None,
+    ) -> None:
+        super().__init__(metrics=[Accuracy(ignore_index)] if metrics is None else metrics)
+        self._smoothing = label_smoothing
+        self._ignored = ignore_index
+
+    def loss(self, outputs: Value, targets: Value) -> Tensor:
+        return self._cross_entropy(outputs, targets, self._smoothing)
+
+    def evaluation_loss(self, outputs: Value, targets: Value) -> Tensor:
+        """Return the cross-entropy without label smoothing."""
+        return self._cross_entropy(outputs, targets, 0.0)
+
+    def weight(self, targets: Value) -> Tensor | float:
+        return _counting(targets, self._ignored)
+
+    def classes_of(self, outputs: ValueSpec) -> int | None:
+        shape = _scores(outputs).shape
+        return shape[1] if len(shape) > 1 else None
+
+    def _cross_entropy(self, outputs: Value, targets: Value, smoothing: float) -> Tensor:
+        scores, labels = _tensor(outputs, "scores [n, classes]"), _tensor(targets, "labels")
+        if not labels.is_floating_point() and scores.shape[2:] != labels.shape[1:]:
+            raise ValueError(
+                f"scores {list(scores.shape)} are for labels {[len(scores), *scores.shape[2:]]}, with the "
+                f"classes along dimension 1 (for tokens [n, t] there is task=language_modelling)"
+            )
+        return functional.cross_entropy(scores, labels, ignore_index=self._ignored, label_smoothing=smoothing)
+
+
+class Segmentation(Classification):
+    """Classification of each pixel: scores [n, classes, h, w] for labels int64 [n, h, w]; mean IoU."""
+
+    def __init__(self, label_smoothing: float = 0.0, ignore_index: int = IGNORED) -> None:
+        super().__init__(label_smoothing, ignore_index, (MeanIoU(ignore_index), Accuracy(ignore_index)))
+
+
+class LanguageModelling(Classification):
+    """Cross-entropy of the next token: scores [n, t, vocabulary] for tokens int64 [n, t]; perplexity."""
+
+    def __init__(self, label_smoothing: float = 0.0, ignore_index: int = IGNORED) -> None:
+        super().__init__(label_smoothing, ignore_index, (Perplexity(), Accuracy(ignore_index, axis=-1)))
+
+    def classes_of(self, outputs: ValueSpec) -> int | None:
+        shape = _scores(outputs).shape
+        return shape[-1] if shape else None
+
+    def _cross_entropy(self, outputs: Value, targets: Value, smoothing: float) -> Tensor:
+        scores, tokens = _tensor(outputs, "scores [n, t, vocabulary]"), _tensor(targets, "tokens [n, t]")
+        if scores.shape[:-1] != tokens.shape:
+            raise ValueError(f"scores {list(scores.shape)} need a target for each position")
+        return super()._cross_entropy(scores.flatten(0, -2), tokens.flatten(), smoothing)
+
+
+class Regression(Task):
+    """Mean squared error of outputs and targets of equal shape [n, ...]."""
+
+    def __init__(self) -> None:
+        super().__init__(metrics=[SquaredError()])
+
+    def loss(self, outputs: Value, targets: Value) -> Tensor:
+        made, wanted = _tensor(outputs, "numbers"), _tensor(targets, "numbers")
+        if made.shape != wanted.shape:  # mse_loss would broadcast them
+            raise ValueError(f"outputs {list(made.shape)} and targets {list(wanted.shape)} differ in shape")
+        return functional.mse_loss(made, wanted)
+
+
+class ModelLoss(Task):
+    """The loss that the model computes itself, as Hugging Face's do: its output `loss`, or the first one.
+
+    `labels`: the names of the inputs that are the targets. By default those that are not -100 count, or, in a
+    causal language model, those of them that follow another: tasks/model_trial.py tries which.
+    """
+
+    def __init__(
+        self,
+        labels: str | Sequence[str] = "labels",
+        metrics: Sequence[Metric] | Mapping[str, MetricFunction] = (),
+        weight: WeightFunction | None = None,
+    ) -> None:
+        super().__init__(None, metrics, weight)
+        self.labels = (labels,) if isinstance(labels, str) else tuple(labels)
+        self.weights = [weight] if weight else [_unmasked, _unmasked_after_the_first]
+        """Candidates for `weight`; the first one is in use."""
+
+    @property
+    def is_own(self) -> bool:
+        return True
+
+    def loss(self, outputs: Value, targets: Value) -> Tensor:
+        found: Any = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        loss = found[0] if isinstance(found, tuple | list) and found else found
+        if not isinstance(loss, Tensor) or loss.dim():
+            raise TypeError(
+                "the model returns no loss, one number as `loss` or first of its outputs: let its inputs "
+                "hold labels, or give a loss= of outputs and targets"
+            )
+        return loss
+
+    def weight(self, targets: Value) -> Tensor | float:
+        return self.weights[0](targets)
+
+
+def counted_for(weight: WeightFunction, targets: Value) -> float:
+    """Return the weight of targets. Raises ConfigError if it is no number, NaN, or negative."""
+    made = weight(targets)
+    try:
+        number = float(made)
+    except (TypeError, ValueError, RuntimeError):  # of what is no number, or several
+        got = f"{specs_of([made])[0]}: sum it" if isinstance(made, Tensor) else type(made).__name__
+    else:
+        if number >= 0:
+            return number
+        got = str(number)
+    raise ConfigError(
+        f"weight(targets) must be one number that is not negative, what they count for together; got {got}"
+    )
+
+
+def _unmasked(targets: Value) -> Tensor | float:
+    return _counting(targets, IGNORED)
+
+
+def _unmasked_after_the_first(targets: Value) -> Tensor | float:
+    """Return how many labels count where each is predicted from those before it."""
+    return _counting(as_tuple(targets)[0][:, 1:], IGNORED)
+
+
+def _counting(targets: Value, ignored: int) -> Tensor | float:
+    """Return how many labels are not ignored; probabilities of classes count by the sample."""
+    labels = as_tuple(targets)[0]
+    return (labels != ignored).sum() if not labels.is_floating_point() else float(len(labels))
+
+
+def _samples(targets: Value) -> float:
+    if any((t == IGNORED).any() for t in as_tuple(targets) if t.dtype == torch.int64):
+        raise ValueError(
+            f"targets of {IGNORED}, which losses of torch ignore, need a weight(targets): how many targets "
+            f"the loss averages over"
+        )
+    return float(len(as_tuple(targets)[0]))
+
+
+def _weight_of(loss: LossFunction | None) -> WeightFunction:
+    """Return how a known loss of torch weights its targets; samples for any other."""
+    options: Mapping[str, object] = {}
+    function: object = loss
+    if isinstance(loss, partial):
+        function, options = loss.func, loss.keywords
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        function, options = functional.cross_entropy, vars(loss) | loss._buffers
+    if function not in (functional.cross_entropy, functional.nll_loss):
+        return _samples
+    ignored, by_class = options.get("ignore_index", IGNORED), options.get("weight")
+    assert isinstance(ignored, int)
+
+    def weight(targets: Value) -> Tensor | float:
+        labels = as_tuple(targets)[0]
+        # torch does not average probabilities by class weights.
+        if not isinstance(by_class, Tensor) or labels.is_floating_point():
+            return _counting(labels, ignored)
+        return by_class.cpu()[labels[labels != ignored].cpu()].sum()
+
+    return weight
+
+
+def _tensor(value: Value, what: str) -> Tensor:
+    value = scores_of(value)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{what} must be one tensor, not {len(value)} of them")
+    return value
+
+
+def _scores(outputs: ValueSpec) -> TensorSpec | Tensor:
+    """Return what has the shape of the scores among a model's outputs; of no dimension if unknown."""
+    unknown = TensorSpec((), torch.float32)
+    if outputs.packing is None:
+        return outputs.specs[0] if outputs.single else unknown
+    packed = scores_of(outputs.pack(tuple(torch.empty(spec.shape, device="meta") for spec in outputs.specs)))
+    return packed if isinstance(packed, Tensor) else unknown
