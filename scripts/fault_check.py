@@ -12,11 +12,10 @@ import argparse
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
+import threading
 import time
-import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,18 +25,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from safetensors.torch import load_file
 from torch import Tensor
 
-from comparison.processes import kill_marked, marked
+from comparison.processes import marked, run
 from pipetrain.checkpoint.files import CHECKPOINTS, newest_first
 from pipetrain.untrusted import DamagedCheckpoint
 
-ROOT = Path(__file__).resolve().parents[1]
-MARK = "PIPETRAIN_FAULT_CHECK"
-TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TORCHRUN += ["--standalone", "--nproc_per_node=2", "--max-restarts=3", "-m", "pipetrain"]
 RUN = ["model=mlp", "data=digits", "batch_size=64", "device=cpu", "threads=1"]
 RUN += ["data.train_limit=null", "data.test_limit=null", "epochs=60", "schedule=pipedream", "window=4"]
 RUN += ["checkpoint.every=5", "checkpoint.unit=updates", "resume=auto"]
-DEADLINE_S = 600.0
-MISSES = 5  # runs that may end before they are killed, for one that is
 
 
 def main() -> int:
@@ -47,73 +43,55 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", help="of the configuration")
     options = parser.parse_args()
-    chance = random.Random(options.seed)
-    survived = 0
+    chance, number, survived = random.Random(options.seed), 0, 0
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
-        status, _, said = train(Path(folder, "whole"), options.overrides)
+        whole = Path(folder, "whole")
+        status, _ = train(whole, options.overrides)
         whole_s = time.monotonic() - start
         if status:
-            print(f"the run that nobody kills fails by itself\n{said}")
+            print(f"the run that nobody kills fails by itself\n{said(whole)}")
             return 1
-        wanted = weights(Path(folder, "whole"))
         print(f"whole: {whole_s:.1f} s; killed {options.times} times, seed {options.seed}", flush=True)
-        for number in range(1, options.times + 1):
-            equal, what = strike(Path(folder, str(number)), options.overrides, whole_s, chance, wanted)
+        for attempt in range(5 * options.times):
+            run_dir = Path(folder, str(attempt))
+            rank, after = chance.randrange(2), chance.uniform(0.3, 0.95) * whole_s
+            status, hit = train(run_dir, options.overrides, rank, after)
+            if not hit:  # it was over before
+                continue
+            number += 1
+            equal = not status and same(weights(run_dir), weights(whole))
             survived += equal
-            print(f"{number:2d}  {what}", flush=True)
+            what = "came back with the same weights" if equal else f"LOST: status {status}\n{said(run_dir)}"
+            print(f"{number:2d}  rank {rank} killed after {after:.1f} s: {what}", flush=True)
+            if number == options.times:
+                break
     print(f"{survived} of {options.times} came back")
     return int(survived < options.times)
 
 
-def strike(
-    folder: Path, words: Sequence[str], whole_s: float, chance: random.Random, wanted: dict[str, Tensor]
-) -> tuple[bool, str]:
-    """Kill one rank of one run, which takes about `whole_s` seconds; say whether all came back."""
-    for attempt in range(MISSES):
-        run_dir = folder.with_name(f"{folder.name}-{attempt}")
-        rank, after = chance.randrange(2), chance.uniform(0.3, 0.95) * whole_s
-        status, hit, said = train(run_dir, words, rank, after)
-        if hit:  # otherwise it was over before
-            equal = not status and same(weights(run_dir), wanted)
-            how = "came back with the same weights" if equal else f"LOST: exit status {status}\n{said}"
-            return equal, f"rank {rank} killed after {after:.1f} s: {how}"
-    return False, f"over {MISSES} times before it could be killed"
+def train(run_dir: Path, words: Sequence[str], rank: int = 0, after: float | None = None) -> tuple[int, bool]:
+    """Train once, and kill a rank `after` seconds; return the exit status, and whether it was hit."""
+    hit: list[int] = []
+
+    def kill() -> None:
+        for pid in marked(f"FAULT_CHECK={run_dir}") & marked(f"RANK={rank}"):
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(pid, signal.SIGKILL)
+                hit.append(pid)
+
+    os.environ |= {"FAULT_CHECK": str(run_dir), "OMP_NUM_THREADS": "1"}
+    timer = threading.Timer(after or 0, kill)
+    if after:
+        timer.start()
+    status, _ = run([*TORCHRUN, *RUN, f"run_dir={run_dir}", *words], 2, run_dir.with_suffix(".log"))
+    timer.cancel()
+    return status, bool(hit)
 
 
-def train(
-    run_dir: Path, words: Sequence[str], rank: int = 0, kill_after: float | None = None
-) -> tuple[int, bool, str]:
-    """Train once; kill a rank after so many seconds. Returns the status, if it was hit, what was said."""
-    mark = uuid.uuid4().hex
-    process = subprocess.Popen(
-        [sys.executable, "-m", *TORCHRUN, "-m", "pipetrain", *RUN, f"run_dir={run_dir}", *words],
-        cwd=run_dir.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    hit = False
-    try:
-        try:
-            said, _ = process.communicate(timeout=kill_after)
-        except subprocess.TimeoutExpired:
-            hit = kill(marked(f"{MARK}={mark}") & marked(f"RANK={rank}"))
-            said, _ = process.communicate(timeout=DEADLINE_S)
-    finally:  # ranks outlive a torchrun that is killed
-        kill_marked(f"{MARK}={mark}")
-    return process.returncode, hit, said
-
-
-def kill(pids: set[int]) -> bool:
-    """Kill processes; return whether any was there to be killed."""
-    hit = False
-    for pid in pids:
-        with suppress(ProcessLookupError):  # it has just ended
-            os.kill(pid, signal.SIGKILL)
-            hit = True
-    return hit
+def said(run_dir: Path) -> str:
+    """Return what a run has said."""
+    return run_dir.with_suffix(".log").read_text(errors="replace")
 
 
 def weights(run_dir: Path) -> dict[str, Tensor]:

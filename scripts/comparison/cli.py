@@ -50,7 +50,7 @@ def compare(asked: Request, runs: Runs) -> int:
             print(f"interrupted\n{kept}", flush=True)
             status = INTERRUPTED
         rows = table.make_rows(outcomes)
-        text = table.write(out, rows, asked.experiment.record)
+        text = table.write(out, rows)
         pictures = plots.write(out, asked.methods, rows)
         report.write(asked, outcomes, runs, rows, pictures)
     if status == INTERRUPTED:

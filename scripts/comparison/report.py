@@ -22,7 +22,7 @@ from markupsafe import Markup
 from comparison.figures import dash, duration, two
 from comparison.request import Request, Spec
 from comparison.runs import Outcome, Runs, Summary, words
-from comparison.table import Row, Table, beside, compared, results
+from comparison.table import Row, Table, compared, results
 from comparison.verdict import verdict
 
 FILE = "report.html"
@@ -41,13 +41,11 @@ def write(
     )
     failed = [outcome for outcome in outcomes if outcome.summary is None]
     said = verdict(rows, len(failed), len(asked.specs) - len(outcomes), len(asked.specs))
-    record = asked.experiment.record
-    tables = [results(rows, record), beside(rows, record), _ran(rows)] if rows else []
     page = environment.get_template(FILE).render(
         title=asked.experiment.title or " against ".join(asked.methods),
         facts=_facts(asked, outcomes),
         verdict=said or ["No run was made."],
-        tables=[table for table in tables if table],
+        tables=[results(rows), _ran(rows)] if rows else [],
         failures=[
             (o.spec.title, o.failure, duration(o.wall_s), "\n".join(runs.last_words(o.spec))) for o in failed
         ],

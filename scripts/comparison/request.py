@@ -1,8 +1,7 @@
 """What is asked for: command line and experiment put together into the runs to make.
 
 A method is a name and the overrides that make it; a schedule alone is the method of its own name. An
-experiment is a file with models, methods, seeds and overrides, and the record: what somebody else has
-reported for the same methods.
+experiment is a file with models, methods, seeds and overrides.
 
 What can be known to be wrong is refused here, before the first run starts, because the last one may be hours
 away. Runs go seed by seed, all methods of a seed one after another, so that no method pays for a machine that
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipetrain.cli import conf_dir
@@ -78,32 +77,6 @@ class Spec:
 
 
 @dataclass
-class ReportedRow:
-    """A row of the record as it was printed. `beside`: our model and method. `faults`: names of footnotes."""
-
-    beside: list[str] = MISSING
-    method: str = "-"
-    model: str = "-"
-    device: str = "-"
-    data_worker: str = "-"
-    buffer_size: str = "-"
-    epoch: int | None = None
-    acc: float | None = None  # percent
-    eachtime: float | None = None  # seconds
-    faults: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Record:
-    """Where the rows come from, and what is known to be wrong with them."""
-
-    source: str = ""
-    dataset: str = ""
-    rows: list[ReportedRow] = MISSING
-    faults: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
 class Experiment:
     """A file: OmegaConf checks it against these types. `models`, `methods`: the overrides of each."""
 
@@ -113,7 +86,6 @@ class Experiment:
     overrides: list[str] = field(default_factory=list)
     models: dict[str, list[str]] = field(default_factory=dict)
     methods: dict[str, list[str]] = field(default_factory=dict)
-    record: Record | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +188,6 @@ def load(name: str) -> Experiment:
         _check_overrides(words, str(path))
     for method, words in made.methods.items():
         make_method(method, words, f"{path}: method {method}")
-    for row in made.record.rows if made.record else ():
-        if unknown := set(row.faults) - set(made.record.faults):  # type: ignore[union-attr]
-            raise ConfigError(f"{path}: {min(unknown)} is none of the record's faults")
     return made
 
 

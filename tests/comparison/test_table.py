@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
+from comparison import table
 from comparison.figures import ACCURACY
-from comparison.request import Record, Spec
+from comparison.request import Spec
 from comparison.runs import Outcome
-from comparison.table import RECORD, make_rows, remarks, write
+from comparison.table import make_rows, remarks, write
 from tests.comparison.support import of_schedule
 
 PUBLISHED = "method dataset model device lr batch_size data_worker buffer_size epoch acc eachtime"
 GOLDEN = Path(__file__).with_name("golden_table.md")
 DONE: dict[str, Any] = {"best_val_acc": 0.9, "val_acc": 0.9, "best_epoch": 1, "epoch_s": 5.0}
-NO_ROWS = Record(rows=[])  # a record of other methods
 PPL: dict[str, Any] = {"metrics": [{"name": "ppl", "higher": False, "percent": False}], "best_epoch": 2}
 
 
@@ -56,17 +56,10 @@ def head(text: str) -> list[str]:
     return [cell.strip() for cell in text.splitlines()[0].strip("| ").split("|")]
 
 
-def test_the_markdown_beside_a_record_to_the_letter(tmp_path):
-    assert write(tmp_path, make_rows(three_methods()), NO_ROWS) == GOLDEN.read_text()
+def test_the_markdown_to_the_letter(tmp_path):
+    assert write(tmp_path, make_rows(three_methods())) == GOLDEN.read_text()
     assert (tmp_path / "table.md").read_text() == GOLDEN.read_text()
-    assert [column.head(ACCURACY) for column in RECORD] == PUBLISHED.split()
-
-
-def test_without_a_record_its_columns_and_those_that_say_nothing_are_left_out(tmp_path):
-    text = write(tmp_path, make_rows(three_methods()))
-    assert " ".join(head(text)) == "method model last_acc speedup train_s whole_s best_acc seeds"
-    assert "eachtime" not in text
-    assert "codec_s" not in text
+    assert [column.head(ACCURACY) for column in table.PUBLISHED] == PUBLISHED.split()
 
 
 def test_the_csv_holds_plain_numbers(tmp_path):
@@ -93,7 +86,7 @@ def test_another_metric_takes_the_place_of_accuracy_in_its_own_unit_and_directio
             outcome("gpipe", 0),
         ]
     )
-    text = write(tmp_path, rows, NO_ROWS)
+    text = write(tmp_path, rows)
     assert head(text) == [word.replace("acc", "ppl") for word in head(GOLDEN.read_text())]
     line, failed = (
         dict(zip(head(text), map(str.strip, cells.split("|")[1:]), strict=False))
@@ -118,7 +111,7 @@ def test_an_infinite_perplexity_does_not_stop_the_table(tmp_path):
         outcome("gpipe", seed, **PPL, epoch_s=1.0, val_ppl=last, best_val_ppl=best)
         for seed, (last, best) in enumerate(values)
     ]
-    text = write(tmp_path, make_rows(runs), NO_ROWS)
+    text = write(tmp_path, make_rows(runs))
     assert "| inf ± nan |" in text
     assert "|     2 | 9.000 |" in text
 
@@ -169,8 +162,8 @@ def test_bytes_and_codecs_where_the_runs_say_them(tmp_path):
     old = outcome("gpipe", 0, **DONE)
     text = write(tmp_path, make_rows([plain, small, old]))
     lines = [line.split(" | ") for line in text.splitlines()[2:5]]
-    assert head(text)[7:10] == ["bytes", "bytes_ratio", "codec_s"]
-    assert [[cell.strip() for cell in line[7:10]] for line in lines] == [
+    assert head(text)[16:19] == ["bytes", "bytes_ratio", "codec_s"]
+    assert [[cell.strip() for cell in line[16:19]] for line in lines] == [
         ["1.64 GB", "1.000", "0.00"],
         ["410 MB", "0.250", "1.50"],
         ["-", "-", "-"],

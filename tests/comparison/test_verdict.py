@@ -106,19 +106,6 @@ def test_a_perplexity_that_is_no_number_is_the_worst_and_is_compared_with_nothin
     assert "The best" not in text
 
 
-def test_where_nothing_was_learned_it_says_so():
-    first, lost = runs("layer_dist", 20, 0.8, 0.81), runs("fbp", 10, 0.1, 0.102)
-    assert said(first, lost).endswith(
-        "Nothing was learned by fbp (10.1 %): guessing among 10 classes gives 10%."
-    )
-    assert said(runs("gpipe", 20, 0.1), lost).endswith(
-        "Nothing was learned: gpipe (10.0 %), fbp (10.1 %), where guessing among 10 classes gives 10%. "
-        "These accuracies compare nothing."
-    )
-    assert "learned" not in said(first, runs("fbp", 10, 0.12, 0.12))
-    assert "learned" not in said([replace(run, summary={**run.summary, "data": "of my own"}) for run in lost])
-
-
 @pytest.mark.parametrize("accuracies", [[0.8], [0.8, 0.8]])
 def test_one_seed_or_equal_ones_say_nothing_of_noise(accuracies):
     text = said(runs("layer_dist", 20, 0.9, 0.9, 0.9), runs("fbp", 10, *accuracies))
