@@ -1,4 +1,4 @@
-"""Suite `factory`: the memory of each rank for a model that a function makes, beside the same model whole.
+"""Suite `factory`: the memory of each rank for a model that a function makes.
 
 A process has imported everything, and has trained a tiny model of a factory, before it is measured. What it
 holds at its most beyond that is compared with the weights of its stage: when the Pipeline has been made, and
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -33,30 +33,32 @@ def linear(depth: int, width: int) -> nn.Sequential:
 
 
 def suite(scale: Scale, say: Say) -> Iterator[Row]:
-    """Measure the model of a factory, and whole."""
-    for whole in (False, True):
-        title = f"factory{', whole' * whole}"
-        sizes = (8, 32) if scale.quick else (64, 2048)
-        for rank, (weights, peaks) in enumerate(run_world(measure, RANKS, titled(say, title), whole, *sizes)):
-            yield from make_rows(f"{title}, rank {rank}", weights, peaks, whole or scale.quick)
+    """Measure in processes of its own, and hold the peaks of each rank against its weights."""
+    sizes = (8, 32) if scale.quick else (64, 2048)
+    for rank, (weights, peaks) in enumerate(run_world(measure, RANKS, titled(say, "factory"), *sizes)):
+        for moment, peak in peaks.items():
+            times = peak / weights
+            ratios = {"of weights, MiB": weights, "x its weights": times}
+            met = {} if scale.quick else {f"< {MOST[moment]:g} x its weights": times < MOST[moment]}
+            yield Row(f"factory, rank {rank}", moment, [peak], "MiB", ratios, met)
 
 
-def measure(mesh: Mesh, say: Say, whole: bool, depth: int, width: int) -> tuple[float, dict[str, float]]:
+def measure(mesh: Mesh, say: Say, depth: int, width: int) -> tuple[float, dict[str, float]]:
     """Train a tiny model, and then this one, on one rank: the MiB of its weights, and of the peaks beyond."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     os.environ |= dict(zip(names, map(str, (mesh.world.rank, RANKS) * 2), strict=True))
-    _train(False, RANKS, 4)
+    _train(RANKS, 4)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _mib("VmRSS")
-    weights, peaks = _train(whole, depth, width)
+    weights, peaks = _train(depth, width)
     return weights, {moment: peak - before for moment, peak in peaks.items()}
 
 
-def _train(whole: bool, depth: int, width: int) -> tuple[float, dict[str, float]]:
+def _train(depth: int, width: int) -> tuple[float, dict[str, float]]:
     """Train one batch; return the MiB of this rank's weights, and the peaks of its memory."""
-    make, batch = partial(linear, depth, width), (torch.ones(16, width), torch.ones(16, width))
+    batch = torch.ones(16, width), torch.ones(16, width)
     with Pipeline(
-        make() if whole else make,
+        partial(linear, depth, width),
         nn.MSELoss(),
         partial(torch.optim.SGD, lr=0.01),
         microbatches=MICROBATCHES,
@@ -78,11 +80,3 @@ def _mib(key: str) -> float:
     found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) / 1024
-
-
-def make_rows(benchmark: str, weights: float, peaks: Mapping[str, float], free: bool) -> Iterator[Row]:
-    """Hold the peaks of a rank against its weights; `free`: without a target."""
-    for moment, peak in peaks.items():
-        times = peak / weights
-        met = {} if free else {f"< {MOST[moment]:g} x its weights": times < MOST[moment]}
-        yield Row(benchmark, moment, [peak], "MiB", {"of weights, MiB": weights, "x its weights": times}, met)

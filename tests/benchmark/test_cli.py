@@ -13,7 +13,7 @@ SHOWN = {
     "overhead": ["overhead, an action", "1f1b, rank 0", "< 150 us"],
     "held": ["held, mlp pipedream 2 ranks", "stage 1", "within 10% (activations"],
     "wire": ["wire, 100 MB/s", "layer_dist, no codec", "MiB a batch", "codec ms a batch"],
-    "factory": ["factory, rank 3", "after a step", "factory, whole, rank 0"],
+    "factory": ["factory, rank 3", "after a step"],
 }
 
 
