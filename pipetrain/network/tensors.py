@@ -1,17 +1,24 @@
-"""Tensors of a trial: made-up ones, those in a tree of values, and the storages that they share."""
+"""Tensors of a trial: made-up ones, those in a tree of values, their storages, and how results differ."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from pipetrain.errors import one_line
 from pipetrain.network.values import TensorSpec
+
+SIZES = (2, 3)  # samples, for which a model is compared with its parts
+TOLERANCE = 1e-3  # relative: a gradient may be added up in another order
+
+Results = dict[str, Tensor]  # outputs, gradients and buffers, by what they are
 
 
 def made_up(spec: TensorSpec, device: torch.device | str = "cpu") -> Tensor:
@@ -40,3 +47,18 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = disabled
+
+
+def difference(wanted: Results, found: Results, tolerance: float = TOLERANCE, dtypes: bool = True) -> str:
+    """Say what differs by more than a tolerance, relative to its largest number; "" if nothing does."""
+    for name in dict.fromkeys([*wanted, *found]):  # in order
+        one, other = wanted.get(name), found.get(name)
+        if one is None or other is None:
+            return f"{name} is not there {'in one process' if one is None else 'over stages'}"
+        scale = one.abs().nan_to_num(0, 0, 0).max().item() if one.numel() else 0.0
+        close = partial(torch.testing.assert_close, equal_nan=True, check_dtype=dtypes)
+        try:
+            close(other, one, rtol=tolerance, atol=tolerance * scale)
+        except AssertionError as error:
+            return f"{name} differs ({one_line(error)[:150]})"
+    return ""

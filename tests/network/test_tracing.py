@@ -17,7 +17,6 @@ from pipetrain.network.tracing.trace import trace
 from pipetrain.network.tracing.traced import Traced
 from pipetrain.network.values import TensorSpec, ValueSpec
 from tests.support.subjects import Branches
-from tests.support.subjects import Encoder as Recurrent
 from tests.support.tracing import assert_equal, drawing, example, tokens
 
 
@@ -190,23 +189,12 @@ CASES = {
         "encode inner.encode inner.inner.encode inner.inner.inner inner.inner.decode inner.decode decode",
         {4: (Made(2, 0), Made(3, 0)), 6: (Made(0, 0), Made(5, 0))},
     ),
-    # The weights of the attention, an output, are handed on as they are.
-    "an LSTM, attention": Case(
-        Recurrent, example((4, 8)), "lstm attention dense head", {3: (Made(1, 0), Made(2, 0))}
-    ),
     "tied weights, a mask by keyword, what only training does": Case(
         Tied,
         tokens("mask", "ids", length=6),
         "embed mlps.0 mlps.1 mlps.2 head",
         {0: DATA, 4: (Made(3, 0),)},
         frozenset({1, 2, 3}),
-    ),
-    "a transformer of torch": Case(
-        partial(nn.Transformer, 8, 2, 1, 2, 16, batch_first=True),
-        example((3, 8), (4, 8)),
-        "encoder decoder.layers.0 decoder.layers.1",
-        {1: (DATA[1], Made(0, 0)), 2: (Made(0, 0), Made(1, 0))},
-        frozenset({0, 1, 2}),
     ),
     "weights that are computed": Case(Normalised, example((4,)), "a a#2 c b c#2 a#3"),
     # `a` sends what it made before the constant was added.

@@ -44,6 +44,8 @@ BLOCKS = {
     "llama": ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"],
     "bert": ["bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1", "bert.pooler", "classifier"],
     "vit": ["vit.embeddings", "vit.layers.0", "vit.layers.1", "classifier"],
+    "transformer": ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"],
+    "encoder": ["lstm", "attention", "dense", "head"],
 }
 """The layers of some."""
 

@@ -24,7 +24,7 @@ from pipetrain.network import draws
 from pipetrain.network.modes import evaluating
 from pipetrain.network.network import INPUT, Made, Tensors
 from pipetrain.network.places import standing_in
-from pipetrain.network.tensors import made_up
+from pipetrain.network.tensors import SIZES, TOLERANCE, Results, difference, made_up
 from pipetrain.network.tracing.exporting import (
     WAY_OUT,
     as_arguments,
@@ -35,12 +35,10 @@ from pipetrain.network.tracing.exporting import (
 from pipetrain.network.tracing.traced import Traced
 from pipetrain.network.values import ValueSpec, differentiable, leaves_of
 
-SIZES = (2, 3)  # samples
 MOST_WORK = 4e10  # floating-point operations of a forward: some seconds for all runs on one core
-# Relative, in float32 and in half precision; a module may choose another kernel for the same function.
-TOLERANCE, COARSE = 1e-3, 5e-2
+COARSE = 5e-2  # relative, in half precision; a module may choose another kernel for the same function
+_HALF = (torch.bfloat16, torch.float16)
 
-Results = dict[str, Tensor]  # outputs, gradients and buffers, by what they are
 Buffers = list[tuple[Tensor, Tensor]]  # with the numbers that they had
 
 
@@ -127,7 +125,14 @@ def prove(network: Traced, example: ValueSpec, autocast: bool = False) -> None:
                 for training in (True, False):
                     with nullcontext() if training else network.evaluating():
                         layers = _run(model, partial(_chain, network, tensors), training, before)
-                    _compare(whole[training], layers, training, network.names[-1], autocast)
+                    half = any(t.dtype in _HALF for t in layers.values())
+                    tolerance = COARSE if autocast or half else TOLERANCE
+                    if why := difference(whole[training], layers, tolerance, dtypes=not autocast):
+                        mode = "training" if training else "evaluation"
+                        raise ConfigError(
+                            f"in {mode} {why} between the model and its trace, which holds only operations "
+                            f"of torch's: {WAY_OUT}"
+                        )
     finally:
         _restore(before)
 
@@ -188,21 +193,3 @@ def _run(model: nn.Module, call: Callable[[], Any], training: bool, before: Buff
     found = {f"output {number}": tensor.detach() for number, tensor in enumerate(outputs)}
     found |= {f"the gradient of {n}": g for n, g in zip(trained, grads, strict=False) if g is not None}
     return found | {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
-
-
-def _compare(whole: Results, layers: Results, training: bool, last: str, autocast: bool) -> None:
-    """Compare what a module and its layers made. `last`: the layer that makes the outputs."""
-    for name in dict.fromkeys([*whole, *layers]):  # in order, outputs first
-        one, other = (results.get(name, torch.empty(0)) for results in (whole, layers))
-        coarse = autocast or one.dtype in (torch.bfloat16, torch.float16)
-        tolerance = (COARSE if coarse else TOLERANCE) if differentiable(one) else 0
-        scale = float(one.abs().nan_to_num(0, 0, 0).max()) if one.numel() else 0.0
-        close = partial(torch.testing.assert_close, equal_nan=True, check_dtype=not autocast)
-        try:
-            close(other, one, rtol=tolerance, atol=tolerance * scale)
-        except AssertionError as error:
-            made = f" (layer {last})" if name.startswith("output ") else ""
-            raise ConfigError(
-                f"{name}{made} of the model in {'training' if training else 'evaluation'} is not that of its "
-                f"trace, which holds only operations of torch's ({one_line(error)[:200]}): {WAY_OUT}"
-            ) from error

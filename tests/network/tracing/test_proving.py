@@ -103,73 +103,64 @@ HERE = r"at test_proving\.py:\d+"
 REFUSED: dict[str, tuple[Forward, str]] = {
     "decides": (
         lambda self, x: self.layer(x) if x.sum() > 0 else x,
-        rf"decides on its data {HERE}, .* torch\.where, or make the model an nn\.Sequential",
+        rf"decides on its data {HERE}, .*: .* torch\.where",
     ),
     "fixes the batch": (
         lambda self, x: self.layer(x).view(3, 2, 2),
-        rf"depends on the samples of a microbatch {HERE}, .* x\.shape\[0\] as it is",
+        rf"depends on the samples .*{HERE}, .*x\.shape\[0\]",
     ),
     "loops over samples": (
         lambda self, x: torch.stack([self.layer(one) for one in x]),
-        r"forward of Model depends on the samples of a microbatch, which a trace cannot",
+        r"depends on the samples of a microbatch",
     ),
     "counts": (counts, r"changes its attribute calls when it runs.* in a buffer"),
     "remembers": (remembers, r"changes its attribute history when it runs"),
-    "keeps the one before": (
-        keeps_the_one_before,
-        r"output 0 \(layer layer\) of the model in evaluation is not that",
-    ),
-    "assigns a buffer": (assigns_a_buffer, r"buffer seen of the model in training is not that"),
-    "writes a parameter": (
-        writes_a_parameter,
-        rf"writes layer\.weight in place {HERE}.*let the optimizer change parameters",
-    ),
+    "keeps the one before": (keeps_the_one_before, r"in evaluation output 0 differs"),
+    "assigns a buffer": (assigns_a_buffer, r"in training buffer seen differs"),
+    "writes a parameter": (writes_a_parameter, rf"writes layer\.weight in place {HERE}"),
     "writes a constant": (writes_a_constant, r"writes scale in place .*register it as a buffer"),
     "trains a constant": (
         lambda self, x: self.layer(x) * self.scale.requires_grad_(),
-        r"uses scale, a tensor that is trained, and is neither a parameter nor a buffer",
+        r"uses scale, a tensor that is trained",
     ),
     "draws in python": (
         lambda self, x: self.layer(x) if random.random() < 0.5 else x,
-        r"draws from Python's or NumPy's random numbers.*draw by torch",
+        r"draws from Python's .*draw by torch",
     ),
     "has its own backward": (
         lambda self, x: Seven.apply(self.layer(x)),
-        r"autograd Function Seven, whose backward a trace would leave out",
+        r"autograd Function Seven, whose backward",
     ),
     "recomputes by a function": (
         lambda self, x: checkpoint(self.layer, self.layer(x), use_reentrant=True),
-        r"autograd Function CheckpointFunction",
+        r"Function CheckpointFunction",
     ),
-    "hooks a tensor": (hooks_a_tensor, r"the gradient of layer\.weight of the model in training is not that"),
+    "hooks a tensor": (hooks_a_tensor, r"training the gradient of layer\.weight differs"),
     "asks for gradients": (
         lambda self, x: self.layer(x) * (2 - torch.is_grad_enabled()),
-        r"output 0 \(layer layer\) of the model in evaluation is not that",
+        r"in evaluation output 0 differs",
     ),
     "overwrites what its backward needs": (
         overwrites_what_its_backward_needs,
-        r"float32\[2, 4\] in one process either: one of",
+        r"float32\[2, 4\] in one process either",
     ),
-    "returns a number": (
-        lambda self, x: (self.layer(x), x.shape[0]),
-        r"returns s\d+ .*no tensor: return tensors only",
-    ),
+    "returns a number": (lambda self, x: (self.layer(x), x.shape[0]), r"returns s\d+ .*no tensor: return"),
     "returns an object": (
         lambda self, x: SimpleNamespace(logits=self.layer(x)),
-        r"what is no tensor, types\.SimpleNamespace: return tensors",
+        r"no tensor, types\.SimpleNamespace",
     ),
     "returns nothing": (returns_nothing, r"returns no tensor: return what the loss takes"),
     "returns what it chooses": (
         lambda self, x: self.layer(x)[x[:, 0] > 0],
-        r"size of what the model returns depends on its data",
+        r"size of what the model returns",
     ),
     "returns more in training": (
         lambda self, x: (self.layer(x), x) if self.training else self.layer(x),
-        r"returns something else in evaluation than in training",
+        r"something else in evaluation",
     ),
     "fails": (
         lambda self, x: self.layer(x[:, :3]),
-        rf"Model cannot be traced for float32\[4\] {HERE}: RuntimeError: .*stays inside one",
+        rf"cannot be traced for float32\[4\] {HERE}: .*stays inside one",
     ),
 }
 
@@ -310,5 +301,5 @@ def asks_for_a_dtype(self: Model, x: Tensor) -> Tensor:
 
 def test_a_model_that_asks_for_a_dtype_is_refused_under_autocast_alone():
     trace(Model(asks_for_a_dtype), OF)
-    with pytest.raises(ConfigError, match=r"output 0 \(layer \S+\) of the model in training is not that"):
+    with pytest.raises(ConfigError, match=r"in training output 0 differs .* its trace"):
         trace(Model(asks_for_a_dtype), OF, autocast=True)
