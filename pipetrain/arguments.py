@@ -14,8 +14,7 @@ from pipetrain.building import make_schedule, names_of, shipped
 from pipetrain.data.batch import NamedTargets
 from pipetrain.errors import ConfigError
 from pipetrain.network.factory import Factory, Initial, build
-from pipetrain.network.loan import renewed
-from pipetrain.network.model import own_dtype, refuse_elsewhere
+from pipetrain.network.model import own_dtype
 from pipetrain.network.values import Value
 from pipetrain.schedule.actions import Schedule, parse_program
 from pipetrain.schedule.fixed import FixedProgram
@@ -147,11 +146,8 @@ def read_schedule(schedule: str | Path | Schedule) -> tuple[str, Schedule, dict[
 def read_model(model: nn.Module | Factory, seed: Any) -> tuple[nn.Module, Initial | None]:
     """Return a model; if a factory is given, without its numbers, and where these come from.
 
-    Raises ConfigError for a factory that fails, and a model that is not in host memory.
+    Raises ConfigError for a factory that fails.
     """
     if callable(model) and not isinstance(model, nn.Module):
         return build(model, SEED.read("seed", seed, null=True) or 0)
-    if isinstance(model, nn.Module):
-        renewed(model)
-        refuse_elsewhere(model)
     return model, None

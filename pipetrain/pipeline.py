@@ -47,7 +47,7 @@ from pipetrain.measure import measure
 from pipetrain.network.chain import Chain, network_of
 from pipetrain.network.factory import Factory
 from pipetrain.network.given import Given, form_of
-from pipetrain.network.loan import Loan, put
+from pipetrain.network.loan import Loan, put, refuse_without_numbers, without_numbers
 from pipetrain.network.model import prove_model, state_names, tensor_attributes
 from pipetrain.network.network import Network, Values
 from pipetrain.network.places import named_tensors
@@ -178,6 +178,7 @@ class Pipeline:
         world = World.current()
         seed = settings.seed if settings else options.get("seed")
         model, record = read_model(model, seed)
+        empty = without_numbers(model) if record is None and isinstance(model, nn.Module) else []
         name, self._schedule, defaults = read_schedule(schedule)
         if settings is None:
             given = {"microbatches": microbatches, "window": window, "dtype": dtype, **options}
@@ -224,6 +225,7 @@ class Pipeline:
             drawn = {"how the model's factory makes its parameters": record.digest} if record else {}
             prove_same(mesh, "the settings", mine | drawn)
             mesh.open(edges(window_of.program))
+            refuse_without_numbers(mesh.tell("the model", empty))
             level(mesh, "the model", named_tensors(model) | tensor_attributes(model))
             self._initial: Values | None = record
             if weights is not None:

@@ -77,12 +77,6 @@ def test_a_program_file_is_read_with_or_without_its_messages(tmp_path):
         read_schedule("none.txt")
 
 
-def test_a_model_that_is_elsewhere_is_refused():
-    assert read_model(MODEL, None) == (MODEL, None)
-    with pytest.raises(ConfigError, match="weight of the model is on the meta device and has no values"):
-        read_model(nn.Linear(2, 2, device="meta"), None)
-
-
 def test_a_function_is_called_to_make_the_model():
     model, record = read_model(lambda: nn.Linear(2, 2), 3)
     assert model.weight.is_meta

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 EVALUATION = -1  # in place of the number of an update
 
@@ -40,24 +39,25 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
+class _States:
+    """The states of torch's generators."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        self._gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._gpu is not None:
+            torch.cuda.set_rng_state(self._gpu)
+
+
 @dataclass(slots=True)
 class _Forward:
-    """A forward that is running, and the states of torch's generators before its first draw."""
+    """A forward that is running. `before`: the states of torch's generators before its first draw."""
 
     seeds: Seeds
-    before: Tensor | None = None
-    before_on_gpu: Tensor | None = None
-
-    def keep_states(self) -> None:
-        self.before = torch.get_rng_state()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            self.before_on_gpu = torch.cuda.get_rng_state()
-
-    def restore_states(self) -> None:
-        if self.before is not None:
-            torch.set_rng_state(self.before)
-        if self.before_on_gpu is not None:
-            torch.cuda.set_rng_state(self.before_on_gpu)
+    before: _States | None = None
 
 
 _running: ContextVar[_Forward | None] = ContextVar("_running", default=None)  # of each thread
@@ -76,8 +76,8 @@ def drawing(seeds: Seeds | None) -> Iterator[None]:
         yield
     finally:
         _running.reset(before)
-        if forward is not None:
-            forward.restore_states()
+        if forward is not None and forward.before is not None:
+            forward.before.restore()
 
 
 class Beginning:
@@ -88,46 +88,34 @@ class Beginning:
     """
 
     def __init__(self) -> None:
-        self._torch: Tensor = torch.get_rng_state()
-        self._gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        self._others: tuple[Any, Any] | None = _python_and_numpy()
+        self._torch = _States()
+        self._python: Any = random.getstate()
+        self._numpy: Any = np.random.get_state(legacy=False)
 
     def end(self) -> None:
-        """Forget Python's and NumPy's states if nothing has drawn from them since."""
-        if self._others is not None and _equal(self._others, _python_and_numpy()):
-            self._others = None
+        """Forget Python's and NumPy's states if nothing has drawn from them since, as another thread may."""
+        was, now = (of["state"] for of in (self._numpy, np.random.get_state(legacy=False)))
+        same = was["pos"] == now["pos"] and np.array_equal(was["key"], now["key"])
+        if same and self._python == random.getstate():
+            self._python = None
+
+    def _restore(self) -> None:
+        self._torch.restore()
+        if self._python is not None:
+            random.setstate(self._python)
+            np.random.set_state(self._numpy)
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Go back to these states; afterwards the generators go on as if nothing had drawn again."""
-        forward, others = _running.get() or _Forward(Seeds(0, 0, 0)), _python_and_numpy()
-        if forward.before is None:
-            forward.keep_states()
-        _set(self._torch, self._gpu, self._others)
+        now, running = Beginning(), _running.get()
+        now._python = self._python and now._python
+        self._restore()
         try:
-            yield
+            with drawing(running.seeds if running else None):
+                yield
         finally:
-            forward.restore_states()
-            _set(None, None, others if self._others else None)
-
-
-def _python_and_numpy() -> tuple[Any, Any]:
-    return random.getstate(), np.random.get_state(legacy=True)
-
-
-def _equal(some: tuple[Any, Any], others: tuple[Any, Any]) -> bool:
-    (python, (_, keys, *rest)), (other_python, (_, other_keys, *other_rest)) = some, others
-    return python == other_python and rest == other_rest and np.array_equal(keys, other_keys)
-
-
-def _set(torchs: Tensor | None, gpu: Tensor | None, others: tuple[Any, Any] | None) -> None:
-    if torchs is not None:
-        torch.set_rng_state(torchs)
-    if gpu is not None:
-        torch.cuda.set_rng_state(gpu)
-    if others is not None:
-        random.setstate(others[0])
-        np.random.set_state(others[1])
+            now._restore()
 
 
 def begin(layer: int) -> None:
@@ -139,7 +127,7 @@ def _seed(layer: int) -> None:
     if (forward := _running.get()) is None:
         return
     if forward.before is None:
-        forward.keep_states()
+        forward.before = _States()
     seed = forward.seeds.of(layer)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -7,10 +7,8 @@ computing with them is an error, until `collect` brings the numbers of all ranks
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -46,16 +44,6 @@ def materialise(network: Network, layers: Iterable[int], more: Iterable[str] = (
     replace((network.model, *network.modules), others)
 
 
-@dataclass(slots=True)
-class _Lent:
-    """Whether rank 0 has the numbers of a model that several ranks have trained."""
-
-    collected: bool = False
-
-
-_lent: WeakKeyDictionary[nn.Module, _Lent] = WeakKeyDictionary()  # by each module of such models
-
-
 class Loan:
     """What a rank has in the model that was given: `own`, the tensors of its stages by name, and no others.
 
@@ -65,26 +53,24 @@ class Loan:
     def __init__(self, network: Network, own: Mapping[str, Tensor], alone: bool) -> None:
         self._model = network.model
         self._alone = alone
-        self._lent = _Lent()
+        self._collected = False  # whether rank 0 has all numbers
         self._swapped: list[tuple[Tensor, Tensor]] = []  # what the stages need, and what was collected
         tensors = named_tensors(network.model)
         others = {id(t): own[name] if name in own else on_meta(t) for name, t in tensors.items()}
         replace((network.model, *network.modules), others)
-        if not alone:
-            _lent.update(dict.fromkeys(network.model.modules(), self._lent))
 
     def collect(self, tensors: Mapping[str, Tensor]) -> None:
         """Put tensors into the model, by name; without any, as on ranks but 0, only note that rank 0 has."""
         self.take_back()
         self._swapped = put(self._model, tensors)
-        self._lent.collected = True
+        self._collected = True
 
     def take_back(self) -> None:
         """Let the stages have their tensors again, before they train."""
         if self._swapped:
             self._put_own()
         self._swapped = []
-        self._lent.collected = False
+        self._collected = False
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -97,7 +83,7 @@ class Loan:
 
     def end(self, rank: int) -> None:
         """Leave the model on rank 0 as collected, and elsewhere without numbers."""
-        if not self._alone and not (self._lent.collected and rank == 0):
+        if not self._alone and not (self._collected and rank == 0):
             replace([self._model], {id(t): on_meta(t) for t in named_tensors(self._model).values()})
 
     def _put_own(self) -> None:
@@ -116,17 +102,30 @@ def put(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, T
     return pairs
 
 
-def renewed(model: nn.Module) -> None:
-    """Give tensors to a model whose numbers rank 0 has collected, to be overwritten by these.
+def without_numbers(model: nn.Module) -> list[str]:
+    """Give memory to tensors on the meta device; return their names.
 
-    Raises ConfigError, on all ranks alike, for a model that was not collected.
+    They get the numbers of rank 0, as all tensors do, where that has them: it is so after another Pipeline of
+    the model that was collected there. Raises ConfigError for a model on another device than the CPU.
     """
-    lent = [_lent[module] for module in model.modules() if module in _lent]
-    if not all(one.collected for one in lent):
+    tensors = named_tensors(model)
+    for name, tensor in tensors.items():
+        if tensor.device.type not in ("cpu", "meta"):
+            raise ConfigError(
+                f"{name} of the model is on {tensor.device}: build the model on the CPU, and Pipeline moves "
+                f"the stages of each rank to its device"
+            )
+    empty = {name: tensor for name, tensor in tensors.items() if tensor.is_meta}
+    others = {id(t): in_place_of(t, torch.zeros_like(t, device="cpu")) for t in empty.values()}
+    replace([model], others)
+    return list(empty)
+
+
+def refuse_without_numbers(names: Sequence[str]) -> None:
+    """Refuse a model of which rank 0 has no numbers. Raises ConfigError."""
+    if names:
         raise ConfigError(
-            "another Pipeline has trained this model, and its weights are with the ranks of that one: call "
-            "its collect(), on all ranks, before its close(), or make the model anew"
+            f"{names[0]} of the model is on the meta device and has no values: give the function that makes "
+            f"the model in place of it, Pipeline(lambda: ...); or where another Pipeline has trained it, "
+            f"call its collect(), on all ranks, before its close()"
         )
-    tensors = named_tensors(model).values() if lent else ()
-    empty = {id(t): in_place_of(t, torch.zeros_like(t, device="cpu")) for t in tensors if t.is_meta}
-    replace([model], empty)

@@ -100,21 +100,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def refuse_elsewhere(model: nn.Module) -> None:
-    """Refuse a model that is not in host memory. Raises ConfigError."""
-    for name, tensor in named_tensors(model).items():
-        if tensor.is_meta:
-            raise ConfigError(
-                f"{name} of the model is on the meta device and has no values: give the function that makes "
-                f"the model in place of it, Pipeline(lambda: ...)"
-            )
-        if tensor.device.type != "cpu":
-            raise ConfigError(
-                f"{name} of the model is on {tensor.device}: build the model on the CPU, and Pipeline moves "
-                f"the stages of each rank to its device"
-            )
-
-
 def own_dtype(model: object) -> torch.dtype | None:
     """Return the dtype of all floating-point parameters; None if they have several, or less than float32."""
     parameters = model.parameters() if isinstance(model, nn.Module) else ()

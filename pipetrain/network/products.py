@@ -26,30 +26,15 @@ def overloads(*packets: Any) -> Iterator[Any]:
         yield from (getattr(packet, name) for name in packet.overloads() if not name.endswith("out"))
 
 
-# Of these operations, those that compute in the lower precision under autocast:
-LOWERED = {
+_PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm")
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+LOWERED = {  # those that compute in the lower precision under autocast
     F.linear,
-    torch.matmul,
-    torch.mm,
-    torch.bmm,
-    torch.addmm,
-    torch.baddbmm,
     torch.linalg.matmul,
-    Tensor.matmul,
     Tensor.__matmul__,
-    Tensor.mm,
-    Tensor.bmm,
-    Tensor.addmm,
-    Tensor.baddbmm,
-    F.conv1d,
-    F.conv2d,
-    F.conv3d,
-    F.conv_transpose1d,
-    F.conv_transpose2d,
-    F.conv_transpose3d,
-    *overloads(_ATEN.linear, _ATEN.matmul, _ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.baddbmm),
-    *overloads(_ATEN.conv1d, _ATEN.conv2d, _ATEN.conv3d, _ATEN.convolution),
-    *overloads(_ATEN.conv_transpose1d, _ATEN.conv_transpose2d, _ATEN.conv_transpose3d),
+    *(getattr(of, name) for of in (torch, Tensor) for name in _PRODUCTS),
+    *(getattr(F, name) for name in _CONVOLUTIONS),
+    *overloads(*(getattr(_ATEN, name) for name in ("linear", "convolution", *_PRODUCTS, *_CONVOLUTIONS))),
 }
 DEAR = {
     *LOWERED,
