@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from itertools import pairwise
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -66,7 +66,7 @@ def measure(mesh: Mesh, draft: Plan, conditions: Facts, make: Callable[[], Measu
     began, size = time.perf_counter(), draft.settings.full
     if mesh.world.rank == 0:
         log.info("pipetrain: profiling %d layers, %d samples at a time", len(draft.layers), size)
-    link = slowest_link(mesh, draft.settings.buffer_size)
+    latency_s, s_per_byte = slowest_link(mesh, draft.settings.buffer_size)
     told = mesh.gather("the times of the layers", _layer_times(draft, mesh.device, make))
     for failure in told:
         if isinstance(failure, str):
@@ -81,7 +81,7 @@ def measure(mesh: Mesh, draft: Plan, conditions: Facts, make: Callable[[], Measu
         "torch": str(torch.__version__),
     }
     layers = average([[LayerTime(**layer) for layer in layers] for _, layers in told])
-    return Profile(conditions, machine, link.latency_s, link.s_per_byte, told[0][0], layers)
+    return Profile(conditions, machine, latency_s, s_per_byte, told[0][0], layers)
 
 
 def measure_alone(cfg: DictConfig, draft: Plan) -> Profile:
@@ -101,37 +101,30 @@ def measure_alone(cfg: DictConfig, draft: Plan) -> Profile:
 # Messages
 
 
-class Link(NamedTuple):
-    """The time of a message of n bytes one way: `latency_s` + n `s_per_byte`, in seconds."""
+def slowest_link(mesh: Mesh, buffer_size: int) -> tuple[float, float]:
+    """Measure a pair of neighbours at a time; return the slowest one's times, on every rank.
 
-    latency_s: float = 0.0
-    s_per_byte: float = 0.0
-
-    def seconds(self, nbytes: int) -> float:
-        return self.latency_s + nbytes * self.s_per_byte
-
-
-def slowest_link(mesh: Mesh, buffer_size: int) -> Link:
-    """Measure a pair of neighbours at a time; return the slowest link, on every rank. Raises ChannelError."""
+    These are the seconds of a message beside its bytes, and of a byte; 0 if there are no messages. Raises
+    ChannelError.
+    """
     if mesh.world.size == 1:
-        return Link()
+        return 0.0, 0.0
     channel = mesh.channel(buffer_size)
     mine = []
     met: set[frozenset[int]] = set()
     for stage, ranks in enumerate(pairwise(mesh.placement)):
         if len(set(ranks)) == 2 and frozenset(ranks) not in met and mesh.world.rank in ranks:
-            mine.append(_line(channel, mesh, stage))
+            mine.append([_one_way(channel, mesh, stage, nbytes) for nbytes in (SMALL, LARGE)])
         met.add(frozenset(ranks))
-    told = mesh.gather("the times of messages", [list(link) for link in mine])
-    links = [Link(*link) for found in told for link in found]
-    return max(links, key=lambda link: link.seconds(LARGE), default=Link())
+    told = mesh.gather("the times of messages", mine)
+    pairs = [pair for found in told for pair in found]
+    return line(*max(pairs, key=lambda pair: pair[1], default=(0.0, 0.0)))
 
 
-def _line(channel: Channel, mesh: Mesh, stage: int) -> Link:
-    """Fit a line through the times of a small and of a large message to the next stage."""
-    small, large = (_one_way(channel, mesh, stage, nbytes) for nbytes in (SMALL, LARGE))
-    s_per_byte = max(0.0, (large - small) / (LARGE - SMALL))
-    return Link(max(0.0, small - SMALL * s_per_byte), s_per_byte)
+def line(small_s: float, large_s: float) -> tuple[float, float]:
+    """Return the line through the times of a SMALL and of a LARGE message: that of none, and of a byte."""
+    s_per_byte = max(0.0, (large_s - small_s) / (LARGE - SMALL))
+    return max(0.0, small_s - SMALL * s_per_byte), s_per_byte
 
 
 def _one_way(channel: Channel, mesh: Mesh, stage: int, nbytes: int) -> float:

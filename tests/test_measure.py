@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from functools import partial
@@ -24,7 +23,7 @@ from pipetrain.measure import (
     REPEATS,
     SMALL,
     WARM_UP,
-    Link,
+    line,
     measure_alone,
     measure_layers,
     slowest_link,
@@ -275,7 +274,7 @@ def both_ways(placement: list[int]) -> list[tuple[int, int]]:
     return [edge for a, b in up for edge in ((a, b), (b, a))]
 
 
-def links(world: World, store: Store, placements: list[list[int]]) -> list[Link]:
+def links(world: World, store: Store, placements: list[list[int]]) -> list[tuple[float, float]]:
     found = []
     for number, placement in enumerate(placements):
         prefix = dist.PrefixStore(str(number), store)
@@ -289,24 +288,21 @@ def links(world: World, store: Store, placements: list[list[int]]) -> list[Link]
 def test_all_ranks_learn_of_the_slowest_link():
     first, second, third = run_world(links, 3, [[0, 1, 2], [0, 1, 2, 0, 1, 2]])
     assert first == second == third
-    for link in first:
-        assert 0 <= link.latency_s < 30
-        assert 0 <= link.s_per_byte < 30 / LARGE
-        assert link.seconds(LARGE) > 0
+    for latency_s, s_per_byte in first:
+        assert 0 <= latency_s < 30
+        assert 0 <= s_per_byte < 30 / LARGE
+        assert latency_s + s_per_byte > 0
 
 
 def test_alone_messages_take_no_time():
-    assert slowest_link(Mesh(World(), [0, 1], [(0, 1), (1, 0)], CPU, None, 30), 2) == Link(0, 0)
+    assert slowest_link(Mesh(World(), [0, 1], [(0, 1), (1, 0)], CPU, None, 30), 2) == (0, 0)
 
 
-def test_the_line_goes_through_both_times(monkeypatch):
-    times = {SMALL: 2.0, LARGE: 5.0}
-    monkeypatch.setattr(measure, "_one_way", lambda channel, mesh, stage, nbytes: times[nbytes])
-    link = measure._line(None, None, 0)  # type: ignore[arg-type]
-    assert math.isclose(link.seconds(SMALL), 2.0)
-    assert math.isclose(link.seconds(LARGE), 5.0)
-    times[LARGE] = 1.0  # noise: no message is faster for being larger
-    assert measure._line(None, None, 0) == Link(2.0, 0.0)  # type: ignore[arg-type]
+def test_the_line_goes_through_both_times():
+    latency_s, s_per_byte = line(2.0, 5.0)
+    assert latency_s + SMALL * s_per_byte == pytest.approx(2.0)
+    assert latency_s + LARGE * s_per_byte == pytest.approx(5.0)
+    assert line(2.0, 1.0) == (2.0, 0.0)  # noise: no message is faster for being larger
 
 
 def model(name: str) -> str:

@@ -8,7 +8,6 @@ parts of the model that a rank has. Torch is imported only where a model is give
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -30,19 +29,8 @@ WORK = 3  # forwards that a rank's work for a microbatch takes, with its backwar
 _NOT_FOR_A_TABLE = ("out", "cost", "span")
 
 
-@dataclass(frozen=True, slots=True)
-class Played:
-    """A schedule's simulated window. Times in units of what a rank computes for a microbatch, or in ms."""
-
-    batch: float  # the time of a batch
-    bubble: float
-    activations: list[float]  # by rank, as the following
-    versions: list[float]
-    staleness: list[int]
-
-
-ByModel = Callable[[str, DictConfig], tuple[str, Played]]
-"""Plans a configuration by the costs of its model; returns a title, and what its schedule takes."""
+ByModel = Callable[[str, DictConfig], tuple[str, list[str]]]
+"""Plans a configuration by the costs of its model; returns a title, and the `times` of its schedule."""
 
 
 def show_table(cfg: DictConfig, by_model: ByModel) -> None:
@@ -76,15 +64,15 @@ def table(
     rows, notes, title = [], [], ""
     for name, cfg in asked.items():
         try:
-            equal = _on_equal_stages(cfg, ranks, microbatches)
-            row = [name, *_times(equal)]
+            equal, held = _on_equal_stages(cfg, ranks, microbatches)
+            row = [name, *equal]
             if by_model is not None:
-                title, played = by_model(name, cfg)
-                row += _times(played)
+                title, own = by_model(name, cfg)
+                row += own
         except (ConfigError, ScheduleError) as error:
             notes.append(f"{name}: {error}\n")
             continue
-        rows.append([*row, _list(equal.activations), _list(equal.versions), _list(equal.staleness)])
+        rows.append([*row, *held])
     if not rows:
         raise ConfigError(
             f"compare= has no schedule that can be planned with these settings; {notes[0].strip()}"
@@ -116,26 +104,26 @@ def batches_of(cfg: DictConfig) -> int:
     return _count(cfg, "batches") or min(_count(cfg, "window") or BATCHES, BATCHES)
 
 
-def in_units(run: Timeline, batches: int, unit: float) -> Played:
-    """Return the figures of a simulated window; `unit`: of time."""
-    programs = [row.actions for row in run.rows]
-    stages = [sorted({action.stage for action in program}) for program in programs]
-    return Played(
-        batch=run.makespan / batches / unit,
-        bubble=run.bubble,
-        activations=[most_open([p]) / len(own) for p, own in zip(programs, stages, strict=True)],
-        versions=[sum(run.versions[stage] for stage in own) / len(own) for own in stages],
-        staleness=[max(run.staleness[stage] for stage in own) for own in stages],
-    )
+def times(run: Timeline, batches: int, unit: float) -> list[str]:
+    """Return the time of a batch of a simulated window, in this `unit`, and its bubble."""
+    return [f"{run.makespan / batches / unit:.4g}", f"{run.bubble:.1%}"]
 
 
-def _on_equal_stages(cfg: DictConfig, ranks: int, microbatches: int) -> Played:
+def _on_equal_stages(cfg: DictConfig, ranks: int, microbatches: int) -> tuple[list[str], list[str]]:
+    """Return the times of a schedule, and by rank its activations, weight versions and staleness."""
     batches, buffer_size = batches_of(cfg), _count(cfg, "buffer_size") or 1
     schedule = instantiate(cfg.schedule)
     compute = compute_program(schedule, ranks, batches, microbatches, buffer_size=buffer_size)
     program = lower(joined(compute))
     run = simulate(program, microbatches, buffer_size=buffer_size)
-    return in_units(run, batches, WORK * len(placement(program)) / ranks)
+    stages = [sorted({action.stage for action in row.actions}) for row in run.rows]
+    held = (
+        [most_open([row.actions]) / len(own) for row, own in zip(run.rows, stages, strict=True)],
+        [sum(run.versions[stage] for stage in own) / len(own) for own in stages],
+        [max(run.staleness[stage] for stage in own) for own in stages],
+    )
+    by_rank = [" ".join(f"{value:.3g}" for value in values) for values in held]
+    return times(run, batches, WORK * len(placement(program)) / ranks), by_rank
 
 
 def _has_model(words: Sequence[str]) -> bool:
@@ -165,11 +153,3 @@ def _composed(words: Sequence[str]) -> DictConfig:
 def _count(cfg: DictConfig, key: str) -> int | None:
     """Return a whole number of at least 1, or None. Raises ConfigError."""
     return COUNT.read(key, cfg[key], null=True)  # type: ignore[no-any-return]
-
-
-def _times(played: Played) -> list[str]:
-    return [f"{played.batch:.4g}", f"{played.bubble:.1%}"]
-
-
-def _list(values: Iterable[float]) -> str:
-    return " ".join(f"{value:.3g}" for value in values)

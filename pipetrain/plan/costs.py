@@ -19,7 +19,7 @@ import torch
 from pipetrain.codec import Codecs
 from pipetrain.network.network import INPUT, Made
 from pipetrain.network.values import TensorSpec, ValueSpec
-from pipetrain.plan.cut import Cut, copies_input
+from pipetrain.plan.cut import Cut, copies_input, entering
 from pipetrain.plan.estimate import Layer, origin
 from pipetrain.plan.observed import Kept
 from pipetrain.plan.profile import SECONDS, LayerTime, Profile
@@ -126,14 +126,7 @@ class Table:
     def entering(self, start: int, end: int) -> dict[Made, bool]:
         """Return what layers `start` to `end` take from before them, and whether they return its gradient."""
         if (start, end) not in self._entering:
-            found: dict[Made, bool] = {}
-            for layer in self.layers[start:end]:
-                for value, reached in zip(
-                    layer.takes, layer.reached or (False,) * len(layer.takes), strict=True
-                ):
-                    if value.layer < start and start:
-                        found[value] = found.get(value, False) or reached
-            self._entering[start, end] = found
+            self._entering[start, end] = entering(self.layers, start, end) if start else {}
         return self._entering[start, end]
 
     def leaving(self, start: int, end: int) -> dict[Made, bool]:
@@ -159,21 +152,21 @@ class Table:
         `near`: the values that it exchanges with stages of its own rank alone: no copies of them are sent.
         """
         layers, last = self.layers[start:end], end == len(self.layers)
-        entering, leaving = self.entering(start, end), self.leaving(start, end)
-        taken = entering if start else {Made(INPUT, n): False for n in range(len(self.inputs.specs))}
-        held = {origin(self.layers, value): self.spec(value).nbytes for value in (*leaving, *taken)}
-        enters = sum(self.spec(value).nbytes for value in taken)
+        enters, leaves = self.entering(start, end), self.leaving(start, end)
+        taken = enters if start else {Made(INPUT, n): False for n in range(len(self.inputs.specs))}
+        held = {origin(self.layers, value): self.spec(value).nbytes for value in (*leaves, *taken)}
+        inputs = sum(self.spec(value).nbytes for value in taken)
         saved = together((layer.saved for layer in layers), held)
-        saved += enters * copies_input(self.layers, taken, start, end)
+        saved += inputs * copies_input(self.layers, taken, start, end)
         saved += (self.loss + self.targets) * last
-        sent = [{v: needs for v, needs in of.items() if v not in near} for of in (entering, leaving)]
+        sent = [{v: needs for v, needs in of.items() if v not in near} for of in (enters, leaves)]
         after_i = together(layer.for_w for layer in layers) + self.targets * last
-        if not any(self.requires_grad(value) for value in entering):  # W is then the whole backward
-            after_i = saved + sum(self.spec(value).nbytes for value, needs in leaving.items() if needs)
+        if not any(self.requires_grad(value) for value in enters):  # W is then the whole backward
+            after_i = saved + sum(self.spec(value).nbytes for value, needs in leaves.items() if needs)
         buffers = {name: spec for layer in layers for name, spec in layer.buffers.items()}
         frozen = {name: spec for layer in layers for name, spec in layer.frozen.items()}
         fixed = sum(spec.nbytes for spec in (buffers | frozen).values())
-        before_r = enters + sum(spec.nbytes for spec in buffers.values()) + self.targets * last
+        before_r = inputs + sum(spec.nbytes for spec in buffers.values()) + self.targets * last
         if mode is Mode.SELECTIVE:
             before_r += together(layer.products for layer in layers)
         parameters = trained(layers)
@@ -187,9 +180,9 @@ class Table:
             versions=weights,
             gradients=weights,
             optimizer=round(sum(map(self.state_of, parameters.values()))),
-            inputs=self.wire_bytes(entering)[0],
-            grads=self.wire_bytes(leaving)[1],
-            arrived=sum(self.spec(value).nbytes for value, needs in leaving.items() if needs),
+            inputs=self.wire_bytes(enters)[0],
+            grads=self.wire_bytes(leaves)[1],
+            arrived=sum(self.spec(value).nbytes for value, needs in leaves.items() if needs),
             outputs=self.wire_bytes(sent[1])[0],
             returned=self.wire_bytes(sent[0])[1],
             tied=sum(spec.nbytes for name, spec in parameters.items() if name in others),

@@ -181,19 +181,24 @@ def cut_layers(
     )
 
 
-def values_entering(layers: Sequence[Layer], cuts: Sequence[int], inputs: int) -> list[dict[Made, bool]]:
-    """Return, by stage, the values that enter it, ascending, and whether it returns their gradients.
+def entering(layers: Sequence[Layer], start: int, end: int) -> dict[Made, bool]:
+    """Return what layers `start` to `end` (exclusive) take from before them, ascending.
 
-    `inputs`: how many the model has.
+    And whether they return the gradient of each. The data are before the first layer.
     """
-    entering: list[dict[Made, bool]] = [{} for _ in range(len(cuts) + 1)]
-    entering[0] = {Made(INPUT, number): False for number in range(inputs)}
-    for index, layer in enumerate(layers):
-        stage = stage_of(index, cuts)
+    found: dict[Made, bool] = {}
+    for layer in layers[start:end]:
         for value, reached in zip(layer.takes, layer.reached or repeat(False), strict=False):
-            if stage_of(value.layer, cuts) != stage:
-                entering[stage][value] = entering[stage].get(value, False) or reached
-    return [dict(sorted(values.items())) for values in entering]
+            if value.layer < start:
+                found[value] = found.get(value, False) or reached
+    return dict(sorted(found.items()))
+
+
+def values_entering(layers: Sequence[Layer], cuts: Sequence[int], inputs: int) -> list[dict[Made, bool]]:
+    """Return what enters each stage, as `entering` does. The first takes the `inputs` that the model has."""
+    later = [entering(layers, start, end) for start, end in pairwise([*cuts, len(layers)])]
+    data = {Made(INPUT, number): False for number in range(inputs)}
+    return [data, *later]
 
 
 def _routes(entering: Sequence[Mapping[Made, bool]], cuts: Sequence[int]) -> Iterator[Route]:

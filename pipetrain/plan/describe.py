@@ -23,7 +23,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.network.chain import network_of
 from pipetrain.network.values import TensorSpec
 from pipetrain.plan.by_times import Prediction
-from pipetrain.plan.comparing import BATCHES, WORK, Played, aligned, batches_of, in_units
+from pipetrain.plan.comparing import BATCHES, WORK, aligned, batches_of, times
 from pipetrain.plan.memory import gpu_bytes, known_state, memory, optimizer_state, says_whether_it_fits, sized
 from pipetrain.plan.plan import Plan, Samples, make_plan, with_costs
 from pipetrain.plan.profile import Profile, profile_conditions, read_profile
@@ -85,11 +85,11 @@ def planned(cfg: DictConfig, schedule: str, epoch: int = BATCHES, measure: Measu
     return make(measure(cfg, plan))
 
 
-def by_model(name: str, cfg: DictConfig) -> tuple[str, Played]:
-    """Return a title, and what a schedule takes by the costs of a configuration's model."""
+def by_model(name: str, cfg: DictConfig) -> tuple[str, list[str]]:
+    """Return a title, and the times of a schedule by the costs of a configuration's model."""
     plan = planned(cfg, name)
     title = f"{plan.settings.model}{' ms' if plan.costs else ''}"
-    return title, in_units(plan.timeline(), batches_of(cfg), 1e-3 if plan.costs else WORK)
+    return title, times(plan.timeline(), batches_of(cfg), 1e-3 if plan.costs else WORK)
 
 
 def _draw(plan: Plan, path: Path, span: tuple[int, int] | None) -> None:
