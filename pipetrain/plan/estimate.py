@@ -1,16 +1,16 @@
 """Estimates each layer's cost and output, and which gradients are needed, by running it once.
 
 A layer runs on copies of its tensors, so that weights, BatchNorm's statistics and the random generators do
-not change. A cheap layer runs on real numbers, if few bytes of them are kept. Others, and those of a model on
-the meta device, run under FakeTensorMode, on tensors without data, which is fast for any size but loads
+not change. A cheap layer runs on real numbers. Others, and those of a model on the meta device, run under
+FakeTensorMode, on tensors without data, which is fast for any size but loads
 torch's compiler, which takes a second. A layer that branches on values (`if torch.rand(()) < p`) always needs
 real numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -31,7 +31,6 @@ from pipetrain.plan.observed import NOTHING, Kept, Saving, Spy
 
 CHEAP = 2.5e9  # most multiplications of a cheap layer, about a tenth of a second
 MOST_REAL = 2**30  # most bytes of a real input
-MOST_KEPT = 2**27  # most bytes of all cheap layers, whose graphs are kept until the last one has run
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +114,7 @@ def estimate(
                 raise ConfigError(f"{where} cannot take {taken}: {one_line(error)}") from error
             if run.wrong:
                 raise ConfigError(f"{where} {run.wrong}")
-            for number, t in enumerate(run.outputs):  # without graph
-                values[Made(index, number)] = t.detach().requires_grad_(t.requires_grad)
+            values |= {Made(index, number): t for number, t in enumerate(run.outputs)}
             made.append(run.layer.output)
             runs.append(run)
         return _joined(_with_gradients(runs) if training else [run.layer for run in runs])
@@ -140,10 +138,9 @@ def _joined(layers: Sequence[Layer]) -> list[Layer]:
 @dataclass(frozen=True, slots=True)
 class _Run:
     layer: Layer
-    inputs: tuple[Tensor, ...]  # leaves of its graph
-    outputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]  # without graph
+    paths: list[list[bool]]  # of each output, which inputs get a gradient from it
     wrong: str  # a reason why a pipeline would train it differently than one process, or ""
-    on_copies: Callable[[], AbstractContextManager[object]]  # installs the copies of its tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +160,6 @@ class _Trial:
         self._numerics = numerics
         self._values = values
         self._train = training
-        self._kept = 0  # bytes of input of the cheap layers so far
         registered = [*model.named_parameters(), *model.named_buffers()]
         self._meta = any(t.is_meta for _, t in registered)
         self._ids = {id(t): name for name, t in registered}
@@ -177,8 +173,7 @@ class _Trial:
         )
         nbytes = sum(t.nbytes for t in given)
         work = positions * sum(p.numel() for p in layer.module.parameters())
-        dear = self._kept + nbytes > MOST_KEPT or work > CHEAP or self._meta
-        self._kept += 0 if dear else nbytes
+        dear = work > CHEAP or self._meta
         try:
             return self._run(layer, given, fake_mode() if dear else None)
         except Exception as error:
@@ -198,13 +193,7 @@ class _Trial:
             for place in places(module)
             if id(place.tensor) in self._ids
         }
-
-        @contextmanager
-        def on_copies() -> Iterator[None]:
-            with mode or nullcontext(), standing_in(module, others):
-                yield
-
-        with torch.set_grad_enabled(self._train), on_copies():
+        with torch.set_grad_enabled(self._train), mode or nullcontext(), standing_in(module, others):
             # In the memory format in which they arrive over a cut.
             leaves = tuple(
                 self._numerics.arrange(_copied(t, mode)).detach().requires_grad_(t.requires_grad)
@@ -265,7 +254,9 @@ class _Trial:
                 frozen=named["frozen"],
                 buffers=named["buffers"],
             )
-        return _Run(layer, leaves, outputs, wrong, on_copies)
+            paths = [_reached(t, leaves) for t in outputs]
+        detached = tuple(t.detach().requires_grad_(t.requires_grad) for t in outputs)
+        return _Run(layer, detached, paths, wrong)
 
     def _named(self, module: nn.Module) -> dict[str, dict[str, TensorSpec]]:
         """Return the specs of what a layer trains, of its frozen parameters and of its buffers, by name."""
@@ -313,7 +304,8 @@ def _with_gradients(runs: Sequence[_Run]) -> list[Layer]:
     needed = {Made(last, number): t.requires_grad for number, t in enumerate(runs[last].outputs)}
     for index, run in reversed(list(enumerate(runs))):
         needs = tuple(needed.get(Made(index, number), False) for number in range(len(run.outputs)))
-        reached = _reached(run, needs)
+        paths = [path for path, need in zip(run.paths, needs, strict=True) if need]
+        reached = tuple(any(path[number] for path in paths) for number in range(len(run.layer.takes)))
         for value, reaches in zip(run.layer.takes, reached, strict=True):
             needed[value] = needed.get(value, False) or reaches
         requires = tuple(t.requires_grad for t in run.outputs)
@@ -321,10 +313,9 @@ def _with_gradients(runs: Sequence[_Run]) -> list[Layer]:
     return layers[::-1]
 
 
-def _reached(run: _Run, needed: Sequence[bool]) -> tuple[bool, ...]:
-    """Return which inputs of a layer have a gradient if these outputs have one."""
-    outputs = [t for t, need in zip(run.outputs, needed, strict=True) if need and t.requires_grad]
-    nodes, todo = set(), [t.grad_fn for t in outputs]
+def _reached(output: Tensor, leaves: Sequence[Tensor]) -> list[bool]:
+    """Return which leaves get a gradient from an output."""
+    nodes, todo = set(), [output.grad_fn]
     while todo:
         node = todo.pop()
         if node is not None and node not in nodes:
@@ -332,14 +323,16 @@ def _reached(run: _Run, needed: Sequence[bool]) -> tuple[bool, ...]:
             todo += [before for before, _ in node.next_functions]
     if not any(isinstance(node, BackwardCFunction) for node in nodes):
         ends = {id(getattr(node, "variable", None)) for node in nodes}
-        return tuple(id(leaf) in ends for leaf in run.inputs)
+        return [id(leaf) in ends for leaf in leaves]
     # A custom autograd Function may return no gradient for an input: only a backward tells.
     try:
-        with run.on_copies():  # a layer that recomputes runs forward once more
-            torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+        torch.autograd.backward(output, torch.ones_like(output), retain_graph=True)
     except Exception:  # a Function that needs real numbers: assume that every possible gradient exists
-        return tuple(leaf.requires_grad for leaf in run.inputs)
-    return tuple(leaf.grad is not None for leaf in run.inputs)
+        return [leaf.requires_grad for leaf in leaves]
+    reached = [leaf.grad is not None for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return reached
 
 
 def _registered(module: nn.Module) -> set[str]:

@@ -183,13 +183,6 @@ def test_a_dear_model_is_estimated_without_numbers_and_alike(monkeypatch, build)
     assert kinds == [FakeTensor]  # numbers for the one layer that reads them
 
 
-def test_many_cheap_layers_are_not_all_kept_in_memory(monkeypatch):
-    monkeypatch.setattr(module, "MOST_KEPT", 3 * IMAGES.nbytes)
-    kinds: list[type] = []
-    estimate(nn.Sequential(*(sees(kinds) for _ in range(5))), IMAGES)
-    assert kinds == [Tensor] * 3 + [FakeTensor] * 2
-
-
 def for_a_gpu(x: Tensor) -> Tensor:
     if not isinstance(x, FakeTensor):
         raise NotImplementedError("no such kernel for the CPU")
