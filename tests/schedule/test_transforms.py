@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +15,6 @@ from pipetrain.schedule.programs import (
     layer_dist,
     one_f_one_b,
     pipedream,
-    pipedream_2bw,
     v_min,
     zb_h1,
     zb_h2,
@@ -27,8 +24,7 @@ from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.schedule.timeline import Costs
 from pipetrain.schedule.transforms import joined, with_norms
 from tests.schedule.cases import CASES, NAMES, Case
-from tests.schedule.mutants import mutants
-from tests.schedule.test_check import figures, refused
+from tests.schedule.test_check import refused
 
 FLUSH = (layer_dist, gpipe, one_f_one_b, interleaved_1f1b)
 
@@ -100,16 +96,6 @@ def test_what_is_held_and_read_stays_the_same(case: Case) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("schedule", "free", "waits"), [(pipedream, 0.0448, 0.3402), (pipedream_2bw, 0.0448, 0.3043)]
-)
-def test_what_it_costs_an_asynchronous_schedule(schedule, free: float, waits: float) -> None:
-    """As conf/config.yaml and docs/schedules.md say it: 4 stages, 16 batches of 4 microbatches."""
-    program = schedule(4, 16, 4)
-    bubbles = [simulate(made, 4).bubble for made in (lower(program), clipped(program))]
-    assert bubbles == pytest.approx([free, waits], abs=1e-4)
-
-
 def test_a_norm_that_travels_holds_up_every_step() -> None:
     def cost(action: Action) -> float:
         return {Op.F: 1.0, Op.B: 2.0, Op.NORM: 0.5}.get(action.op, 0.0)
@@ -120,29 +106,6 @@ def test_a_norm_that_travels_holds_up_every_step() -> None:
         *(0.5, 0.5),
         *(2.5, 2.5),
     ]
-
-
-# Mutants
-
-
-@pytest.mark.parametrize("schedule", [*FLUSH, zb_h1, pipedream, pipedream_2bw])
-@pytest.mark.parametrize("size", [(2, 2, 2), (3, 1, 3), (1, 1, 1)])
-def test_no_mutant_survives(schedule, size) -> None:
-    _, batches, microbatches = size
-    program = clipped(schedule(*size))
-    check(program, batches, microbatches, norms=True)
-    assert list(_survivors(program, batches, microbatches)) == []
-
-
-def _survivors(program: Program, batches: int, microbatches: int) -> Iterator[str]:
-    right = figures(program, microbatches)
-    for what, mutant in mutants(program, reach=4):
-        try:
-            check(mutant, batches, microbatches, norms=True)
-        except ScheduleError:
-            continue
-        if figures(mutant, microbatches) == right:
-            yield what
 
 
 def test_norms_that_are_not_asked_for_are_refused_and_missing_ones_too() -> None:

@@ -187,6 +187,8 @@ def reversed_1f1b(ranks: int, batches: int, microbatches: int) -> Any:
     return one_f_one_b(ranks, batches, microbatches)[::-1]
 
 
+NAMED = dict(zip("xy", batch(), strict=True))
+WEIGHT = r"weight\(targets\) must be one number that is not negative, what they count for together; got "
 ALIKE: dict[str, tuple[Program, str]] = {
     "a vector": (
         lambda rank: step(loss=lambda o, t: functional.cross_entropy(o, t, reduction="none")),
@@ -246,7 +248,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
     "empty": (lambda rank: train([]), "the loader has no batch"),
     "empty evaluation": (lambda rank: pipe().evaluate(iter([])), "the loader has no batch"),
     "no pair": (lambda rank: train([torch.ones(8, 4)]), "batch 0 must be a pair .*; it is a Tensor"),
-    "no tensor": (lambda rank: step([[1.0]], batch()[1]), "inputs of batch 0 must be a tensor .* got tuple"),
+    "no tensor": (lambda rank: step([[1.0]], batch()[1]), "inputs of batch 0 must be a tensor .* got list"),
     "no sample": (lambda rank: step(*batch(0)), "batch 0 has no sample"),
     "float64": (lambda rank: step(batch()[0].double(), batch()[1]), "float64 numbers would be rounded"),
     "float64 targets": (
@@ -260,7 +262,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
     ),
     "a Dataset as loader": (
         lambda rank: train(Ending()),
-"the loader is a Dataset, Ending, which gives samples: let a DataLoader make batches of them, ",
+        "the loader is a Dataset, Ending, which gives samples: let a DataLoader make batches of them, ",
     ),
     "a number as targets": (
         lambda rank: step(batch()[0], torch.tensor(1)),
@@ -290,6 +292,33 @@ ALIKE: dict[str, tuple[Program, str]] = {
         lambda rank: step(schedule=lambda ranks, batches, microbatches: [["0F0"]] * ranks),
         "schedule <lambda> gives '0F0' as an action: a program is a list of Action for each rank",
     ),
+    "a dict": (lambda rank: step(NAMED), r"a dict of x, y: say which are the targets, as in .*='label'\)"),
+    "a triple": (
+        lambda rank: step((*batch(), batch()[1])),
+        r"a tuple of 3: let the loader give \(\(FIRST, SECOND\), TARGETS\), or a dict, and",
+    ),
+    "no such target": (lambda rank: step(NAMED, targets="z"), "batch 0 has no z: targets= can name x, y"),
+    "targets alone": (
+        lambda rank: step({"y": batch()[1]}, targets="y"),
+        "batch 0 has nothing but the targets y: add the model's inputs",
+    ),
+    "targets of a pair": (
+        lambda rank: step(batch(), targets="y"),
+        "batch 0 must be a dict with y, as targets= says; it is a tuple of 2",
+    ),
+    "text": (
+        lambda rank: step({**NAMED, "text": ["a"] * 8}, targets="y"),
+        r"text of the inputs of batch 0 must be a tensor \[n, ...\]; got list: leave it out, or make it one",
+    ),
+    "targets number": (lambda rank: step(NAMED, targets=3), "targets=3 must be the name of the targets"),
+    "a model's loss": (
+        lambda rank: step(loss="model"),
+        "a dict with labels, that goes to the model, as it computes its loss; it is a tuple of 2",
+    ),
+    "weight a sample": (lambda rank: step(weight=lambda t: (t >= 0).double()), rf"{WEIGHT}float64\[8\]: su"),
+    "weight nan": (lambda rank: step(weight=lambda t: math.nan), f"{WEIGHT}nan"),
+    "weight below": (lambda rank: step(weight=lambda t: -1), f"{WEIGHT}-1.0"),
+    "weight none": (lambda rank: step(weight=lambda t: None), f"{WEIGHT}NoneType"),
     "weights": (lambda rank: step(weights=5), "weights=5 must be the path of a file or a folder"),
     "state_dict": (
         lambda rank: step(weights=model().state_dict()),

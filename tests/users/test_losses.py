@@ -181,33 +181,3 @@ def test_a_loss_of_nothing_is_said_to_need_a_weight(ranks):
         "the loss of microbatch 0 is nan (first in the loss itself, which needs weight= where targets may "
         "not count) at stage 1, update 4"
     ) in said
-
-
-WEIGHTS = {
-    "a number a sample": (lambda targets: (targets >= 0).double(), "got float64[8]: sum it"),
-    "nan": (lambda targets: float("nan"), "got nan"),
-    "negative": (lambda targets: -1, "got -1.0"),
-    "none": (lambda targets: None, "got NoneType"),
-}
-
-
-def of_weight(name: str) -> str:
-    return ended(lambda: train(samples(1), classifier(), of_some, microbatches=2, weight=WEIGHTS[name][0]))
-
-
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_a_weight_that_is_no_number_is_refused_with_what_it_is(ranks, name):
-    needs = "weight(targets) must be one number that is not negative, what they count for together; "
-    for said in ranks(of_weight, name):
-        assert said.removeprefix("rank 0 stopped: ").endswith(needs + WEIGHTS[name][1])
-
-
-def without_labels() -> str:
-    return ended(lambda: train(samples(1), classifier(), "model", microbatches=2))
-
-
-def test_a_model_that_computes_its_loss_gets_dicts(ranks):
-    for said in ranks(without_labels):
-        assert said.endswith(
-            "must be a dict with labels, that goes to the model, as it computes its loss; it is a tuple of 2"
-        )
