@@ -189,7 +189,7 @@ class Epochs:
         """Train and evaluate all epochs; return False if stopped. Raises ChannelError and TrainingStopped."""
         self._started = time.perf_counter()
         settings = self._about.settings
-        tracer = Tracer(self._about, self._mesh, self._position) if settings.trace else None
+        tracer = Tracer(self._about, self._mesh) if settings.trace else None
         if self._recorder:
             self._recorder.begin(self.history)
         for epoch in range(self._position.epoch, settings.epochs):
@@ -206,7 +206,7 @@ class Epochs:
         return self._position.epoch == settings.epochs
 
     def _trace(self, tracer: Tracer) -> None:
-        trace = tracer.collect()
+        trace = tracer.collect(stopped=self._position.epoch < self._about.settings.epochs)
         if self._recorder and trace.windows:
             self._recorder.trace(trace)
 
@@ -240,6 +240,7 @@ class Epochs:
             over = done + len(sizes) == total
             meter = self._meter(epoch + 1 == about.settings.epochs and over)
             self.session.engine.watcher = meter
+            self.session.prove(len(sizes))
             observe = self._observer(tracer.observer(epoch, sizes) if tracer else None)
             ends = self._ends(len(sizes), *batch_s)
             trained, losses = self.session.train(sizes, batches, tick, observe, ends)

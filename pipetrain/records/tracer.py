@@ -7,19 +7,15 @@ Every rank sends its spans once, after the epoch of the last traced window. Its 
 from __future__ import annotations
 
 import platform
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from pipetrain.checkpoint.files import Position
 from pipetrain.data.loader import pieces
-from pipetrain.plan.program import window_lengths
 from pipetrain.records.history import About
 from pipetrain.runtime.clock import Observe
 from pipetrain.runtime.mesh import Mesh
@@ -39,45 +35,44 @@ class Trace:
 
 
 class Tracer:
-    """One rank's trace of the first windows from a position on. All ranks make the same calls."""
+    """One rank's trace of the first windows. All ranks make the same calls."""
 
-    def __init__(self, about: About, mesh: Mesh, position: Position) -> None:
+    def __init__(self, about: About, mesh: Mesh) -> None:
         self._about = about
         self._mesh = mesh
-        lengths = _lengths(about, position)[: about.settings.trace]
-        longest = {n: max(map(len, window.program)) for n, window in about.plan.windows.items()}
-        actions = list(accumulate(longest[n] for n in lengths))
-        self._left = max(1, bisect_right(actions, MOST_ACTIONS))
-        self._cut = "" if self._left == len(lengths) else f"at {MOST_ACTIONS} actions of a rank"
+        self._actions = 0  # of the longest rank
+        self._cut = ""
         self._windows: list[tuple[int, list[int]]] = []  # epoch, samples of microbatches
         self._rows: list[Row] = []  # of each window
         self._began = self._compare_clocks()
 
     @property
     def over(self) -> bool:
-        return not self._left
+        return bool(self._cut) or len(self._windows) == self._about.settings.trace
 
     def observer(self, epoch: int, sizes: Sequence[int]) -> Observe | None:
         """Return the observer of the next window, of batches of these sizes; None if it is not traced."""
         if self.over:
             return None
-        self._left -= 1
+        self._actions += max(map(len, self._about.plan.windows[len(sizes)].program))
+        if self._windows and self._actions > MOST_ACTIONS:
+            self._cut = f"at {MOST_ACTIONS} actions of a rank"
+            return None
         return partial(self._take, epoch, sizes)
 
-    def collect(self) -> Trace:
-        """Gather the spans of all ranks, on the clock of rank 0."""
+    def collect(self, stopped: bool) -> Trace:
+        """Gather the spans of all ranks, on the clock of rank 0. `stopped`: whether windows were left."""
         (began, first, error), (ended, last, other_error) = self._began, self._compare_clocks()
         drift = (last - first) / (ended - began)
-        rows = [_shifted(row, lambda moment: moment + first + drift * (moment - began)) for row in self._rows]
-        mine = {"windows": list(map(_as_json, rows)), "clock_error_s": max(error, other_error)}
-        ranks = self._mesh.gather("the trace", mine)
+        rows = [_as_json(row, lambda moment: moment + first + drift * (moment - began)) for row in self._rows]
+        ranks = self._mesh.gather("the trace", {"windows": rows, "clock_error_s": max(error, other_error)})
         m = self._about.settings.microbatches
         return Trace(
             [
                 TracedWindow(epoch, samples, Timeline([_as_row(rank["windows"][n]) for rank in ranks], m))
                 for n, (epoch, samples) in enumerate(self._windows)
             ],
-            "where the run was stopped" if self._left else self._cut,
+            "where the run was stopped" if stopped and not self.over else self._cut,
             max(rank["clock_error_s"] for rank in ranks),
         )
 
@@ -122,25 +117,16 @@ def about_trace(about: About, trace: Trace) -> dict[str, Any]:
     }
 
 
-def _lengths(about: About, position: Position) -> list[int]:
-    batches, window = about.batches, about.settings.window
-    return [
-        length
-        for epoch in range(position.epoch, about.settings.epochs)
-        for length in window_lengths(batches, window, position.batch if epoch == position.epoch else 0)
+def _as_json(row: Row, shift: Callable[[float], float]) -> list[Any]:
+    """Return a row as JSON data, its moments shifted."""
+    spans = [
+        [span.action and str(span.action), shift(span.start), shift(span.end), *span[3:]]
+        for span in row.spans
     ]
-
-
-def _as_json(row: Row) -> list[Any]:
-    return [row.began, row.ended, [[span.action and str(span.action), *span[1:]] for span in row.spans]]
+    return [shift(row.began), shift(row.ended), spans]
 
 
 def _as_row(data: list[Any]) -> Row:
     """Return the row of `_as_json`."""
     began, ended, spans = data
     return Row(began, ended, [Span(action and parse_action(action), *rest) for action, *rest in spans])
-
-
-def _shifted(row: Row, shift: Callable[[float], float]) -> Row:
-    spans = [span._replace(start=shift(span.start), end=shift(span.end)) for span in row.spans]
-    return Row(shift(row.began), shift(row.ended), spans)

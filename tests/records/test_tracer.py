@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from pipetrain.checkpoint.files import Position
 from pipetrain.records import tracer as module
 from pipetrain.records.tracer import Trace, Tracer, about_trace
 from pipetrain.runtime.ranks import World
@@ -68,10 +67,13 @@ class Shifted:
         return [json.loads(json.dumps(item))]
 
 
+STOPPED = "where the run was stopped"
+
+
 @pytest.mark.parametrize(
     ("windows", "most", "traced", "cut"),
     [
-        *[(None, 10**6, 8, ""), (1, 10**6, 1, ""), (5, 10**6, 5, ""), (99, 10**6, 8, "")],
+        *[(None, 10**6, 8, ""), (1, 10**6, 1, ""), (5, 10**6, 5, ""), (99, 10**6, 8, STOPPED)],
         *[(None, 18, 3, "at 18 actions of a rank"), (5, 17, 2, "at 17 actions of a rank")],
         (None, 1, 1, "at 1 actions of a rank"),
     ],
@@ -84,7 +86,7 @@ def test_the_first_n_windows_are_traced_unless_they_would_be_too_much(
     run = make_run(Case("gpipe", 1, (PLAIN, "microbatches=2", "epochs=2", "window=1", *words)))
     actions = run.plan.windows[1].program[0]
     assert len(actions) == 6
-    tracer = Tracer(run.about, Shifted([(0.0, 0.0)] * 2), Position())  # type: ignore[arg-type]
+    tracer = Tracer(run.about, Shifted([(0.0, 0.0)] * 2))  # type: ignore[arg-type]
     epochs = []
     for epoch in (0, 1):
         for size in run.sampler.batch_sizes:
@@ -92,7 +94,7 @@ def test_the_first_n_windows_are_traced_unless_they_would_be_too_much(
                 observe(Row(1.0, 2.0, [Span(action, 1.0, 2.0) for action in actions]))
                 epochs.append(epoch)
     assert epochs == [0, 0, 0, 0, 1, 1, 1, 1][:traced]
-    trace = tracer.collect()
+    trace = tracer.collect(stopped=windows == 99)
     assert [window.epoch for window in trace.windows] == epochs
     assert trace.cut == cut
 
@@ -101,14 +103,14 @@ def test_times_are_put_on_rank_0_s_clock_and_drift_is_evened_out(monkeypatch):
     run = make_run(Case("1f1b", 1, (PLAIN, "microbatches=2", "epochs=1", "+trace.windows=1")))
     now = iter([100.0, 200.0])
     monkeypatch.setattr(module, "perf_counter", lambda: next(now))
-    tracer = Tracer(run.about, Shifted([(7.0, 0.01), (9.0, 0.002)]), Position())  # type: ignore[arg-type]
+    tracer = Tracer(run.about, Shifted([(7.0, 0.01), (9.0, 0.002)]))  # type: ignore[arg-type]
     observe = tracer.observer(0, run.sampler.batch_sizes[:1])
     assert observe
-    assert tracer.over
-    assert tracer.observer(0, run.sampler.batch_sizes[1:2]) is None
     actions = run.plan.windows[1].program[0]
     observe(Row(100.0, 200.0, [Span(action, 150.0, 150.0, 0.5) for action in actions]))
-    trace = tracer.collect()
+    assert tracer.over
+    assert tracer.observer(0, run.sampler.batch_sizes[1:2]) is None
+    trace = tracer.collect(stopped=False)
     (window,) = trace.windows
     (row,) = window.timeline.rows
     assert (row.began, row.ended) == pytest.approx((107.0, 209.0))
