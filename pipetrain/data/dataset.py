@@ -72,16 +72,11 @@ def _of_tensors(parts: Sequence[Any], what: str) -> Tensors:
             "where either may be a tuple of tensors"
         )
     inputs, targets = (_value(part) for part in parts)
-    lengths = [
-        [len(tensor) if tensor.dim() else 0 for tensor in as_tuple(half)] for half in (inputs, targets)
-    ]
-    if len({*lengths[0], *lengths[1]}) > 1:
-        of_inputs, of_targets = (" and ".join(map(str, half)) for half in lengths)
-        raise ConfigError(
-            f"{what} has inputs of {of_inputs} samples and targets of {of_targets}: their first dimensions "
-            "must be equal"
-        )
-    if not lengths[0][0]:
+    lengths = [len(t) if t.dim() else 0 for t in (*as_tuple(inputs), *as_tuple(targets))]
+    if len(set(lengths)) > 1:
+        found = ", ".join(map(str, lengths))
+        raise ConfigError(f"{what} holds tensors of {found} samples: their first dimensions must be equal")
+    if not lengths[0]:
         raise ConfigError(f"{what} has no sample")
     return Tensors(inputs, targets)
 

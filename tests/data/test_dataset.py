@@ -223,12 +223,9 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("made", "says"),
     [
-        ((X, Y[:5]), "has inputs of 6 samples and targets of 5: their first dimensions must be equal"),
-        (((X, X[:4]), Y), "has inputs of 6 and 4 samples and targets of 6: their first"),
-        (
-            (X, torch.tensor(1)),
-            "has inputs of 6 samples and targets of 0: their first dimensions must be equal",
-        ),
+        ((X, Y[:5]), "holds tensors of 6, 5 samples: their first dimensions must be equal"),
+        (((X, X[:4]), Y), "holds tensors of 6, 4, 6 samples: their first dimensions"),
+        ((X, torch.tensor(1)), "holds tensors of 6, 0 samples: their first dimensions must be equal"),
         ((X[:0], Y[:0]), "has no sample"),
         ([], "has no sample"),
         (TensorDataset(X), "holds 1 tensors, and must hold inputs and targets: give (inputs, targets)"),
