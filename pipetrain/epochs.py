@@ -155,6 +155,9 @@ class Epochs:
         """
         session, plan = self.session, self.session.plan
         self._progress = read_progress(manifest)
+        names = ["loss", *(metric.name for metric in self._about.task.metrics)]
+        history = [record.named(names) for record in self._progress.history]
+        self._progress = replace(self._progress, history=history)
         self._position = self._placed(manifest.position)
         if self._position != manifest.position:
             epoch, batch, _ = astuple(self._position)

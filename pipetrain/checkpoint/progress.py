@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
 from pipetrain.checkpoint.files import Manifest
@@ -54,6 +54,13 @@ class EpochRecord:
     def update_values(self) -> dict[int, dict[str, float]]:
         """The values of each group of updates, by the last one's number and their names in TensorBoard."""
         return {n: {"loss/update": loss, "lr/update": self.rates[n]} for n, loss in self.losses.items()}
+
+    def named(self, names: Sequence[str]) -> EpochRecord:
+        """Return the record with values of these names; NaN for a metric that it does not have."""
+        trained, evaluated = (
+            {name: values.get(name, math.nan) for name in names} for values in (self.trained, self.evaluated)
+        )
+        return replace(self, trained=trained, evaluated=evaluated)
 
     def as_row(self) -> dict[str, float]:
         """Return the epoch as a row of metrics.csv."""

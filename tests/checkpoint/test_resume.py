@@ -192,6 +192,14 @@ def test_a_moving_average_may_begin_and_end_with_a_restart(tmp_path, plain):
     assert again[1][-1].evaluated == plain.epochs[-1].evaluated
 
 
+def test_epochs_before_another_metric_have_no_value_of_it(plain):
+    words = ["+metrics.far._target_=pipetrain.tasks.Accuracy", "+metrics.far.top=3"]
+    _, resumed = run_in_threads(a_case("1f1b", 2, *words), source=checkpoints(plain.folder)[5])
+    assert [record.as_row().keys() for record in resumed] == [resumed[-1].as_row().keys()] * len(resumed)
+    assert math.isnan(resumed[0].evaluated["top3"])
+    assert resumed[-1].evaluated["top3"] > 0
+
+
 @pytest.mark.parametrize(
     ("at", "epochs_done", "position"), [(6, 1, Position(1, 2, 6)), (12, 2, Position(2, 4, 12))]
 )
