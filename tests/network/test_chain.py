@@ -100,25 +100,17 @@ def test_what_enters_can_be_seen():
 
 
 def test_names_are_those_of_the_model():
-    model = nested()
-    parts = [
-        Chain(model).part(slice)
-        for slice in cut_layers({2: estimate(nested(), ENTRY)}, [4, 9], EXAMPLE).slices
-    ]
-    names = [name for part in parts for name in part.state_dict()]
-    assert names == list(model.state_dict())
-    assert [name for name, _ in parts[1].named_children()] == list(dict(model.named_children()))[4:9]
-
-
-def test_a_layer_may_be_called_as_a_part_s_own_attributes_are():
-    """`pack`, say; add_module refused it."""
+    """A layer may be called as a part's own attributes are: `pack`, which add_module refused."""
     names = ("slice", "pack", "observed", "train")
-    model = nn.Sequential()
+    model, x = nn.Sequential(), torch.randn(2, 6, dtype=torch.float64)
     model._modules = {name: nn.Linear(6, 6).double() for name in names}
-    (slice,) = cut_layers({2: estimate(copy.deepcopy(model), ENTRY)}, [], EXAMPLE).slices
-    part, x = Chain(model).part(slice), torch.randn(2, 6, dtype=torch.float64)
-    assert torch.equal(part(x)[0], model(x))
-    assert list(part.state_dict()) == list(model.state_dict())
+    for whole, cuts in ((nested(), [4, 9]), (model, [2])):
+        slices = cut_layers({2: estimate(copy.deepcopy(whole), ENTRY)}, cuts, EXAMPLE).slices
+        parts = [Chain(whole).part(slice) for slice in slices]
+        assert [name for part in parts for name in part.state_dict()] == list(whole.state_dict())
+        children = [name for part in parts for name, _ in part.named_children()]
+        assert children == [name for name, _ in whole.named_children()]
+    assert torch.equal(parts[1](*parts[0](x))[0], model(x))
 
 
 def test_a_part_says_what_each_layer_makes_and_may_be_given_something_else():
