@@ -19,7 +19,7 @@ from typing import Any
 from comparison.figures import Metric, deviation, duration, metric_of, size, times, two
 from comparison.runs import Outcome, Summary
 
-FILES = ("table.md", "table.csv", "runs.csv")
+FILES = ("table.md", "runs.csv")
 # What should be alike in all runs of a model: keys of summary.json, and of what a run was made on, in words.
 FAIR: tuple[str, ...] = ("model", "data", "device", "lr", "batch_size", "data_workers", "epochs", "updates")
 FAIR += ("threads", "precision", "memory_format", "task")
@@ -268,25 +268,17 @@ def results(rows: Sequence[Row]) -> Table:
 
 
 def write(out: Path, rows: Sequence[Row]) -> str:
-    """Write table.md, table.csv and runs.csv; return the Markdown."""
+    """Write table.md and runs.csv; return the Markdown."""
     text = results(rows).markdown()
     (out / "table.md").write_text(text)
-    _write_csv(out / "table.csv", [_plain(row, compared(rows)) for row in rows])
-    _write_csv(out / "runs.csv", [_run(outcome) for row in rows for outcome in row.outcomes])
+    lines = [_run(outcome) for row in rows for outcome in row.outcomes]
+    with (out / "runs.csv").open("w", newline="") as file:
+        names = dict.fromkeys(name for line in lines for name in line)
+        writer = csv.DictWriter(file, list(names), lineterminator="\n")
+        writer.writeheader()
+        for line in lines:
+            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in line.items()})
     return text
-
-
-def _plain(row: Row, metric: Metric) -> dict[str, Any]:
-    """Return a row as plain values by column, those of a list as mean and deviation."""
-    line: dict[str, Any] = {}
-    for column in (*PUBLISHED, *RESULTS[:-1]):
-        name, value = column.head(metric), column.value(row)
-        if isinstance(value, list):
-            line[name] = fmean(value) if value else None
-            line[f"{name}_dev"] = deviation(value) if len(value) > 1 else None
-        else:
-            line[name] = value
-    return line | {"finished": len(row.done), "runs": len(row.outcomes)}
 
 
 def _run(outcome: Outcome) -> dict[str, Any]:
@@ -304,15 +296,6 @@ def _run(outcome: Outcome) -> dict[str, Any]:
     }
     summary = {k: v for k, v in (outcome.summary or {}).items() if isinstance(v, (str, int, float))}
     return summary | line
-
-
-def _write_csv(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    columns = dict.fromkeys(key for line in lines for key in line)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(columns), lineterminator="\n")
-        writer.writeheader()
-        for line in lines:
-            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in line.items()})
 
 
 # What is said below a table

@@ -1,4 +1,4 @@
-"""Experiments: what the file says, what the command line changes in it, and the record that stands beside."""
+"""Experiments: what the file says, and what the command line changes in it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from comparison.request import Spec, load, make_method, merged
+from comparison.request import Spec, load, merged
 from pipetrain.errors import ConfigError
-from tests.comparison.support import asked, of_schedule
+from tests.comparison.support import asked
 from tests.support.cases import config
 
 CODECS = {"fbp + topk": "TopK", "fbp + int8": "Int8", "fbp + topk + int8": "TopKInt8"}  # of gradients
@@ -76,14 +76,6 @@ def test_each_model_has_its_own_overrides():
     cuts = {spec.model: [w for w in spec.overrides if "partition" in w] for spec in specs()}
     assert cuts == {"vgg16": ["partition=[7]"], "resnet18": ["partition=[5]"]}
     assert not any("partition" in w for w in specs("model=mlp")[0].overrides)
-
-
-def test_a_schedule_that_is_no_row_of_it_may_join():
-    named = specs("--schedules", "gpipe", "pipedream_2bw")
-    assert [spec.method for spec in named[:2]] == [
-        of_schedule("gpipe"),
-        make_method("pipedream_2bw", load("xdypipe").methods["pipedream_2bw"], ""),
-    ]
 
 
 def test_later_words_replace_earlier_ones():

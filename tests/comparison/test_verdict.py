@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from comparison.runs import Outcome
@@ -67,17 +65,6 @@ def test_a_speed_is_noise_as_long_as_its_interval_holds_zero():
     assert (
         "1.99 times as fast as layer_dist (1s against 2s an epoch of training; more than the noise of ±"
         in (said(first, fast))
-    )
-
-
-def test_programs_that_ran_beside_it_are_named():
-    quiet, busy = runs("layer_dist", 20, 0.90, 0.91), runs("fbp", 10, 0.90, 0.91)
-    assert "Other programs" not in said(quiet, [replace(outcome, other_load=0.2) for outcome in busy])
-    text = said(quiet, [replace(outcome, other_load=1.42) for outcome in busy])
-    assert text.startswith("vgg16 on cifar10: fbp was the fastest, 2.00 times as fast as layer_dist")
-    assert text.endswith(
-        "Other programs ran beside 2 of 4 runs and make their times uncertain: they kept 1.4 cores busy at "
-        "most, during vgg16 fbp seed 1."
     )
 
 

@@ -213,24 +213,12 @@ def test_testing_stops_at_the_first_tool_that_fails_and_may_be_quick(checkout, s
     assert checkout.calls() == [*LINT, f"{PYTEST} -m not processes and not slow -x"]
 
 
-@pytest.mark.parametrize("status", [0, 100])
-def test_ci_needs_no_terminal_and_installs_a_browser_where_it_can(checkout, tmp_path, status):
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for program in Path("/usr/bin").iterdir():
-        if "chrom" not in program.name:
-            (tools / program.name).symlink_to(program)
+def test_ci_needs_no_terminal(checkout):
     checkout.program("python3", '#!/bin/bash\n[[ $1 == -P ]] || { echo "$CI $*" >>"$NOTES"; cat; }\n')
-    checkout.program("apt-get", f'#!/bin/bash\necho "apt-get $*" >>"$NOTES"\nexit {status}\n')
-    checkout.program("sudo", '#!/bin/bash\nshift\nexec "$@"\n')
-    done = checkout.run(".ci/run", PATH=f"{checkout.bin}:{tools}")
-    assert done.returncode == 0
-    asked = ["apt-get update -q", "apt-get install -yq --no-install-recommends chromium fonts-dejavu-core"]
+    assert checkout.run(".ci/run").returncode == 0
     calls = checkout.calls()
-    assert [call for call in calls if call.startswith("apt-get")] == asked[: 1 if status else 2]
     assert "true -m pipetrain.launcher" in calls
     assert calls[-1] == "true -m pytest -n 3 --dist worksteal"
-    assert ("nobody looks at the report" in done.stderr) == bool(status)
 
 
 def test_the_short_comparison(checkout):
