@@ -219,7 +219,7 @@ class Channel:
 
     def tell(self, tie: Tie, numbers: Tensor) -> None:
         """Start to add up numbers over the ranks of a tie; those of one tie come in their order."""
-        numbers = numbers.to(self._place)
+        numbers = numbers.to(self._place, non_blocking=self.ordered)
         self._told[tie].append((numbers, self._add_up(numbers, self._sums[tie])))
 
     def hear(self, tie: Tie) -> Tensor:

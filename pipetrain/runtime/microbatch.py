@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
+from pipetrain.network.values import as_tuple
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.objective import Counted
 from pipetrain.runtime.recompute import Recompute
@@ -40,6 +42,16 @@ class Microbatch:
     deferred: Deferred | None = None  # the weight gradients to be made in W
     recompute: Recompute | None = None  # between the forward and its recomputation
     counted: Counted | None = None  # at the last stage
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that it holds itself, beside what autograd saves."""
+        yield from (*self.inputs, *self.outputs, *self.grads)
+        if self.target is not None:
+            yield from as_tuple(self.target.value)
+        if self.recompute is not None:
+            yield from (*(copy for _, copy in self.recompute.buffers), *self.recompute.kept)
+        if self.deferred is not None:
+            yield from self.deferred.held
 
 
 @dataclass(slots=True)

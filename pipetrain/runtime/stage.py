@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from pipetrain.errors import TrainingStopped
@@ -39,17 +40,6 @@ _CHANGES = (
     "must not change from one microbatch to another; keep it in one stage with the layers beside it, by "
     "partition="
 )
-
-
-def compiled(module: nn.Module) -> Callable[..., Value]:
-    """Return a module's call through torch.compile, specialised to the shapes that occur."""
-    draws.leave_to_python()
-    return torch.compile(module, dynamic=False)
-
-
-def _given(target: Target | None) -> Target:
-    assert target is not None, "the last stage needs the targets"
-    return target
 
 
 class Stage:
@@ -89,7 +79,10 @@ class Stage:
         self.numerics = numerics or Numerics()
         self.numerics.arrange_weights(module)
         self.module = module
-        self._layers = compiled(module) if compile else module
+        self._layers: Callable[..., Value] = module
+        if compile:
+            draws.leave_to_python()
+            self._layers = torch.compile(module, dynamic=False)  # specialised to the shapes that occur
         self.device = next((p.device.type for p in module.parameters()), "cpu")
         self.weights = self._weights(module, optimizer, rate, ema, self._names)
         self.shared = Shared(index, shared or {}, self.weights.live)
@@ -113,14 +106,7 @@ class Stage:
 
     def open_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that open microbatches hold themselves, beside what autograd saves."""
-        for one in self._open.values():
-            yield from (*one.inputs, *one.outputs, *one.grads)
-            if one.target is not None:
-                yield from as_tuple(one.target.value)
-            if one.recompute is not None:
-                yield from (*(copy for _, copy in one.recompute.buffers), *one.recompute.kept)
-            if one.deferred is not None:
-                yield from one.deferred.held
+        return chain.from_iterable(one.tensors() for one in self._open.values())
 
     # Forward
 
@@ -144,13 +130,12 @@ class Stage:
             around.enter_context(self.weights.installed(version))
             if one.recompute is not None:
                 around.enter_context(one.recompute.forward())
-            made = outputs = self._recorded(one)
-        if self.objective is not None:
-            outputs = (self.objective.loss(made, _given(target)),)
+            made = self._recorded(one)
+        outputs = made if self.objective is None else (self.objective.loss(made, target),)
         for observer in self.observers:
             observer.after_forward(one, outputs)
         if self.objective is not None:
-            one.counted = self.objective.counted(outputs[0], made, _given(target))
+            one.counted = self.objective.counted(outputs[0], made, target)
         if one.recompute is None:
             one.outputs = outputs
         else:
@@ -174,7 +159,7 @@ class Stage:
         ):
             outputs = self._recorded(one)
             if self.objective is not None:
-                outputs = (self.objective.loss(outputs, _given(one.target)),)
+                outputs = (self.objective.loss(outputs, one.target),)
         if not recompute.equals(outputs):
             raise TrainingStopped(
                 f"stage {self.index} made other outputs when it ran the forward of microbatch {mb} again: "
