@@ -148,15 +148,11 @@ class Mesh(Ranks):
         return self._channels[-1]
 
     def loopback(
-        self,
-        edges: Sequence[Edge],
-        ties: Sequence[Tie],
-        buffer_size: int | Mapping[Edge, int],
-        channels_last: bool = False,
+        self, bounds: Mapping[Edge, int], ties: Sequence[Tie], channels_last: bool = False
     ) -> LoopbackChannel:
         """Return a channel for a rehearsal: like `channel`, to nobody."""
-        how = buffer_size, self._timeout, self.device, self.staged, channels_last
-        return LoopbackChannel(dict.fromkeys(edges), *how, dict.fromkeys([ALL, *ties]))
+        how = bounds, self._timeout, self.device, self.staged, channels_last
+        return LoopbackChannel(dict.fromkeys(bounds), *how, dict.fromkeys([ALL, *ties]))
 
     def meet(self) -> None:
         """Wait for all ranks to call it. Raises ChannelError."""

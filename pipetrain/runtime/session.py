@@ -283,8 +283,7 @@ def make_engine(
         return Mailbox(over, plan.cut, plan.placement, stages, coding)
 
     def loopback(training: bool) -> Mailbox:
-        over = mesh.loopback(list(plan.cut.bounds), plan.cut.ties, plan.cut.bounds, channels_last)
-        return mailbox(over, training)
+        return mailbox(mesh.loopback(plan.cut.bounds, plan.cut.ties, channels_last), training)
 
     def meet(norms: bool) -> None:
         if norms and mesh.world.size > 1:

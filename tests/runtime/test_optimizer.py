@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipetrain.errors import ConfigError
-from pipetrain.runtime.optimizer import make_optimizer, prove_optimizer, small_copies
+from pipetrain.runtime.optimizer import make_optimizer, prove_optimizer
 from tests.support.cases import config
 from tests.support.refusals import JUNK, changed, outcome, refusal
 
@@ -42,23 +42,6 @@ class Clips(torch.optim.SGD):
         return super().step(closure)
 
 
-class Rich(torch.optim.SGD):
-    """Remembers a tree for each parameter, and a count in its group."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-            for p in group["params"]:
-                state = self.state[p]
-                past = state.get("past", [p.grad.clone(), (0, "none", None)])
-                state["past"] = [
-                    past[0] + p.grad / group["k"],
-                    (past[1][0] + 1, "some", {"x": 1.5, "y": True}),
-                ]
-                p.grad = past[0]
-        return super().step(closure)
-
-
 class Stores(torch.optim.SGD):
     """Remembers an object."""
 
@@ -79,13 +62,6 @@ class Alone(torch.optim.SGD):
 HERE = "tests.runtime.test_optimizer."
 
 
-def test_small_copies_have_the_kinds_of_the_models():
-    small = dict(small_copies(nn.Linear(5, 1, dtype=torch.float64, device="meta")))
-    assert {name: (p.dtype, *p.shape) for name, p in small.items()} == {
-        "weight": (torch.float64, 1, 2), "bias": (torch.float64, 1),
-    }  # fmt: skip
-
-
 def test_one_that_needs_all_parameters_at_once_is_for_one_stage():
     assert refusal(lambda: made(f"{HERE}Jointly")) == (
         f"optim {HERE}Jointly lets the step of one parameter depend on others, and each of 2 "
@@ -102,10 +78,6 @@ def test_one_that_needs_all_parameters_at_once_is_for_one_stage():
 def test_what_cannot_be_saved_is_refused_where_there_are_checkpoints(name, says):
     assert says in refusal(lambda: made(f"{HERE}{name}"))
     assert made(f"{HERE}{name}", every=None)
-
-
-def test_what_an_optimizer_remembers_may_be_any_tree():
-    assert made(f"{HERE}Rich")
 
 
 def test_sparse_gradients_and_complex_weights_are_tried_too():

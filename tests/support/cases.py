@@ -265,10 +265,10 @@ class LocalMesh:
         return 0.0, 0.0
 
     def loopback(
-        self, edges: Sequence[Edge], ties: Sequence[Tie], buffer_size: Any, channels_last: bool = False
+        self, bounds: dict[Edge, int], ties: Sequence[Tie], channels_last: bool = False
     ) -> LoopbackChannel:
-        how = buffer_size, DEADLINE_S, self.device, False, channels_last
-        return LoopbackChannel(dict.fromkeys(edges), *how, dict.fromkeys([ALL, *ties]))
+        how = bounds, DEADLINE_S, self.device, False, channels_last
+        return LoopbackChannel(dict.fromkeys(bounds), *how, dict.fromkeys([ALL, *ties]))
 
     def meet(self) -> None:
         self._barrier.wait(DEADLINE_S)
