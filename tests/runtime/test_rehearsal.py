@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipetrain import Pipeline
 from pipetrain.runtime import session
 from pipetrain.runtime.channel import ChannelError
 from pipetrain.runtime.engine import Engine
@@ -63,6 +65,22 @@ def test_training_after_a_rehearsal_is_equal_to_the_last_bit(schedule):
 )
 def test_so_it_is_with_options(overrides):
     assert_no_trace(Case("1f1b", 2, (*UNEVEN, *overrides)))
+
+
+def test_a_process_alone_rehearses_too_and_tells_nobody_its_norms():
+    def losses() -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        batch = torch.randn(4, 4), torch.randint(4, (4,))
+        sgd = partial(torch.optim.SGD, lr=0.1)
+        words = {"microbatches": 2, "clip_grad_norm": 0.01, "device": "cpu"}
+        with Pipeline(model, nn.functional.cross_entropy, sgd, "interleaved_1f1b", **words) as pipe:
+            found = [*pipe.train([batch]), *pipe.train([batch])]
+            return [*found, *(float(output.sum()) for output in pipe.predict([batch[0]]))]
+
+    plain = losses()
+    with rehearsed():
+        assert losses() == plain
 
 
 # A device on which what is cold waits
