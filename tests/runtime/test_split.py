@@ -530,7 +530,6 @@ class Alive(TorchDispatchMode):
 @pytest.fixture
 def without_gc():
     """Let only reference counts free memory, so that a cycle shows."""
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
