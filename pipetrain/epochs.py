@@ -9,17 +9,18 @@ import math
 import time
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from pipetrain.checkpoint.asking import Asked
-from pipetrain.checkpoint.files import Manifest, Position, Tensors
-from pipetrain.checkpoint.progress import EpochRecord, Loss, Progress, Stats, by_update, read_progress
-from pipetrain.checkpoint.saver import Keeper, is_best
-from pipetrain.checkpoint.state import load, saved_residuals, set_random_state
+from pipetrain.checkpoint.files import Position
+from pipetrain.checkpoint.progress import EpochRecord, Progress, Stats, best_epoch, by_update
+from pipetrain.checkpoint.resume import Source
+from pipetrain.checkpoint.state import restore, restore_random
+from pipetrain.checkpoint.writer import Keeper
 from pipetrain.data.loader import Sampled
+from pipetrain.documents import read_as
 from pipetrain.errors import TrainingStopped
 from pipetrain.rate import Rate
 from pipetrain.records.history import About
@@ -30,14 +31,13 @@ from pipetrain.runtime.clock import Observe
 from pipetrain.runtime.held import Measured, Meter
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import Ends
-from pipetrain.runtime.session import Session, slots
+from pipetrain.runtime.session import Session
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.schedule.actions import Action, Op, Program, parse_action
 from pipetrain.schedule.check import check
 from pipetrain.schedule.timeline import Row
 from pipetrain.tally import Tally
 from pipetrain.tasks import Task
-from pipetrain.untrusted import read_as
 
 EVALUATED_AT_ONCE = 16  # batches of a loader in a window of an evaluation
 
@@ -84,7 +84,7 @@ class _Counted:
     """What the last stage's rank has counted in an epoch so far. `losses`: one an update."""
 
     trained: Tally
-    losses: list[Loss]
+    losses: list[float]
     evaluated: Tally | None = None
 
 
@@ -129,7 +129,7 @@ class Epochs:
         self._recorder = recorder
         self._keeper = keeper
         self._position = Position(update=next(iter(session.stages.values())).weights.updates)
-        self._progress = Progress()  # as restored; only its history is extended
+        self._progress = Progress()  # of the epochs before this one
         self._elapsed_before = 0.0
         self._started = time.perf_counter()
         self._ran: list[list[Action]] = []  # in each window of the epoch, where a policy decides
@@ -147,36 +147,31 @@ class Epochs:
         """The finished epochs, those before a resume too."""
         return self._progress.history
 
-    def restore(self, folder: Path, manifest: Manifest, optimizer: OptimizerFactory) -> None:
+    def restore(self, source: Source, optimizer: OptimizerFactory) -> None:
         """Resume from a verified checkpoint. Raises DamagedCheckpoint.
 
         Random states belong to ranks, statistics to stages and residuals to edges: they are restored only for
         the same pipeline.
         """
-        session, plan = self.session, self.session.plan
-        self._progress = read_progress(manifest)
+        session, manifest = self.session, source.manifest
         names = ["loss", *(metric.name for metric in self._about.task.metrics)]
-        history = [record.named(names) for record in self._progress.history]
-        self._progress = replace(self._progress, history=history)
+        history = [record.named(names) for record in manifest.progress.history]
+        self._progress = replace(manifest.progress, history=history)
         self._position = self._placed(manifest.position)
         if self._position != manifest.position:
             epoch, batch, _ = astuple(self._position)
             self._progress = replace(self._progress, unseen_epochs=epoch, unseen_batches=batch)
-        tensors = Tensors(folder, list(manifest.parts))
-        for stage in session.stages.values():
-            load(stage, tensors, manifest.position.update, optimizer)
+        restore(source, session, self._mesh, optimizer)
         if self._keeper:
-            self._keeper.go_on(folder, self._position, self._progress)
+            self._keeper.seen = self._position.update
         self._elapsed_before = self._progress.elapsed_s
         if session.last is not None:
             session.last.counts.trained.restore(self._progress.trained, session.last.device)
             self._losses = list(self._progress.losses)
-        if manifest.pipeline == plan.pipeline:
+        if manifest.pipeline == session.plan.pipeline:
             session.engine.stats = {index: self._progress.stages[index] for index in session.stages}
-            rank, device = self._mesh.world.rank, self._mesh.device
             if isinstance(self._passes, PassesByNumber):  # those of a loader need it before they begin
-                set_random_state(tensors, rank, device)
-            session.coding.residuals = saved_residuals(tensors, slots(plan, rank), device)
+                restore_random(source, self._mesh)
         else:  # the statistics are of other stages
             history = [replace(figures, stages={}) for figures in self._progress.history]
             self._progress = replace(self._progress, history=history, stages={})
@@ -226,7 +221,7 @@ class Epochs:
         self._report(epoch, trained - start, time.perf_counter() - trained)
         self._progress = replace(Progress(self.history), unseen_epochs=self._progress.unseen_epochs)
         self._position = Position(epoch + 1, 0, self._position.update)
-        over, best = epoch + 1 == self._about.settings.epochs, is_best(self._position, self._progress)
+        over, best = epoch + 1 == self._about.settings.epochs, best_epoch(self.history) is self.history[-1]
         if self._keeper and (self._keeper.due(self._position, over, best) or asked):
             self._save(0.0)
         return asked
@@ -378,7 +373,7 @@ class Epochs:
             elapsed_s=self._elapsed(),
             ended=time.time(),
         )
-        self.history.append(record)
+        self._progress = replace(self._progress, history=[*self.history, record])
         if self._recorder:
             self._recorder.epoch(record, [figures.held for figures in ranks if figures.held is not None])
 

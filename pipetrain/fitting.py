@@ -20,12 +20,19 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pipetrain.building import names_of, shipped
-from pipetrain.checkpoint import direct
 from pipetrain.checkpoint.asking import Asking, status_after
-from pipetrain.checkpoint.files import CHECKPOINTS, Tensors, folders
-from pipetrain.checkpoint.resume import refuse_other
-from pipetrain.checkpoint.saver import Keeper, Saver
-from pipetrain.checkpoint.source import AUTO, Source, find_source, read_source, refuse_older
+from pipetrain.checkpoint.files import CHECKPOINTS, folders
+from pipetrain.checkpoint.resume import (
+    AUTO,
+    Source,
+    find_source,
+    read_source,
+    refuse_finished,
+    refuse_other,
+    transformers_config,
+)
+from pipetrain.checkpoint.state import restore_random
+from pipetrain.checkpoint.writer import Keeper, Writer
 from pipetrain.data.loader import Sampled
 from pipetrain.data.loading import Loader, has_length
 from pipetrain.data.sets import DataFacts
@@ -150,7 +157,6 @@ def _opened(
             if source is None:
                 folder.clear(path)
                 return [None, uuid.uuid4().hex]
-            refuse_older(source, path)
             return [str(source.folder), source.manifest.run]
 
         found, run = pipe._on_one(0, "the run's folder", None if pipe.rank else find)
@@ -188,8 +194,8 @@ class Loaders:
 
     def _go_on(self, source: Source) -> None:
         """Restore the random state with which the epoch began that the checkpoint is of."""
-        direct.load_random(source, self._pipe._mesh)
-        tensors = Tensors(source.folder, list(source.manifest.parts))
+        restore_random(source, self._pipe._mesh)
+        tensors = source.tensors()
         if source.manifest.position.batch and EPOCH_RANDOM in tensors and not self._pipe.rank:
             torch.set_rng_state(tensors[EPOCH_RANDOM])
 
@@ -277,8 +283,7 @@ def _trained(
     epochs = Epochs(session, mesh, passes, about, pipe._rate, recorder, keeper)
     source = place.source if place else None
     if source is not None:
-        epochs.restore(source.folder, source.manifest, pipe._optimizer)
-        session.engine.seed = source.manifest.config.get("seed", session.engine.seed)
+        epochs.restore(source, pipe._optimizer)
     if pipe._given is not None and not rank:
         pipe._given.prove(training=True)
     if keeper is None or place is None:
@@ -296,7 +301,7 @@ def _trained(
             if by := asking.stopped_by:  # another rank has left
                 terminate(f"{error}, after {name_of(by)}; {saved()}", status_after(by))
             raise
-        lost = keeper.saver.not_saved
+        lost = keeper.not_saved
         if recorder and finished and lost != epochs.updates:
             recorder.close()
         elif recorder:
@@ -318,13 +323,13 @@ def _keeper(pipe: Pipeline, about: About, place: RunFolder) -> Keeper:
         _go_on(place, place.source, about, conditions, rank)
     config: Any = OmegaConf.to_container(place.config, resolve=True)
     return Keeper(
-        saver=Saver(place.path, rank, store, settings.checkpoint_keep, settings.timeout),
-        asking=Asking(store, rank, first=about.plan.placement[0]),
+        writer=Writer(place.path, rank, store, settings.checkpoint_keep, settings.timeout),
+        asking=Asking(pipe._mesh, store, first=about.plan.placement[0]),
         every=settings.checkpoint_every,
         unit=settings.checkpoint_unit,
         run=place.run,
         conditions=conditions,
-        config={"seed": pipe._begun.engine.seed, **config},
+        config={"seed": pipe._begun.engine.seed, **transformers_config(pipe._model), **config},
     )
 
 
@@ -333,7 +338,8 @@ def _go_on(place: RunFolder, source: Source, about: About, conditions: Mapping[s
     epochs, position = about.settings.epochs, source.manifest.position
     # A run that was killed just before its end may have a checkpoint with all epochs done.
     ending = about.settings.resume == AUTO and source.manifest.pipeline == about.plan.pipeline
-    refuse_other(source, conditions, epochs, ending)
+    refuse_other(source, conditions)
+    refuse_finished(source, epochs, ending)
     if rank == 0:
         records = [METRICS, UPDATES, SUMMARY]
         folder.clear(place.path, records if position.epoch == epochs else [*records, TRACE, RAN])

@@ -33,10 +33,19 @@ from pipetrain.arguments import (
     read_targets,
     read_task,
 )
-from pipetrain.checkpoint import direct
-from pipetrain.checkpoint.plain import of_checkpoint
-from pipetrain.checkpoint.resume import tensors_of
-from pipetrain.checkpoint.source import Source
+from pipetrain.checkpoint import collect
+from pipetrain.checkpoint.resume import (
+    Source,
+    open_weights,
+    read_source,
+    refuse_other,
+    saved_in,
+    tensors_of,
+    transformers_config,
+    weights_of,
+)
+from pipetrain.checkpoint.state import restore, restore_random
+from pipetrain.checkpoint.writer import save_now
 from pipetrain.cli import conf_dir
 from pipetrain.data.batch import Form
 from pipetrain.data.loader import Sampled
@@ -229,7 +238,7 @@ class Pipeline:
             level(mesh, "the model", named_tensors(model) | tensor_attributes(model))
             self._initial: Values | None = record
             if weights is not None:
-                self._initial = direct.open_weights(read_path("weights", weights), model, mesh, record)
+                self._initial = open_weights(read_path("weights", weights), model, record)
             elif record is not None:
                 record.prove(named_tensors(model))
             if seed is None:  # dropout as the program has seeded torch on rank 0
@@ -248,7 +257,7 @@ class Pipeline:
         self._passes = 0  # of train
         self._conditions = tensors_of(model)
         self._state_names = state_names(model)
-        self._names = direct.all_names(model)
+        self._names = collect.all_names(model)
         self._specs = {name: specs_of([tensor])[0] for name, tensor in named_tensors(model).items()}
         self._owners: dict[str, int] = {}  # of the model's tensors, from the first batch on
         self.metrics: dict[str, float] = {}
@@ -376,7 +385,7 @@ class Pipeline:
     def _predict(self, sizes: Sequence[int], batches: Batches) -> list[Any]:
         session = self._begun
         found = session.predict(sizes, batches, self._tick("prediction", len(sizes)))
-        moved = direct.brought(found, self._mesh, session.plan.placement[-1])
+        moved = collect.brought(found, self._mesh, session.plan.placement[-1])
         pack = outputs_of(session.plan).pack
         return [pack(tensors) for tensors in moved] if not self.rank else [None] * len(sizes)
 
@@ -464,7 +473,7 @@ class Pipeline:
         with self._together():
             _, losses = session.train(sizes, batches, tick)
             told: list[float] = self._mesh.tell("the losses", losses, session.plan.placement[-1])
-            self._stopping = self._mesh.any("a stop", self._signals.asked)
+            self._stopping = bool(self._mesh.most("a stop", int(self._signals.asked)))
         return told
 
     def _tick(self, what: str, total: int) -> Tick:
@@ -535,15 +544,15 @@ class Pipeline:
         self._given = Given(model, not isinstance(network, Chain))
         self._settings, self._form = settings, form
         with self._together():
-            self._owners = direct.owners(network, plan)
+            self._owners = collect.owners(network, plan)
             self._session = Session(plan, network, self._task, self._optimizer, self._rate, self._mesh)
             last = plan.placement[-1]
             self._on_one(last, "the model's loss", self._session.settle if self.rank == last else None)
-        own = direct.own_tensors(self._session, self._names)
+        own = collect.own_tensors(self._session, self._names)
         self._loan = self._session.loan = Loan(network, own, self._mesh.world.size == 1)
         self._initial = None
         if self._source is not None:
-            direct.load_source(self._source, self._session, self._mesh, self._optimizer)
+            restore(self._source, self._session, self._mesh, self._optimizer)
 
     def _begin_by_number(self, train: Sampled, test: Sampled, done: int) -> None:
         """Plan for samples by number, of which so many batches are done; prove the task on both."""
@@ -622,10 +631,10 @@ class Pipeline:
             self._mesh.tell(what)
         specs = {name: spec for name, spec in self._specs.items() if name in names}
         if self._session is None:  # nothing has been trained
-            return direct.initial(self._model, self._initial, specs) if not self.rank else {}
+            return collect.initial(self._model, self._initial, specs) if not self.rank else {}
         with self._suspended():
-            own = direct.own_tensors(self._session, self._names, ema)
-        return direct.merged(own, self._mesh, specs, self._owners)
+            own = collect.own_tensors(self._session, self._names, ema)
+        return collect.merged(own, self._mesh, specs, self._owners)
 
     def _suspended(self) -> AbstractContextManager[None]:
         """Let the stages have their tensors where a collected model has others."""
@@ -642,8 +651,9 @@ class Pipeline:
         path, session = read_path("folder", folder), self._begun
         with self._together():
             session.engine.settle()
+        config = {"seed": session.engine.seed, **transformers_config(self._model)}
         with self._suspended():
-            return direct.save(path, session, self._mesh, self._conditions, self.updates, keep)
+            return save_now(path.expanduser().absolute(), session, self._mesh, self._conditions, config, keep)
 
     def load(self, folder: str | Path) -> None:
         """Go on from the newest checkpoint under a folder, or this one; of any cuts and schedule.
@@ -653,18 +663,19 @@ class Pipeline:
         ConfigError, also for a checkpoint of another model.
         """
         self._refuse_stopped()
-        source = direct.find(read_path("folder", folder), self._mesh, self._conditions)
-        if source is None:
-            if not self.rank:
-                log.warning("pipetrain: %s has no whole checkpoint, so nothing is loaded", folder)
+        find = partial(_saved_in, read_path("folder", folder))
+        found = self._on_one(0, "the checkpoint to load", None if self.rank else find)
+        if found is None:
             return
-        direct.load_random(source, self._mesh)
+        source = read_source(Path(found), self.rank)
+        refuse_other(source, self._conditions)
+        restore_random(source, self._mesh)
         if self._loan is None:
-            self._initial = of_checkpoint(source, self._model)
+            self._initial = weights_of(source, self._model)
             self._source = source  # the rest follows at the first batch
         else:
             self._loan.take_back()
-            direct.load_source(source, self._begun, self._mesh, self._optimizer)
+            restore(source, self._begun, self._mesh, self._optimizer)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -687,8 +698,8 @@ class Pipeline:
             return
         if self._loan is not None:
             if self._mesh.world.size == 1 and self._session is not None:
-                own = direct.own_tensors(self._session, self._names)
-                self._loan.collect(direct.merged(own, self._mesh, self._specs, self._owners))
+                own = collect.own_tensors(self._session, self._names)
+                self._loan.collect(collect.merged(own, self._mesh, self._specs, self._owners))
             self._loan.end(self.rank)
         if not self._stopped:
             self._mesh.close()
@@ -712,6 +723,13 @@ def _prove_parts(plan: Plan, network: Network) -> None:
 
 def _profile_in(path: str, conditions: Facts) -> Any:
     return read_profile(path, conditions).to_json()
+
+
+def _saved_in(path: Path) -> str | None:
+    source = saved_in(path)
+    if source is None:
+        log.warning("pipetrain: %s has no whole checkpoint, so nothing is loaded", path)
+    return str(source.folder) if source else None
 
 
 def _refuse_second() -> None:

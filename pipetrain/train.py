@@ -26,10 +26,11 @@ from omegaconf import DictConfig, OmegaConf
 from pipetrain.building import make_schedule, make_task, model_of
 from pipetrain.checkpoint import resume
 from pipetrain.checkpoint.asking import idle, trained
-from pipetrain.checkpoint.source import AUTO, Source, find_source, read_source, refuse_older
+from pipetrain.checkpoint.resume import AUTO, Source, find_source, read_source
 from pipetrain.cli import compose, contained, quoted
 from pipetrain.data import Data, DataFacts, load_augment, load_data, obtain_data, with_fallback
 from pipetrain.data.loader import Sampled, Sampler, even
+from pipetrain.documents import read_as
 from pipetrain.ending import FAILED, guarded, leave
 from pipetrain.errors import ConfigError
 from pipetrain.fitting import RunFolder, fit
@@ -43,7 +44,6 @@ from pipetrain.runtime.ranks import World
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.settings import Settings
 from pipetrain.start import Start
-from pipetrain.untrusted import read_as
 
 log = logging.getLogger("pipetrain")
 
@@ -165,7 +165,6 @@ def find(cfg: DictConfig, settings: Settings, start: Start) -> tuple[DictConfig,
     if source is None:
         folder.clear(run_dir)
     else:
-        refuse_older(source, run_dir)
         cfg = resume.with_cuts_of(cfg, source, start.world.size)
     start.doing = "read the data set"
     cfg, data = obtain_data(cfg, settings.dtype)

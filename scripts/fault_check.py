@@ -27,7 +27,7 @@ from torch import Tensor
 
 from comparison.processes import marked, run
 from pipetrain.checkpoint.files import CHECKPOINTS, newest_first
-from pipetrain.untrusted import DamagedCheckpoint
+from pipetrain.documents import DamagedCheckpoint
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 TORCHRUN += ["--standalone", "--nproc_per_node=2", "--max-restarts=3", "-m", "pipetrain"]

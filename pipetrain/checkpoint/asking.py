@@ -1,13 +1,11 @@
 """SIGTERM, Ctrl-C and SIGUSR1: save at the end of a window, then stop or go on.
 
-All ranks must act at the same window, without waiting for each other. A rank that gets a signal writes it to
-the run's store. After each window, the rank of the first stage reads the store and decides for the end of the
-next window; the other ranks read its decision after each window. They see it in time, because they cannot
-finish a window before the first stage has begun it, and the first stage decides before that.
+A signal is acted on by all ranks after the same window: there they tell each other what they were asked for.
 
 torchrun kills its ranks 30 seconds after it has forwarded SIGTERM. A window with more than MOST_LEFT_S left
-therefore ends early, at a batch that no rank has begun (see runtime.order). This is decided in the same way,
-batch by batch; once the time of a batch is known, the ranks check about every LOOK_S seconds.
+therefore ends early, at a batch that no rank has begun (see runtime.order). The rank of the first stage
+decides that, by the run's store, as it is ahead of the others; once the time of a batch is known, the ranks
+look there about every LOOK_S seconds.
 
 A stop must not depend on the main thread, which may compile for a minute, or on the other ranks. Before a
 rank's first update there is nothing to save, so SIGTERM ends it at once. Later it leaves, and says what is
@@ -24,23 +22,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Event, Thread, Timer
+from threading import Event, Thread
 from types import FrameType
 from typing import Literal
 
 from torch.distributed.distributed_c10d import Store
 
-from pipetrain.ending import (
-    ACT_S,
-    INTERRUPTED,
-    TERMINATED,
-    Interrupted,
-    hearing,
-    leave,
-    name_of,
-    say,
-    terminate,
-)
+from pipetrain.ending import INTERRUPTED, TERMINATED, Interrupted, hearing, leave, name_of, say, terminate
+from pipetrain.runtime.ranks import Ranks
 
 Asked = Literal["", "save", "stop"]
 ORDER: list[Asked] = ["", "save", "stop"]  # by rising priority
@@ -50,25 +39,22 @@ _SENTENCES: dict[int, str] = {
     signal.SIGINT: "saving when the pipeline is drained, then stopping; Ctrl-C again ends it at once",
     signal.SIGUSR1: "saving at the end of this window, then going on",
 }
-LOOK_S = 0.5  # between two checks within a window
+LOOK_S = 0.5  # between two looks within a window
 MOST_LEFT_S = 10.0  # a window with less time left runs to its end before a stop
 LIMIT, LIMIT_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30.0  # seconds after which torchrun kills, and its default
 MARGIN_S = 5.0  # of these for leaving
-PATIENCE_S = 20.0  # after which a rank says that it is not through
 
 
 class Asking:
     """The signals' requests, agreed on by all ranks. `first`: the rank of the first stage."""
 
-    def __init__(self, store: Store | None, rank: int, first: int) -> None:
+    def __init__(self, ranks: Ranks, store: Store | None, first: int) -> None:
+        self._ranks = ranks
+        self._rank = ranks.world.rank
         self._store = store
-        self._leads = rank == first
-        self._rank = rank
+        self._leads = self._rank == first
         self._asked: Asked = ""
-        self._requested: tuple[int, Asked] | None = None
         self._windows = 0
-        self._served = 0
-        self._decided: tuple[int, Asked] | None = None
         self._every = 1
         self._batches = 0
         self._began = 0.0
@@ -121,20 +107,12 @@ class Asking:
 
     def _outlast(self, number: int, limit_s: float, saved: Callable[[], str]) -> None:
         """Wait until the pipeline is drained; end the process where it is not in time."""
-        if self._drained.wait(min(PATIENCE_S, limit_s)):
-            return
-        if limit_s > PATIENCE_S:
-            say(
-                f"rank {self._rank} still runs what was under way at {name_of(number)}, {PATIENCE_S:g} s "
-                f"ago; it leaves without saving after {limit_s:g} s"
+        if not self._drained.wait(limit_s):
+            terminate(
+                f"rank {self._rank} leaves without saving: what was under way at {name_of(number)}, "
+                f"{limit_s:g} s ago, has not ended; {saved()}",
+                status_after(number),
             )
-            if self._drained.wait(limit_s - PATIENCE_S):
-                return
-        terminate(
-            f"rank {self._rank} leaves without saving: what was under way at {name_of(number)}, "
-            f"{limit_s:g} s ago, has not ended; {saved()}",
-            status_after(number),
-        )
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         self._asked = max(self._asked, SIGNALS[number], key=ORDER.index)
@@ -154,15 +132,17 @@ class Asking:
         return True
 
     def _decides_end(self, batches: int, begun: int) -> bool:
-        store, key = self._store, f"ended/{self._windows}"
+        store, key, asked = self._store, f"window {self._windows} ends", self._asked == "stop"
         if store is None:
-            return self._asked == "stop" and self._goes_on_for_long(batches, begun)
-        self._request(store)
+            return asked and self._goes_on_for_long(batches, begun)
+        if asked:
+            store.set("a stop is asked for", "")
         if not self._leads:
             return store.check([key]) and int(store.get(key)) == batches
-        if self._asked_by_any(store) != "stop" or not self._goes_on_for_long(batches, begun):
+        if not store.check(["a stop is asked for"]) or not self._goes_on_for_long(batches, begun):
             return False
-        _publish(store, key, str(batches))
+        store.set(key, str(batches))
+        store.get(key)  # returns only when the store has the value, so later looks of other ranks see it
         return True
 
     def _goes_on_for_long(self, batches: int, begun: int) -> bool:
@@ -175,36 +155,8 @@ class Asking:
         self._windows += 1
         if self.ended:
             return "stop"
-        if self._store is None:
-            asked, self._asked = self._asked, ""
-            return asked
-        self._request(self._store)
-        if self._leads and self._decided is None:
-            self._decide(self._store)
-        elif not self._leads and self._store.check([f"decided/{self._served}"]):
-            window, word = self._store.get(f"decided/{self._served}").decode().split()
-            self._decided = int(window), _asked(word)
-        if self._decided is None or self._decided[0] != self._windows:
-            return ""
-        done, self._decided = self._decided[1], None
-        self._served += 1
-        if ORDER.index(done) >= ORDER.index(self._asked):
-            self._asked = ""  # a higher request made meanwhile is kept, and told again
-        return done
-
-    def _request(self, store: Store) -> None:
-        if self._asked and self._requested != (self._served, self._asked):
-            self._requested = self._served, self._asked
-            store.set(f"asked/{self._served}", self._asked)
-
-    def _asked_by_any(self, store: Store) -> Asked:
-        key = f"asked/{self._served}"
-        return _asked(store.get(key).decode()) if store.check([key]) else ""
-
-    def _decide(self, store: Store) -> None:
-        if asked := self._asked_by_any(store):
-            self._decided = self._windows + 1, asked
-            _publish(store, f"decided/{self._served}", f"{self._windows + 1} {asked}")
+        asked, self._asked = self._asked, ""
+        return ORDER[self._ranks.most("a signal", ORDER.index(asked))]
 
 
 trained = Event()  # from the end of a training that went well: what is left is to write and to end
@@ -214,21 +166,11 @@ interrupted = Interrupted()
 @contextmanager
 def idle(rank: int) -> Iterator[None]:
     """Handle the signals of a rank of the command line, before it trains and after."""
-    handlers: dict[int, Callable[[int, FrameType | None], None]] = {
-        signal.SIGTERM: lambda number, frame: None,
-        signal.SIGUSR1: lambda number, frame: None,
-    }
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        handlers[signal.SIGINT] = _interrupt
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    for number in SIGNALS:
+        if number != signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: None)
     with hearing(lambda number: _hear_idle(rank, number)):
         yield
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    if not trained.is_set():
-        raise KeyboardInterrupt
 
 
 def _hear_idle(rank: int, number: int) -> None:
@@ -236,17 +178,15 @@ def _hear_idle(rank: int, number: int) -> None:
 
     Rank 0 speaks for all: where it refuses a run, torchrun ends the others so.
     """
-    if number == signal.SIGUSR1:
-        if not trained.is_set():
-            say(f"rank {rank} got SIGUSR1 with no update to save, so it goes on")
-    elif interrupted.again(number):
+    if number != signal.SIGUSR1 and interrupted.again(number):
         end_interrupted(rank)
+    elif trained.is_set():  # the trackers may take long to close
+        pass
+    elif number == signal.SIGUSR1:
+        say(f"rank {rank} got SIGUSR1 with no update to save, so it goes on")
     elif number == signal.SIGINT:
-        if not trained.is_set():  # where the main thread is in C++, or the exception landed in a finalizer
-            late = Timer(ACT_S, end_interrupted, (rank,))
-            late.daemon = True
-            late.start()
-    elif number == signal.SIGTERM and not trained.is_set():
+        end_interrupted(rank)
+    elif number == signal.SIGTERM:
         if rank:
             leave(TERMINATED)
         end_at_once(rank, number)
@@ -277,12 +217,3 @@ def _limit_s() -> float:
     except ValueError:
         limit_s = LIMIT_S
     return max(0.0, limit_s - MARGIN_S)
-
-
-def _asked(word: str) -> Asked:
-    return ORDER[ORDER.index(word)]  # type: ignore[arg-type]
-
-
-def _publish(store: Store, key: str, text: str) -> None:
-    store.set(key, text)
-    store.get(key)  # returns only when the store has the value, so later checks of other ranks see it

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any
+from dataclasses import dataclass, field, replace
 
-from pipetrain.checkpoint.files import Manifest
 from pipetrain.schedule.timeline import StageStats
 from pipetrain.tally import Tally
-from pipetrain.untrusted import DamagedCheckpoint, read_as
 
 Stats = dict[int, StageStats]
-Loss = Annotated[float, "or infinite, or NaN"]
-_LEAST = 1e-9  # seconds; a smaller divisor is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +22,11 @@ class EpochRecord:
     """
 
     epoch: int
-    trained: dict[str, Loss]
-    evaluated: dict[str, Loss]
-    score: Loss  # by which epochs are compared; higher is better
+    trained: dict[str, float]
+    evaluated: dict[str, float]
+    score: float  # by which epochs are compared; higher is better
     samples: int  # trained
-    losses: dict[int, Loss]  # mean losses of groups of updates, by the number (from 1) of the last one
+    losses: dict[int, float]  # mean losses of groups of updates, by the number (from 1) of the last one
     rates: dict[int, float]  # the learning rates of these last updates
     lr: float  # of the last update
     train_s: float
@@ -88,6 +83,13 @@ def best_epoch(history: Sequence[EpochRecord]) -> EpochRecord:
     return history[scores.index(max(scores))]
 
 
+def best_update(history: Sequence[EpochRecord]) -> int | None:
+    """Return the number of updates at the end of the best epoch; None if no epoch has a score."""
+    if all(math.isnan(record.score) for record in history):
+        return None
+    return max(best_epoch(history).losses, default=None)
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """The finished epochs of a run, and the statistics of the current one.
@@ -100,39 +102,6 @@ class Progress:
     train_s: float = 0.0
     elapsed_s: float = 0.0
     stages: Stats = field(default_factory=dict)
-    losses: list[Loss] = field(default_factory=list)  # per update
+    losses: list[float] = field(default_factory=list)  # per update
     unseen_epochs: int = 0
     unseen_batches: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: object) -> Progress:
-        progress: Progress = read_as(cls, data, "its progress")
-        return progress
-
-
-def read_progress(manifest: Manifest) -> Progress:
-    """Read and validate the progress in a checkpoint. Raises DamagedCheckpoint."""
-    progress = Progress.from_json(manifest.progress)
-    history, position = progress.history, manifest.position
-    stages = set(range(len(manifest.pipeline["placement"])))
-    counted = [progress.stages, *(figures.stages for figures in history if figures.stages)]
-    unseen = progress.unseen_batches if position.epoch == progress.unseen_epochs else 0
-    fits = (
-        len(history) == position.epoch - progress.unseen_epochs
-        and len(progress.losses) == position.batch - unseen
-        and all(figures.epoch == n for n, figures in enumerate(history, 1 + progress.unseen_epochs))
-        and all(figures.train_s > _LEAST for figures in history)
-        and all(figures.losses.keys() == figures.rates.keys() for figures in history)
-        and all(known.keys() == stages for known in counted)
-        and all(
-            stats.updates <= position.update and stats.max_staleness <= position.update
-            for known in counted
-            for stats in known.values()
-        )
-    )
-    if not fits:
-        raise DamagedCheckpoint("its progress does not fit its position and its stages")
-    return progress

@@ -1,66 +1,184 @@
-"""Whether a run may resume from a checkpoint, and which settings it takes from it."""
+"""Which checkpoint a run goes on from, whether it may, and which settings it takes from it."""
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 from torch import nn
 
-from pipetrain.checkpoint.source import Source
+from pipetrain.checkpoint.files import (
+    CHECKPOINTS,
+    MANIFEST,
+    Manifest,
+    folders,
+    newest_first,
+    read_manifest,
+    read_whole,
+)
+from pipetrain.checkpoint.tensors import Loaded, Tensors, open_plain
+from pipetrain.documents import DamagedCheckpoint
 from pipetrain.errors import ConfigError
 from pipetrain.network.model import state_names
+from pipetrain.network.network import Values
+from pipetrain.network.places import named_tensors
 from pipetrain.settings import PROFILE, Mode
+
+AUTO = "auto"
+
+log = logging.getLogger("pipetrain")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A verified checkpoint."""
+
+    folder: Path
+    manifest: Manifest
+
+    def tensors(self) -> Tensors:
+        return Tensors.of_files(self.folder, self.manifest.parts)
+
+
+def find_source(resume: str | Path, run_dir: Path) -> Source | None:
+    """Find and verify the checkpoint that `resume` names, for a run in `run_dir`. Raises ConfigError.
+
+    It is "auto" for the newest whole one in `run_dir`; None if there is none yet.
+    """
+    if resume == AUTO:
+        return newest(run_dir)
+    folder, later = Path(resume).expanduser().absolute(), folders(run_dir / CHECKPOINTS)
+    if later and folder.parent.resolve() == later[0].parent.resolve() and folder.name != later[0].name:
+        raise ConfigError(
+            f"{folder} is older than {later[0].name} in the same run_dir, from which resume=auto would go on "
+            f"later: choose another run_dir, or remove the newer ones"
+        )
+    source = saved_in(folder)
+    if source is None:
+        raise ConfigError(f"{resume} is the folder of a run that has saved no checkpoint")
+    return source
+
+
+def saved_in(folder: Path) -> Source | None:
+    """Return this checkpoint, verified, or the newest whole one of a run; None if it has saved none.
+
+    Raises ConfigError.
+    """
+    folder = folder.expanduser().absolute()
+    if (folder / CHECKPOINTS).is_dir():
+        return newest(folder)
+    if not (folder / MANIFEST).exists() and not folder.name.startswith("update-"):
+        raise ConfigError(
+            f"{folder} is no checkpoint: give the folder of a run, or one of its {CHECKPOINTS}/update-..."
+        )
+    try:
+        return Source(folder, read_whole(folder))
+    except DamagedCheckpoint as damage:
+        raise ConfigError(f"{folder} is damaged: {damage}; choose another checkpoint") from damage
+
+
+def newest(run_dir: Path) -> Source | None:
+    """Return the newest whole checkpoint of a run, None if it has saved none. Raises ConfigError."""
+    damaged: list[str] = []
+    for folder, found in newest_first(run_dir / CHECKPOINTS):
+        if isinstance(found, Manifest):
+            return Source(folder, found)
+        damaged.append(folder.name)
+        log.warning("pipetrain: checkpoint %s is damaged: %s; trying the one before", folder.name, found)
+    if damaged:
+        raise ConfigError(
+            f"no checkpoint of {run_dir} is whole ({', '.join(damaged)}): train anew in another run_dir, or "
+            f"give resume= another run's checkpoint"
+        )
+    return None
+
+
+def read_source(folder: Path, rank: int) -> Source:
+    """Read a checkpoint that rank 0 has verified. Raises ConfigError if this rank cannot."""
+    try:
+        return Source(folder, read_manifest(folder))
+    except DamagedCheckpoint as damage:
+        raise ConfigError(
+            f"rank {rank} cannot read the checkpoint that rank 0 reads: {damage}; give run_dir (or resume) a "
+            f"folder that all machines share"
+        ) from damage
 
 
 def with_cuts_of(cfg: DictConfig, source: Source, ranks: int) -> DictConfig:
     """Return the configuration with the checkpoint's cuts where it would otherwise be profiled again."""
     pipeline = source.manifest.pipeline
-    if cfg.partition != PROFILE or ranks != len(set(pipeline["placement"])) or "cuts" not in pipeline:
+    if cfg.partition != PROFILE or ranks != len(set(pipeline["placement"])):
         return cfg
     cfg = cfg.copy()
     cfg.partition = pipeline["cuts"]
-    if cfg.memory_limit is not None and "recompute" in pipeline:  # it cannot be chosen without a profile
-        cfg.recompute = [[*Mode][number % len(Mode)].value for number in pipeline["recompute"]]
+    if cfg.memory_limit is not None:  # recomputation cannot be chosen without a profile
+        cfg.recompute = [[*Mode][number].value for number in pipeline["recompute"]]
     cfg.memory_limit = None
     return cfg
 
 
 def tensors_of(model: nn.Module) -> dict[str, Any]:
     """Return each tensor's dtype and shape, and which of them each entry of the state_dict is."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
         "tensors": {
-            name: [str(t.dtype).removeprefix("torch."), *t.shape] for name, t in sorted(tensors.items())
+            name: [str(t.dtype).removeprefix("torch."), *t.shape]
+            for name, t in sorted(named_tensors(model).items())
         },
         "state_dict": state_names(model),
     }
 
 
-def refuse_other(source: Source, mine: Mapping[str, Any], epochs: int, ending: bool = False) -> None:
-    """Refuse a checkpoint of another model, data set or order of samples. Raises ConfigError.
+def transformers_config(model: nn.Module) -> dict[str, Any]:
+    """Return what `from_pretrained` needs to build the model again, if it is one of transformers."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return {}
+    known = json.loads(config.to_json_string())
+    return {"transformers": known | {"architectures": [type(model).__name__]}}
 
-    With all `epochs` done it is refused too, unless this run is `ending`: only its records are missing.
-    """
+
+def refuse_other(source: Source, mine: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of another model, data set or order of samples. Raises ConfigError."""
     theirs = source.manifest.conditions
     needed = dict.fromkeys(("tensors", "state_dict"))  # all there is of one that Pipeline.save has written
     for key in {key: None for key in theirs if key in mine} | needed:
         if mine.get(key) != theirs.get(key):
             raise ConfigError(
                 f"this run cannot go on from {source.folder}: "
-                f"{difference(key, theirs.get(key), mine.get(key))}; give the values that it was trained "
+                f"{_difference(key, theirs.get(key), mine.get(key))}; give the values that it was trained "
                 f"with, or train anew"
             )
+
+
+def refuse_finished(source: Source, epochs: int, ending: bool) -> None:
+    """Refuse a checkpoint with all `epochs` done, unless only the records of this run are missing."""
     done = source.manifest.position.epoch
     if done > epochs or (done == epochs and not ending):
         raise ConfigError(f"{source.folder} has all of its {done} epochs done; give epochs= more to go on")
 
 
-def difference(key: str, theirs: Any, mine: Any) -> str:
+def _difference(key: str, theirs: Any, mine: Any) -> str:
     """Return a phrase about the first difference of two values under a key."""
     if isinstance(theirs, Mapping) and isinstance(mine, Mapping):
         for name in sorted(theirs.keys() | mine.keys()):
             if theirs.get(name) != mine.get(name):
-                return difference(f"{key}.{name}", theirs.get(name), mine.get(name))
+                return _difference(f"{key}.{name}", theirs.get(name), mine.get(name))
     return f"it has {key}={theirs}, and this run has {key}={mine}"
+
+
+def open_weights(path: Path, model: nn.Module, rest: Values | None = None) -> Loaded:
+    """Open the weights to begin with, of plain PyTorch or of a checkpoint. Raises ConfigError."""
+    path = path.expanduser().absolute()
+    ours = (path / CHECKPOINTS).is_dir() or (path / MANIFEST).exists()
+    source = find_source(path, path) if ours else None
+    return weights_of(source, model) if source else Loaded(open_plain(path), model, rest)
+
+
+def weights_of(source: Source, model: nn.Module) -> Loaded:
+    """Return the weights of a checkpoint, of which it has all."""
+    return Loaded(source.tensors().of_model(model), model, ours=True)

@@ -99,7 +99,7 @@ class Plan:
         return len(self.placement)
 
     @property
-    def pipeline(self) -> dict[str, object]:
+    def pipeline(self) -> dict[str, list[int]]:
         """The cuts, the placement and the numbers of the modes of recomputation, for a checkpoint."""
         recompute = [[*Mode].index(mode) for mode in self.modes]
         return {"cuts": list(self.cuts), "placement": list(self.placement), "recompute": recompute}

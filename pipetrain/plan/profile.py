@@ -13,10 +13,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from pipetrain.documents import read_as
 from pipetrain.errors import ConfigError
 from pipetrain.plan.estimate import Layer
 from pipetrain.settings import Settings
-from pipetrain.untrusted import read_as
 
 VERSION = 3
 Facts = Mapping[str, Any]

@@ -282,13 +282,13 @@ class Ranks:
             if why:
                 raise Refused(why if why.startswith(f"rank {rank} ") or not rank else f"rank {rank}: {why}")
 
-    def any(self, what: str, mine: bool) -> bool:
-        """Return whether it is true on any rank."""
-        ranks = torch.tensor([int(mine)])
+    def most(self, what: str, mine: int) -> int:
+        """Return the highest number of all ranks."""
+        ranks = torch.tensor([mine])
         if self.world.size > 1:
             with self._trying(f"hear {what} of all ranks"):
-                dist.all_reduce(ranks, group=self._all)
-        return bool(ranks.item())
+                dist.all_reduce(ranks, dist.ReduceOp.MAX, group=self._all)
+        return int(ranks.item())
 
     def copy_from_first(self, what: str, tensor: Tensor) -> None:
         """Overwrite a tensor in host memory with that of rank 0."""

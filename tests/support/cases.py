@@ -29,8 +29,8 @@ from pipetrain.building import make_schedule
 from pipetrain.checkpoint.asking import Asked, Asking
 from pipetrain.checkpoint.files import read_whole
 from pipetrain.checkpoint.progress import EpochRecord
-from pipetrain.checkpoint.resume import tensors_of
-from pipetrain.checkpoint.saver import Keeper, Saver
+from pipetrain.checkpoint.resume import Source, tensors_of
+from pipetrain.checkpoint.writer import Keeper, Writer
 from pipetrain.cli import as_hydra, conf_dir
 from pipetrain.data import Data, Images, ImageSplit, load_augment
 from pipetrain.epochs import Epochs
@@ -39,7 +39,7 @@ from pipetrain.records.tracer import Trace
 from pipetrain.runtime import engine
 from pipetrain.runtime.channel import ALL
 from pipetrain.runtime.loopback import LoopbackChannel
-from pipetrain.runtime.ranks import World
+from pipetrain.runtime.ranks import Ranks, World
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import Edge, Op, Program, Tie, has_norms, ranks_of
 from pipetrain.tasks import IGNORED
@@ -258,6 +258,9 @@ class LocalMesh:
         self._barrier.wait(DEADLINE_S)
         return gathered
 
+    def most(self, what: str, mine: int) -> int:
+        return max(self.gather(what, mine))
+
     def tell(self, what: str, item: object = None, source: int = 0) -> object:
         return self.gather(what, item)[source]
 
@@ -281,7 +284,7 @@ class Told(Asking):
     """
 
     def __init__(self, at: int = 0, asked: Asked = "", ends: tuple[int, int] = (0, 0)) -> None:
-        super().__init__(None, 0, 0)
+        super().__init__(Ranks(World(), DEADLINE_S), None, 0)
         self._at, self._told_to, self._count = at, asked, 0
         self._ends, self._begun = ends, 0
 
@@ -317,7 +320,7 @@ class Saved:
         store = None if ranks == 1 else dist.FileStore(f"{self.folder}.store", -1)
         return [
             Keeper(
-                Saver(self.folder, rank, store, self.keep, DEADLINE_S),
+                Writer(self.folder, rank, store, self.keep, DEADLINE_S),
                 Told(self.at, self.asked, self.ends),
                 self.every,
                 self.unit,
@@ -357,7 +360,7 @@ def run_in_threads(
         for mesh, keeper in zip(meshes, keepers, strict=True)
     ]
     for trainer in trainers if manifest else ():
-        trainer.restore(source, manifest, run.optimizer)  # type: ignore[arg-type]
+        trainer.restore(Source(source, manifest), run.optimizer)  # type: ignore[arg-type]
 
     def work(rank: int) -> None:
         try:

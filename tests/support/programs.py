@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, default_collate
 
 from pipetrain import LanguageModelling, Pipeline, Regression, Task, TrainingStopped
-from pipetrain.checkpoint import direct
+from pipetrain.checkpoint import writer
 from pipetrain.data import pieces as sizes_of
 from pipetrain.network.values import Value, as_tuple
 from pipetrain.runtime.ranks import World
@@ -424,7 +424,7 @@ def damaged_on_one_rank(world: World, store: Store, folder: Path) -> str:
         pipe = going_on("1f1b")
         list(pipe.train(loader_of(24)))
         said = ""
-        with patch.object(direct, "write_part", _full if world.rank else direct.write_part):
+        with patch.object(writer, "write_part", _full if world.rank else writer.write_part):
             try:
                 pipe.save(folder)
             except TrainingStopped as error:

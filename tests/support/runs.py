@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from pipetrain.building import make_schedule, make_task, model_of
-from pipetrain.checkpoint.saver import Keeper
+from pipetrain.checkpoint.writer import Keeper
 from pipetrain.data import (
     Data,
     DataFacts,

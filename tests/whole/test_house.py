@@ -18,7 +18,6 @@ APART = {"benchmark", "comparison", "docs", "gpu", "support", "users", "whole"}
 """Folders whose tests are of no one module."""
 SEEN_IN = {
     "__init__": "docs/test_api_docs",
-    "checkpoint/source": "checkpoint/test_resume",
     "checkpoint/state": "checkpoint/test_resume",
     "errors": "test_ending",
     "data/batch": "data/test_loading",

@@ -15,6 +15,7 @@ from pipetrain import ending
 from pipetrain.checkpoint import asking as module
 from pipetrain.checkpoint.asking import LIMIT, Asking
 from pipetrain.ending import Interrupted, hearing
+from pipetrain.runtime.ranks import Ranks, World
 from tests.support.deadlines import DEADLINE_S
 from tests.support.processes import FAULTY, LAUNCHER, Ended, await_line, finished, rank_of, started
 
@@ -67,43 +68,41 @@ def test_a_window_that_does_not_end_is_left_in_time_and_what_is_saved_is_said(tm
 # The rule itself
 
 
+def asking_of(rank: int) -> Asking:
+    return Asking(Ranks(World(rank), DEADLINE_S), None, 0)
+
+
 class Left(Exception):
     """In place of the end of the process."""
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Patience of 0.2 s, nobody ends this process, and no signal has come before."""
+    """Nobody ends this process, and no signal has come before."""
 
     def leaves(sentence: str, status: int = 143) -> None:
         raise Left(f"{status}: {sentence}")
 
     monkeypatch.setattr(module, "terminate", leaves)
     monkeypatch.setattr(module, "leave", lambda status: leaves("", status))
-    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
     monkeypatch.setattr(module, "trained", Event())
     monkeypatch.setattr(module, "interrupted", Interrupted())
     monkeypatch.setattr(ending, "ONE_S", -1.0)
 
 
-@pytest.mark.parametrize(("left_s", "said"), [(0.1, False), (0.3, True)])
 @pytest.mark.parametrize(
     ("number", "name", "status"), [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGINT, "Ctrl-C", 130)]
 )
-def test_it_says_that_it_waits_before_it_leaves(quick, capfd, left_s, said, number, name, status):
-    with pytest.raises(
-        Left,
-        match=rf"^{status}: rank 3 leaves without saving: .* {name}, {left_s} s ago, .*; nothing is$",
-    ):
-        Asking(None, 3, 0)._outlast(number, left_s, lambda: "nothing is")
-    waits = f"still runs what was under way at {name}, 0.2 s ago; it leaves without saving after {left_s} s\n"
-    assert (f"pipetrain: rank 3 {waits}" in capfd.readouterr().err) == said
+def test_what_is_not_drained_in_time_is_left(quick, number, name, status):
+    says = rf"^{status}: rank 3 leaves without saving: .* {name}, 0.1 s ago, .*; nothing is$"
+    with pytest.raises(Left, match=says):
+        asking_of(3)._outlast(number, 0.1, lambda: "nothing is")
 
 
 def test_a_rank_that_is_drained_is_left_alone_and_so_is_one_that_is_to_save(quick, monkeypatch, capfd):
     left = Event()
     monkeypatch.setattr(Asking, "_outlast", lambda *_: left.set())
-    asking = Asking(None, 0, 0)
+    asking = asking_of(0)
     asking._hear(signal.SIGUSR1, str)
     assert not left.is_set()
     asking._hear(signal.SIGTERM, str)
@@ -126,7 +125,7 @@ def test_while_it_trains_a_rank_without_an_update_ends_at_once(quick):
         (signal.SIGTERM, "143: rank 0 got SIGTERM with no update to save, so it ends now"),
         (signal.SIGINT, "130: interrupted; nothing is"),
     ):
-        asking = Asking(None, 0, 0)
+        asking = asking_of(0)
         with asking.listening(lambda: "nothing is"), pytest.raises(Left, match=f"^{sentence}$"):
             asking._hear(number, lambda: "nothing is")
 
@@ -136,7 +135,7 @@ def test_a_second_ctrl_c_ends_a_rank_at_once_also_as_torchrun_passes_it_on(quick
     monkeypatch.setattr(Asking, "_outlast", lambda *_: None)
     for rank, sentence in ((0, "130: interrupted; update-6 is saved"), (1, "130: ")):
         monkeypatch.setattr(module, "interrupted", Interrupted())
-        asking = Asking(None, rank, 0)
+        asking = asking_of(rank)
         asking._hear(signal.SIGINT, lambda: "update-6 is saved")
         asking.drained()  # and saves
         with pytest.raises(Left, match=f"^{sentence}$"):
@@ -147,17 +146,23 @@ def test_a_ctrl_c_that_torchrun_passes_on_too_is_one(quick, monkeypatch):
     monkeypatch.setattr(ending, "ONE_S", DEADLINE_S)
     monkeypatch.setattr(Asking, "_outlast", lambda *_: None)
     for _ in range(2):
-        Asking(None, 0, 0)._hear(signal.SIGINT, str)
+        asking_of(0)._hear(signal.SIGINT, str)
 
 
-def test_nothing_ends_what_has_trained_but_a_second_ctrl_c(quick, capfd):
+def test_nothing_ends_what_has_trained_but_a_second_ctrl_c(quick, monkeypatch, capfd):
     """The trackers may take long to close."""
-    with pytest.raises(Left, match="rank 0 got SIGTERM with no update to save"):
-        module._hear_idle(0, signal.SIGTERM)
+    for rank, number, says in (
+        (0, signal.SIGTERM, "143: rank 0 got SIGTERM with no update to save, so it ends now"),
+        (1, signal.SIGTERM, "143: "),
+        (0, signal.SIGINT, "130: interrupted"),
+    ):
+        monkeypatch.setattr(module, "interrupted", Interrupted())
+        with pytest.raises(Left, match=f"^{says}$"):
+            module._hear_idle(rank, number)
+    monkeypatch.setattr(module, "interrupted", Interrupted())
     module.trained.set()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         module._hear_idle(0, number)
-        module._interrupt(number, None)
     assert capfd.readouterr().err == ""
     with pytest.raises(Left, match=r"^130: interrupted$"):
         module._hear_idle(0, signal.SIGINT)
@@ -182,6 +187,7 @@ import os, signal
 from datetime import timedelta
 from torch.distributed import HashStore
 from pipetrain.ending import Interrupted, hearing
+from pipetrain.runtime.ranks import Ranks, World
 store = HashStore()
 signal.signal(signal.SIGTERM, lambda *_: print("handled"))
 with hearing(lambda number: store.set(f"heard {{number}}", "")):

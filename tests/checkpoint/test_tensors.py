@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from pipetrain import ConfigError, Pipeline
-from pipetrain.checkpoint.plain import read_weights
+from pipetrain.checkpoint.resume import open_weights
 from pipetrain.network.factory import build
 from pipetrain.network.places import named_tensors
 from tests.support.programs import mlp, momentum
@@ -56,7 +56,7 @@ def as_index(folder, state):
 @pytest.mark.parametrize("write", [as_torch, as_safetensors, as_folder, as_index])
 def test_each_form_is_read_and_the_rest_is_the_factorys(tmp_path, state, write):
     model, initial = build(tied, 0)
-    loaded = read_weights(write(tmp_path, state), model, initial)
+    loaded = open_weights(write(tmp_path, state), model, initial)
     made = loaded.tensors(named_tensors(model))
     assert made.keys() == state.keys() - {"2.weight"}
     assert all(torch.equal(tensor, state[name]) for name, tensor in made.items())
@@ -66,7 +66,7 @@ def test_each_form_is_read_and_the_rest_is_the_factorys(tmp_path, state, write):
 
 def test_a_tied_tensor_is_found_under_any_of_its_names(tmp_path, state):
     state["2.weight"] = state.pop("0.weight")
-    loaded = read_weights(as_torch(tmp_path, state), tied())
+    loaded = open_weights(as_torch(tmp_path, state), tied())
     assert torch.equal(loaded.tensors(["0.weight"])["0.weight"], state["2.weight"])
 
 
@@ -75,7 +75,7 @@ def test_a_checkpoint_of_ours_is_read(tmp_path):
         pipe.step(torch.ones(4, 6), torch.arange(4))
         folder, state = pipe.save(tmp_path), pipe.state_dict()
     for path in (tmp_path, folder):
-        loaded = read_weights(path, mlp())
+        loaded = open_weights(path, mlp())
         assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.tensors(state).items())
 
 
@@ -84,7 +84,7 @@ def test_it_may_be_of_another_dtype_that_loses_nothing(tmp_path, state):
         key: tensor.bfloat16() if tensor.is_floating_point() else tensor for key, tensor in state.items()
     }
     model, initial = build(tied, 0)
-    loaded = read_weights(as_torch(tmp_path, halves), model, initial)
+    loaded = open_weights(as_torch(tmp_path, halves), model, initial)
     assert loaded.tensors(["2.bias"])["2.bias"].dtype == torch.bfloat16
 
 
@@ -95,7 +95,7 @@ def test_it_may_be_of_another_dtype_that_loses_nothing(tmp_path, state):
         ({"2.bias": None, "1.bias": None}, "is of another model: it lacks 1.bias and 1 others"),
         ({"mask": torch.zeros(1)}, "is of another model: it has also mask; give weights= whose names"),
         ({"2.bias": torch.zeros(3)}, r"has float32\[3\] as 2.bias, which is float32\[6\] here; give other"),
-        ({"2.bias": torch.zeros(6).double()}, r"as 2.bias, which would be rounded to float32\[6\]: choose"),
+        ({"2.bias": torch.zeros(6).double()}, r"as 2.bias, which would be rounded to float32\[6\]; choose"),
         ({"2.bias": torch.zeros(6).long()}, r"has int64\[6\] as 2.bias, which would be rounded"),
         ({"lr": 0.1}, "holds a float, and a state_dict holds tensors by name"),
         ([1], "holds a list, and a state_dict holds tensors by name"),
@@ -107,12 +107,12 @@ def test_what_is_not_the_models_is_refused_in_one_sentence(tmp_path, state, chan
         change = {key: t for key, t in (state | change).items() if t is not None}
     path = as_torch(tmp_path, change)
     with pytest.raises(ConfigError, match=sentence) as raised:
-        read_weights(path, tied())
+        open_weights(path, tied())
     assert "\n" not in str(raised.value)
 
 
 def test_two_different_tensors_for_a_tied_one_are_refused(tmp_path, state):
-    loaded = read_weights(as_torch(tmp_path, state | {"2.weight": state["2.weight"] + 1}), tied())
+    loaded = open_weights(as_torch(tmp_path, state | {"2.weight": state["2.weight"] + 1}), tied())
     with pytest.raises(ConfigError, match=r"has two different tensors for 0.weight"):
         loaded.tensors(["0.weight"])
 
@@ -121,23 +121,10 @@ def test_two_different_tensors_for_a_tied_one_are_refused(tmp_path, state):
     ("files", "name", "sentence"),
     [
         ({}, "none.pt", "weights=.*none.pt does not exist"),
-        (
-            {"a.txt": ""},
-            "",
-            "has neither model.safetensors, nor .*index.json, nor a checkpoint",
-        ),
+        ({"a.txt": ""}, "", "has neither model.safetensors, nor .*index.json, nor a checkpoint"),
         ({"a.safetensors": "no"}, "a.safetensors", "a.safetensors cannot be read"),
         ({"a.pt": "no"}, "a.pt", "a.pt cannot be read as a state_dict"),
-        (
-            {"model.safetensors.index.json": "{}"},
-            "",
-            "index.json has no weight_map of names to files beside it",
-        ),
-        (
-            {"model.safetensors.index.json": '{"weight_map": {"a": "../a.safetensors"}}'},
-            "",
-            "index.json has no weight_map of names to files beside it",
-        ),
+        ({"model.safetensors.index.json": "{}"}, "", "index.json: its weight_map must be of type dict"),
         (
             {"model.safetensors.index.json": '{"weight_map": {"a": "a.safetensors"}}'},
             "",
@@ -149,5 +136,5 @@ def test_what_cannot_be_read_is_refused_in_one_sentence(tmp_path, files, name, s
     for file, text in files.items():
         (tmp_path / file).write_text(text)
     with pytest.raises(ConfigError, match=sentence) as raised:
-        read_weights(tmp_path / name, tied())
+        open_weights(tmp_path / name, tied())
     assert "\n" not in str(raised.value)

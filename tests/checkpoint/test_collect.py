@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from pipetrain import ConfigError, export, pipeline
 from tests.support.programs import damaged_on_one_rank, first_half, going_on, loader_of, resumed, whole
@@ -29,7 +30,7 @@ def test_it_goes_on_with_other_processes_and_another_schedule_and_is_exported(tm
     assert not none
     assert export.main([str(tmp_path), "--out", str(tmp_path / "weights")]) == 0
     weights = {name: torch.from_numpy(tensor) for name, tensor in weights.items()}
-    exported = torch.load(tmp_path / "weights.pt")
+    exported = load_file(tmp_path / "weights.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in weights.items())
     pipe = pipeline_for_resuming(tmp_path)
     assert pipe.updates == 3
@@ -39,16 +40,16 @@ def test_it_goes_on_with_other_processes_and_another_schedule_and_is_exported(tm
 
 @pytest.mark.processes
 def test_a_rank_that_cannot_write_stops_all_of_them_and_leaves_nothing(tmp_path):
-    told = run_world(damaged_on_one_rank, 2, tmp_path)
-    assert told == ["rank 1 cannot save: No space left"] * 2
+    first, second = run_world(damaged_on_one_rank, 2, tmp_path)
+    assert first == second
+    assert first.startswith("rank 1 cannot write ")
+    assert first.endswith("No space left")
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     whole(tmp_path, "1f1b")
-    with pytest.raises(
-        ConfigError, match=r"is of another model: it has tensors.0.bias=\['float64', 6\], and this run has"
-    ):
+    with pytest.raises(ConfigError, match=r"it has tensors.0.bias=\['float64', 6\], and this run has"):
         pipeline_for_resuming(tmp_path, width=7)
 
 

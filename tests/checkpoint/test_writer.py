@@ -1,0 +1,191 @@
+"""Saving beside training: what fails is said, and what was saved before stays as it was."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Timer
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+
+from pipetrain import TrainingStopped
+from pipetrain.checkpoint import files, writer
+from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, newest_first, read_whole
+from pipetrain.checkpoint.writer import Files, Writer
+
+
+def state(rank: int) -> Files:
+    return {f"stage-{rank}.safetensors": {"model/a": torch.arange(100.0)}}
+
+
+def manifest(update: int, ranks: int) -> Manifest:
+    return Manifest("r", Position(0, 0, update), {}, {"placement": list(range(ranks))}, {})
+
+
+def save(folders: list[Path], update: int = 6, keep: int = 2, silent: bool = False) -> list[Future[Path]]:
+    """Save by one rank for each folder; `silent`: all but rank 0 do nothing."""
+    store = dist.HashStore()
+    writers = [Writer(folder, rank, store, keep, timeout=1) for rank, folder in enumerate(folders)]
+    taking_part = writers[:1] if silent else writers
+    saves = [
+        one.save(manifest(update, len(folders)), lambda rank=rank: state(rank))
+        for rank, one in enumerate(taking_part)
+    ]
+    for one in writers:
+        one.close()
+    return saves
+
+
+def failures(saves: list[Future[Path]]) -> str:
+    """What all ranks are told."""
+    (said,) = {str(one.exception()) for one in saves}
+    assert all(isinstance(one.exception(), TrainingStopped) for one in saves)
+    return said
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / CHECKPOINTS).iterdir())
+
+
+def test_all_parts_come_together_and_the_newest_are_kept(tmp_path):
+    for update in range(4):
+        first, second = save([tmp_path] * 2, update)
+        folder = tmp_path / CHECKPOINTS / f"update-{update:08d}"
+        assert first.result() == second.result() == folder
+        assert sorted(read_whole(folder).parts) == ["stage-0.safetensors", "stage-1.safetensors"]
+    assert names(tmp_path) == ["update-00000002", "update-00000003"]
+
+
+def test_a_full_disk_on_any_rank_is_said_and_the_one_before_stays(tmp_path, monkeypatch):
+    save([tmp_path] * 2, 5)
+    write = writer.write_part
+
+    def full(folder, name, *rest):
+        if name == "stage-1.safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(folder, name, *rest)
+
+    monkeypatch.setattr(writer, "write_part", full)
+    said = failures(save([tmp_path] * 2, 6))
+    assert said.startswith("rank 1 cannot write ")
+    assert said.endswith("No space left on device")
+    assert names(tmp_path) == ["update-00000005"]
+    read_whole(tmp_path / CHECKPOINTS / "update-00000005")
+
+
+def test_what_cannot_be_saved_is_said_and_the_next_one_may_be(tmp_path):
+    def strange() -> Files:
+        raise TypeError("values of type set")
+
+    one = Writer(tmp_path, 0, None, keep=1, timeout=1)
+    first, second = one.save(manifest(6, 1), strange), one.save(manifest(7, 1), lambda: state(0))
+    one.close()
+    assert failures([first]) == "the optimizer of rank 0 remembers values of type set"
+    assert second.result().name == "update-00000007"
+    assert names(tmp_path) == ["update-00000007"]
+
+
+def test_a_rank_that_writes_nothing_is_named(tmp_path):
+    assert failures(save([tmp_path] * 2, silent=True)) == "rank 1 wrote nothing for 1 s"
+    assert names(tmp_path) == []
+
+
+@pytest.fixture
+def apart(tmp_path) -> list[Path]:
+    """Two machines whose run folders are not the same, each with a checkpoint from before."""
+    folders = [tmp_path / "here", tmp_path / "there"]
+    for folder in folders:
+        save([folder] * 2, 5)
+    return folders
+
+
+def test_a_folder_that_machines_do_not_share_is_said_and_nothing_is_pruned_or_left(apart):
+    said = failures(save(apart, keep=1))
+    assert said.startswith("rank 0 does not see all of stage-1.safetensors, which another rank has written")
+    assert said.endswith("run_dir must be a folder that all machines share")
+    for folder in apart:
+        assert names(folder) == ["update-00000005"]
+        read_whole(folder / CHECKPOINTS / "update-00000005")
+
+
+def test_a_part_of_another_size_is_not_published(tmp_path, monkeypatch):
+    write = writer.write_part
+
+    def truncated(folder, name, *rest):
+        part = write(folder, name, *rest)
+        os.truncate(folder / name, 10)
+        return part
+
+    monkeypatch.setattr(writer, "write_part", truncated)
+    assert "does not see all of stage-0.safetensors" in failures(save([tmp_path]))
+    assert names(tmp_path) == []
+
+
+def test_what_a_network_shows_late_is_waited_for(apart):
+    here, there = (folder / CHECKPOINTS / "update-00000006.partial" for folder in apart)
+    Timer(0.3, lambda: shutil.copy(there / "stage-1.safetensors", here)).start()
+    assert save(apart, keep=1)[0].result().parent == apart[0] / CHECKPOINTS
+    assert names(apart[0]) == ["update-00000006"]
+    read_whole(apart[0] / CHECKPOINTS / "update-00000006")
+
+
+def die_at(step: int, folder: Path) -> bool:
+    """Save update 6 in a process that dies before its `step`-th step; return whether it got past the end."""
+    child = os.fork()
+    if not child:
+        left = step
+
+        def dying(call):
+            def wrapped(*arguments, **words):
+                nonlocal left
+                if not left:
+                    os._exit(9)
+                left -= 1
+                return call(*arguments, **words)
+
+            return wrapped
+
+        safetensors.torch.save_file = dying(safetensors.torch.save_file)
+        files._flush, files._part = dying(files._flush), dying(files._part)
+        os.replace, os.unlink, os.rmdir = dying(os.replace), dying(os.unlink), dying(os.rmdir)
+        shutil.rmtree = dying(shutil.rmtree)
+        try:
+            save([folder], keep=1)
+        finally:
+            os._exit(0 if left else 9)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("before", ["", "damaged", "whole"])
+def test_killed_at_any_step_of_a_save_there_is_a_whole_one(before, tmp_path):
+    """`before`: what there is of the update that is saved; if it is whole there is no other."""
+    died = 0
+    for step in range(60):
+        folder = tmp_path / str(step)
+        if before:
+            save([folder])
+        if before == "damaged":
+            (folder / CHECKPOINTS / "update-00000006" / "manifest.json").write_text("no more")
+        if before != "whole":
+            save([folder], 5)
+        over = die_at(step, folder)
+        died += not over
+        found = [found for _, found in newest_first(folder / CHECKPOINTS) if isinstance(found, Manifest)]
+        assert found, step
+        if over:
+            break
+        save([folder], 7, keep=3)  # the next save tidies up
+        known = {"update-00000005", "update-00000006", "update-00000006-2", "update-00000007"}
+        assert set(names(folder)) <= known, step
+        if before != "damaged":
+            assert len(found) + 1 == len(files.folders(folder / CHECKPOINTS)), step
+    assert over
+    assert died >= 6
+    assert names(folder) == ["update-00000006"]

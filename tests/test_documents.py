@@ -1,0 +1,77 @@
+"""What is read as a document has its type, or is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pytest
+
+from pipetrain.documents import DamagedCheckpoint, read_as, read_json
+from pipetrain.ending import REFUSED, guarded
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"[" * 100_000, "is no JSON of ours"),
+        (b'"\xff"', "is no JSON of ours"),
+        (b"", "is no JSON of ours"),
+        (b"1 2", "is no JSON of ours"),
+        (b" " * 1_000_000, "is no JSON of ours: over 300000 bytes"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_json_that_cannot_be_read_is_damage(content, says, tmp_path):
+    if content is not None:
+        (tmp_path / "file").write_bytes(content)
+    with pytest.raises(DamagedCheckpoint, match=says):
+        read_json(tmp_path / "file", 300_000)
+
+
+@dataclass
+class Inner:
+    number: int
+    share: float | None
+
+
+@dataclass
+class Outer:
+    name: str
+    inner: list[Inner]
+    counts: dict[int, int]
+    free: Mapping[str, Any]
+
+
+def test_what_is_written_is_read(tmp_path):
+    made = Outer("ü", [Inner(0, math.inf), Inner(2**63, None)], {1: 2, 12: 3}, {"a": [None, {"b": True}]})
+    (tmp_path / "file").write_text(json.dumps(asdict(made)))
+    assert read_as(Outer, read_json(tmp_path / "file", 1000), "it") == made
+
+
+GOOD: dict[str, Any] = {"name": "x", "inner": [{"number": 0, "share": 1}], "counts": {"0": 1}, "free": {}}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"name": 1}, "it: name must be of type str, and is 1"),
+    ({"inner": {}}, "it: inner must be of type list, and is {}"),
+    ({"inner": [{"number": True, "share": 1}]}, "it: inner: 0: number must be of type int, and is True"),
+    ({"inner": [{"number": 1, "share": "1"}]}, "it: inner: 0: share must be of type float, and is '1'"),
+    ({"inner": [{"number": 1}]}, "it: inner: 0 must be an object of number, share, and is "),
+    ({"counts": {"1": 1.0}}, "it: counts: 1 must be of type int"),
+    ({"free": []}, "it: free must be of type Mapping"),
+    ({"more": 1}, "it must be an object of name, inner, counts, free, and is "),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), WRONG)
+def test_a_field_of_another_type_is_named(change, says, capsys):
+    assert guarded(lambda: read_as(Outer, GOOD | change, "it")) == REFUSED
+    said = capsys.readouterr().err
+    assert said.startswith(f"pipetrain: {says}")
+    assert len(said) < 300
+
+
+def test_what_is_right_is_not_refused():
+    assert read_as(Outer, GOOD, "it") == Outer("x", [Inner(0, 1)], {0: 1}, {})
