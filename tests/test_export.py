@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipetrain import Pipeline
 from pipetrain.checkpoint.files import CHECKPOINTS
 from pipetrain.export import main
 from tests.support import edges
@@ -159,6 +160,24 @@ def test_what_is_none_is_refused(arguments, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith("pipetrain: ")
+
+
+def test_a_model_of_transformers_is_a_folder_that_from_pretrained_reads(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=50, n_positions=8, n_embd=16, n_layer=1, n_head=2, use_cache=False
+    )
+    ids = torch.arange(32).reshape(4, 8)
+    model = transformers.GPT2LMHeadModel(config).train()
+    with Pipeline(model, "model", lambda p: torch.optim.SGD(p, 0.1), threads=1) as pipe:
+        pipe.step({"input_ids": ids, "labels": ids})
+        pipe.save(tmp_path / "run")
+    assert main([str(tmp_path / "run"), "--out", str(tmp_path / "weights")]) == 0
+    assert capsys.readouterr().out.endswith(f"of update 1 in {tmp_path / 'weights'}\n")
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "weights")
+    assert type(read) is type(model)
+    assert torch.equal(read.eval()(ids).logits, model.eval()(ids).logits)
 
 
 @pytest.mark.processes
