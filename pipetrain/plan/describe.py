@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -146,7 +146,9 @@ def describe(
     if not settings.codecs.plain:
         head += f"codec forward {settings.codecs.forward}, backward {settings.codecs.backward}\n"
     if settings.clip_grad_norm is not None:
-        head += f"clip_grad_norm {settings.clip_grad_norm:g} by the norm of {_clipped(plan)}\n"
+        whole = "the model: each update waits for the norms of all stages"
+        over = whole if has_norms(plan.window.program) else "each stage"
+        head += f"clip_grad_norm {settings.clip_grad_norm:g} by the norm of {over}\n"
     for name, stages in plan.cut.shared.items():
         head += f"{name} is trained as one by stages {', '.join(map(str, stages))}\n"
     run = plan.timeline()
@@ -158,44 +160,37 @@ def describe(
     return "\n".join((head, _partition(plan), *predicted, picture, *sizes, _figures(plan, run, batches)))
 
 
-def _clipped(plan: Plan) -> str:
-    if has_norms(plan.window.program):
-        return "the model: each update waits for the norms of all stages"
-    return "each stage"
-
-
 def _partition(plan: Plan) -> str:
-    size, coded = plan.full, not plan.settings.codecs.plain
-    flops = sum(layer.flops for layer in plan.layers)
-    rows: list[list[str]] = [
-        ["stage", "rank", "layers", "parameters", "work", f"enters, {size} samples", "bytes"]
-    ]
-    rows[0] += ["on the wire", "and back"] if coded else []
-    split = splits(plan.window.program)
-    backward = ["I ms", "W ms"] if split else ["B ms"]
+    size, flops = plan.full, sum(layer.flops for layer in plan.layers)
     recomputes = any(mode is not Mode.NEVER for mode in plan.recompute)
-    rows[0] += ["recompute"] if recomputes else []
-    times = ["F ms", *["R ms"] * recomputes, *backward, "messages ms", "STEP ms", "batch ms"]
-    rows[0] += [*times, "MiB"] if plan.prediction else []
+    halves = [Op.I, Op.W] if splits(plan.window.program) else [Op.B]
+    rows: list[dict[str, str]] = []
     for stage, rank in enumerate(plan.placement):
-        held, slice = plan.stage_layers(stage), plan.cut.slices[stage]
-        row = [str(stage), str(rank), f"{slice.start}-{slice.end - 1} {held[0].name}..{held[-1].name}"]
-        row.append(f"{sum(layer.params for layer in held):,}")
-        row += [f"{sum(layer.flops for layer in held) / flops:.1%}", _entering(plan, stage, size)]
-        row.append(f"{sum(spec.nbytes for spec in plan.cut.entering(stage, size)):,}")
-        if coded:
-            row += [f"{nbytes:,}" if stage else "-" for nbytes in plan.wire_bytes(stage, size)]
-        row += [plan.recompute[stage].value] if recomputes else []
+        held, slice, mode = plan.stage_layers(stage), plan.cut.slices[stage], plan.recompute[stage]
+        row = {
+            "stage": str(stage),
+            "rank": str(rank),
+            "layers": f"{slice.start}-{slice.end - 1} {held[0].name}..{held[-1].name}",
+            "parameters": f"{sum(layer.params for layer in held):,}",
+            "work": f"{sum(layer.flops for layer in held) / flops:.1%}",
+            f"enters, {size} samples": _entering(plan, stage, size),
+            "bytes": f"{sum(spec.nbytes for spec in plan.cut.entering(stage, size)):,}",
+        }
+        if not plan.settings.codecs.plain:
+            there, back = (f"{nbytes:,}" if stage else "-" for nbytes in plan.wire_bytes(stage, size))
+            row |= {"on the wire": there, "and back": back}
+        if recomputes:
+            row["recompute"] = mode.value
         if plan.prediction is not None:
             taken = plan.prediction.stages[stage]
-            of = dict(taken.seconds)
-            if plan.recompute[stage] is Mode.NEVER:
-                of[Op.R] = 0.0
-            ops = [Op.F, *[Op.R] * recomputes, *([Op.I, Op.W] if split else [Op.B])]
-            seconds = [*map(of.__getitem__, ops), taken.messages_s, of[Op.STEP], taken.batch_s]
-            row += [*(f"{1e3 * s:.2f}" for s in seconds), f"{taken.held_bytes / 2**20:.1f}"]
+            seconds = {str(op): taken.seconds[op] for op in (Op.F, *[Op.R] * recomputes, *halves)}
+            if recomputes and mode is Mode.NEVER:
+                seconds["R"] = 0.0
+            seconds |= {"messages": taken.messages_s, "STEP": taken.seconds[Op.STEP], "batch": taken.batch_s}
+            row |= {f"{name} ms": f"{1e3 * s:.2f}" for name, s in seconds.items()}
+            row["MiB"] = f"{taken.held_bytes / 2**20:.1f}"
         rows.append(row)
-    return aligned(rows)
+    return aligned([[*rows[0]], *([*row.values()] for row in rows)])
 
 
 def _entering(plan: Plan, stage: int, size: int) -> str:
@@ -246,8 +241,7 @@ def _memory(plan: Plan, held: Memory, room: int | None) -> str:
 
 def _figures(plan: Plan, run: Timeline, batches: int) -> str:
     settings, simulation = plan.settings, plan.window.simulation
-    virtual = plan.stages // settings.ranks
-    size = settings.microbatches, virtual
+    size = settings.microbatches, plan.stages // settings.ranks
     formula = theory(settings.schedule, settings.ranks, batches, *size)
     if formula and not any(formula.staleness) and has_norms(plan.window.program):
         formula = theory(settings.schedule, settings.ranks, 1, *size)  # each batch ends on all ranks at once
@@ -260,14 +254,10 @@ def _figures(plan: Plan, run: Timeline, batches: int) -> str:
     bounds = zip(*map(plan.peaks, range(plan.stages)), strict=True)
     for name, bound in zip(("activations", "versions", "staleness"), bounds, strict=True):
         expected = bound if plan.policy else getattr(formula, name, None)
-        rows.append([name, _list(getattr(simulation, name)), _list(expected) if expected else "-"])
+        rows.append([name, *(" ".join(map(str, of or "-")) for of in (getattr(simulation, name), expected))])
     note = "by stage; activations in microbatches, staleness in updates\n"
     note += f"the timeline and its bubble go by the {'times' if plan.costs else 'work'} of the stages, "
     note += "as do these details and the order\n" if plan.by_costs else "these details as if all were equal\n"
     if plan.policy:
         note += "the order is decided while it runs: this is how it goes if times are even\n"
     return aligned(rows) + note
-
-
-def _list(values: Iterable[int]) -> str:
-    return " ".join(map(str, values))

@@ -14,11 +14,12 @@ import pytest
 from pipetrain.errors import ConfigError
 from pipetrain.plan import describe as printing
 from pipetrain.plan.replay import read_trace, refuse_other
-from pipetrain.schedule.actions import Op
+from pipetrain.schedule.actions import Op, Program
 from pipetrain.schedule.chrome import write
 from pipetrain.schedule.lower import lower
-from pipetrain.schedule.programs import one_f_one_b
+from pipetrain.schedule.programs import one_f_one_b, pipedream
 from pipetrain.schedule.timeline import Costs
+from pipetrain.schedule.transforms import split
 from tests.support.plans import ALONE, figures, planned
 from tests.support.traces import about, as_measured
 
@@ -195,6 +196,10 @@ def test_more_microbatches_of_the_same_size_can_be_predicted(run, trace, tmp_pat
     assert (tmp_path / "x.png").exists()
 
 
+def split_pipedream(ranks: int, batches: int, microbatches: int) -> Program:
+    return split(pipedream(ranks, batches, microbatches))
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -206,7 +211,7 @@ def test_more_microbatches_of_the_same_size_can_be_predicted(run, trace, tmp_pat
         (["codec.backward=int8"], "pass codec.backward=identity, or trace"),
         (["stages=3"], "pass stages=2 partition=[1], or trace"),
         (["+model.width=64", "partition=[1]"], "is of another mlp, with 460,682 parameters"),
-        (["schedule._target_=tests.runtime.test_engine.split_pipedream"], "has no I of stage 1"),
+        (["schedule._target_=tests.plan.test_main.split_pipedream"], "has no I of stage 1"),
     ],
 )
 def test_a_plan_that_the_trace_says_nothing_of_is_refused(trace, words, says):
