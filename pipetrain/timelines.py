@@ -23,20 +23,15 @@ TRACE = "trace.json"
 
 def main(words: Sequence[str] | None = None) -> int:
     """Write the page; return the exit status."""
-    given = _parser().parse_args(words)
-    return guarded(lambda: _write(given.runs, given.out, given.batches))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pipetrain.timelines", description="Draw what traced runs really did as an HTML page."
     )
+    out = Path("timelines.html")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or its trace.json")
-    parser.add_argument(
-        "--out", type=Path, default=Path("timelines.html"), metavar="FILE", help="%(default)s"
-    )
+    parser.add_argument("--out", type=Path, default=out, metavar="FILE", help="%(default)s")
     parser.add_argument("--batches", type=int, default=2, metavar="N", help="drawn of a window; %(default)s")
-    return parser
+    given = parser.parse_args(words)
+    return guarded(lambda: _write(given.runs, given.out, given.batches))
 
 
 def _write(runs: Sequence[Path], out: Path, batches: int) -> int:
@@ -92,12 +87,12 @@ def _batches(window: TracedWindow) -> int:
 
 def _end(timeline: Timeline, batches: int) -> float:
     """Return when the last stage has made the step of the first `batches`, in seconds from the start."""
-    spans = [span for row in timeline.rows for span in row.spans]
-    steps = [
+    steps = (
         span.end
-        for span in spans
+        for row in timeline.rows
+        for span in row.spans
         if span.action is not None and span.action.op is Op.STEP and span.action.version <= batches
-    ]
+    )
     return max(steps) - min(row.began for row in timeline.rows)
 
 

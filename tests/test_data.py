@@ -174,13 +174,11 @@ def test_a_data_set_is_two_splits_or_a_source_of_both():
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        (
-            {},
-            "data=own has no train: give data.source, a function that returns both splits, or",
-        ),
+        ({}, "data=own has no train: give data.source, a function that returns both splits, or"),
         ({"train": SPLITS["train"]}, "data=own has no test: give data.source"),
         ({**SPLITS, "test": {"_target_": "builtins.dict"}}, "data.test has no sample"),
-        ({**SPLITS, "train": {"_target_": "no.such.thing"}}, "data.train cannot be made: "),
+        ({**SPLITS, "train": {**SPLITS["train"], "n": 0}}, "data.train has no sample"),
+        ({**SPLITS, "train": {**SPLITS["train"], "colour": 1}}, "data.train cannot be made: "),
         (
             {**SPLITS, "train": {"_target_": f"{__name__}.Nmbers"}},
             f"data.train cannot be made: Error loading '{__name__}.Nmbers': ModuleNotFoundError",
@@ -189,11 +187,6 @@ def test_a_data_set_is_two_splits_or_a_source_of_both():
             {**SPLITS, "train": {"_target_": "builtins.open", "file": "nowhere.jsonl"}},
             "data.train cannot be made: FileNotFoundError: ",
         ),
-        (
-            {**SPLITS, "train": {"_target_": f"{__name__}.Numbers", "colour": 1}},
-            "data.train cannot be made: ",
-        ),
-        ({**SPLITS, "train": {"_target_": f"{__name__}.Numbers", "n": 0}}, "data.train has no sample"),
     ],
 )
 def test_splits_that_cannot_be_are_refused(fields, says):
@@ -224,15 +217,10 @@ def test_a_declaration_says_what_one_input_is(data, dtype, spec):
     "sample",
     [
         {"shape": [3, 32, 32]},
-        {"dtype": "float"},
         {"shape": [3, 0], "dtype": "float"},
-        {"shape": [3, "x"], "dtype": "float"},
         {"shape": 3, "dtype": "float"},
-        {"shape": [3], "dtype": "float3"},
         {"shape": [3], "dtype": "nn"},
-        [3, 32, 32],
         "float",
-        7,
     ],
 )
 def test_a_declaration_that_is_none_is_refused(sample):

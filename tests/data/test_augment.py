@@ -112,14 +112,11 @@ def test_evaluation_only_normalises(dtype):
     assert torch.equal(out, (IMAGES.to(dtype) / 255 - mean) / std)
 
 
-def test_nothing_to_do_changes_nothing_and_the_source_is_left_alone():
+def test_nothing_to_do_changes_nothing_the_source_is_left_alone_and_a_negative_crop_is_refused():
     before = IMAGES.clone()
     assert torch.equal(Augment(0, False)(IMAGES, IDS, 0, 0), IMAGES)
     SPLIT.inputs(IDS, DRAW)
     assert torch.equal(IMAGES, before)
-
-
-def test_negative_crop_is_refused():
     with pytest.raises(ConfigError, match=r"augment\.crop"):
         Augment(-1, True)
 
