@@ -121,7 +121,7 @@ def make_task(cfg: DictConfig) -> Task:
     else:
         task = build(cfg, "task")
         if not isinstance(task, Task):
-            raise ConfigError(f"task must be a {Task.__module__}.Task; got {type(task).__name__}")
+            raise ConfigError(f"task must be a pipetrain.tasks.Task; got {type(task).__name__}")
     node = cfg.task if cfg.get("loss") is None else cfg.loss
     if cfg.get("label_smoothing") and "label_smoothing" not in node:
         raise ConfigError(
