@@ -323,12 +323,6 @@ def test_all_damaged_is_refused_rather_than_begun_anew(folder):
         find_source("auto", folder)
 
 
-@pytest.mark.parametrize("batch", [5, 2**62])
-def test_more_batches_than_an_epoch_has_are_refused(batch):
-    with pytest.raises(ConfigError, match=f"stands after batch {batch} of an epoch, which has 4 here; give"):
-        make_run(PLAIN, batch)
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [(dict.popitem, "has no tensor "), (lambda t: t.update({k: t[k].unsqueeze(0) for k in t}), " here$")],

@@ -15,22 +15,19 @@ from pipetrain.checkpoint.writer import Keeper
 from pipetrain.data import (
     Data,
     DataFacts,
-    Draw,
     Sampler,
     declared_example,
-    load_augment,
     load_data,
 )
 from pipetrain.data.loader import Sampled, even
 from pipetrain.epochs import Epochs, PassesByNumber
-from pipetrain.errors import ConfigError
 from pipetrain.network import factory
 from pipetrain.network.chain import network_of
 from pipetrain.network.model import prove_model
 from pipetrain.network.network import Network
 from pipetrain.network.values import ValueSpec
 from pipetrain.plan.memory import optimizer_state, sized
-from pipetrain.plan.plan import Plan, Samples, make_plan, prove_targets
+from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.plan.profile import Profile, profile_conditions, read_profile
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
@@ -99,27 +96,14 @@ def network_for(cfg: DictConfig, settings: Settings, example: ValueSpec) -> Netw
     return network
 
 
-def check_early(
-    cfg: DictConfig,
-    schedule: str,
-    ranks: int,
-    example: ValueSpec | None = None,
-) -> Plan:
-    """Plan one batch, as a draft, to refuse errors before the run starts. Raises ConfigError.
-
-    The data set is not read if the `example` of its inputs is given, or `data.sample` declares it.
-    """
+def check_early(cfg: DictConfig, schedule: str, ranks: int) -> Plan:
+    """Plan one batch of a configuration, without its data if `data.sample` declares them."""
     settings = Settings.composed(cfg, schedule, ranks)
-    load_augment(cfg.data)
-    make_task(cfg)
-    example = example or declared_example(cfg.data, settings.dtype)
-    example = example or load_data(cfg.data, settings.dtype).facts.example
+    example = declared_example(cfg.data, settings.dtype) or load_data(cfg.data, settings.dtype).facts.example
     network = network_for(cfg, settings, example)
     samples = Samples([settings.batch_size], [settings.full])
     profile = settings.profile and read_profile(settings.profile, profile_conditions(settings, cfg.optim))
-    plan = make_plan(settings, make_schedule(cfg), network, example, samples, profile)
-    make_optimizer(cfg, network.model, plan.stages)
-    return plan
+    return make_plan(settings, make_schedule(cfg), network, example, samples, profile)
 
 
 def prepare(
@@ -131,30 +115,15 @@ def prepare(
     profile: Profile | None = None,
     resumed: int = 0,
 ) -> Run:
-    """Build a run from its configuration, facts of its data and, for partition=profile, profile.
-
-    With `data`, the task is proven on its first samples.
-
-    `resumed`: batches already done of the current epoch. Raises ConfigError and ScheduleError.
-    """
+    """Build a run of a configuration; `resumed`: batches already done of the current epoch."""
     settings = Settings.composed(cfg, schedule, ranks)
     sampler = Sampler(
         facts.train, settings.batch_size, settings.microbatches, settings.seed, settings.drop_last
     )
-    if resumed > len(sampler.batch_sizes):
-        raise ConfigError(
-            f"the checkpoint stands after batch {resumed} of an epoch, which has {len(sampler.batch_sizes)} "
-            f"here; give the batch_size and the data set that it was trained with, or train anew"
-        )
-    settings.rate(settings.epochs * len(sampler.batch_sizes))  # which refuses a wrong lr_schedule
     samples = Samples(sampler.batch_sizes, even(facts.test, settings.batch_size), resumed)
     network = network_for(cfg, settings, facts.example)
     task = make_task(cfg)
     plan = make_plan(settings, make_schedule(cfg), network, facts.example, samples, profile)
-    if data is not None:
-        for split, draw in ((data.train, Draw(settings.seed, 0)), (data.test, None)):
-            ids = torch.arange(min(len(split), settings.batch_size))
-            prove_targets(plan, task, split.targets(ids, draw), data.classes)
     optimizer = make_optimizer(cfg, network.model, plan.stages)
     return Run(
         settings=settings,
