@@ -32,6 +32,19 @@ class Calls(nn.Module):
         return self.function(value)
 
 
+class Noisy(nn.Module):
+    """A model that is traced, with a layer in training that an evaluation leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, **DOUBLE) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x).tanh() if self.training or number % 2 else x
+        return x
+
+
 class Traced(nn.Module):
     """A model that is traced, and calls a function between two layers."""
 
@@ -138,6 +151,11 @@ def log_prob(h: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [mean_of_some, writes_some, counts, log_prob])
 def test_tensors_whose_size_depends_on_the_data_stay_within_a_layer(ranks, function):
     first, _ = ranks(apart, partial(Traced, function), (4,), mse_loss)
+    assert first < 1e-12
+
+
+def test_layers_of_training_alone(ranks):
+    first, _ = ranks(apart, Noisy, (4,), mse_loss)
     assert first < 1e-12
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from difflib import SequenceMatcher
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -35,11 +36,12 @@ def trace(model: nn.Module, example: ValueSpec, autocast: bool = False) -> Trace
     _refuse_outputs(trained.operations, evaluated.operations)
     there = _places(trained, evaluated)
     elsewhere = evaluated.forbidden()
-    forbidden = trained.forbidden()
-    forbidden |= {position: elsewhere[at] for position, at in enumerate(there) if at in elsewhere}
+    forbidden = {position: elsewhere[at] for position, at in enumerate(there) if at in elsewhere}
+    forbidden |= trained.forbidden()
+    in_both = [at != behind for at, behind in pairwise(there)]  # a layer has something to do in evaluation
     items = [
-        Item(calls_of(node), tuple(trained.uses(node)), trained.nbytes(node), trained.works(node))
-        for node in trained.items
+        Item(calls_of(node), tuple(trained.uses(node)), trained.nbytes(node), both and trained.works(node))
+        for node, both in zip(trained.items, in_both, strict=True)
     ]
     groups = group(items, _modules(model, items), forbidden)
     cuts = [each.start for each in groups[1:]]
