@@ -114,21 +114,6 @@ def overfill(world: World, store: Store) -> str:
     return "no error"
 
 
-def vanish(world: World, store: Store) -> str:
-    """Rank 0 dies while rank 1 waits for it; returns what rank 1's error says."""
-    mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, DEADLINE_S)
-    if world.rank == 0:
-        dist.destroy_process_group()
-        return ""
-    channel = mesh.channel(1)
-    channel.expect([_message(7, 4)])
-    try:
-        channel.recv(_message(7, 4))
-    except ChannelError as error:
-        return str(error)
-    return "no error"
-
-
 def tell_no_norms(world: World, store: Store) -> str:
     """Rank 1 waits for norms that rank 0 does not tell; returns what its error says."""
     mesh = Mesh(world, [0, 1], [], CPU, store, DEADLINE_S)

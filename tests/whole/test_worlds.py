@@ -13,7 +13,6 @@ from tests.support.jobs import (
     starve,
     tell_no_norms,
     train_cases,
-    vanish,
     watch,
 )
 from tests.support.worlds import run_world
@@ -118,11 +117,6 @@ def test_a_message_that_does_not_come_is_named():
 def test_the_bound_is_enforced_and_its_expiry_named():
     error = run_world(overfill, 2)[0]
     assert error == "after 2: rank 0 waited 1 s for rank 1 to take the activation of microbatch 0"
-
-
-def test_a_dead_peer_is_named():
-    error = run_world(vanish, 2)[1]
-    assert error.startswith("rank 1 lost rank 0 at the activation of microbatch 7: ")
 
 
 def test_what_has_arrived_and_where_there_is_room_can_be_asked():
