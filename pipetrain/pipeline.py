@@ -34,6 +34,7 @@ from pipetrain.arguments import (
     read_task,
 )
 from pipetrain.checkpoint import collect
+from pipetrain.checkpoint.dcp import Part, parts_of
 from pipetrain.checkpoint.resume import (
     Source,
     open_weights,
@@ -676,6 +677,17 @@ class Pipeline:
         else:
             self._loan.take_back()
             restore(source, self._begun, self._mesh, self._optimizer)
+
+    def dcp(self) -> dict[str, Part]:
+        """Return what torch.distributed.checkpoint saves and loads: `dcp.save(pipe.dcp(), checkpoint_id=)`.
+
+        Entries are `model`, `state` (of the optimizer) and `updates`, with the names of plain PyTorch.
+        """
+        session = self._begun
+        session.engine.settle()
+        if self._loan is not None:
+            self._loan.take_back()
+        return parts_of(session, self._state_names, self._optimizer)
 
     def __enter__(self) -> Pipeline:
         return self

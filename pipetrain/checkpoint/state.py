@@ -45,7 +45,7 @@ def state_of(stage: Stage) -> dict[str, Tensor]:
     """
     stage.settle()
     weights = stage.weights
-    tensors = {MODEL + name: numbers_of(tensor.detach()) for name, tensor in _named(stage)}
+    tensors = {MODEL + name: numbers_of(tensor.detach()) for name, tensor in named(stage)}
     tensors |= {OPTIMIZER + path: tensor for path, tensor in weights.optimizer_state().items()}
     tensors |= {EMA + name: numbers_of(tensor) for name, tensor in weights.average().items()}
     return {
@@ -73,7 +73,7 @@ def restore(source: Source, session: Session, mesh: Mesh, optimizer: OptimizerFa
 @torch.no_grad()
 def _load(stage: Stage, tensors: Tensors, updates: int) -> None:
     """Restore from `state_of`, of this stage or of other stages that held these layers."""
-    for name, tensor in _named(stage):
+    for name, tensor in named(stage):
         tensors.copy_to(numbers_of(tensor.data), MODEL + name)
     mine = stage.weights.live.keys()
     paths = [path for path in tensors.names(OPTIMIZER) if path.rpartition("/")[0] in mine]
@@ -81,7 +81,7 @@ def _load(stage: Stage, tensors: Tensors, updates: int) -> None:
     stage.weights.load_average({name: tensors[EMA + name] for name in mine & set(tensors.names(EMA))})
 
 
-def _named(stage: Stage) -> Iterator[tuple[str, Tensor]]:
+def named(stage: Stage) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and buffers by their names in the model."""
     for name, tensor in chain(stage.module.named_parameters(), stage.module.named_buffers()):
         yield stage.name(name), tensor
