@@ -11,7 +11,7 @@ from benchmark.tasks import Scale
 
 SHOWN = {
     "overhead": ["overhead, an action", "1f1b, rank 0", "< 150 us"],
-    "held": ["held, mlp pipedream 2 ranks", "stage 1", "within 10% (activations"],
+    "held": ["held, mlp pipedream 2 ranks", "stage 1", "within 10%"],
     "wire": ["wire, 100 MB/s", "layer_dist, no codec", "MiB a batch", "codec ms a batch"],
     "factory": ["factory, rank 3", "after a step"],
 }
