@@ -239,9 +239,9 @@ class Pipeline:
             level(mesh, "the model", named_tensors(model) | tensor_attributes(model))
             self._initial: Values | None = record
             if weights is not None:
-                self._initial = open_weights(read_path("weights", weights), model, record)
+                self._initial = open_weights(read_path("weights", weights), model)
             elif record is not None:
-                record.prove(named_tensors(model))
+                record.prove()
             if seed is None:  # dropout as the program has seeded torch on rank 0
                 told = mesh.tell("the seed", torch.initial_seed() % 2**31)
                 self._settings = replace(self._settings, seed=told)

@@ -25,7 +25,6 @@ from pipetrain.checkpoint.tensors import Loaded, Tensors, open_plain
 from pipetrain.documents import DamagedCheckpoint
 from pipetrain.errors import ConfigError
 from pipetrain.network.model import state_names
-from pipetrain.network.network import Values
 from pipetrain.network.places import named_tensors
 from pipetrain.settings import PROFILE, Mode
 
@@ -171,12 +170,12 @@ def _difference(key: str, theirs: Any, mine: Any) -> str:
     return f"it has {key}={theirs}, and this run has {key}={mine}"
 
 
-def open_weights(path: Path, model: nn.Module, rest: Values | None = None) -> Loaded:
+def open_weights(path: Path, model: nn.Module) -> Loaded:
     """Open the weights to begin with, of plain PyTorch or of a checkpoint. Raises ConfigError."""
     path = path.expanduser().absolute()
     ours = (path / CHECKPOINTS).is_dir() or (path / MANIFEST).exists()
     source = find_source(path, path) if ours else None
-    return weights_of(source, model) if source else Loaded(open_plain(path), model, rest)
+    return weights_of(source, model) if source else Loaded(open_plain(path), model)
 
 
 def weights_of(source: Source, model: nn.Module) -> Loaded:

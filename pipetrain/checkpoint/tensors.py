@@ -18,7 +18,6 @@ from pipetrain.checkpoint.files import MOST_BYTES
 from pipetrain.documents import DamagedCheckpoint, read_as, read_json
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.model import state_names
-from pipetrain.network.network import Values
 from pipetrain.network.places import named_tensors
 from pipetrain.network.values import TensorSpec, specs_of
 
@@ -89,18 +88,15 @@ class Tensors:
 
 
 class Loaded:
-    """Tensors as the Values of a model; those that the file does not have come from `rest`.
+    """Tensors as the Values of a model.
 
     `ours`: whether they have the names of parameters and buffers rather than of the model's state_dict, where
     one that is tied has several. Raises ConfigError for a tensor that is missing, one that the model does not
     have, and one of another form.
     """
 
-    def __init__(
-        self, tensors: Tensors, model: nn.Module, rest: Values | None = None, ours: bool = False
-    ) -> None:
+    def __init__(self, tensors: Tensors, model: nn.Module, ours: bool = False) -> None:
         self._tensors = tensors
-        self._rest = rest
         mine = named_tensors(model)
         keys: dict[str, list[str]] = {}
         for key, name in ({name: name for name in mine} if ours else state_names(model)).items():
@@ -113,15 +109,9 @@ class Loaded:
         for name, known in self._keys.items():
             for key in known:
                 self._refuse_other(key, tensors.spec(key), specs_of([mine[name]])[0])
-        self.prove(mine)
-
-    def prove(self, names: Collection[str]) -> None:
-        if self._rest is not None:
-            self._rest.prove([name for name in names if name not in self._keys])
 
     def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
-        others = [name for name in names if name not in self._keys]
-        found = self._rest.tensors(others) if self._rest is not None and others else {}
+        found: dict[str, Tensor] = {}
         for name in names:
             for key in self._keys.get(name, ()):
                 read = self._tensors[key]

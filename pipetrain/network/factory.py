@@ -171,10 +171,10 @@ class Initial:
         """A checksum of how the parameters are made, equal on ranks whose factories did the same."""
         return zlib.crc32(repr({name: _lasting(done) for name, done in self._made.items()}).encode())
 
-    def prove(self, names: Collection[str]) -> None:
-        for name in names:
-            if name in self._tensors:
-                self._initialisers_of(name)
+    def prove(self) -> None:
+        """Refuse parameters that their modules would not make as the factory did. Raises ConfigError."""
+        for name in self._tensors:
+            self._initialisers_of(name)
 
     def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
         wanted = {name: self._initialisers_of(name) for name in names if name in self._tensors}

@@ -7,14 +7,13 @@ connection, a mask) travels straight from the stage that makes it to those that 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from pipetrain.network.modes import evaluating
 from pipetrain.network.values import Gradients, TensorSpec, Value, ValueSpec
 
 INPUT = -1  # in place of a layer: the data
@@ -34,9 +33,6 @@ See = Callable[[str, nn.Module, Tensors], Tensors]
 
 class Values(Protocol):
     """Where the numbers of a model's tensors come from."""
-
-    def prove(self, names: Collection[str]) -> None:
-        """Refuse tensors that have none. Raises ConfigError."""
 
     def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return tensors in host memory by the names of parameters and buffers.
@@ -106,6 +102,25 @@ class Part(nn.Module, ABC):
     def last_layer(self) -> LastLayer | None:
         """Return the model's last layer, if it can be run alone with what is made up."""
         return None
+
+
+@contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Put modules, and all below them, into evaluation mode, and in the end each into the mode it had.
+
+    Modes are the user's: a BatchNorm in eval() keeps its statistics in training, as in one process.
+    """
+    before = {module: module.training for root in modules for module in root.modules()}
+    for root in modules:
+        root.eval()
+    try:
+        yield
+    finally:
+        for module, mode in before.items():
+            if module.training != mode:
+                module.train(mode)  # by its own method, which may do more
+        for module, mode in before.items():  # one that is in two places may have another by now
+            module.training = mode
 
 
 class Network(ABC):

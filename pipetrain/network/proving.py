@@ -19,8 +19,7 @@ from torch import Tensor
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.chain import Chain
 from pipetrain.network.draws import Beginning, Seeds, drawing
-from pipetrain.network.modes import evaluating
-from pipetrain.network.network import INPUT, Made, Part, Slice
+from pipetrain.network.network import INPUT, Made, Part, Slice, evaluating
 from pipetrain.network.tensors import SIZES, Results, difference, made_up
 from pipetrain.network.values import ValueSpec
 

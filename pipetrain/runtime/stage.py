@@ -18,8 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from pipetrain.errors import TrainingStopped
 from pipetrain.network import draws
-from pipetrain.network.modes import evaluating
-from pipetrain.network.network import INPUT, Part
+from pipetrain.network.network import INPUT, Part, evaluating
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import Value, as_tuple, leaves_of, needs_grad, requires_grad
 from pipetrain.rate import Rate

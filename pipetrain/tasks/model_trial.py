@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
-from pipetrain.network.modes import evaluating
-from pipetrain.network.network import INPUT, Made, Part
+from pipetrain.network.network import INPUT, Made, Part, evaluating
 from pipetrain.network.values import Value, ValueSpec, as_tuple
 from pipetrain.tasks.task import IGNORED, ModelLoss
 from pipetrain.tasks.trial import few, part_of, prove_sum

@@ -25,7 +25,6 @@ SEEN_IN = {
     "network/given": "users/test_modes",
     "network/loan": "users/test_life",
     "network/network": "network/test_chain",
-    "network/modes": "users/test_modes",
     "network/places": "runtime/test_weights",
     "network/products": "runtime/test_split",
     "network/tensors": "plan/test_estimate",

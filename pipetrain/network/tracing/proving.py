@@ -21,8 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network import draws
-from pipetrain.network.modes import evaluating
-from pipetrain.network.network import INPUT, Made, Tensors
+from pipetrain.network.network import INPUT, Made, Tensors, evaluating
 from pipetrain.network.places import standing_in
 from pipetrain.network.tensors import SIZES, TOLERANCE, Results, difference, made_up
 from pipetrain.network.tracing.exporting import (

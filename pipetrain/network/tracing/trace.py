@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn.utils.parametrize import ParametrizationList
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.modes import evaluating
+from pipetrain.network.network import evaluating
 from pipetrain.network.tracing.dataflow import Dataflow
 from pipetrain.network.tracing.exporting import device_of, exported
 from pipetrain.network.tracing.grouping import Item, Modules, group, module_of
