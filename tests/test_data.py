@@ -15,7 +15,6 @@ from pipetrain.data import (
     Data,
     DataMissing,
     Draw,
-    ImageData,
     Images,
     declared_example,
     digits,
@@ -50,7 +49,7 @@ def test_digits_are_loaded():
     assert (loaded.name, len(loaded.train), len(loaded.test)) == ("digits", 100, 30)
     ids = torch.arange(100)
     assert loaded.train.targets(ids, None).tolist() == whole.train.labels[:100].tolist()
-    assert loaded.train.mean == whole.mean
+    assert loaded.train.mean == whole.train.mean
     assert len(load_data(data_config("digits", train_limit=99_999)).train) == 1437
 
 
@@ -84,7 +83,7 @@ def test_numbers_that_cannot_be_are_refused(overrides):
     [
         ({"_target_": "no.such.module"}, "data.source cannot be made"),
         ({"_target_": "pipetrain.data.digits.load", "colour": "red"}, "colour"),
-        ({"_target_": "builtins.dict"}, "data.source must give a pipetrain.data.Data or ImageData; got dict"),
+        ({"_target_": "builtins.dict"}, "data.source must give a pipetrain.data.Data; got dict"),
     ],
 )
 def test_a_source_that_is_none_is_refused_in_one_sentence(source, says):
@@ -96,12 +95,17 @@ def test_a_source_that_is_none_is_refused_in_one_sentence(source, says):
     assert "\n" not in str(error.value)
 
 
-def own(**fields: Any) -> ImageData:
+def own(classes: int = 10, **fields: Any) -> Data:
     """Give somebody's own data set: 30 black images, 20 of them to train on."""
     images, labels = torch.zeros(20, 3, 32, 32, dtype=torch.uint8), torch.arange(20) % 10
-    train, test = Images(images, labels), Images(images[:10], labels[:10])
-    data = ImageData("own", train, test, classes=10, mean=(0.5,) * 3, std=(0.2,) * 3)
-    return replace(data, **fields)
+    split = replace(Images(images, labels, mean=(0.5,) * 3, std=(0.2,) * 3), **fields)
+    return Data("own", split, split.first(10), classes)
+
+
+def two_sizes() -> Data:
+    made = own()
+    assert isinstance(made.test, Images)
+    return replace(made, test=replace(made.test, images=made.test.images[..., :16]))
 
 
 def test_an_own_data_set_is_proven_whole_and_then_cut():
@@ -110,6 +114,8 @@ def test_an_own_data_set_is_proven_whole_and_then_cut():
     assert (len(loaded.train), len(loaded.test), loaded.classes) == (5, 10, 10)
     with pytest.raises(ConfigError, match=r"^the data set own cannot be used: train labels\[9\] is 9"):
         load_data(DictConfig({**data_config("digits", train_limit=5), "source": {**source, "classes": 9}}))
+    with pytest.raises(ConfigError, match="the data set own cannot be used: train and test images differ in"):
+        load_data(DictConfig({**data_config("digits"), "source": {"_target_": f"{__name__}.two_sizes"}}))
 
 
 def test_augment_may_be_none_and_must_be_sound():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import torch
 from hydra.errors import InstantiationException
@@ -11,10 +12,11 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.cli import conf_dir
-from pipetrain.data.augment import Augment, ImageSplit
+from pipetrain.data.augment import Augment
 from pipetrain.data.dataset import as_split
+from pipetrain.data.images import Images
 from pipetrain.data.loader import Sampler, loaded, pieces
-from pipetrain.data.sets import Data, DataFacts, DataMissing, Draw, ImageData, Images, Split, prove
+from pipetrain.data.sets import Data, DataFacts, DataMissing, Draw, Split
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.rules import COUNT
@@ -25,8 +27,6 @@ __all__ = [
     "DataFacts",
     "DataMissing",
     "Draw",
-    "ImageData",
-    "ImageSplit",
     "Images",
     "Sampler",
     "Split",
@@ -80,17 +80,21 @@ def _load(data: DictConfig, dtype: torch.dtype) -> Data:
         train, test = (_split(data, name, dtype) for name in ("train", "test"))
         return Data(str(data.name), train, test, data.get("classes"))
     made = _make(data, "source")
-    if isinstance(made, Data):
-        return made
-    if not isinstance(made, ImageData):
-        kind = type(made).__name__
-        raise ConfigError(f"data.source must give a pipetrain.data.Data or ImageData; got {kind}")
-    prove(made)
-    train, test = (
-        ImageSplit(held, made.mean, made.std, augment, dtype)
-        for held, augment in ((made.train, load_augment(data)), (made.test, None))
-    )
-    return Data(made.name, train, test, made.classes)
+    if not isinstance(made, Data):
+        raise ConfigError(f"data.source must give a pipetrain.data.Data; got {type(made).__name__}")
+    splits = {"train": made.train, "test": made.test}
+    images = {name: split for name, split in splits.items() if isinstance(split, Images)}
+    for name, split in images.items():
+        for fault in split.faults(made.classes):
+            raise ConfigError(
+                f"the data set {made.name} cannot be used: {name} {fault}; correct what data.source gives"
+            )
+    if len({split.images.shape[1:] for split in images.values()}) > 1:
+        raise ConfigError(f"the data set {made.name} cannot be used: train and test images differ in size")
+    found: dict[str, Any] = {name: replace(split, dtype=dtype) for name, split in images.items()}
+    if "train" in found and (augment := load_augment(data)) is not None:
+        found["train"] = replace(found["train"], augment=augment)
+    return replace(made, **found)
 
 
 def _split(data: DictConfig, name: str, dtype: torch.dtype) -> Split:

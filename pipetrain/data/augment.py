@@ -1,4 +1,4 @@
-"""From bytes to the model's input: random crop and flip, then normalisation, of a whole microbatch at once.
+"""Random numbers of samples; random crop and flip of the images of a whole microbatch at once.
 
 Random numbers are a hash of (seed, epoch, sample id), and the arithmetic is per element, so an image is the
 same in any batch, worker process, schedule or resumed run.
@@ -6,8 +6,7 @@ same in any batch, worker process, schedule or resumed run.
 
 from __future__ import annotations
 
-import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from pipetrain.data.sets import Draw, Images, crc
+from pipetrain.data.sets import Draw
 from pipetrain.errors import ConfigError
 
 Words = NDArray[np.uint64]
@@ -88,37 +87,3 @@ def _shift(images: Tensor, offsets: Tensor, crop: int) -> Tensor:
     n, _, height, width = images.shape
     cuts = functional.pad(images, (crop,) * 4).unfold(2, height, 1).unfold(3, width, 1)
     return cuts[torch.arange(n), :, offsets[:, 0], offsets[:, 1]]
-
-
-@dataclass(frozen=True)
-class ImageSplit:
-    """Images of a data set with their normalisation and augmentation, if any: a Split."""
-
-    held: Images
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    augment: Augment | None = None
-    dtype: torch.dtype = torch.float32
-
-    def __len__(self) -> int:
-        return len(self.held)
-
-    def inputs(self, ids: Tensor, draw: Draw | None) -> Tensor:
-        """Return images as `dtype` [n, 3, h, w], contiguous."""
-        images = self.held.images[ids]
-        if self.augment is not None and draw is not None:
-            images = self.augment(images, ids, *draw)
-        mean = torch.tensor(self.mean, dtype=self.dtype)[:, None, None]
-        std = torch.tensor(self.std, dtype=self.dtype)[:, None, None]
-        return images.to(self.dtype).div_(255).sub_(mean).div_(std)
-
-    def targets(self, ids: Tensor, draw: Draw | None) -> Tensor:
-        """Return labels int64 [n]."""
-        return self.held.labels[ids]
-
-    def first(self, n: int) -> ImageSplit:
-        return replace(self, held=Images(self.held.images[:n], self.held.labels[:n]))
-
-    def checksum(self) -> int:
-        numbers = [*map(float, self.mean), *map(float, self.std)]
-        return crc(self.held.images, self.held.labels) ^ zlib.crc32(repr(numbers).encode())

@@ -25,14 +25,17 @@ from threading import TIMEOUT_MAX
 from urllib.error import URLError
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
-from pipetrain.data.sets import DataMissing, ImageData, Images
+from pipetrain.data.images import Images
+from pipetrain.data.sets import Data, DataMissing
 from pipetrain.errors import ConfigError, one_line
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 FOLDER = "cifar-10-batches-py"
 IMAGE = (3, 32, 32)  # channels, height and width
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 ARCHIVE_MD5 = "c58f30108f718f92721af3b95e74349a"
 TRAIN_MD5 = {
     "data_batch_1": "c99cafc152244af753f735de768cd75f",
@@ -46,7 +49,7 @@ TEST_MD5 = {"test_batch": "40351d587109b95175f43aff81a1287e"}
 
 def load(
     root: str, url: str = URL, timeout: float = 20.0, total_timeout: float = 3000.0, max_bytes: int = 1 << 30
-) -> ImageData:
+) -> Data:
     """Read CIFAR-10 from `<root>/cifar-10-batches-py`, after downloading it if there is no such folder.
 
     `timeout`: seconds that the server may be silent; `total_timeout`: seconds of the whole download;
@@ -69,14 +72,7 @@ def load(
             raise DataMissing(
                 f"CIFAR-10 is not in {folder} and could not be had from {url}: {reason}"
             ) from error
-    return ImageData(
-        name="cifar10",
-        train=_split(folder, TRAIN_MD5),
-        test=_split(folder, TEST_MD5),
-        classes=10,
-        mean=(0.4914, 0.4822, 0.4465),
-        std=(0.2023, 0.1994, 0.2010),
-    )
+    return Data("cifar10", _split(folder, TRAIN_MD5), _split(folder, TEST_MD5), classes=10)
 
 
 def _downloaded(url: str, timeout: float, total_timeout: float, max_bytes: int) -> bytes:
@@ -123,10 +119,11 @@ def _md5(content: bytes | bytearray) -> str:
 
 def _split(folder: Path, sums: Mapping[str, str]) -> Images:
     batches = [_batch(folder / name, md5) for name, md5 in sums.items()]
-    return Images(torch.cat([b.images for b in batches]), torch.cat([b.labels for b in batches]))
+    images, labels = map(torch.cat, zip(*batches, strict=True))
+    return Images(images, labels, MEAN, STD)
 
 
-def _batch(path: Path, md5: str) -> Images:
+def _batch(path: Path, md5: str) -> tuple[Tensor, Tensor]:
     """Read an official file: `data`, uint8 [n, 3072] by channel and row, and `labels`. Raises ConfigError."""
     again = f"delete the folder {path.parent} to download it again"
     try:
@@ -138,4 +135,4 @@ def _batch(path: Path, md5: str) -> Images:
             f"{path} is truncated or altered ({len(content):,} bytes, MD5 {found}, not {md5}): {again}"
         )
     batch = pickle.loads(content, encoding="latin1")
-    return Images(torch.from_numpy(batch["data"].reshape(-1, *IMAGE)), torch.tensor(batch["labels"]))
+    return torch.from_numpy(batch["data"].reshape(-1, *IMAGE)), torch.tensor(batch["labels"])

@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipetrain.data.augment import draw
-from pipetrain.data.sets import ImageData, Images
+from pipetrain.data.images import Images
+from pipetrain.data.sets import Data
 
 TEST_EVERY = 5  # one sample in five of each class is a test sample: 360 of the 1,797
 
 
-def load() -> ImageData:
+def load() -> Data:
     """Read the digits that come with scikit-learn: 1,437 to train on and 360 to test on, ten classes."""
     table = _table()
     images = _enlarge(torch.from_numpy(table[:, :-1].reshape(-1, 8, 8)).float())
@@ -33,14 +34,8 @@ def load() -> ImageData:
     test = torch.zeros(len(labels), dtype=torch.bool)
     test[torch.from_numpy(order[::TEST_EVERY].copy())] = True
     mean, std = _mean_and_std(images[~test, 0])
-    return ImageData(
-        name="digits",
-        train=Images(images[~test], labels[~test]),
-        test=Images(images[test], labels[test]),
-        classes=10,
-        mean=(mean, mean, mean),
-        std=(std, std, std),
-    )
+    train, under_test = (Images(images[of], labels[of], (mean,) * 3, (std,) * 3) for of in (~test, test))
+    return Data("digits", train, under_test, classes=10)
 
 
 def _mean_and_std(pixels: Tensor) -> tuple[float, float]:

@@ -1,10 +1,9 @@
-"""What a data set is: samples by number in two splits, of any kind; and images as bytes in memory."""
+"""What a data set is: samples by number in two splits, of any kind; and tensors as a split."""
 
 from __future__ import annotations
 
-import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -12,8 +11,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple, bytes_of, on_each, specs_of
+from pipetrain.errors import ConfigError
+from pipetrain.network.values import Value, ValueSpec, as_tuple, bytes_of, on_each, specs_of
 
 
 class DataMissing(ConfigError):
@@ -96,67 +95,6 @@ class Data:
             note=self.note,
             sample=first.to_json(),
         )
-
-
-@dataclass(frozen=True)
-class Images:
-    """Images as bytes with their labels, in a fixed order."""
-
-    images: Tensor  # uint8 [n, 3, h, w]
-    labels: Tensor  # int64 [n]
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-
-@dataclass(frozen=True)
-class ImageData:
-    """A data set of images in memory: training and test samples, and their normalisation.
-
-    Images stay uint8 until a microbatch is made: CIFAR-10 takes 184 MB this way, and 737 MB as floats. `mean`
-    and `std` are those of each channel of the training images, where white is 1.
-    """
-
-    name: str
-    train: Images
-    test: Images
-    classes: int
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-
-
-def prove(data: ImageData) -> None:
-    """Refuse a data set with invalid fields, whose effect might go unnoticed. Raises ConfigError."""
-    for fault in _faults(data):
-        raise ConfigError(f"the data set {data.name} cannot be used: {fault}; correct what data.source gives")
-
-
-def _faults(data: ImageData) -> Iterator[str]:
-    """Yield what is wrong with a data set."""
-    if type(data.classes) is not int or data.classes < 1:
-        yield f"classes must be a whole number, 1 or more; got {data.classes!r}"
-    for name, numbers, least in (("mean", data.mean, -math.inf), ("std", data.std, 0.0)):
-        values = torch.as_tensor(numbers, dtype=torch.float64)
-        if values.shape != (3,) or not (values.isfinite() & (values > least)).all():
-            more = " above 0" if least == 0 else ""
-            yield f"{name} must be three finite numbers{more}; got {one_line(numbers)}"
-    splits: dict[str, Any] = {"train": data.train, "test": data.test}
-    for name, held in splits.items():
-        if not isinstance(held, Images):
-            yield f"{name} must be a pipetrain.data.Images; got {type(held).__name__}"
-        image, label = ValueSpec.in_batch((held.images, held.labels)).specs
-        if image.dtype is not torch.uint8 or len(image.shape) != 3 or image.shape[0] != 3:
-            yield f"{name} images must be uint8[3, h, w] a sample; they are {image}"
-        if label != TensorSpec((), torch.int64):
-            yield f"{name} labels must be int64[] a sample; they are {label}"
-        if not len(held) or len(held.images) != len(held):
-            yield f"{name} has {len(held.images)} images and {len(held)} labels: each image needs one label"
-        if len(wrong := ((held.labels < 0) | (held.labels >= data.classes)).nonzero()):
-            at = int(wrong[0])
-            of = f"with {data.classes} classes labels are 0 to {data.classes - 1}"
-            yield f"{name} labels[{at}] is {int(held.labels[at])}, and {of}"
-    if data.train.images.shape[1:] != data.test.images.shape[1:]:
-        yield "train and test images differ in size"
 
 
 def crc(*tensors: Tensor) -> int:

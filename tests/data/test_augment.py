@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.data import Augment, Draw, Images, ImageSplit, loaded
+from pipetrain.data import Augment, Draw, Images, loaded
 from pipetrain.data.augment import draw, key
 from pipetrain.errors import ConfigError
 
@@ -22,8 +22,7 @@ IMAGES = torch.randint(0, 256, (SAMPLES, 3, 32, 32), generator=torch.Generator()
     torch.uint8
 )
 IDS = torch.arange(SAMPLES)
-HELD = Images(IMAGES, IDS)
-SPLIT = ImageSplit(HELD, MEAN, STD, Augment(crop=4, flip=True))
+SPLIT = Images(IMAGES, IDS, MEAN, STD, Augment(crop=4, flip=True))
 DRAW = Draw(seed=3, epoch=5)
 
 
@@ -96,7 +95,7 @@ def test_the_images_of_a_seed_never_change():
 
 def test_padding_is_black_before_normalisation():
     white = torch.full((50, 3, 32, 32), 255, dtype=torch.uint8)
-    split = ImageSplit(Images(white, torch.zeros(50)), MEAN, STD, Augment(4, False))
+    split = Images(white, torch.zeros(50), MEAN, STD, Augment(4, False))
     out = split.inputs(torch.arange(50), Draw(0, 0))
     black = ((torch.zeros(3) - torch.tensor(MEAN)) / torch.tensor(STD))[:, None]
     corner = out[:, :, 0, 0].T  # (3, n): black where the crop reaches the border

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipetrain.data import DataMissing, cifar10
+from pipetrain.data import Data, DataMissing, cifar10
 from pipetrain.data.cifar10 import FOLDER, load
 from pipetrain.errors import ConfigError
 
@@ -119,7 +119,7 @@ def write_files(root: Path) -> Path:
     return folder
 
 
-def assert_is_the_data(data: cifar10.ImageData) -> None:
+def assert_is_the_data(data: Data) -> None:
     assert (data.name, data.classes) == ("cifar10", 10)
     assert data.train.images.shape == (20, 3, 32, 32)
     assert data.test.images.shape == (4, 3, 32, 32)

@@ -40,8 +40,8 @@ def test_images_are_grey_and_use_the_whole_range():
 def test_mean_and_deviation_are_those_of_the_training_images():
     data = digits.load()
     grey = data.train.images[:, 0].double() / 255
-    assert abs(data.mean[0] - float(grey.mean())) < 1e-9
-    assert abs(data.std[2] - float(grey.std())) < 1e-9
+    assert abs(data.train.mean[0] - float(grey.mean())) < 1e-9
+    assert abs(data.train.std[2] - float(grey.std())) < 1e-9
 
 
 def test_the_file_and_the_package_give_the_same(monkeypatch):

@@ -32,7 +32,7 @@ from pipetrain.checkpoint.progress import EpochRecord
 from pipetrain.checkpoint.resume import Source, tensors_of
 from pipetrain.checkpoint.writer import Keeper, Writer
 from pipetrain.cli import as_hydra, conf_dir
-from pipetrain.data import Data, Images, ImageSplit, load_augment
+from pipetrain.data import Data, Images, load_augment
 from pipetrain.epochs import Epochs
 from pipetrain.network.draws import Seeds, drawing
 from pipetrain.records.tracer import Trace
@@ -101,13 +101,13 @@ def tiny_data(train: int, test: int = 11, cfg: DictConfig | None = None, ignored
     double = cfg is not None and cfg.dtype == "float64"
     dtype = torch.float64 if double else torch.float32
 
-    def split(n: int, train: bool) -> ImageSplit:
+    def split(n: int, train: bool) -> Images:
         images = torch.randint(0, 256, (n, 3, 32, 32), dtype=torch.uint8, generator=generator)
-        held = Images(images, torch.randint(0, 10, (n,), generator=generator))
+        labels = torch.randint(0, 10, (n,), generator=generator)
         if train:
-            held.labels[list(ignored)] = IGNORED
+            labels[list(ignored)] = IGNORED
         augment = load_augment(cfg.data) if train and cfg is not None else None
-        return ImageSplit(held, (0.5,) * 3, (0.25,) * 3, augment, dtype)
+        return Images(images, labels, (0.5,) * 3, (0.25,) * 3, augment, dtype)
 
     return Data("tiny", split(train, True), split(test, False), 10)
 

@@ -21,6 +21,7 @@ SEEN_IN = {
     "checkpoint/state": "checkpoint/test_resume",
     "errors": "test_ending",
     "data/batch": "data/test_loading",
+    "data/images": "data/test_sets",
     "fitting": "users/test_fitting",
     "network/given": "users/test_modes",
     "network/loan": "users/test_life",
