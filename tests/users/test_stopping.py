@@ -102,7 +102,7 @@ def test_under_torchrun_a_program_with_data_workers_saves(tmp_path):
         "        if pipe.stopping:", "        print('trained', flush=True)\n        if pipe.stopping:"
     )
     (tmp_path / "mine.py").write_text(text)
-    with running(tmp_path, [*TWO, "mine.py"]) as process:
+    with running(tmp_path, [*TWO, "mine.py"], cold=True) as process:  # data workers are forked too
         await_line(process, "trained")
         process.send_signal(signal.SIGTERM)
         out = ended(process)
