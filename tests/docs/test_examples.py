@@ -61,7 +61,7 @@ def test_every_example_runs_on_two_ranks(ranks, tmp_path):
 
 @pytest.mark.processes
 def test_the_readme_s_example_runs_as_it_says(tmp_path):
-    done = finished(tmp_path, [*TWO, EXAMPLES / "mlp.py"], cold=True)
+    done = finished(tmp_path, [*TWO, EXAMPLES / "mlp.py"])
     losses = numbers(done.out)
     assert done.status == 0, done.out
     assert len(losses) == 6
