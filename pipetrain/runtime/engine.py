@@ -6,15 +6,13 @@ from the program, so there is no synchronous or asynchronous mode here, and a ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Protocol
 
 import torch
-from torch import Tensor
 from torch.profiler import record_function
 
 from pipetrain.errors import ActionFailed, TrainingStopped
@@ -22,6 +20,7 @@ from pipetrain.network.draws import EVALUATION, Seeds, drawing
 from pipetrain.runtime.channel import ChannelError
 from pipetrain.runtime.clock import Clock, Observe, Stopwatch, Times
 from pipetrain.runtime.feed import Feed
+from pipetrain.runtime.held import Meter
 from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.microbatch import Tensors
 from pipetrain.runtime.order import Order
@@ -36,16 +35,6 @@ Progress = Callable[[int], None]
 """Called with a stage after each counted action (an update, or a microbatch of an evaluation)."""
 Take = Callable[[Tensors], None]
 """Called with the outputs of each microbatch of a prediction."""
-
-
-class Watcher(Protocol):
-    """Looks at the actions of a window of training."""
-
-    def during(self, action: Action) -> AbstractContextManager[object]:
-        """Return a context for an action."""
-
-    def after(self, action: Action, messages: Iterator[tuple[Sequence[int], Tensor]]) -> None:
-        """Look at the rank after an action; `messages`: their tensors, with the stages between them."""
 
 
 @dataclass(slots=True)
@@ -90,8 +79,8 @@ class Engine:
         self.seed = seed
         self._rehearsal = rehearsal
         self._times = Times(stages, clock)
-        self.watcher: Watcher | None = None
-        """What looks at the windows of training, if anything does."""
+        self.watcher: Meter | None = None
+        """What measures the windows of training, if anything does."""
         self._methods: dict[Op, Callable[[Action, _Window], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -177,7 +166,7 @@ class Engine:
         sums = Sums(self.stages, mail.channel, mail.placement)
         return _Window(order, feed, microbatches, first, mail, sums, take)
 
-    def _run(self, window: _Window, progress: Progress, watcher: Watcher | None = None) -> Row:
+    def _run(self, window: _Window, progress: Progress, watcher: Meter | None = None) -> Row:
         order, mail, sums, methods = window.order, window.mail, window.sums, self._methods
         counted = Op.STEP if window.trains else Op.F
         for stage in self.stages.values() if window.trains else ():

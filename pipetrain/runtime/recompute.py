@@ -12,7 +12,6 @@ activations and attention alone are made again (selective recomputation, Korthik
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -65,9 +64,9 @@ class Recompute:
 
         A GPU may add numbers in another order each time.
         """
-        numbers = zip(_host(self._sums), _host(_sums(outputs)), strict=True) if self._sums else ()
+        pairs = zip(self._sums, _sums(outputs), strict=True) if self._sums else ()
         apart = 1e-3 if outputs and outputs[0].is_cuda else 0.0
-        return all(a == b or a != a != b or math.isclose(a, b, rel_tol=apart) for a, b in numbers)
+        return all(torch.allclose(a, b, rtol=apart, atol=0.0, equal_nan=True) for a, b in pairs)
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -93,11 +92,6 @@ def _no_backward(packed: None) -> Tensor:
 def _sums(outputs: Sequence[Tensor]) -> list[Tensor]:
     numbers = [numbers_of(t.detach()) for t in outputs if differentiable(t)]
     return [t.abs().sum(dtype=torch.float64) for t in numbers]
-
-
-def _host(sums: Sequence[Tensor]) -> list[float]:
-    numbers: list[float] = torch.stack(list(sums)).tolist() if sums else []
-    return numbers
 
 
 class _Kept:

@@ -14,7 +14,7 @@ from pipetrain.data.loader import pieces
 from pipetrain.errors import ActionFailed
 from pipetrain.network.chain import network_of
 from pipetrain.network.loan import Loan, materialise
-from pipetrain.network.network import Network, Part
+from pipetrain.network.network import Network
 from pipetrain.network.values import Value, cast_floats
 from pipetrain.plan.cut import homes
 from pipetrain.plan.memory import explained, is_out_of_memory
@@ -222,19 +222,16 @@ def make_stages(
     mine = [index for index, rank in enumerate(plan.placement) if rank == mesh.world.rank]
     home = homes(network, plan.cuts)
     known = {id(p): name for name, p in network.model.named_parameters()}
-    parts: dict[int, Part] = {}
-    names: dict[int, dict[str, str]] = {}
+    kind = GraphedStage if settings.cuda_graphs else Stage
+    stages: dict[int, Stage] = {}
     for index in mine:
         part = network.part(plan.cut.slices[index], plan.evaluation_cut.slices[index])
-        names[index] = {own: known[id(p)] for own, p in part.named_parameters() if known[id(p)] != own}
-        if any(index in tie and not parts.keys().isdisjoint(tie) for tie in plan.cut.ties):
+        names = {own: known[id(p)] for own, p in part.named_parameters() if known[id(p)] != own}
+        if any(index in tie and not stages.keys().isdisjoint(tie) for tie in plan.cut.ties):
             part = deepcopy(part)  # each stage has copies of the weights that it shares
-        parts[index] = part.to(mesh.device)
-    kind = GraphedStage if settings.cuda_graphs else Stage
-    stages = {
-        index: kind(
+        stages[index] = stage = kind(
             index,
-            parts[index],
+            part.to(mesh.device),
             optimizer,
             rate,
             task=task.to(mesh.device) if index == plan.stages - 1 else None,
@@ -243,13 +240,10 @@ def make_stages(
             selective=plan.modes[index] is Mode.SELECTIVE,
             ema=settings.ema,
             clip_grad_norm=settings.clip_grad_norm,
-            names=names[index],
+            names=names,
             shared={name: tie for name, tie in plan.cut.shared.items() if index in tie},
-            elsewhere={name for name, stage in home.items() if stage != index},
+            elsewhere={name for name, first in home.items() if first != index},
         )
-        for index in mine
-    }
-    for stage in stages.values():
         stage.observers = observers_of(stage, settings.on_nan == "skip", settings.batchnorm == "batch")
     return stages
 
