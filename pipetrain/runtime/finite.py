@@ -186,7 +186,9 @@ class SkipOnNaN(Observer):
 
     def after_reduce(self, batch: Batch) -> None:
         gradients = [numbers_of(gradient) for gradient in self._stage.weights.gradients().values()]
-        batch.skipped = bool(gradients) and not _are_finite(gradients) and not self._stage.rehearses
+        if gradients and not self._stage.rehearses:
+            of = not_finite(gradients).atanh() if gradients[0].is_cuda else witness(gradients)
+            batch.skipped = not _all_finite_on_host(of)
         if batch.losses is not None:
             finite = map(math.isfinite, batch.losses.tolist())
             batch.counted = [one for one, counts in zip(batch.counted, finite, strict=True) if counts]
@@ -202,12 +204,6 @@ class SkipOnNaN(Observer):
             self._before = {mb: self._buffers.copies() for mb in self._before}
         for mb in batch.mbs:
             del self._before[mb]
-
-
-def _are_finite(gradients: Sequence[Tensor]) -> bool:
-    if gradients[0].is_cuda:
-        return not_finite(gradients).item() == 0.0
-    return _all_finite_on_host(witness(gradients))
 
 
 def _all_finite_on_host(numbers: Tensor) -> bool:

@@ -45,9 +45,6 @@ class Group:
     pattern: str | None
     options: Mapping[str, Any]
 
-    def takes(self, name: str, parameter: Tensor) -> bool:
-        return parameter.dim() < 2 if self.pattern is None else re.search(self.pattern, name) is not None
-
 
 @dataclass(frozen=True, slots=True)
 class Configured:
@@ -147,7 +144,10 @@ def _group(key: str, content: Any) -> Group:
 
 
 def _group_of(groups: Sequence[Group], name: str, parameter: Tensor) -> Group | None:
-    return next((group for group in groups if group.takes(name, parameter)), None)
+    for group in groups:
+        if parameter.dim() < 2 if group.pattern is None else re.search(group.pattern, name):
+            return group
+    return None
 
 
 def _over(function: Function, groups: Sequence[Group], named: Named) -> Optimizer:
