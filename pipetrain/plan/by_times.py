@@ -99,21 +99,17 @@ class Predictor:
             for nbytes in self.table.wire_bytes(values)
         )
 
-    def best(self, stage: int, start: int, end: int, limit: float) -> StageCost | None:
-        """Return a stage in the fastest mode in which it holds at most `limit` bytes; None if none fits."""
+    def best(self, stage: int, start: int, end: int, limit: float) -> StageCost:
+        """Return a stage in the fastest mode that holds at most `limit` bytes, else in that of the least."""
         ways = [self.stage(stage, start, end, mode) for mode in self.modes[stage]]
-        return min((w for w in ways if w.held_bytes <= limit), key=lambda w: w.batch_s, default=None)
-
-    def least(self, stage: int, start: int, end: int) -> StageCost:
-        """Return a stage in the mode in which it holds the least."""
-        return min(
-            (self.stage(stage, start, end, mode) for mode in self.modes[stage]), key=lambda w: w.held_bytes
-        )
+        fitting = [way for way in ways if way.held_bytes <= limit]
+        if fitting:
+            return min(fitting, key=lambda way: way.batch_s)
+        return min(ways, key=lambda way: way.held_bytes)
 
     def stages(self, cuts: Sequence[int], limit: float = math.inf) -> list[StageCost]:
-        """Return each stage in its fastest mode within the limit; where none fits, in that of the least."""
-        spans = enumerate(pairwise([0, *cuts, len(self.table.layers)]))
-        return [self.best(stage, *span, limit) or self.least(stage, *span) for stage, span in spans]
+        spans = pairwise([0, *cuts, len(self.table.layers)])
+        return [self.best(stage, *span, limit) for stage, span in enumerate(spans)]
 
     def choice(self, cuts: Sequence[int], limit: float = math.inf) -> Choice:
         """Return what cuts would take and hold."""
@@ -182,10 +178,10 @@ def balance_times(
 
     def seconds(stage: int, start: int, end: int) -> float:
         best = predictor.best(stage, start, end, limit) if {start, end} <= within else None
-        return math.inf if best is None else best.batch_s
+        return best.batch_s if best is not None and best.held_bytes <= limit else math.inf
 
     def held(stage: int, start: int, end: int) -> float:
-        return predictor.least(stage, start, end).held_bytes if {start, end} <= within else math.inf
+        return predictor.best(stage, start, end, 0).held_bytes if {start, end} <= within else math.inf
 
     cuts, slowest = best_cuts(layers, stages, seconds)
     if slowest < math.inf:
