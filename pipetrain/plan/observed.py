@@ -8,7 +8,6 @@ selective recomputation (see runtime/recompute.py) keeps their results.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -126,15 +125,16 @@ class Saving(Watching):
         self._by_products: list[Tensor] = []
         self._results: list[tuple[Tensor, int]] = []  # of products, with their version counters
         self._within = False
-        self._stack = ExitStack()
+        self._hooks: list[saved_tensors_hooks] = []  # one each time that it is entered, as within attention
 
     def __enter__(self) -> Saving:
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._stack.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
+        self._hooks.append(saved_tensors_hooks(self._pack, lambda tensor: tensor))
+        self._hooks[-1].__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._stack.close()
+        self._hooks.pop().__exit__(*error)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from pipetrain.codec import Codecs, Half
 from pipetrain.network.network import INPUT
 from pipetrain.network.numerics import Numerics
+from pipetrain.network.tensors import storage_of
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.costs import Table, loss_bytes
 from pipetrain.plan.cut import cut_layers
@@ -158,6 +160,18 @@ def test_after_i_it_holds_the_inputs_and_output_gradients_of_products():
 def test_a_layer_that_writes_into_what_enters_gets_a_copy():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8))
     assert held(model, (2, 8), 1, 3).saved == 2 * (8 + 8) * FLOAT
+
+
+def test_attention_hides_nothing_of_what_a_layer_saves():
+    """torch calls it as one function, within which products are seen all the same."""
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True))
+    found: list[Tensor] = []
+    with saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+        model(torch.randn(2, 3, 8, requires_grad=True))
+    weights = {storage_of(p) for p in model.parameters()}
+    saved = {storage_of(t): t.untyped_storage().nbytes() for t in found}
+    own = sum(nbytes for key, nbytes in saved.items() if key not in weights)
+    assert held(model, (2, 3, 8), 0, 1).saved == own + 2 * 3 * 8 * FLOAT  # and what enters, not contiguous
 
 
 def test_under_autocast_the_casts_of_weights_are_saved_and_bf16_crosses():
