@@ -82,7 +82,7 @@ def _seed(seed: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """What was done to a tensor. `overwrites`: what it held before is lost."""
+    """What was done to a tensor, and to its copies. `overwrites`: what it held before is lost."""
 
     text: str
     overwrites: bool
@@ -137,17 +137,22 @@ def _is_on_meta(tensor: Tensor) -> bool:
     return tensor.device.type == "meta"  # not .is_meta, which is noted
 
 
-def _lasting(operations: list[_Operation]) -> list[str]:
+def _lasting(operations: list[_Operation]) -> list[_Operation]:
     """Return the operations on which the numbers of a tensor depend."""
     last = max((n for n, one in enumerate(operations) if one.overwrites), default=0)
-    return [one.text for one in operations[last:]]
+    return operations[last:]
+
+
+def _texts(operations: list[_Operation]) -> list[str]:
+    return [one.text for one in _lasting(operations)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Initialiser:
     """A method that gives a module's parameters their numbers."""
 
-    name: str
+    method: str
+    name: str  # of the module
     module: nn.Module
     call: Callable[[], object]
 
@@ -165,11 +170,25 @@ class Initial:
         for module in model.modules():
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 self._owners[id(tensor)].append(module)
+        self._first_copy = self._copies()
+
+    def _copies(self) -> dict[str, str]:
+        """Return the name of the first of the modules that were copied from one and are still equal to each.
+
+        So they begin alike, as those of nn.TransformerEncoder, or a teacher and its student.
+        """
+        first: dict[tuple[int, ...], str] = {}
+        found: dict[str, str] = {}
+        for name, module in self._model.named_modules():
+            own = (self._made.get(f"{name}.{key}".lstrip("."), []) for key in module._parameters)
+            made = tuple(id(operation) for operations in own for operation in _lasting(operations))
+            found[name] = first.setdefault(made, name) if made else name
+        return found
 
     @property
     def digest(self) -> int:
         """A checksum of how the parameters are made, equal on ranks whose factories did the same."""
-        return zlib.crc32(repr({name: _lasting(done) for name, done in self._made.items()}).encode())
+        return zlib.crc32(repr({name: _texts(done) for name, done in self._made.items()}).encode())
 
     def prove(self) -> None:
         """Refuse parameters that their modules would not make as the factory did. Raises ConfigError."""
@@ -203,7 +222,7 @@ class Initial:
         for owner in owners:
             chosen = [n for n in writers if self._initialisers[n].module not in {*owners} - {owner}]
             done = [operation for n in chosen for operation in self._written[n][name]]
-            if chosen and _lasting(done) == _lasting(self._made[name]):
+            if chosen and _texts(done) == _texts(self._made[name]):
                 return chosen
         kind = type(owners[0]).__name__
         which = "these do not do what the model's function does to it" if writers else "there is none"
@@ -227,14 +246,15 @@ class Initial:
     def _run(self, initialiser: _Initialiser, others: dict[int, Tensor]) -> None:
         """Let a module initialise these tensors in place of its own; all that are real keep their numbers."""
         real = [t for t in named_tensors(initialiser.module).values() if not _is_on_meta(t)]
-        _seed(seed_of(self._seed, initialiser.name))
+        _seed(seed_of(self._seed, initialiser.method, self._first_copy[initialiser.name]))
         try:
             with torch.no_grad(), standing_in(initialiser.module, {id(t): t.clone() for t in real} | others):
                 initialiser.call()
         except Exception as error:  # a user's method may raise anything
             raise ConfigError(
-                f"{initialiser.name}() of the model failed: {type(error).__name__}: {one_line(error)}; if it "
-                f"needs the numbers of other modules' parameters, let it do without, {WAY_OUT}"
+                f"{initialiser.method} of module {initialiser.name} of the model failed: "
+                f"{type(error).__name__}: {one_line(error)}; if it needs the numbers of other modules' "
+                f"parameters, let it do without, {WAY_OUT}"
             ) from error
 
 
@@ -255,11 +275,11 @@ def _initialisers(model: nn.Module) -> list[_Initialiser]:
         for method in _OWN:
             call: Any = getattr(module, method, None)
             if _takes(call) and not (method == "init_weights" and outer is module):  # it calls _init_weights
-                own.append(_Initialiser(f"{name}.{method}".lstrip("."), module, call))
+                own.append(_Initialiser(method, name, module, call))
                 break
         if outer is not None:
             call = partial(getattr(outer, "_init_weights"), module)  # noqa: B009
-            around.append(_Initialiser(f"{name}._init_weights".lstrip("."), module, call))
+            around.append(_Initialiser("_init_weights", name, module, call))
     return own + around
 
 
