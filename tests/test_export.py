@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -123,27 +122,13 @@ def test_weights_of_a_best_epoch_that_are_not_in_the_folder_are_said_to_be_missi
         assert main([folder]) == 0
 
 
-def test_where_no_epoch_has_a_score_none_is_the_best(run, capsys):
-    def forget(data: dict[str, Any]) -> None:
-        for figures in data["progress"]["history"]:
-            figures["score"] = float("nan")
-
-    for folder in (run / CHECKPOINTS).glob("update-*"):
-        forge(folder, forget)
-    assert "has no best checkpoint: no epoch's metric is a number" in refusal(capsys, "run", "--best")
-    assert main(["run"]) == 0
-
-
-def test_before_the_first_evaluation_there_is_no_best(tmp_path, monkeypatch, capsys):
+def test_without_a_score_there_is_no_best_and_no_code_is_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run_in_threads(BEST_OF_FIVE, saved=Saved(tmp_path / "run", every=None, at=2, asked="stop"))
     assert "run has no best checkpoint: no epoch's metric is" in refusal(capsys, "run", "--best")
-
-
-def test_no_code_is_run_from_a_checkpoint(run, capsys):
-    newest = max((run / CHECKPOINTS).glob("update-*"))
-    forge(newest, put("config", "model", to={"_target_": "os.mkdir", "path": "made"}))
-    forge(newest, put("conditions", "model", to={"_target_": "os.mkdir", "path": "made"}))
+    (newest,) = (tmp_path / "run" / CHECKPOINTS).glob("update-*")
+    for place in ("config", "conditions"):
+        forge(newest, put(place, "model", to={"_target_": "os.mkdir", "path": "made"}))
     assert main(["run"]) == 0
     assert not Path("made").exists()
 

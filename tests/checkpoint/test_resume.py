@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,7 +21,6 @@ from pipetrain.checkpoint.resume import (
     find_source,
     refuse_finished,
     refuse_other,
-    tensors_of,
     with_cuts_of,
 )
 from pipetrain.cli import contained
@@ -34,7 +31,6 @@ from pipetrain.settings import Settings
 from pipetrain.train import conditions_of
 from tests.support.cases import Case, Epochs, Saved, compare, config, make_run, run_in_threads
 from tests.support.damage import forge, put
-from tests.support.runs import Run
 
 pytestmark = pytest.mark.slow
 
@@ -365,58 +361,67 @@ def test_what_an_optimizer_needs_and_did_not_remember_is_said(tmp_path):
         run_in_threads(case, source=checkpoints(tmp_path)[1])
 
 
-NORM = "model._target_=tests.support.models.with_norm"
-CFG = ["data=digits", "device=cpu", "batch_size=12"]
+THEIRS = {
+    "model": {"_target_": "models.a", "width": 3},
+    "seed": 0,
+    "tensors": {"0.weight": ["float32", 3]},
+    "state_dict": {"0.weight": "0.weight"},
+}
 
 
-def run_with(*overrides: str):
-    return make_run(Case("1f1b", 1, overrides))
-
-
-ONE_EPOCH = Position(1, 0, 4)
-
-
-def terms(cfg: DictConfig, run: Run) -> dict[str, Any]:
-    """What a run and its checkpoint must agree in."""
-    return conditions_of(cfg, run.settings, run.facts) | tensors_of(run.take_network().model)
-
-
-def source_of(*overrides: str, position: Position = ONE_EPOCH) -> Source:
-    mine = json.loads(json.dumps(terms(config([NORM, *CFG, *overrides]), run_with(*overrides))))
-    return Source(Path("c"), Manifest("r", position, mine, {"cuts": [1], "placement": [0, 1]}, {}))
+def source_of(epochs: int = 1, **pipeline: list[int]) -> Source:
+    placed = {"cuts": [1], "placement": [0, 1], "recompute": [2, 0], **pipeline}
+    return Source(Path("c"), Manifest("r", Position(epochs, 0, 4 * epochs), THEIRS, placed, {}))
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("mine", "says"),
     [
-        ("seed=1", "it has seed=0, and this run has seed=1"),
-        ("batch_size=24", "it has batch_size=12, and this run has batch_size=24"),
+        ({"seed": 1}, "it has seed=0, and this run has seed=1"),
         (
-            "model._target_=tests.support.models.without_norm",
-            "it has model._target_=tests.support.models.with_norm, and",
+            {"model": {"_target_": "models.b"}},
+            "it has model._target_=models.a, and this run has model._target_",
+        ),
+        (
+            {"tensors": {}},
+            r"it has tensors.0.weight=\['float32', 3\], and this run has tensors.0.weight=None",
+        ),
+        (
+            {"state_dict": {}},
+            "it has state_dict.0.weight=0.weight, and this run has state_dict.0.weight=None",
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_what_differs(override, says):
-    mine = terms(config([NORM, *CFG, override]), run_with(override))
-    with pytest.raises(ConfigError) as refusal:
-        refuse_other(source_of(), mine)
-    assert says in str(refusal.value)
-    assert "this run cannot go on from c" in str(refusal.value)
+def test_what_does_not_fit_is_refused_with_what_differs(mine, says):
+    with pytest.raises(ConfigError, match=f"this run cannot go on from c: {says}"):
+        refuse_other(source_of(), THEIRS | mine)
+    refuse_other(source_of(), THEIRS | {"microbatches": 3})  # of which the other says nothing
 
 
-def test_what_may_differ():
-    mine = terms(config([NORM, *CFG]), run_with("microbatches=1", "optim.lr=0.01"))
-    refuse_other(source_of(), mine)
+def test_a_run_of_the_command_line_must_agree_in_these():
+    run, cfg = make_run(PLAIN), config(["model=mlp"])
+    known = conditions_of(cfg, run.settings, run.facts)
+    assert {"model", "data", "data's fingerprint", "optim", "batch_size", "seed", "dtype"} <= known.keys()
+    assert (known["batch_size"], known["dtype"]) == (12, "float64")
 
 
 def test_a_run_that_is_done_is_not_begun():
-    source = source_of(position=Position(3, 0, 12))
+    source = source_of(epochs=3)
     for epochs, ending in ((3, False), (2, True)):
         with pytest.raises(ConfigError, match="has all of its 3 epochs done; give epochs= more"):
             refuse_finished(source, epochs, ending)
     refuse_finished(source, 3, ending=True)
     refuse_finished(source, 4, ending=False)
+
+
+def test_a_profiled_run_keeps_its_cuts_and_what_it_recomputes():
+    limited = config(["partition=profile", "memory_limit=1"])
+    assert with_cuts_of(limited, source_of(), 2).recompute == ["always", "never"]
+    assert with_cuts_of(limited, source_of(), 2).memory_limit is None
+    profiled = config(["partition=profile"])
+    assert with_cuts_of(profiled, source_of(), 2).partition == [1]
+    assert with_cuts_of(profiled, source_of(), 3).partition == "profile"
+    assert with_cuts_of(config([]), source_of(), 2).partition == "flops"
 
 
 # More epochs than a finished run had
@@ -462,23 +467,9 @@ def test_where_its_rates_would_have_been_others_it_is_told_how_to(lengthened, wo
     assert said.endswith(f"or go on there from its last weights with resume={tmp_path}")
 
 
-@pytest.mark.parametrize("summary", NONE)
-def test_a_summary_that_is_none_lengthens_nothing(lengthened, summary):
-    assert not lengthened(summary=summary)
-
-
-def test_a_run_without_a_summary_is_not_finished(tmp_path):
+def test_a_summary_that_is_none_lengthens_nothing(lengthened, tmp_path):
+    for summary in NONE:
+        assert not lengthened(summary=summary)
+    (tmp_path / "summary.json").unlink()
     cfg = contained(config(["data=digits"]), tmp_path)
     assert not lengthens(tmp_path, cfg, Settings.composed(cfg, "1f1b", 2))
-
-
-def test_a_profiled_run_keeps_its_cuts_and_what_it_recomputes():
-    limited, source = config([*CFG, "partition=profile", "memory_limit=1"]), source_of()
-    chosen = {**source.manifest.pipeline, "recompute": [2, 0]}
-    source = replace(source, manifest=replace(source.manifest, pipeline=chosen))
-    assert with_cuts_of(limited, source, 2).recompute == ["always", "never"]
-    assert with_cuts_of(limited, source, 2).memory_limit is None
-    cfg = config([*CFG, "partition=profile"])
-    assert with_cuts_of(cfg, source_of(), 2).partition == [1]
-    assert with_cuts_of(cfg, source_of(), 3).partition == "profile"
-    assert with_cuts_of(config(CFG), source_of(), 2).partition == "flops"
