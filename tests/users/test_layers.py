@@ -45,6 +45,22 @@ class Noisy(nn.Module):
         return x
 
 
+class Centred(nn.Module):
+    """A model that is traced, whose first layer changes a buffer that its last one reads in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4, **DOUBLE), nn.Linear(4, 4, **DOUBLE)
+        self.register_buffer("centre", torch.zeros(4, **DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.training:
+            self.centre.mul_(0.5).add_(h.detach().mean(0))
+        y = self.last(h.tanh())
+        return y if self.training else y - self.centre * 2
+
+
 class Traced(nn.Module):
     """A model that is traced, and calls a function between two layers."""
 
@@ -154,8 +170,9 @@ def test_tensors_whose_size_depends_on_the_data_stay_within_a_layer(ranks, funct
     assert first < 1e-12
 
 
-def test_layers_of_training_alone(ranks):
-    first, _ = ranks(apart, Noisy, (4,), mse_loss)
+@pytest.mark.parametrize("make", [Noisy, Centred])
+def test_what_only_training_runs(ranks, make):
+    first, _ = ranks(apart, make, (4,), mse_loss)
     assert first < 1e-12
 
 

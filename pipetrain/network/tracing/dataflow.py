@@ -50,7 +50,7 @@ class Dataflow:
         for node in nodes:
             for storage in {storage for written in _written(node) for storage in _storages(written)}:
                 self._writers.setdefault(storage, []).append(node)
-        self._refuse_writes()
+        self.written = self._written_buffers()
         calls = [node for node in nodes if node.op == "call_function"]
         self.sizes = _sizes(calls)
         self.free = self._independent({n for n in calls if n not in self.sizes and not draws(n)})
@@ -59,7 +59,9 @@ class Dataflow:
         self.position[self._output] = len(self.items)
         self.trained = _trained(nodes)
 
-    def _refuse_writes(self) -> None:
+    def _written_buffers(self) -> set[str]:
+        """Return the names of the buffers that are written. Raises ConfigError for other tensors."""
+        names = set()
         for storage, writers in self._writers.items():
             for source in (node.meta.get("source") for node in self._members[storage]):
                 if isinstance(source, Constant) or (isinstance(source, Held) and source.is_parameter):
@@ -68,6 +70,9 @@ class Dataflow:
                         f"stage would do to a copy of its own: register it as a buffer, and let the "
                         f"optimizer change parameters"
                     )
+                if isinstance(source, Held):
+                    names.add(source.name)
+        return names
 
     def _independent(self, free: set[fx.Node]) -> set[fx.Node]:
         """Return those of some operations that depend on no data, nor on what is written before its end."""
@@ -102,6 +107,13 @@ class Dataflow:
     def uses(self, node: fx.Node) -> list[int]:
         """Return the positions of the items that use a value; the end for an output of the model."""
         return [self.position[user] for user in node.users if user in self.position]
+
+    def uses_of(self, buffer: str) -> list[int]:
+        """Return the positions of the items that use a buffer, or what is computed of it alone."""
+        todo = [node for node in self.order if getattr(node.meta.get("source"), "name", "") == buffer]
+        for node in todo:  # grows
+            todo += [user for user in node.users if user in self.free and user not in todo]
+        return [position for node in todo for position in self.uses(node)]
 
     def works(self, node: fx.Node) -> bool:
         """Return whether an operation uses a weight, other than to normalise, or multiplies matrices."""

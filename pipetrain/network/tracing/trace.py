@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import nullcontext
 from difflib import SequenceMatcher
@@ -38,6 +39,10 @@ def trace(model: nn.Module, example: ValueSpec, autocast: bool = False) -> Trace
     elsewhere = evaluated.forbidden()
     forbidden = {position: elsewhere[at] for position, at in enumerate(there) if at in elsewhere}
     forbidden |= trained.forbidden()
+    for name in trained.written | evaluated.written:  # by one mode, and perhaps used by the other
+        uses = [*trained.uses_of(name), *(bisect_right(there, at) - 1 for at in evaluated.uses_of(name))]
+        shared = range(min(uses) + 1, max(uses) + 1)
+        forbidden |= dict.fromkeys(shared, f"{name} is written in place") | forbidden
     in_both = [at != behind for at, behind in pairwise(there)]  # a layer has something to do in evaluation
     items = [
         Item(calls_of(node), tuple(trained.uses(node)), trained.nbytes(node), both and trained.works(node))
