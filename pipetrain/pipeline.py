@@ -15,8 +15,8 @@ import math
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,6 @@ from pipetrain.arguments import (
     read_targets,
     read_task,
 )
-from pipetrain.checkpoint import collect
 from pipetrain.checkpoint.dcp import Part, parts_of
 from pipetrain.checkpoint.resume import (
     Source,
@@ -57,12 +56,12 @@ from pipetrain.measure import measure
 from pipetrain.network.chain import Chain, network_of
 from pipetrain.network.factory import Factory
 from pipetrain.network.given import Given, form_of
-from pipetrain.network.loan import Loan, put, refuse_without_numbers, without_numbers
-from pipetrain.network.model import prove_model, state_names, tensor_attributes
+from pipetrain.network.materialise import refuse_without_numbers, without_numbers
+from pipetrain.network.model import prove_model, tensor_attributes
 from pipetrain.network.network import Network, Values
 from pipetrain.network.places import named_tensors
 from pipetrain.network.proving import MOST_WORK, prove_parts
-from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple, specs_of
+from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple
 from pipetrain.plan.cut import AnySize
 from pipetrain.plan.describe import describe
 from pipetrain.plan.memory import optimizer_state, sized
@@ -82,6 +81,7 @@ from pipetrain.runtime.optimizer import Configured, Function, prove_optimizer, s
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import Stage
+from pipetrain.runtime.whole import WholeModel, brought, owners
 from pipetrain.schedule.actions import Schedule, placement
 from pipetrain.schedule.fixed import FixedProgram
 from pipetrain.schedule.lower import edges
@@ -237,9 +237,9 @@ class Pipeline:
             mesh.open(edges(window_of.program))
             refuse_without_numbers(mesh.tell("the model", empty))
             level(mesh, "the model", named_tensors(model) | tensor_attributes(model))
-            self._initial: Values | None = record
+            initial: Values | None = record
             if weights is not None:
-                self._initial = open_weights(read_path("weights", weights), model)
+                initial = open_weights(read_path("weights", weights), model)
             elif record is not None:
                 record.prove()
             if seed is None:  # dropout as the program has seeded torch on rank 0
@@ -251,16 +251,12 @@ class Pipeline:
         self._form: Form | None = None
         self._given: Given | None = None  # from the first batch on
         self._session: Session | None = None  # from the first batch on
-        self._loan: Loan | None = None  # from the first batch on
         self._source: Source | None = None  # what was loaded before it
         self._stopped = ""  # the error that ended it
         self._closed = False
         self._passes = 0  # of train
         self._conditions = tensors_of(model)
-        self._state_names = state_names(model)
-        self._names = collect.all_names(model)
-        self._specs = {name: specs_of([tensor])[0] for name, tensor in named_tensors(model).items()}
-        self._owners: dict[str, int] = {}  # of the model's tensors, from the first batch on
+        self._whole = WholeModel(model, mesh, initial)
         self.metrics: dict[str, float] = {}
         """Of the last pass of `train`: loss, the metrics, learning_rate and samples_per_s."""
         global _open
@@ -386,7 +382,7 @@ class Pipeline:
     def _predict(self, sizes: Sequence[int], batches: Batches) -> list[Any]:
         session = self._begun
         found = session.predict(sizes, batches, self._tick("prediction", len(sizes)))
-        moved = collect.brought(found, self._mesh, session.plan.placement[-1])
+        moved = brought(found, self._mesh, session.plan.placement[-1])
         pack = outputs_of(session.plan).pack
         return [pack(tensors) for tensors in moved] if not self.rank else [None] * len(sizes)
 
@@ -532,7 +528,7 @@ class Pipeline:
             sizes = [size * m for size in (full, full + 1) for _ in range(self._least)]
             known, tried = Samples(sizes, [full, full + 1]), replace(settings, window=self._least)
         network = network_of(model, form.inputs, settings.precision == "bf16")
-        network.values = self._initial
+        network.values = self._whole.values
         plan = self._make_plan(tried, network, form.inputs, known)
         self._on_one(0, "the comparison", None if self.rank else partial(_prove_parts, plan, network))
         with self._together():
@@ -545,13 +541,12 @@ class Pipeline:
         self._given = Given(model, not isinstance(network, Chain))
         self._settings, self._form = settings, form
         with self._together():
-            self._owners = collect.owners(network, plan)
+            owned = owners(network, plan)
             self._session = Session(plan, network, self._task, self._optimizer, self._rate, self._mesh)
             last = plan.placement[-1]
             self._on_one(last, "the model's loss", self._session.settle if self.rank == last else None)
-        own = collect.own_tensors(self._session, self._names)
-        self._loan = self._session.loan = Loan(network, own, self._mesh.world.size == 1)
-        self._initial = None
+        self._session.whole = self._whole
+        self._whole.lend(network, self._session.stages.values(), owned)
         if self._source is not None:
             restore(self._source, self._session, self._mesh, self._optimizer)
 
@@ -604,11 +599,8 @@ class Pipeline:
         """
         if ema and (self._settings.ema is None or self._session is None or not self.updates):
             raise ConfigError("there is no moving average of the weights: give Pipeline ema=0.999, and train")
-        tensors = self._tensors("the state_dict", set(self._state_names.values()), ema)
-        for name, tensor in tensors.items():
-            if self._owners.get(name, 0) == 0:  # these are the stages' own
-                tensors[name] = tensor.detach().clone()
-        return {key: tensors[name] for key, name in self._state_names.items() if tensors}
+        self._settle("the state_dict")
+        return self._whole.state_dict(ema)
 
     def collect(self) -> nn.Module:
         """Put the weights and buffers of all ranks into the model on rank 0, on the CPU; return the model.
@@ -616,30 +608,16 @@ class Pipeline:
         There it is whole, until training goes on, and another Pipeline may have it afterwards. On the other
         ranks it stays without numbers. All ranks must call it.
         """
-        tensors = self._tensors("what is collected", self._specs.keys())
-        if self._loan is not None:
-            self._loan.collect(tensors)
-        else:
-            put(self._model, tensors)
-        return self._model
+        self._settle("what is collected")
+        return self._whole.collect()
 
-    def _tensors(self, what: str, names: Collection[str], ema: bool = False) -> dict[str, Tensor]:
-        """Return tensors by their names in the model, in host memory, on rank 0; none on the others."""
+    def _settle(self, what: str) -> None:
+        """Let all ranks end what they do, to tell their tensors."""
         self._refuse_stopped()
         with self._together():
             if self._session is not None:
                 self._session.engine.settle()
             self._mesh.tell(what)
-        specs = {name: spec for name, spec in self._specs.items() if name in names}
-        if self._session is None:  # nothing has been trained
-            return collect.initial(self._model, self._initial, specs) if not self.rank else {}
-        with self._suspended():
-            own = collect.own_tensors(self._session, self._names, ema)
-        return collect.merged(own, self._mesh, specs, self._owners)
-
-    def _suspended(self) -> AbstractContextManager[None]:
-        """Let the stages have their tensors where a collected model has others."""
-        return self._loan.suspended() if self._loan is not None else nullcontext()
 
     def save(self, folder: str | Path, keep: int | None = None) -> Path:
         """Save the training's state under a folder that all ranks share; return the checkpoint's folder.
@@ -653,7 +631,7 @@ class Pipeline:
         with self._together():
             session.engine.settle()
         config = {"seed": session.engine.seed, **transformers_config(self._model)}
-        with self._suspended():
+        with self._whole.suspended():
             return save_now(path.expanduser().absolute(), session, self._mesh, self._conditions, config, keep)
 
     def load(self, folder: str | Path) -> None:
@@ -671,11 +649,11 @@ class Pipeline:
         source = read_source(Path(found), self.rank)
         refuse_other(source, self._conditions)
         restore_random(source, self._mesh)
-        if self._loan is None:
-            self._initial = weights_of(source, self._model)
+        if not self._whole.lent:
+            self._whole.values = weights_of(source, self._model)
             self._source = source  # the rest follows at the first batch
         else:
-            self._loan.take_back()
+            self._whole.take_back()
             restore(source, self._begun, self._mesh, self._optimizer)
 
     def dcp(self) -> dict[str, Part]:
@@ -685,9 +663,8 @@ class Pipeline:
         """
         session = self._begun
         session.engine.settle()
-        if self._loan is not None:
-            self._loan.take_back()
-        return parts_of(session, self._state_names, self._optimizer)
+        self._whole.take_back()
+        return parts_of(session, self._whole.keys, self._optimizer)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -708,11 +685,7 @@ class Pipeline:
         self._signals.close()
         if self._closed:
             return
-        if self._loan is not None:
-            if self._mesh.world.size == 1 and self._session is not None:
-                own = collect.own_tensors(self._session, self._names)
-                self._loan.collect(collect.merged(own, self._mesh, self._specs, self._owners))
-            self._loan.end(self.rank)
+        self._whole.end(failed=self._session is None)
         if not self._stopped:
             self._mesh.close()
         self._closed, _open = True, None

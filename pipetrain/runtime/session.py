@@ -13,7 +13,7 @@ from pipetrain.data.batch import BadBatch
 from pipetrain.data.loader import pieces
 from pipetrain.errors import ActionFailed
 from pipetrain.network.chain import network_of
-from pipetrain.network.loan import Loan, materialise
+from pipetrain.network.materialise import materialise
 from pipetrain.network.network import Network
 from pipetrain.network.values import Value, cast_floats
 from pipetrain.plan.cut import homes
@@ -38,6 +38,7 @@ from pipetrain.runtime.rehearsal import Rehearsal, rehearses
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.statistics import BatchStatistics
 from pipetrain.runtime.weights import OptimizerFactory
+from pipetrain.runtime.whole import WholeModel
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import forward_only
 from pipetrain.settings import Mode
@@ -68,8 +69,8 @@ class Session:
         self.last = self.stages.get(plan.stages - 1)
         """The last stage, which counts; None if another rank holds it."""
         self._trial: ModelTrial | None = None
-        self.loan: Loan | None = None
-        """What a program's model has of the stages' tensors."""
+        self.whole: WholeModel | None = None
+        """The program's model, which may have been collected."""
 
     def settle(self) -> None:
         """Find what the labels of a model count for that computes its loss. Raises ConfigError."""
@@ -120,8 +121,8 @@ class Session:
         cut = [pieces(size, m) for size in sizes]
         source = batches.open(cut, self.plan.placement[-1])
         order = order_of(self.plan, len(sizes), self._mesh.world.rank, ends)
-        if self.loan is not None:
-            self.loan.take_back()
+        if self.whole is not None:
+            self.whole.take_back()
         with self._explaining():
             feed = self._feed(cut, source.inputs, source.targets, self._prove_batch)
             self.engine.train(order, feed, m, tick, observe)
@@ -166,7 +167,7 @@ class Session:
         program = lower(forward_only(self.plan.placement, len(sizes)), self.plan.cut.edges)
         order = evaluation_of(self.plan, program[self._mesh.world.rank], len(sizes), ends)
         feed = self._feed([[size] for size in sizes], inputs, targets)
-        with self._explaining(), nullcontext() if self.loan is None else self.loan.suspended():
+        with self._explaining(), nullcontext() if self.whole is None else self.whole.suspended():
             self.engine.evaluate(order, feed, tick, take)
         return order.batches
 

@@ -334,7 +334,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
     "collect after close": (closed(lambda made: made.collect()), "this Pipeline has been closed"),
     "not begun": (lambda rank: print(pipe().plan), "the plan is made with the first batch"),
     "nothing to save": (lambda rank: pipe().save("nowhere"), "the plan is made with the first batch"),
-    "nothing to load": (lambda rank: pipe().load("/nowhere"), "/nowhere is neither a checkpoint nor"),
+    "nothing to load": (lambda rank: pipe().load("/nowhere"), "/nowhere is no checkpoint: give the folder"),
 }  # fmt: skip
 """By name: a program, and what all of its ranks are told."""
 

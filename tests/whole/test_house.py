@@ -24,7 +24,7 @@ SEEN_IN = {
     "data/images": "data/test_sets",
     "fitting": "users/test_fitting",
     "network/given": "users/test_modes",
-    "network/loan": "users/test_life",
+    "network/materialise": "network/test_factory",
     "network/network": "network/test_chain",
     "network/places": "runtime/test_weights",
     "network/products": "runtime/test_split",

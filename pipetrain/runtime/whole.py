@@ -1,0 +1,180 @@
+"""The model that was given, while its tensors are with the ranks that train them.
+
+Each rank has the tensors of its stages. All others of the model would show old numbers there and take its
+memory: they are on the meta device, where computing with them is an error, until `collect` brings the numbers
+of all ranks to rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from pipetrain.network.model import cast_exactly, state_names
+from pipetrain.network.network import Network, Values
+from pipetrain.network.places import in_place_of, named_tensors, on_meta, replace
+from pipetrain.network.values import TensorSpec, bytes_of, specs_of
+from pipetrain.plan.cut import homes
+from pipetrain.plan.plan import Plan
+from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.stage import Stage
+
+
+def owners(network: Network, plan: Plan) -> dict[str, int]:
+    """Return the rank of the first stage that holds each tensor, by its name in the model."""
+    return {name: plan.placement[stage] for name, stage in homes(network, plan.cuts).items()}
+
+
+class WholeModel:
+    """A model and the tensors of its stages. `values`: what it begins with, before its own numbers."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, values: Values | None) -> None:
+        self.values = values
+        self.keys = state_names(model)
+        """The name of the tensor behind each entry of the state_dict."""
+        self.lent = False
+        """Whether stages have its tensors."""
+        self._model = model
+        self._mesh = mesh
+        first: dict[int, str] = {}  # of all names that a tensor has
+        self._names = {name: first.setdefault(id(tensor), name) for name, tensor in _all_named(model)}
+        self._specs = {name: specs_of([tensor])[0] for name, tensor in named_tensors(model).items()}
+        self._owners: dict[str, int] = {}
+        self._stages: list[Stage] = []
+        self._collected = False  # whether rank 0 has all numbers
+        self._swapped: list[tuple[Tensor, Tensor]] = []  # what the stages need, and what was collected
+
+    def lend(self, network: Network, stages: Iterable[Stage], owners: dict[str, int]) -> None:
+        """Let these stages have their tensors, and release all others."""
+        self._stages, self._owners, self.values, self.lent = list(stages), owners, None, True
+        self._swapped, self._collected = [], False
+        own, tensors = self._own(), named_tensors(self._model)
+        others = {id(t): own[name] if name in own else on_meta(t) for name, t in tensors.items()}
+        replace((self._model, *network.modules), others)
+
+    def collect(self) -> nn.Module:
+        """Put the tensors of all ranks into the model on rank 0, in host memory; return the model."""
+        tensors = self._tensors(self._specs.keys())
+        self.take_back()
+        self._put(tensors)
+        return self._model
+
+    def state_dict(self, ema: bool = False) -> dict[str, Tensor]:
+        """Return the state_dict in host memory on rank 0; empty on the others. All ranks call it.
+
+        `ema`: with the moving average of the weights.
+        """
+        tensors = self._tensors(set(self.keys.values()), ema)
+        for name, tensor in tensors.items():
+            if self._owners.get(name, 0) == 0:  # these are the stages' own
+                tensors[name] = tensor.detach().clone()
+        return {key: tensors[name] for key, name in self.keys.items() if tensors}
+
+    def take_back(self) -> None:
+        """Let the stages have their tensors again, before they train."""
+        if self._swapped:
+            self._put_own()
+        self._swapped = []
+        self._collected = False
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let the stages have their tensors for a while, in which these do not change."""
+        self._put_own()
+        try:
+            yield
+        finally:
+            replace([self._model], {id(own): collected for own, collected in self._swapped})
+
+    def end(self, failed: bool) -> None:
+        """Leave the model on rank 0 as collected, and elsewhere without numbers; one process has all."""
+        rank, size = self._mesh.world.rank, self._mesh.world.size
+        if self.lent and size == 1 and not failed:
+            self.take_back()
+            self._put(self._merged(self._own(), self._specs))
+        elif self.lent and size > 1 and not (self._collected and rank == 0):
+            replace([self._model], {id(t): on_meta(t) for t in named_tensors(self._model).values()})
+
+    def _put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put tensors into the model, by name; without any, as on ranks but 0, only note that rank 0 has."""
+        now = named_tensors(self._model)
+        others = {name: new for name, new in tensors.items() if new is not now[name]}
+        self._swapped = [(now[name], in_place_of(now[name], new)) for name, new in others.items()]
+        replace([self._model], {id(old): new for old, new in self._swapped})
+        self._collected = True
+
+    def _put_own(self) -> None:
+        replace([self._model], {id(collected): own for own, collected in self._swapped})
+
+    def _tensors(self, names: Collection[str], ema: bool = False) -> dict[str, Tensor]:
+        """Return tensors by their names in the model, in host memory, on rank 0; none on the others."""
+        specs = {name: spec for name, spec in self._specs.items() if name in names}
+        if not self.lent:  # nothing has been trained
+            return self._initial(specs) if not self._mesh.world.rank else {}
+        with self.suspended():
+            own = self._own(ema)
+        return self._merged(own, specs)
+
+    def _initial(self, names: Collection[str]) -> dict[str, Tensor]:
+        tensors = {name: tensor for name, tensor in named_tensors(self._model).items() if name in names}
+        given = self.values.tensors(names) if self.values is not None else {}
+        return {
+            name: cast_exactly(name, given[name], mine.dtype) if name in given else mine
+            for name, mine in tensors.items()
+        }
+
+    def _own(self, ema: bool = False) -> dict[str, Tensor]:
+        """Return the tensors of this rank's stages, by name."""
+        found: dict[str, Tensor] = {}
+        for stage in self._stages:
+            with stage.weights.averaged() if ema else nullcontext():
+                for name, tensor in _all_named(stage.module):
+                    if name in self._names:  # not one that a layer has made as it ran
+                        found.setdefault(self._names[name], tensor)
+        return found
+
+    def _merged(self, own: Mapping[str, Tensor], specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+        """Return the tensors of all ranks, in host memory, on rank 0; none on the others."""
+        found = {}
+        for name, spec in specs.items():
+            tensor = _on_first(f"{name} of the model", own.get(name), spec, self._mesh, self._owners[name])
+            if tensor is not None:
+                found[name] = tensor
+        return found
+
+
+def _all_named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _on_first(what: str, mine: Tensor | None, spec: TensorSpec, mesh: Mesh, owner: int) -> Tensor | None:
+    """Return on rank 0, in host memory, the tensor that its `owner` has; None on the others."""
+    rank = mesh.world.rank
+    if rank == owner:
+        assert mine is not None
+        if rank == 0:
+            return mine.cpu()
+        work = mesh.post_tensor(bytes_of(mine.detach().cpu()), 0)
+        assert work is not None
+        work.wait()
+    elif rank == 0:
+        sent = TensorSpec((spec.nbytes,), torch.uint8)
+        return mesh.take_tensor(what, sent, owner).view(spec.dtype).reshape(spec.shape)
+    return None
+
+
+def brought(outputs: Sequence[tuple[Tensor, ...]], mesh: Mesh, owner: int) -> list[tuple[Tensor, ...]]:
+    """Return on rank 0 the outputs that their `owner` has, in host memory; none on the others."""
+    own = [[[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors] for tensors in outputs]
+    told = mesh.tell("the forms of the outputs", own, owner)
+    found = []
+    for number, forms in enumerate(told):
+        specs = [TensorSpec(tuple(shape), getattr(torch, dtype)) for shape, dtype in forms]
+        mine = outputs[number] if outputs else [None] * len(specs)
+        tensors = [_on_first("the outputs", t, s, mesh, owner) for t, s in zip(mine, specs, strict=True)]
+        found.append(tuple(t for t in tensors if t is not None))
+    return found
