@@ -7,8 +7,6 @@ import sys
 import time
 from typing import Any
 
-from tqdm import tqdm
-
 log = logging.getLogger("pipetrain")
 
 SILENCE_S = 10.0  # between two lines of progress, without a terminal
@@ -31,6 +29,8 @@ class Bar:
         self._done += 1
         if sys.stderr.isatty():
             if self._bar is None:
+                from tqdm import tqdm  # here, as a check of a GPU trains without it
+
                 self._bar = tqdm(total=total, desc=what, leave=False)
             self._bar.update()
         elif time.perf_counter() - self._spoke > SILENCE_S:
