@@ -379,7 +379,7 @@ APART: dict[str, tuple[Program, str, str]] = {
             else pipe(sample=batch()).save("/dev/null/nowhere")
         ),
         "rank 0 cannot write /dev/null/nowhere",
-        "rank 1 waits for the next window of the evaluation, and rank 0 is at the run's name",
+        "rank 1 waits for the next window of the evaluation, and rank 0 is at the name of what is saved",
     ),
     "NaN in the inputs": (
         lambda rank: step(batch()[0] * math.nan, batch()[1]),
