@@ -119,39 +119,30 @@ class History:
         )
 
     def values(self, record: EpochRecord) -> dict[str, float]:
-        """Return the values of an epoch for TensorBoard and trackers, by name; see stage_values."""
+        """Return the values of an epoch for TensorBoard and trackers; of a stage they are `bubble/stage0`.
+
+        Of an epoch that another pipeline trained there are none of stages.
+        """
         values = {"speed/learning_rate": record.lr, "speed/samples_per_s": record.samples_per_s}
         titles = {metric.name: metric.title or metric.name for metric in self.about.task.metrics}
         for name, title in {"loss": "loss", **titles}.items():
             values |= {f"{title}/train": record.trained[name], f"{title}/val": record.evaluated[name]}
-        return values
-
-    def stage_values(self, record: EpochRecord) -> list[dict[str, float]]:
-        """Return the values of an epoch for each stage, by name; empty if another pipeline trained it."""
-        found = []
         for stage, actual in enumerate(self.times([record])):
             stats, planned = record.stages[stage], self.predicted[stage]
-            values = {
+            of_stage: dict[str, float | None] = {
                 "staleness": stats.max_staleness,
                 "staleness_mean": stats.mean_staleness,
                 "sent_mib": stats.bytes_sent / 2**20,
                 "codec_s": stats.codec_s,
             }
             for suffix, times in (("", actual), ("_predicted", planned)):
-                values |= {f"bubble{suffix}": times.bubble, f"wait{suffix}": times.wait}
-                if times.stage_time_s is not None:
-                    values[f"stage_time{suffix}"] = times.stage_time_s
+                of_stage |= {f"bubble{suffix}": times.bubble, f"wait{suffix}": times.wait}
+                of_stage[f"stage_time{suffix}"] = times.stage_time_s
             if self.held_epoch == record.epoch:
-                values["memory_mib"] = self.peaks[stage]["total"] / 2**20
-                values["memory_mib_predicted"] = peaks(self.predicted_memory)[stage]["total"] / 2**20
-            found.append(values)
-        return found
-
-    def all_values(self, record: EpochRecord) -> dict[str, float]:
-        """Return the values of an epoch for trackers, by name: a stage's are `bubble/stage0` and so on."""
-        values = self.values(record)
-        for stage, of_stage in enumerate(self.stage_values(record)):
-            values |= {f"{name}/stage{stage}": value for name, value in of_stage.items()}
+                of_stage["memory_mib"] = self.peaks[stage]["total"] / 2**20
+                of_stage["memory_mib_predicted"] = peaks(self.predicted_memory)[stage]["total"] / 2**20
+            known = {name: value for name, value in of_stage.items() if value is not None}
+            values |= {f"{name}/stage{stage}": value for name, value in known.items()}
         return values
 
     def summary(self) -> dict[str, Any]:

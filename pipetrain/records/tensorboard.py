@@ -86,24 +86,25 @@ class TensorBoard:
 
     def _write(self, record: EpochRecord) -> None:
         run, *stages = self._writers
-        _scalars(run, self._history.values(record), record.epoch, record.ended)
+        for name, value in self._history.values(record).items():
+            tag, _, of = name.partition("/stage")
+            writer, tag = (stages[int(of)], f"stages/{tag}") if of else (run, tag)
+            writer.add_scalar(tag, value, record.epoch, record.ended)
         for update, values in record.update_values.items():
-            _scalars(run, values, update, record.ended)
-        for stage, values in enumerate(self._history.stage_values(record)):
-            of_stage = {f"stages/{name}": value for name, value in values.items()}
-            _scalars(stages[stage], of_stage, record.epoch, record.ended)
-            _staleness(stages[stage], record.stages[stage].staleness, record)
+            _scalars(run, values, update, record)
+        for stage, stats in record.stages.items():
+            _staleness(stages[stage], stats.staleness, record)
         for stage, rank in self._history.held.items():
             if record.epoch == self._history.held_epoch:
                 for number, held in enumerate(rank.stages[stage]):  # after each action
                     values = {"": sum(held.values()) / 2**20, "_activations": held["activations"] / 2**20}
                     curve = {f"stages/memory_window{part}_mib": value for part, value in values.items()}
-                    _scalars(stages[stage], curve, number, record.ended)
+                    _scalars(stages[stage], curve, number, record)
 
 
-def _scalars(writer: Any, values: Mapping[str, float], step: int, moment: float) -> None:
+def _scalars(writer: Any, values: Mapping[str, float], step: int, record: EpochRecord) -> None:
     for name, value in values.items():
-        writer.add_scalar(name, value, step, moment)
+        writer.add_scalar(name, value, step, record.ended)
 
 
 def _staleness(writer: Any, counts: Mapping[int, int], record: EpochRecord) -> None:

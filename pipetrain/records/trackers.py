@@ -167,7 +167,7 @@ class Trackers:
         for name, tracker in list(self.started.items()):
             try:
                 for record in history.records[self._epochs[name] :]:
-                    tracker.log(record, history.all_values(record))
+                    tracker.log(record, history.values(record))
                     self._epochs[name] += 1
                 self._failing.discard(name)
             except Exception as error:

@@ -56,7 +56,7 @@ class Sent:
 
     def write(self, history: Any) -> None:
         for record in history.records[self._epochs :]:
-            steps = {record.epoch: history.all_values(record)} | record.update_values
+            steps = {record.epoch: history.values(record)} | record.update_values
             self.points += [(tag, step, value) for step, of in steps.items() for tag, value in of.items()]
         self._epochs = len(history.records)
 

@@ -42,7 +42,7 @@ def history(*epochs: int | EpochRecord) -> Any:
     """Stands in for a History. An epoch has four updates, of which the 2nd and the 4th are recorded."""
     records = [figures(epoch) if isinstance(epoch, int) else epoch for epoch in epochs]
     values = lambda record: {"loss/train": record.trained["loss"], "bubble/stage0": 0.25}  # noqa: E731
-    return SimpleNamespace(records=records, all_values=values)
+    return SimpleNamespace(records=records, values=values)
 
 
 def started(name: str, folder: Path, run: str = "a") -> Any:
