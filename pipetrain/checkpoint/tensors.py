@@ -59,7 +59,8 @@ class Tensors:
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._entries:
             raise DamagedCheckpoint(f"{self.path} has no tensor {name}")
-        return self._entries[name].read()
+        # In memory of its own: in the file's, numbers may lie where complex ones must not.
+        return self._entries[name].read().clone()
 
     def spec(self, name: str) -> TensorSpec:
         return self._entries[name].spec
@@ -116,7 +117,7 @@ class Loaded:
             for key in self._keys.get(name, ()):
                 read = self._tensors[key]
                 if name not in found:
-                    found[name] = read.clone()  # in memory of its own rather than the file's
+                    found[name] = read
                 elif not torch.equal(found[name], read):
                     raise ConfigError(
                         f"{self._tensors.path} has two different tensors for {name}, which the model uses in "
@@ -162,7 +163,7 @@ def open_plain(path: Path) -> Tensors:
 
 
 def _complex(read: Callable[[], Tensor]) -> Tensor:
-    return torch.view_as_complex(read())
+    return torch.view_as_complex(read().clone())
 
 
 def _safetensors(path: Path) -> dict[str, _Entry]:
