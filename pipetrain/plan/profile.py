@@ -7,6 +7,7 @@ machine is recorded for information only.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -66,7 +67,7 @@ class Profile:
         records: list[tuple[str, Profile | LayerTime]] = [("it", profile)]
         for what, record in [*records, *((layer.name, layer) for layer in profile.layers)]:
             for key, value in asdict(record).items():
-                if isinstance(value, float) and value < 0:
+                if isinstance(value, float) and not 0 <= value < math.inf:
                     raise ValueError(f"{what} has {key}={value}")
         return profile
 

@@ -79,6 +79,6 @@ def test_from_python_on_other_ranks_and_out_again(ranks, tmp_path, capsys):
             np.testing.assert_allclose(all_ended[0].state[name], values, rtol=1e-12, atol=1e-12)
     assert export.main([str(tmp_path), "--out", str(tmp_path / "weights")]) == 0
     assert "of update 2 in" in capsys.readouterr().out
-    exported = load_file(tmp_path / "weights.safetensors")
+    exported = load_file(tmp_path / "weights" / "model.safetensors")
     assert exported.keys() == wanted.state.keys()
     model.load_state_dict(exported)
