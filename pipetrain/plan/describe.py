@@ -30,7 +30,8 @@ from pipetrain.plan.profile import Profile, profile_conditions, read_profile
 from pipetrain.plan.replay import compare, read_trace, refuse_other
 from pipetrain.rules import COUNT
 from pipetrain.schedule.actions import Op, has_norms, splits
-from pipetrain.schedule.draw import as_figure, as_text
+from pipetrain.schedule.draw import as_text
+from pipetrain.schedule.figure import as_figure
 from pipetrain.schedule.memory import PARTS, Memory, peaks
 from pipetrain.schedule.theory import theory
 from pipetrain.schedule.timeline import Timeline

@@ -30,7 +30,7 @@ from pipetrain.records.trackers import Trackers
 from pipetrain.runtime.held import Measured
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Program, format_program
-from pipetrain.schedule.draw import as_png
+from pipetrain.schedule.figure import as_png
 
 log = logging.getLogger("pipetrain")
 

@@ -23,7 +23,7 @@ from pipetrain.records.recorder import Recorder
 from pipetrain.records.tracer import Trace
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Op
-from pipetrain.schedule.draw import as_png
+from pipetrain.schedule.figure import as_png
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.schedule.simulate import simulate

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipetrain.schedule.actions import Action, Op, ScheduleError, parse_program
-from pipetrain.schedule.draw import as_figure, as_png, as_text, ends
+from pipetrain.schedule.draw import as_text, ends
+from pipetrain.schedule.figure import as_figure, as_png
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.memory import Items, over_time
 from pipetrain.schedule.programs import forward_only, gpipe, interleaved_1f1b, one_f_one_b, pipedream, zbv

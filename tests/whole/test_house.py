@@ -43,6 +43,7 @@ SEEN_IN = {
     "runtime/origin": "runtime/test_finite",
     "runtime/session": "whole/test_equivalence",
     "runtime/sums": "runtime/test_tied",
+    "schedule/figure": "schedule/test_draw",
     "schedule/page": "test_timelines",
     "schedule/timeline": "schedule/test_simulate",
     "schedule/waits": "schedule/test_simulate",
