@@ -84,6 +84,22 @@ def measure(mesh: Mesh, draft: Plan, conditions: Facts, make: Callable[[], Measu
     return Profile(conditions, machine, latency_s, s_per_byte, told[0][0], layers)
 
 
+def twin_of(network: Network) -> Network:
+    """Return a copy of a network, to be measured before it is trained. Raises ConfigError."""
+    if any(tensor.is_meta for tensor in network.model.parameters()):
+        raise ConfigError(
+            "partition=profile measures the whole model in each process, which does not hold it: choose "
+            "partition=flops, or give partition.profile=, a file measured where it fits"
+        )
+    try:
+        return network.twin()
+    except Exception as error:  # a layer may hold anything
+        raise ConfigError(
+            "partition=profile measures a copy of the model, which copy.deepcopy cannot make: choose another "
+            "partition"
+        ) from error
+
+
 def measure_alone(cfg: DictConfig, draft: Plan) -> Profile:
     """Measure the model of a configuration in this process, without messages. Raises ConfigError."""
     settings, world = draft.settings, World()

@@ -17,7 +17,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ from pipetrain.data.loader import Sampled
 from pipetrain.data.loading import Loader, Reader
 from pipetrain.ending import end_by_sentence
 from pipetrain.errors import ConfigError, TrainingStopped, one_line
-from pipetrain.measure import measure
+from pipetrain.measure import measure, twin_of
 from pipetrain.network.chain import Chain, network_of
 from pipetrain.network.factory import Factory
 from pipetrain.network.given import Given, form_of
@@ -60,12 +60,10 @@ from pipetrain.network.materialise import refuse_without_numbers, without_number
 from pipetrain.network.model import prove_model, tensor_attributes
 from pipetrain.network.network import Network, Values
 from pipetrain.network.places import named_tensors
-from pipetrain.network.proving import MOST_WORK, prove_parts
 from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple
-from pipetrain.plan.cut import AnySize
-from pipetrain.plan.describe import describe
+from pipetrain.plan.describe import OpenPlan
 from pipetrain.plan.memory import optimizer_state, sized
-from pipetrain.plan.plan import Plan, Samples, make_plan, outputs_of, prove_targets
+from pipetrain.plan.plan import Plan, Samples, make_plan, outputs_of, prove_cut, prove_targets
 from pipetrain.plan.profile import Facts, Profile, profile_conditions, read_profile
 from pipetrain.plan.program import draft_program, make_program, settle_clipping
 from pipetrain.plan.prove import prove_window
@@ -103,23 +101,6 @@ def schedules() -> dict[str, str]:
     """Return the schedules that ship with pipetrain, by name, with what each is."""
     files = sorted((conf_dir() / "schedule").glob("*.yaml"))
     return {path.stem: path.read_text().splitlines()[1].removeprefix("# ") for path in files}
-
-
-class _OpenPlan(Plan):
-    """A plan for any batch size and window; it prints as `python -m pipetrain.plan` does."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        return describe(self)
-
-    @classmethod
-    def of(cls, plan: Plan, settings: Settings) -> _OpenPlan:
-        """Return a plan made for two batch sizes, with these settings."""
-        known = {one.name: getattr(plan, one.name) for one in fields(plan)}
-        for name, cut in (("cut", plan.cut), ("evaluation_cut", plan.evaluation_cut)):
-            known[name] = replace(cut, specs=AnySize(cut.specs))
-        return cls(**known | {"settings": settings, "windows": dict(plan.windows)})
 
 
 class Pipeline:
@@ -530,14 +511,14 @@ class Pipeline:
         network = network_of(model, form.inputs, settings.precision == "bf16")
         network.values = self._whole.values
         plan = self._make_plan(tried, network, form.inputs, known)
-        self._on_one(0, "the comparison", None if self.rank else partial(_prove_parts, plan, network))
+        self._on_one(0, "the comparison", None if self.rank else partial(prove_cut, plan, network))
         with self._together():
             prove_same(self._mesh, "the plan", {**plan.pipeline, "program": digest(plan.window.program)})
             level(self._mesh, "the tensors of the layers", plan.foreign)
             self._mesh.open(list(plan.cut.bounds), plan.cut.ties)
         self._on_first("the task", reader, partial(self._prove_task, plan))
         if tried is not settings:
-            plan = _OpenPlan.of(plan, settings)
+            plan = OpenPlan.of(plan, settings)
         self._given = Given(model, not isinstance(network, Chain))
         self._settings, self._form = settings, form
         with self._together():
@@ -566,18 +547,7 @@ class Pipeline:
                 read = partial(_profile_in, settings.profile, conditions)
                 profile = Profile.from_json(self._on_one(0, "the profile", None if self.rank else read))
             else:
-                if any(tensor.is_meta for tensor in network.model.parameters()):
-                    raise ConfigError(
-                        "partition=profile measures the whole model in each process, which does not hold it: "
-                        "choose partition=flops, or give partition.profile=, a file measured where it fits"
-                    )
-                try:
-                    twin = network.twin()
-                except Exception as error:  # a layer may hold anything
-                    raise ConfigError(
-                        "partition=profile measures a copy of the model, which copy.deepcopy cannot make: "
-                        "choose another partition"
-                    ) from error
+                twin = twin_of(network)
                 draft = make(settings, model=network.spare())
                 with self._together():
                     profile = measure(self._mesh, draft, conditions, lambda: (twin, self._optimizer))
@@ -695,15 +665,6 @@ def _first(reader: Reader | Sampled) -> list[Any] | None:
     """Return what the other ranks need to know of the first batch; None if there is none."""
     first = reader.first()
     return first and [Form(*map(ValueSpec.in_batch, first)).to_json(), len(as_tuple(first[0])[0])]
-
-
-def _prove_parts(plan: Plan, network: Network) -> None:
-    """Compare the stages with the model, where they may differ and where that is cheap."""
-    meta = any(tensor.is_meta for tensor in named_tensors(network.model).values())
-    work = sum(layer.flops for layer in plan.layers) / plan.full
-    if isinstance(network, Chain) and plan.cuts and not meta and work < MOST_WORK:
-        slices = list(zip(plan.cut.slices, plan.evaluation_cut.slices, strict=True))
-        prove_parts(network, slices, plan.example, [network.names[cut] for cut in plan.cuts])
 
 
 def _profile_in(path: str, conditions: Facts) -> Any:

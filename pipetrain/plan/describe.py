@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from shutil import get_terminal_size
@@ -24,6 +24,7 @@ from pipetrain.network.chain import network_of
 from pipetrain.network.values import TensorSpec
 from pipetrain.plan.by_times import Prediction
 from pipetrain.plan.comparing import BATCHES, WORK, aligned, batches_of, times
+from pipetrain.plan.cut import AnySize
 from pipetrain.plan.memory import gpu_bytes, known_state, memory, optimizer_state, says_whether_it_fits, sized
 from pipetrain.plan.plan import Plan, Samples, make_plan, with_costs
 from pipetrain.plan.profile import Profile, profile_conditions, read_profile
@@ -39,6 +40,23 @@ from pipetrain.settings import PROFILE, Mode, Settings
 
 Measure = Callable[[DictConfig, Plan], Profile]
 """Measures the layers of a configuration's model, of which there is a plan by estimates."""
+
+
+class OpenPlan(Plan):
+    """A plan for any batch size and window; it prints as `python -m pipetrain.plan` does."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return describe(self)
+
+    @classmethod
+    def of(cls, plan: Plan, settings: Settings) -> OpenPlan:
+        """Return a plan made for two batch sizes, with these settings."""
+        known = {one.name: getattr(plan, one.name) for one in fields(plan)}
+        for name, cut in (("cut", plan.cut), ("evaluation_cut", plan.evaluation_cut)):
+            known[name] = replace(cut, specs=AnySize(cut.specs))
+        return cls(**known | {"settings": settings, "windows": dict(plan.windows)})
 
 
 def show_plan(cfg: DictConfig, measure: Measure) -> None:

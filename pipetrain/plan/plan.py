@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from pipetrain.data.loader import pieces
 from pipetrain.errors import ConfigError
-from pipetrain.network.chain import network_of
+from pipetrain.network.chain import Chain, network_of
 from pipetrain.network.network import Network
 from pipetrain.network.numerics import Numerics
+from pipetrain.network.places import named_tensors
+from pipetrain.network.proving import MOST_WORK, prove_parts
 from pipetrain.network.values import Value, ValueSpec, cast_floats
 from pipetrain.plan.allowed import cuts_that_may_be, refuse_changing, refuse_cuts
 from pipetrain.plan.balance import choose_cuts, lighter_cuts
@@ -338,3 +340,12 @@ def _estimates(
         except ConfigError:  # such as a view that needs the channels outermost
             pass
     return numerics, of(numerics, sizes, True), of(numerics, evaluation, False)
+
+
+def prove_cut(plan: Plan, network: Network) -> None:
+    """Compare the stages with the model, where they may differ and it is cheap. Raises ConfigError."""
+    meta = any(tensor.is_meta for tensor in named_tensors(network.model).values())
+    work = sum(layer.flops for layer in plan.layers) / plan.full
+    if isinstance(network, Chain) and plan.cuts and not meta and work < MOST_WORK:
+        slices = list(zip(plan.cut.slices, plan.evaluation_cut.slices, strict=True))
+        prove_parts(network, slices, plan.example, [network.names[cut] for cut in plan.cuts])
