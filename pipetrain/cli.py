@@ -43,6 +43,7 @@ _ADDED = re.compile(
     r"|(partition\.profile|trace\.windows|lr_schedule\.\w+)="
 )
 _LOGGING = re.compile(r"\+*hydra/(job|hydra)_logging=")
+_OVERRIDE = re.compile(r"~|[^-][^=]*=")
 _ASKING = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
 # A choice from one group for each of two packages, which Hydra writes as GROUP@PACKAGE=NAME.
 _CODEC = re.compile(r"^([+~]*)(codec\.(?:forward|backward)=)")
@@ -110,7 +111,10 @@ def _without_outputs() -> Iterator[None]:
     folder = Path(gettempdir(), f"pipetrain-{os.getpid()}")
     words = [word for word in sys.argv[1:] if not _LOGGING.match(word)]
     nowhere = ["hydra.run.dir=.", f"hydra.sweep.dir={quoted(str(folder))}", "hydra.output_subdir=null"]
-    sys.argv[1:] = [*words, *nowhere, "hydra/job_logging=none", "hydra/hydra_logging=none"]
+    ours = [*nowhere, "hydra/job_logging=none", "hydra/hydra_logging=none"]
+    overrides = [index for index, word in enumerate(words, 1) if _OVERRIDE.match(word)]
+    end = overrides[-1] if overrides else len(words)  # argparse takes overrides in one row, or refuses them
+    sys.argv[1:] = [*words[:end], *ours, *words[end:]]
     try:
         yield
     finally:

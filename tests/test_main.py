@@ -259,7 +259,7 @@ def test_cfg_job_prints_the_configuration_once_and_leaves_nothing(tmp_path):
 
 def test_multirun_is_one_run_after_another_each_in_one_folder(tmp_path):
     words = [*SMALL, "epochs=1", "data.train_limit=256", "seed=1,2", "hydra.sweep.dir=swept"]
-    ended = finished(tmp_path, [*TWO, "--multirun", *words])
+    ended = finished(tmp_path, [*TWO, *words, "--multirun"])
     assert ended.status == 0, ended.out
     summaries = [json.loads((tmp_path / "swept" / name / "summary.json").read_text()) for name in ("0", "1")]
     assert [summary["seed"] for summary in summaries] == [1, 2]
