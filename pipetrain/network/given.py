@@ -19,6 +19,8 @@ from pipetrain.errors import ConfigError
 
 _WAY_OUT = "to go on so, end this Pipeline by collect() and close(), and make another of the model"
 _OF_TORCH = ("_parameters", "_buffers", "_modules")
+_LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 log = logging.getLogger("pipetrain")
 
 
@@ -33,6 +35,7 @@ class Given:
         self._traced = traced
         self._trained = _trained(model)
         self._parts = _parts(model, traced)
+        self._hooks = _hooks(model, traced)
         self._attributes = deepcopy(dict(_attributes(model))) if traced else {}
         self._warned = False
 
@@ -52,6 +55,19 @@ class Given:
                 raise ConfigError(
                     f"{name} of the model has been replaced since it was cut into stages, which they do not "
                     f"follow: replace it before the first batch; {_WAY_OUT}"
+                )
+        for name in now.keys() - self._parts.keys():
+            if not isinstance(model.get_submodule(name.rpartition(".")[0]), _LISTS):
+                continue  # as a part that no forward calls
+            raise ConfigError(
+                f"{name} of the model has been added since it was cut into stages, which they do not "
+                f"follow: add it before the first batch; {_WAY_OUT}"
+            )
+        for name, hooks in _hooks(model, self._traced).items():
+            if self._hooks.get(name, hooks) != hooks:
+                raise ConfigError(
+                    f"the hooks of {name or 'the model'} have been changed since it was cut into stages, "
+                    f"which they do not follow: set and remove them before the first batch; {_WAY_OUT}"
                 )
         attributes = dict(_attributes(model)) if self._traced else {}
         for name, value in self._attributes.items():
@@ -103,6 +119,12 @@ def _parts(model: nn.Module, traced: bool) -> dict[str, weakref.ref[nn.Module]]:
     """Return each module below a model that is traced, or each layer of another one."""
     parts = model.named_modules(remove_duplicate=False) if traced else model._modules.items()
     return {name: weakref.ref(part) for name, part in parts if part is not None}
+
+
+def _hooks(model: nn.Module, traced: bool) -> dict[str, list[list[int]]]:
+    """Return the hooks, as numbers, of each module of a model that is traced, or of another one itself."""
+    modules = model.named_modules() if traced else [("", model)]
+    return {name: [list(vars(module).get(kind, ())) for kind in _HOOKS] for name, module in modules}
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
