@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
+from pipetrain.arguments import read_path
 from pipetrain.building import names_of, shipped
 from pipetrain.checkpoint.asking import Asking, status_after
 from pipetrain.checkpoint.files import CHECKPOINTS, folders
@@ -110,10 +111,14 @@ def fit(
     (Ctrl-C raises KeyboardInterrupt once it is saved). SIGUSR1 saves and goes on. Raises ConfigError, before
     anything is written, for wrong values; for the rest see Pipeline.train.
     """
+    if not isinstance(pipe, Pipeline):
+        raise ConfigError(
+            f"fit needs a Pipeline, not {type(pipe).__name__}: pipetrain.fit(pipe, train, test)"
+        )
     options: dict[str, Any] = {}
     if not isinstance(run_dir, RunFolder):  # of which the settings have all
         options |= {"epochs": epochs, "log_every": log_every, **_checkpoints(checkpoint)}
-        windows = type(trace) is int and trace and COUNT.read("trace", trace)
+        windows = trace and trace is not True and COUNT.read("trace", trace)
         options["trace"] = {"windows": windows} if windows else bool(trace)
         options["resume"] = None if resume is None else str(resume)
     pipe._settings.changed(options)
@@ -123,7 +128,9 @@ def fit(
     with ExitStack() as ending:
         place = run_dir
         if not isinstance(place, RunFolder) and place is not None:
-            place = ending.enter_context(_opened(pipe, Path(place), options["resume"], loggers))
+            place = ending.enter_context(
+                _opened(pipe, read_path("run_dir", place), options["resume"], loggers)
+            )
         passes = _passes(pipe, train, test, place.source if place else None)
         # A process of the command line ends after an error, which is to be said at once.
         with nullcontext() if isinstance(run_dir, RunFolder) else pipe._together():
@@ -168,6 +175,9 @@ def _logging(loggers: Sequence[str] | Mapping[str, Mapping[str, Any]]) -> DictCo
     """Return a configuration with the options of loggers. Raises ConfigError for an unknown one."""
     chosen: dict[str, Any] = {}
     loggers = [loggers] if isinstance(loggers, str) else loggers
+    by_name = isinstance(loggers, Mapping) and all(isinstance(one, Mapping) for one in loggers.values())
+    if not (by_name or isinstance(loggers, Sequence)):
+        raise ConfigError(f"loggers={loggers} must be a list of names, or a dict of their options by name")
     for name in loggers:
         known = shipped("logger", name)
         if known is None:

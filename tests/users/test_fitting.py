@@ -153,6 +153,10 @@ WRONG: dict[str, dict[str, Any]] = {
     "the test loader has no batch": {"test": []},
     "fit needs a test loader": {"test": None},
     "trace=-1 must be a whole number": {"trace": -1},
+    "trace=x must be a whole number": {"trace": "x"},
+    "loggers=3 must be a list of names": {"loggers": 3, "run_dir": "run"},
+    "loggers={'tensorboard': None} must be a list": {"loggers": {"tensorboard": None}, "run_dir": "run"},
+    "run_dir=3 must be the path": {"run_dir": 3},
     "resume= goes on in a run's folder: give run_dir= too": {"resume": "auto", "run_dir": None},
 }
 
@@ -167,6 +171,8 @@ def refused(folder: str) -> list[str]:
     train, test = loaders()
     with pytest.raises(ConfigError) as caught:
         fit(pipe, (batch for batch in train), test)
+    with pytest.raises(ConfigError, match="fit needs a Pipeline, not Linear"):
+        fit(nn.Linear(2, 2), train, test)  # type: ignore[arg-type]
     pipe.close()
     return [*found, str(caught.value)]
 
