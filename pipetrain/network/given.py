@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections.abc import Iterator
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import torch
@@ -134,7 +135,9 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """
     met: set[int] = set()
     for name, module in model.named_modules():
-        for key, value in vars(module).items():
+        kind: Any = type(module)
+        of_class = {key: getattr(module, key) for key in _of_class(kind)}
+        for key, value in (of_class | vars(module)).items():
             of = f"{name}.{key}".lstrip(".")
             if key in _OF_TORCH or key.endswith("_hooks"):
                 continue
@@ -143,6 +146,13 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
             elif _is_record(value) and id(value) not in met:
                 met.add(id(value))
                 yield from ((f"{of}.{k}", v) for k, v in vars(value).items() if _is_plain(v))
+
+
+@cache
+def _of_class(kind: Any) -> list[str]:
+    """Return the plain attributes of a user's class, which those of a module may come to hide."""
+    own = [base for base in kind.__mro__ if base is not object and not base.__module__.startswith("torch.")]
+    return [k for base in own for k, v in vars(base).items() if not k.startswith("__") and _is_plain(v)]
 
 
 def _is_record(value: Any) -> bool:

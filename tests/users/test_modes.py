@@ -25,6 +25,8 @@ MICROBATCHES = 2
 class Blocks(nn.Module):
     """A model that is traced."""
 
+    shift = 0.0
+
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
@@ -34,7 +36,7 @@ class Blocks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        return x / self.temperature * self.config.scale / 2
+        return x / self.temperature * self.config.scale / 2 + self.shift
 
 
 class Scaled(nn.Module):
@@ -198,6 +200,10 @@ def another_config(model: nn.Module) -> None:
     model.config.scale = 3.0
 
 
+def one_of_the_class(model: nn.Module) -> None:
+    vars(model)["shift"] = 0.5
+
+
 def another_layer(model: nn.Module) -> None:
     vars(model)["before"] = layers_of(model)[2]
     layers_of(model)[2] = nn.Tanh()
@@ -270,6 +276,7 @@ def restored(model: nn.Module) -> None:
         hook.remove()
     if isinstance(model, Blocks):
         model.config.scale = 2.0
+        vars(model).pop("shift", None)
 
 
 @pytest.mark.parametrize(
@@ -277,6 +284,7 @@ def restored(model: nn.Module) -> None:
     [
         (other_attributes, "layers.4.momentum of the model was 0.1 when it was traced and has been changed"),
         (another_config, " config.scale of the model was 2.0 when it was traced and has been changed since"),
+        (one_of_the_class, "shift of the model was 0.0 when it was traced and has been changed since"),
         (
             another_layer,
             "layers.2 of the model has been replaced since it was cut into stages",
