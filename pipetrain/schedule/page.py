@@ -11,41 +11,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from pipetrain.schedule.actions import COMPUTE, Op, most_open
-from pipetrain.schedule.timeline import Row, Timeline
+from pipetrain.schedule.actions import Op, most_open
+from pipetrain.schedule.draw import COLOURS, NAMES, Bar, bars_of
+from pipetrain.schedule.timeline import Timeline
 
-NAMES = {
-    Op.F: "forward",
-    Op.R: "recompute",
-    Op.I: "input gradient",
-    Op.W: "weight gradient",
-    Op.B: "whole backward",
-}
-"""What the letters stand for, in the order of the legend."""
 WIDTH, LEFT, HEIGHT, GAP = 1320, 50, 22, 4  # pixels: of all, of the names, of a rank, between ranks
-LARGE, SMALL = 13.0, 6.5  # pixels of a bar from which on its number is large, or small
+NUMBERED = 10.0  # pixels of a bar from which on it has its number
 TICKS = 12  # most of the axis
-COLOURS = {Op.F: "#4e79a7", Op.R: "#b07aa1", Op.I: "#d9822b", Op.W: "#59a14f", Op.B: "#a85a28"}
 STYLE = """
-:root { color-scheme: light dark; --ink: #222; --paper: #fff; --idle: #e9e9e9; --line: #bbb; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #ddd; --paper: #17191c; --idle: #2b2e33; --line: #555; }
-}
-body { background: var(--paper); color: var(--ink); font: 15px/1.45 system-ui, sans-serif;
+body { font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff;
   margin: 1.5em auto; max-width: 1320px; padding: 0 1em; }
-h1 { font-size: 1.4em; margin: 0 0 .4em; }
+h1 { font-size: 1.4em; }
 h2 { font-size: 1.1em; margin: 1em 0 0; }
 p { margin: 0 0 .3em; }
 i { display: inline-block; width: 1em; height: 1em; vertical-align: -.15em; margin: 0 .3em 0 1em; }
-.facts { opacity: .8; font-size: .9em; }
 svg { display: block; width: 100%; height: auto; overflow: visible; }
-text { fill: var(--ink); font: 11px system-ui, sans-serif; }
+text { font: 11px system-ui, sans-serif; }
 .bar text { fill: #fff; text-anchor: middle; }
-.bar text.small { font-size: 7px; letter-spacing: -.4px; }
-.idle { fill: var(--idle); background: var(--idle); }
-.grid { stroke: var(--line); stroke-width: .5; }
-.step { stroke: var(--ink); stroke-width: 2; }
-.second rect { fill-opacity: .68; }
+.idle { fill: #e9e9e9; background: #e9e9e9; }
+.grid { stroke: #bbb; stroke-width: .5; }
+.step { stroke: #222; stroke-width: 2; }
+.later rect { fill-opacity: .68; }
 """
 STYLE += "".join(f".{op} rect {{ fill: {c}; }} i.{op} {{ background: {c}; }}\n" for op, c in COLOURS.items())
 
@@ -65,9 +51,9 @@ class Shown:
 def page(title: str, introduction: str, shown: Sequence[Shown]) -> str:
     """Return the page."""
     longest = max(min(one.timeline.makespan, one.until) for one in shown)
-    ops = {action.op for one in shown for row in one.timeline.rows for action in row.actions}
-    several = any(len(one.timeline.stages) > len(one.timeline.rows) for one in shown)
-    paler = " &nbsp; (paler: its second stage)" if several else ""
+    bars = [bars_of(one.timeline, one.until) for one in shown]
+    ops = {bar.action.op for of_one in bars for bar in of_one}
+    paler = " &nbsp; (paler: a later stage of its rank)" * any(bar.depth for of_one in bars for bar in of_one)
     legend = "".join(f'<i class="{op}"></i>{op}, {name}' for op, name in NAMES.items() if op in ops)
     parts = [
         "<!doctype html>",
@@ -77,9 +63,9 @@ def page(title: str, introduction: str, shown: Sequence[Shown]) -> str:
         f"<p>{escape(introduction)} A bar's number is its microbatch; point at it for more.</p>",
         f'<p>{legend}<i class="idle"></i>idle &nbsp; <b>|</b> step{paler}</p>',
     ]
-    for one in shown:
+    for one, of_one in zip(shown, bars, strict=True):
         parts += [f"<h2>{escape(one.name)}</h2>", f"<p>{escape(one.says)}</p>"]
-        parts += [f'<p class="facts">{escape(facts(one, shown[0]))}</p>', drawing(one, longest)]
+        parts += [f"<p>{escape(facts(one, shown[0]))}</p>", _drawing(one, of_one, longest)]
     return "\n".join([*parts, "</body></html>\n"])
 
 
@@ -97,23 +83,20 @@ def facts(one: Shown, first: Shown) -> str:
     )
 
 
-def drawing(one: Shown, longest: float) -> str:
+def _drawing(one: Shown, bars: Sequence[Bar], longest: float) -> str:
     """Draw the rows of all ranks as SVG; `longest`: the seconds that the axis shows."""
-    scale = (WIDTH - LEFT - 8) / longest
-    rows = one.timeline.rows
-    began = min(row.began for row in rows)
-    bottom = len(rows) * (HEIGHT + GAP)
-    width = min(one.timeline.makespan, one.until) * scale
+    scale, ranks = (WIDTH - LEFT - 8) / longest, len(one.timeline.rows)
+    bottom, width = ranks * (HEIGHT + GAP), min(one.timeline.makespan, one.until) * scale
     parts = [f'<svg viewBox="0 0 {WIDTH} {bottom + 14}" role="img">']
     for label, at in _ticks(longest):
         x = LEFT + at * scale
         parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom}"/>')
         parts.append(f'<text x="{x:.1f}" y="{bottom + 10}">{label}</text>')
-    for rank, row in enumerate(rows):
+    for rank in range(ranks):
         y = rank * (HEIGHT + GAP)
         parts.append(f'<text x="0" y="{y + 15}">rank {rank}</text>')
         parts.append(f'<rect class="idle" x="{LEFT}" y="{y}" width="{width:.1f}" height="{HEIGHT}"/>')
-        parts += _bars(row, began, one.until, scale, y)
+    parts += (_bar(bar, scale) for bar in bars if bar.end <= one.until)
     return "\n".join([*parts, "</svg>"])
 
 
@@ -126,30 +109,16 @@ def _ticks(longest: float) -> Iterator[tuple[str, float]]:
         yield (f"{at:.4g} s" if longest >= 1 else f"{1000 * at:.4g} ms"), at
 
 
-def _bars(row: Row, began: float, until: float, scale: float, y: int) -> Iterator[str]:
-    first = min(action.stage for action in row.actions)
-    for span in row.spans:
-        action = span.action
-        if action is None or action.op not in COMPUTE | {Op.STEP}:
-            continue
-        start, end = span.start + span.waited - began, span.end - began
-        if end > until:
-            return
-        x, width = LEFT + start * scale, max(0.5, (end - start) * scale - 0.6)
-        if action.op is Op.STEP:
-            title = _title(f"stage {action.stage}, step to version {action.version}", start, end)
-            yield f'<g>{title}<path class="step" d="M{x:.1f} {y - 2}v{HEIGHT + 4}"/></g>'
-            continue
-        what = f"stage {action.stage}, {NAMES[action.op]} of microbatch {action.mb}, version {action.version}"
-        kind = f"bar {action.op}{'' if action.stage == first else ' second'}"
-        size = "" if width >= LARGE else ' class="small"'
-        number = f'<text{size} x="{x + width / 2:.1f}" y="{y + 15}">{action.mb}</text>'
-        yield (
-            f'<g class="{kind}">{_title(what, start, end)}'
-            f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{HEIGHT}"/>'
-            f"{number if width >= SMALL else ''}</g>"
-        )
-
-
-def _title(what: str, start: float, end: float) -> str:
-    return f"<title>{what}: {1000 * start:.1f} to {1000 * end:.1f} ms</title>"
+def _bar(bar: Bar, scale: float) -> str:
+    action, x, y = bar.action, LEFT + bar.start * scale, bar.rank * (HEIGHT + GAP)
+    when = f"{1000 * bar.start:.1f} to {1000 * bar.end:.1f} ms"
+    if action.op is Op.STEP:
+        title = f"<title>stage {action.stage}, step to version {action.version}: {when}</title>"
+        return f'<g>{title}<path class="step" d="M{x:.1f} {y - 2}v{HEIGHT + 4}"/></g>'
+    what = f"stage {action.stage}, {NAMES[action.op]} of microbatch {action.mb}, version {action.version}"
+    width = max(0.5, (bar.end - bar.start) * scale - 0.6)
+    number = f'<text x="{x + width / 2:.1f}" y="{y + 15}">{action.mb}</text>' if width >= NUMBERED else ""
+    return (
+        f'<g class="bar {action.op}{" later" * bool(bar.depth)}"><title>{what}: {when}</title>'
+        f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{HEIGHT}"/>{number}</g>'
+    )
