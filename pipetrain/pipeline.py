@@ -519,7 +519,7 @@ class Pipeline:
         self._on_first("the task", reader, partial(self._prove_task, plan))
         if tried is not settings:
             plan = OpenPlan.of(plan, settings)
-        self._given = Given(model, not isinstance(network, Chain))
+        self._given = Given(model, not isinstance(network, Chain), self._whole.replaced)
         self._settings, self._form = settings, form
         with self._together():
             owned = owners(network, plan)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import cache
 from typing import Any
@@ -29,9 +29,11 @@ class Given:
     """What must not change of a model: what it trains, and its layers.
 
     Of one that is `traced` all modules, and the plain attributes of these and of objects such as a config.
+    `replaced`: returns the name of a tensor that is another one now, of a model that is traced or not.
     """
 
-    def __init__(self, model: nn.Module, traced: bool) -> None:
+    def __init__(self, model: nn.Module, traced: bool, replaced: Callable[[bool], str | None]) -> None:
+        self._replaced = replaced
         self._model = weakref.ref(model)  # what a program has dropped it does not change
         self._traced = traced
         self._trained = _trained(model)
@@ -51,12 +53,12 @@ class Given:
         if training:
             self._prove_modes(model)
         now = _parts(model, self._traced)
-        for name, part in self._parts.items():
-            if now.get(name) != part:
-                raise ConfigError(
-                    f"{name} of the model has been replaced since it was cut into stages, which they do not "
-                    f"follow: replace it before the first batch; {_WAY_OUT}"
-                )
+        others = [name for name, part in self._parts.items() if now.get(name) != part]
+        for name in filter(None, [*others, self._replaced(self._traced)]):
+            raise ConfigError(
+                f"{name} of the model has been replaced since it was cut into stages, which they do not "
+                f"follow: replace it before the first batch; {_WAY_OUT}"
+            )
         for name in now.keys() - self._parts.keys():
             if not isinstance(model.get_submodule(name.rpartition(".")[0]), _LISTS):
                 continue  # as a part that no forward calls
@@ -116,10 +118,13 @@ def _trained(model: nn.Module) -> dict[str, bool]:
     return {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def _parts(model: nn.Module, traced: bool) -> dict[str, weakref.ref[nn.Module]]:
-    """Return each module below a model that is traced, or each layer of another one."""
-    parts = model.named_modules(remove_duplicate=False) if traced else model._modules.items()
-    return {name: weakref.ref(part) for name, part in parts if part is not None}
+def _parts(model: nn.Module, traced: bool) -> dict[str, Any]:
+    """Return each module below a model that is traced, with its forward, or each layer of another one."""
+    if not traced:
+        return {name: weakref.ref(layer) for name, layer in model._modules.items() if layer is not None}
+    parts = dict(model.named_modules(remove_duplicate=False))
+    forwards = {f"{name}.forward".lstrip("."): vars(part).get("forward") for name, part in parts.items()}
+    return {name: weakref.ref(part) for name, part in parts.items()} | forwards
 
 
 def _hooks(model: nn.Module, traced: bool) -> dict[str, list[list[int]]]:

@@ -24,11 +24,15 @@ from pipetrain.network.numerics import numbers_of
 from pipetrain.network.values import differentiable
 from pipetrain.runtime.buffers import Buffers, Copies
 from pipetrain.runtime.microbatch import Batch, Microbatch, Observer, Tensors
-from pipetrain.runtime.origin import DATA, origin_of_gradient, origin_of_loss, origin_of_outputs
+from pipetrain.runtime.origin import DATA, NOTHING, origin_of_gradient, origin_of_loss, origin_of_outputs
 from pipetrain.runtime.stage import Stage
 
 Blame = Callable[[list[float]], str]  # (numbers) -> a description of them and of the non-finite ones
 LOWER = "try a lower optim.lr, or a warmup"
+WAYS_OUT = {
+    DATA: "look for NaN and infinite numbers there",
+    NOTHING: "give weight=, a function of the targets that says what they count for",
+}
 AT_ONCE = 8  # updates whose numbers go to the host together
 
 
@@ -146,7 +150,7 @@ class StopOnNaN(Observer):
             return
         what, late = blame(values), self._update - update
         when = f"{late} updates later" if late else "before the update"
-        way_out = "look for NaN and infinite numbers there" if DATA in what else LOWER
+        way_out = next((way for cause, way in WAYS_OUT.items() if cause in what), LOWER)
         raise TrainingStopped(
             f"{what} at stage {self._stage.index}, update {update}: stopped {when}; {way_out}"
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import signal
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -178,8 +179,9 @@ class Mesh(Ranks):
 
         Their threads drop the tensors of past collectives at their own time, with Python's lock, and asking
         for it while Python ends aborts the process. What still waits for other ranks would wait for them
-        here: those groups stay.
+        here: those groups stay. A Ctrl-C that comes by now finds nothing left to interrupt.
         """
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         if not any(channel.adds_up for channel in self._channels):
             self.abandon()
 

@@ -21,6 +21,7 @@ from pipetrain.runtime.stage import Stage
 
 Loss = Callable[[Tensors], Tensor]  # (outputs of the last layer) -> a scalar
 DATA = "what came from the data"
+NOTHING = "the loss itself, as where no target counts"
 LOSS = "the loss"
 
 
@@ -41,7 +42,7 @@ def origin_of_loss(stage: Stage, microbatch: Microbatch, loss: Tensor) -> str:
     """Say where a loss stopped being finite; "" if that is not found."""
     where = origin_of_outputs(stage, microbatch)
     if not where and stage.objective and stage.objective.counts_samples and bool(loss.isnan()):
-        return "the loss itself, which needs weight= where targets may not count"
+        return NOTHING
     return where
 
 

@@ -46,6 +46,7 @@ class WholeModel:
         self._stages: list[Stage] = []
         self._collected = False  # whether rank 0 has all numbers
         self._swapped: list[tuple[Tensor, Tensor]] = []  # what the stages need, and what was collected
+        self._known: dict[str, Tensor] = {}  # by place, as this last put them there
 
     def lend(self, network: Network, stages: Iterable[Stage], owners: dict[str, int]) -> None:
         """Let these stages have their tensors, and release all others."""
@@ -53,7 +54,31 @@ class WholeModel:
         self._swapped, self._collected = [], False
         own, tensors = self._own(), named_tensors(self._model)
         others = {id(t): own[name] if name in own else on_meta(t) for name, t in tensors.items()}
-        replace((self._model, *network.modules), others)
+        replace(network.modules, others)
+        self._replace(others)
+
+    def replaced(self, traced: bool) -> str | None:
+        """Return the name of a tensor in whose place the program has put another one, None without.
+
+        Of a model that is not traced only parameters count: its layers run as they are.
+        """
+        now = self._placed()
+        for name, tensor in self._known.items():
+            if (traced or isinstance(tensor, nn.Parameter)) and now.get(name) is not tensor:
+                return name
+        return None
+
+    def _replace(self, others: Mapping[int, Tensor]) -> None:
+        replace([self._model], others)
+        self._known = self._placed()
+
+    def _placed(self) -> dict[str, Tensor]:
+        """Return the parameters, the buffers and the attributes of the model that are tensors."""
+        named = self._model.named_modules()
+        attributes = [
+            (f"{name}.{k}".lstrip("."), v) for name, module in named for k, v in vars(module).items()
+        ]
+        return dict(_all_named(self._model)) | {name: v for name, v in attributes if isinstance(v, Tensor)}
 
     def collect(self) -> nn.Module:
         """Put the tensors of all ranks into the model on rank 0, in host memory; return the model."""
@@ -87,7 +112,7 @@ class WholeModel:
         try:
             yield
         finally:
-            replace([self._model], {id(own): collected for own, collected in self._swapped})
+            self._replace({id(own): collected for own, collected in self._swapped})
 
     def end(self, failed: bool) -> None:
         """Leave the model on rank 0 as collected, and elsewhere without numbers; one process has all."""
@@ -96,18 +121,18 @@ class WholeModel:
             self.take_back()
             self._put(self._merged(self._own(), self._specs))
         elif self.lent and size > 1 and not (self._collected and rank == 0):
-            replace([self._model], {id(t): on_meta(t) for t in named_tensors(self._model).values()})
+            self._replace({id(t): on_meta(t) for t in named_tensors(self._model).values()})
 
     def _put(self, tensors: Mapping[str, Tensor]) -> None:
         """Put tensors into the model, by name; without any, as on ranks but 0, only note that rank 0 has."""
         now = named_tensors(self._model)
         others = {name: new for name, new in tensors.items() if new is not now[name]}
         self._swapped = [(now[name], in_place_of(now[name], new)) for name, new in others.items()]
-        replace([self._model], {id(old): new for old, new in self._swapped})
+        self._replace({id(old): new for old, new in self._swapped})
         self._collected = True
 
     def _put_own(self) -> None:
-        replace([self._model], {id(collected): own for own, collected in self._swapped})
+        self._replace({id(collected): own for own, collected in self._swapped})
 
     def _tensors(self, names: Collection[str], ema: bool = False) -> dict[str, Tensor]:
         """Return tensors by their names in the model, in host memory, on rank 0; none on the others."""

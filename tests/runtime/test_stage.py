@@ -231,7 +231,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update_and_says_where(value)
     before = copied(final)
     with pytest.raises(TrainingStopped) as stop:
         final.forward(7, (randn(3, 3),), 0, WHOLE_BATCH)
-    first = " (first in the loss itself, which needs weight= where targets may not count)" * math.isnan(value)
+    first = " (first in the loss itself, as where no target counts)" * math.isnan(value)
     assert str(stop.value).startswith(
         f"the loss of microbatch 7 is {value}{first} at stage 3, update 0: stopped before the update"
     )

@@ -178,6 +178,6 @@ def train(data: Any, model: nn.Module, loss: Any, **options: Any) -> list[float]
 def test_a_loss_of_nothing_is_said_to_need_a_weight(ranks):
     _, said = ranks(stopped_by_padding)
     assert (
-        "the loss of microbatch 0 is nan (first in the loss itself, which needs weight= where targets may "
-        "not count) at stage 1, update 4"
+        "the loss of microbatch 0 is nan (first in the loss itself, as where no target counts) at stage 1, "
+        "update 4: stopped before the update; give weight=, a function of the targets"
     ) in said

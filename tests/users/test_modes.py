@@ -219,6 +219,18 @@ def a_hook(model: nn.Module) -> None:
     vars(model)["hook"] = module.register_forward_hook(lambda _, __, output: 2 * output)
 
 
+def another_forward(model: nn.Module) -> None:
+    layer = layers_of(model)[2]
+    vars(layer)["forward"] = torch.relu
+    vars(model)["undo"] = lambda: vars(layer).pop("forward")
+
+
+def another_tensor(model: nn.Module) -> None:
+    norm = layers_of(model)[4]
+    before, norm.running_mean = norm.running_mean, torch.ones_like(norm.running_mean, device="cpu")
+    vars(model)["undo"] = lambda: setattr(norm, "running_mean", before)
+
+
 def other_modes(model: nn.Module) -> None:
     layers_of(model)[1].train()
     layers_of(model)[4].eval()
@@ -274,6 +286,7 @@ def restored(model: nn.Module) -> None:
         del layers[-1]
     if hook := getattr(model, "hook", None):
         hook.remove()
+    vars(model).pop("undo", lambda: None)()
     if isinstance(model, Blocks):
         model.config.scale = 2.0
         vars(model).pop("shift", None)
@@ -285,10 +298,9 @@ def restored(model: nn.Module) -> None:
         (other_attributes, "layers.4.momentum of the model was 0.1 when it was traced and has been changed"),
         (another_config, " config.scale of the model was 2.0 when it was traced and has been changed since"),
         (one_of_the_class, "shift of the model was 0.0 when it was traced and has been changed since"),
-        (
-            another_layer,
-            "layers.2 of the model has been replaced since it was cut into stages",
-        ),
+        (another_layer, "layers.2 of the model has been replaced since it was cut into stages"),
+        (another_forward, "layers.2.forward of the model has been replaced since it was cut into stages"),
+        (another_tensor, "layers.4.running_mean of the model has been replaced since it was cut into stages"),
         (one_more_layer, "of the model has been added since it was cut into stages"),
         (a_hook, "the hooks of layers.2 have been changed since it was cut into stages"),
         (other_modes, "layers.1.training of the model was False when it was traced and has been changed"),
