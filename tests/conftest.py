@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.support.processes import context
 from tests.support.ranks import Ranks
-from tests.support.warm import context
 
 # A shell starts what runs in its background deaf to Ctrl-C, and so would be all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -142,7 +142,7 @@ def stop(process: Started) -> None:
 
 
 def stop_early(process: Started) -> None:
-    while len(living(process.mark)) < 2:  # until the launcher has started a rank
+    while len(living(process)) < 2:  # until the launcher has started a rank
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGTERM)
 
@@ -181,7 +181,8 @@ def ends(tmp_path_factory) -> dict[str, Ended]:
         runs = {}
         for name, words in WORDS.items():
             folder = tmp_path_factory.mktemp("run")
-            run = started(folder, [*words, "run_dir=run"], launcher=LAUNCHER)
+            cold = name == "interrupted"  # SIGUSR1 is passed on to processes that /proc shows as ranks
+            run = started(folder, [*words, "run_dir=run"], launcher=LAUNCHER, cold=cold)
             runs[name] = folder / "run", stack.enter_context(run)
         for name, deed in DEEDS.items():
             deed(runs[name][1])

@@ -1,30 +1,101 @@
-"""pipetrain in processes of its own, as a person starts it, and killed with all that it started."""
+"""pipetrain in processes of its own, as a person starts it, and killed with all that it started.
+
+To import torch and pipetrain takes 2 seconds of a processor, in torchrun and in each of its ranks. So a
+program is forked from a server that has imported them, and torchrun forks its ranks likewise. What it has not
+is what Python does before a program and after it: a test of imports, or of the end, starts a `cold` one.
+"""
 
 from __future__ import annotations
 
+import atexit
+import logging
+import multiprocessing
 import os
+import resource
+import runpy
 import signal
 import subprocess
 import sys
-import uuid
+import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Timer
-from typing import Any
+from typing import Any, NoReturn
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, newest_first
 from tests.support.deadlines import DEADLINE_S
-from tests.support.warm import Program
 
 CHECKOUT = Path(__file__).parents[2]
-MARK = "PIPETRAIN_TEST_MARK"
 SMALL = ["model=mlp", "data=digits", "data.train_limit=384", "data.test_limit=64", "batch_size=64"]
 SMALL += ["device=cpu", "threads=1"]
 FAULTY = ["model._target_=tests.support.models.faulty", "partition=[2]"]
 TORCHRUN, LAUNCHER = "torch.distributed.run", "pipetrain.launcher"
 TWO = ["-m", TORCHRUN, "--standalone", "--nproc_per_node=2"]
+PRELOADED = ["torch._dynamo", TORCHRUN, "sklearn.datasets", "pipetrain.train", "matplotlib.figure"]
+PRELOADED += ["matplotlib.backends.backend_agg", "torch.utils.tensorboard", "benchmark.contestants"]
+PRELOADED += ["tests.support.jobs"]
+PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "bert")]
+SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1}
+
+
+def context() -> Any:
+    """Return the multiprocessing context whose server has imported what tests need; there is one server."""
+    made: Any = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+    return made
+
+
+class Program:
+    """Python with `words` as its command line, used as a subprocess.Popen that reads what is said."""
+
+    def __init__(self, words: Sequence[object], folder: Path, variables: Mapping[str, str]) -> None:
+        read, write = os.pipe()
+        largest = resource.getrlimit(resource.RLIMIT_FSIZE)
+        given = [str(word) for word in words], str(folder), dict(variables), Connection(write), largest
+        self._process = context().Process(target=_started, args=given)
+        self._process.start()
+        self.pid: int = self._process.pid
+        self.stdout = open(read, errors="replace")  # noqa: SIM115 - closed with this object
+
+    def poll(self) -> int | None:
+        code: int | None = self._process.exitcode
+        return code
+
+    def wait(self) -> int | None:
+        self._process.join()
+        return self.poll()
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+class Forked(Program):
+    """What torchrun has of a rank: a subprocess.Popen that forks this process."""
+
+    def __init__(self, args: Sequence[str], env: Mapping[str, str], **_: object) -> None:
+        self._process = multiprocessing.get_context("fork").Process(target=_forked, args=(args[1:], env))
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what a handler raises at a fork is lost
+        self._process.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self.pid = self._process.pid or 0
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired("a rank", timeout or 0)
+        return self.poll()
 
 
 class Cold(subprocess.Popen[str]):
@@ -33,8 +104,69 @@ class Cold(subprocess.Popen[str]):
     def __init__(self, words: Sequence[object], folder: Path, variables: Mapping[str, str]) -> None:
         command, pipe = [sys.executable, *map(str, words)], subprocess.PIPE
         out = {"stdout": pipe, "stderr": subprocess.STDOUT, "text": True}
-        self.mark = ""
         super().__init__(command, cwd=folder, env=variables, start_new_session=True, **out)  # type: ignore[call-overload]
+
+
+def _started(
+    words: Sequence[str], folder: str, variables: Mapping[str, str], out: Connection, largest: tuple[int, int]
+) -> NoReturn:
+    os.dup2(out.fileno(), 1)
+    os.dup2(out.fileno(), 2)
+    out.close()
+    resource.setrlimit(resource.RLIMIT_FSIZE, largest)
+    os.chdir(folder)
+    subprocess_handler.Popen = Forked  # type: ignore[misc,assignment]
+    _become(words, variables)
+
+
+def _forked(words: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
+    """Leave to torchrun what it has set up for itself: its handlers, folders and sockets."""
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    logging.disable(logging.NOTSET)
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    _become(words, variables)
+
+
+def _become(words: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
+    """Run what a Python with this command line would, and end as it would."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(variables)
+    multiprocessing.set_start_method("fork", force=True)  # as in any process of Linux
+    status = 0
+    try:
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        _run([word for word in words if word != "-u"])
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _run(words: Sequence[str]) -> None:
+    kind, *rest = words
+    sys.path.insert(0, os.getcwd() if kind == "-m" else str(Path(kind).resolve().parent))
+    if kind == "-m":
+        name, *sys.argv[1:] = rest
+        if not hasattr(sys.modules.get(name), "__path__"):
+            sys.modules.pop(name, None)  # runpy warns of it
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        code, *sys.argv[1:] = rest
+        exec(code, {"__name__": "__main__"})
+    else:
+        sys.argv = [kind, *rest]
+        runpy.run_path(kind, run_name="__main__")
 
 
 Started = Program | Cold
@@ -49,29 +181,33 @@ def running(
     cold: bool = False,
 ) -> Iterator[Started]:
     """Run Python with these words; whatever is left of it, and of what it started, at the end is killed."""
-    mark = uuid.uuid4().hex
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT), "CUDA_VISIBLE_DEVICES": "", MARK: mark}
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT), "CUDA_VISIBLE_DEVICES": ""}
     process = (Cold if cold else Program)(words, folder, {**os.environ, **own, **(variables or {})})
-    process.mark = mark
-    deadline = Timer(deadline_s, kill, (mark,))  # whoever reads what it says then comes to an end
+    deadline = Timer(deadline_s, kill, (process,))  # whoever reads what it says then comes to an end
     deadline.start()
     try:
         yield process
     finally:
         deadline.cancel()
-        kill(mark)
+        kill(process)
         process.wait()
 
 
 @contextmanager
 def started(
-    folder: Path, words: Sequence[str], *, restarts: int = 0, ranks: int = 2, launcher: str = TORCHRUN
+    folder: Path,
+    words: Sequence[str],
+    *,
+    restarts: int = 0,
+    ranks: int = 2,
+    launcher: str = TORCHRUN,
+    cold: bool = False,
 ) -> Iterator[Started]:
     """Start some ranks under torchrun, or one without."""
     alone = ranks == 1 and not restarts
     before = ["--standalone", f"--nproc_per_node={ranks}", f"--max-restarts={restarts}"]
     command = [*([] if alone else ["-m", launcher, *before]), "-m", "pipetrain", *SMALL, *words]
-    with running(folder, command) as process:
+    with running(folder, command, cold=cold) as process:
         yield process
 
 
@@ -88,7 +224,7 @@ class Ended:
     def of(cls, process: Started, run: Path, seen: str = "") -> Ended:
         """Wait for the end. `seen`: what was read before."""
         out = seen + ended(process)
-        return cls(int(process.wait() or 0), out, len(living(process.mark)), run)
+        return cls(int(process.wait() or 0), out, len(living(process)), run)
 
     @property
     def checkpoints(self) -> list[str]:
@@ -107,25 +243,21 @@ def finished(folder: Path, words: Sequence[object], **options: Any) -> Ended:
         return Ended.of(process, folder / "run")
 
 
-def kill(mark: str) -> None:
-    """Kill all that has a mark: a stopped process would outlive its torchrun."""
-    for pid in living(mark):
+def kill(process: Started) -> None:
+    """Kill a program and all that it started: a stopped process would outlive its torchrun."""
+    for pid in living(process):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def living(mark: str) -> dict[int, dict[str, str]]:
-    """The processes that have inherited a mark, however they were started: pid -> environment."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            state = (path / "stat").read_text().rpartition(")")[2].split()[0]
-            items = (path / "environ").read_text(errors="replace").split("\0")
-        except OSError:
-            continue
-        if state != "Z" and f"{MARK}={mark}" in items:
-            found[int(path.name)] = dict(item.split("=", 1) for item in items if "=" in item)
-    return found
+def living(process: Started) -> list[int]:
+    """The pids of a program and of what it started, by whomever: they say what they say through one pipe."""
+    mine, found = os.fstat(process.stdout.fileno()).st_ino, []
+    for path in Path("/proc").glob("[0-9]*/fd/1"):
+        with suppress(OSError):  # it has just ended, or is somebody else's
+            if os.readlink(path) == f"pipe:[{mine}]":
+                found.append(int(path.parts[2]))
+    return sorted(found)
 
 
 def ended(process: Started) -> str:
@@ -145,9 +277,10 @@ def said(out: str) -> str:
 
 
 def rank_of(process: Started, rank: int) -> int:
-    """The pid of a rank."""
-    (pid,) = (pid for pid, variables in living(process.mark).items() if variables.get("RANK") == str(rank))
-    return pid
+    """The pid of a rank: torchrun starts them in turn."""
+    children = Path(f"/proc/{process.pid}/task").glob("*/children")
+    started = {int(pid) for path in children for pid in path.read_text().split()}
+    return sorted(started.intersection(living(process)))[rank]
 
 
 def await_line(process: Started, start: str) -> str:

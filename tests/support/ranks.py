@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pipetrain import pipeline
 from tests.support.deadlines import DEADLINE_S
-from tests.support.warm import context
+from tests.support.processes import context
 
 
 class Ranks:

@@ -9,7 +9,7 @@ from torch.distributed.distributed_c10d import Store
 from benchmark.worlds import Say, Work, meeting, run_ranks
 from pipetrain.runtime.ranks import World
 from tests.support.deadlines import DEADLINE_S
-from tests.support.warm import context
+from tests.support.processes import context
 
 
 def run_world(work: Work, size: int, *arguments: Any) -> list[Any]:

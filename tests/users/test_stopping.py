@@ -106,7 +106,7 @@ def test_under_torchrun_a_program_with_data_workers_saves(tmp_path):
         await_line(process, "trained")
         process.send_signal(signal.SIGTERM)
         out = ended(process)
-        assert not living(process.mark)
+        assert not living(process)
     assert "pipetrain: rank 1 got SIGTERM: pipe.stopping is true after this window" in out
     (updates,) = re.findall(r"^saved after (\d+) updates", out, re.MULTILINE)
     manifest, *_ = checkpoints(tmp_path / "runs" / "stopping").values()
