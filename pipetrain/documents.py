@@ -6,26 +6,25 @@ import json
 import reprlib
 from collections.abc import Mapping
 from dataclasses import is_dataclass
-from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from pipetrain.errors import ConfigError
 
+MOST_BYTES = 2**28  # of a document
+
 
 class DamagedCheckpoint(ConfigError):
     """A checkpoint that cannot be used; the message names the file and what is wrong with it."""
 
 
-def read_json(path: Path, most: int) -> Any:
-    """Read JSON of at most `most` bytes. Raises DamagedCheckpoint."""
+def read_json(path: Path) -> Any:
+    """Read JSON of at most MOST_BYTES. Raises DamagedCheckpoint."""
     try:
-        with open(path, "rb") as file:
-            text = file.read(most + 1)
-        if len(text) > most:
-            raise ValueError(f"over {most} bytes")
-        return json.loads(text)
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"over {MOST_BYTES} bytes")
+        return json.loads(path.read_bytes())
     except OSError as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -41,24 +40,16 @@ def read_as(kind: Any, data: Any, where: str) -> Any:
     origin, inner = get_origin(kind) or kind, get_args(kind)
     if origin is UnionType:
         return None if data is None else read_as(inner[0], data, where)
-    if isinstance(kind, type) and is_dataclass(kind):
-        hints = _hints(kind)
-        if not isinstance(data, dict) or data.keys() != hints.keys():
-            raise _wrong(where, f"an object of {', '.join(hints)}", data)
-        return kind(**{key: read_as(hint, data[key], f"{where}: {key}") for key, hint in hints.items()})
+    if is_dataclass(origin) and isinstance(data, dict):
+        hints = get_type_hints(origin)
+        if data.keys() == hints.keys():
+            return kind(**{key: read_as(hints[key], data[key], f"{where}: {key}") for key in hints})
     if origin is list and isinstance(data, list):
         return [read_as(inner[0], item, f"{where}: {number}") for number, item in enumerate(data)]
     if origin in (dict, Mapping) and isinstance(data, dict):
         return {inner[0](key): read_as(inner[1], item, f"{where}: {key}") for key, item in data.items()}
     if kind is Any or type(data) is kind or (kind is float and type(data) is int):
         return data
-    raise _wrong(where, f"of type {origin.__name__}", data)
-
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _wrong(where: str, wanted: str, data: object) -> DamagedCheckpoint:
-    return DamagedCheckpoint(f"{where} must be {wanted}, and is {reprlib.repr(data)}")
+    fields = f"an object of {', '.join(get_type_hints(origin))}" if is_dataclass(origin) else ""
+    wanted = fields or f"of type {origin.__name__}"
+    raise DamagedCheckpoint(f"{where} must be {wanted}, and is {reprlib.repr(data)}")

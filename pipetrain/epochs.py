@@ -32,7 +32,6 @@ from pipetrain.runtime.held import Measured, Meter
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import Ends
 from pipetrain.runtime.session import Session
-from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.schedule.actions import Action, Op, Program, parse_action
 from pipetrain.schedule.check import check
 from pipetrain.schedule.timeline import Row
@@ -147,8 +146,8 @@ class Epochs:
         """The finished epochs, those before a resume too."""
         return self._progress.history
 
-    def restore(self, source: Source, optimizer: OptimizerFactory) -> None:
-        """Resume from a verified checkpoint. Raises DamagedCheckpoint.
+    def restore(self, source: Source) -> None:
+        """Resume from a verified checkpoint.
 
         Random states belong to ranks, statistics to stages and residuals to edges: they are restored only for
         the same pipeline.
@@ -161,7 +160,7 @@ class Epochs:
         if self._position != manifest.position:
             epoch, batch, _ = astuple(self._position)
             self._progress = replace(self._progress, unseen_epochs=epoch, unseen_batches=batch)
-        restore(source, session, self._mesh, optimizer)
+        restore(source, session, self._mesh)
         if self._keeper:
             self._keeper.seen = self._position.update
         self._elapsed_before = self._progress.elapsed_s

@@ -23,7 +23,7 @@ from torch import Tensor
 from pipetrain.checkpoint.files import CHECKPOINTS, folder_name
 from pipetrain.checkpoint.progress import best_update
 from pipetrain.checkpoint.resume import Source, saved_in
-from pipetrain.checkpoint.tensors import EMA, MODEL, SINGLE
+from pipetrain.checkpoint.tensors import EMA, SINGLE
 from pipetrain.ending import guarded
 from pipetrain.errors import ConfigError, one_line
 
@@ -46,14 +46,33 @@ def export(checkpoint: Path, of_best: bool, out: Path, ema: bool = False) -> int
         raise ConfigError(f"{checkpoint} is the folder of a run that has saved no checkpoint")
     if of_best:
         source = _best(checkpoint, source)
-    state = merged(source, ema)
-    update = source.manifest.position.update
+    tensors, keys = source.model(), source.manifest.conditions["state_dict"]
+    if ema:
+        averaged = source.model(EMA)  # of weights: buffers have no average
+        if not averaged:
+            raise ConfigError(
+                f"{source.folder} has no moving average of the weights: train with ema=0.999, or leave --ema"
+            )
+        tensors |= averaged
+    state = {key: tensors[name] for key, name in keys.items()}
     try:
         written = _written(state, out, source.manifest.config.get("transformers"))
     except (OSError, RuntimeError, SafetensorError) as error:  # three libraries' errors of the disk
         raise ConfigError(f"--out {out} cannot be written: {one_line(error)}; choose another") from error
-    print(f"{len(state)} tensors of update {update} in {written}")
+    print(f"{len(state)} tensors of update {source.manifest.position.update} in {written}")
     return 0
+
+
+def _best(run_dir: Path, newest: Source) -> Source:
+    """Return the checkpoint of the best epoch in the newest one's history. Raises ConfigError if missing."""
+    update = best_update(newest.manifest.progress.history)
+    folder = run_dir / CHECKPOINTS / folder_name(update or 0)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"the best epoch of {run_dir} ended with update {update}, which is not in this folder: not "
+            f"saved, or in the folder of the run that it went on from"
+        )
+    return saved_in(folder) or newest
 
 
 def _written(state: dict[str, Tensor], out: Path, config: Mapping[str, object] | None) -> Path:
@@ -68,40 +87,6 @@ def _written(state: dict[str, Tensor], out: Path, config: Mapping[str, object] |
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file({name: tensor.clone() for name, tensor in state.items()}, path, {"format": "pt"})
     return out if config else path
-
-
-def _best(run_dir: Path, newest: Source) -> Source:
-    """Return the checkpoint of the best epoch in the newest one's history. Raises ConfigError if missing."""
-    update = best_update(newest.manifest.progress.history)
-    if update is None:
-        raise ConfigError(f"{run_dir} has no best checkpoint: no epoch's metric is a number")
-    folder = run_dir / CHECKPOINTS / folder_name(update)
-    found = saved_in(folder) if folder.is_dir() else None
-    if found is None:
-        raise ConfigError(
-            f"the best epoch of {run_dir} ended with update {update}, which is not in this folder: "
-            f"not saved, or in the folder of the run that it went on from"
-        )
-    return found
-
-
-def merged(source: Source, ema: bool = False) -> dict[str, Tensor]:
-    """Return the state_dict of the whole model of a checkpoint, with averaged weights if `ema`.
-
-    Raises ConfigError.
-    """
-    tensors, conditions = source.tensors(), source.manifest.conditions
-    if ema and not tensors.names(EMA):
-        raise ConfigError(
-            f"{source.folder} has no moving average of the weights: train with ema=0.999, or leave --ema"
-        )
-    found: dict[str, Tensor] = {}
-    for name in conditions["state_dict"].values():
-        averaged = ema and EMA + name in tensors  # buffers have no average
-        tensor = tensors[(EMA if averaged else MODEL) + name]
-        is_complex = conditions["tensors"][name][0].startswith("complex")
-        found[name] = torch.view_as_complex(tensor) if is_complex else tensor
-    return {key: found[name] for key, name in conditions["state_dict"].items()}
 
 
 if __name__ == "__main__":

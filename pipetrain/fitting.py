@@ -293,7 +293,7 @@ def _trained(
     epochs = Epochs(session, mesh, passes, about, pipe._rate, recorder, keeper)
     source = place.source if place else None
     if source is not None:
-        epochs.restore(source, pipe._optimizer)
+        epochs.restore(source)
     if pipe._given is not None and not rank:
         pipe._given.prove(training=True)
     if keeper is None or place is None:

@@ -529,7 +529,7 @@ class Pipeline:
         self._session.whole = self._whole
         self._whole.lend(network, self._session.stages.values(), owned)
         if self._source is not None:
-            restore(self._source, self._session, self._mesh, self._optimizer)
+            restore(self._source, self._session, self._mesh)
 
     def _begin_by_number(self, train: Sampled, test: Sampled, done: int) -> None:
         """Plan for samples by number, of which so many batches are done; prove the task on both."""
@@ -624,7 +624,7 @@ class Pipeline:
             self._source = source  # the rest follows at the first batch
         else:
             self._whole.take_back()
-            restore(source, self._begun, self._mesh, self._optimizer)
+            restore(source, self._begun, self._mesh)
 
     def dcp(self) -> dict[str, Part]:
         """Return what torch.distributed.checkpoint saves and loads: `dcp.save(pipe.dcp(), checkpoint_id=)`.

@@ -125,7 +125,7 @@ def test_weights_of_a_best_epoch_that_are_not_in_the_folder_are_said_to_be_missi
 def test_without_a_score_there_is_no_best_and_no_code_is_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run_in_threads(BEST_OF_FIVE, saved=Saved(tmp_path / "run", every=None, at=2, asked="stop"))
-    assert "run has no best checkpoint: no epoch's metric is" in refusal(capsys, "run", "--best")
+    assert "the best epoch of run ended with update None, which is not" in refusal(capsys, "run", "--best")
     (newest,) = (tmp_path / "run" / CHECKPOINTS).glob("update-*")
     for place in ("config", "conditions"):
         forge(newest, put(place, "model", to={"_target_": "os.mkdir", "path": "made"}))

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipetrain.checkpoint.state import fresh_state, named
+from pipetrain.checkpoint.state import named
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.weights import OptimizerFactory
 
@@ -31,6 +31,7 @@ def parts_of(session: Session, keys: Mapping[str, str], optimizer: OptimizerFact
     Before the first update the optimizer's state has the form that one would give it, to be overwritten.
     """
     stages = session.stages.values()
+    live = [(stage.weights, name, p) for stage in stages for name, p in stage.weights.live.items()]
 
     def model() -> dict[str, Tensor]:
         own = {name: tensor.detach() for stage in stages for name, tensor in named(stage)}
@@ -46,21 +47,18 @@ def parts_of(session: Session, keys: Mapping[str, str], optimizer: OptimizerFact
 
     def state() -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
-        for stage in stages:
-            for name, parameter in stage.weights.live.items():
-                made = stage.weights.optimizer
-                known = made.state.get(parameter) if made else None
-                if not stage.weights.updates and not known:
-                    known = fresh_state(optimizer, name, parameter)
-                found[name] = {key: value for key, value in (known or {}).items() if value is not None}
+        for weights, name, parameter in live:
+            known = weights.optimizer.state.get(parameter) if weights.optimizer else None
+            if not weights.updates and not known:
+                known = _fresh_state(optimizer, name, parameter)
+            found[name] = {key: value for key, value in (known or {}).items() if value is not None}
         return {name: values for name, values in found.items() if values}
 
     def load_state(found: Mapping[str, Mapping[str, Any]]) -> None:
-        for stage in stages:
-            for name, parameter in stage.weights.live.items():
-                for key, value in found.get(name, {}).items():
-                    copied = value.clone() if isinstance(value, Tensor) else value
-                    stage.weights.optimizer.state[parameter][key] = copied  # type: ignore[union-attr]
+        for weights, name, parameter in live:
+            for key, value in found.get(name, {}).items():
+                copied = value.clone() if isinstance(value, Tensor) else value
+                weights.optimizer.state[parameter][key] = copied  # type: ignore[union-attr]
 
     def updates() -> Tensor:
         return torch.tensor(next(iter(stages)).weights.updates)
@@ -74,3 +72,12 @@ def parts_of(session: Session, keys: Mapping[str, str], optimizer: OptimizerFact
         "state": Part(state, load_state),
         "updates": Part(updates, load_updates),
     }
+
+
+def _fresh_state(optimizer: OptimizerFactory, name: str, parameter: Tensor) -> dict[str, Any]:
+    """Return a new optimizer's state of a parameter after one update."""
+    twin = nn.Parameter(torch.zeros_like(parameter))
+    twin.grad = torch.zeros_like(parameter)
+    made = optimizer([(name, twin)])
+    made.step()
+    return dict(made.state.get(twin, {}))

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import reprlib
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -29,7 +28,6 @@ from pipetrain.documents import DamagedCheckpoint, read_as, read_json
 
 CHECKPOINTS, MANIFEST, PARTIAL = "checkpoints", "manifest.json", ".partial"
 VERSION = 5
-MOST_BYTES = 2**28  # of a manifest
 _NAME = re.compile("update-([0-9]+)(?:-([0-9]+))?")
 
 
@@ -73,7 +71,7 @@ class Manifest:
 
 
 def folder_name(update: int) -> str:
-    """Return the folder name of an update's checkpoint; names sort by update."""
+    """Return the name of an update's checkpoint; names sort by update."""
     return f"update-{update:08d}"
 
 
@@ -111,11 +109,13 @@ def publish(partial: Path, manifest: Manifest) -> Path:
     final = partial.with_name(folder_name(manifest.position.update))
     if earlier := [path for path in folders(final.parent) if _order(path)[0] == manifest.position.update]:
         beside = final.with_name(f"{final.name}-{_order(earlier[0])[1] + 1}")
-        _rename(partial, beside)
+        os.replace(partial, beside)
+        _flush(beside.parent)
         for path in earlier:
             _discard(path)
         partial = beside
-    _rename(partial, final)
+    os.replace(partial, final)
+    _flush(final.parent)
     return final
 
 
@@ -161,7 +161,7 @@ def read_whole(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
     for name, part in manifest.parts.items():
         try:
-            whole = (folder / name).stat().st_size == part.nbytes and _part(folder / name) == part
+            whole = _part(folder / name) == part
         except OSError as error:
             raise DamagedCheckpoint(f"{folder / name} cannot be read: {error.strerror}") from error
         if not whole:
@@ -172,12 +172,9 @@ def read_whole(folder: Path) -> Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """Read a manifest. Raises DamagedCheckpoint."""
     path = folder / MANIFEST
-    data = read_json(path, MOST_BYTES)
-    if not isinstance(data, dict) or "pipetrain_checkpoint" not in data:
-        raise DamagedCheckpoint(f"{path} is no manifest")
-    if data["pipetrain_checkpoint"] != VERSION:
-        version = reprlib.repr(data["pipetrain_checkpoint"])
-        raise DamagedCheckpoint(f"{path} is of version {version}, and this pipetrain reads version {VERSION}")
+    data = read_json(path)
+    if not isinstance(data, dict) or data.get("pipetrain_checkpoint") != VERSION:
+        raise DamagedCheckpoint(f"{path} is no manifest of version {VERSION}, which this pipetrain reads")
     if data.pop("sha256", None) != _digest(data):
         raise DamagedCheckpoint(f"{path} has another checksum than it says")
     del data["pipetrain_checkpoint"]
@@ -191,11 +188,6 @@ def _order(folder: Path) -> tuple[int, int]:
     """Return a checkpoint's update, and the how manieth of it this is."""
     update, number = _NAME.fullmatch(folder.name).groups(default="1")  # type: ignore[union-attr]
     return int(update), int(number)
-
-
-def _rename(path: Path, name: Path) -> None:
-    os.replace(path, name)
-    _flush(name.parent)
 
 
 def _discard(folder: Path) -> None:

@@ -9,19 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 
-from pipetrain.checkpoint.files import (
-    CHECKPOINTS,
-    MANIFEST,
-    Manifest,
-    folders,
-    newest_first,
-    read_manifest,
-    read_whole,
-)
-from pipetrain.checkpoint.tensors import Loaded, Tensors, open_plain
+from pipetrain.checkpoint.files import CHECKPOINTS, MANIFEST, Manifest, folders, read_manifest, read_whole
+from pipetrain.checkpoint.tensors import MODEL, Loaded, Tensors, open_plain, read_files
 from pipetrain.documents import DamagedCheckpoint
 from pipetrain.errors import ConfigError
 from pipetrain.network.model import state_names
@@ -41,7 +34,14 @@ class Source:
     manifest: Manifest
 
     def tensors(self) -> Tensors:
-        return Tensors.of_files(self.folder, self.manifest.parts)
+        return read_files(self.folder, self.manifest.parts)
+
+    def model(self, prefix: str = MODEL) -> dict[str, Tensor]:
+        """Return the model's tensors by their names, complex ones again as such."""
+        forms, tensors = self.manifest.conditions["tensors"], self.tensors()
+        found = {name: tensors[prefix + name] for name in forms if prefix + name in tensors}
+        pairs = [name for name in found if forms[name][0].startswith("complex")]
+        return found | {name: torch.view_as_complex(found[name].clone()) for name in pairs}
 
 
 def find_source(resume: str | Path, run_dir: Path) -> Source | None:
@@ -50,7 +50,7 @@ def find_source(resume: str | Path, run_dir: Path) -> Source | None:
     It is "auto" for the newest whole one in `run_dir`; None if there is none yet.
     """
     if resume == AUTO:
-        return newest(run_dir)
+        return _newest(run_dir)
     folder, later = Path(resume).expanduser().absolute(), folders(run_dir / CHECKPOINTS)
     if later and folder.parent.resolve() == later[0].parent.resolve() and folder.name != later[0].name:
         raise ConfigError(
@@ -70,7 +70,7 @@ def saved_in(folder: Path) -> Source | None:
     """
     folder = folder.expanduser().absolute()
     if (folder / CHECKPOINTS).is_dir():
-        return newest(folder)
+        return _newest(folder)
     if not (folder / MANIFEST).exists() and not folder.name.startswith("update-"):
         raise ConfigError(
             f"{folder} is no checkpoint: give the folder of a run, or one of its {CHECKPOINTS}/update-..."
@@ -81,18 +81,17 @@ def saved_in(folder: Path) -> Source | None:
         raise ConfigError(f"{folder} is damaged: {damage}; choose another checkpoint") from damage
 
 
-def newest(run_dir: Path) -> Source | None:
-    """Return the newest whole checkpoint of a run, None if it has saved none. Raises ConfigError."""
-    damaged: list[str] = []
-    for folder, found in newest_first(run_dir / CHECKPOINTS):
-        if isinstance(found, Manifest):
-            return Source(folder, found)
-        damaged.append(folder.name)
-        log.warning("pipetrain: checkpoint %s is damaged: %s; trying the one before", folder.name, found)
+def _newest(run_dir: Path) -> Source | None:
+    damaged = folders(run_dir / CHECKPOINTS)
+    for folder in damaged:
+        try:
+            return Source(folder, read_whole(folder))
+        except DamagedCheckpoint as damage:
+            log.warning("pipetrain: checkpoint %s is damaged: %s; trying the one before", folder.name, damage)
     if damaged:
         raise ConfigError(
-            f"no checkpoint of {run_dir} is whole ({', '.join(damaged)}): train anew in another run_dir, or "
-            f"give resume= another run's checkpoint"
+            f"no checkpoint of {run_dir} is whole: train anew in another run_dir, or give resume= another "
+            f"run's checkpoint"
         )
     return None
 
@@ -116,7 +115,7 @@ def with_cuts_of(cfg: DictConfig, source: Source, ranks: int) -> DictConfig:
     cfg = cfg.copy()
     cfg.partition = pipeline["cuts"]
     if cfg.memory_limit is not None:  # recomputation cannot be chosen without a profile
-        cfg.recompute = [[*Mode][number].value for number in pipeline["recompute"]]
+        cfg.recompute = [list(Mode)[number].value for number in pipeline["recompute"]]
     cfg.memory_limit = None
     return cfg
 
@@ -144,14 +143,14 @@ def transformers_config(model: nn.Module) -> dict[str, Any]:
 def refuse_other(source: Source, mine: Mapping[str, Any]) -> None:
     """Refuse a checkpoint of another model, data set or order of samples. Raises ConfigError."""
     theirs = source.manifest.conditions
-    needed = dict.fromkeys(("tensors", "state_dict"))  # all there is of one that Pipeline.save has written
-    for key in {key: None for key in theirs if key in mine} | needed:
-        if mine.get(key) != theirs.get(key):
-            raise ConfigError(
-                f"this run cannot go on from {source.folder}: "
-                f"{_difference(key, theirs.get(key), mine.get(key))}; give the values that it was trained "
-                f"with, or train anew"
-            )
+    shared = [key for key in theirs if key in mine]  # those of Pipeline.save are of the model alone
+    if difference := _difference(
+        "", {key: theirs[key] for key in shared}, {key: mine[key] for key in shared}
+    ):
+        raise ConfigError(
+            f"this run cannot go on from {source.folder}: {difference}; give the values that it was trained "
+            f"with, or train anew"
+        )
 
 
 def refuse_finished(source: Source, epochs: int, ending: bool) -> None:
@@ -162,12 +161,14 @@ def refuse_finished(source: Source, epochs: int, ending: bool) -> None:
 
 
 def _difference(key: str, theirs: Any, mine: Any) -> str:
-    """Return a phrase about the first difference of two values under a key."""
+    """Return a phrase about the first difference of two values under a key; empty if there is none."""
     if isinstance(theirs, Mapping) and isinstance(mine, Mapping):
-        for name in sorted(theirs.keys() | mine.keys()):
-            if theirs.get(name) != mine.get(name):
-                return _difference(f"{key}.{name}", theirs.get(name), mine.get(name))
-    return f"it has {key}={theirs}, and this run has {key}={mine}"
+        inner = (
+            _difference(f"{key}.{name}".lstrip("."), theirs.get(name), mine.get(name))
+            for name in sorted(theirs.keys() | mine.keys())
+        )
+        return next(filter(None, inner), "")
+    return "" if theirs == mine else f"it has {key}={theirs}, and this run has {key}={mine}"
 
 
 def open_weights(path: Path, model: nn.Module) -> Loaded:
@@ -175,9 +176,9 @@ def open_weights(path: Path, model: nn.Module) -> Loaded:
     path = path.expanduser().absolute()
     ours = (path / CHECKPOINTS).is_dir() or (path / MANIFEST).exists()
     source = find_source(path, path) if ours else None
-    return weights_of(source, model) if source else Loaded(open_plain(path), model)
+    return weights_of(source, model) if source else open_plain(path, model)
 
 
 def weights_of(source: Source, model: nn.Module) -> Loaded:
     """Return the weights of a checkpoint, of which it has all."""
-    return Loaded(source.tensors().of_model(model), model, ours=True)
+    return Loaded(source.folder, source.model(), model, {name: name for name in named_tensors(model)})

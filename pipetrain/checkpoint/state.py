@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipetrain.checkpoint.files import stage_file
 from pipetrain.checkpoint.resume import Source
-from pipetrain.checkpoint.tensors import EMA, MODEL, OPTIMIZER, Tensors
-from pipetrain.documents import DamagedCheckpoint
+from pipetrain.checkpoint.tensors import EMA, MODEL, OPTIMIZER, Tensors, names_of
 from pipetrain.network.numerics import numbers_of
 from pipetrain.runtime.coding import Slot
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.session import Session, slots
 from pipetrain.runtime.stage import Stage
-from pipetrain.runtime.weights import OptimizerFactory
 
 
 def snapshot(session: Session, mesh: Mesh, random: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -53,20 +50,16 @@ def state_of(stage: Stage) -> dict[str, Tensor]:
     }
 
 
-def restore(source: Source, session: Session, mesh: Mesh, optimizer: OptimizerFactory) -> None:
-    """Load a rank's stages, and the seed; of the same pipeline, its codecs' residuals too.
-
-    Raises DamagedCheckpoint.
-    """
+def restore(source: Source, session: Session, mesh: Mesh) -> None:
+    """Load a rank's stages, and the seed; of the same pipeline, its codecs' residuals too."""
     tensors = source.tensors()
     session.engine.seed = source.manifest.config.get("seed", session.engine.seed)
     for stage in session.stages.values():
         _load(stage, tensors, source.manifest.position.update)
-        _prove_optimizer(stage, optimizer)
     if source.manifest.pipeline == session.plan.pipeline:
         known = {slot: _name(slot) for slot in slots(session.plan, mesh.world.rank)}
         session.coding.residuals = {
-            slot: tensors[name].to(mesh.device) for slot, name in known.items() if name in tensors
+            slot: tensors[name].clone().to(mesh.device) for slot, name in known.items() if name in tensors
         }
 
 
@@ -74,11 +67,12 @@ def restore(source: Source, session: Session, mesh: Mesh, optimizer: OptimizerFa
 def _load(stage: Stage, tensors: Tensors, updates: int) -> None:
     """Restore from `state_of`, of this stage or of other stages that held these layers."""
     for name, tensor in named(stage):
-        tensors.copy_to(numbers_of(tensor.data), MODEL + name)
+        numbers_of(tensor.data).copy_(tensors[MODEL + name])
     mine = stage.weights.live.keys()
-    paths = [path for path in tensors.names(OPTIMIZER) if path.rpartition("/")[0] in mine]
-    stage.weights.load_optimizer_state({path: tensors[OPTIMIZER + path] for path in paths}, updates)
-    stage.weights.load_average({name: tensors[EMA + name] for name in mine & set(tensors.names(EMA))})
+    paths = [path for path in names_of(tensors, OPTIMIZER) if path.rpartition("/")[0] in mine]
+    state = {path: tensors[OPTIMIZER + path].clone() for path in paths}
+    stage.weights.load_optimizer_state(state, updates)
+    stage.weights.load_average({name: tensors[EMA + name] for name in mine if EMA + name in tensors})
 
 
 def named(stage: Stage) -> Iterator[tuple[str, Tensor]]:
@@ -95,27 +89,6 @@ def _weight_of(path: str) -> str:
 
 def _copy(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-
-
-def _prove_optimizer(stage: Stage, optimizer: OptimizerFactory) -> None:
-    """Refuse a state that lacks what the optimizer will read in its next step. Raises DamagedCheckpoint."""
-    made = stage.weights.optimizer
-    for name, parameter in stage.weights.live.items():
-        mine = made.state.get(parameter, {}) if made else {}
-        for key in fresh_state(optimizer, name, parameter).keys() - mine.keys() if mine else ():
-            raise DamagedCheckpoint(f"the optimizer's {key} of {name} is missing in the checkpoint")
-
-
-def fresh_state(optimizer: OptimizerFactory, name: str, parameter: Tensor) -> dict[str, Any]:
-    """Return a new optimizer's state of a parameter after one update; empty if the update fails."""
-    twin = nn.Parameter(torch.zeros_like(parameter))
-    twin.grad = torch.zeros_like(parameter)
-    try:
-        made = optimizer([(name, twin)])
-        made.step()
-    except Exception:  # an optimizer that needs other gradients, such as sparse ones
-        return {}
-    return {key: value for key, value in made.state.get(twin, {}).items() if value is not None}
 
 
 def restore_random(source: Source, mesh: Mesh) -> None:

@@ -88,7 +88,7 @@ class Writer:
         self._thread.shutdown()
 
     def _save(self, manifest: Manifest, files: Files, failure: str) -> Path:
-        unfinished = self._folder / (folder_name(manifest.position.update) + PARTIAL)
+        unfinished, final = self._folder / (folder_name(manifest.position.update) + PARTIAL), ""
         parts: dict[str, Part] = {}
         try:
             if self._rank == 0:
@@ -100,7 +100,6 @@ class Writer:
             self._tell(failure, {name: asdict(part) for name, part in parts.items()})
             failure, final = self._hear(0, 2 * self._timeout)
         else:
-            final = ""
             try:
                 final = "" if failure else str(self._publish(unfinished, manifest, parts))
             except OSError as error:
@@ -119,24 +118,21 @@ class Writer:
             if failure:
                 raise OSError(failure)
             parts |= {name: Part(**part) for name, part in theirs.items()}
-        self._await_files(unfinished, parts)
-        final = publish(unfinished, replace(manifest, parts=parts))
-        if self._keep is not None:
-            best = best_update(manifest.progress.history)
-            prune(final, self._keep, None if best is None else folder_name(best))
-        return final
-
-    def _await_files(self, folder: Path, parts: Mapping[str, Part]) -> None:
-        """Wait until all files are visible here. Raises OSError."""
-        end = time.monotonic() + min(SEEN_S, self._timeout)
+        seen = time.monotonic() + min(SEEN_S, self._timeout)
         for name, part in parts.items():
-            while not ((folder / name).exists() and (folder / name).stat().st_size == part.nbytes):
-                if time.monotonic() > end:
+            path = unfinished / name
+            while not (path.exists() and path.stat().st_size == part.nbytes):
+                if time.monotonic() > seen:
                     raise OSError(
                         f"rank {self._rank} does not see all of {name}, which another rank has written: "
                         f"run_dir must be a folder that all machines share"
                     )
                 time.sleep(POLL_S)
+        final = publish(unfinished, replace(manifest, parts=parts))
+        if self._keep is not None:
+            best = best_update(manifest.progress.history)
+            prune(final, self._keep, None if best is None else folder_name(best))
+        return final
 
     def _tell(self, failure: str, written: Any) -> None:
         if self._store is not None:
@@ -166,12 +162,11 @@ def save_now(
     All ranks must call it. Raises TrainingStopped on all if one of them cannot write.
     """
     run: str = mesh.tell("the name of what is saved", uuid.uuid4().hex)
-    stages, pipeline = session.plan.stages, session.plan.pipeline
     position = Position(update=next(iter(session.stages.values())).weights.updates)
-    progress = Progress(stages={stage: StageStats() for stage in range(stages)})
+    progress = Progress(stages={stage: StageStats() for stage in range(session.plan.stages)})
     store = mesh.store and PrefixStore(run, mesh.store)
     writer = Writer(folder, mesh.world.rank, store, keep, session.plan.settings.timeout)
-    manifest = Manifest(run, position, conditions, pipeline, config, progress)
+    manifest = Manifest(run, position, conditions, session.plan.pipeline, config, progress)
     writing = writer.save(manifest, partial(snapshot, session, mesh, {}))
     writer.close()
     return writing.result()
@@ -182,6 +177,7 @@ class Keeper:
     """Decides when to save: every `every` epochs or updates (None: never), at the best epoch, or on a signal.
 
     `run`, `conditions`, `config`: fields of the Manifest. `seen`: the update at the end of the last window.
+    `not_saved`: the update of the last save if it failed, else None.
     """
 
     writer: Writer
@@ -193,7 +189,6 @@ class Keeper:
     config: Mapping[str, Any]
     seen: int = 0
     not_saved: int | None = None
-    """The update of the last save if it failed, else None."""
 
     def due(self, position: Position, over: bool = False, best: bool = False) -> bool:
         """Return whether to save; called once per window, `over` at the run's end, `best` at a best epoch."""

@@ -24,7 +24,7 @@ from pipetrain.checkpoint.files import (
     write_part,
 )
 from pipetrain.checkpoint.progress import Progress
-from pipetrain.checkpoint.tensors import Tensors
+from pipetrain.checkpoint.tensors import names_of, read_files
 from pipetrain.documents import DamagedCheckpoint
 from tests.support.damage import forge, put
 from tests.support.figures import figures
@@ -46,11 +46,9 @@ def test_what_is_written_is_read(tmp_path):
     manifest = read_whole(folder)
     assert (manifest.run, manifest.position, folder.name) == ("r", Position(1, 2, 7), "update-00000007")
     assert manifest.progress == Progress([figures(1)], losses=[2.5, 1.5])
-    tensors = Tensors.of_files(folder, manifest.parts)
+    tensors = read_files(folder, manifest.parts)
     assert all(torch.equal(tensors[name], tensor) for name, tensor in TENSORS.items())
-    assert sorted(tensors.names("model/")) == ["a", "b"]
-    assert "model/a" in tensors
-    assert "model/c" not in tensors
+    assert sorted(names_of(tensors, "model/")) == ["a", "b"]
 
 
 def flip(path: Path, at: int) -> None:
@@ -77,15 +75,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "something else": (manifest_of("[]"), "is no manifest"),
     "a newer version": (
         manifest_of('{"pipetrain_checkpoint": 99}'),
-        "is of version 99, and this pipetrain reads version 5",
+        "is no manifest of version 5",
     ),
     "a bit of the manifest": (
         lambda f: manifest_of((f / "manifest.json").read_text().replace('"r"', '"s"'))(f),
         "has another checksum than it says",
     ),
-    "no run": (forged("run", to=None), "run must be of type str, and is None"),
     "a position in words": (forged("position", "epoch", to="1"), "position: epoch must be of type int"),
-    "another field": (forged("more", to=1), "must be an object of run, position, conditions"),
     "the progress of nothing": (forged("progress", to={}), "progress must be an object of history"),
     "a file elsewhere": (
         forged("parts", to={"../../secret": {"sha256": "", "nbytes": 1}}),
@@ -107,16 +103,6 @@ def test_damage_is_named_and_the_one_before_is_found(name, tmp_path):
     assert isinstance(manifest, Manifest)
 
 
-def test_every_bit_counts(tmp_path):
-    part = (folder := saved(tmp_path)) / STAGE
-    for at in range(0, 4000, 97):
-        flip(part, at)
-        with pytest.raises(DamagedCheckpoint):
-            read_whole(folder)
-        flip(part, at)
-    read_whole(folder)
-
-
 def test_the_manifest_of_another_run_is_no_manifest_of_these_files(tmp_path):
     other, mine = saved(tmp_path / "other", run="s"), saved(tmp_path / "mine")
     (mine / "manifest.json").write_bytes((other / "manifest.json").read_bytes())
@@ -131,7 +117,7 @@ def test_no_code_runs_from_a_file(tmp_path):
 
     (tmp_path / STAGE).write_bytes(pickle.dumps(Trap()))
     with pytest.raises(DamagedCheckpoint, match="cannot be read"):
-        Tensors.of_files(tmp_path, [STAGE])
+        read_files(tmp_path, [STAGE])
     assert not (tmp_path / "sprung").exists()
 
 

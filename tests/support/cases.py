@@ -360,7 +360,7 @@ def run_in_threads(
         for mesh, keeper in zip(meshes, keepers, strict=True)
     ]
     for trainer in trainers if manifest else ():
-        trainer.restore(Source(source, manifest), run.optimizer)  # type: ignore[arg-type]
+        trainer.restore(Source(source, manifest))  # type: ignore[arg-type]
 
     def work(rank: int) -> None:
         try:
