@@ -21,7 +21,7 @@ from pipetrain.plan.profile import Profile
 from pipetrain.plan.program import make_program, modes_of
 from pipetrain.schedule.actions import Op, Program, Schedule, splits
 from pipetrain.schedule.memory import Items, counts, held_bytes
-from pipetrain.schedule.policy import Policy
+from pipetrain.schedule.policy import ForwardBackward
 from pipetrain.settings import AUTO, PROFILE, STRATEGIES, Mode, Settings
 
 
@@ -155,7 +155,7 @@ def _in_schedule(
         (actions,) = (row for row in program if any(action.stage == stage for action in row))
         share = max(share, sum((a.stage, a.op) == (stage, Op.R) for a in actions) / batches)
         held = {now[stage] for now in counts(actions, settings.buffer_size, [stage] * coded)}
-        if isinstance(schedule, Policy):  # whose program is one of many
+        if isinstance(schedule, ForwardBackward):  # whose program is one of many
             most = schedule.bounds(stage, len(program), batches, settings.microbatches)
             full = Items(*map(max, *held, Items()))
             again = share > 0

@@ -36,7 +36,7 @@ from pipetrain.plan.prove import Window, prove, prove_window
 from pipetrain.schedule.actions import Op, Program, Schedule, asks_for, placement, splits
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.memory import Items
-from pipetrain.schedule.policy import Bounds, Policy
+from pipetrain.schedule.policy import Bounds, ForwardBackward
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, StageTimes, Timeline
@@ -75,9 +75,9 @@ class Plan:
         return self.settings.full
 
     @property
-    def policy(self) -> Policy | None:
+    def policy(self) -> ForwardBackward | None:
         """What decides the order at run time; the windows' programs are then examples."""
-        return self.schedule if isinstance(self.schedule, Policy) else None
+        return self.schedule if isinstance(self.schedule, ForwardBackward) else None
 
     @property
     def by_costs(self) -> bool:

@@ -22,7 +22,7 @@ from pipetrain.schedule.actions import (
     reads_old,
 )
 from pipetrain.schedule.lower import lower
-from pipetrain.schedule.policy import Policy
+from pipetrain.schedule.policy import ForwardBackward
 from pipetrain.schedule.simulate import Cost
 from pipetrain.schedule.transforms import joined, with_norms, with_recompute, with_ties
 from pipetrain.settings import AUTO, RECOMPUTE, Mode, Settings
@@ -40,7 +40,7 @@ def settle_clipping(settings: Settings, schedule: Schedule, draft: Program) -> S
 
     It becomes model where no forward reads old weights, so that the pipeline is empty at an update anyway.
     """
-    over, decides = settings.clip_grad_norm_over, isinstance(schedule, Policy)
+    over, decides = settings.clip_grad_norm_over, isinstance(schedule, ForwardBackward)
     if settings.clip_grad_norm is None or over == "stage":
         return settings
     if over == "model" and decides:
@@ -108,7 +108,7 @@ def refuse_ties(settings: Settings, schedule: Schedule, cut: Cut) -> None:
     name, stages = next(iter(cut.shared.items()))
     several = f"{name} is a weight of stages {' and '.join(map(str, stages))}"
     together = "keep the layers that share it in one stage by partition="
-    if isinstance(schedule, Policy):
+    if isinstance(schedule, ForwardBackward):
         raise ConfigError(
             f"{several}, which step it by one gradient, and {settings.schedule} decides its order while it "
             f"runs: {together}, or choose a schedule with a fixed order"

@@ -11,7 +11,7 @@ from pipetrain.plan.cut import Cut
 from pipetrain.schedule.actions import Program, Schedule, has_norms, placement, splits
 from pipetrain.schedule.bounds import edge_bounds, widest
 from pipetrain.schedule.check import check
-from pipetrain.schedule.policy import Bounds, Policy
+from pipetrain.schedule.policy import Bounds, ForwardBackward
 from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.settings import Settings
@@ -76,7 +76,7 @@ def _played(
     routes, ties = (cut.edges, cut.ties) if cut else (None, [])
     buffer_size = cut.bounds if cut else settings.buffer_size
     run = simulate(program, settings.microbatches, buffer_size=buffer_size, routes=routes, ties=ties)
-    if isinstance(schedule, Policy):  # whose program is one of many
+    if isinstance(schedule, ForwardBackward):  # whose program is one of many
         size = len(program), batches, settings.microbatches
         return Window(program, run, [schedule.bounds(stage, *size) for stage in range(len(program))])
     return Window(program, run, [*map(Bounds, run.activations, run.versions, run.staleness)])

@@ -18,7 +18,7 @@ from pipetrain.plan.plan import Plan
 from pipetrain.runtime.microbatch import Saving
 from pipetrain.schedule.actions import NO_PEER, RECEIVES, Action, Edge, Op, last_uses, shortened
 from pipetrain.schedule.lower import Lowering
-from pipetrain.schedule.policy import Policy, View, Wait
+from pipetrain.schedule.policy import ForwardBackward, View, Wait
 
 SHORT = 2  # batches in which a window does all that it ever does, such as keeping an old version
 
@@ -115,7 +115,7 @@ class Decided(Order):
 
     def __init__(
         self,
-        policy: Policy,
+        policy: ForwardBackward,
         stage: int,
         stages: int,
         batches: int,

@@ -7,8 +7,8 @@ backward is split, for F = I = W.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,19 +20,14 @@ class Theory:
     staleness: list[int]  # the maximum, in updates
     bubble: float | None
     source: str
-    exact: bool = True  # False: no stage holds more activations, and some hold one less
     held: float | None = None  # the greatest peak of a rank, in microbatches of 1/S of the model on S ranks
 
 
 def theory(name: str, ranks: int, batches: int, microbatches: int, virtual: int = 1) -> Theory | None:
     """Return a schedule's results by its YAML name, None if unknown; `batches` is the window's length."""
-    if name == "interleaved_1f1b" and ranks > 1 and virtual > 1:
+    if name == "interleaved_1f1b" and virtual > 1:
         return _interleaved(ranks, microbatches, virtual)
-    if name == "interleaved_1f1b":
-        if virtual > 1:  # each microbatch goes through all stages and back before the next
-            return _flushing([1] * virtual, 0.0, "one rank alone has no bubble")
-        name = "1f1b"
-    known = _KNOWN.get(name)
+    known = _KNOWN.get("1f1b" if name == "interleaved_1f1b" else name)
     return known(ranks, batches, microbatches) if known else None
 
 
@@ -41,28 +36,23 @@ def _layer_dist(ranks: int, batches: int, microbatches: int) -> Theory:
 
 
 def _gpipe(ranks: int, batches: int, microbatches: int) -> Theory:
-    return _flushing(
-        [microbatches] * ranks,
-        _fill_and_drain(ranks, microbatches),
-        "GPipe, Huang et al. 2019, section 2.3: bubble O((K-1)/(M+K-1))",
-    )
+    source = "GPipe, Huang et al. 2019, section 2.3: bubble O((K-1)/(M+K-1))"
+    return _flushing([microbatches] * ranks, _fill_and_drain(ranks, microbatches), source)
 
 
 def _one_f_one_b(ranks: int, batches: int, microbatches: int) -> Theory:
-    return _flushing(
-        [min(ranks - stage, microbatches) for stage in range(ranks)],
-        _fill_and_drain(ranks, microbatches),
-        "PipeDream-Flush, Narayanan et al. 2021 (Memory-Efficient Pipeline-Parallel DNN Training), "
-        "section 3.2",
-    )
+    source = "PipeDream-Flush, Narayanan et al. 2021 (Memory-Efficient Pipeline-Parallel DNN Training), "
+    held = [min(ranks - stage, microbatches) for stage in range(ranks)]
+    return _flushing(held, _fill_and_drain(ranks, microbatches), f"{source}section 3.2")
 
 
 def _interleaved(ranks: int, microbatches: int, virtual: int) -> Theory:
     """Megatron's order. The bubble is known if the microbatches form whole groups of `ranks`."""
-    whole = microbatches % ranks == 0
+    if ranks == 1:  # each microbatch goes through all stages and back before the next
+        return _flushing([1] * virtual, 0.0, "one rank alone has no bubble")
     return _flushing(
         [_interleaved_peak(stage, ranks, microbatches, virtual) for stage in range(ranks * virtual)],
-        _fill_and_drain(ranks, virtual * microbatches) if whole else None,
+        None if microbatches % ranks else _fill_and_drain(ranks, virtual * microbatches),
         "Narayanan et al. 2021 (Efficient Large-Scale Language Model Training on GPU Clusters), section 2.2: "
         "bubble (p-1)/(v m) over the ideal time",
     )
@@ -92,51 +82,12 @@ def _interleaved_peak(stage: int, ranks: int, microbatches: int, virtual: int) -
 
 def _pipedream(ranks: int, batches: int, microbatches: int) -> Theory:
     return _stashing(
-        [ranks - 1 - stage for stage in range(ranks)],
+        range(ranks - 1, -1, -1),
         batches,
         microbatches,
         _fill_and_drain(ranks, batches * microbatches),
         "PipeDream, Narayanan et al. 2019, section 3.3: weight stashing, "
         "w(t+1) = w(t) - v grad f(w1(t-n+1), w2(t-n+2), ..., wn(t))",
-    )
-
-
-def _v_async(ranks: int, batches: int, microbatches: int) -> Theory | None:
-    """V-Min's offsets: a microbatch is at stage s of 2S for 2 (2S - 1 - s) + 2 slots and more, six a period.
-
-    Where S is a multiple of 3 the way there and the way back collide on a rank, and some works wait: then the
-    depths are known for S = 3 alone.
-    """
-    behind = [2 * ranks - 1 - stage for stage in range(2 * ranks)]
-    if ranks % 3 == 0 and ranks > 3:
-        return None
-    depths = [k // 2 if ranks == 3 else (k + ranks % 3) // 3 for k in behind]
-    total = batches * microbatches
-    idle = (0 if ranks == 1 else 4 * ranks - 5) - (ranks == 3 and total > 1)
-    known = _stashing(
-        depths,
-        batches,
-        microbatches,
-        idle / (6 * total + idle),
-        "V-Min, Qi et al. 2024 (arXiv 2405.15362), with PipeDream's weight stashing in the place of flushes",
-    )
-    return replace(known, held=min((ranks + 4) // 3, total))
-
-
-def _stashing(depths: list[int], batches: int, microbatches: int, bubble: float, source: str) -> Theory:
-    """Forward k of a stage follows k - d backwards, d its depth: it reads version max(0, k - d) // m.
-
-    In a window of n microbatches the last version that anything reads is thus (n - 1 - d) // m.
-    """
-    total = batches * microbatches
-    late = [min(-(-d // microbatches), batches - 1) for d in depths]
-    last_read = [max(0, total - 1 - d) // microbatches for d in depths]
-    return Theory(
-        activations=[min(d + 1, total) for d in depths],
-        versions=[1 + min(most, last + 1) for most, last in zip(late, last_read, strict=True)],
-        staleness=late,
-        bubble=bubble,
-        source=source,
     )
 
 
@@ -151,87 +102,100 @@ def _pipedream_2bw(ranks: int, batches: int, microbatches: int) -> Theory:
     )
 
 
+def _v_async(ranks: int, batches: int, microbatches: int) -> Theory | None:
+    """V-Min's offsets: a microbatch is at stage s of 2S for 2 (2S - 1 - s) + 2 slots and more, six a period.
+
+    Where S is a multiple of 3 the way there and the way back collide on a rank, and some works wait.
+    """
+    if ranks % 3 == 0:
+        return None
+    depths = [(behind + ranks % 3) // 3 for behind in range(2 * ranks - 1, -1, -1)]
+    idle, total = max(0, 4 * ranks - 5), batches * microbatches
+    source = "V-Min, Qi et al. 2024 (arXiv 2405.15362), with PipeDream's weight stashing, without flushes"
+    held = min((ranks + 4) // 3, total)
+    return _stashing(depths, batches, microbatches, idle / (6 * total + idle), source, held)
+
+
+def _stashing(
+    depths: Sequence[int],
+    batches: int,
+    microbatches: int,
+    bubble: float,
+    source: str,
+    held: float | None = None,
+) -> Theory:
+    """Forward k of a stage follows k - d backwards, d its depth: it reads version max(0, k - d) // m.
+
+    In a window of n microbatches the last version that anything reads is thus (n - 1 - d) // m.
+    """
+    total = batches * microbatches
+    late = [min(-(-d // microbatches), batches - 1) for d in depths]
+    last_read = [max(0, total - 1 - d) // microbatches for d in depths]
+    versions = [1 + min(most, last + 1) for most, last in zip(late, last_read, strict=True)]
+    return Theory([min(d + 1, total) for d in depths], versions, late, bubble, source, held)
+
+
 def _zb_h1(ranks: int, batches: int, microbatches: int) -> Theory:
-    drain = max(0, ranks - microbatches)
-    return _zero_bubble(
-        [min(ranks, microbatches)] * ranks,
-        batches * (ranks - 1 + drain),
-        batches * microbatches,
-        min(ranks, microbatches),
-        "ZB-H1, Qi et al. 2024 (arXiv 2401.10241), table 2: memory p, bubble (p-1)(F+B-W), B = I, for m >= p",
-    )
+    held = min(ranks, microbatches)
+    idle = batches * (ranks - 1 + max(0, ranks - microbatches))
+    source = "ZB-H1, Qi et al. 2024 (arXiv 2401.10241), table 2: memory p, bubble (p-1)(F+B-W), B = I"
+    return _zero_bubble([held] * ranks, idle, batches * microbatches, held, source)
 
 
 def _zb_h2(ranks: int, batches: int, microbatches: int) -> Theory:
     """With 2S-1 microbatches or more a batch drains while the next one fills the pipeline."""
     held = min(2 * ranks - 1, microbatches)
-    first = max(ranks - 1, 2 * (ranks - 1) - microbatches // 2)
-    return _zero_bubble(
-        [held] * ranks,
-        first + (batches - 1) * max(0, 2 * ranks - 1 - microbatches),
-        batches * microbatches,
-        held,
-        "ZB-H2, Qi et al. 2024 (arXiv 2401.10241), table 2: memory 2p-1, bubble (p-1)(F+B-2W)",
-    )
+    idle = max(ranks - 1, 2 * (ranks - 1) - microbatches // 2)
+    idle += (batches - 1) * max(0, 2 * ranks - 1 - microbatches)
+    source = "ZB-H2, Qi et al. 2024 (arXiv 2401.10241), table 2: memory 2p-1, bubble (p-1)(F+B-2W)"
+    return _zero_bubble([held] * ranks, idle, batches * microbatches, held, source)
 
 
 # Of the V placements a stage is half of what a stage of 1f1b is: `work` and idle slots are of half the size.
 
 
 def _zbv(ranks: int, batches: int, microbatches: int) -> Theory:
+    activations = [min(2 * ranks - stage, microbatches) for stage in range(2 * ranks)]
     alone = 2 * (2 * ranks - 1 - microbatches)  # one microbatch's way there and back, less what others fill
-    return _zero_bubble(
-        [min(2 * ranks - stage, microbatches) for stage in range(2 * ranks)],
-        max(ranks - 1, alone) + (batches - 1) * max(0, alone),
-        2 * batches * microbatches,
-        min(ranks, microbatches),
-        "ZB-V, Qi et al. 2024 (arXiv 2401.10241), section 6: memory p, no bubble between batches",
-    )
+    idle = max(ranks - 1, alone) + (batches - 1) * max(0, alone)
+    source = "ZB-V, Qi et al. 2024 (arXiv 2401.10241), section 6: memory p, no bubble between batches"
+    work = 2 * batches * microbatches
+    return _zero_bubble(activations, idle, work, min(ranks, microbatches), source)
 
 
-def _v_half(ranks: int, batches: int, microbatches: int) -> Theory:
+def _v_half(ranks: int, batches: int, microbatches: int) -> Theory | None:
     if ranks == 1:
-        return _one_rank()
+        return None
     odd = ranks % 2
-    late = microbatches - 1 if odd else max(0, microbatches - 2)
-    alone = max(3 * (ranks - 1) - odd, 4 * ranks - 5 - 2 * late)
-    between = 2 if ranks == 2 and microbatches > 1 else alone
-    return _zero_bubble(
-        [min(ranks + 1 - (stage + odd) // 2, 2 * ranks - stage, microbatches) for stage in range(2 * ranks)],
-        alone + (batches - 1) * between,
-        2 * batches * microbatches,
-        min(ranks // 2 + 1, microbatches),
-        "V-Half, Qi et al. 2024 (arXiv 2405.15362): memory floor((p+2)/2), bubble about p/(2m)",
-    )
+    activations = [
+        min(ranks + 1 - (stage + odd) // 2, 2 * ranks - stage, microbatches) for stage in range(2 * ranks)
+    ]
+    idle = 2 * batches + 1 if ranks == 2 else batches * (3 * (ranks - 1) - odd)
+    known = idle if microbatches > ranks // 2 else None
+    source = "V-Half, Qi et al. 2024 (arXiv 2405.15362): memory floor((p+2)/2), bubble about p/(2m)"
+    held = min(ranks // 2 + 1, microbatches)
+    return _zero_bubble(activations, known, 2 * batches * microbatches, held, source)
 
 
-def _v_min(ranks: int, batches: int, microbatches: int) -> Theory:
-    if ranks == 1:
-        return _one_rank()
-    gap = 2 if ranks % 3 == 0 and ranks > 3 and microbatches > 1 else 0
+def _v_min(ranks: int, batches: int, microbatches: int) -> Theory | None:
     once_full = [(2 * ranks + 4 - (ranks % 3 == 1) - stage) // 3 for stage in range(2 * ranks)]
-    full = _zero_bubble(
-        [min(held, microbatches) for held in once_full],
-        batches * (4 * ranks - 5 + gap),
-        2 * batches * microbatches,
-        min((ranks + 4) // 3, microbatches),
-        "V-Min, Qi et al. 2024 (arXiv 2405.15362): memory floor((p+4)/3), bubble about 2p/(3m)",
-    )
-    return replace(full, exact=microbatches >= once_full[0])
+    if ranks == 1 or microbatches < once_full[0]:
+        return None
+    gap = 2 if ranks % 3 == 0 and ranks > 3 else 0
+    source = "V-Min, Qi et al. 2024 (arXiv 2405.15362): memory floor((p+4)/3), bubble about 2p/(3m)"
+    idle, held = batches * (4 * ranks - 5 + gap), (ranks + 4) // 3
+    return _zero_bubble(once_full, idle, 2 * batches * microbatches, held, source)
 
 
-def _one_rank() -> Theory:
-    return _zero_bubble([1, 1], 0, 1, 1, "one rank alone has no bubble")
-
-
-def _zero_bubble(activations: list[int], idle: int, work: int, held: float, source: str) -> Theory:
+def _zero_bubble(activations: list[int], idle: int | None, work: int, held: float, source: str) -> Theory:
     """`idle`: the slots in which each rank waits, beside `work` forwards and twice as many I and W."""
-    return replace(_flushing(activations, idle / (3 * work + idle), source), held=held)
+    bubble = None if idle is None else idle / (3 * work + idle)
+    return _flushing(activations, bubble, source, held)
 
 
-def _flushing(activations: list[int], bubble: float | None, source: str) -> Theory:
+def _flushing(activations: list[int], bubble: float | None, source: str, held: float | None = None) -> Theory:
     stages = len(activations)
-    return Theory(activations, [1] * stages, [0] * stages, bubble, source)
+    return Theory(activations, [1] * stages, [0] * stages, bubble, source, held)
 
 
 def _fill_and_drain(ranks: int, work: int) -> float:

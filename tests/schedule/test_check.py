@@ -134,14 +134,6 @@ EQUIVALENT = {
         "rank 0: swap 0F1@0 [1] and 0B0@0 [2]",
         "rank 0: swap 0F3@1 [7] and 0B2@1 [8]",
     ],
-    ("v_half", (1, 2, 2)): [
-        "rank 0: swap 0F1@0 [5] and 1W0@0 [6]",
-        "rank 0: swap 0F3@1 [21] and 1W2@1 [22]",
-    ],
-    ("v_min", (1, 2, 2)): [
-        "rank 0: swap 0F1@0 [5] and 1W0@0 [6]",
-        "rank 0: swap 0F3@1 [21] and 1W2@1 [22]",
-    ],
     ("zbv", (1, 2, 2)): [
         "rank 0: swap 1W0@0 [3] and 0F1@0 [4]",
         "rank 0: swap 0F1@0 [4] and 0I0@0 [5]",

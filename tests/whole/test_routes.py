@@ -17,7 +17,7 @@ from pipetrain.schedule.actions import Action, Edge, Op, Program, ScheduleError,
 from pipetrain.schedule.bounds import edge_bounds
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import compute_only, edges, lower
-from pipetrain.schedule.policy import ForwardBackward, Policy, play
+from pipetrain.schedule.policy import ForwardBackward, play
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.schedule.timeline import Timeline
@@ -27,7 +27,7 @@ from tests.schedule.executor import Executor
 from tests.schedule.mutants import mutants, of_messages
 from tests.schedule.test_check import refused
 
-DECIDED = [case for case in CASES if not isinstance(case.schedule, Policy)]
+DECIDED = [case for case in CASES if not isinstance(case.schedule, ForwardBackward)]
 Size = tuple[int, int, int]
 Drawn = tuple[Size, Program, list[Edge]]
 
