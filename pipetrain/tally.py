@@ -16,6 +16,7 @@ from torch import Tensor
 
 AT_ONCE = 32  # microbatches are added up at most
 Number = Annotated[float, "or infinite, or NaN"]
+_LOSS = ""  # its name among the sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,52 +41,46 @@ class Counter:
     """
 
     def __init__(self) -> None:
-        self._loss: Tensor | None = None
         self._sums: dict[str, Tensor] = {}
-        self._weight = 0.0
-        self._samples = 0
-        self._added: list[tuple[Tensor, float, int, Mapping[str, Tensor]]] = []
+        self._weight, self._samples = 0.0, 0
+        self._added: list[tuple[float, Mapping[str, Tensor]]] = []
 
     def add(self, loss: Tensor, weight: float, samples: int, sums: Mapping[str, Tensor]) -> None:
         """Count a microbatch: its mean loss, what it counts for, and the sums of its metrics."""
-        self._added.append((loss.detach(), weight, samples, sums))
+        mean = {_LOSS: loss.detach()} if weight else {}  # others have no mean loss
+        self._added.append((weight, {**mean, **sums}))
+        self._weight += weight
+        self._samples += samples
         if len(self._added) >= AT_ONCE:
             self.add_up()
 
     def add_up(self) -> None:
         """Add up what was added; at the end of each batch, so that a stop between two changes no sum."""
         added, self._added = self._added, []
-        losses = [(loss, weight) for loss, weight, _, _ in added if weight]  # others have no mean loss
-        if losses:
-            self._loss = _plus(self._loss, [loss for loss, _ in losses], [weight for _, weight in losses])
-        for name in {name: None for *_, sums in added for name in sums}:
-            some = [sums[name] for *_, sums in added if name in sums]
-            self._sums[name] = _plus(self._sums.get(name), some) if some[0].numel() else some[0]
-        self._weight += sum(weight for _, weight, _, _ in added)
-        self._samples += sum(samples for _, _, samples, _ in added)
+        for name in {name: None for _, sums in added for name in sums}:
+            terms = [sums[name] for _, sums in added if name in sums]
+            times = [weight for weight, sums in added if name in sums] if name == _LOSS else []
+            self._sums[name] = _plus(self._sums.get(name), terms, times)
 
     def peek(self) -> Tally:
         """Return what has been counted, without resetting it."""
         self.add_up()
-        loss = 0.0 if self._loss is None else self._loss.item()
         sums = {name: some.tolist() for name, some in self._sums.items()}
-        return Tally(loss, self._weight, self._samples, sums)
+        return Tally(sums.pop(_LOSS, 0.0), self._weight, self._samples, sums)
 
     def take(self) -> Tally:
         """Return what has been counted, and start anew."""
         tally = self.peek()
-        self._loss, self._sums, self._weight, self._samples = None, {}, 0.0, 0
+        self._sums, self._weight, self._samples = {}, 0.0, 0
         return tally
 
     def restore(self, tally: Tally, device: str) -> None:
-        self._loss = torch.tensor(tally.loss, dtype=torch.float64, device=device)
-        self._sums = {
-            name: torch.tensor(some, dtype=torch.float64, device=device) for name, some in tally.sums.items()
-        }
+        sums = {_LOSS: tally.loss, **tally.sums}
+        self._sums = {name: torch.tensor(s, dtype=torch.float64, device=device) for name, s in sums.items()}
         self._weight, self._samples = tally.weight, tally.samples
 
 
-def _plus(before: Tensor | None, terms: Sequence[Tensor], times: Sequence[float] = ()) -> Tensor:
+def _plus(before: Tensor | None, terms: Sequence[Tensor], times: Sequence[float]) -> Tensor:
     """Add terms [...], each `times` a number, to a sum in float64. One term alone is one kernel."""
     if before is None:
         before = torch.zeros_like(terms[0], dtype=torch.float64)

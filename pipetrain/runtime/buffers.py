@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from pipetrain.network.numerics import numbers_of
 from pipetrain.network.places import places
@@ -31,17 +32,11 @@ class Buffers:
     def copies(self) -> Copies:
         """Return the buffers with copies of their present values."""
         now = {id(place.tensor): place.tensor for place in self._places}
-        copies: dict[int, Tensor] = {}
-        kinds: dict[Any, list[int]] = {}
-        for key, buffer in now.items():
-            kinds.setdefault((buffer.dtype, buffer.device, buffer.layout), []).append(key)
-        for (*_, layout), keys in kinds.items():
-            if layout is not torch.strided:
-                copies |= {key: now[key].clone() for key in keys}
-                continue
-            copies |= {key: torch.empty_like(now[key]) for key in keys}
-            torch._foreach_copy_([copies[key] for key in keys], [now[key] for key in keys])
-        return [(place.tensor, copies[id(place.tensor)]) for place in self._places]
+        copied = {key: torch.empty_like(tensor) for key, tensor in now.items()}
+        both: list[Any] = [[*now.values()], [*copied.values()]]
+        for (old, new), _ in _group_tensors_by_device_and_dtype(both).values() if now else ():
+            torch._foreach_copy_(new, old)  # on a GPU one kernel
+        return [(place.tensor, copied[id(place.tensor)]) for place in self._places]
 
     @contextmanager
     def replaced(self, copies: Copies) -> Iterator[None]:
@@ -70,8 +65,8 @@ class Buffers:
 
     def spoilt(self, before: Copies) -> bool:
         """Return whether a number that was finite before no longer is."""
-        pairs = zip(self.copies(), before, strict=True)
-        lost = [(_finite(old) & ~_finite(new)).any() for (_, new), (_, old) in pairs]
+        pairs = zip((place.tensor for place in self._places), before, strict=True)
+        lost = [(_finite(old) & ~_finite(new)).any() for new, (_, old) in pairs]
         return bool(lost) and any(torch.stack(lost).tolist())
 
     def restore(self, before: Copies) -> None:

@@ -1,8 +1,9 @@
 """Numbers that are not finite: they stop the training, or leave out the update.
 
-The gradients and losses of a batch are checked by one reduction. On a GPU its result is looked at when it has
-come to the host, for which nothing waits within a window, unless updates are left out. Numbers in host memory
-are looked at directly, too: each activation and gradient before it is sent on.
+In host memory each activation and gradient is looked at before it is sent on, and each loss and weight's
+gradient before the update. On a GPU one reduction checks the gradient of a batch; its result is looked at
+with the losses when they have come to the host, for which nothing waits within a window, unless updates are
+left out.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -27,25 +27,11 @@ from pipetrain.runtime.microbatch import Batch, Microbatch, Observer, Tensors
 from pipetrain.runtime.origin import DATA, NOTHING, origin_of_gradient, origin_of_loss, origin_of_outputs
 from pipetrain.runtime.stage import Stage
 
-Blame = Callable[[list[float]], str]  # (numbers) -> a description of them and of the non-finite ones
 LOWER = "try a lower optim.lr, or a warmup"
 WAYS_OUT = {
     DATA: "look for NaN and infinite numbers there",
     NOTHING: "give weight=, a function of the targets that says what they count for",
 }
-AT_ONCE = 8  # updates whose numbers go to the host together
-
-
-def witness(tensors: Sequence[Tensor]) -> Tensor:
-    """Return one number per tensor, finite exactly if all of the tensor's numbers are.
-
-    The tensors are dense, real, detached, and in host memory. The 2-norm takes a twentieth of the time of the
-    largest absolute value, which is used where finite numbers overflow in the norm.
-    """
-    norms = torch.stack(torch._foreach_norm(list(tensors), 2))
-    if all(map(math.isfinite, norms.tolist())):
-        return norms
-    return torch.stack(torch._foreach_norm(list(tensors), math.inf))
 
 
 def not_finite(tensors: Sequence[Tensor]) -> Tensor:
@@ -55,41 +41,43 @@ def not_finite(tensors: Sequence[Tensor]) -> Tensor:
     return found
 
 
-def in_host_memory_finite(tensor: Tensor) -> bool:
-    """Return whether all numbers of a tensor in host memory are finite, by NumPy: there is no kernel."""
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all numbers of real, detached tensors are finite. On a GPU the host waits for them."""
+    if tensors and tensors[0].is_cuda:
+        return not not_finite(tensors).item()
+    return all(map(_finite_in_host_memory, tensors))
+
+
+def _finite_in_host_memory(tensor: Tensor) -> bool:
+    """By NumPy, so there is no kernel, and 15 times as fast as torch.isfinite."""
     if tensor.dtype is torch.bfloat16:  # unknown to NumPy; infinities and NaN have all exponent bits set
         return not bool((tensor.view(torch.int16).numpy() & 0x7F80 == 0x7F80).any())
-    numbers = tensor.numpy()
-    with np.errstate(all="ignore"):
-        return math.isfinite(numbers.sum()) or bool(np.isfinite(numbers).all())
+    return bool(np.isfinite(tensor.numpy()).all())
 
 
 class StopOnNaN(Observer):
-    """Stops the training at a number of a stage that is not finite, and names the layer where it began.
-
-    Numbers on a GPU go to the host several at a time: each copy costs as much as some kernels.
-    """
+    """Stops the training at a number of a stage that is not finite, and names the layer where it began."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        self._front = stage.name(smallest_of_first_layer(stage.module))
-        self._gathered: list[tuple[Blame, int, Tensor]] = []  # description, update, numbers on a GPU
-        # What was gathered, with the numbers on the host, and the torch.cuda.Event of their arrival.
-        self._coming: deque[tuple[list[tuple[Blame, int, int]], Tensor, Any]] = deque()
+        self._front = stage.name(_smallest_of_first_layer(stage.module))
+        # What numbers of an update are, the numbers on the host, and the torch.cuda.Event of their arrival.
+        self._coming: deque[tuple[list[str], int, Tensor, Any]] = deque()
 
     def around_forward(self, microbatch: Microbatch) -> AbstractContextManager[object]:
         target = microbatch.target
         if target is not None and target.share and not target.weight and not self._stage.rehearses:
             raise TrainingStopped(
-                f"in the batch of microbatch {microbatch.mb}, update {self._update}, none of the targets "
-                f"counts: leave it out of the data, or set on_nan=skip, which leaves out the update"
+                f"in the batch of microbatch {microbatch.mb}, update {self._stage.weights.updates}, none of "
+                f"the targets counts: leave it out of the data, or set on_nan=skip, which leaves out the "
+                f"update"
             )
         return nullcontext()
 
     def after_forward(self, microbatch: Microbatch, outputs: Tensors) -> None:
         if self._stage.objective is not None:
             origin = partial(origin_of_loss, self._stage, microbatch, outputs[0])
-            self._check(f"the loss of microbatch {microbatch.mb} is {{0}}", outputs, origin)
+            self._check(f"the loss of microbatch {microbatch.mb} is {{}}", outputs, origin)
             return
         made = tuple(t for t in outputs if t.requires_grad)  # not, for example, a mask of -inf
         origin = partial(origin_of_outputs, self._stage, microbatch)
@@ -104,76 +92,58 @@ class StopOnNaN(Observer):
         self._check(f"the gradient of microbatch {microbatch.mb} is not finite", back, origin)
 
     def after_reduce(self, batch: Batch) -> None:
-        gradients, mbs = self._stage.weights.gradients(), batch.mbs
-        numbers, losses = [numbers_of(gradient) for gradient in gradients.values()], batch.losses
-        if numbers and numbers[0].is_cuda:
-            batch.unless = not_finite(numbers)
-            both = [*([] if losses is None else [losses]), batch.unless.atanh().reshape(1)]  # of 1, infinite
-            lossy = [] if losses is None else mbs
-            self._gathered.append((partial(blame_batch, lossy, mbs), self._update, torch.cat(both).detach()))
-            if len(self._gathered) >= AT_ONCE:
-                self._copy()
+        gradients = {name: numbers_of(grad) for name, grad in self._stage.weights.gradients().items()}
+        losses = [] if batch.losses is None else [batch.losses.detach()]
+        what = [f"the loss of microbatch {mb} is {{}}" for mb in batch.mbs] if losses else []
+        if any(grad.is_cuda for grad in gradients.values()):
+            batch.unless = not_finite([*gradients.values()])
+            numbers = torch.cat([*losses, batch.unless.atanh().reshape(1)])  # of 1, infinite
+            self._await([*what, "the gradient is not finite"], numbers)
             self.settle(wait=False)
             return
-        if losses is not None:
-            self._judge(partial(blame_batch, mbs, mbs), self._update, losses.tolist())
-        if numbers:
-            self._judge(partial(blame_weights, list(gradients), mbs), self._update, witness(numbers).tolist())
+        values = [number for loss in losses for number in loss.tolist()]
+        for name, grad in reversed(gradients.items()):  # a backward begins at the last one
+            if not all_finite([grad]):
+                what.append(f"the gradient of {name} is not finite")
+                values.append(math.nan)
+        self._judge(what, values, self._stage.weights.updates)
 
     def settle(self, wait: bool) -> None:
-        if wait and self._gathered:
-            self._copy()
-        while self._coming:
-            made, numbers, arrived = self._coming[0]
-            if wait:
-                arrived.synchronize()
-            elif not arrived.query():
-                return
-            self._coming.popleft()
-            left = iter(numbers.flatten().tolist())
-            for blame, update, count in made:
-                self._judge(blame, update, list(islice(left, count)))
+        while self._coming and (wait or self._coming[0][-1].query()):
+            what, update, numbers, arrived = self._coming.popleft()
+            arrived.synchronize()
+            self._judge(what, numbers.tolist(), update)
 
-    def _copy(self) -> None:
-        gathered, self._gathered = self._gathered, []
-        numbers = torch.cat([numbers for *_, numbers in gathered])
+    def _await(self, what: list[str], numbers: Tensor) -> None:
         host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         host.copy_(numbers, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-        made = [(blame, update, numbers.numel()) for blame, update, numbers in gathered]
-        self._coming.append((made, host, arrived))
+        self._coming.append((what, self._stage.weights.updates, host, arrived))
 
-    def _judge(self, blame: Blame, update: int, values: list[float]) -> None:
-        """Stop the training at numbers of an update that are not finite."""
-        if all(map(math.isfinite, values)) or self._stage.rehearses:
-            return
-        what, late = blame(values), self._update - update
-        when = f"{late} updates later" if late else "before the update"
-        way_out = next((way for cause, way in WAYS_OUT.items() if cause in what), LOWER)
-        raise TrainingStopped(
-            f"{what} at stage {self._stage.index}, update {update}: stopped {when}; {way_out}"
-        )
-
-    @property
-    def _update(self) -> int:
-        return self._stage.weights.updates
-
-    def _check(self, template: str, tensors: Tensors, origin: Callable[[], str]) -> None:
+    def _check(self, what: str, tensors: Tensors, origin: Callable[[], str]) -> None:
         """Stop the training if tensors in host memory are not finite; `origin` then finds the layer.
 
         On a GPU each check would be kernels, and the numbers would come when the weights have changed.
         """
-        floating = [numbers_of(t.detach()) for t in tensors if differentiable(t)]
-        if not floating or floating[0].is_cuda or all(map(in_host_memory_finite, floating)):
+        numbers = [numbers_of(t.detach()) for t in tensors if differentiable(t)]
+        if self._stage.rehearses or any(t.is_cuda for t in numbers) or all_finite(numbers):
             return
-        number = floating[0].sum().item()
+        said, where = what.format(numbers[0].sum().item()), origin()
+        first = f" (first in {where})" if where else ""
+        self._judge([said + first], [math.nan], self._stage.weights.updates)
 
-        def blame(_: list[float]) -> str:
-            where = origin()
-            return template.format(number) + (f" (first in {where})" if where else "")
-
-        self._judge(blame, self._update, [math.nan])
+    def _judge(self, what: Sequence[str], values: Sequence[float], update: int) -> None:
+        """Stop the training at the first of an update's numbers that is not finite."""
+        bad = [said.format(v) for said, v in zip(what, values, strict=True) if not math.isfinite(v)]
+        if not bad or self._stage.rehearses:
+            return
+        late = self._stage.weights.updates - update
+        when = f"{late} updates later" if late else "before the update"
+        way_out = next((way for cause, way in WAYS_OUT.items() if cause in bad[0]), LOWER)
+        raise TrainingStopped(
+            f"{bad[0]} at stage {self._stage.index}, update {update}: stopped {when}; {way_out}"
+        )
 
 
 class SkipOnNaN(Observer):
@@ -190,15 +160,13 @@ class SkipOnNaN(Observer):
 
     def after_reduce(self, batch: Batch) -> None:
         gradients = [numbers_of(gradient) for gradient in self._stage.weights.gradients().values()]
-        if gradients and not self._stage.rehearses:
-            of = not_finite(gradients).atanh() if gradients[0].is_cuda else witness(gradients)
-            batch.skipped = not _all_finite_on_host(of)
+        batch.skipped = not self._stage.rehearses and not all_finite(gradients)
         if batch.losses is not None:
             finite = map(math.isfinite, batch.losses.tolist())
             batch.counted = [one for one, counts in zip(batch.counted, finite, strict=True) if counts]
 
     def hear(self, batch: Batch, numbers: Tensor) -> None:
-        batch.skipped = batch.skipped or not _all_finite_on_host(numbers)
+        batch.skipped = batch.skipped or not all_finite([numbers])
 
     def before_step(self, batch: Batch) -> None:
         """Put back the buffers of before a batch that is left out or spoilt them, also for later forwards."""
@@ -210,31 +178,7 @@ class SkipOnNaN(Observer):
             del self._before[mb]
 
 
-def _all_finite_on_host(numbers: Tensor) -> bool:
-    """Return whether numbers are finite. On a GPU the host waits for them."""
-    return all(map(math.isfinite, numbers.reshape(-1).tolist()))
-
-
-def blame_batch(lossy: list[int], mbs: list[int], numbers: list[float]) -> str:
-    """Describe the first loss, of those of microbatches `lossy`, that is not finite, or else the gradient."""
-    for mb, number in zip(lossy, numbers, strict=False):
-        if not math.isfinite(number):
-            return f"the loss of microbatch {mb} is {number}"
-    return f"the gradient of {_span(mbs)} is not finite"
-
-
-def _span(mbs: list[int]) -> str:
-    return f"microbatch {mbs[0]}" if len(mbs) == 1 else f"microbatches {min(mbs)} to {max(mbs)}"
-
-
-def blame_weights(names: list[str], mbs: list[int], numbers: list[float]) -> str:
-    """Describe the weights with non-finite gradients: the last one, where the backward began, and a count."""
-    bad = [name for name, number in zip(names, numbers, strict=True) if not math.isfinite(number)]
-    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-    return f"the gradient of {bad[-1]}{more}, {_span(mbs)}, is not finite"
-
-
-def smallest_of_first_layer(module: nn.Module) -> str:
+def _smallest_of_first_layer(module: nn.Module) -> str:
     """Return the name of the smallest trained weight in the first layer that has any, such as a bias."""
     sizes = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
     first = next(iter(sizes), "").partition(".")[0]

@@ -49,7 +49,7 @@ class Microbatch:
         if self.target is not None:
             yield from as_tuple(self.target.value)
         if self.recompute is not None:
-            yield from (*(copy for _, copy in self.recompute.buffers), *self.recompute.kept)
+            yield from self.recompute.held
         if self.deferred is not None:
             yield from self.deferred.held
 
@@ -66,14 +66,14 @@ class Batch:
 
 
 class Observer:
-    """Checks and statistics, none of which a stage knows by name; by default it does nothing."""
+    """Checks and statistics, none of which a stage knows by name; they may raise TrainingStopped."""
 
     def around_forward(self, microbatch: Microbatch) -> AbstractContextManager[object]:
         """Return a context for the layers' forward of a microbatch, not for one that is run again."""
         return nullcontext()
 
     def after_forward(self, microbatch: Microbatch, outputs: Tensors) -> None:
-        """Look at the outputs, or the loss. Raises TrainingStopped."""
+        """Look at the outputs, or the loss."""
 
     def after_backward(self, microbatch: Microbatch, grads: Tensors, back: Tensors) -> None:
         """Look at a backward or I, from the gradients of the outputs to those of the inputs."""

@@ -47,9 +47,7 @@ class Objective:
     """
 
     def __init__(self, task: Task, pack: Callable[[Tensors], Any], autocast: bool) -> None:
-        self._task = task
-        self._pack = pack
-        self._autocast = autocast
+        self._task, self._pack, self._autocast = task, pack, autocast
         self.counts = Counts()
 
     @property
@@ -57,9 +55,8 @@ class Objective:
         """Whether nobody has said what targets count for."""
         return self._task.counts_samples
 
-    def loss(self, outputs: Tensors, target: Target | None) -> Tensor:
+    def loss(self, outputs: Tensors, target: Target) -> Tensor:
         """Return the mean loss of a microbatch; without targets that count it has no mean, and is 0."""
-        assert target is not None, "the last stage needs the targets"
         if not target.weight and target.share == 0:
             # A loss among the outputs may be a mean over nothing.
             numbers = (t if t.dim() else t.nan_to_num() for t in outputs if differentiable(t))
@@ -67,8 +64,7 @@ class Objective:
         return self._task.loss(self.made(outputs), target.value)
 
     @torch.no_grad()
-    def counted(self, loss: Tensor, outputs: Tensors, target: Target | None) -> Counted:
-        assert target is not None, "the last stage needs the targets"
+    def counted(self, loss: Tensor, outputs: Tensors, target: Target) -> Counted:
         made = self.made(tuple(t.detach() for t in outputs))
         sums = {metric.name: metric.sums(made, target.value) for metric in self._task.metrics}
         return Counted(target.share, loss.detach(), target.weight, target.samples, sums)
@@ -76,18 +72,14 @@ class Objective:
     def evaluate(self, outputs: Tensors, target: Target) -> None:
         """Count the outputs of an evaluation."""
         loss = self._task.evaluation_loss(self.made(outputs), target.value)
-        self._add(self.counts.evaluated, self.counted(loss, outputs, target))
+        self.counts.evaluated.add(*self.counted(loss, outputs, target)[1:])
 
     def count(self, losses: Tensor, counted: Sequence[Counted]) -> None:
         """Count a batch: the losses [n] of all its microbatches, times their shares, and those that count."""
         self.counts.losses.append(losses.sum() if len(losses) > 1 else losses[0])
         for one in counted:
-            self._add(self.counts.trained, one)
+            self.counts.trained.add(*one[1:])
         self.counts.trained.add_up()
-
-    @staticmethod
-    def _add(counter: Counter, one: Counted) -> None:
-        counter.add(one.loss, one.weight, one.samples, one.sums)
 
     def made(self, outputs: Tensors) -> Any:
         """Return the outputs as the model returns them, for the task."""

@@ -6,7 +6,6 @@ optimizers of half of them each must step as one of all does, and their state mu
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -31,11 +30,12 @@ SIZES = (1.0, 1e4, 1e-2)  # of the trial's gradients, which reveal clipping by a
 
 Function = Callable[[Any], Optimizer]
 """Of parameters, or of dicts of them with the options of a group, as the classes of torch.optim."""
+_Parameters = list[tuple[str, nn.Parameter]]
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A parameter group: the options of an optimizer for some parameters.
+    """The options of an optimizer for some parameters.
 
     `pattern` is searched for in a parameter's full name; None: all parameters of at most one dimension, as
     the weights of norms and all biases are.
@@ -44,6 +44,9 @@ class Group:
     name: str
     pattern: str | None
     options: Mapping[str, Any]
+
+    def takes(self, name: str, parameter: Tensor) -> bool:
+        return parameter.dim() < 2 if self.pattern is None else bool(re.search(self.pattern, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +66,12 @@ def make_optimizer(cfg: DictConfig, model: nn.Module, stages: int = 1) -> Optimi
     cfg, node = cfg.copy(), cfg.optim
     given, fused = node.get("groups"), BOOL.read("optim.fused", node.get("fused", True), null=True)
     given = OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given
-    groups = _groups("optim.groups", given, model)
     left_out = {"groups"} if fused is not None else {"groups", "fused"}
     cfg.optim = {key: node[key] for key in node if key not in left_out}
     if "lr" in node:
         cfg.optim.lr = POSITIVE.read("optim.lr", decoded(node.lr))
     factory, saves = build(cfg, "optim"), cfg.checkpoint.every is not None
+    groups = _groups("optim.groups", given, model)
     tried = partial(_tried, node._target_, groups=groups, model=model, stages=stages, saves=saves)
     try:
         if fused is None:
@@ -90,8 +93,8 @@ def prove_optimizer(
     Raises ConfigError.
     """
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    example = name if hasattr(function, "param_groups") else "torch.optim.SGD"
     if not callable(function):
+        example = name if hasattr(function, "param_groups") else "torch.optim.SGD"
         raise ConfigError(
             f"optimizer must be a function of the parameters, such as lambda p: {example}(p, ...), as each "
             f"stage has its own; got {name}"
@@ -99,7 +102,7 @@ def prove_optimizer(
     return _tried(name, function, _groups("param_groups", groups, model), model, stages)
 
 
-def small_copies(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def small_copies(model: nn.Module) -> _Parameters:
     """Return a parameter of at most 2 in each dimension for each one that a model trains, with its name."""
     return [
         (name, nn.Parameter(torch.linspace(0.5, 1, math.prod(shape)).reshape(shape).to(p.dtype)))
@@ -117,14 +120,14 @@ def _groups(key: str, content: Any, model: nn.Module) -> list[Group]:
     if not isinstance(content or {}, Mapping):
         raise ConfigError(f"{key}={content} must have a name for each group, with its options")
     groups = [_group(f"{key}.{name}", options) for name, options in (content or {}).items()]
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    taken = [_group_of(groups, name, parameter) for name, parameter in trained.items()]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    taken = [next((group for group in groups if group.takes(*one)), None) for one in named]
     for group in groups:
         if group not in taken:
             wanted = "a norm or a bias" if group.pattern is None else f"matched by params={group.pattern}"
             raise ConfigError(
                 f"{group.name} has no parameter: none that is left by the groups before it is {wanted}; "
-                f"parameters have names such as {next(iter(trained))}"
+                f"parameters have names such as {named[0][0]}"
             )
     return groups
 
@@ -143,22 +146,14 @@ def _group(key: str, content: Any) -> Group:
     return Group(key, None if pattern is None else str(pattern), options)
 
 
-def _group_of(groups: Sequence[Group], name: str, parameter: Tensor) -> Group | None:
-    for group in groups:
-        if parameter.dim() < 2 if group.pattern is None else re.search(group.pattern, name):
-            return group
-    return None
-
-
 def _over(function: Function, groups: Sequence[Group], named: Named) -> Optimizer:
     """Return an optimizer with a torch group for each of the groups that has parameters, and for the rest."""
     if not groups:
         return function([parameter for _, parameter in named])
     members: dict[str, dict[str, Any]] = {}
     for name, parameter in named:
-        group = _group_of(groups, name, parameter)
-        key, options = (group.name, group.options) if group else ("", {})
-        members.setdefault(key, {"params": [], **options})["params"].append(parameter)
+        group = next((group for group in groups if group.takes(name, parameter)), Group("", None, {}))
+        members.setdefault(group.name, {"params": [], **group.options})["params"].append(parameter)
     return function([*members.values()])
 
 
@@ -178,17 +173,16 @@ def _tried(
     whole, apart, gradients = small_copies(model), small_copies(model), _gradients(model)
     middle = len(apart) // 2
     try:
-        optimizer = _built(factory, whole)
-        _refuse_unknown(groups, optimizer, target)
-        for group in groups if isinstance(function, partial) else ():  # torch checks no group's own values
-            _built(partial(_over, partial(function, **group.options), ()), whole)
-        memory = _stepped(optimizer, whole, gradients)
-        for stage in filter(None, (apart[:middle], apart[middle:])):
-            _stepped(_built(factory, stage), stage, gradients)
+        memory, known = _stepped(factory, whole, gradients)
+        for half in filter(None, (apart[:middle], apart[middle:])):
+            _stepped(factory, half, gradients)
     except ConfigError:
         raise
     except Exception as error:  # a user's class may raise anything
         raise ConfigError(f"optim cannot be built by {target}: {one_line(error)}") from error
+    for group in groups:  # torch ignores what its optimizer does not have
+        if unknown := [option for option in group.options if option not in known]:
+            raise ConfigError(f"{group.name}.{unknown[0]}: {target} has no {unknown[0]}")
     same = (torch.allclose(a, b, equal_nan=True) for (_, a), (_, b) in zip(whole, apart, strict=True))
     if stages > 1 and not all(same):
         raise ConfigError(
@@ -206,34 +200,6 @@ def _tried(
     return factory
 
 
-def _refuse_unknown(groups: Sequence[Group], optimizer: Optimizer, target: str) -> None:
-    """Refuse options that the optimizer does not have, which torch would ignore. Raises ConfigError."""
-    for group in groups:
-        for option in group.options:
-            if option not in optimizer.defaults:
-                close = difflib.get_close_matches(str(option), optimizer.defaults, n=1)
-                meant = f"; did you mean {close[0]}" if close else ""
-                raise ConfigError(f"{group.name}.{option}: {target} has no {option}{meant}")
-
-
-def _built(factory: OptimizerFactory, named: list[tuple[str, nn.Parameter]]) -> Optimizer:
-    """Return an optimizer over parameters. Raises ConfigError if it has others."""
-    optimizer = factory(named)
-    if not hasattr(optimizer, "param_groups"):
-        raise ConfigError(
-            f"the optimizer's function must return an optimizer, as lambda p: torch.optim.SGD(p, 0.01) does; "
-            f"it returned {type(optimizer).__name__}"
-        )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if held != {id(weight) for _, weight in named}:
-        raise ConfigError(
-            f"the optimizer holds other parameters than those that its function was given, and each stage "
-            f"gives its own: let the function pass on its argument, all of it, as in lambda p: "
-            f"{type(optimizer).__name__}(p, ...), and freeze the others by requires_grad_(False)"
-        )
-    return optimizer
-
-
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
     """Return a gradient for each small copy, sparse where the model's would be; each has another norm."""
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
@@ -244,13 +210,23 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _stepped(
-    optimizer: Optimizer, named: list[tuple[str, nn.Parameter]], gradients: Mapping[str, Tensor]
-) -> Memory:
-    """Return what an optimizer remembers after some steps."""
+    factory: OptimizerFactory, named: _Parameters, gradients: Mapping[str, Tensor]
+) -> tuple[Memory, Mapping[str, Any]]:
+    """Make some steps; return what the optimizer remembers, and its options.
+
+    Raises ConfigError if it has other parameters.
+    """
+    optimizer = factory(named)
+    if {id(p) for group in optimizer.param_groups for p in group["params"]} != {id(p) for _, p in named}:
+        raise ConfigError(
+            f"the optimizer holds other parameters than those that its function was given, and each stage "
+            f"gives its own: let the function pass on its argument, all of it, as in lambda p: "
+            f"{type(optimizer).__name__}(p, ...), and freeze the others by requires_grad_(False)"
+        )
     memory = Memory(optimizer)
     for size in SIZES:
         for name, weight in named:
             most = torch.finfo(weight.dtype).max ** 0.5  # far from an overflow, of float16
             weight.grad = gradients[name] * min(size, most)
         optimizer.step()
-    return memory
+    return memory, optimizer.defaults

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,22 +37,24 @@ class Recompute:
 
     def __init__(self, buffers: Copies, keep: bool) -> None:
         self.buffers = buffers
+        self.kept: deque[Tensor | None] = deque()
+        """Dear results, in the order of their operations; None: it was overwritten."""
+        self._keeps = keep
         self._beginning = Beginning()
-        self._kept = _Kept() if keep else None
         self._sums: list[Tensor] = []
 
     @property
-    def kept(self) -> list[Tensor]:
-        """The results that are held until the recomputation."""
-        return [] if self._kept is None else [one[0] for one in self._kept.results if one]
+    def held(self) -> list[Tensor]:
+        """What stays until the recomputation."""
+        return [*(copied for _, copied in self.buffers), *(t for t in self.kept if t is not None)]
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Let a forward save nothing but dear results."""
-        with saved_tensors_hooks(_nothing, _no_backward), self._dear(again=False):
+        results = _Results()
+        with saved_tensors_hooks(_nothing, _no_backward), _Dear(results) if self._keeps else nullcontext():
             yield
-        if self._kept is not None:
-            self._kept.forget_changed()
+        self.kept = deque(None if seen._version else result for result, seen in results.noted)
 
     def end(self, outputs: Sequence[Tensor]) -> None:
         """End the first forward, the loss included; `outputs`: to be held against those of the second."""
@@ -71,11 +73,8 @@ class Recompute:
     @contextmanager
     def recomputing(self) -> Iterator[None]:
         """Let a forward draw the same random numbers, and take the dear results."""
-        with self._beginning.again(), self._dear(again=True):
+        with self._beginning.again(), _Dear(_Results(self.kept)) if self._keeps else nullcontext():
             yield
-
-    def _dear(self, again: bool) -> AbstractContextManager[object]:
-        return nullcontext() if self._kept is None else _Dear(self._kept, again)
 
 
 def _nothing(tensor: Tensor) -> None:
@@ -94,68 +93,48 @@ def _sums(outputs: Sequence[Tensor]) -> list[Tensor]:
     return [t.abs().sum(dtype=torch.float64) for t in numbers]
 
 
-class _Kept:
-    """Results in the order of their operations; None: it was overwritten.
-
-    What a layer gets may be another view of a result, with a version counter of its own. So each result
-    stands with what the layer got, to which nothing has written as long as its version is 0.
-    """
-
-    def __init__(self) -> None:
-        self.results: deque[tuple[Tensor, Tensor] | None] = deque()
-        self._made: list[Tensor] = []  # by the operation that runs
-
-    def put(self, result: Tensor) -> None:
-        self._made.append(result.detach())  # without a graph
-
-    def got(self, output: Tensor) -> None:
-        """Note what a layer got of an operation."""
-        output = output.detach()  # with the same version counter
-        for result in self._made:
-            same = storage_of(result) == storage_of(output)
-            self.results.append((result, output if same else result))
-        self._made = []
-
-    def forget_changed(self) -> None:
-        self.results = deque(None if one is None or one[1]._version else one for one in self.results)
-
-    def take(self) -> Tensor | None:
-        if not self.results:  # a forward that is longer than the first makes other outputs
-            return None
-        one = self.results.popleft()
-        return None if one is None or one[1]._version else one[0]
-
-
 class _Dear(Watching):
-    """Runs operations with a weight under another mode, which keeps or takes what they consist of."""
+    """Runs operations with a weight under another mode, which sees the products that they consist of."""
 
-    def __init__(self, kept: _Kept, again: bool) -> None:
+    def __init__(self, results: _Results) -> None:
         super().__init__()
-        self._kept, self._inner = kept, _Within(kept, again)
+        self._results = results
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func in DEAR and any(isinstance(t, nn.Parameter) for t in tree_leaves((args, kwargs))):
-            with self._inner:
-                result = func(*args, **kwargs)
-            self._kept.got(result)
-            return result
+            with self._results:
+                output = func(*args, **kwargs)
+            self._results.handed_on(output.detach())  # with the same version counter
+            return output
         return func(*args, **kwargs)
 
 
-class _Within(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the results of products and convolutions or, `again`, takes them in place of computing."""
+class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the results of products and convolutions or, where some are `kept`, takes them instead.
 
-    def __init__(self, kept: _Kept, again: bool) -> None:
+    What a layer gets may be another view of a result, with a version counter of its own. So each result is
+    noted with what the layer got: nothing has written to it as long as its version is 0.
+    """
+
+    def __init__(self, kept: deque[Tensor | None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._again = kept, again
+        self._kept = kept
+        self._made: list[Tensor] = []  # by the operation that runs
+        self.noted: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         dear = func.overloadpacket in flop_registry
-        if dear and self._again and (kept := self._kept.take()) is not None:
+        if dear and self._kept and (kept := self._kept.popleft()) is not None:
             return kept
         result = func(*args, **(kwargs or {}))
-        if dear and not self._again:
-            self._kept.put(result)
+        if dear and self._kept is None:
+            self._made.append(result.detach())  # without a graph
         return result
+
+    def handed_on(self, output: Tensor) -> None:
+        for result in self._made:
+            same = storage_of(result) == storage_of(output)
+            self.noted.append((result, output if same else result))
+        self._made = []

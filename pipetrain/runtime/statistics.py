@@ -12,10 +12,10 @@ A batch counts when its update is made, so an update that is skipped takes its s
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -27,15 +27,13 @@ from torch.overrides import TorchFunctionMode
 
 from pipetrain.runtime.microbatch import Batch, Microbatch, Observer
 
-_ATEN = torch.ops.aten
 _BY_MODULE = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 _BY_OPERATION = ("input", "weight", "bias", "running_mean", "running_var", *_BY_MODULE[5:], "cudnn_enabled")
-_NORMS = {
+_NORMS = {  # with the names of their arguments by position
     F.batch_norm: _BY_MODULE,
     torch.batch_norm: _BY_OPERATION,
-    _ATEN.batch_norm.default: _BY_OPERATION,
+    torch.ops.aten.batch_norm.default: _BY_OPERATION,
 }
-"""The operations, and the names of their arguments by position."""
 
 
 class Moments(NamedTuple):
@@ -48,22 +46,12 @@ class Moments(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """The buffers of one BatchNorm. `calls`: how often it was called; `averages`: over all batches alike."""
+    """The buffers of one BatchNorm. `averages`: over all batches alike."""
 
     mean: Tensor
     variance: Tensor
     calls: Tensor | None
     averages: bool
-
-    @torch.no_grad()
-    def move(self, mean: Tensor, variance: Tensor, momentum: float) -> None:
-        if self.calls is not None:
-            self.calls.add_(1)
-        for running, new in ((self.mean, mean), (self.variance, variance)):
-            if self.averages and self.calls is not None:
-                running.add_((new - running) / self.calls)
-            else:
-                running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)
 
 
 class BatchStatistics(Observer):
@@ -79,12 +67,12 @@ class BatchStatistics(Observer):
         self._running: dict[int, _Running] = {}  # by id of the running mean
         for name, mean in buffers.items():
             prefix, found, _ = name.rpartition("running_mean")
-            norm = owners.get(id(mean))
-            if found and f"{prefix}running_var" in buffers and not isinstance(norm, _InstanceNorm):
-                variance, calls = buffers[f"{prefix}running_var"], buffers.get(f"{prefix}num_batches_tracked")
+            norm, variance = owners.get(id(mean)), buffers.get(f"{prefix}running_var")
+            if found and variance is not None and not isinstance(norm, _InstanceNorm):
+                calls = buffers.get(f"{prefix}num_batches_tracked")
                 averages = isinstance(norm, _NormBase) and norm.momentum is None
                 self._running[id(mean)] = _Running(mean, variance, calls, averages)
-        self._made: dict[int, list[tuple[int, Moments]]] = {}  # by microbatch, in the order of the calls
+        self._made: dict[int, _Calls] = {}  # by microbatch
 
     @property
     def buffers(self) -> set[int]:
@@ -93,25 +81,32 @@ class BatchStatistics(Observer):
     @contextmanager
     def around_forward(self, microbatch: Microbatch) -> Iterator[None]:
         """Let a forward note its moments in place of moving the running statistics."""
-        made = self._made[microbatch.mb] = []
+        made = self._made[microbatch.mb] = defaultdict(list)
         with _Noting(self._running, made):
             yield
-        for key, _ in made:
-            if (calls := self._running[key].calls) is not None:
-                calls.sub_(1)
+        for key, calls in made.items():
+            if (counted := self._running[key].calls) is not None:
+                counted.sub_(len(calls))
 
     def before_step(self, batch: Batch) -> None:
         """Move the running statistics by a batch, unless its update is left out."""
-        calls: dict[tuple[int, int], list[Moments]] = defaultdict(list)  # (BatchNorm, number of its call)
-        for note in [self._made.pop(mb) for mb in batch.mbs]:
-            number: Counter[int] = Counter()
-            for key, moments in note:
-                calls[key, number[key]].append(moments)
-                number[key] += 1
-        for (key, _), parts in calls.items() if not batch.skipped else ():
-            mean, variance = joined(parts)
-            if not self._only_finite or all(map(math.isfinite, torch.cat([mean, variance]).tolist())):
-                self._running[key].move(mean, variance, parts[0].momentum)
+        made = [self._made.pop(mb) for mb in batch.mbs]
+        for key, running in self._running.items() if not batch.skipped else ():
+            for calls in zip_longest(*(one[key] for one in made)):
+                self._move(running, [call for call in calls if call is not None])
+
+    @torch.no_grad()
+    def _move(self, running: _Running, parts: Sequence[Moments]) -> None:
+        mean, variance = joined(parts)
+        if self._only_finite and not all(torch.cat([mean, variance]).isfinite().tolist()):
+            return
+        if running.calls is not None:
+            running.calls.add_(1)
+        for old, new in ((running.mean, mean), (running.variance, variance)):
+            if running.averages and running.calls is not None:
+                old.add_((new - old) / running.calls)
+            else:
+                old.mul_(1 - parts[0].momentum).add_(new.to(old.dtype), alpha=parts[0].momentum)
 
 
 def joined(moments: Sequence[Moments]) -> tuple[Tensor, Tensor]:
@@ -124,26 +119,24 @@ def joined(moments: Sequence[Moments]) -> tuple[Tensor, Tensor]:
     return mean, torch.stack(squares).sum(0) / (count - 1)
 
 
+_Calls = defaultdict[int, list[Moments]]  # of each BatchNorm in one forward
+
+
 class _Noting(TorchFunctionMode):
-    def __init__(self, running: Mapping[int, _Running], made: list[tuple[int, Moments]]) -> None:
+    def __init__(self, running: Mapping[int, _Running], made: _Calls) -> None:
         super().__init__()
         self._running, self._made = running, made
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func not in _NORMS:
-            return func(*args, **kwargs)
-        given = dict(zip(_NORMS[func], args, strict=False)) | kwargs
+        given = dict(zip(_NORMS.get(func, ()), args, strict=False)) | dict(kwargs or {})
         key = id(given.get("running_mean"))
         if key not in self._running or not given.get("training"):
-            return func(*args, **kwargs)
-        x, momentum = given["input"], given.get("momentum", 0.1)
-        running = self._running[key]
+            return func(*args, **(kwargs or {}))
+        x, momentum, running = given["input"], given.get("momentum", 0.1), self._running[key]
         # Zeros, moved by all of a microbatch's moments, are these moments.
         mean, variance = torch.zeros_like(running.mean), torch.zeros_like(running.variance)
-        given |= {"running_mean": mean, "running_var": variance, "momentum": 1.0}
-        result = func(**given)
-        self._made.append((key, Moments(mean, variance, x.numel() // x.shape[1], float(momentum))))
+        result = func(**given | {"running_mean": mean, "running_var": variance, "momentum": 1.0})
+        self._made[key].append(Moments(mean, variance, x.numel() // x.shape[1], float(momentum)))
         return result

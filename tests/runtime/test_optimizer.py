@@ -245,10 +245,9 @@ def test_a_function_of_a_program_has_groups_too():
         (("optim.groups=3",), "optim.groups=3 must have a name for each group, with its options"),
         (
             ("optim.groups.norms_and_biases.weight_dekay=0",),
-            "optim.groups.norms_and_biases.weight_dekay: torch.optim.SGD has no weight_dekay; did you mean w",
+            "optim.groups.norms_and_biases.weight_dekay: torch.optim.SGD has no weight_dekay",
         ),
         (("optim.groups.norms_and_biases.lr=high",), "optim cannot be built by torch.optim.SGD: "),
-        (("optim.groups.norms_and_biases.lr=-1",), "optim cannot be built by torch.optim.SGD: Invalid learn"),
     ],
 )
 def test_a_group_that_cannot_be_is_refused(words, says):

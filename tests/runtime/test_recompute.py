@@ -83,7 +83,7 @@ def test_results_that_are_overwritten_by_way_of_another_view_are_made_again(kept
     recompute = Recompute([], keep=True)
     with recompute.forward():
         recompute.end([forward()])
-    assert len(recompute.kept) == 1 + kept
+    assert len(recompute.held) == 1 + kept
     with recompute.recomputing():
         found = torch.autograd.grad(forward().sum(), [first.weight, second.weight])
     assert all(map(torch.equal, found, wanted))

