@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class Counter:
     def peek(self) -> Tally:
         """Return what has been counted, without resetting it."""
         self.add_up()
-        sums = {name: some.tolist() for name, some in self._sums.items()}
+        sums: dict[str, Any] = {name: some.tolist() for name, some in self._sums.items()}
         return Tally(sums.pop(_LOSS, 0.0), self._weight, self._samples, sums)
 
     def take(self) -> Tally:

@@ -34,7 +34,8 @@ class Buffers:
         now = {id(place.tensor): place.tensor for place in self._places}
         copied = {key: torch.empty_like(tensor) for key, tensor in now.items()}
         both: list[Any] = [[*now.values()], [*copied.values()]]
-        for (old, new), _ in _group_tensors_by_device_and_dtype(both).values() if now else ():
+        kinds: Any = _group_tensors_by_device_and_dtype(both).values() if now else ()
+        for (old, new), _ in kinds:
             torch._foreach_copy_(new, old)  # on a GPU one kernel
         return [(place.tensor, copied[id(place.tensor)]) for place in self._places]
 

@@ -55,8 +55,9 @@ class Objective:
         """Whether nobody has said what targets count for."""
         return self._task.counts_samples
 
-    def loss(self, outputs: Tensors, target: Target) -> Tensor:
+    def loss(self, outputs: Tensors, target: Target | None) -> Tensor:
         """Return the mean loss of a microbatch; without targets that count it has no mean, and is 0."""
+        assert target is not None, "the last stage needs the targets"
         if not target.weight and target.share == 0:
             # A loss among the outputs may be a mean over nothing.
             numbers = (t if t.dim() else t.nan_to_num() for t in outputs if differentiable(t))
@@ -64,7 +65,8 @@ class Objective:
         return self._task.loss(self.made(outputs), target.value)
 
     @torch.no_grad()
-    def counted(self, loss: Tensor, outputs: Tensors, target: Target) -> Counted:
+    def counted(self, loss: Tensor, outputs: Tensors, target: Target | None) -> Counted:
+        assert target is not None, "the last stage needs the targets"
         made = self.made(tuple(t.detach() for t in outputs))
         sums = {metric.name: metric.sums(made, target.value) for metric in self._task.metrics}
         return Counted(target.share, loss.detach(), target.weight, target.samples, sums)

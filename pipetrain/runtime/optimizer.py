@@ -93,8 +93,8 @@ def prove_optimizer(
     Raises ConfigError.
     """
     name = getattr(function, "__qualname__", type(function).__qualname__)
+    example = name if hasattr(function, "param_groups") else "torch.optim.SGD"
     if not callable(function):
-        example = name if hasattr(function, "param_groups") else "torch.optim.SGD"
         raise ConfigError(
             f"optimizer must be a function of the parameters, such as lambda p: {example}(p, ...), as each "
             f"stage has its own; got {name}"
