@@ -221,8 +221,6 @@ class Pipeline:
             initial: Values | None = record
             if weights is not None:
                 initial = open_weights(read_path("weights", weights), model)
-            elif record is not None:
-                record.prove()
             if seed is None:  # dropout as the program has seeded torch on rank 0
                 told = mesh.tell("the seed", torch.initial_seed() % 2**31)
                 self._settings = replace(self._settings, seed=told)
