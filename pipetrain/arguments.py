@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipetrain.building import make_schedule, names_of, shipped
 from pipetrain.data.batch import NamedTargets
 from pipetrain.errors import ConfigError
 from pipetrain.network.factory import Factory, Initial, build
-from pipetrain.network.model import own_dtype
+from pipetrain.network.model import own_dtype, prove_model
 from pipetrain.network.values import Value
-from pipetrain.schedule.actions import Schedule, parse_program
+from pipetrain.plan.program import draft_program, make_program, settle_clipping
+from pipetrain.plan.prove import prove_window
+from pipetrain.rate import Rate, rate_of
+from pipetrain.runtime.alike import conditions
+from pipetrain.runtime.optimizer import Configured, Function, prove_optimizer, small_copies
+from pipetrain.runtime.weights import OptimizerFactory
+from pipetrain.schedule.actions import Program, Schedule, parse_program, placement
 from pipetrain.schedule.fixed import FixedProgram
 from pipetrain.schedule.lower import ADDED
 from pipetrain.settings import PIPELINE_OPTIONS, SEED, Settings, refuse_unknown
@@ -27,6 +35,81 @@ _ARGUMENTS = (  # beside the options
     "model", "loss", "optimizer", "schedule", "task", "metrics", "weight", "param_groups", "lr_schedule",
     "sample", "targets", "weights",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a program asks Pipeline to train and how, proven as far as it can be without a batch.
+
+    `least`: the batches of the shortest window. `program`: of a short window. `made`: an optimizer of small
+    copies of the parameters; `optim`: its name and options.
+    """
+
+    settings: Settings
+    schedule: Schedule
+    least: int
+    program: Program
+    asynchronous: bool
+    optimizer: OptimizerFactory
+    made: Optimizer
+    optim: Mapping[str, Any]
+    rate: Rate
+
+    @classmethod
+    def read(
+        cls,
+        model: nn.Module,
+        schedule: str | Path | Schedule,
+        given: Mapping[str, Any] | Settings,
+        optimizer: Function | Configured | None,
+        groups: Mapping[str, Mapping[str, Any]] | None,
+        lr_schedule: Rate | None,
+        ranks: int,
+    ) -> Asked:
+        """Read Pipeline's arguments; `given`: the options by name. Raises ConfigError and ScheduleError."""
+        if optimizer is None:
+            raise ConfigError("Pipeline needs optimizer=, such as lambda p: torch.optim.SGD(p, 0.01)")
+        name, function, defaults = read_schedule(schedule)
+        settings = given if isinstance(given, Settings) else read_options(given, model, name, defaults, ranks)
+        typed = isinstance(given, Settings) or given.get("dtype") is not None
+        prove_model(model, "Pipeline needs", settings.dtype if typed else None)
+        least = function.batches if isinstance(function, FixedProgram) else 1
+        batches = least if least > 1 else 4  # several tell whether weights are read late
+        settings = settle_clipping(settings, function, draft_program(settings, function, batches))
+        program = make_program(function, None, batches, settings)
+        window = prove_window(settings, function, batches, program)
+        late = any(bounds.staleness for bounds in window.bounds)
+        of_ours = isinstance(schedule, str) and shipped("schedule", schedule) is not None
+        if not (isinstance(given, Settings) or given.get("window") or of_ours):
+            settings = replace(settings, window=None if late and least == 1 else least)
+        where = placement(window.program)
+        if where[0]:
+            raise ConfigError(
+                f"schedule {name} has stage 0 on rank {where[0]}, and rank 0 reads the batches: let rank 0 "
+                f"have it"
+            )
+        if isinstance(optimizer, Configured):
+            factory = optimizer.tried(model, len(where))
+        else:
+            factory = prove_optimizer(optimizer, groups, model, len(where))
+        rate, made = rate_of(lr_schedule), factory(small_copies(model))
+        named = {"_target_": type(made).__name__}
+        optim = optimizer.cfg.optim if isinstance(optimizer, Configured) else named
+        return cls(settings, function, least, window.program, late, factory, made, optim, rate)
+
+    @property
+    def placement(self) -> list[int]:
+        """The rank of each stage."""
+        return placement(self.program)
+
+    @property
+    def peak(self) -> float:
+        """The learning rate of which `rate` gives a fraction."""
+        return float(self.made.param_groups[0].get("lr", 0.0))
+
+    def conditions(self) -> dict[str, Any]:
+        """Return what must be the same on all ranks."""
+        return conditions(self.settings, self.made, self.program, self.rate)
 
 
 def read_task(

@@ -166,7 +166,7 @@ def _opened(
                 return [None, uuid.uuid4().hex]
             return [str(source.folder), source.manifest.run]
 
-        found, run = pipe._on_one(0, "the run's folder", None if pipe.rank else find)
+        found, run = pipe._together.on_one(0, "the run's folder", None if pipe.rank else find)
         source = None if found is None else read_source(Path(found), pipe.rank)
         yield RunFolder(path, run, source, config)
 
@@ -245,7 +245,7 @@ def _about(
     name: str,
 ) -> About:
     """Return what the records say of the training, with all of its windows proven."""
-    session, settings = pipe._begun, replace(pipe._settings.changed(options), lr=pipe._peak)
+    session, settings = pipe._begun, replace(pipe._settings.changed(options), lr=pipe._asked.peak)
     batches, evaluated = counts
     done = place.source.manifest.position.batch if place and place.source else 0
     for start in (0, done):
@@ -279,7 +279,7 @@ def _batches_in(pipe: Pipeline, loader: Loader | Sampled, name: str) -> int:
             )
         return len(loader)  # type: ignore[arg-type]
 
-    batches: int = pipe._on_one(0, f"the length of the {name} loader", None if pipe.rank else count)
+    batches: int = pipe._together.on_one(0, f"the length of the {name} loader", None if pipe.rank else count)
     return batches
 
 
@@ -290,7 +290,7 @@ def _trained(
     mesh, rank, session = pipe._mesh, pipe.rank, pipe._begun
     keeper = None if place is None else _keeper(pipe, about, place)
     recorder = None if rank else _recorder(about, place, ending)
-    epochs = Epochs(session, mesh, passes, about, pipe._rate, recorder, keeper)
+    epochs = Epochs(session, mesh, passes, about, pipe._asked.rate, recorder, keeper)
     source = place.source if place else None
     if source is not None:
         epochs.restore(source)

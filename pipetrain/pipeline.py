@@ -13,10 +13,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,14 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.arguments import (
-    read_model,
-    read_options,
-    read_path,
-    read_schedule,
-    read_targets,
-    read_task,
-)
+from pipetrain.arguments import Asked, read_model, read_path, read_targets, read_task
 from pipetrain.checkpoint.dcp import Part, parts_of
 from pipetrain.checkpoint.resume import (
     Source,
@@ -51,39 +42,34 @@ from pipetrain.data.batch import Form
 from pipetrain.data.loader import Sampled
 from pipetrain.data.loading import Loader, Reader
 from pipetrain.ending import end_by_sentence
-from pipetrain.errors import ConfigError, TrainingStopped, one_line
-from pipetrain.measure import measure, twin_of
+from pipetrain.errors import ConfigError
 from pipetrain.network.chain import Chain, network_of
 from pipetrain.network.factory import Factory
 from pipetrain.network.given import Given, form_of
 from pipetrain.network.materialise import refuse_without_numbers, without_numbers
-from pipetrain.network.model import prove_model, tensor_attributes
-from pipetrain.network.network import Network, Values
+from pipetrain.network.model import tensor_attributes
+from pipetrain.network.network import Values
 from pipetrain.network.places import named_tensors
 from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple
-from pipetrain.plan.describe import OpenPlan
-from pipetrain.plan.memory import optimizer_state, sized
-from pipetrain.plan.plan import Plan, Samples, make_plan, outputs_of, prove_cut, prove_targets
-from pipetrain.plan.profile import Facts, Profile, profile_conditions, read_profile
-from pipetrain.plan.program import draft_program, make_program, settle_clipping
-from pipetrain.plan.prove import prove_window
-from pipetrain.rate import Rate, rate_of
+from pipetrain.plan.plan import Plan, Samples, outputs_of, prove_targets
+from pipetrain.planning import first_plan
+from pipetrain.rate import Rate
 from pipetrain.records.bar import Bar
 from pipetrain.rules import COUNT
-from pipetrain.runtime.alike import conditions, digest, level, prove_same
+from pipetrain.runtime.alike import level, prove_same
 from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.batches import Batches, OfLoader
 from pipetrain.runtime.engine import Progress as Tick
 from pipetrain.runtime.mesh import Mesh, choose_device
-from pipetrain.runtime.optimizer import Configured, Function, prove_optimizer, small_copies
+from pipetrain.runtime.optimizer import Configured, Function
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import Stage
+from pipetrain.runtime.together import Together
 from pipetrain.runtime.whole import WholeModel, brought, owners
-from pipetrain.schedule.actions import Schedule, placement
-from pipetrain.schedule.fixed import FixedProgram
+from pipetrain.schedule.actions import Schedule
 from pipetrain.schedule.lower import edges
-from pipetrain.settings import PROFILE, Settings, share_of_cores
+from pipetrain.settings import Settings, share_of_cores
 from pipetrain.stopping import Stopping
 from pipetrain.tally import Tally
 from pipetrain.tasks import LossFunction, Metric, Task
@@ -162,61 +148,31 @@ class Pipeline:
         end_by_sentence()
         _refuse_second()
         keep_freed_memory()
-        if optimizer is None:
-            raise ConfigError("Pipeline needs optimizer=, such as lambda p: torch.optim.SGD(p, 0.01)")
         self._task = read_task(loss, task, metrics, weight, targets)
         self._named = read_targets(targets, self._task)
         world = World.current()
         seed = settings.seed if settings else options.get("seed")
         model, record = read_model(model, seed)
-        empty = without_numbers(model) if record is None and isinstance(model, nn.Module) else []
-        name, self._schedule, defaults = read_schedule(schedule)
-        if settings is None:
-            given = {"microbatches": microbatches, "window": window, "dtype": dtype, **options}
-            self._settings = read_options(given, model, name, defaults, world.size)
-        else:
-            self._settings, dtype = settings, settings.dtype
-        prove_model(model, "Pipeline needs", None if dtype is None else self._settings.dtype)
-        self._least = self._schedule.batches if isinstance(self._schedule, FixedProgram) else 1
-        batches = self._least if self._least > 1 else 4  # several tell whether weights are read late
-        draft = draft_program(self._settings, self._schedule, batches)
-        self._settings = settle_clipping(self._settings, self._schedule, draft)
-        program = make_program(self._schedule, None, batches, self._settings)
-        window_of = prove_window(self._settings, self._schedule, batches, program)
-        self._asynchronous = any(bounds.staleness for bounds in window_of.bounds)
-        if not (window or settings or (isinstance(schedule, str) and schedule in schedules())):
-            whole_pass = self._asynchronous and self._least == 1
-            self._settings = replace(self._settings, window=None if whole_pass else self._least)
-        where = placement(window_of.program)
-        if where[0]:
-            raise ConfigError(
-                f"schedule {name} has stage 0 on rank {where[0]}, and rank 0 reads the batches: let rank 0 "
-                f"have it"
-            )
-        if isinstance(optimizer, Configured):
-            self._optimizer = optimizer.tried(model, len(where))
-        else:
-            self._optimizer = prove_optimizer(optimizer, param_groups, model, len(where))
-        self._rate = rate_of(lr_schedule)
-        made = self._optimizer(small_copies(model))
-        self._peak = float(made.param_groups[0].get("lr", 0.0))
-        self._optim: Mapping[str, Any] = {"_target_": type(made).__name__}
-        if isinstance(optimizer, Configured):
-            self._optim = optimizer.cfg.optim
+        given = {"microbatches": microbatches, "window": window, "dtype": dtype, **options}
+        self._asked = asked = Asked.read(
+            model, schedule, settings or given, optimizer, param_groups, lr_schedule, world.size
+        )
+        self._settings = asked.settings
         torch.set_num_threads(self._settings.threads or share_of_cores(world.local_size))
         device = choose_device(world, self._settings.device)
-        self._mesh = mesh = Mesh(world, where, [], device, None, self._settings.timeout)
+        self._mesh = mesh = Mesh(world, asked.placement, [], device, None, self._settings.timeout)
         if mesh.staged and device.type == "cuda" and not world.rank:
             log.warning("pipetrain: ranks share a GPU, so messages go through host memory over gloo")
         self._bar = Bar()
         self._signals = Stopping(self, world.rank)
         self._stopping = False  # as agreed after the last window
+        self._session: Session | None = None  # from the first batch on
+        self._together = Together(mesh, self._ended)
         with self._together():
-            mine = conditions(self._settings, made, window_of.program, self._rate) | form_of(model)
             drawn = {"how the model's factory makes its parameters": record.digest} if record else {}
-            prove_same(mesh, "the settings", mine | drawn)
-            mesh.open(edges(window_of.program))
-            refuse_without_numbers(mesh.tell("the model", empty))
+            prove_same(mesh, "the settings", asked.conditions() | form_of(model) | drawn)
+            mesh.open(edges(asked.program))
+            refuse_without_numbers(mesh.tell("the model", [] if record else without_numbers(model)))
             level(mesh, "the model", named_tensors(model) | tensor_attributes(model))
             initial: Values | None = record
             if weights is not None:
@@ -229,9 +185,7 @@ class Pipeline:
         self._model = model
         self._form: Form | None = None
         self._given: Given | None = None  # from the first batch on
-        self._session: Session | None = None  # from the first batch on
         self._source: Source | None = None  # what was loaded before it
-        self._stopped = ""  # the error that ended it
         self._closed = False
         self._passes = 0  # of train
         self._conditions = tensors_of(model)
@@ -307,7 +261,7 @@ class Pipeline:
         self.metrics = self._values(
             "the metrics",
             Stage.take_trained,
-            learning_rate=self._peak * self._rate(max(0, self.updates - 1)),
+            learning_rate=self._asked.peak * self._asked.rate(max(0, self.updates - 1)),
             samples_per_s=samples / (time.perf_counter() - began),
         )
 
@@ -318,7 +272,7 @@ class Pipeline:
         It is NaN where nothing in the batch counts, which is then skipped. Raises ConfigError for a schedule
         that does not flush, which needs several batches at once, and TrainingStopped as `train` does.
         """
-        if self._asynchronous:
+        if self._asked.asynchronous:
             raise ConfigError(
                 f"schedule {self._settings.schedule} is asynchronous, and a step of one batch would drain "
                 f"it: use `for loss in pipe.train(loader)`, or a schedule that flushes, such as 1f1b"
@@ -395,7 +349,7 @@ class Pipeline:
 
     def _of_loader(self, reader: Reader | None, what: str, form: Form, training: bool) -> OfLoader:
         def told(read: Callable[[Reader], Any]) -> Any:
-            return self._on_first(
+            return self._together.on_first(
                 f"the next window of {what}", reader, partial(self._unchanged, training, read)
             )
 
@@ -421,27 +375,6 @@ class Pipeline:
     ) -> Reader | None:
         return None if self.rank else Reader(loader, what, self._form, self._named, weight)
 
-    def _on_first(self, what: str, reader: Any, read: Callable[[Any], Any]) -> Any:
-        """Return on every rank what `read` returns on rank 0; raise its error there, and tell the others."""
-        return self._on_one(0, what, None if reader is None else partial(read, reader))
-
-    def _on_one(self, rank: int, what: str, read: Callable[[], Any] | None) -> Any:
-        """Return what `read` returns on a `rank`, as `_on_first` does."""
-        found, error = None, None
-        try:
-            found = None if read is None else read()
-        except Exception as caught:  # a loader may raise anything
-            error = caught
-        text = None if error is None else one_line(error) or type(error).__name__
-        with self._together():
-            told = [found, text, isinstance(error, ConfigError)]
-            found, text, refused = self._mesh.tell(what, told, rank)
-        if error is not None:
-            raise error
-        if text is not None:
-            raise (ConfigError if refused else TrainingStopped)(f"rank {rank} stopped: {text}")
-        return found
-
     def _train(self, sizes: Sequence[int], batches: Batches) -> list[float]:
         """Train a window on batches of these `sizes`; return their mean losses on every rank."""
         tick, session = self._tick("training", len(sizes)), self._begun
@@ -459,27 +392,15 @@ class Pipeline:
         first = min(self._begun.stages)
         return lambda stage: self._bar.tick(what, total) if stage == first else None
 
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Run a part of what all ranks do together: after an error this rank leaves them for good."""
-        try:
-            yield
-        except Exception as error:
-            self._bar.close()
-            self._stopped, self._session = one_line(error) or type(error).__name__, None
-            for cause in (error, error.__cause__):  # frames refer to messages under way
-                traceback.clear_frames(cause.__traceback__ if cause else None)
-            self._mesh.abandon()
-            raise
+    def _ended(self) -> None:
+        """Stop training after an error of what all ranks do together."""
+        self._bar.close()
+        self._session = None
 
     def _refuse_stopped(self) -> None:
         if self._closed:
             raise ConfigError("this Pipeline has been closed: call close() last, or make another one")
-        if self._stopped:
-            raise TrainingStopped(
-                f"this Pipeline has ended with an error: {self._stopped}; start the program again, from a "
-                f"checkpoint if there is one"
-            )
+        self._together.prove()
 
     @property
     def _begun(self) -> Session:
@@ -495,35 +416,27 @@ class Pipeline:
 
         `known`: the sizes of all batches, else others may come.
         """
-        first = self._on_first("the first batch", reader, _first)
+        first = self._together.on_first("the first batch", reader, _first)
         if first is None:
             raise ConfigError(NO_BATCH)
-        form, samples, model = Form.from_json(first[0]), first[1], self._model
-        settings = tried = self._settings
-        if known is None:
-            m = settings.microbatches
-            full = max(1, samples // m)  # in a microbatch
-            settings = replace(settings, batch_size=full * m)
-            sizes = [size * m for size in (full, full + 1) for _ in range(self._least)]
-            known, tried = Samples(sizes, [full, full + 1]), replace(settings, window=self._least)
-        network = network_of(model, form.inputs, settings.precision == "bf16")
+        form, model = Form.from_json(first[0]), self._model
+        network = network_of(model, form.inputs, self._settings.precision == "bf16")
         network.values = self._whole.values
-        plan = self._make_plan(tried, network, form.inputs, known)
-        self._on_one(0, "the comparison", None if self.rank else partial(prove_cut, plan, network))
-        with self._together():
-            prove_same(self._mesh, "the plan", {**plan.pipeline, "program": digest(plan.window.program)})
-            level(self._mesh, "the tensors of the layers", plan.foreign)
-            self._mesh.open(list(plan.cut.bounds), plan.cut.ties)
-        self._on_first("the task", reader, partial(self._prove_task, plan))
-        if tried is not settings:
-            plan = OpenPlan.of(plan, settings)
+        plan = first_plan(
+            self._asked, self._settings, self._task, network, form, known or first[1], self._together
+        )
+        self._together.on_first("the task", reader, partial(_prove_task, plan, self._task))
         self._given = Given(model, not isinstance(network, Chain), self._whole.replaced)
-        self._settings, self._form = settings, form
+        self._settings, self._form = plan.settings, form
         with self._together():
+            self._mesh.open(list(plan.cut.bounds), plan.cut.ties)
             owned = owners(network, plan)
-            self._session = Session(plan, network, self._task, self._optimizer, self._rate, self._mesh)
+            optimizer, rate = self._asked.optimizer, self._asked.rate
+            self._session = Session(plan, network, self._task, optimizer, rate, self._mesh)
             last = plan.placement[-1]
-            self._on_one(last, "the model's loss", self._session.settle if self.rank == last else None)
+            self._together.on_one(
+                last, "the model's loss", self._session.settle if self.rank == last else None
+            )
         self._session.whole = self._whole
         self._whole.lend(network, self._session.stages.values(), owned)
         if self._source is not None:
@@ -533,29 +446,9 @@ class Pipeline:
         """Plan for samples by number, of which so many batches are done; prove the task on both."""
         if self._session is None:
             self._begin(None if self.rank else train, Samples(train.sizes, test.sizes, done))
-            self._on_first("the task", None if self.rank else test, partial(self._prove_task, self.plan))
-
-    def _make_plan(self, settings: Settings, network: Network, example: ValueSpec, samples: Samples) -> Plan:
-        """Return the plan of a window; for partition=profile, by a profile that is read or measured now."""
-        make = partial(make_plan, schedule=self._schedule, example=example, samples=samples)
-        profile = None
-        if settings.partition == PROFILE:
-            conditions = profile_conditions(settings, self._optim)
-            if settings.profile is not None:
-                read = partial(_profile_in, settings.profile, conditions)
-                profile = Profile.from_json(self._on_one(0, "the profile", None if self.rank else read))
-            else:
-                twin = twin_of(network)
-                draft = make(settings, model=network.spare())
-                with self._together():
-                    profile = measure(self._mesh, draft, conditions, lambda: (twin, self._optimizer))
-        plan = make(settings, model=network.spare(), profile=profile)
-        return sized(plan, self._task, optimizer_state(self._optimizer))
-
-    def _prove_task(self, plan: Plan, reader: Reader | Sampled) -> None:
-        first = reader.first()
-        assert first is not None
-        prove_targets(plan, self._task, first[1], getattr(reader, "classes", None))
+            self._together.on_first(
+                "the task", None if self.rank else test, partial(_prove_task, self.plan, self._task)
+            )
 
     # What is left of a training
 
@@ -611,7 +504,7 @@ class Pipeline:
         """
         self._refuse_stopped()
         find = partial(_saved_in, read_path("folder", folder))
-        found = self._on_one(0, "the checkpoint to load", None if self.rank else find)
+        found = self._together.on_one(0, "the checkpoint to load", None if self.rank else find)
         if found is None:
             return
         source = read_source(Path(found), self.rank)
@@ -632,15 +525,14 @@ class Pipeline:
         session = self._begun
         session.engine.settle()
         self._whole.take_back()
-        return parts_of(session, self._whole.keys, self._optimizer)
+        return parts_of(session, self._whole.keys, self._asked.optimizer)
 
     def __enter__(self) -> Pipeline:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if error[0] is not None and self._mesh.world.size > 1 and not self._stopped:
-            self._stopped = one_line(error[1]) if isinstance(error[1], Exception) else "interrupted"
-            self._mesh.abandon()  # other ranks may not come to close it together
+        if isinstance(error[1], BaseException):
+            self._together.abandon(error[1])
         self.close()
 
     def close(self) -> None:
@@ -654,7 +546,7 @@ class Pipeline:
         if self._closed:
             return
         self._whole.end(failed=self._session is None)
-        if not self._stopped:
+        if not self._together.stopped:
             self._mesh.close()
         self._closed, _open = True, None
 
@@ -665,8 +557,10 @@ def _first(reader: Reader | Sampled) -> list[Any] | None:
     return first and [Form(*map(ValueSpec.in_batch, first)).to_json(), len(as_tuple(first[0])[0])]
 
 
-def _profile_in(path: str, conditions: Facts) -> Any:
-    return read_profile(path, conditions).to_json()
+def _prove_task(plan: Plan, task: Task, reader: Reader | Sampled) -> None:
+    first = reader.first()
+    assert first is not None
+    prove_targets(plan, task, first[1], getattr(reader, "classes", None))
 
 
 def _saved_in(path: Path) -> str | None:

@@ -20,6 +20,8 @@ SEEN_IN = {
     "__init__": "docs/test_api_docs",
     "checkpoint/state": "checkpoint/test_resume",
     "errors": "test_ending",
+    "planning": "test_pipeline",
+    "runtime/together": "test_pipeline",
     "data/batch": "data/test_loading",
     "data/images": "data/test_sets",
     "fitting": "users/test_fitting",

@@ -1,0 +1,75 @@
+"""The plan of a Pipeline, made with its first batch: the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from pipetrain.arguments import Asked
+from pipetrain.data.batch import Form
+from pipetrain.measure import measure, twin_of
+from pipetrain.network.network import Network
+from pipetrain.plan.describe import OpenPlan
+from pipetrain.plan.memory import optimizer_state, sized
+from pipetrain.plan.plan import Plan, Samples, make_plan, prove_cut
+from pipetrain.plan.profile import Facts, Profile, profile_conditions, read_profile
+from pipetrain.runtime.alike import digest, level, prove_same
+from pipetrain.runtime.together import Together
+from pipetrain.settings import PROFILE, Settings
+from pipetrain.tasks import Task
+
+
+def first_plan(
+    asked: Asked,
+    settings: Settings,
+    task: Task,
+    network: Network,
+    form: Form,
+    samples: Samples | int,
+    together: Together,
+) -> Plan:
+    """Return the plan for batches like the first one, of which rank 0 compares the cuts with the model.
+
+    `samples`: the sizes of all batches; or the number of the first one's, then others may come. Raises
+    ConfigError and ScheduleError.
+    """
+    tried = settings
+    if isinstance(samples, int):
+        m = settings.microbatches
+        full = max(1, samples // m)  # in a microbatch
+        settings = replace(settings, batch_size=full * m)
+        sizes = [size * m for size in (full, full + 1) for _ in range(asked.least)]
+        samples, tried = Samples(sizes, [full, full + 1]), replace(settings, window=asked.least)
+    plan = sized(
+        _made(asked, tried, network, form, samples, together), task, optimizer_state(asked.optimizer)
+    )
+    mesh = together.mesh
+    together.on_one(0, "the comparison", None if mesh.world.rank else partial(prove_cut, plan, network))
+    with together():
+        prove_same(mesh, "the plan", {**plan.pipeline, "program": digest(plan.window.program)})
+        level(mesh, "the tensors of the layers", plan.foreign)
+    return plan if tried is settings else OpenPlan.of(plan, settings)
+
+
+def _made(
+    asked: Asked, settings: Settings, network: Network, form: Form, samples: Samples, together: Together
+) -> Plan:
+    """Return the plan; for partition=profile, by a profile that is read or measured now."""
+    make = partial(make_plan, schedule=asked.schedule, example=form.inputs, samples=samples)
+    profile, mesh = None, together.mesh
+    if settings.partition == PROFILE:
+        conditions = profile_conditions(settings, asked.optim)
+        if settings.profile is not None:
+            read = partial(_profile_in, settings.profile, conditions)
+            profile = Profile.from_json(together.on_one(0, "the profile", None if mesh.world.rank else read))
+        else:
+            twin = twin_of(network)
+            draft = make(settings, model=network.spare())
+            with together():
+                profile = measure(mesh, draft, conditions, lambda: (twin, asked.optimizer))
+    return make(settings, model=network.spare(), profile=profile)
+
+
+def _profile_in(path: str, conditions: Facts) -> Any:
+    return read_profile(path, conditions).to_json()
