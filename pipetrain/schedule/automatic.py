@@ -1,30 +1,21 @@
 """zb_auto: a flush schedule whose order is made for the costs of its stages, under a limit of memory.
 
-A list scheduler plays the ranks by several rules, periodic orders and the fixed rules of zero bubble stand
-beside it, and `simulate` at the same costs decides between all that keep to the limit. So it is never slower
-than a fixed rule of its placement. Every rank makes the same program, as all know the same costs.
+A list scheduler plays the ranks by several rules, the fixed rules of zero bubble stand beside it, and
+`simulate` at the same costs decides between all that keep to the limit. So it is never slower than a fixed
+rule of its placement. Every rank makes the same program, as all know the same costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 
 from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, most_open
 from pipetrain.schedule.greedy import Rule, Times, listed
 from pipetrain.schedule.lower import lower
-from pipetrain.schedule.periodic import offsets
 from pipetrain.schedule.programs import one_f_one_b, v_half, v_min, zb_h1, zb_h2, zbv
-from pipetrain.schedule.programs.order import (
-    Work,
-    newest,
-    repeated,
-    require,
-    v_placement,
-    versioned,
-)
+from pipetrain.schedule.programs.order import newest, require, v_placement, versioned
 from pipetrain.schedule.simulate import Cost, Deadlock, simulate, unit_cost
 from pipetrain.schedule.transforms import joined
 
@@ -71,61 +62,27 @@ class ZeroBubbleAuto:
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 1:
             raise ScheduleError(f"schedule zb_auto needs memory >= 1 microbatch; got memory={limit}")
         where = v_placement(ranks) if self.v else list(range(ranks))
+        times, most = Times.of(costs, where), limit * len(where) // ranks
+
+        def played(rule: Rule, batches: int) -> tuple[Program, float]:
+            orders, makespan = listed(where, batches, microbatches, times, most, rule, 2 * buffer_size)
+            return [versioned(order, microbatches, newest) for order in orders], makespan
+
+        def made(by: Rule | Schedule, batches: int) -> Program:
+            return played(by, batches)[0] if isinstance(by, Rule) else by(ranks, batches, microbatches)
+
         trial = max(1, min(batches, _LARGE // (3 * len(where) * microbatches)))
-        found: list[tuple[float, Callable[[int], Program]]] = []
-        most = limit * len(where) // ranks
-        for make in self._candidates(where, trial, microbatches, most, costs, buffer_size):
-            try:
-                run = simulate(lower(joined(make(trial))), microbatches, buffer_size=buffer_size, cost=costs)
-            except Deadlock:  # with this bound of the channel
-                continue
-            found.append((run.makespan, make))
+        ways: list[Rule | Schedule] = [by for by in FIXED[self.v] if most_open(made(by, 1)) <= most]
+        ways += sorted(_RULES[self.v], key=lambda rule: played(rule, trial)[1])[:_SIMULATED]
+        found: list[tuple[float, int]] = []
+        for number, by in enumerate(ways):
+            with suppress(Deadlock):  # with this bound of the channel
+                program = lower(joined(made(by, trial)))
+                run = simulate(program, microbatches, buffer_size=buffer_size, cost=costs)
+                found.append((run.makespan, number))
         if not found:
             raise ScheduleError(
                 f"schedule zb_auto found no order of {ranks} ranks and {microbatches} microbatches that does "
                 f"with memory={limit} and buffer_size={buffer_size}: raise one of them"
             )
-        return min(found, key=lambda timed: timed[0])[1](batches)
-
-    def _candidates(
-        self,
-        where: Sequence[int],
-        batches: int,
-        microbatches: int,
-        limit: float,
-        costs: Cost,
-        buffer_size: int,
-    ) -> Iterator[Callable[[int], Program]]:
-        """Yield what makes the program of a number of batches, for each order within the limit."""
-        times = Times.of(costs, where)
-        ranks = max(where) + 1
-        for fixed in FIXED[self.v]:
-            if most_open(fixed(ranks, 1, microbatches)) <= limit:
-                yield partial(_fixed, fixed, ranks, microbatches)
-        if self.v:
-            for hop in (0.0, 0.125, 0.25):
-                orders = offsets(where, times, hop).orders(where, microbatches)
-                if most_open(_repeated(orders, microbatches, 1)) <= limit:
-                    yield partial(_repeated, orders, microbatches)
-        listing = partial(
-            listed, where, microbatches=microbatches, times=times, limit=limit, room=2 * buffer_size
-        )
-        timed = [
-            (listing(batches=batches, rule=rule)[1], number) for number, rule in enumerate(_RULES[self.v])
-        ]
-        for _, number in sorted(timed)[:_SIMULATED]:
-            yield partial(_played, partial(listing, rule=_RULES[self.v][number]), microbatches)
-
-
-def _fixed(schedule: Schedule, ranks: int, microbatches: int, batches: int) -> Program:
-    return schedule(ranks, batches, microbatches)
-
-
-def _repeated(orders: Sequence[Sequence[Work]], microbatches: int, batches: int) -> Program:
-    return [repeated(order, microbatches, batches, microbatches) for order in orders]
-
-
-def _played(
-    listing: Callable[..., tuple[list[list[Work]], float]], microbatches: int, batches: int
-) -> Program:
-    return [versioned(order, microbatches, newest) for order in listing(batches=batches)[0]]
+        return made(ways[min(found)[1]], batches)

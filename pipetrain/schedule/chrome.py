@@ -8,10 +8,9 @@ Each rank has four tracks, on one clock:
 - receive: each message from when it was sent, or was next in line, until its rank had it. A rank takes its
   messages one by one, so these spans do not overlap; in a long one without a wait the message was early.
 
-An arrow goes from each send to its receive. Each stage has two counters: microbatches in flight, and
-staleness in updates. A message's `args` hold its bytes on the wire and the milliseconds of its codec.
-`otherData` has the conditions, and the start and end of each window on each rank. `read` restores what
-`write` was given, except for the moments after a message was received.
+An arrow goes from each send to its receive. A message's `args` hold its bytes on the wire and the
+milliseconds of its codec. `otherData` has the conditions, and the start and end of each window on each rank.
+`read` restores what `write` was given, except for the moments after a message was received.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipetrain.schedule.actions import COMMUNICATION, RECEIVES, SENDS, UPDATE, Action, Op, parse_action
+from pipetrain.schedule.actions import COMMUNICATION, RECEIVES, SENDS, UPDATE, Action, parse_action
 from pipetrain.schedule.timeline import Row, Span, Timeline, TracedWindow
 
 FORMAT = "pipetrain trace 2"
@@ -90,7 +89,6 @@ def events(windows: Sequence[TracedWindow], placement: Sequence[int], origin: fl
         yield from _names(rank, [stage for stage, on in enumerate(placement) if on == rank])
     arrows = 0
     last_received = [origin for _ in ranks]
-    in_flight = [0] * len(placement)
     for number, window in enumerate(windows):
         sent_at = sent(window.timeline)
         arrow_of = {message: arrows + index for index, message in enumerate(sent_at)}
@@ -105,17 +103,15 @@ def events(windows: Sequence[TracedWindow], placement: Sequence[int], origin: fl
                     continue
                 if track == _COMPUTE:
                     yield _event(rank, track, action, span.start - origin, span.end - span.start, args)
-                    yield from _counters(rank, action, span, origin, window.timeline.microbatches, in_flight)
-                elif track == _RECEIVE:
-                    message = action.edge, action.mb
-                    left = min(max(sent_at[message], last_received[rank]), ready)
+                    continue
+                start, end, message = ready, span.end, (action.edge, action.mb)
+                if track == _RECEIVE:
+                    start, end = min(max(sent_at[message], last_received[rank]), ready), ready
                     last_received[rank] = ready
-                    yield _event(rank, track, action, left - origin, ready - left, args)
-                    yield {"ph": "f", "bp": "e", **_arrow(rank, track, left - origin, arrow_of[message])}
-                else:
-                    message = action.edge, action.mb
-                    yield _event(rank, track, action, ready - origin, span.end - ready, args)
-                    yield {"ph": "s", **_arrow(rank, track, ready - origin, arrow_of[message])}
+                yield _event(rank, track, action, start - origin, end - start, args)
+                end_of_arrow = {"ph": "f", "bp": "e"} if track == _RECEIVE else {"ph": "s"}
+                about = {"name": "message", "cat": "message", "id": arrow_of[message]}
+                yield {**end_of_arrow, **about, "pid": rank, "tid": track, "ts": _us(start - origin)}
 
 
 def sent(timeline: Timeline) -> dict[Message, float]:
@@ -178,28 +174,6 @@ def _event(
         "dur": round(_us(start + seconds) - _us(start), 3),
         "args": args,
     }
-
-
-def _arrow(rank: int, track: int, at: float, number: int) -> Event:
-    return {"name": "message", "cat": "message", "id": number, "pid": rank, "tid": track, "ts": _us(at)}
-
-
-def _counters(
-    rank: int, action: Action, span: Span, origin: float, microbatches: int, in_flight: list[int]
-) -> Iterator[Event]:
-    """Yield the counters after a forward starts or a backward ends."""
-    stage = action.stage
-    where = {"ph": "C", "cat": "counter", "pid": rank, "tid": _COMPUTE}
-    start, end = _us(span.start - origin), _us(span.end - origin)
-    flying = f"in flight, stage {stage}"
-    if action.op is Op.F:
-        in_flight[stage] += 1
-        late = action.mb // microbatches - action.version
-        yield {**where, "name": flying, "ts": start, "args": {"microbatches": in_flight[stage]}}
-        yield {**where, "name": f"staleness, stage {stage}", "ts": start, "args": {"updates": late}}
-    elif action.op in (Op.B, Op.W):
-        in_flight[stage] -= 1
-        yield {**where, "name": flying, "ts": end, "args": {"microbatches": in_flight[stage]}}
 
 
 def _us(seconds: float) -> float:

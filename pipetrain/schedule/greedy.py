@@ -9,7 +9,6 @@ and several rules may be tried: one pass takes a few microseconds for each actio
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
@@ -94,43 +93,48 @@ def listed(
     `where`: the rank of each stage; `limit`: the microbatches that a rank may hold over all its stages, more
     than its stages less one; `room`: the messages on each edge that need not be taken yet.
     """
-    play = _Play(where, batches, microbatches, times, limit, rule, room)
+    play = _Play(where, batches * microbatches, microbatches, times, limit, rule, room)
     play.run()
     return play.orders, max(play.free)
 
 
+@dataclass
 class _Play:
-    def __init__(
-        self,
-        where: Sequence[int],
-        batches: int,
-        microbatches: int,
-        times: Times,
-        limit: float,
-        rule: Rule,
-        room: int,
-    ) -> None:
-        self.where, self.m, self.total = where, microbatches, batches * microbatches
-        self.times, self.limit, self.patience, self.room = times, limit, rule.patience, room
-        ranks = range(max(where) + 1)
-        held: dict[int, list[int]] = defaultdict(list)
-        for stage, rank in enumerate(where):
-            held[rank].append(stage)
-        self.held = [held[rank] for rank in ranks]
-        self.wanted = [
-            [(op, held[rank][at]) for op, at in rule.order if at < len(held[rank])] for rank in ranks
-        ]
-        stages = range(len(where))
+    where: Sequence[int]
+    total: int
+    microbatches: int
+    times: Times
+    limit: float
+    rule: Rule
+    room: int
+
+    def __post_init__(self) -> None:
+        stages, ranks = range(len(self.where)), range(max(self.where) + 1)
+        self.held = [[stage for stage in stages if self.where[stage] == rank] for rank in ranks]
+        self.wanted = [[(op, held[at]) for op, at in self.rule.order if at < len(held)] for held in self.held]
+        self.most = self._depths()
         self.done = {op: [0 for _ in stages] for op in (Op.F, Op.I, Op.W)}
-        self.comes: dict[Op, list[list[float]]] = {  # when each input is there, as far as it is known
-            op: [[inf] * self.total for _ in stages] for op in (Op.F, Op.I)
-        }
-        self.most = _most(where, times, rule.depth)
+        # When each input is there, as far as it is known.
+        self.comes = {op: [[inf] * self.total for _ in stages] for op in (Op.F, Op.I)}
         self.comes[Op.F][0] = [0.0] * self.total
         self.free = [0.0 for _ in ranks]
         self.open = [0 for _ in ranks]
         self.orders: list[list[Work]] = [[] for _ in ranks]
         self.events = [(0.0, rank) for rank in ranks]
+
+    def _depths(self) -> list[float]:
+        """Return, by stage, how many microbatches may be between their F and I."""
+        times, where = self.times, self.where
+        if self.rule.depth is None:
+            return [inf for _ in where]
+        busy = max(times.busy(where)) or 1.0
+        most: list[float] = []
+        way = 0.0
+        for stage in reversed(range(len(where))):
+            way += times.f[stage] + (times.i[stage] if stage else times.w[stage])
+            most.append(max(1.0, ceil(self.rule.depth * way / busy - 1e-9)))
+            way += times.ahead[stage - 1] + times.back[stage] if stage else 0.0
+        return most[::-1]
 
     def run(self) -> None:
         while self.events:
@@ -147,30 +151,24 @@ class _Play:
         """Return what the rank does now, or else until when it waits."""
         soonest = inf
         for op, stage in self.wanted[rank]:
-            comes = self._allowed(op, stage)
+            comes = self._forward(rank, stage) if op is Op.F else self._input_gradient(stage)
             if comes <= now:
                 return op, stage
             soonest = min(soonest, comes)
-        weights = [
-            (self.done[Op.W][stage], -stage) for stage in self.held[rank] if self._weights(stage) <= now
-        ]
-        if weights:
-            stage = -min(weights)[1]
-            if soonest - now >= self.patience * self.times.w[stage]:
+        ready = [stage for stage in self.held[rank] if self._weights(stage) <= now]
+        if ready:
+            stage = min(ready, key=lambda stage: (self.done[Op.W][stage], -stage))
+            if soonest - now >= self.rule.patience * self.times.w[stage]:
                 return Op.W, stage
         return soonest
 
-    def _allowed(self, op: Op, stage: int) -> float:
-        """Return when the next F or I of a stage could begin, as far as it is known."""
-        mb = self.done[op][stage]
-        if mb == self.total or (op is Op.I and stage == 0):
+    # These return when the next work of a stage could begin, as far as it is known.
+
+    def _forward(self, rank: int, stage: int) -> float:
+        mb = self.done[Op.F][stage]
+        if mb == self.total or mb - self.done[Op.I][stage] >= self.most[stage]:
             return inf
-        if op is Op.I:
-            return self.comes[op][stage][mb] if mb < self.done[Op.F][stage] else inf
-        if mb - self.done[Op.I][stage] >= self.most[stage]:
-            return inf
-        rank = self.where[stage]
-        if self.done[Op.W][stage] < mb - mb % self.m:  # the batch before has not made its step
+        if self.done[Op.W][stage] < mb - mb % self.microbatches:  # the batch before has not made its step
             return inf
         above = sum(mb >= self.done[Op.F][other] for other in self.held[rank] if other > stage)
         if self.open[rank] + above >= self.limit:  # those stages need a place for this microbatch too
@@ -178,13 +176,15 @@ class _Play:
         apart = stage + 1 < len(self.where) and self.where[stage + 1] != rank
         if apart and mb - self.done[Op.F][stage + 1] >= self.room:
             return inf
-        return self.comes[op][stage][mb]
+        return self.comes[Op.F][stage][mb]
+
+    def _input_gradient(self, stage: int) -> float:
+        mb = self.done[Op.I][stage]
+        return self.comes[Op.I][stage][mb] if stage and mb < self.done[Op.F][stage] else inf
 
     def _weights(self, stage: int) -> float:
-        """Return when the next W of a stage could begin; of stage 0, when the whole backward could."""
+        """Of stage 0: when the whole backward could."""
         mb = self.done[Op.W][stage]
-        if mb == self.total:
-            return inf
         if stage:
             return 0.0 if mb < self.done[Op.I][stage] else inf
         return self.comes[Op.I][0][mb] if mb < self.done[Op.F][0] else inf
@@ -211,25 +211,10 @@ class _Play:
         else:
             end = now + times.w[stage]
             self.open[rank] -= 1
-            if (mb + 1) % self.m == 0:
-                end += times.step[stage]
+            end += 0.0 if (mb + 1) % self.microbatches else times.step[stage]
         self.free[rank] = end
         heapq.heappush(self.events, (end, rank))
 
     def _tell(self, op: Op, stage: int, mb: int, at: float) -> None:
         self.comes[op][stage][mb] = at
         heapq.heappush(self.events, (at, self.where[stage]))
-
-
-def _most(where: Sequence[int], times: Times, depth: float | None) -> list[float]:
-    """Return, by stage, how many microbatches may be between their F and I."""
-    if depth is None:
-        return [inf for _ in where]
-    busy = max(times.busy(where)) or 1.0
-    most: list[float] = []
-    way = 0.0
-    for stage in reversed(range(len(where))):
-        way += times.f[stage] + (times.i[stage] if stage else times.w[stage])
-        most.append(max(1.0, ceil(depth * way / busy - 1e-9)))
-        way += times.ahead[stage - 1] + times.back[stage] if stage else 0.0
-    return most[::-1]

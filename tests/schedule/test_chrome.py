@@ -13,7 +13,6 @@ from pipetrain.schedule.actions import Op, tied_stages
 from pipetrain.schedule.chrome import TRACKS, read, write
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import gpipe, interleaved_1f1b, one_f_one_b, pipedream, pipedream_2bw
-from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs
 from pipetrain.schedule.transforms import with_norms, with_ties
 from tests.support.traces import about, as_measured
@@ -59,7 +58,7 @@ def test_every_event_has_what_its_kind_needs(traced):
     content = json.loads(traced[3].read_text())
     assert content["displayTimeUnit"] == "ms"
     assert content["otherData"]["schedule"] == "1f1b"
-    needs = {"X": {"ts", "dur", "cat"}, "C": {"ts", "args"}, "M": {"args"}, "s": {"ts", "id", "cat"}}
+    needs = {"X": {"ts", "dur", "cat"}, "M": {"args"}, "s": {"ts", "id", "cat"}}
     needs["f"] = {*needs["s"], "bp"}
     for event in content["traceEvents"]:
         assert event.keys() >= {"name", "ph", "pid", "tid", *needs[event["ph"]]}, event
@@ -130,24 +129,6 @@ def test_an_arrow_goes_from_each_send_to_its_receive(traced):
         ]
         up = send["args"]["op"] == "SEND_F"
         assert receive["args"]["stage"] - send["args"]["stage"] == (1 if up else -1)
-
-
-def test_the_counters_peak_where_the_simulation_does(traced):
-    program, m, _, path = traced
-    simulation = simulate(program, m, ties=ties_of(program))
-    peaks: dict[str, int] = defaultdict(int)
-    last = {}
-    for event in events(path):
-        if event["ph"] == "C":
-            (value,) = event["args"].values()
-            peaks[event["name"]] = max(peaks[event["name"]], value)
-            last[event["name"]] = value
-    for stage, (activations, staleness) in enumerate(
-        zip(simulation.activations, simulation.staleness, strict=True)
-    ):
-        assert peaks[f"in flight, stage {stage}"] == activations
-        assert peaks[f"staleness, stage {stage}"] == staleness
-        assert last[f"in flight, stage {stage}"] == 0
 
 
 def test_what_was_written_can_be_read_back(traced):
