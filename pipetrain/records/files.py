@@ -23,18 +23,16 @@ class Files:
         self._due[name] = write
 
     def whole(self, name: str, write: Callable[[Path], object]) -> None:
-        """Let `write` make a file."""
-        self.due(name, lambda path: write_whole(path, write))
+        """Let `write` make a file, which then replaces an older one."""
+        self.due(name, lambda path: _replace(path, write))
 
     def text(self, name: str, text: str) -> None:
         self.whole(name, lambda new: new.write_text(text))
 
     def write(self) -> None:
         """Write all that is due; a failure does not affect the others."""
-        if self._folder is None:
-            return
-        for name, write in list(self._due.items()):
-            path = self._folder / name
+        for name, write in list(self._due.items()) if self._folder else ():
+            path = self._folder / name  # type: ignore[operator]
             try:
                 write(path)
             except OSError as error:
@@ -46,16 +44,14 @@ class Files:
                 self.failed.pop(name, None)
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a new file, which then replaces the old one. Raises OSError."""
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
     new = path.with_name(f"{path.name}.new")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         write(new)
         new.replace(path)
-    except OSError:
+    finally:
         new.unlink(missing_ok=True)
-        raise
 
 
 def warn(path: Path, error: OSError) -> None:
@@ -73,23 +69,17 @@ class LogFile(logging.Handler):
         super().__init__()
         self._path = Path(filename).absolute()
         self._kept = b""
-        self._error: OSError | None = None
+        self._failed = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._kept += f"{self.format(record)}\n".encode()
-        except Exception:
-            self.handleError(record)
-        before = self._error
-        self.flush()
-        if self._error and not before and record.levelno < logging.ERROR:  # after an error, the run ends
-            warn(self._path, self._error)  # this line comes here too, and is kept
-
-    def flush(self) -> None:
+        self._kept += f"{self.format(record)}\n".encode()
+        before = self._failed
         try:
             with FileIO(self._path, "a") as file:
                 while self._kept:
                     self._kept = self._kept[file.write(self._kept) :]
-            self._error = None
+            self._failed = False
         except OSError as error:
-            self._error = error
+            self._failed = True
+            if not before and record.levelno < logging.ERROR:  # after an error, the run ends
+                warn(self._path, error)  # this line comes here too, and is kept

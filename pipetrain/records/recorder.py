@@ -10,6 +10,7 @@ import csv
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -75,18 +76,12 @@ class Recorder:
         """Log the run's model, data and plan; `records`: of the epochs that are already done."""
         self._history.records.extend(records)
         self._write()
-        for line in self._beginning():
-            log.info("%s", line)
-        self._bar.spoke()
-
-    def _beginning(self) -> list[str]:
         about, settings, data, plan = self._about, self._about.settings, self._about.data, self._about.plan
-        sizes, threads = f"{data.train} train, {data.test} test samples", torch.get_num_threads()
         bubble = f"{self._history.simulated.bubble:.1%} by the stages' {'times' if plan.costs else 'work'}"
-        where = f"; records in {self._folder}" if self._folder else ""
+        where, threads = f"; records in {self._folder}" if self._folder else "", torch.get_num_threads()
         lines = [
-            f"pipetrain: {settings.model} on {data.name} ({sizes}), schedule {settings.schedule}, "
-            f"{about.device}",
+            f"pipetrain: {settings.model} on {data.name} ({data.train} train, {data.test} test samples), "
+            f"schedule {settings.schedule}, {about.device}",
             f"{plan.stages} stages, cut before layers {plan.cuts}; batch {settings.batch_size} in "
             f"{settings.microbatches} microbatches; bubble {bubble}",
             f"{settings.precision}, {plan.numerics.memory_format}, threads a process: {threads}",
@@ -96,7 +91,9 @@ class Recorder:
             lines.append(says_whether_it_fits(settings, self._history.predicted_memory, about.room))
         if settings.compile:
             lines.append("the first microbatches compile the stages, which takes minutes")
-        return lines
+        for line in lines:
+            log.info(line)
+        self._bar.spoke()
 
     def tick(self, what: str, total: int) -> None:
         """Count one of `total` steps of `what`, and show the progress."""
@@ -112,14 +109,9 @@ class Recorder:
         self._history.measured(held)
         self._write()
         log.info(
-            "epoch %d/%d: train loss %s; val loss %s; %.0f samples/s, %.1f s",
-            *(
-                record.epoch,
-                self._about.settings.epochs,
-                self._told(record.trained),
-                self._told(record.evaluated),
-            ),
-            *(record.samples_per_s, record.train_s + record.eval_s),
+            f"epoch {record.epoch}/{self._about.settings.epochs}: train loss {self._told(record.trained)}; "
+            f"val loss {self._told(record.evaluated)}; {record.samples_per_s:.0f} samples/s, "
+            f"{record.train_s + record.eval_s:.1f} s"
         )
 
     def _told(self, values: Mapping[str, float]) -> str:
@@ -127,7 +119,7 @@ class Recorder:
         metrics = [f"{metric.name} {metric.text(values[metric.name])}" for metric in self._about.task.metrics]
         return ", ".join([f"{values['loss']:.4f}", *metrics])
 
-    def _write(self) -> None:
+    def _write(self, summary: Mapping[str, Any] | None = None) -> None:
         """Write the epochs so far, and what could not be written before."""
         if records := self._history.records:
             self.files.text(METRICS, as_csv([record.as_row() for record in records]))
@@ -138,23 +130,22 @@ class Recorder:
             ]
             self.files.text(UPDATES, as_csv(updates))
         if self._tensorboard:
-            self.files.due("events", lambda _: self._tensorboard.write())
+            self.files.due("events", lambda _: self._tensorboard.write(summary))
         self.files.write()
         if self._trackers:
             self._trackers.write(self._history)
 
     def trace(self, trace: Trace) -> None:
         """Write the traced windows, with the conditions needed to replay them."""
-        if self._folder is None:
-            return
-        about = about_trace(self._about, trace)
-        self.files.whole(TRACE, lambda new: chrome.write(new, about, trace.windows))
+        self.files.whole(
+            TRACE, partial(chrome.write, about=about_trace(self._about, trace), windows=trace.windows)
+        )
         self.files.write()
-        if TRACE not in self.files.failed:
-            number = "1 window" if len(trace.windows) == 1 else f"{len(trace.windows)} windows"
-            limit = trace.cut and f"; it ends {trace.cut}"
+        if self._folder is not None and TRACE not in self.files.failed:
+            windows = f"{len(trace.windows)} window{'s' * (len(trace.windows) > 1)}"
+            limit = f"; it ends {trace.cut}" if trace.cut else ""
             where = f"{self._folder / TRACE}{limit}; open it at https://ui.perfetto.dev"
-            log.info("trace of %s in %s", number, where)
+            log.info(f"trace of {windows} in {where}")
 
     def programs(self, epoch: int, programs: Sequence[Program]) -> None:
         """Write the programs that a policy decided in an epoch (counted from 1), one per window."""
@@ -167,11 +158,8 @@ class Recorder:
     def close(self) -> None:
         """Log the results, and write the summary. Raises NotRecorded for files that cannot be written."""
         summary = self._history.summary()
-        self._write()
-        if self._tensorboard:
-            self.files.due("events", lambda _: self._tensorboard.close(summary))
-        self.files.write()
-        self._log_results()
+        self._write(summary)
+        self._log_results(summary)
         if not self.files.failed:  # last: it marks the run as finished
             self.files.text(SUMMARY, json.dumps(summary, indent=2) + "\n")
             self.files.write()
@@ -184,30 +172,32 @@ class Recorder:
         if self._trackers:
             self._trackers.close(summary)
 
-    def _log_results(self) -> None:
-        history, settings, data = self._history, self._about.settings, self._about.data
+    def _log_results(self, summary: Mapping[str, Any]) -> None:
+        history, about = self._history, self._about
         log.info("\n%s\n", epoch_table(history))
-        log.info("%s\n", stage_table(history))
+        log.info("%s\n", stage_table(summary["per_stage"]))
         if history.held:
-            log.info("%s\n", memory_table(history))
-        if (straggler := history.straggler) is not None:
-            log.info("%s\n", straggler.sentence)
-        seconds = history.last.elapsed_s
-        log.info("%s on %s: %s in %.0f s", settings.model, data.name, self._outcome(), seconds)
-        if data.note:
-            log.info("%s", data.note)
+            log.info("%s\n", memory_table(summary["per_stage"]))
+        if one := summary["straggler"]:
+            log.info(
+                f"rank {one['rank']} is the straggler: {one['batch_s']:.4f} s a batch, "
+                f"{one['batch_s'] / one['mean_s']:.2f} times the mean of all ranks, which cost "
+                f"{one['cost_s']:.1f} s in all; see partition=profile\n"
+            )
+        name, text = next(((one.name, one.text) for one in about.task.metrics), ("loss", "{:.4f}".format))
+        last, best = (text(record.evaluated[name]) for record in (history.last, history.best))
+        log.info(
+            f"{about.settings.model} on {about.data.name}: val {name} {last} (best {best}, epoch "
+            f"{history.best.epoch}) in {history.last.elapsed_s:.0f} s"
+        )
+        if about.data.note:
+            log.info(about.data.note)
         if self._folder is not None:
-            log.info("run folder: %s", self._folder)
+            log.info(f"run folder: {self._folder}")
         if self._folder is not None and self._tensorboard:
-            log.info("look at it: %s", _command(self._folder))
-
-    def _outcome(self) -> str:
-        """Return the last and the best value of the task's first metric, or of the loss."""
-        last, best = self._history.last, self._history.best
-        name, values = "loss", [f"{record.evaluated['loss']:.4f}" for record in (last, best)]
-        for metric in self._about.task.metrics[:1]:
-            name, values = metric.name, [metric.text(one.evaluated[metric.name]) for one in (last, best)]
-        return f"val {name} {values[0]} (best {values[1]}, epoch {best.epoch})"
+            run, runs = self._folder, self._folder.parent
+            shown = f"--logdir {runs}" if runs.name == RUNS else f"--logdir_spec {run.name}:{run}"
+            log.info(f"look at it: tensorboard {shown}")
 
     def stop(self, not_saved: int | None) -> None:
         """End a training that was stopped. `not_saved`: the update of a checkpoint that was lost."""
@@ -219,7 +209,7 @@ class Recorder:
                 f"ended, and the checkpoint of update {not_saved} was NOT saved, so what was trained since "
                 f"the one before is lost; see the warning above, and go on with: {go_on}"
             )
-        log.info("stopped after a checkpoint; go on with: %s", go_on)
+        log.info(f"stopped after a checkpoint; go on with: {go_on}")
 
 
 def as_csv(rows: Sequence[Mapping[str, float]]) -> str:
@@ -231,10 +221,3 @@ def as_csv(rows: Sequence[Mapping[str, float]]) -> str:
         numbers = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
         writer.writerow(numbers)
     return text.getvalue()
-
-
-def _command(folder: Path) -> str:
-    """Return the command that shows a run in TensorBoard under its name."""
-    if folder.parent.name == RUNS:
-        return f"tensorboard --logdir {folder.parent}"
-    return f"tensorboard --logdir_spec {folder.name}:{folder}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from pipetrain.records.history import History
-from pipetrain.schedule.memory import PARTS, peaks
+from pipetrain.records.history import MIB, History
+from pipetrain.schedule.memory import PARTS
 
 MOST_ROWS = 40  # of the table of epochs
 STAGES = "stage  bubble  (plan)  seconds a batch  (plan)  wait  (plan)  updates late  (most)"
@@ -35,42 +36,27 @@ def epoch_table(history: History) -> str:
     return "\n".join([head, *map("".join, zip(lines, marks, strict=True))])
 
 
-def stage_table(history: History) -> str:
-    """Return a row per stage: measured and planned times, staleness, and bytes sent."""
+def stage_table(stages: Sequence[dict[str, Any]]) -> str:
+    """Return a row per stage of History.stages: measured and planned times, staleness, and bytes sent."""
     rows = [[*STAGES.split("  "), "MiB sent", "ratio", "codec s"]]
-    run = history.times(history.records)
-    stages = zip(run, history.predicted, history.stats(history.records), strict=False)
-    for stage, (actual, planned, stats) in enumerate(stages):
-        times = [(times.bubble, times.stage_time_s, times.wait) for times in (actual, planned)]
-        (bubble, seconds, wait) = (list(pair) for pair in zip(*times, strict=True))
-        rows.append(
-            [
-                str(stage),
-                *(f"{part:.1%}" for part in bubble),
-                *("-" if time is None else f"{time:.4f}" for time in seconds),
-                *(f"{part:.1%}" for part in wait),
-                f"{stats.mean_staleness:.2f}",
-                str(stats.max_staleness),
-                f"{stats.bytes_sent / 2**20:.1f}",
-                "-" if stats.ratio is None else f"{stats.ratio:.1f}",
-                f"{stats.codec_s:.2f}",
-            ]
-        )
+    for stage in stages:
+        times = [
+            "-" if stage[of + name] is None else format(stage[of + name], form)
+            for name, form in (("bubble", ".1%"), ("stage_time_s", ".4f"), ("wait", ".1%"))
+            for of in ("", "predicted_")
+        ]
+        late = [f"{stage['mean_staleness']:.2f}", str(stage["max_staleness"])]
+        ratio = "-" if stage["ratio"] is None else f"{stage['ratio']:.1f}"
+        sent = [f"{stage['bytes_sent'] / MIB:.1f}", ratio, f"{stage['codec_s']:.2f}"]
+        rows.append([str(stage["stage"]), *times, *late, *sent])
     return aligned(rows)
 
 
-def memory_table(history: History) -> str:
+def memory_table(stages: Sequence[dict[str, Any]]) -> str:
     """Return a row per stage: the MiB at the peak, in all and of each part, and in brackets as planned."""
-    allocated = [history.held[stage].allocated for stage in sorted(history.held)]
-    gpu = any(nbytes is not None for nbytes in allocated)
-    rows = [["stage", "MiB held", *PARTS, *(["allocator"] if gpu else [])]]
-    planned = peaks(history.predicted_memory)
-    for stage, (actual, plan, nbytes) in enumerate(zip(history.peaks, planned, allocated, strict=True)):
-        pairs = [(actual[name], plan[name]) for name in ("total", *PARTS)]
-        row = [str(stage), *(f"{_mib(a)} ({_mib(b)})" for a, b in pairs)]
-        rows.append(row + ([_mib(nbytes or 0)] if gpu else []))
+    rows = [["stage", "MiB held", *PARTS, "allocator"]]
+    for stage in stages:
+        held, planned, allocated = (stage[key] for key in ("memory", "predicted_memory", "allocated_bytes"))
+        parts = [f"{held[name] / MIB:.1f} ({planned[name] / MIB:.1f})" for name in ("total", *PARTS)]
+        rows.append([str(stage["stage"]), *parts, "-" if allocated is None else f"{allocated / MIB:.1f}"])
     return aligned(rows)
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f}"

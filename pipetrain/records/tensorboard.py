@@ -17,7 +17,6 @@ from torch.utils.tensorboard.summary import hparams
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from pipetrain.checkpoint.progress import EpochRecord
-from pipetrain.records.files import write_whole
 from pipetrain.records.folder import clear
 from pipetrain.records.history import History
 
@@ -25,7 +24,6 @@ HYPER_PARAMETERS = [
     "data", "model", "schedule", "stages", "batch_size", "microbatches", "buffer_size",
     "lr", "epochs", "seed", "device", "data_workers", "codec_forward", "codec_backward",
 ]  # fmt: skip
-RESULTS = ["val_loss", "samples_per_s", "epoch_s"]  # and the metrics
 ROOM = 2**16  # bytes that must be free before an epoch is written
 
 
@@ -40,17 +38,25 @@ class TensorBoard:
         self._writers: list[Any] = []  # the run's, then the stages'
         self._epochs = 0  # written
 
-    def write(self) -> None:
-        """Write the epochs that are new. Raises OSError; files that it has harmed are begun anew."""
+    def write(self, summary: Mapping[str, Any] | None = None) -> None:
+        """Write the epochs that are new, and at the end the hyper-parameters and results of a `summary`.
+
+        Raises OSError; files that it has harmed are begun anew.
+        """
         # PyTorch's writer has a thread, which a full disk ends with a traceback: so it is tried before.
-        write_whole(self._folder / "room", lambda new: new.write_bytes(bytes(ROOM)))
-        (self._folder / "room").unlink()
-        new = self._history.records[self._epochs :]
+        room = self._folder / "room"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            room.write_bytes(bytes(ROOM))
+        finally:
+            room.unlink(missing_ok=True)
         try:
             if not self._writers:
                 self._begin()
-            for record in new:
+            for record in self._history.records[self._epochs :]:
                 self._write(record)
+            if summary:
+                self._end(summary)
             for writer in self._writers:
                 writer.flush()
         except OSError:
@@ -60,20 +66,7 @@ class TensorBoard:
             self._writers, self._epochs = [], 0
             clear(self._folder, [])
             raise
-        self._epochs += len(new)
-
-    def close(self, summary: Mapping[str, Any]) -> None:
-        """Write the hyper-parameters and results too. Raises OSError."""
-        self.write()
-        run = self._writers[0]
-        metrics = [key for key in summary if key.startswith(("val_", "best_val_")) and key not in RESULTS]
-        results = {f"result/{key}": summary[key] for key in [*metrics, *RESULTS]}
-        for part in hparams({key: summary[key] for key in HYPER_PARAMETERS}, results):
-            run.file_writer.add_summary(part)
-        for name, value in results.items():
-            run.add_scalar(name, value)
-        for writer in self._writers:
-            writer.close()
+        self._epochs = len(self._history.records)
 
     def _begin(self) -> None:
         facts, stages = self._history.about.data, range(self._history.about.plan.stages)
@@ -91,35 +84,13 @@ class TensorBoard:
             writer, tag = (stages[int(of)], f"stages/{tag}") if of else (run, tag)
             writer.add_scalar(tag, value, record.epoch, record.ended)
         for update, values in record.update_values.items():
-            _scalars(run, values, update, record)
-        for stage, stats in record.stages.items():
-            _staleness(stages[stage], stats.staleness, record)
-        for stage, rank in self._history.held.items():
-            if record.epoch == self._history.held_epoch:
-                for number, held in enumerate(rank.stages[stage]):  # after each action
-                    values = {"": sum(held.values()) / 2**20, "_activations": held["activations"] / 2**20}
-                    curve = {f"stages/memory_window{part}_mib": value for part, value in values.items()}
-                    _scalars(stages[stage], curve, number, record)
+            for name, value in values.items():
+                run.add_scalar(name, value, update, record.ended)
 
-
-def _scalars(writer: Any, values: Mapping[str, float], step: int, record: EpochRecord) -> None:
-    for name, value in values.items():
-        writer.add_scalar(name, value, step, record.ended)
-
-
-def _staleness(writer: Any, counts: Mapping[int, int], record: EpochRecord) -> None:
-    """Write a histogram with a bar for each integer."""
-    counts = counts or {0: 1}
-    bars = range(max(counts) + 1)
-    writer.add_histogram_raw(
-        "stages/staleness_distribution",
-        min=min(counts),
-        max=max(counts),
-        num=sum(counts.values()),
-        sum=sum(value * count for value, count in counts.items()),
-        sum_squares=sum(value**2 * count for value, count in counts.items()),
-        bucket_limits=[value + 0.5 for value in bars],
-        bucket_counts=[counts.get(value, 0) for value in bars],
-        global_step=record.epoch,
-        walltime=record.ended,
-    )
+    def _end(self, summary: Mapping[str, Any]) -> None:
+        shown = ("val_", "best_val_", "samples_per_s", "epoch_s")
+        results = {f"result/{key}": value for key, value in summary.items() if key.startswith(shown)}
+        for part in hparams({key: summary[key] for key in HYPER_PARAMETERS}, results):
+            self._writers[0].file_writer.add_summary(part)
+        for name, value in results.items():
+            self._writers[0].add_scalar(name, value)

@@ -42,8 +42,7 @@ class Tracer:
         self._mesh = mesh
         self._actions = 0  # of the longest rank
         self._cut = ""
-        self._windows: list[tuple[int, list[int]]] = []  # epoch, samples of microbatches
-        self._rows: list[Row] = []  # of each window
+        self._windows: list[tuple[int, list[int], Row]] = []  # epoch, samples of microbatches, spans
         self._began = self._compare_clocks()
 
     @property
@@ -60,27 +59,30 @@ class Tracer:
             return None
         return partial(self._take, epoch, sizes)
 
+    def _take(self, epoch: int, sizes: Sequence[int], row: Row) -> None:
+        done = max(action.version for action in row.actions if action.op is Op.STEP)
+        m = self._about.settings.microbatches
+        self._windows.append((epoch, [n for size in sizes[:done] for n in pieces(size, m)], row))
+
     def collect(self, stopped: bool) -> Trace:
         """Gather the spans of all ranks, on the clock of rank 0. `stopped`: whether windows were left."""
         (began, first, error), (ended, last, other_error) = self._began, self._compare_clocks()
         drift = (last - first) / (ended - began)
-        rows = [_as_json(row, lambda moment: moment + first + drift * (moment - began)) for row in self._rows]
-        ranks = self._mesh.gather("the trace", {"windows": rows, "clock_error_s": max(error, other_error)})
+
+        def shift(moment: float) -> float:
+            return moment + first + drift * (moment - began)
+
+        mine = [_as_json(row, shift) for *_, row in self._windows]
+        ranks = self._mesh.gather("the trace", {"rows": mine, "error_s": max(error, other_error)})
         m = self._about.settings.microbatches
         return Trace(
             [
-                TracedWindow(epoch, samples, Timeline([_as_row(rank["windows"][n]) for rank in ranks], m))
-                for n, (epoch, samples) in enumerate(self._windows)
+                TracedWindow(epoch, samples, Timeline([_as_row(rank["rows"][n]) for rank in ranks], m))
+                for n, (epoch, samples, _) in enumerate(self._windows)
             ],
             "where the run was stopped" if stopped and not self.over else self._cut,
-            max(rank["clock_error_s"] for rank in ranks),
+            max(rank["error_s"] for rank in ranks),
         )
-
-    def _take(self, epoch: int, sizes: Sequence[int], row: Row) -> None:
-        done = max(action.version for action in row.actions if action.op is Op.STEP)
-        microbatches = self._about.settings.microbatches
-        self._windows.append((epoch, [n for size in sizes[:done] for n in pieces(size, microbatches)]))
-        self._rows.append(row)
 
     def _compare_clocks(self) -> tuple[float, float, float]:
         """Return the present, the offset to rank 0's clock, and its error, in seconds."""
@@ -89,29 +91,11 @@ class Tracer:
 
 def about_trace(about: About, trace: Trace) -> dict[str, Any]:
     """Return the conditions of a trace, needed to replay it."""
-    settings, plan = about.settings, about.plan
     return {
-        "model": settings.model,
-        "parameters": sum(layer.params for layer in plan.layers),
-        "data": about.data.name,
-        "schedule": settings.schedule,
-        "ranks": settings.ranks,
-        "placement": plan.placement,
-        "partition": plan.cuts,
-        "batch_size": settings.batch_size,
-        "microbatches": settings.microbatches,
-        "window": settings.window,
+        **about.conditions(),
         "epoch_batches": about.batches,
-        "buffer_size": settings.buffer_size,
-        "bounds": [[*edge, bound] for edge, bound in sorted(plan.cut.bounds.items())],
-        "ties": [list(tie) for tie in plan.cut.ties],
-        "codec_forward": str(settings.codecs.forward),
-        "codec_backward": str(settings.codecs.backward),
-        "dtype": str(settings.dtype).removeprefix("torch."),
-        "precision": settings.precision,
-        "memory_format": plan.numerics.memory_format,
-        "threads": torch.get_num_threads(),
-        "device": about.device,
+        "bounds": [[*edge, bound] for edge, bound in sorted(about.plan.cut.bounds.items())],
+        "ties": [list(tie) for tie in about.plan.cut.ties],
         "clock_error_us": round(1e6 * trace.clock_error_s, 1),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }

@@ -23,11 +23,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.checkpoint.progress import EpochRecord
-from pipetrain.errors import ConfigError
+from pipetrain.errors import ConfigError, one_line
 from pipetrain.records.history import History
 
 FINISH_S = 30.0  # for the last values to arrive when a run ends
-MODES = (None, "online", "offline")
 UPDATES_AT_ONCE = 250  # MLflow takes at most 1000 values in one request
 
 log = logging.getLogger("pipetrain")
@@ -52,11 +51,9 @@ class Wandb:
             config=config,
             settings=wandb.Settings(silent=True, console="off", finish_timeout=FINISH_S),
         )
-        if self._run.offline:
-            for left in earlier:
-                shutil.rmtree(left, ignore_errors=True)
-        else:
-            log.info("pipetrain: the run in Weights & Biases: %s", self._run.url)
+        for left in earlier if self._run.offline else ():
+            shutil.rmtree(left, ignore_errors=True)
+        log.info("pipetrain: the run in Weights & Biases: %s", self._run.url or "offline")
 
     def log(self, record: EpochRecord, values: Mapping[str, float]) -> None:
         for name in values:
@@ -85,8 +82,8 @@ class MLflow:
         self._client = client = MlflowClient(options["uri"])
         found = client.get_experiment_by_name(options["experiment"])
         experiment = found.experiment_id if found else client.create_experiment(options["experiment"])
-        tags = {"pipetrain": id}
         runs = client.search_runs([experiment], f"tags.pipetrain = '{id}'")
+        tags = {"pipetrain": id}
         run = runs[0] if runs else client.create_run(experiment, tags=tags, run_name=folder.name)
         self._id = str(run.info.run_id)
         client.update_run(self._id, status="RUNNING")
@@ -108,11 +105,8 @@ class MLflow:
     def _send(self, steps: Mapping[int, Mapping[str, float]], record: EpochRecord) -> None:
         from mlflow.entities import Metric
 
-        metrics = [
-            Metric(name, value, int(1000 * record.ended), step)
-            for step, values in steps.items()
-            for name, value in values.items()
-        ]
+        at = int(1000 * record.ended)
+        metrics = [Metric(name, value, at, step) for step, of in steps.items() for name, value in of.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
@@ -138,14 +132,14 @@ class Trackers:
         self._thread = ThreadPoolExecutor(1, "trackers")
         id = sha256(f"{run} {folder}".encode()).hexdigest()[:16]
         config: Any = OmegaConf.to_container(cfg, resolve=True)
-        for name, options in _chosen(cfg).items():
+        for name, options in _chosen(cfg):
             try:
                 self.started[name] = LIBRARIES[name](options, folder, config, id)
             except Exception as error:
                 self.close()
                 raise ConfigError(
-                    f"logger={name} cannot start: {_why(error)}; see logger.{name} in the configuration, or "
-                    f"leave it out"
+                    f"logger={name} cannot start: {one_line(error)[:300]}; see logger.{name} in the "
+                    f"configuration, or leave it out"
                 ) from error
 
     def write(self, history: History) -> None:
@@ -173,7 +167,7 @@ class Trackers:
             except Exception as error:
                 if name not in self._failing:
                     says = "training goes on, and the values are sent again later"
-                    log.warning("pipetrain: logger=%s fails: %s; %s", name, _why(error), says)
+                    log.warning("pipetrain: logger=%s fails: %s; %s", name, one_line(error)[:300], says)
                 self._failing.add(name)
 
     def _finish(self, trackers: Mapping[str, Any], summary: Mapping[str, Any] | None) -> None:
@@ -181,44 +175,37 @@ class Trackers:
             try:
                 tracker.finish(summary)
             except Exception as error:
-                log.warning("pipetrain: logger=%s could not end its run: %s", name, _why(error))
+                log.warning("pipetrain: logger=%s could not end its run: %s", name, one_line(error)[:300])
             if name in self._failing:
                 log.warning("pipetrain: logger=%s lacks epoch %d and later", name, self._epochs[name] + 1)
 
 
-def _chosen(cfg: DictConfig) -> dict[str, dict[str, Any]]:
-    """Return the options of the chosen trackers, by name."""
+def _chosen(cfg: DictConfig) -> list[tuple[str, dict[str, Any]]]:
+    """Return the chosen trackers and their options."""
     options: Any = OmegaConf.to_container(cfg.logger, resolve=True)
-    return {name: options[name] for name in LIBRARIES if name in options}
+    return [(name, options[name]) for name in LIBRARIES if name in options]
 
 
 def check_loggers(cfg: DictConfig) -> None:
     """Refuse trackers that cannot work: not installed, or not logged in. Raises ConfigError."""
-    for name, options in _chosen(cfg).items():
+    for name, options in _chosen(cfg):
         if find_spec(name) is None:
             raise ConfigError(
                 f"logger={name} is not installed: pip install pipetrain[{name}], or leave it out"
             )
-        if name == "wandb":
-            _check_wandb(options["mode"])
+        online = name == "wandb" and (options["mode"] or os.environ.get("WANDB_MODE", "online")) == "online"
+        if online and not _logged_in():
+            raise ConfigError(
+                "logger=wandb is not logged in: run `wandb login`, set WANDB_API_KEY, or give "
+                "logger.wandb.mode=offline"
+            )
 
 
-def _check_wandb(mode: str | None) -> None:
-    if mode not in MODES:
-        raise ConfigError(f"logger.wandb.mode={mode} must be online, offline or null")
+def _logged_in() -> bool:
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
 
-    if (mode or os.environ.get("WANDB_MODE", "online")) == "online" and not wandb.login(prompt=False):
-        raise ConfigError(
-            "logger=wandb is not logged in: run `wandb login`, set WANDB_API_KEY, or give "
-            "logger.wandb.mode=offline"
-        )
-
-
-def _why(error: Exception) -> str:
-    """Return the beginning of an error's message on one line."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return bool(wandb.login(prompt=False))
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -265,7 +265,6 @@ def test_one_that_cannot_start_is_refused_and_the_others_are_ended(fakes, tmp_pa
     [
         (["wandb"], False, "logger=wandb is not installed: pip install pipetrain[wandb], or leave it out"),
         (["mlflow"], False, "logger=mlflow is not installed: pip install pipetrain[mlflow], or leave it out"),
-        (["wandb", "logger.wandb.mode=off"], True, "logger.wandb.mode=off must be online, offline or null"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_remedy(words, installed, says, monkeypatch):
