@@ -46,13 +46,13 @@ class Codec(ABC):
         return self.name or type(self).__name__
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{key}={value}' for key, value in vars(self).items())})"
+        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in vars(self).items())})"
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
+        return type(self) is type(other) and repr(self) == repr(other)
 
     def __hash__(self) -> int:
-        return hash(type(self))
+        return hash(repr(self))
 
     @abstractmethod
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
@@ -82,33 +82,8 @@ class Identity(Codec):
         return tensors[0]
 
 
-class Cast(Codec):
-    """Rounds to a dtype, clamped to its range; a tensor of no more bits keeps its own dtype."""
-
-    def __init__(self, dtype: str) -> None:
-        self._dtype = DTYPES[dtype]
-
-    def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        return (TensorSpec(spec.shape, self._narrower(spec.dtype)),)
-
-    def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        largest, dtype = _largest(tensor), self._narrower(tensor.dtype)
-        most = torch.finfo(dtype).max
-        if tensor.dtype != dtype and tensor.is_cuda:
-            tensor = tensor.clamp(-most, most) + largest * 0
-        elif tensor.dtype != dtype and largest.tolist()[0] > most:
-            tensor = tensor.clamp(-most, most)
-        return (tensor.to(dtype),)
-
-    def decode(self, tensors: Sequence[Tensor], spec: TensorSpec) -> Tensor:
-        return tensors[0].to(spec.dtype)
-
-    def _narrower(self, dtype: torch.dtype) -> torch.dtype:
-        return self._dtype if self._dtype.itemsize < dtype.itemsize else dtype
-
-
-class Half(Cast):
-    """Rounds to `dtype`, fp16 or bf16; a tensor of no more bits keeps its own dtype.
+class Half(Codec):
+    """Rounds to `dtype`: fp16, bf16, or fp32 for float64 tensors; one of no more bits keeps its own dtype.
 
     |x - decoded| <= 2^-11 |x| + 2^-25 for fp16 and 2^-8 |x| + 2^-134 for bf16. Numbers above the dtype's
     largest one (65504 for fp16) are clamped to it. Raises ValueError.
@@ -117,7 +92,25 @@ class Half(Cast):
     name = "half"
 
     def __init__(self, dtype: str = "fp16") -> None:
-        super().__init__(one_of("fp16", "bf16").read("dtype", dtype))
+        self._dtype = DTYPES[one_of(*DTYPES).read("dtype", dtype)]
+
+    def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(spec.shape, self._narrower(spec.dtype)),)
+
+    def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        dtype = self._narrower(tensor.dtype)
+        _largest(tensor)  # refuses what is not finite
+        if dtype != tensor.dtype:
+            most = torch.finfo(dtype).max
+            clamped = tensor.clamp(-most, most)
+            tensor = clamped + 0 * tensor if tensor.is_cuda else clamped  # an infinity arrives as NaN
+        return (tensor.to(dtype),)
+
+    def decode(self, tensors: Sequence[Tensor], spec: TensorSpec) -> Tensor:
+        return tensors[0].to(spec.dtype)
+
+    def _narrower(self, dtype: torch.dtype) -> torch.dtype:
+        return self._dtype if self._dtype.itemsize < dtype.itemsize else dtype
 
 
 class Int8(Codec):
@@ -143,10 +136,9 @@ class Int8(Codec):
 
     def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
         x = tensor.to(_at_least_float32(tensor.dtype))
-        finfo = torch.finfo(x.dtype)
-        # At most the largest number over 127, so that 127 steps do not overflow.
-        most = finfo.max * (1 - 2 * finfo.eps) / LEVELS
-        step = (_largest(x, self._by_channel and x.dim() > 1) / LEVELS).clamp(finfo.tiny, most)
+        limits = torch.finfo(x.dtype)
+        most = limits.max * (1 - 2 * limits.eps) / LEVELS  # so that 127 steps do not overflow
+        step = (_largest(x, self._by_channel and x.dim() > 1) / LEVELS).clamp(limits.tiny, most)
         steps = x / _spread(step, x.dim())
         steps = (steps + torch.rand_like(steps)).floor_() if self._stochastic else steps.round_()
         return steps.clamp_(-LEVELS, LEVELS).to(torch.int8), step
@@ -168,7 +160,7 @@ class TopK(Codec):
 
     def __init__(self, fraction: float = 0.01, values: str = "fp16", error_feedback: bool = True) -> None:
         self._fraction = Fraction(repr(_FRACTION.read("fraction", fraction)))  # as written: 0.07 of 100 is 7
-        self._values: Codec = Cast(one_of("fp16", "fp32").read("values", values))
+        self._values: Codec = Half(one_of("fp16", "fp32").read("values", values))
         self.error_feedback = BOOL.read("error_feedback", error_feedback)
 
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
@@ -201,8 +193,8 @@ class TopKInt8(TopK):
 
 
 def _places_of_largest(flat: Tensor, k: int) -> Tensor:
-    """Return the positions of the k largest absolute numbers, in no order. NaN counts as the largest."""
-    if flat.device.type != "cpu" or not 0 < k < len(flat):
+    """Return the positions of the k largest absolute numbers, in no order."""
+    if flat.is_cuda or not 0 < k < len(flat):
         return torch.topk(flat.abs(), k, sorted=False).indices
     sizes = flat.abs().to(_at_least_float32(flat.dtype)).numpy()
     return torch.from_numpy(np.argpartition(sizes, len(sizes) - k)[-k:])  # a tenth of topk's time on a CPU
@@ -217,11 +209,9 @@ def _largest(x: Tensor, by_channel: bool = False) -> Tensor:
         return x.new_zeros(x.shape[1] if by_channel else 1)
     others = [dimension for dimension in range(x.dim()) if not (by_channel and dimension == 1)]
     largest = torch.maximum(-x.amin(others), x.amax(others)).reshape(-1)
-    if largest.is_cuda:
-        return largest + largest * 0
-    if not all(map(math.isfinite, largest.tolist())):
+    if not largest.is_cuda and not all(map(math.isfinite, largest.tolist())):
         raise NotFinite("an infinity or NaN")
-    return largest
+    return largest + 0 * largest
 
 
 def _spread(step: Tensor, dimensions: int) -> Tensor:

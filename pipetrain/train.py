@@ -14,6 +14,7 @@ import sys
 import traceback
 import uuid
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -52,7 +53,7 @@ RELEASE_S = 10.0  # for the remaining processes of a killed run to release its f
 def main() -> None:
     """Run the command line as one of the ranks; exit with the run's status."""
     keep_freed_memory()
-    world = World.from_environment()
+    world = World.current()
     with idle(world.rank):
         try:
             status = guarded(lambda: run_command(world))
@@ -60,6 +61,22 @@ def main() -> None:
             traceback.print_exc()
             status = FAILED
         leave(status)
+
+
+def freeze_imports() -> None:
+    """Exempt the imported modules from garbage collection, which __main__ has turned off.
+
+    Called before a model is built, as frozen objects are never freed (loading torch's compiler keeps its
+    callers' frames in a cycle).
+    """
+    if not gc.isenabled():
+        gc.freeze()
+
+
+def collect_garbage() -> None:
+    """Turn the garbage collector on, and let it free what planning and measuring have left."""
+    gc.enable()
+    gc.collect()
 
 
 def run_command(world: World) -> int:
@@ -71,13 +88,17 @@ def run_command(world: World) -> int:
         run_dir = start.run_dir
         if run_dir is not None and not any(word.startswith("run_dir=") for word in sys.argv):
             sys.argv.append(f"run_dir={quoted(run_dir)}")  # otherwise each restart would make a folder
-    run_job, refused = (lead, discard_folder) if leads else (follow, lambda: None)
+    run_job, refused = (lead, discard_folder) if leads else (follow, _nothing)
     try:
         return compose("config", lambda cfg: run_job(cfg, start), refused, leads)
     except (ConfigError, ScheduleError) as error:
         start.refuse(error)
     finally:
         start.trains.set()
+
+
+def _nothing() -> None:
+    """Leave the folder to rank 0."""
 
 
 def discard_folder() -> None:
@@ -191,11 +212,9 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
             f"with, or train anew"
         )
     rate = settings.rate(settings.epochs * len(sampler.batch_sizes))
-    if not gc.isenabled():  # __main__ has turned it off
-        gc.freeze()  # what is imported is not looked at again; before a model is built, which is to be freed
+    freeze_imports()
     model = model_of(cfg, settings.seed)
-    gc.enable()
-    gc.collect()  # also the Pipeline of a job of a sweep that was refused
+    collect_garbage()
     start.agree("build the model")
     pipe = Pipeline(
         model,
@@ -212,11 +231,7 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
     start.agree("read the data set", same={"data set": data.fingerprint if data else facts.fingerprint})
     start.doing = "plan the run"
     own = settings.seed, settings.workers, settings.timeout, data.classes if data else None
-
-    def ready() -> None:
-        start.agree("begin to train")
-        start.trains.set()
-
+    ready = partial(get_ready, start)
     run_folder = RunFolder(
         Path(word.run_dir), word.run, source, cfg, conditions_of(cfg, settings, facts), facts, ready
     )
@@ -243,3 +258,9 @@ def conditions_of(cfg: DictConfig, settings: Settings, facts: DataFacts) -> dict
         "seed": settings.seed,
         "dtype": str(settings.dtype).removeprefix("torch."),
     }
+
+
+def get_ready(start: Start) -> None:
+    """Wait for all ranks, which are now to train."""
+    start.agree("begin to train")
+    start.trains.set()

@@ -268,7 +268,7 @@ def test_whole_numbers_and_truth_values_travel_as_they_are():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Half("fp8"), "dtype=fp8 must be one of fp16, bf16"),
+        (lambda: Half("fp8"), "dtype=fp8 must be one of fp16, bf16, fp32"),
         (lambda: Int8("row"), "scale=row must be one of tensor, channel"),
         (lambda: Int8(stochastic="yes"), "stochastic=yes must be true or false"),
         (lambda: TopK(values="bf16"), "values=bf16 must be one of fp16, fp32"),

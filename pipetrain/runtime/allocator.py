@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
 MMAP_THRESHOLD = 32 * 1024**2  # bytes; the most that glibc takes
@@ -21,13 +22,10 @@ def keep_freed_memory() -> str:
 
     Call it early. Does nothing with another C library, or where the environment has settings of its own.
     """
-    chosen = [name for name in _VARIABLES if os.environ.get(name)]
-    if chosen:
+    if chosen := [name for name in _VARIABLES if os.environ.get(name)]:
         return f"allocator as {', '.join(chosen)} says"
-    try:
+    with suppress(OSError, TypeError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, TypeError, AttributeError):
-        return "the system's allocator"
-    if not (mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD)):
-        return "the system's allocator"
-    return "glibc's allocator keeps freed blocks of up to 32 MiB"
+        if mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD):
+            return "glibc's allocator keeps freed blocks of up to 32 MiB"
+    return "the system's allocator"

@@ -19,13 +19,12 @@ import math
 import re
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,8 +37,6 @@ from pipetrain.schedule.actions import Edge, Tie
 
 ALL: Tie = ()
 """Stands for the stages of all ranks, whose gradient has one norm."""
-_Late = Callable[[], ChannelError]  # makes the error of a wait that ends at its deadline
-_Lost = Callable[[str], ChannelError]  # that of a connection that failed, and why
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,28 +62,30 @@ class Message:
         return sum(spec.nbytes for spec in self.specs)
 
     @property
-    def what(self) -> str:
-        """What it is, without source and destination."""
-        return f"the {'activation' if self.src < self.dst else 'gradient'} of microbatch {self.mb}"
-
-    @property
     def name(self) -> str:
         """What it is, with the stages of a skip, which are not neighbours."""
-        neighbours = abs(self.src - self.dst) == 1
-        return self.what if neighbours else f"{self.what} (stage {self.src} to {self.dst})"
+        what = f"the {'activation' if self.src < self.dst else 'gradient'} of microbatch {self.mb}"
+        return what if abs(self.src - self.dst) == 1 else f"{what} (stage {self.src} to {self.dst})"
 
 
-def bounds_of(buffer_size: int | Mapping[Edge, int]) -> Callable[[Edge], int]:
-    """Return the bound of an edge as a function."""
-    return buffer_size.__getitem__ if isinstance(buffer_size, Mapping) else lambda edge: buffer_size
+class Awaited(NamedTuple):
+    """A wait in words: `late` for one that takes too long, `lost` for a connection that fails."""
 
+    late: str
+    lost: str
 
-def expired(receives: Sequence[Message], sends: Sequence[Message], timeout: float) -> ChannelError:
-    """Return the error for a wait for any of these messages that took `timeout` seconds."""
-    rank = receives[0].ranks[1] if receives else sends[0].ranks[0]
-    awaited = [f"{message.name} from rank {message.ranks[0]}" for message in receives]
-    awaited += [f"rank {message.ranks[1]} to take {message.name}" for message in sends]
-    return ChannelError(f"rank {rank} waited {timeout:g} s for {' or for '.join(awaited)}")
+    @classmethod
+    def any_of(cls, receives: Sequence[Message], sends: Sequence[Message], timeout: float) -> Awaited:
+        first = (*receives, *sends)[0]
+        me, peer = first.ranks[::-1] if receives else first.ranks
+        what = [f"{message.name} from rank {message.ranks[0]}" for message in receives]
+        what += [f"rank {message.ranks[1]} to take {message.name}" for message in sends]
+        late = f"rank {me} waited {timeout:g} s for {' or for '.join(what)}"
+        return cls(late, f"rank {me} lost rank {peer} at {first.name}")
+
+    def error(self, why: str = "") -> ChannelError:
+        """Return the error of a connection that failed, and `why`, else of the deadline."""
+        return ChannelError(f"{self.lost}: {why}" if why else self.late)
 
 
 def cause_of(error: RuntimeError) -> str:
@@ -100,9 +99,26 @@ class _Transfer:
     """Tensors in transfer; they and the works must be kept unchanged until the transfer is finished."""
 
     message: Message
+    sending: bool
     tensors: list[Tensor]
     works: list[dist.Work]
     watched: Future[None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether waiting for it would return at once, with or without an error."""
+        return self.watched.done() if self.watched else all(work.is_completed() for work in self.works)
+
+
+@dataclass(slots=True)
+class _End:
+    """One rank's end of an edge."""
+
+    group: Any
+    bound: int
+    to_post: deque[Message] = field(default_factory=deque)
+    posted: deque[_Transfer] = field(default_factory=deque)
+    sent: deque[_Transfer] = field(default_factory=deque)
 
 
 class Channel:
@@ -111,12 +127,12 @@ class Channel:
     `groups`: a process group for each edge; `sums`: one for the ranks of each tie. Tensors come from and go
     to `device`. `staged`: they go through pinned host memory, because gloo cannot send CUDA tensors.
     `channels_last`: four-dimensional tensors are sent and received with their channels innermost, without a
-    copy if they already are. `buffer_size`: of all edges, or of each.
+    copy if they already are. `buffer_size`: of all edges, or of each that a plan has.
     """
 
     def __init__(
         self,
-        groups: dict[Edge, Any],
+        groups: Mapping[Edge, Any],
         buffer_size: int | Mapping[Edge, int],
         timeout: float,
         device: torch.device,
@@ -124,9 +140,9 @@ class Channel:
         channels_last: bool = False,
         sums: Mapping[Tie, Any] | None = None,
     ) -> None:
-        self._groups = groups
+        bounds = buffer_size if isinstance(buffer_size, Mapping) else dict.fromkeys(groups, buffer_size)
+        self._ends = {edge: _End(group, bounds.get(edge, 0)) for edge, group in groups.items()}
         self._sums = sums or {}
-        self._bounds = bounds_of(buffer_size)
         self._timeout = timeout
         self._device = device
         self._staged = staged
@@ -142,80 +158,77 @@ class Channel:
         self._stream: Any = None
         self._deadline = Deadline(timeout, self._abort, self._broken) if self.ordered else None
         self._watch: Watch | None = None
-        self._to_post: dict[Edge, deque[Message]] = {edge: deque() for edge in groups}
-        self._posted: dict[Edge, deque[_Transfer]] = {edge: deque() for edge in groups}
-        self._sent: dict[Edge, deque[_Transfer]] = {edge: deque() for edge in groups}
         self._told: defaultdict[Tie, deque[tuple[Tensor, dist.Work]]] = defaultdict(deque)
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
         """Announce the receives until the next drain, in order; `watched` if `arrived` or `wait` is used."""
         if watched and not self.ordered:
-            self._watch = Watch(self._groups)
+            self._watch = Watch(self._ends)
         self._polls = watched and self.ordered
         self._stream = torch.cuda.current_stream() if self.ordered else None  # looked up once: it takes long
         for message in messages:
-            self._to_post[message.edge].append(message)
-        for edge, waiting in self._to_post.items():
-            if waiting:  # there may be edges of other plans, without a bound
-                self._post(edge, self._ahead(edge))
+            self._ends[message.edge].to_post.append(message)
+        for end in self._ends.values():
+            self._post(end, self._ahead(end))
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Start a send; waits only while the sends of the edge are as many as may be unfinished."""
-        unfinished = self._sent[message.edge]
-        while len(unfinished) >= self._room(message.edge):
-            self._wait(unfinished.popleft(), sending=True)
-        wire = [self._to_wire(t) for t in tensors]
-        unfinished.append(self._start(message, wire, sending=True))
+        end = self._ends[message.edge]
+        while len(end.sent) >= 2 * end.bound - self._ahead(end):
+            self._wait(end.sent.popleft())
+        end.sent.append(self._start(message, True, [self._to_wire(t) for t in tensors]))
         self.carried += message.nbytes
 
     def recv(self, message: Message) -> tuple[Tensor, ...]:
         """Wait for the next message of its edge, which must be this one."""
-        self._post(message.edge, 1)
+        end = self._ends[message.edge]
+        self._post(end, 1)
         transfer = self._next(message)
-        self._posted[message.edge].popleft()
-        self._wait(transfer, sending=False)
+        end.posted.popleft()
+        self._wait(transfer)
         self.carried += message.nbytes
-        self._post(message.edge, self._ahead(message.edge))
+        self._post(end, self._ahead(end))
         return tuple(self._from_wire(t) for t in transfer.tensors)
 
     def forget(self, mb: int) -> None:
         """Cancel the receives of microbatches from `mb` on, none of which may have been posted."""
-        for edge, waiting in self._to_post.items():
-            self._to_post[edge] = deque(message for message in waiting if message.mb < mb)
-            assert all(transfer.message.mb < mb for transfer in self._posted[edge]), f"posted beyond {mb}"
+        for end in self._ends.values():
+            end.to_post = deque(message for message in end.to_post if message.mb < mb)
+            assert all(transfer.message.mb < mb for transfer in end.posted), f"posted beyond {mb}"
 
     def drain(self) -> None:
         """Wait for all sends, and assert that every announced message has been received."""
-        for unfinished in self._sent.values():
-            while unfinished:
-                self._wait(unfinished.popleft(), sending=True)
-        left = [m.name for queue in self._to_post.values() for m in queue]
-        left += [transfer.message.name for queue in self._posted.values() for transfer in queue]
-        assert not left, f"never received: {left}"
+        for end in self._ends.values():
+            while end.sent:
+                self._wait(end.sent.popleft())
+            left = [message.name for message in (*(one.message for one in end.posted), *end.to_post)]
+            assert not left, f"never received: {left}"
         if self._watch:
             self._watch.close()
             self._watch = None
 
+    # What a policy sees
+
     def arrived(self, message: Message) -> bool:
         """Return whether `recv` of this message, the next one of its edge, would not wait."""
-        return self._finished(self._next(message))
+        return self._next(message).finished
 
     def room(self, message: Message) -> bool:
-        unfinished = self._sent[message.edge]
-        while unfinished and self._finished(unfinished[0]):
-            self._wait(unfinished.popleft(), sending=True)
-        return len(unfinished) < self._room(message.edge)
+        end = self._ends[message.edge]
+        while end.sent and end.sent[0].finished:
+            self._wait(end.sent.popleft())
+        return len(end.sent) < 2 * end.bound - self._ahead(end)
 
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
         """Wait until one of `receives` has arrived, or there is room for one of `sends`."""
-        full = [self._sent[message.edge] for message in sends if not self.room(message)]
-        if len(full) < len(sends):
-            return
-        awaited = [self._next(message) for message in receives]
-        awaited += [unfinished[0] for unfinished in full]  # they finish in order
-        with self._waiting(late := partial(expired, receives, sends, self._timeout), ChannelError):
-            if not self._until_any(awaited):
-                raise late()
+        if not any(map(self.room, sends)):
+            transfers = [self._next(message) for message in receives]
+            transfers += [self._ends[message.edge].sent[0] for message in sends]  # they finish in order
+            awaited = Awaited.any_of(receives, sends, self._timeout)
+            with self._waiting(awaited):
+                self._await_any(transfers, awaited)
+
+    # Sums over ranks
 
     def tell(self, tie: Tie, numbers: Tensor) -> None:
         """Start to add up numbers over the ranks of a tie; those of one tie come in their order."""
@@ -227,62 +240,55 @@ class Channel:
         numbers, work = self._told[tie].popleft()
         what = "the gradients of shared weights" if tie else "the gradient norms"
         me = f"rank {dist.get_rank() if dist.is_initialized() else 0}"
-        late = partial(ChannelError, f"{me} waited {self._timeout:g} s for {what} of the other ranks")
-        lost: _Lost = lambda why: ChannelError(f"{me} lost another rank at {what}: {why}")  # noqa: E731
-        with self._waiting(late, lost):
-            self._complete([work], late, lost)
+        late = f"{me} waited {self._timeout:g} s for {what} of the other ranks"
+        awaited = Awaited(late, f"{me} lost another rank at {what}")
+        with self._waiting(awaited):
+            self._complete([work], awaited)
         return numbers.to(self._device, non_blocking=True)
 
-    def buffers(self) -> list[tuple[Sequence[int], Tensor]]:
-        """Return the tensors that it holds, with the stages between which they travel."""
-        transfers = (t for queues in (self._posted, self._sent) for queue in queues.values() for t in queue)
-        held = [(one.message.edge, tensor) for one in transfers for tensor in one.tensors]
-        sums = [(tie, numbers) for tie, queue in self._told.items() if tie for numbers, _ in queue]
-        return [*held, *sums]
+    # What it holds
+
+    @property
+    def adds_up(self) -> bool:
+        return any(self._told.values())
+
+    def buffers(self) -> Iterator[tuple[Sequence[int], Tensor]]:
+        """Yield the tensors that it holds, with the stages between which they travel."""
+        for edge, end in self._ends.items():
+            yield from ((edge, tensor) for one in (*end.posted, *end.sent) for tensor in one.tensors)
+        for tie, told in self._told.items():
+            yield from ((tie, numbers) for numbers, _ in told if tie)
 
     def check(self) -> None:
         """Raise ChannelError if a message, for which the stream waits, did not come in time."""
         if self._deadline:
             self._deadline.check()
 
-    @property
-    def adds_up(self) -> bool:
-        return any(self._told.values())
-
     def let_go(self) -> None:
         """Refer to no process group any longer, nor to messages, which hold the connections open."""
-        self._groups, self._sums = {}, {}
-        self._to_post, self._posted, self._sent = {}, {}, {}
+        self._ends, self._sums = {}, {}
         self._told.clear()
 
     # Transfers
 
-    def _ahead(self, edge: Edge) -> int:
+    def _ahead(self, end: _End) -> int:
         """Return how many receives are posted before they are waited for."""
-        return 0 if self.ordered and not self._polls else self._bounds(edge)
+        return 0 if self.ordered and not self._polls else end.bound
 
-    def _room(self, edge: Edge) -> int:
-        """Return how many sends may be unfinished."""
-        return 2 * self._bounds(edge) - self._ahead(edge)
+    def _post(self, end: _End, ahead: int) -> None:
+        while end.to_post and len(end.posted) < ahead:
+            message = end.to_post.popleft()
+            end.posted.append(self._start(message, False, [self._empty(spec) for spec in message.specs]))
 
-    def _post(self, edge: Edge, ahead: int) -> None:
-        waiting, posted = self._to_post[edge], self._posted[edge]
-        while waiting and len(posted) < ahead:
-            message = waiting.popleft()
-            posted.append(self._start(message, [self._empty(spec) for spec in message.specs], sending=False))
-
-    def _start(self, message: Message, tensors: list[Tensor], sending: bool) -> _Transfer:
-        works = [self._begin(message, tensor, sending) for tensor in tensors]
+    def _start(self, message: Message, sending: bool, tensors: list[Tensor]) -> _Transfer:
+        with self._waiting(self._awaited(message, sending)):
+            works = [self._begin(message, tensor, sending) for tensor in tensors]
         watched = self._watch.add(message.edge, works) if self._watch else None
-        return _Transfer(message, tensors, works, watched)
+        return _Transfer(message, sending, tensors, works, watched)
 
     def _begin(self, message: Message, tensor: Tensor, sending: bool) -> dist.Work:
         post, peer = (dist.isend, message.ranks[1]) if sending else (dist.irecv, message.ranks[0])
-        try:
-            work = post(tensor, peer, group=self._groups[message.edge])
-        except RuntimeError as error:
-            self.check()
-            raise _lost(message, sending, cause_of(error)) from error
+        work = post(tensor, peer, group=self._ends[message.edge].group)
         assert work is not None
         return work
 
@@ -293,57 +299,53 @@ class Channel:
 
     def _next(self, message: Message) -> _Transfer:
         """Return the next posted receive of a message's edge, which must be for it."""
-        posted = self._posted[message.edge]
+        posted = self._ends[message.edge].posted
         assert posted and posted[0].message == message, f"{message.name} is not what was expected next"
         return posted[0]
 
-    def _finished(self, transfer: _Transfer) -> bool:
-        """Return whether waiting for it would return at once, with or without an error."""
-        if transfer.watched is not None:
-            return transfer.watched.done()
-        return all(work.is_completed() for work in transfer.works)
+    # Waits
 
-    def _until_any(self, transfers: Sequence[_Transfer]) -> bool:
-        """Wait on the host until one of these is finished; return False at the deadline."""
-        if self._watch:
-            watched = [transfer.watched for transfer in transfers if transfer.watched]
-            return bool(wait(watched, self._timeout, FIRST_COMPLETED).done)
-        deadline = time.monotonic() + self._timeout
-        while not any(map(self._finished, transfers)):
-            self.check()
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0)
-        return True
+    def _awaited(self, message: Message, sending: bool) -> Awaited:
+        return Awaited.any_of(*(([], [message]) if sending else ([message], [])), self._timeout)
 
-    def _wait(self, transfer: _Transfer, sending: bool) -> None:
-        message = transfer.message
-        late = partial(expired, *(([], [message]) if sending else ([message], [])), self._timeout)
-        lost = partial(_lost, message, sending)
-        with self._waiting(late, lost):
-            looks = self._watch or (self._polls and not sending)
-            if looks and not self._until_any([transfer]):
-                raise late()
+    def _wait(self, transfer: _Transfer) -> None:
+        awaited = self._awaited(transfer.message, transfer.sending)
+        with self._waiting(awaited):
+            if transfer.watched or (self._polls and not transfer.sending):
+                self._await_any([transfer], awaited)
             if transfer.watched:
                 transfer.watched.result()
             else:
-                self._complete(transfer.works, late, lost)
+                self._complete(transfer.works, awaited)
 
     @contextmanager
-    def _waiting(self, late: _Late, lost: _Lost) -> Iterator[None]:
-        """Count the time of a wait; raise `late()` for one that ends at the deadline, or `lost(why)`."""
+    def _waiting(self, awaited: Awaited) -> Iterator[None]:
+        """Count the time of a wait, and say what it was for if it fails."""
         start = time.monotonic()
         try:
             yield
         except ChannelError:
             raise
         except RuntimeError as error:
+            self.check()
             over = time.monotonic() - start >= self._timeout
-            raise (late() if over else lost(cause_of(error))) from error
+            raise awaited.error("" if over else cause_of(error)) from error
         finally:
             self.waited += time.monotonic() - start
 
-    def _complete(self, works: Sequence[dist.Work], late: _Late, lost: _Lost) -> None:
+    def _await_any(self, transfers: Sequence[_Transfer], awaited: Awaited) -> None:
+        """Let the host wait until one of these is finished."""
+        watched = [transfer.watched for transfer in transfers if transfer.watched]
+        if watched and not wait(watched, self._timeout, FIRST_COMPLETED).done:
+            raise awaited.error()
+        end = time.monotonic() + self._timeout
+        while not any(transfer.finished for transfer in transfers):
+            self.check()
+            if time.monotonic() > end:
+                raise awaited.error()
+            time.sleep(0)
+
+    def _complete(self, works: Sequence[dist.Work], awaited: Awaited) -> None:
         """Let the host wait or, where it does not, the stream, whose deadline is kept aside."""
         end = time.monotonic() + self._timeout
         self.check()
@@ -352,10 +354,11 @@ class Channel:
         if self._deadline:
             passed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             passed.record(self._stream)
-            self._deadline.add(passed.query, lambda why: lost(why) if why else late())
+            self._deadline.add(passed.query, awaited.error)
 
     def _backends(self) -> list[Any]:
-        return [group._get_backend(self._device) for group in (*self._groups.values(), *self._sums.values())]
+        groups = [end.group for end in self._ends.values()]
+        return [group._get_backend(self._device) for group in (*groups, *self._sums.values())]
 
     def _broken(self) -> bool:
         return any(backend.get_error().name != "SUCCESS" for backend in self._backends())
@@ -377,7 +380,6 @@ class Channel:
         return host.copy_(tensor)  # synchronous, because gloo reads it at once
 
     def _empty(self, spec: TensorSpec) -> Tensor:
-        """Return memory for a tensor as on the wire."""
         shape = spec.shape
         if self._channels_last and len(shape) == 4:
             shape = (shape[0], *shape[2:], shape[1])
@@ -391,8 +393,3 @@ class Channel:
 def _at_least(seconds: float) -> timedelta:
     """Return so much time or up to 1 ms more: gloo waits for whole milliseconds, and would end too early."""
     return timedelta(milliseconds=max(0, math.floor(1000 * seconds)) + 1)
-
-
-def _lost(message: Message, sending: bool, why: str) -> ChannelError:
-    me, peer = message.ranks if sending else message.ranks[::-1]
-    return ChannelError(f"rank {me} lost rank {peer} at {message.name}: {why}")

@@ -96,56 +96,43 @@ class Clock:
 class Stopwatch:
     """Measures the spans of one window of one rank: `start` before each action, `stop` after it.
 
-    A policy's wait for one of several messages is added to the next message, if one follows. Messages for
-    which the stream waits are marked on it, as computation is. `coded` returns the seconds of encoding and
-    decoding so far.
+    Messages for which the stream waits are marked on it, as computation is. `coded` returns the seconds of
+    encoding and decoding so far.
     """
 
     def __init__(self, clock: Clock, channel: Channel, coded: Callable[[], float] = lambda: 0.0) -> None:
         self._clock, self._channel, self._coded = clock, channel, coded
         self._began = clock.begin()
         self._spans: list[Span] = []
-        self._wait: tuple[float, float] | None = None  # its start, and the channel's waited seconds then
         self._action: Action | None = None
+        self._waits = False  # outside of actions
         self._start: Mark = None
         self._before = (0.0, 0, 0.0)
 
     def start(self, action: Action | None) -> None:
-        """Begin an action, or with None a wait outside of actions."""
-        channel, self._action = self._channel, action
-        waited = channel.waited
-        if self._by_host(action):
-            self._start, waited = self._wait or (time.perf_counter(), waited)
-            self._wait = (self._start, waited) if action is None else None
-        else:
-            self._end_wait()
-            self._start = self._clock.mark()
-        self._before = (waited, channel.carried, self._coded())
+        """Begin an action, or with None a wait outside of actions, which lasts until the next start."""
+        if self._waits:
+            self.stop()
+        self._action, self._waits = action, action is None
+        self._start, self._before = self._mark(), self._sums()
 
     def stop(self) -> None:
-        action, channel = self._action, self._channel
-        if action is None:
-            return
-        end = time.perf_counter() if self._by_host(action) else self._clock.mark()
-        sums = (0.0, 0, 0.0)
-        if action.op in COMMUNICATION:
-            waited, carried, coded = self._before
-            sums = channel.waited - waited, channel.carried - carried, self._coded() - coded
-        self._spans.append(Span(action, self._start, end, *sums))
+        waited, carried, coded = (now - then for now, then in zip(self._sums(), self._before, strict=True))
+        self._spans.append(Span(self._action, self._start, self._mark(), waited, int(carried), coded))
+        self._waits = False
 
     def row(self) -> Row:
         """End the window and return its spans, to be resolved by the clock."""
-        self._end_wait()
+        if self._waits:
+            self.stop()
         return Row(self._began, self._clock.mark(), self._spans)
 
-    def _by_host(self, action: Action | None) -> bool:
-        return action is None or (action.op in COMMUNICATION and not self._channel.ordered)
+    def _mark(self) -> Mark:
+        by_host = self._action is None or (self._action.op in COMMUNICATION and not self._channel.ordered)
+        return time.perf_counter() if by_host else self._clock.mark()
 
-    def _end_wait(self) -> None:
-        if self._wait is not None:
-            since, waited = self._wait
-            self._spans.append(Span(None, since, time.perf_counter(), self._channel.waited - waited))
-            self._wait = None
+    def _sums(self) -> tuple[float, int, float]:
+        return self._channel.waited, self._channel.carried, self._coded()
 
 
 class Times:

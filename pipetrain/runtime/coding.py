@@ -8,7 +8,7 @@ and shape, so that sum(decoded) = sum(x) - residual. Evaluations are not encoded
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -46,17 +46,15 @@ class Coding:
         codec = self._codecs.of(message.edge)
         if isinstance(codec, Identity):
             return tensors
-        start = time.perf_counter()
+        start, wire = time.perf_counter(), list[Tensor]()
         try:
-            wire = [
-                piece
-                for number, tensor in enumerate(tensors)
-                for piece in self._encode(codec, (message.edge, number, tuple(tensor.shape)), tensor.detach())
-            ]
+            for number, tensor in enumerate(tensors):
+                slot = message.edge, number, tuple(tensor.shape)
+                wire += self._encode(codec, slot, tensor.detach())
         except NotFinite as error:
             direction = "forward" if message.src < message.dst else "backward"
             raise TrainingStopped(
-                f"{message.what} from stage {message.src} to stage {message.dst} has {error}, which "
+                f"{message.name} from stage {message.src} to stage {message.dst} has {error}, which "
                 f"codec {codec} cannot carry; try a lower optim.lr, or a warmup, or "
                 f"codec.{direction}=identity, with which on_nan=skip can leave such an update out"
             ) from error
@@ -67,15 +65,10 @@ class Coding:
         codec = self._codecs.of(message.edge)
         if isinstance(codec, Identity):
             return arrived
-        start, pieces, decoded = time.perf_counter(), iter(arrived), []
-        for spec in message.plain:
-            wire = [next(pieces) for _ in on_wire(codec, spec)]
-            tensor = codec.decode(wire, spec) if spec.dtype.is_floating_point else wire[0]
-            if self._channels_last and tensor.dim() == 4:
-                tensor = tensor.contiguous(memory_format=torch.channels_last)
-            decoded.append(tensor)
+        start, pieces = time.perf_counter(), iter(arrived)
+        decoded = tuple(self._decode(codec, pieces, spec) for spec in message.plain)
         self.seconds += time.perf_counter() - start
-        return tuple(decoded)
+        return decoded
 
     def _encode(self, codec: Codec, slot: Slot, tensor: Tensor) -> Sequence[Tensor]:
         if not tensor.is_floating_point():
@@ -83,9 +76,13 @@ class Coding:
         if not codec.error_feedback:
             return codec.encode(tensor)
         owed = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-        if (residual := self.residuals.get(slot)) is not None:
-            owed = owed + residual
+        owed = owed + self.residuals.get(slot, 0)
         encoded = codec.encode(owed.to(tensor.dtype))
-        decoded = codec.decode(encoded, TensorSpec(tuple(tensor.shape), tensor.dtype))
-        self.residuals[slot] = owed - decoded
+        self.residuals[slot] = owed - codec.decode(encoded, TensorSpec(slot[2], tensor.dtype))
         return encoded
+
+    def _decode(self, codec: Codec, pieces: Iterator[Tensor], spec: TensorSpec) -> Tensor:
+        wire = [next(pieces) for _ in on_wire(codec, spec)]
+        tensor = codec.decode(wire, spec) if spec.dtype.is_floating_point else wire[0]
+        last = self._channels_last and tensor.dim() == 4
+        return tensor.contiguous(memory_format=torch.channels_last) if last else tensor

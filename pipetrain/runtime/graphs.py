@@ -107,16 +107,19 @@ class FixedWeights(Weights):
             super().reduce()
             self._graded |= self.gradients().keys()
 
-    def step(self, keep: bool, skip: bool = False) -> None:
-        super().step(keep, skip)
-        if self._fixed:
-            torch._foreach_zero_(list(self._fixed.values()))
+    def step(self, keep: bool, skip: bool = False, unless: Tensor | None = None) -> None:
+        super().step(keep, skip, unless)
+        self._clear()
 
     def _fresh_leaves(self) -> dict[str, Tensor]:
         leaves = super()._fresh_leaves()
         for name, gradient in self._fixed.items():
             leaves[name].grad = gradient
         return leaves
+
+    def _clear(self) -> None:
+        if self._fixed:
+            torch._foreach_zero_(list(self._fixed.values()))
 
 
 def _address(storage: Iterable[Tensor]) -> int:
@@ -133,7 +136,7 @@ class GraphedStage(Stage):
         super().__init__(*arguments, **options)
         self._free: list[int] = []  # slots
         self._passes: dict[tuple[int, int], Pass] = {}  # by slot, and by the storage of a weight version
-        self._examples: list[tuple[Tensors, Target | None]] = []  # of rehearsals
+        self._example: tuple[Tensors, Target | None] | None = None  # of a rehearsal
         self._replayed: dict[int, Pass] = {}
 
     def forward(
@@ -145,7 +148,7 @@ class GraphedStage(Stage):
         one = self._passes.get(key) if key and (target is None or target.weight) else None
         if one is None or _kinds(x) != _kinds(one.inputs) or _kinds(aims) != _kinds(one.target):
             if self.rehearses:
-                self._examples.append((x, target))
+                self._example = x, target
             return super().forward(mb, x, version, target, saving)
         self._free.pop()
         torch._foreach_copy_([*one.inputs, *one.target], [*x, *aims])
@@ -174,7 +177,8 @@ class GraphedStage(Stage):
 
         Raises ConfigError for layers that cannot be captured.
         """
-        (x, target), self._examples = self._examples[-1], []
+        assert self._example is not None, "only after a rehearsal"
+        (x, target), self._example = self._example, None
         pools = [torch.cuda.graph_pool_handle() for _ in range(slots)]
         for storage, leaves in self.weights.fix(versions).items():
             with self.weights.only(leaves):

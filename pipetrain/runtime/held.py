@@ -10,9 +10,9 @@ What an action needs only while it runs is not in it; on a GPU the allocator's p
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ class Measured:
     `allocated`: the peak of the GPU's allocator in that window, in bytes; None on a CPU.
     """
 
-    stages: dict[int, list[Held]] = field(default_factory=dict)
+    stages: dict[int, list[Held]]
     allocated: int | None = None
 
 
@@ -49,8 +49,7 @@ class Meter:
         self._device = device
         self._saved: dict[int, _Storages] = {stage: {} for stage in stages}  # by autograd
         self._refs: dict[tuple[int, int], weakref.ref[torch.UntypedStorage]] = {}
-        self._own: dict[int, dict[str, _Storages]] = {}
-        self._measured = Measured(stages={stage: [] for stage in stages})
+        self._measured = Measured({stage: [] for stage in stages})
         self._left = MOST
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -72,7 +71,6 @@ class Meter:
         by_stage: dict[int, list[Tensor]] = {stage: [] for stage in self._stages}
         for between, tensor in messages:
             by_stage[next(stage for stage in reversed(between) if stage in by_stage)].append(tensor)
-        self._own.pop(action.stage, None)
         for stage, held in self._measured.stages.items():
             held.append(self._held(stage, by_stage[stage]))
 
@@ -96,35 +94,25 @@ class Meter:
 
     def _held(self, stage: int, messages: list[Tensor]) -> Held:
         """Return the bytes by part; a storage counts at the first part that has it."""
-        if stage not in self._own:
-            self._own[stage] = self._parts(stage)
-        parts, apart = dict(self._own[stage]), set().union(*self._own[stage].values())
-        open_ones = _storages(list(self._stages[stage].open_tensors()))
-        parts["messages"] = _without(_storages(messages), apart | open_ones.keys())
-        activations = open_ones | _without(self._saved[stage], parts["messages"].keys())
-        parts["activations"] = _without(activations, apart)
-        return {name: sum(of.values()) for name, of in parts.items()}
-
-    def _parts(self, stage: int) -> dict[str, _Storages]:
-        """Return what a stage holds beside activations and messages."""
         module, weights = self._stages[stage].module, self._stages[stage].weights
         leaves, optimizer = weights.stored(), weights.optimizer
+        held = _storages(list(self._stages[stage].open_tensors()))
+        sent = _storages(messages)
         parts = {
-            "weights": [*module.parameters(), *module.buffers(), *weights.average().values()],
-            "versions": leaves,
-            "gradients": [t.grad for t in (*weights.live.values(), *leaves)],
-            "optimizer": list(optimizer.state.values()) if optimizer is not None else [],
+            "weights": _storages([*module.parameters(), *module.buffers(), *weights.average().values()]),
+            "versions": _storages(leaves),
+            "gradients": _storages([t.grad for t in (*weights.live.values(), *leaves)]),
+            "optimizer": _storages(list(optimizer.state.values()) if optimizer else []),
+            "messages": {key: size for key, size in sent.items() if key not in held},
+            "activations": held | self._saved[stage],
         }
-        found: dict[str, _Storages] = {}
-        for name, tensors in parts.items():
-            found[name] = _without(_storages(tensors), set().union(*found.values()))
-        return found
+        seen, sizes = set[int](), dict[str, int]()
+        for name, storages in parts.items():
+            sizes[name] = sum(size for key, size in storages.items() if key not in seen)
+            seen |= storages.keys()
+        return sizes
 
 
 def _storages(tensors: Any) -> _Storages:
     storages = [tensor.untyped_storage() for tensor in strided(tensors)]
     return {id(storage): storage.nbytes() for storage in storages}
-
-
-def _without(storages: _Storages, others: Collection[int]) -> _Storages:
-    return {key: size for key, size in storages.items() if key not in others}

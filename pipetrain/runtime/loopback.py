@@ -28,8 +28,10 @@ class LoopbackChannel(Channel):
         self._late = receives
 
     def _begin(self, message: Message, tensor: Tensor, sending: bool) -> dist.Work:
-        if not sending:
-            _make_up(tensor)
+        if not sending and (tensor.is_floating_point() or tensor.is_complex()):
+            tensor.normal_()
+        elif not sending:  # what is valid everywhere: 0 for an index, True in a mask
+            tensor.fill_(tensor.dtype is torch.bool)
         return _Done()
 
     def _add_up(self, numbers: Tensor, group: Any) -> dist.Work:
@@ -47,11 +49,3 @@ class _Done(dist.Work):
 
     def is_completed(self) -> bool:
         return True
-
-
-def _make_up(tensor: Tensor) -> None:
-    """Fill a tensor with random numbers, or with what is valid everywhere: 0 for an index, True in a mask."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        tensor.normal_()
-    else:
-        tensor.fill_(tensor.dtype is torch.bool)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
+from pipetrain.codec import Codecs
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.values import TensorSpec, specs_of
 from pipetrain.plan.cut import Cut, divide, merge
@@ -24,10 +25,7 @@ _Specs = tuple[TensorSpec, ...]
 
 
 class Mailbox:
-    """The messages of a rank's stages, `mine`, one window at a time.
-
-    `placement[stage]` is a stage's rank; `coding`: None for none.
-    """
+    """The messages of a rank's stages, `mine`, one window at a time. `placement[stage]`: a stage's rank."""
 
     def __init__(
         self,
@@ -41,10 +39,8 @@ class Mailbox:
         self.placement = placement
         self._cut = cut
         self._mine = mine
-        self._coding = coding
-        self._specs: dict[
-            tuple[Edge, int], tuple[_Specs, _Specs]
-        ] = {}  # by samples: plain, and as they travel
+        self._coding = coding or Coding(Codecs())
+        self._specs: dict[tuple[Edge, int], tuple[_Specs, _Specs]] = {}  # by samples: encoded, and plain
         self._feed: Feed | None = None
         self._arrived: dict[tuple[Edge, int], Tensors] = {}  # (edge, microbatch) -> its message
         self._to_send: dict[tuple[Edge, int], Tensors] = {}
@@ -75,15 +71,12 @@ class Mailbox:
 
     def hand_on(self, stage: int, mb: int, outputs: Tensors) -> None:
         routes = self._cut.routes_from[stage]
-        parts = divide(outputs, [route.values for route in routes])
-        for route, tensors in zip(routes, parts, strict=True):
-            self._put(route.edge, mb, tensors)
+        self._put(mb, [route.edge for route in routes], divide(outputs, [route.values for route in routes]))
 
     def hand_back(self, stage: int, mb: int, grads: Tensors) -> None:
         routes = self._cut.routes_into[stage]
         parts = divide(grads, [route.returned for route in routes])
-        for route, tensors in zip(routes, parts, strict=True):
-            self._put(route.way_back, mb, tensors)
+        self._put(mb, [route.way_back for route in routes], parts)
 
     def send(self, action: Action) -> None:
         message = self._message(action)
@@ -94,26 +87,23 @@ class Mailbox:
                 f"stage {action.stage} made {made} for {message.name}, and the plan says {planned}: what a "
                 f"layer returns must depend only on the number of samples"
             )
-        self.channel.send(message, tensors if self._coding is None else self._coding.encode(message, tensors))
+        self.channel.send(message, self._coding.encode(message, tensors))
         self.raw_bytes[action.stage] += sum(spec.nbytes for spec in message.plain)
 
     def recv(self, action: Action) -> None:
         message = self._message(action)
-        arrived = self.channel.recv(message)
-        tensors = arrived if self._coding is None else self._coding.decode(message, arrived)
-        self._arrived[message.edge, action.mb] = tensors
+        self._arrived[message.edge, action.mb] = self._coding.decode(message, self.channel.recv(message))
 
     @property
     def coded(self) -> float:
         """Seconds of encoding and decoding so far."""
-        return 0.0 if self._coding is None else self._coding.seconds
+        return self._coding.seconds
 
     def held(self) -> Iterator[tuple[Sequence[int], Tensor]]:
         """Yield the tensors of messages that this rank holds, with the stages between which they travel."""
         yield from self.channel.buffers()
-        for messages in (self._arrived, self._to_send):
-            for (edge, _), tensors in messages.items():
-                yield from ((edge, tensor) for tensor in tensors)
+        for (edge, _), tensors in (*self._arrived.items(), *self._to_send.items()):
+            yield from ((edge, tensor) for tensor in tensors)
 
     # What an order sees
 
@@ -134,15 +124,16 @@ class Mailbox:
         assert self._feed is not None, "only within a window"
         return self._feed
 
-    def _put(self, edge: Edge, mb: int, tensors: Tensors) -> None:
-        (self._arrived if edge[1] in self._mine else self._to_send)[edge, mb] = tensors
+    def _put(self, mb: int, edges: Sequence[Edge], parts: Sequence[Tensors]) -> None:
+        for edge, tensors in zip(edges, parts, strict=True):
+            (self._arrived if edge[1] in self._mine else self._to_send)[edge, mb] = tensors
 
     def _message(self, action: Action) -> Message:
         edge = source, target = action.edge
-        size = self._given.size(action.mb)
-        if (specs := self._specs.get((edge, size))) is None:
-            plain = self._cut.message(edge, size)
-            specs = plain, plain if self._coding is None else self._coding.specs(edge, plain)
-            self._specs[edge, size] = specs
+        key = edge, self._given.size(action.mb)
+        if key not in self._specs:
+            plain = self._cut.message(*key)
+            self._specs[key] = self._coding.specs(edge, plain), plain
+        encoded, plain = self._specs[key]
         ranks = self.placement[source], self.placement[target]
-        return Message(source, target, action.mb, specs[1], ranks, specs[0])
+        return Message(source, target, action.mb, encoded, ranks, plain)

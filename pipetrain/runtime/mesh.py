@@ -37,10 +37,7 @@ def choose_device(world: World, device: str) -> torch.device:
 
 
 def shares_gpu(world: World, device: torch.device) -> bool:
-    """Return whether ranks of this machine share a GPU: NCCL refuses that, so they use gloo.
-
-    With an NCCL_HOSTID of its own for each rank it does not.
-    """
+    """Return whether ranks share a GPU, which NCCL refuses but where each has an NCCL_HOSTID of its own."""
     several = device.type == "cuda" and world.local_size > torch.cuda.device_count()
     return several and "NCCL_HOSTID" not in os.environ
 
@@ -49,10 +46,7 @@ _meetings = itertools.count()
 
 
 def _fresh_store(world: World, limit_s: float) -> Store:
-    """Return a store under a new prefix: the keys of meshes that were closed remain in it.
-
-    It is this attempt's; that of a program's own process group where torchrun did not start it.
-    """
+    """Return torchrun's store, or the program's, under a new prefix: the keys of closed meshes remain."""
     if dist.is_initialized() and not dist.is_torchelastic_launched():
         store: Store | None = dist.distributed_c10d._get_default_store()
     else:
@@ -127,19 +121,18 @@ class Mesh(Ranks):
         token = torch.zeros(1, device=self._place)
         with self._trying("connect to the other ranks"):
             for edge in new:
-                group = self._group({self.placement[stage] for stage in edge})
-                if self.world.rank in (self.placement[stage] for stage in edge):
-                    self._groups[edge] = group
-            for edge in new:  # the first message makes a connection: send one now, edge by edge
-                src, dst = (self.placement[stage] for stage in edge)
-                if self.world.rank == src:
-                    dist.send(token, dst, group=self._groups[edge])
-                elif self.world.rank == dst:
-                    dist.recv(token, src, group=self._groups[edge])
-            for tie in ties:
-                ranks = {self.placement[stage] for stage in tie}
+                ranks = source, target = tuple(self.placement[stage] for stage in edge)
                 group = self._group(ranks)
-                if self.world.rank in ranks:
+                if self.world.rank not in ranks:
+                    continue
+                self._groups[edge] = group  # the first message makes a connection: send one now
+                if self.world.rank == source:
+                    dist.send(token, target, group=group)
+                else:
+                    dist.recv(token, source, group=group)
+            for tie in ties:
+                group = self._group({self.placement[stage] for stage in tie})
+                if dist.get_rank(group) >= 0:
                     self._sums[tie] = group
                     dist.all_reduce(token, group=group)
 
@@ -177,9 +170,9 @@ class Mesh(Ranks):
     def _leave(self) -> None:
         """Destroy the groups of a mesh that is open when the program ends.
 
-        Their threads drop the tensors of past collectives at their own time, with Python's lock, and asking
-        for it while Python ends aborts the process. What still waits for other ranks would wait for them
-        here: those groups stay. A Ctrl-C that comes by now finds nothing left to interrupt.
+        Their threads drop tensors of past collectives at their own time, and asking for Python's lock while
+        Python ends aborts the process. Groups stay that still wait for other ranks, as this would too. A
+        Ctrl-C that comes by now finds nothing left to interrupt.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if not any(channel.adds_up for channel in self._channels):

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from pipetrain.network.network import INPUT, Part
 from pipetrain.network.numerics import numbers_of
@@ -72,73 +73,59 @@ def _again(stage: Stage, microbatch: Microbatch) -> Iterator[None]:
         yield
 
 
-def all_finite(tensors: Sequence[Tensor]) -> bool:
+def all_finite(tensors: Sequence[Tensor | None]) -> bool:
     """Return whether all numbers are finite; integers are."""
-    return all(bool(numbers_of(t).isfinite().all()) for t in tensors)
-
-
-class _Found(Exception):
-    """Ends a search at the layer that was found."""
+    return all(bool(numbers_of(t).isfinite().all()) for t in tensors if t is not None)
 
 
 @torch.no_grad()
 def forward_origin(part: Part, x: Tensors) -> str:
     """Return the first layer whose output is not finite for these inputs; "" if none is."""
+    found: list[str] = []
 
     def see(name: str, layer: nn.Module, outputs: Tensors) -> Tensors:
-        if not all_finite(outputs):
-            raise _Found(f"layer {name}")
+        if not found and not all_finite(outputs):
+            found.append(f"layer {name}")
         return outputs
 
-    try:
-        part.observed(x, see)
-    except _Found as found:
-        return str(found)
-    return ""
+    part.observed(x, see)
+    return next(iter(found), "")
 
 
 @torch.enable_grad()
 def backward_origin(part: Part, x: Tensors, grads: Tensors, needs: Sequence[bool], loss: Loss | None) -> str:
     """Return the first layer, from the end, whose gradients are not finite; "" if none is.
 
-    `grads`: the gradients of the outputs selected by `needs`; unused with a `loss`. Each layer has a graph of
-    its own: what it returns goes on as leaves, which collect the gradients of the layers behind it.
+    `grads`: the gradients of the outputs selected by `needs`; unused with a `loss`. Every node of the graph
+    belongs to the first layer behind it, and is looked at as the backward goes through it.
     """
-    entered = tuple(map(_leaf, x))
-    passes: list[tuple[str, nn.Module, Tensors, Tensors]] = []  # with what was returned, and the leaves
+    seen, found = set[Node](), list[str]()
+
+    def judge(where: str, made: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
+        if not found and not all_finite((*made, *given)):
+            found.append(where)
+
+    def watch(where: str, tensors: Sequence[Tensor]) -> None:
+        nodes = [t.grad_fn for t in tensors]
+        while nodes:
+            if (node := nodes.pop()) is not None and node not in seen:
+                seen.add(node)
+                node.register_hook(partial(judge, where))
+                nodes += [earlier for earlier, _ in node.next_functions]
 
     def see(name: str, layer: nn.Module, outputs: Tensors) -> Tensors:
-        leaves = tuple(map(_leaf, outputs))
-        passes.append((name, layer, outputs, leaves))
-        return tuple(t.clone() for t in leaves)  # a leaf must not be modified in place
+        watch(f"layer {name}", outputs)
+        return outputs
 
-    left = part.observed(tuple(t.clone() for t in entered), see)
-    collecting = [t for t in (*entered, *(t for *_, leaves in passes for t in leaves)) if t.requires_grad]
-    ends = left if loss is None else (loss(left),)
-    needed = [t for t, need in zip(ends, needs, strict=True) if need] if loss is None else list(ends)
-    if not _collects(needed, grads if loss is None else (torch.ones(()),), collecting):
-        return LOSS if loss is not None else ""
-    for name, layer, outputs, leaves in reversed(passes):
-        made = [t for t, leaf in zip(outputs, leaves, strict=True) if leaf.grad is not None]
-        if not _collects(
-            made, [t.grad for t in leaves if t.grad is not None], [*collecting, *layer.parameters()]
-        ):
-            return f"layer {name}"
-    return ""
-
-
-def _collects(outputs: Sequence[Tensor], grads: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
-    """Add the gradients of `wanted` to their `.grad`; return whether all that are added are finite."""
-    pairs = [(t, g.to(t.dtype)) for t, g in zip(outputs, grads, strict=True) if t.requires_grad]
-    leaves = [t for t in wanted if t.requires_grad]
-    if not pairs or not leaves:
-        return True
-    found = torch.autograd.grad([t for t, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
-    for leaf, grad in zip(leaves, found, strict=True):
-        if grad is not None and not isinstance(leaf, nn.Parameter):
-            leaf.grad = grad if leaf.grad is None else leaf.grad + grad
-    return all_finite([numbers_of(grad) for grad in found if grad is not None])
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+    entered = [t.detach().requires_grad_(t.requires_grad) for t in x]
+    left = part.observed(tuple(t.clone() for t in entered), see)  # a leaf must not be modified in place
+    if loss is None:
+        ends = [t for t, need in zip(left, needs, strict=True) if need]
+    else:
+        ends, grads = [loss(left)], (torch.ones(()),)
+        watch(LOSS, ends)
+    wanted = [t for t in (*entered, *part.parameters()) if t.requires_grad]
+    pairs = [(t, grad.to(t)) for t, grad in zip(ends, grads, strict=True) if t.requires_grad]
+    if wanted and pairs:
+        torch.autograd.grad([t for t, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+    return next(iter(found), "")

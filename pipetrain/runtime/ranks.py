@@ -39,10 +39,9 @@ from pipetrain.runtime.channel import cause_of
 START_S = 300.0  # that the ranks' imports may take
 POLL_S = 0.02
 ROUNDS = 32  # messages to and fro to compare two clocks
-SHORT = 1024  # bytes of a message that `tell` sends at once
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 LOOPBACK = 127  # first byte of its addresses
-ELSEWHERE = "192.0.2.1"  # from RFC 5737, in no network: reached by the default route
+ELSEWHERE = "192.0.2.1"  # of RFC 5737, in no network: the default route leads there
 _TARGETS = 1  # tag of the targets; gloo keeps messages of different tags apart
 
 
@@ -56,33 +55,21 @@ class World:
     local_size: int = 1
 
     @classmethod
-    def from_environment(cls) -> World:
-        names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-        return cls(*(int(os.environ.get(name, default)) for name, default in names.items()))
-
-    @classmethod
     def current(cls) -> World:
         """Return the world of the process group, if there is one, else that of torchrun."""
-        if not dist.is_initialized():
-            return cls.from_environment()
-        rank, size = dist.get_rank(), dist.get_world_size()
-        return cls(
-            rank,
-            size,
-            int(os.environ.get("LOCAL_RANK", rank)),
-            int(os.environ.get("LOCAL_WORLD_SIZE", size)),
-        )
-
-
-# The interface
+        if dist.is_initialized():
+            rank, size = dist.get_rank(), dist.get_world_size()
+        else:
+            rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        return cls(rank, size, *local)
 
 
 def choose_interface(world: World) -> None:
-    """Let gloo and NCCL listen only on the network of torchrun's address.
+    """Let gloo and NCCL listen only on the network of torchrun's address; existing settings are kept.
 
     That is the loopback if all ranks are on this machine. The default is the network of this machine's host
-    name, which may be an unneeded one, or a loopback that other machines cannot reach. Existing settings are
-    kept.
+    name, which may be an unneeded one, or a loopback that other machines cannot reach.
     """
     master = os.environ.get("MASTER_ADDR", "")
     if world.size == world.local_size or master == "localhost" or master.startswith("127."):
@@ -95,14 +82,12 @@ def choose_interface(world: World) -> None:
 
 
 def _interface_towards(host: str) -> str | None:
-    """Return the name of the interface that leads to a host, None if unknown."""
-    if sys.platform != "linux":
-        return None
+    """Return the name of the interface that leads to a host, as Linux tells it; None if unknown."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         mine = _own_address(host)
         if mine[0] == LOOPBACK:  # a machine's own name often stands for it
             mine = _own_address(ELSEWHERE)
-        for _, name in socket.if_nameindex() if mine[0] != LOOPBACK else ():
+        for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no address
                 request = struct.pack("256s", name.encode())
                 if fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24] == mine:
@@ -115,9 +100,6 @@ def _own_address(host: str) -> bytes:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return socket.inet_aton(probe.getsockname()[0])
-
-
-# An attempt
 
 
 class Attempt:
@@ -147,15 +129,24 @@ class Attempt:
 
     def meet(self, limit_s: float) -> Store | None:
         """Return this attempt's store once all ranks have come; None without others. Raises ChannelError."""
-        if self._met is None and self._store and self._world.size > 1:
-            number = (self._follow if self._world.rank else self._lead)(self._store, limit_s)
-            self._met = PrefixStore(f"attempt {number}", self._store)
+        store, rank = self._store, self._world.rank
+        if self._met is None and store and self._world.size > 1:
+            if rank == 0:
+                number = self._start
+                self._lead(store, limit_s)
+            else:
+                key = f"attempt of rank {rank}, start {self._start}"
+                self._until(lambda: store.check([key]), limit_s, "rank 0")
+                number = int(store.get(key))
+                store.set(f"attempt {number}/rank {rank}", "")
+                self._until(lambda: store.check([f"attempt {number}/all"]), limit_s, "all ranks")
+            self._met = PrefixStore(f"attempt {number}", store)
         return self._met
 
-    def _lead(self, store: Store, limit_s: float) -> int:
+    def _lead(self, store: Store, limit_s: float) -> None:
         missing, answered = set(range(1, self._world.size)), Counter[int]()
-        end = time.monotonic() + limit_s
-        while True:
+
+        def all_came() -> bool:
             for rank in sorted(missing):
                 start = store.add(f"starts of rank {rank}", 0)
                 if start > answered[rank]:  # it may be one of an earlier attempt, which nobody waits for
@@ -163,33 +154,25 @@ class Attempt:
                     answered[rank] = start
                 if store.check([f"attempt {self._start}/rank {rank}"]):
                     missing.discard(rank)
-            if not missing:
-                store.set(f"attempt {self._start}/all", "")
-                return self._start
-            if time.monotonic() > end:
-                raise ChannelError(_waited(0, limit_s, missing, "start"))
-            time.sleep(POLL_S)
+            return not missing
 
-    def _follow(self, store: Store, limit_s: float) -> int:
-        rank = self._world.rank
-        number = int(self._await(store, f"attempt of rank {rank}, start {self._start}", limit_s, "rank 0"))
-        store.set(f"attempt {number}/rank {rank}", "")
-        self._await(store, f"attempt {number}/all", limit_s, "all ranks")
-        return number
+        self._until(all_came, limit_s, missing)
+        store.set(f"attempt {self._start}/all", "")
 
-    def _await(self, store: Store, key: str, limit_s: float, whom: str) -> bytes:
-        rank, end = self._world.rank, time.monotonic() + limit_s
+    def _until(self, come: Callable[[], bool], limit_s: float, whom: Collection[int] | str) -> None:
+        """Poll the store, not within C++, so that a signal is handled."""
+        end = time.monotonic() + limit_s
         try:
-            while not store.check([key]):
+            while not come():
                 if time.monotonic() > end:
-                    raise ChannelError(_waited(rank, limit_s, whom, "start"))
-                time.sleep(POLL_S)  # and not in C++, so that a signal is handled
-            return store.get(key)
+                    raise _waited(self._world.rank, limit_s, whom, "start")
+                time.sleep(POLL_S)
         except ChannelError:
             raise
         except RuntimeError as error:
             raise ChannelError(
-                f"rank {rank} lost torchrun's store in its start: {cause_of(error)}; look at what rank 0 says"
+                f"rank {self._world.rank} lost torchrun's store in its start: {cause_of(error)}; look at "
+                f"what rank 0 says"
             ) from error
 
 
@@ -214,11 +197,8 @@ def make_group(world: World, store: Store, limit: timedelta) -> None:
     choose_interface(world)
     hook = sys.excepthook
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
-    if getattr(hook, "__name__", "") == "_distributed_excepthook":  # of torch: it names the rank
+    if getattr(hook, "__name__", "") == "_distributed_excepthook":  # of torch: it names the rank, once
         sys.excepthook = hook
-
-
-# What they tell
 
 
 class Ranks:
@@ -234,28 +214,19 @@ class Ranks:
 
     def gather(self, what: str, item: Any) -> list[Any]:
         """Return each rank's `item` as JSON has it: lists for tuples, keys that are strings."""
-        mine, item = self.world.rank, json.loads(json.dumps(item))
-        return [
-            self.tell(f"{what} of rank {rank}", item if rank == mine else None, rank)
-            for rank in range(self.world.size)
-        ]
+        return [self.tell(f"{what} of rank {rank}", item, rank) for rank in range(self.world.size)]
 
     def tell(self, what: str, item: Any = None, source: int = 0) -> Any:
-        """Return on every rank what rank `source` gives as `item`: JSON."""
-        if self.world.size == 1:
-            return item
+        """Return on every rank what rank `source` gives as `item`, as JSON has it."""
         tells = self.world.rank == source
-        text = json.dumps([what, item]).encode() if tells else b""
-        first = bytearray((len(text).to_bytes(8, "little") + text[: SHORT - 8]).ljust(SHORT))
-        with self._trying(f"tell {what}" if tells else f"hear {what} from rank {source}"):
-            dist.broadcast(torch.frombuffer(first, dtype=torch.uint8), source, group=self._all)
-            size = int.from_bytes(first[:8], "little")
-            content = bytes(first[8 : 8 + size])
-            if size > SHORT - 8:
-                rest = bytearray(text[SHORT - 8 :].ljust(size - len(content)))
-                dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source, group=self._all)
-                content += rest
-        theirs, told = json.loads(content)
+        text = bytearray(json.dumps([what, item]).encode() if tells else b"")
+        if self.world.size > 1:
+            size = torch.tensor(len(text))
+            with self._trying(f"tell {what}" if tells else f"hear {what} from rank {source}"):
+                dist.broadcast(size, source, group=self._all)
+                text = text or bytearray(int(size))
+                dist.broadcast(torch.frombuffer(text, dtype=torch.uint8), source, group=self._all)
+        theirs, told = json.loads(text)
         if theirs != what:
             raise ChannelError(
                 f"rank {self.world.rank} waits for {what}, and rank {source} is at {theirs}: let all ranks "
@@ -276,7 +247,7 @@ class Ranks:
             except RuntimeError as error:
                 if missing := re.search(r"[Rr]anks? ([\d, ]+) failed to pass", str(error)):
                     ranks = [int(rank) for rank in missing[1].split(",")]
-                    raise ChannelError(_waited(self.world.rank, limit_s, ranks, doing)) from error
+                    raise _waited(self.world.rank, limit_s, ranks, doing) from error
                 raise self._lost(f"meet the others to {doing}", error) from error
         for rank, why in enumerate(self.gather("the start", refusal)):
             if why:
@@ -348,10 +319,10 @@ class Ranks:
         return ChannelError(f"rank {self.world.rank} could not {doing}{within}: {cause}; {advice}")
 
 
-def _waited(rank: int, limit_s: float, whom: Collection[int] | str, doing: str) -> str:
+def _waited(rank: int, limit_s: float, whom: Collection[int] | str, doing: str) -> ChannelError:
     if not isinstance(whom, str):
         whom = f"rank{'s' * (len(whom) > 1)} {', '.join(map(str, sorted(whom)))}"
-    return (
+    return ChannelError(
         f"rank {rank} waited {limit_s:g} s for {whom} to {doing}; look at what the others say, or give them "
         f"longer with timeout="
     )

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from pipetrain.schedule.actions import Edge
 
 LONG = timedelta(days=30)  # the engine's thread keeps the deadline
+RAISED_S = 5.0  # within which the host must raise an error: one that cannot, waits for the device for good
 _Queue = SimpleQueue[tuple[Sequence[dist.Work], Future[None]] | None]
 
 
@@ -32,12 +33,8 @@ class Watch:
 
     def __init__(self, edges: Iterable[Edge]) -> None:
         self._queues: dict[Edge, _Queue] = {edge: SimpleQueue() for edge in edges}
-        self._threads = [
-            Thread(target=_follow, args=(queue,), daemon=True, name=f"watch of {edge}")
-            for edge, queue in self._queues.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        for queue in self._queues.values():
+            Thread(target=_follow, args=(queue,), daemon=True).start()
 
     def add(self, edge: Edge, works: Sequence[dist.Work]) -> Future[None]:
         """Return what is done when all these works are, or with the error of one."""
@@ -46,11 +43,9 @@ class Watch:
         return done
 
     def close(self) -> None:
-        """End the threads. All added transfers must be finished."""
+        """End the threads, after all that was added."""
         for queue in self._queues.values():
             queue.put(None)
-        for thread in self._threads:
-            thread.join()
 
 
 def _follow(queue: _Queue) -> None:
@@ -62,10 +57,6 @@ def _follow(queue: _Queue) -> None:
             done.set_result(None)
         except BaseException as error:  # raised by the engine's thread
             done.set_exception(error)
-
-
-IDLE_S = 5.0  # without any transfer, after which the thread of a Deadline ends
-RAISED_S = 5.0  # within which the host must raise an error: one that cannot, waits for the device for good
 
 
 class Deadline:
@@ -91,9 +82,9 @@ class Deadline:
             if not self._open:
                 self._moved = time.monotonic()
             self._open.append((passed, error))
-            if self._thread is None:
-                self._thread = Thread(target=self._run, daemon=True, name="deadline of messages")
-                self._thread.start()
+        if self._thread is None:
+            self._thread = Thread(target=self._run, daemon=True, name="deadline of messages")
+            self._thread.start()
 
     def check(self) -> None:
         """Raise the error of a message that did not come in time."""
@@ -106,22 +97,20 @@ class Deadline:
             time.sleep(min(1.0, self._timeout / 20))
             with self._lock:
                 try:
-                    left, broken = [one for one in self._open if not one[0]()], self._broken()
+                    self._look(time.monotonic())
                 except Exception as error:  # of the device, which ends all that was launched
                     self._error = error
-                    break
-                now = time.monotonic()
-                if len(left) < len(self._open):
-                    self._moved = now
-                self._open = left
-                if left and now - self._moved > self._timeout:
-                    self._error = left[0][1]("")
-                elif left and broken:
-                    self._error = left[0][1]("the connection has failed")
-                elif not left and now - self._moved > IDLE_S:
-                    self._thread = None
-                    return
         Thread(target=self._abort, daemon=True, name="end of transfers").start()
         if not self._raised.wait(RAISED_S):
             os.write(2, f"pipetrain: {self._error}\n".encode())
             os._exit(1)
+
+    def _look(self, now: float) -> None:
+        left = [one for one in self._open if not one[0]()]
+        if len(left) < len(self._open):
+            self._moved = now
+        self._open = left
+        if left and now - self._moved > self._timeout:
+            self._error = left[0][1]("")
+        elif left and self._broken():
+            self._error = left[0][1]("the connection has failed")

@@ -10,7 +10,7 @@ import torch
 
 from pipetrain.network.values import TensorSpec
 from pipetrain.runtime import channel as module
-from pipetrain.runtime.channel import Channel, Message, cause_of, expired
+from pipetrain.runtime.channel import Awaited, Channel, Message, cause_of
 from pipetrain.runtime.loopback import LoopbackChannel
 
 SPECS = (TensorSpec((2,), torch.float32),)
@@ -50,7 +50,7 @@ def test_a_skip_s_message_names_its_stages():
     """Two routes may lead from one rank to another."""
     skip, back = Message(0, 2, 7, SPECS, (0, 2)), Message(2, 0, 7, SPECS, (2, 0))
     assert skip.name == "the activation of microbatch 7 (stage 0 to 2)"
-    assert str(expired([back], [], 60)) == (
+    assert str(Awaited.any_of([back], [], 60).error()) == (
         "rank 0 waited 60 s for the gradient of microbatch 7 (stage 2 to 0) from rank 2"
     )
 
@@ -59,19 +59,19 @@ def test_virtual_stages_are_told_from_ranks():
     """Stage 2 is on rank 0 again: an activation goes up the stages and down the ranks."""
     message = Message(1, 2, 0, SPECS, (1, 0))
     assert message.name == "the activation of microbatch 0"
-    assert str(expired([message], [], 60)) == (
+    assert str(Awaited.any_of([message], [], 60).error()) == (
         "rank 0 waited 60 s for the activation of microbatch 0 from rank 1"
     )
 
 
 def test_a_deadline_says_who_waits_for_what():
-    assert str(expired([up(7)], [], 60)) == (
+    assert str(Awaited.any_of([up(7)], [], 60).error()) == (
         "rank 1 waited 60 s for the activation of microbatch 7 from rank 0"
     )
-    assert str(expired([down(7)], [], 0.5)) == (
+    assert str(Awaited.any_of([down(7)], [], 0.5).error()) == (
         "rank 0 waited 0.5 s for the gradient of microbatch 7 from rank 1"
     )
-    assert str(expired([], [up(7)], 60)) == (
+    assert str(Awaited.any_of([], [up(7)], 60).error()) == (
         "rank 0 waited 60 s for rank 1 to take the activation of microbatch 7"
     )
 

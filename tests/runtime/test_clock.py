@@ -109,7 +109,7 @@ def test_a_message_for_which_the_stream_waits_is_marked_on_it(device):
     for action, seconds in ((FORWARD, 2.0), (RECEIVE, 3.0), (BACKWARD, 1.0)):
         watch.start(action)
         device.compute(seconds)
-        channel.carried += 100
+        channel.carried += 100 * (action is RECEIVE)
         watch.stop()
     watch.start(None)
     unread = watch.row()
@@ -169,28 +169,23 @@ class Channel:
     waited, coded, carried = 0.0, 0.0, 0
 
 
-def test_a_wait_belongs_to_the_message_that_is_exchanged_next():
+def test_a_policy_s_wait_is_a_span_of_its_own_and_lasts_until_the_next_start():
     channel = Channel()
     watch = Stopwatch(Clock(CPU), channel, lambda: channel.coded)
-    for waited in (1.0, 2.0):
-        watch.start(None)  # a policy waits, twice
-        channel.waited += waited
-    watch.start(RECEIVE)
-    channel.waited, channel.coded, channel.carried = 3.5, 0.25, 100
-    watch.stop()
-    (span,) = watch.row().spans
-    assert (span.action, span.waited, span.nbytes, span.codec_s) == (RECEIVE, 3.5, 100, 0.25)
-
-
-def test_a_wait_that_no_message_follows_stands_by_itself():
-    channel = Channel()
-    watch = Stopwatch(Clock(CPU), channel)
     watch.start(None)
     channel.waited = 1.0
+    watch.start(RECEIVE)
+    channel.waited, channel.coded, channel.carried = 1.5, 0.25, 100
+    watch.stop()
     watch.start(FORWARD)
     watch.stop()
     watch.start(None)
-    channel.waited = 3.0
+    channel.waited = 3.5
     row = watch.row()
-    assert [(span.action, span.waited) for span in row.spans] == [(None, 1.0), (FORWARD, 0.0), (None, 2.0)]
-    assert row.waited == 3.0
+    assert [(span.action, *span[3:]) for span in row.spans] == [
+        (None, 1.0, 0, 0.0),
+        (RECEIVE, 0.5, 100, 0.25),
+        (FORWARD, 0.0, 0, 0.0),
+        (None, 2.0, 0, 0.0),
+    ]
+    assert row.waited == 3.5

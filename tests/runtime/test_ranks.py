@@ -23,13 +23,13 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 def test_a_process_without_torchrun_is_alone(monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert World.from_environment() == World(rank=0, size=1, local_rank=0, local_size=1)
+    assert World.current() == World(rank=0, size=1, local_rank=0, local_size=1)
 
 
 def test_torchrun_s_numbers_are_read(monkeypatch):
     for name, value in zip(VARIABLES, (5, 8, 1, 4), strict=True):
         monkeypatch.setenv(name, str(value))
-    assert World.from_environment() == World(rank=5, size=8, local_rank=1, local_size=4)
+    assert World.current() == World(rank=5, size=8, local_rank=1, local_size=4)
 
 
 # The interface

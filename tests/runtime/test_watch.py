@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipetrain.runtime import watch as watching
-from pipetrain.runtime.watch import IDLE_S, Deadline, Watch
+from pipetrain.runtime.watch import Deadline, Watch
 
 
 class Work:
@@ -190,23 +190,6 @@ def test_a_connection_that_nobody_waits_for_may_break(clock):
     clock.go_by(1.0)
     stream.deadline.check()
     assert not stream.aborts
-
-
-def test_the_thread_ends_without_messages_and_another_one_begins_with_the_next(clock):
-    stream = Stream()
-    stream.add("a")
-    thread = stream.deadline._thread
-    stream.passed.add("a")
-    clock.go_by()
-    assert thread.is_alive()
-    clock.now += IDLE_S + 1
-    thread.join(20)
-    assert not thread.is_alive()
-    assert not stream.aborts
-    stream.add("b")
-    assert stream.deadline._thread.is_alive()
-    clock.now += stream.TIMEOUT_S + 1
-    assert stream.error() == ("b", "")
 
 
 def test_a_host_that_does_not_come_to_raise_the_error_is_ended_with_a_sentence(clock, monkeypatch, capfd):

@@ -10,7 +10,7 @@ from threading import Condition
 import torch
 from torch import Tensor
 
-from pipetrain.runtime.channel import ChannelError, Message, bounds_of, expired
+from pipetrain.runtime.channel import Awaited, ChannelError, Message
 from pipetrain.schedule.actions import Edge, Tie
 
 
@@ -24,7 +24,7 @@ class LocalChannel:
     ) -> None:
         self._wire = wire
         self._rank = rank
-        self._bounds = bounds_of(buffer_size)
+        self._bounds = buffer_size.__getitem__ if isinstance(buffer_size, Mapping) else lambda _: buffer_size
         self._timeout = timeout
         self.waited = 0.0
         self.carried = 0
@@ -115,7 +115,7 @@ class LocalChannel:
     ) -> None:
         start = time.monotonic()
         if not self._wire.changed.wait_for(ready, self._timeout):
-            raise expired(receives, sends, self._timeout)
+            raise Awaited.any_of(receives, sends, self._timeout).error()
         self.waited += time.monotonic() - start
 
 
