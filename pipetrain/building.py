@@ -83,8 +83,8 @@ def _refuse_ignored(key: str, node: object) -> None:
 def not_built(key: str, node: Mapping[str, Any], error: Exception) -> ConfigError:
     """Return the error for a `_target_` that could not be called; it names an unknown argument."""
     cause = error.__cause__ or error
-    if isinstance(cause, ConfigError):
-        return cause
+    if isinstance(cause, ConfigError):  # of ours, which may begin with the name of an argument
+        return ConfigError(f"{key}.{cause}") if re.match(r"\w+=", str(cause)) else cause
     text = re.split(r",? (?:set env var HYDRA_FULL_ERROR|full_key: )", one_line(cause))[0]
     if argument := re.search(r"unexpected keyword argument '(\w+)'", text):
         text = _not_taken(key, str(node["_target_"]), argument[1])
@@ -171,24 +171,14 @@ def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Module:
 
 def make_codec(key: str, node: object) -> Codec:
     """Return the codec of a name of conf/, or of a `_target_`, after a trial. Raises ConfigError."""
-    if isinstance(node, Codec):
-        _try_codec(key, node)
-        return node
-    if isinstance(node, str) and (named := shipped("codec", node)) is None:
-        raise ConfigError(f"{key}={node} is unknown; choose one of {names_of('codec')}")
     if isinstance(node, str):
-        node = named
-    if not isinstance(node, Mapping | DictConfig) or "_target_" not in node:
-        raise ConfigError(f"{key} must be a codec's name, or have a _target_: the dotted name of its class")
-    try:
-        codec = instantiate(node, _convert_="all")
-    except InstantiationException as error:
-        cause = error.__cause__
-        if isinstance(cause, ValueError) and re.match(r"\w+=", str(cause)):  # a message of our codecs
-            raise ConfigError(f"{key}.{one_line(cause)}") from error
-        raise not_built(key, node, error) from error
+        known = shipped("codec", node)
+        if known is None:
+            raise ConfigError(f"{key}={node} is unknown; choose one of {names_of('codec')}")
+        node = known
+    codec = node if isinstance(node, Codec) else build_node(key, node)
     if not isinstance(codec, Codec):
-        raise ConfigError(f"{key}: {node['_target_']} must be a {Codec.__module__}.Codec")
+        raise ConfigError(f"{key} must be a {Codec.__module__}.Codec; got {type(codec).__name__}")
     _try_codec(key, codec)
     return codec
 

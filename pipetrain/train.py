@@ -14,7 +14,6 @@ import sys
 import traceback
 import uuid
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -63,22 +62,6 @@ def main() -> None:
         leave(status)
 
 
-def freeze_imports() -> None:
-    """Exempt the imported modules from garbage collection, which __main__ has turned off.
-
-    Called before a model is built, as frozen objects are never freed (loading torch's compiler keeps its
-    callers' frames in a cycle).
-    """
-    if not gc.isenabled():
-        gc.freeze()
-
-
-def collect_garbage() -> None:
-    """Turn the garbage collector on, and let it free what planning and measuring have left."""
-    gc.enable()
-    gc.collect()
-
-
 def run_command(world: World) -> int:
     """Compose the command line and run each of its jobs; return the exit status."""
     start = Start(world, sys.argv[1:])
@@ -88,17 +71,13 @@ def run_command(world: World) -> int:
         run_dir = start.run_dir
         if run_dir is not None and not any(word.startswith("run_dir=") for word in sys.argv):
             sys.argv.append(f"run_dir={quoted(run_dir)}")  # otherwise each restart would make a folder
-    run_job, refused = (lead, discard_folder) if leads else (follow, _nothing)
+    run_job, refused = (lead, discard_folder) if leads else (follow, lambda: None)
     try:
         return compose("config", lambda cfg: run_job(cfg, start), refused, leads)
     except (ConfigError, ScheduleError) as error:
         start.refuse(error)
     finally:
         start.trains.set()
-
-
-def _nothing() -> None:
-    """Leave the folder to rank 0."""
 
 
 def discard_folder() -> None:
@@ -212,9 +191,11 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
             f"with, or train anew"
         )
     rate = settings.rate(settings.epochs * len(sampler.batch_sizes))
-    freeze_imports()
+    if not gc.isenabled():  # __main__ has turned it off
+        gc.freeze()  # what is imported is not looked at again; before a model is built, which is to be freed
     model = model_of(cfg, settings.seed)
-    collect_garbage()
+    gc.enable()
+    gc.collect()  # also the Pipeline of a job of a sweep that was refused
     start.agree("build the model")
     pipe = Pipeline(
         model,
@@ -231,7 +212,11 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
     start.agree("read the data set", same={"data set": data.fingerprint if data else facts.fingerprint})
     start.doing = "plan the run"
     own = settings.seed, settings.workers, settings.timeout, data.classes if data else None
-    ready = partial(get_ready, start)
+
+    def ready() -> None:
+        start.agree("begin to train")
+        start.trains.set()
+
     run_folder = RunFolder(
         Path(word.run_dir), word.run, source, cfg, conditions_of(cfg, settings, facts), facts, ready
     )
@@ -258,9 +243,3 @@ def conditions_of(cfg: DictConfig, settings: Settings, facts: DataFacts) -> dict
         "seed": settings.seed,
         "dtype": str(settings.dtype).removeprefix("torch."),
     }
-
-
-def get_ready(start: Start) -> None:
-    """Wait for all ranks, which are now to train."""
-    start.agree("begin to train")
-    start.trains.set()

@@ -142,19 +142,6 @@ def test_a_run_s_trace_agrees_with_its_records(run):
         computed = sum(e["dur"] for e in spans) / 1e6
         # Nearly: a trace's times are stretched to rank 0's clock, by what a busy machine makes of its drift.
         assert computed == pytest.approx(stage["busy_fraction"] * 2 * summary["epoch_s"], rel=0.02)
-        counted = {
-            counter: [
-                *(
-                    n
-                    for e in events
-                    if e["name"] == f"{counter}, stage {stage['stage']}"
-                    for n in e["args"].values()
-                )
-            ]
-            for counter in ("in flight", "staleness")
-        }
-        assert max(counted["in flight"]) == stage["peak_in_flight"]
-        assert max(counted["staleness"]) == stage["max_staleness"]
     replay = read_trace(folder / "trace.json")
     assert replay.about["partition"] == summary["partition"]
     assert replay.again.batch_s > 0

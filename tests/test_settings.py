@@ -95,9 +95,12 @@ STRATEGY = "must be one of even, params, flops, profile, the first layers of all
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("codec.forward", None, "codec.forward must be a codec's name, or have a _target_"),
-        ("codec", 3, "codec.forward must be a codec's name, or have a _target_"),
-        ("codec.forward", {"_target_": "builtins.dict"}, "codec.forward: builtins.dict must be a pipetrain."),
+        ("codec.forward", None, "codec.forward needs a _target_: the dotted name of what builds it"),
+        (
+            "codec.forward",
+            {"_target_": "builtins.dict"},
+            "codec.forward must be a pipetrain.codec.Codec",
+        ),
         (
             "codec.forward",
             {"_target_": "no.such"},

@@ -8,19 +8,18 @@ also finds what no trace holds: tracing/proving.py.)
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.chain import Chain
 from pipetrain.network.draws import Beginning, Seeds, drawing
-from pipetrain.network.network import INPUT, Made, Part, Slice, evaluating
-from pipetrain.network.tensors import SIZES, Results, difference, made_up
+from pipetrain.network.network import INPUT, Made, Part, Slice, Tensors, evaluating
+from pipetrain.network.tensors import SIZES, Results, difference, made_up, results
 from pipetrain.network.values import ValueSpec
 
 MOST_WORK = 2e8  # floating-point operations of a forward of a sample: some tenths of a second in all
@@ -42,69 +41,37 @@ def prove_parts(
         apart = [deepcopy(part) for part in together]
     except Exception:  # a layer may hold anything
         return
-    known = _first_names(together)
-    for samples in SIZES:
-        for training in (True, False):
-            try:
-                wanted = _results(together, known, example.of(samples), training, copied=False)
-            except Exception:  # it does not take these, or not on this device
-                return
-            try:
-                why = difference(wanted, _results(apart, known, example.of(samples), training, copied=True))
-            except Exception as error:
-                why = one_line(error)[:200]
-            if why:
-                mode = "training" if training else "evaluation"
-                raise ConfigError(
-                    f"cut before {', '.join(names)}, the model would not compute in {mode} what it does in "
-                    f"one process: {why}; its layers exchange something that they do not return: let them "
-                    f"return it, or keep them in one stage by partition="
-                )
-
-
-def _first_names(parts: Sequence[Part]) -> dict[str, str]:
-    """Return the first name of the tensor that has each name."""
     first: dict[Tensor, str] = {}
-    named = [pair for part in parts for pair in (*part.named_parameters(), *part.named_buffers())]
-    return {name: first.setdefault(tensor, name) for name, tensor in named}
+    known = {name: first.setdefault(p, name) for part in together for name, p in part.named_parameters()}
+    for training, samples in [(training, samples) for samples in SIZES for training in (True, False)]:
+
+        def of(parts: Sequence[Part], copied: bool, given: ValueSpec, training: bool = training) -> Results:
+            mode = nullcontext() if training else evaluating(*parts)
+            with Beginning().again(), drawing(Seeds(0, 0, 0)), mode:
+                return results(partial(_run, parts, given, copied), parts, training, known)
+
+        try:
+            wanted = of(together, False, example.of(samples))
+        except Exception:  # it does not take these, or not on this device
+            return
+        try:
+            why = difference(wanted, of(apart, True, example.of(samples)))
+        except Exception as error:
+            why = one_line(error)[:200]
+        if why:
+            raise ConfigError(
+                f"cut before {', '.join(names)}, the model would not compute in "
+                f"{'training' if training else 'evaluation'} what it does in one process: {why}; its layers "
+                f"exchange something that they do not return: let them return it, or keep them in one stage "
+                f"by partition="
+            )
 
 
-def _results(
-    parts: Sequence[Part], known: Mapping[str, str], given: ValueSpec, training: bool, copied: bool
-) -> Results:
-    """Return what parts make of made-up samples; `copied`: each has copies of what the others made.
-
-    `known`: the first name of each tensor in the model.
-    """
-    mode = nullcontext() if training else evaluating(*parts)
-    with Beginning().again(), drawing(Seeds(0, 0, 0)), mode, torch.set_grad_enabled(training):
-        torch.default_generator.manual_seed(0)
-        values = {Made(INPUT, number): made_up(spec) for number, spec in enumerate(given.specs)}
-        for part in parts:
-            enters = [values[value].clone() if copied else values[value] for value in part.slice.enters]
-            outputs = part(*enters)
-            values |= zip(part.slice.leaves, outputs, strict=True)
-        found = {f"output {number}": tensor.detach() for number, tensor in enumerate(outputs)}
-        if training:
-            found |= _gradients(parts, known, [t for t in outputs if t.requires_grad])
+def _run(parts: Sequence[Part], given: ValueSpec, copied: bool) -> Tensors:
+    """Run parts on made-up samples; `copied`: each has copies of what the others made."""
+    values = {Made(INPUT, number): made_up(spec) for number, spec in enumerate(given.specs)}
+    outputs: Tensors = ()
     for part in parts:
-        found |= {f"buffer {name}": buffer.clone() for name, buffer in part.named_buffers()}
-    return found
-
-
-def _gradients(
-    parts: Sequence[Part], known: Mapping[str, str], outputs: Sequence[Tensor]
-) -> dict[str, Tensor]:
-    """Return the gradient of each parameter; those of its copies in several parts are added up."""
-    names = {
-        p: known.get(name, name) for part in parts for name, p in part.named_parameters() if p.requires_grad
-    }
-    if not names or not outputs:
-        return {}
-    weights = [torch.rand_like(t) for t in outputs]
-    grads = torch.autograd.grad(list(outputs), list(names), weights, allow_unused=True)
-    found: dict[str, list[Tensor]] = defaultdict(list)
-    for name, grad in zip(names.values(), grads, strict=True):
-        if grad is not None:
-            found[f"the gradient of {name}"].append(grad.to_dense())
-    return {name: torch.stack(all_of).sum(0) for name, all_of in found.items()}
+        outputs = part(*(values[made].clone() if copied else values[made] for made in part.slice.enters))
+        values |= zip(part.slice.leaves, outputs, strict=True)
+    return outputs

@@ -1,19 +1,19 @@
-"""Tensors of a trial: made-up ones, those in a tree of values, their storages, and how results differ."""
+"""Tensors of a trial: made-up ones, those in a tree of values, and their storages; and what they make."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pipetrain.errors import one_line
-from pipetrain.network.values import TensorSpec
+from pipetrain.network.values import TensorSpec, leaves_of
 
 SIZES = (2, 3)  # samples, for which a model is compared with its parts
 TOLERANCE = 1e-3  # relative: a gradient may be added up in another order
@@ -47,6 +47,35 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = disabled
+
+
+def results(
+    run: Callable[[], Any],
+    modules: Sequence[nn.Module],
+    training: bool,
+    names: Mapping[str, str] | None = None,
+) -> Results:
+    """Return what a run of modules makes; its gradients are those of a weighted sum of the outputs.
+
+    `names`: the name that a parameter has in the results, if not its own; gradients of one name are added up.
+    """
+    torch.default_generator.manual_seed(0)
+    with torch.set_grad_enabled(training):
+        outputs = leaves_of(run())
+        found = {f"output {number}": tensor.detach() for number, tensor in enumerate(outputs)}
+        named = {p: name for module in modules for name, p in module.named_parameters() if p.requires_grad}
+        wanted = [tensor for tensor in outputs if tensor.requires_grad]
+        if wanted and named:
+            torch.default_generator.manual_seed(1)
+            weights = [torch.rand_like(tensor) for tensor in wanted]
+            grads = torch.autograd.grad(wanted, list(named), weights, allow_unused=True)
+            for name, grad in zip(named.values(), grads, strict=True):
+                if grad is not None:
+                    what = f"the gradient of {(names or {}).get(name, name)}"
+                    found[what] = grad.to_dense() + found.get(what, 0)
+    for module in modules:
+        found |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
+    return found
 
 
 def difference(wanted: Results, found: Results, tolerance: float = TOLERANCE, dtypes: bool = True) -> str:

@@ -6,8 +6,8 @@ left out takes with it what its forwards have changed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,10 +60,6 @@ class Buffers:
         if self.reruns is None:
             self.reruns = any(not torch.equal(buffer, copied) for buffer, copied in copies)
 
-    def put_back(self) -> AbstractContextManager[None]:
-        """Put the values back in the end; the places are left to who keeps the layers' attributes."""
-        return put_back([place.tensor for place in self._places])
-
     def spoilt(self, before: Copies) -> bool:
         """Return whether a number that was finite before no longer is."""
         pairs = zip((place.tensor for place in self._places), before, strict=True)
@@ -74,26 +70,6 @@ class Buffers:
         """Go back; a buffer that has changed is replaced, not overwritten, as graphs may have saved it."""
         for place, (buffer, old) in zip(self._places, before, strict=True):
             place.container[place.key] = buffer if torch.equal(buffer, old) else old
-
-
-@contextmanager
-def put_back(tensors: Iterable[Tensor], containers: Iterable[Any] = ()) -> Iterator[None]:
-    """Put back, in the end, tensors (memory and values, without a gradient), and what containers hold.
-
-    Meanwhile copies of the values are in host memory.
-    """
-    before = [(t, t.data, t.detach().to("cpu", copy=True)) for t in {id(t): t for t in tensors}.values()]
-    contents = [(container, container.copy()) for container in containers]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, data, values in before:
-                data.copy_(values)
-                tensor.data, tensor.grad = data, None
-        for container, content in contents:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
 
 
 def _finite(tensor: Tensor) -> Tensor:

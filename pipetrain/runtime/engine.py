@@ -47,7 +47,7 @@ class _Window:
     first: int
     mail: Mailbox
     sums: Sums
-    take: Take | None = None
+    take: Take | None
 
     @property
     def trains(self) -> bool:
@@ -58,7 +58,7 @@ class Engine:
     """Runs programs over the stages of one rank.
 
     `training` and `evaluation`: how stages exchange tensors. `bounds[stage]` is asserted while the program
-    runs. `seed`: of random numbers such as dropout's. `rehearsal`: None for none.
+    runs. `seed`: of random numbers such as dropout's.
     """
 
     def __init__(
@@ -108,28 +108,18 @@ class Engine:
         `progress` is called at each update, `observe` with the measured spans. Raises ChannelError and
         TrainingStopped.
         """
-        if self._rehearsal:
-            self._rehearsal.before(self, order, feed, microbatches, training=True)
-        mail, first = self._training, next(iter(self.stages.values())).weights.updates
-        row = self._run(self._window(order, feed, microbatches, first, mail), progress, self.watcher)
-        self._times.add(row, microbatches, mail.raw_bytes, observe)
+        self._rehearse(order, feed, microbatches, training=True)
+        window = self._window(order, feed, microbatches, self._training)
+        row = self._run(window, progress, self.watcher)
+        self._times.add(row, microbatches, window.mail.raw_bytes, observe)
 
     def evaluate(
         self, order: Order, feed: Feed, progress: Progress = lambda stage: None, take: Take | None = None
     ) -> None:
         """Run forwards with the newest weights; the last stage counts them, or `take` gets its outputs."""
-        if self._rehearsal:
-            self._rehearsal.before(self, order, feed, 1, training=False)
-        self._run(self._window(order, feed, 1, EVALUATION, self._evaluation, take), progress)
+        self._rehearse(order, feed, 1, training=False)
+        self._run(self._window(order, feed, 1, self._evaluation, False, take), progress)
         self.settle()
-
-    def play(self, order: Order, feed: Feed, microbatches: int, training: bool, mail: Mailbox) -> bool:
-        """Run a window of a rehearsal; return whether stages told norms in it."""
-        predicts = not training and feed.first()[1] is None
-        take: Take | None = (lambda outputs: None) if predicts else None
-        window = self._window(order, feed, microbatches, 0 if training else EVALUATION, mail, take)
-        self._run(window, lambda stage: None)
-        return window.sums.has_norms
 
     def settle(self) -> None:
         """Wait until the device has done all. Raises ChannelError for a message that never came."""
@@ -159,12 +149,25 @@ class Engine:
         order: Order,
         feed: Feed,
         microbatches: int,
-        first: int,
         mail: Mailbox,
+        training: bool = True,
         take: Take | None = None,
     ) -> _Window:
+        first = next(iter(self.stages.values())).weights.updates if training else EVALUATION
         sums = Sums(self.stages, mail.channel, mail.placement)
         return _Window(order, feed, microbatches, first, mail, sums, take)
+
+    def _rehearse(self, order: Order, feed: Feed, microbatches: int, training: bool) -> None:
+        def play(alike: Feed, mail: Mailbox) -> bool:
+            predicts = not training and alike.first()[1] is None
+            take: Take | None = (lambda outputs: None) if predicts else None
+            window = self._window(order.short(), alike, microbatches, mail, training, take)
+            self._run(window, lambda stage: None)
+            return bool(window.sums.norms)
+
+        if self._rehearsal:
+            total = order.batches * microbatches
+            self._rehearsal.before(self.stages.values(), play, feed, total, training)
 
     def _run(self, window: _Window, progress: Progress, watcher: Meter | None = None) -> Row:
         order, mail, sums, methods = window.order, window.mail, window.sums, self._methods
@@ -198,21 +201,18 @@ class Engine:
                     progress(action.stage)
         except (TrainingStopped, AssertionError):
             raise
-        except Exception as error:
-            raise self._explained(error, action) from error
+        except ChannelError as error:
+            where = f"stage {action.stage} was at {action}" if action else "nothing was done yet"
+            raise ChannelError(f"{error}; {where}") from error
+        except Exception as error:  # of a layer, or out of memory
+            at = action.stage if action else min(self.stages)
+            what = f"rank {mail.placement[at]}, stage {at}, action {action}"
+            raise ActionFailed(f"{what}: {type(error).__name__}: {error}") from error
         finally:
             mail.end()
         watch.start(None)
         mail.channel.drain()
         return watch.row()
-
-    def _explained(self, error: Exception, action: Action | Wait | None) -> Exception:
-        if isinstance(error, ChannelError):
-            where = f"stage {action.stage} was at {action}" if action else "nothing was done yet"
-            return ChannelError(f"{error}; {where}")
-        stage = action.stage if action else min(self.stages)  # an error of a layer, or out of memory
-        rank = self._training.placement[stage]
-        return ActionFailed(f"rank {rank}, stage {stage}, action {action}: {type(error).__name__}: {error}")
 
     # Actions
 
@@ -257,7 +257,7 @@ class Engine:
     def _step(self, action: Action, window: _Window) -> None:
         stage = self.stages[action.stage]
         keep = window.order.needed(action.stage, action.version - 1)
-        stage.step(keep, window.sums.norm(action.version))
+        stage.step(keep, window.sums.norms.get(action.version))
         self._release(action, window)
         held, limit = stage.weights.held, self.bounds[action.stage].versions
         assert held <= limit, f"{action}: {held} weight versions held, {limit} simulated"

@@ -96,8 +96,8 @@ class StopOnNaN(Observer):
         losses = [] if batch.losses is None else [batch.losses.detach()]
         what = [f"the loss of microbatch {mb} is {{}}" for mb in batch.mbs] if losses else []
         if any(grad.is_cuda for grad in gradients.values()):
-            batch.unless = not_finite([*gradients.values()])
-            numbers = torch.cat([*losses, batch.unless.atanh().reshape(1)])  # of 1, infinite
+            spoilt = not_finite([*gradients.values()]).atanh()  # of 1, infinite
+            numbers = torch.cat([*losses, spoilt.reshape(1)])
             self._await([*what, "the gradient is not finite"], numbers)
             self.settle(wait=False)
             return

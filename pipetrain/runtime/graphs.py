@@ -107,19 +107,16 @@ class FixedWeights(Weights):
             super().reduce()
             self._graded |= self.gradients().keys()
 
-    def step(self, keep: bool, skip: bool = False, unless: Tensor | None = None) -> None:
-        super().step(keep, skip, unless)
-        self._clear()
+    def step(self, keep: bool, skip: bool = False) -> None:
+        super().step(keep, skip)
+        if self._fixed:
+            torch._foreach_zero_(list(self._fixed.values()))
 
     def _fresh_leaves(self) -> dict[str, Tensor]:
         leaves = super()._fresh_leaves()
         for name, gradient in self._fixed.items():
             leaves[name].grad = gradient
         return leaves
-
-    def _clear(self) -> None:
-        if self._fixed:
-            torch._foreach_zero_(list(self._fixed.values()))
 
 
 def _address(storage: Iterable[Tensor]) -> int:
@@ -136,7 +133,7 @@ class GraphedStage(Stage):
         super().__init__(*arguments, **options)
         self._free: list[int] = []  # slots
         self._passes: dict[tuple[int, int], Pass] = {}  # by slot, and by the storage of a weight version
-        self._example: tuple[Tensors, Target | None] | None = None  # of a rehearsal
+        self._examples: list[tuple[Tensors, Target | None]] = []  # of rehearsals
         self._replayed: dict[int, Pass] = {}
 
     def forward(
@@ -148,7 +145,7 @@ class GraphedStage(Stage):
         one = self._passes.get(key) if key and (target is None or target.weight) else None
         if one is None or _kinds(x) != _kinds(one.inputs) or _kinds(aims) != _kinds(one.target):
             if self.rehearses:
-                self._example = x, target
+                self._examples.append((x, target))
             return super().forward(mb, x, version, target, saving)
         self._free.pop()
         torch._foreach_copy_([*one.inputs, *one.target], [*x, *aims])
@@ -177,8 +174,7 @@ class GraphedStage(Stage):
 
         Raises ConfigError for layers that cannot be captured.
         """
-        assert self._example is not None, "only after a rehearsal"
-        (x, target), self._example = self._example, None
+        (x, target), self._examples = self._examples[-1], []
         pools = [torch.cuda.graph_pool_handle() for _ in range(slots)]
         for storage, leaves in self.weights.fix(versions).items():
             with self.weights.only(leaves):

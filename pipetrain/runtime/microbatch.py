@@ -62,7 +62,6 @@ class Batch:
     counted: list[Counted] = field(default_factory=list)  # at the last stage
     losses: Tensor | None = None  # [n], at the last stage: each times its share of the batch's
     skipped: bool = False  # whether the update is left out
-    unless: Tensor | None = None  # on a GPU: 1 where the gradient is not finite
 
 
 class Observer:

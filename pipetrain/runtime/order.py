@@ -36,27 +36,30 @@ class Receiving(View, Protocol):
 
 
 class Order:
-    """A program's list of actions of one rank in one window, of `batches` batches. For single use."""
+    """A program's list of actions of one rank in one window, of `batches` batches. For single use.
+
+    `ends` may end the window early; at most `ahead` receives are posted ahead on an edge.
+    """
 
     decided = False
     """Whether it looks at the channel to decide, so that messages must be watched."""
 
-    def __init__(self, actions: Sequence[Action], batches: int = 1, microbatches: int = 1) -> None:
-        self.batches = batches
-        self._microbatches = microbatches
+    def __init__(
+        self,
+        actions: Sequence[Action],
+        batches: int = 1,
+        microbatches: int = 1,
+        ends: Ends | None = None,
+        ahead: int = 0,
+    ) -> None:
+        self.batches, self._microbatches = batches, microbatches
+        self._ends, self._ahead = ends, ahead
         self._list = list(actions)
         self._last_uses = last_uses(self._list)
         self._split = {(a.stage, a.mb) for a in actions if a.op is Op.I}
         self._recomputed = {(a.stage, a.mb) for a in actions if a.op is Op.R}
         self._first = min((a.stage for a in actions), default=0)
         self._position = -1
-        self._ends: Ends | None = None
-        self._ahead = 0
-
-    def may_end(self, ends: Ends | None, ahead: int) -> Order:
-        """Let `ends` end the window early; at most `ahead` receives are posted ahead on an edge."""
-        self._ends, self._ahead = ends, ahead
-        return self
 
     def short(self) -> Order:
         """Return an order of few batches that has each kind of action of this one; before it is used."""
@@ -80,32 +83,28 @@ class Order:
         peers = [a.peer for a in self.receives() if (a.stage, a.op) == (self._first, Op.RECV_F)]
         asking = (self._first, Op.RECV_F if peers else Op.F, min(peers, default=NO_PEER))
         for action in self._actions(view):
-            if isinstance(action, Wait) or (action.stage, action.op, action.peer) != asking:
-                yield action
-            elif peers:
-                yield action
-                self._ask(action.mb, view)
-            else:
-                self._ask(action.mb, view)
-                yield action
+            asks = isinstance(action, Action) and (action.stage, action.op, action.peer) == asking
+            if asks and not peers:
+                self._ask(action, view)
+            yield action
+            if asks and peers:
+                self._ask(action, view)
 
-    def _ask(self, mb: int, view: Receiving) -> None:
-        batches, rest = divmod(mb + self._ahead + 1, self._microbatches)
-        begun = mb // self._microbatches + 1
+    def _ask(self, action: Action | Wait, view: Receiving) -> None:
+        """Ask whether the window ends after the batches of which receives may be posted by now."""
+        assert isinstance(action, Action)
+        batches, rest = divmod(action.mb + self._ahead + 1, self._microbatches)
+        begun = action.mb // self._microbatches + 1
         if self._ends is not None and not rest and batches < self.batches and self._ends(batches, begun):
             self.batches = batches
-            self._shorten()
+            self._list = shortened(self._list, batches, self._microbatches)
+            self._last_uses = last_uses(self._list)
             view.forget(batches * self._microbatches)
 
     def _actions(self, view: View) -> Iterator[Action | Wait]:
         while self._position + 1 < len(self._list):
             self._position += 1
             yield self._list[self._position]
-
-    def _shorten(self) -> None:
-        """Leave out the batches from number `batches` on, none of which has begun."""
-        self._list = shortened(self._list, self.batches, self._microbatches)
-        self._last_uses = last_uses(self._list)
 
 
 class Decided(Order):
@@ -122,8 +121,10 @@ class Decided(Order):
         microbatches: int,
         routes: Sequence[Edge] | None = None,
         recomputes: bool = False,
+        ends: Ends | None = None,
+        ahead: int = 0,
     ) -> None:
-        super().__init__((), batches, microbatches)
+        super().__init__((), batches, microbatches, ends, ahead)
         self._policy, self._first, self._stages, self._routes = policy, stage, stages, routes
         self._recomputes = recomputes
         self._reads: dict[int, int] = {}  # open microbatch -> weight version
@@ -153,27 +154,17 @@ class Decided(Order):
                 del self._reads[action.mb]
             yield action
 
-    def _shorten(self) -> None:
-        """Do nothing: the policy asks for the number of batches each time."""
-
 
 def order_of(plan: Plan, batches: int, rank: int, ends: Ends | None = None) -> Order:
     """Return the actions of a rank in a window of `batches` batches."""
-    microbatches = plan.settings.microbatches
+    size = batches, plan.settings.microbatches
     actions = plan.windows[batches].program[rank]
     if plan.policy is None:
-        return Order(actions, batches, microbatches).may_end(ends, _ahead(plan))
+        return Order(actions, *size, ends, ahead(plan))
     recomputes = any(action.op is Op.R for action in actions)
-    order = Decided(plan.policy, rank, plan.stages, batches, microbatches, plan.cut.edges, recomputes)
-    return order.may_end(ends, _ahead(plan))
+    return Decided(plan.policy, rank, plan.stages, *size, plan.cut.edges, recomputes, ends, ahead(plan))
 
 
-def evaluation_of(
-    plan: Plan, actions: Sequence[Action], microbatches: int, ends: Ends | None = None
-) -> Order:
-    """Return a rank's forwards of so many microbatches, each a batch to `ends`, in an evaluation."""
-    return Order(actions, microbatches).may_end(ends, _ahead(plan))
-
-
-def _ahead(plan: Plan) -> int:
+def ahead(plan: Plan) -> int:
+    """Return how many receives are posted ahead on an edge at most."""
     return max(plan.cut.bounds.values(), default=0)

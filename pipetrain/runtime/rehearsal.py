@@ -9,10 +9,10 @@ until every rank is through.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,22 +22,15 @@ from pipetrain.network.places import standing_in
 from pipetrain.network.values import Value, as_tuple, on_each
 from pipetrain.runtime.feed import Feed, Target
 from pipetrain.runtime.mailbox import Mailbox
-from pipetrain.runtime.order import Order
 from pipetrain.runtime.stage import Stage
+
+Play = Callable[[Feed, Mailbox], bool]
+"""Runs a few batches of a window; returns whether stages told norms in it."""
 
 
 def rehearses(device: torch.device) -> bool:
     """Return whether there is a rehearsal: a CPU has nothing to load."""
     return device.type == "cuda"
-
-
-class Player(Protocol):
-    """An engine."""
-
-    stages: Mapping[int, Stage]
-
-    def play(self, order: Order, feed: Feed, microbatches: int, training: bool, mail: Mailbox) -> bool:
-        """Run a window; return whether stages told norms in it."""
 
 
 @dataclass(slots=True)
@@ -55,23 +48,23 @@ class Rehearsal:
     done: set[tuple[bool, int]] = field(default_factory=set)
     """(training or evaluation, samples of a microbatch)"""
 
-    def before(self, engine: Player, order: Order, feed: Feed, microbatches: int, training: bool) -> None:
-        """Play a few batches with made-up messages for each new size of microbatches, and put all back."""
-        sizes = {(training, feed.size(mb)) for mb in range(order.batches * microbatches)}
+    def before(
+        self, stages: Iterable[Stage], play: Play, feed: Feed, microbatches: int, training: bool
+    ) -> None:
+        """Play with made-up messages for each new size of the window's microbatches, and put all back."""
+        sizes = {(training, feed.size(mb)) for mb in range(microbatches)}
         new = sorted(size for _, size in sizes - self.done)
         if not new:
             return
         inputs, target = feed.first()
-        norms = False
-        with put_back(engine.stages.values(), training):
-            for size in new:
-                for _ in range(2):  # in the second one the optimizer has its state
-                    alike, mail = Repeated(size, inputs, target), self.loopback(training)
-                    norms |= engine.play(order.short(), alike, microbatches, training, mail)
+        with put_back(stages, training):
+            # In the second one of a size the optimizer has its state.
+            plays = [Repeated(size, inputs, target) for size in new for _ in range(2)]
+            norms = [play(alike, self.loopback(training)) for alike in plays]
         if training and not any(trained for trained, _ in self.done):
-            with attributes_put_back(engine.stages.values()):
+            with attributes_put_back(stages):
                 self.after_first()
-        self.meet(norms)
+        self.meet(any(norms))
         self.done |= sizes
 
 
@@ -108,11 +101,32 @@ class Repeated:
 
 @contextmanager
 def put_back(stages: Iterable[Stage], training: bool) -> Iterator[None]:
-    """Put back, to the last bit, what running the stages changes: all that they hold, and random numbers."""
-    with attributes_put_back(stages), ExitStack() as ending:
+    """Put back, to the last bit, what running the stages changes: all that they hold, and random numbers.
+
+    Meanwhile copies of the values are in host memory.
+    """
+    with attributes_put_back(stages):
+        tensors: list[Tensor] = []
+        containers: list[Any] = []
         for stage in stages:
-            ending.enter_context(stage.rehearsing(training))
-        yield
+            changing = stage.changing(training)
+            tensors += changing[0]
+            containers += changing[1]
+        before = [(t, t.data, t.detach().to("cpu", copy=True)) for t in {id(t): t for t in tensors}.values()]
+        contents = [(container, container.copy()) for container in containers]
+        try:
+            for stage in stages:
+                stage.begin_rehearsal()
+            yield
+            for stage in stages:
+                stage.settle()
+        finally:
+            for tensor, data, values in before:
+                data.copy_(values)
+                tensor.data, tensor.grad = data, None
+            for container, content in contents:
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(content)
 
 
 @contextmanager

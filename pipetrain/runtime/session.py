@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 
@@ -33,7 +33,7 @@ from pipetrain.runtime.graphs import GraphedStage
 from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.microbatch import Observer
-from pipetrain.runtime.order import Ends, evaluation_of, order_of
+from pipetrain.runtime.order import Ends, Order, ahead, order_of
 from pipetrain.runtime.rehearsal import Rehearsal, rehearses
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.statistics import BatchStatistics
@@ -59,9 +59,7 @@ class Session:
         rate: Rate,
         mesh: Mesh,
     ) -> None:
-        self.plan = plan
-        self._task = task
-        self._mesh = mesh
+        self.plan, self._task, self._mesh = plan, task, mesh
         self._batches = 0  # trained
         self.coding = Coding(plan.settings.codecs, plan.numerics.channels_last)
         self.stages = make_stages(plan, model, task, optimizer, rate, mesh)
@@ -75,14 +73,8 @@ class Session:
     def settle(self) -> None:
         """Find what the labels of a model count for that computes its loss. Raises ConfigError."""
         if self.last is not None and isinstance(self._task, ModelLoss):
-            self._trial = ModelTrial(
-                self._task,
-                self.plan.example,
-                outputs_of(self.plan),
-                self.plan.settings.microbatches,
-                self.last.module,
-                self._mesh.device,
-            )
+            m, example, outputs = self.plan.settings.microbatches, self.plan.example, outputs_of(self.plan)
+            self._trial = ModelTrial(self._task, example, outputs, m, self.last.module, self._mesh.device)
             self._trial.settle()
 
     def prove(self, batches: int) -> None:
@@ -118,15 +110,11 @@ class Session:
         m = self.plan.settings.microbatches
         self.refuse_small(sizes)
         self.prove(len(sizes))
-        cut = [pieces(size, m) for size in sizes]
-        source = batches.open(cut, self.plan.placement[-1])
         order = order_of(self.plan, len(sizes), self._mesh.world.rank, ends)
         if self.whole is not None:
             self.whole.take_back()
-        with self._explaining():
-            feed = self._feed(cut, source.inputs, source.targets, self._prove_batch)
+        with self._feed([pieces(size, m) for size in sizes], batches, trains=True) as feed:
             self.engine.train(order, feed, m, tick, observe)
-        source.close()
         return order.batches, [] if self.last is None else self.last.counts.take_losses()
 
     def evaluate(
@@ -135,52 +123,48 @@ class Session:
         batches: Batches,
         tick: Tick = lambda stage: None,
         ends: Ends | None = None,
+        take: Take | None = None,
     ) -> int:
         """Evaluate batches of these `sizes` with the newest weights; the last stage counts. Return how many.
 
-        Each is one microbatch: a model may look at the whole batch.
+        Each is one microbatch: a model may look at the whole batch. `take` gets the outputs of a prediction,
+        which has no targets.
         """
-        source = batches.open([[size] for size in sizes], self.plan.placement[-1])
-        done = self._forwards(sizes, source.inputs, source.targets, tick, ends)
-        source.close()
-        return done
+        program = lower(forward_only(self.plan.placement, len(sizes)), self.plan.cut.edges)
+        order = Order(program[self._mesh.world.rank], len(sizes), 1, ends, ahead(self.plan))
+        with (
+            self._feed([[size] for size in sizes], batches, targets=take is None) as feed,
+            nullcontext() if self.whole is None else self.whole.suspended(),
+        ):
+            self.engine.evaluate(order, feed, tick, take)
+        return order.batches
 
     def predict(
         self, sizes: Sequence[int], batches: Batches, tick: Tick = lambda stage: None
     ) -> list[tuple[Tensor, ...]]:
         """Return the outputs for batches of these `sizes`, in host memory, on the last stage's rank."""
         found: list[tuple[Tensor, ...]] = []
-        source = batches.open([[size] for size in sizes], 0)  # nor do targets go to the last stage
-        take: Take = lambda outputs: found.append(tuple(t.detach().cpu() for t in outputs))  # noqa: E731
-        self._forwards(sizes, source.inputs, None, tick, take=take)
+        self.evaluate(
+            sizes, batches, tick, take=lambda outputs: found.append(tuple(t.detach().cpu() for t in outputs))
+        )
         return found
 
-    def _forwards(
-        self,
-        sizes: Sequence[int],
-        inputs: Iterator[Value] | None,
-        targets: Iterator[Value] | None,
-        tick: Tick,
-        ends: Ends | None = None,
-        take: Take | None = None,
-    ) -> int:
-        program = lower(forward_only(self.plan.placement, len(sizes)), self.plan.cut.edges)
-        order = evaluation_of(self.plan, program[self._mesh.world.rank], len(sizes), ends)
-        feed = self._feed([[size] for size in sizes], inputs, targets)
-        with self._explaining(), nullcontext() if self.whole is None else self.whole.suspended():
-            self.engine.evaluate(order, feed, tick, take)
-        return order.batches
-
     @contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Say of an action that ran out of memory what the plan predicted."""
+    def _feed(
+        self, cut: Sizes, batches: Batches, trains: bool = False, targets: bool = True
+    ) -> Iterator[WindowFeed]:
+        """Yield the microbatches of a window; of an error for want of memory, say what was predicted."""
+        dtype, device = self.plan.settings.data_dtype, self._mesh.device
+        source = batches.open(cut, self.plan.placement[-1] if targets else 0)
+        prove = self._prove_batch if trains else lambda targets: None
+        given = source.targets if targets else None
         try:
-            yield
+            yield WindowFeed(cut, source.inputs, given, self._task.weight, device, dtype, prove)
         except ActionFailed as error:
             if not is_out_of_memory(error.__cause__):
                 raise
-            rank, device = self._mesh.world.rank, self._mesh.device
-            raise explained(error, self.plan, rank, device) from error.__cause__
+            raise explained(error, self.plan, self._mesh.world.rank, device) from error.__cause__
+        source.close()
 
     def _prove_batch(self, targets: Value) -> None:
         """Try a user's task with the targets of batches 2, 4, 8, ..., as it was with the first ones."""
@@ -193,16 +177,6 @@ class Session:
             self._trial.prove(targets)
         elif self._batches > 1:
             prove_batch(self._task, outputs_of(self.plan), targets, self._mesh.device)
-
-    def _feed(
-        self,
-        cut: Sizes,
-        inputs: Iterator[Value] | None,
-        targets: Iterator[Value] | None,
-        prove: Callable[[Value], None] = lambda targets: None,
-    ) -> WindowFeed:
-        dtype, device = self.plan.settings.data_dtype, self._mesh.device
-        return WindowFeed(cut, inputs, targets, self._task.weight, device, dtype, prove)
 
 
 def make_stages(
@@ -251,11 +225,10 @@ def make_stages(
 
 def observers_of(stage: Stage, skips: bool = False, by_batch: bool = False) -> list[Observer]:
     """Return what looks at a stage. `skips`: on_nan=skip; `by_batch`: batchnorm=batch."""
-    moved = BatchStatistics(stage.module, only_finite=skips) if by_batch else None
-    if skips:
-        buffers = Buffers(stage.module, without=moved.buffers if moved else ())
-        return [SkipOnNaN(stage, buffers), *([moved] if moved else [])]
-    return [StopOnNaN(stage), *([moved] if moved else [])]
+    moved = [BatchStatistics(stage.module, only_finite=skips)] if by_batch else []
+    if not skips:
+        return [StopOnNaN(stage), *moved]
+    return [SkipOnNaN(stage, Buffers(stage.module, without=moved[0].buffers if moved else ())), *moved]
 
 
 def make_engine(

@@ -8,9 +8,10 @@ out updates is among its observers.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,20 +35,12 @@ from pipetrain.schedule.actions import Tie
 from pipetrain.tally import Tally
 from pipetrain.tasks import Task
 
-_CHANGES = (
-    "the plan says otherwise: which of its inputs a layer uses, and which of its outputs depend on weights, "
-    "must not change from one microbatch to another; keep it in one stage with the layers beside it, by "
-    "partition="
-)
-
 
 class Stage:
     """Slice `index` of a model. The last stage has the task; the others pass their outputs on.
 
-    `module.slice` tells what enters and leaves it. `compile`: use torch.compile. `selective`: a forward that
-    is to be run again keeps dear results, see recompute.py.
-    `ema`: evaluate a moving average of the weights, see Weights.
-    `clip_grad_norm`: the most that the norm of a batch's gradient may be, otherwise it is scaled to it.
+    `module.slice` tells what enters and leaves it. `selective`: a forward that is to be run again keeps dear
+    results, see recompute.py. `clip_grad_norm`: the most that the norm of a batch's gradient may be.
     `names`: those of parameters in the model, where they differ, as of a weight that an earlier layer has
     too; `shared`: of each parameter of several stages, by its name in the model, these stages;
     `elsewhere`: tensors, by these names, that are in the state of an earlier stage.
@@ -167,15 +160,6 @@ class Stage:
             )
         one.outputs = outputs
 
-    def _recorded(self, one: Microbatch) -> Tensors:
-        """Run the layers; where the backward is split, with what puts the gradients of weights off."""
-        split = one.saving.split and any(t.requires_grad for t in one.inputs)
-        if not split or one.recompute is not None:
-            return self._call(one.inputs)
-        one.deferred = Deferred(self.weights.leaves(one.version))
-        with one.deferred.recording():
-            return self._call(one.inputs)
-
     @torch.no_grad()
     def predict(self, x: Tensors, target: Target | None = None) -> Tensors:
         """Evaluate with the newest weights, or their moving average, and the running statistics.
@@ -193,6 +177,15 @@ class Stage:
         self.objective.evaluate(outputs, target)
         return ()
 
+    def _recorded(self, one: Microbatch) -> Tensors:
+        """Run the layers; where the backward is split, with what puts the gradients of weights off."""
+        split = one.saving.split and any(t.requires_grad for t in one.inputs)
+        if not split or one.recompute is not None:
+            return self._call(one.inputs)
+        one.deferred = Deferred(self.weights.leaves(one.version))
+        with one.deferred.recording():
+            return self._call(one.inputs)
+
     def _call(self, x: Tensors) -> Tensors:
         if self.module.slice.copies_input:
             x = tuple(t.clone() for t in x)
@@ -204,20 +197,21 @@ class Stage:
         return tuple(t if number in data else self.numerics.narrow(t) for number, t in enumerate(outputs))
 
     def _handed_on(self, mb: int, outputs: Tensors) -> Tensors:
-        """Return the outputs to send, copied where the layers may keep or change them.
-
-        Raises TrainingStopped for one that depends on weights where the plan says that it does not.
-        """
+        """Return the outputs to send, copied where the layers may keep or change them."""
         slice, sent = self.module.slice, []
         planned = requires_grad(slice.leaves_grad, outputs)
         for number, (t, require) in enumerate(zip(outputs, planned, strict=True)):
             if t.requires_grad and not require:
-                raise TrainingStopped(
-                    f"output {number} of stage {self.index} depends on weights in microbatch {mb}, and "
-                    f"{_CHANGES}"
-                )
+                raise self._unplanned(mb, f"output {number} depends on weights")
             sent.append(t.detach() if require and not slice.copies_output else t.detach().clone())
         return tuple(sent)
+
+    def _unplanned(self, mb: int, what: str) -> TrainingStopped:
+        return TrainingStopped(
+            f"{what} in microbatch {mb} of stage {self.index}, and the plan says otherwise: which of its "
+            f"inputs a layer uses, and which of its outputs depend on weights, must not change from one "
+            f"microbatch to another; keep it in one stage with the layers beside it, by partition="
+        )
 
     # Backward
 
@@ -229,8 +223,7 @@ class Stage:
         """
         one = self._close(mb, version)
         self.weights.accumulate_on(version)
-        self._differentiate(one, grads, torch.autograd.backward)
-        return self._handed_back(one, grads)
+        return self._differentiate(one, grads, torch.autograd.backward)
 
     def backward_input(self, mb: int, grads: Tensors, version: int) -> Tensors:
         """Run the first half of a backward: the gradients of the inputs, for which the stage before waits.
@@ -242,8 +235,7 @@ class Stage:
         if one.deferred is None:
             one.grads = grads
             return ()
-        self._differentiate(one, grads, partial(one.deferred.input_half, self.weights.leaves(version)))
-        back = self._handed_back(one, grads)
+        back = self._differentiate(one, grads, partial(one.deferred.input_half, self.weights.leaves(version)))
         one.inputs, one.outputs, one.target = (), (), None
         return back
 
@@ -270,27 +262,20 @@ class Stage:
         """Return which outputs get a gradient."""
         return needs_grad(self.module.slice.leaves_grad, outputs)
 
-    def _differentiate(
-        self, one: Microbatch, grads: Tensors, run: Callable[[list[Tensor], list[Tensor]], None]
-    ) -> None:
+    def _differentiate(self, one: Microbatch, grads: Tensors, run: Callable[[Any, Any], None]) -> Tensors:
+        """Run a backward; return the gradients that the stage before needs."""
         if one.counted is not None:
             grads = grads or (torch.full_like(one.outputs[0], one.counted.share),)
         outputs = [t for t, need in zip(one.outputs, self.needed(one.outputs), strict=True) if need]
         pairs = [(t, grad) for t, grad in zip(outputs, grads, strict=True) if t.requires_grad]
         if pairs:
             with self.weights.installed(one.version), self.buffers.in_backward():
-                run([t for t, _ in pairs], [grad for _, grad in pairs])
-
-    def _handed_back(self, one: Microbatch, grads: Tensors) -> Tensors:
-        """Return the gradients that the stage before needs. Raises TrainingStopped for any others."""
+                run(*map(list, zip(*pairs, strict=True)))
         needs = needs_grad(self.module.slice.enters_grad, one.inputs)
         for number, (t, need) in enumerate(zip(one.inputs, needs, strict=True)):
             if need != (t.grad is not None):
                 found = "no" if need else "a"
-                raise TrainingStopped(
-                    f"{found} gradient reaches input {number} of stage {self.index} in microbatch {one.mb}, "
-                    f"and {_CHANGES}"
-                )
+                raise self._unplanned(one.mb, f"{found} gradient reaches input {number}")
         back = tuple(t.grad for t in one.inputs if t.grad is not None)
         for observer in self.observers:
             observer.after_backward(one, grads, back)
@@ -320,12 +305,9 @@ class Stage:
         for observer in self.observers:
             observer.hear(self._reduced, sums)
 
-    def squared_norm(self) -> Tensor:
-        """Return the squared norm of the batch's gradient, as far as it is this stage's, in float64.
-
-        A weight that several stages share counts at the first of them.
-        """
-        return self.weights.gradient_norm(without=self.shared.counted_elsewhere).double() ** 2
+    def gradient_norm(self) -> Tensor:
+        """Return the norm of the batch's gradient; a weight of several stages counts at the first of them."""
+        return self.weights.gradient_norm(without=self.shared.counted_elsewhere)
 
     def step(self, keep: bool, norm: Tensor | None = None) -> None:
         """Update the weights; `keep` the previous version for later actions.
@@ -334,14 +316,14 @@ class Stage:
         """
         batch, self._reduced = self._reduced, Batch()
         if self._clip is not None:
-            by = self.weights.gradient_norm(self.shared.counted_elsewhere) if norm is None else norm
+            by = self.gradient_norm() if norm is None else norm
             for observer in self.observers:
                 observer.hear(batch, by)
             if not batch.skipped:
                 clip_grads_with_norm_(self.weights.live.values(), self._clip, by)
         for observer in self.observers:
             observer.before_step(batch)
-        self.weights.step(keep, batch.skipped, batch.unless)
+        self.weights.step(keep, batch.skipped)
         self.skipped += batch.skipped
 
     # Between windows
@@ -359,28 +341,20 @@ class Stage:
         self._proves = self.device == "cpu" or self.rehearses
         self.weights.begin_window()
 
-    @contextmanager
-    def rehearsing(self, training: bool) -> Iterator[None]:
-        """Put back, at the end, what windows change: what was counted, and in training the state.
-
-        Attributes of layers are left to the caller.
-        """
+    def changing(self, training: bool) -> tuple[list[Tensor], list[Any]]:
+        """Return the tensors and the containers that windows change, beside attributes of layers."""
         self.settle()
-        skipped, self.rehearses, objective = self.skipped, True, self.objective
-        counts = Counts() if objective is None else objective.counts
-        try:
-            with ExitStack() as ending:
-                if training:
-                    ending.enter_context(self.weights.put_back())
-                    ending.enter_context(self.buffers.put_back())
-                if objective is not None:
-                    objective.counts = Counts()
-                yield
-                self.settle()
-        finally:
-            self.skipped, self.rehearses = skipped, False
-            if objective is not None:
-                objective.counts = counts
+        containers = [vars(held) for held in (self, self.objective) if held is not None]
+        if not training:
+            return [], containers
+        tensors, more = self.weights.changing()
+        return [*tensors, *self.module.buffers()], [*containers, *more]
+
+    def begin_rehearsal(self) -> None:
+        """Let what is made up go elsewhere, until what `changing` returned is put back."""
+        self.rehearses, self._batch = True, Batch()
+        if self.objective is not None:
+            self.objective.counts = Counts()
 
     @property
     def counts(self) -> Counts:

@@ -14,28 +14,19 @@ from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import Action, Op, Tie
 
 WAITING = frozenset({Op.NORM, Op.STEP})  # for what other stages tell
+_Key = tuple[Tie, int]  # with the version that an update makes
 
 
 class Sums:
-    """The sums over stages in one window, each of a version that an update makes."""
+    """The sums over stages in one window."""
 
     def __init__(self, stages: Mapping[int, Stage], channel: Channel, placement: Sequence[int]) -> None:
-        self._stages = stages
-        self._channel = channel
-        self._placement = placement
-        self._shares: dict[tuple[Tie, int], dict[int, Tensor]] = {}  # (tie, version) -> stage -> numbers
-        self._sums: dict[tuple[Tie, int], Tensor] = {}  # of a tie whose stages are all here
-        self._told: set[tuple[Tie, int]] = set()
-        self._heard: set[tuple[Tie, int]] = set()
-        self._norms: dict[int, Tensor] = {}  # version -> of the whole gradient
-
-    @property
-    def has_norms(self) -> bool:
-        return bool(self._norms)
-
-    def norm(self, version: int) -> Tensor | None:
-        """Return the norm of the whole gradient, if the stages have told theirs."""
-        return self._norms.get(version)
+        self._stages, self._channel, self._placement = stages, channel, placement
+        self._shares: dict[_Key, dict[int, Tensor]] = {}  # by stage
+        self._sums: dict[_Key, Tensor] = {}  # of a tie whose stages are all here
+        self._unheard: dict[_Key, None] = {}  # told, in order
+        self.norms: dict[int, Tensor] = {}
+        """By version the norm of the whole gradient, where stages tell theirs."""
 
     def tell_tied(self, action: Action) -> None:
         """Tell a stage's gradient of the weights of each of its ties."""
@@ -45,7 +36,7 @@ class Sums:
 
     def tell_norm(self, action: Action) -> None:
         """Tell a stage's norm, at a place of its own: the sum is the same on every rank, to the last bit."""
-        square = self._stages[action.stage].squared_norm()
+        square = self._stages[action.stage].gradient_norm().double() ** 2
         numbers = square.new_zeros(len(self._placement))
         numbers[action.stage] = square
         self._tell(ALL, action, numbers)
@@ -55,12 +46,12 @@ class Sums:
         key = tie, action.version
         shares = self._shares.setdefault(key, {})
         shares[action.stage] = numbers
-        self._told.add(key)
+        self._unheard[key] = None
         here = self._here(tie)
         if len(shares) < len(here):
             return
-        total = sum((shares[stage] for stage in here[1:]), shares[here[0]])
         del self._shares[key]
+        total = sum((shares[stage] for stage in here[1:]), shares[here[0]])
         if len(here) == len(tie or self._placement):
             self._sums[key] = total
         else:
@@ -71,20 +62,17 @@ class Sums:
 
         `waits` is called before.
         """
-        keys = [(tie, action.version) for tie in self._stages[action.stage].shared.ties]
-        if action.op is Op.STEP and (ALL, action.version) in self._told:
-            keys.append((ALL, action.version))
-        left = [key for key in keys if key not in self._heard]
-        for tie, version in left:
+        ties = [*self._stages[action.stage].shared.ties, *([ALL] if action.op is Op.STEP else [])]
+        left = [(tie, action.version) for tie in ties if (tie, action.version) in self._unheard]
+        for key in left:
             waits()
-            sums = self._sums.pop((tie, version), None)
-            sums = self._channel.hear(tie) if sums is None else sums
-            self._heard.add((tie, version))
-            if tie == ALL:
-                self._norms[version] = sums.sum().sqrt()
+            sums = self._sums.pop(key) if key in self._sums else self._channel.hear(key[0])
+            del self._unheard[key]
+            if key[0] == ALL:
+                self.norms[action.version] = sums.sum().sqrt()
                 continue
-            for stage in self._here(tie):
-                self._stages[stage].add_tied(tie, sums)
+            for stage in self._here(key[0]):
+                self._stages[stage].add_tied(key[0], sums)
         return bool(left)
 
     def held(self) -> Iterator[tuple[Sequence[int], Tensor]]:

@@ -30,25 +30,11 @@ from torch.utils._pytree import tree_leaves
 from pipetrain.network.numerics import numbers_of
 from pipetrain.network.places import places
 from pipetrain.rate import Rate
-from pipetrain.runtime.buffers import put_back
 from pipetrain.runtime.memory import Memory
 
 Named = Iterable[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[Named], Optimizer]
 """Builds an optimizer of some parameters, given with their full names."""
-
-
-@contextmanager
-def _unless(optimizer: Any, stop: Tensor | None) -> Iterator[None]:
-    """Let a fused optimizer make no step where the number `stop` is 1, as torch.amp.GradScaler does."""
-    if stop is None or not all(group.get("fused") for group in optimizer.param_groups):
-        yield
-        return
-    optimizer.grad_scale, optimizer.found_inf = None, stop
-    try:
-        yield
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf
 
 
 def _leaf(parameter: nn.Parameter, copy: bool = False) -> nn.Parameter:
@@ -61,8 +47,7 @@ class Weights:
     """Versions 0, 1, 2, ... of a module's trainable parameters, counted from the start of a window.
 
     `ema`: the decay of an exponential moving average of the weights after each step, as in
-    torch.optim.swa_utils; None: without one. `known_as`: the names of parameters in the
-    model, where they differ.
+    torch.optim.swa_utils. `known_as`: the names of parameters in the model, where they differ.
     """
 
     def __init__(
@@ -84,18 +69,20 @@ class Weights:
             if id(place.tensor) in names
         ]
         self.optimizer = optimizer([*self.live.items()]) if self.live else None
-        groups = self.optimizer.param_groups if self.optimizer else []
-        self._peaks = [group.get("lr", 0.0) for group in groups]
-        self._unmoved = set(self.live)  # weights that have had no gradient so far
         self._memory = Memory(self.optimizer) if self.optimizer else None
-        self._rate = rate
-        self._ema = ema
+        self._peaks = (
+            [group.get("lr", 0.0) for group in self.optimizer.param_groups] if self.optimizer else []
+        )
+        self._rate, self._ema = rate, ema
+        self._unmoved = set(self.live)  # weights that have had no gradient so far
         self._average: dict[str, nn.Parameter] = {}  # by name; empty before the first step
         self._spare: list[list[Tensor]] = []
         self.updates = 0
         self.newest = 0
         self._versions = {0: self._fresh_leaves()}
         self._accumulating = self._versions[0]
+
+    # Versions
 
     @property
     def held(self) -> int:
@@ -130,6 +117,33 @@ class Weights:
             for registry, key, parameter, _ in self._places:
                 registry[key] = parameter
 
+    def begin_window(self) -> None:
+        """Count versions from 0 again: version 0 is the newest one."""
+        assert self.held == 1, f"versions {sorted(self._versions)} outlived their window"
+        self._versions = {0: self._versions.pop(self.newest)}
+        self.newest = 0
+
+    def older(self) -> list[int]:
+        return [version for version in self._versions if version != self.newest]
+
+    def release(self, version: int) -> None:
+        leaves = self._versions.pop(version).values()
+        increment_version(leaves)  # their storage will be overwritten
+        self._spare.append([leaf.data for leaf in leaves])
+
+    def _fresh_leaves(self) -> dict[str, Tensor]:
+        return {name: _leaf(p) for name, p in self.live.items()}
+
+    def _move(self) -> None:
+        """Move the live parameters, with their values, to other storage."""
+        old = [p.data for p in self.live.values()]
+        new = self._spare.pop() if self._spare else [torch.empty_like(t) for t in old]
+        torch._foreach_copy_(new, old)
+        for parameter, data in zip(self.live.values(), new, strict=True):
+            parameter.data = data
+
+    # Gradients
+
     def accumulate_on(self, version: int) -> None:
         """Move the batch's gradient to the leaves of a version: one sum, in the order of the microbatches."""
         leaves = self._versions[version]
@@ -137,54 +151,6 @@ class Weights:
             for name, leaf in self._accumulating.items():
                 leaves[name].grad, leaf.grad = leaf.grad, None
             self._accumulating = leaves
-
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """Return the optimizer's state, by `PARAMETER/NUMBER`. Raises TypeError: see Memory."""
-        memory = self._memory
-        each = {name: memory.of(p) for name, p in self.live.items()} if memory else {}
-        return {f"{name}/{number}": t for name, state in each.items() for number, t in enumerate(state)}
-
-    def load_optimizer_state(self, state: Mapping[str, Tensor], updates: int) -> None:
-        """Restore from `optimizer_state`, for parameters of this stage, after `updates` updates."""
-        self.updates = updates
-        if self._memory is not None:
-            for name, p in self.live.items():
-                count = sum(path.rpartition("/")[0] == name for path in state)
-                if count:
-                    self._memory.restore(p, [state[f"{name}/{number}"] for number in range(count)])
-
-    def average(self) -> dict[str, Tensor]:
-        """Return the moving average of the weights by name; empty without one."""
-        return {name: leaf.data for name, leaf in self._average.items()}
-
-    @torch.no_grad()
-    def load_average(self, average: Mapping[str, Tensor]) -> None:
-        """Restore from `average`; a weight that is missing in it begins from its present value.
-
-        An empty one begins anew with the next step.
-        """
-        if self._ema is not None:
-            copies = {name: _leaf(p, copy=True) for name, p in self.live.items()}
-            self._average = copies if average else {}
-            for name in average.keys() & self.live.keys():
-                numbers_of(self._average[name].data).copy_(average[name])
-
-    def put_back(self) -> AbstractContextManager[None]:
-        """Put back, at the end, what windows change."""
-        assert self.held == 1, f"versions {sorted(self._versions)} are held"
-        tensors: list[Any] = [*self.live.values(), *self._average.values()]
-        containers = [vars(self), self._versions, self._spare, self._unmoved, self._average]
-        if self.optimizer is not None:
-            state = list(self.optimizer.state.values())
-            tensors += [t for t in tree_leaves(state) if isinstance(t, Tensor)]
-            containers += [vars(self.optimizer), self.optimizer.state, *state, *self.optimizer.param_groups]
-        return put_back(tensors, containers)
-
-    def begin_window(self) -> None:
-        """Count versions from 0 again: version 0 is the newest one."""
-        assert self.held == 1, f"versions {sorted(self._versions)} outlived their window"
-        self._versions = {0: self._versions.pop(self.newest)}
-        self.newest = 0
 
     def reduce(self) -> None:
         for name, leaf in self._accumulating.items():
@@ -199,23 +165,21 @@ class Weights:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()  # whose values are those of the sum
         norm: Tensor = get_total_norm(
-            [numbers_of(gradient) for name, gradient in self.gradients().items() if name not in without]
+            [numbers_of(g) for n, g in self.gradients().items() if n not in without]
         )
         return norm
 
-    def step(self, keep: bool, skip: bool = False, unless: Tensor | None = None) -> None:
-        """Make the next version, `keep` the previous one for later actions; `skip` drops the gradient.
+    # Update
 
-        `unless`: a number on the device; where it is 1, a fused optimizer leaves all as it is.
-        """
-        if keep:
+    def step(self, keep: bool, skip: bool = False) -> None:
+        """Make the next version, `keep` the previous one for later actions; `skip` drops the gradient."""
+        if keep and self.live:
             self._move()
         if self.optimizer is not None:
             for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
                 group["lr"] = peak * self._rate(self.updates)
             if not skip:
-                with _unless(self.optimizer, unless):
-                    self._step(self.optimizer)
+                self._step(self.optimizer)
             for parameter in self.live.values():
                 parameter.grad = None
         if self._ema is not None:
@@ -234,7 +198,7 @@ class Weights:
         given = self.gradients() if self._unmoved else {}
         first = self._unmoved & given.keys()
         self._unmoved -= first
-        if first and len(first) < len(given) and any(group.get("fused") for group in optimizer.param_groups):
+        if 0 < len(first) < len(given) and any(group.get("fused") for group in optimizer.param_groups):
             for name, parameter in self.live.items():
                 parameter.grad = given[name] if name in first else None
             optimizer.step()
@@ -247,27 +211,48 @@ class Weights:
         if not self._average:
             self._average = {name: _leaf(p, copy=True) for name, p in self.live.items()}
         elif self.live:
-            new = [p.data for p in self.live.values()]
             average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+            new = [p.data for p in self.live.values()]
             average([leaf.data for leaf in self._average.values()], new, self.updates)
 
-    def older(self) -> list[int]:
-        return [version for version in self._versions if version != self.newest]
+    # State
 
-    def release(self, version: int) -> None:
-        leaves = self._versions.pop(version).values()
-        increment_version(leaves)  # their storage will be overwritten
-        self._spare.append([leaf.data for leaf in leaves])
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Return the optimizer's state, by `PARAMETER/NUMBER`. Raises TypeError: see Memory."""
+        memory = self._memory
+        each = {name: memory.of(p) for name, p in self.live.items()} if memory else {}
+        return {f"{name}/{number}": t for name, state in each.items() for number, t in enumerate(state)}
 
-    def _fresh_leaves(self) -> dict[str, Tensor]:
-        return {name: _leaf(p) for name, p in self.live.items()}
+    def load_optimizer_state(self, state: Mapping[str, Tensor], updates: int) -> None:
+        """Restore from `optimizer_state`, for parameters of this stage, after `updates` updates."""
+        self.updates = updates
+        for name, p in self.live.items():
+            count = sum(path.rpartition("/")[0] == name for path in state)
+            if count and self._memory is not None:
+                self._memory.restore(p, [state[f"{name}/{number}"] for number in range(count)])
 
-    def _move(self) -> None:
-        """Move the live parameters, with their values, to other storage."""
-        if not self.live:
-            return
-        old = [p.data for p in self.live.values()]
-        new = self._spare.pop() if self._spare else [torch.empty_like(t) for t in old]
-        torch._foreach_copy_(new, old)
-        for parameter, data in zip(self.live.values(), new, strict=True):
-            parameter.data = data
+    def average(self) -> dict[str, Tensor]:
+        """Return the moving average of the weights by name; empty without one."""
+        return {name: leaf.data for name, leaf in self._average.items()}
+
+    @torch.no_grad()
+    def load_average(self, average: Mapping[str, Tensor]) -> None:
+        """Restore from `average`; a weight that is missing in it begins from its present value.
+
+        An empty one begins anew with the next step.
+        """
+        if self._ema is not None:
+            copies = {name: _leaf(p, copy=True) for name, p in self.live.items()}
+            self._average = copies if average else {}
+            for name in average.keys() & self.live.keys():
+                numbers_of(self._average[name].data).copy_(average[name])
+
+    def changing(self) -> tuple[list[Tensor], list[Any]]:
+        """Return the tensors, and the lists, dicts and sets, that windows change."""
+        tensors: list[Tensor] = [*self.live.values(), *self._average.values()]
+        containers: list[Any] = [vars(self), self._versions, self._spare, self._unmoved, self._average]
+        if self.optimizer is not None:
+            state = list(self.optimizer.state.values())
+            tensors += [t for t in tree_leaves(state) if isinstance(t, Tensor)]
+            containers += [vars(self.optimizer), self.optimizer.state, *state, *self.optimizer.param_groups]
+        return tensors, containers

@@ -73,13 +73,14 @@ def test_a_policy_s_stage_receives_all_of_its_window():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_window_ends_before_a_batch_of_which_no_receive_is_posted(rank):
     """Of 4 batches of 2 microbatches, with one receive ahead: two microbatches before that batch."""
-    order, view, said = Order(lower(gpipe(3, 4, 2))[rank], 4, 2), Late(), []
+    view, said = Late(), []
 
     def ends(batches: int, begun: int) -> bool:
         said.append((batches, begun))
         return batches == 3
 
-    seen = [(action, len(said)) for action in order.may_end(ends, ahead=1).actions(view)]
+    order = Order(lower(gpipe(3, 4, 2))[rank], 4, 2, ends, ahead=1)
+    seen = [(action, len(said)) for action in order.actions(view)]
     asked = [str(one) for (_, before), (one, after) in pairwise([(None, 0), *seen]) if after > before]
     assert asked == [f"{rank}F{mb}@{mb // 2}" for mb in (0, 2, 4)]
     assert [action for action, _ in seen] == lower(gpipe(3, 3, 2))[rank]

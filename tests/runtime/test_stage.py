@@ -127,16 +127,16 @@ def test_an_input_that_the_plan_says_is_not_used_has_no_gradient():
     ("module", "known", "says"),
     [
         # Zeros in the place of a missing gradient would move weights that one process leaves alone.
-        (First(), {"enters": 2}, "no gradient reaches input 1 of stage 1 in microbatch 4, and the plan"),
+        (First(), {"enters": 2}, "no gradient reaches input 1 in microbatch 4 of stage 1, and the plan"),
         (
             Join(),  # weights before it would miss its gradient
             {"enters": 2, "entering": Gradients((True, True), (True, False))},
-            "a gradient reaches input 1 of stage 1 in microbatch 4, and the plan",
+            "a gradient reaches input 1 in microbatch 4 of stage 1, and the plan",
         ),
         (
             Fork(nn.Linear(3, 3)),
             {"leaves": 2, "leaving": Gradients((True, False), (True, False))},
-            "output 1 of stage 1 depends on weights in microbatch 4, and the plan",
+            "output 1 depends on weights in microbatch 4 of stage 1, and the plan",
         ),
     ],
 )

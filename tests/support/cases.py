@@ -399,9 +399,9 @@ def drawing_in_turn() -> Iterator[None]:
         with lock, drawing(seeds):
             yield
 
-    def differentiate_alone(*args: Any) -> None:
+    def differentiate_alone(*args: Any) -> Any:
         with lock:
-            differentiate(*args)
+            return differentiate(*args)
 
     with patch.object(engine, "drawing", alone), patch.object(Stage, "_differentiate", differentiate_alone):
         yield

@@ -9,7 +9,8 @@ import re
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map
 
 from pipetrain.errors import ConfigError, one_line
+from pipetrain.network.network import evaluating
 from pipetrain.network.places import standing_in
 from pipetrain.network.tensors import made_up
 from pipetrain.network.tracing.dataflow import SAMPLES
@@ -54,24 +56,34 @@ def _fakes(model: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
 
     So the tensors that a forward makes are on one device with its weights.
     """
+
+    def fake(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return mode.from_tensor(tensor, static_shapes=True)
+        other = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
+
     with mode:
-        named = (*model.parameters(), *model.buffers())
-        return {id(t): _on_cpu(t) if t.is_meta else mode.from_tensor(t, static_shapes=True) for t in named}
+        return {id(tensor): fake(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
 
-def _on_cpu(tensor: Tensor) -> Tensor:
-    other = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    return nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
-
-
-def exported(model: nn.Module, example: ValueSpec) -> tuple[ExportedProgram, torch.device]:
-    """Return a model as torch.export traces it in its present mode, and the device. Raises ConfigError."""
+def exported(
+    model: nn.Module, example: ValueSpec, training: bool, autocast: bool
+) -> tuple[ExportedProgram, torch.device]:
+    """Return a model as torch.export traces it in a mode, and the device of the trace. Raises ConfigError."""
     device, others, batch = device_of(model), dict[int, Tensor](), Dim("batch")
     if device.type == "meta":
         device = torch.device("cpu")
         others = _fakes(model, FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
+    zeros = nullcontext() if autocast else _zeros_of_the_fast_path(model, training)
     try:
-        with torch.random.fork_rng([]), standing_in(model, others), quietly():
+        with (
+            nullcontext() if training else evaluating(model),
+            zeros,
+            torch.random.fork_rng([]),
+            standing_in(model, others),
+            quietly(),
+        ):
             args, kwargs = as_arguments(example, [made_up(t, device) for t in example.of(SAMPLES).specs])
             shapes = tree_map(lambda _: {0: batch}, bound(model, args, kwargs))
             return export(model, args, kwargs, dynamic_shapes=shapes, strict=False), device
@@ -83,52 +95,38 @@ def exported(model: nn.Module, example: ValueSpec) -> tuple[ExportedProgram, tor
 
 def bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return arguments by the names in a forward's signature. Raises ConfigError if it takes others."""
-    signature = inspect.signature(model.forward)
     try:
+        signature = inspect.signature(model.forward)
         taken = signature.bind(*args, **kwargs).arguments
+        if open_ended := [
+            p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD and p.name in taken
+        ]:
+            raise TypeError(f"torch.export traces no {open_ended[0]}")
+        return taken
     except TypeError as error:
         given = f"a dict of {', '.join(kwargs)}" if kwargs else f"{len(args)} without names"
         raise ConfigError(
             f"the forward of {type(model).__name__} cannot take the data's inputs, {given}: {error}; choose "
             f"and name them as it does, on the command line by data.columns="
         ) from error
-    for parameter in signature.parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD and parameter.name in taken:
-            raise ConfigError(
-                f"the forward of {type(model).__name__} takes {', '.join(taken[parameter.name])} by "
-                f"{parameter}, which torch.export does not trace: name each in its signature, or leave it "
-                f"out of the data"
-            )
-    return taken
 
 
 def _refusal(model: nn.Module, example: ValueSpec, error: Exception) -> ConfigError:
     """Return why a model cannot be traced, as one sentence."""
     text, kind, where = one_line(error), type(error).__name__, _place(error)
     at = f" at {where}" if where else ""
-    if any(frame.name == "_detect_is_causal_mask" for frame in traceback.extract_tb(error.__traceback__)):
-        return ConfigError(
-            f"nn.Transformer looks at the values of its mask{at}, which a trace cannot: pass is_causal "
-            f"beside mask, tgt_is_causal beside tgt_mask, and memory_is_causal beside memory_mask"
-        )
     if "data-dependent" in text or kind in ("GuardOnDataDependentSymNode", "DataDependentOutputException"):
         return ConfigError(
             f"the model decides on its data{at}, which cannot be cut into stages: compute both ways and "
-            f"choose by torch.where, or {WAY_OUT}"
+            f"choose by torch.where (for nn.Transformer pass is_causal beside mask), or {WAY_OUT}"
         )
     if "specialized it to be a constant" in text or "Constraints violated" in text:
         found = re.search(r"batch = Dim\('batch', (min|max)=(\d+)", text)
         other = f" where it has {'fewer' if found[1] == 'min' else 'more'} than {found[2]}" if found else ""
         return ConfigError(
-            f"the forward of {type(model).__name__} depends on the samples of a microbatch{other}"
-            f"{_failing_at(model, example)}, which a trace cannot: write no number, len(x), comparison or "
-            f"loop, but x.shape[0] as it is (torch.cdist by compute_mode='donot_use_mm_for_euclid_dist'), or "
-            f"{WAY_OUT}"
-        )
-    if found := re.search(r"Found <class '([^']+)'> in output", text):
-        return ConfigError(
-            f"the model returns what is no tensor, {found[1]}: return tensors only (for a Hugging Face model "
-            f"with a cache: config.use_cache=False)"
+            f"the forward of {type(model).__name__} depends on the samples of a microbatch{other}, which a "
+            f"trace cannot: write no number, len(x), comparison or loop, but x.shape[0] as it is "
+            f"(torch.cdist by compute_mode='donot_use_mm_for_euclid_dist'), or {WAY_OUT}"
         )
     return ConfigError(
         f"the model {type(model).__name__} cannot be traced for {example}{at}: {kind}: "
@@ -136,27 +134,15 @@ def _refusal(model: nn.Module, example: ValueSpec, error: Exception) -> ConfigEr
     )
 
 
-def _failing_at(model: nn.Module, example: ValueSpec) -> str:
-    """Return where a model fails with fewer samples than those of the trace, or ""."""
-    try:
-        with without_numbers(model):
-            args, kwargs = as_arguments(example, [made_up(spec) for spec in example.of(SAMPLES - 1).specs])
-            model(*args, **kwargs)
-    except Exception as error:  # the user's forward may raise anything
-        return f" at {_place(error)}"
-    return ""
-
-
 def _place(error: BaseException) -> str:
     """Return the file and line of the user's code in an error's traceback, or ""."""
     stack = re.findall(r'File "([^"]+)", line (\d+)', str(error))
     stack += [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    own = [f"{file.rpartition('/')[2]}:{line}" for file, line in stack if not _is_machinery(file)]
+    machinery = ("/torch/", "pipetrain/network/", "<")
+    own = [
+        f"{file.rpartition('/')[2]}:{line}" for file, line in stack if not any(m in file for m in machinery)
+    ]
     return own[-1] if own else ""
-
-
-def _is_machinery(file: str) -> bool:
-    return "/torch/" in file or "pipetrain/network/" in file or file.startswith("<")
 
 
 @contextmanager
@@ -172,3 +158,40 @@ def quietly() -> Iterator[None]:
     finally:
         Distribution.set_default_validate_args(validates)
         logging.disable(disabled)
+
+
+@contextmanager
+def _zeros_of_the_fast_path(model: nn.Module, training: bool) -> Iterator[None]:
+    """Let the nn.TransformerEncoders of a model make the zeros that PyTorch's fast path makes.
+
+    Without gradients one in evaluation mode runs on nested tensors if the padding of all samples is to their
+    right, and its padded places become 0. torch.export takes the other way, on which they are numbers like
+    others. (Under autocast there is no such path on a GPU, and on a CPU it fails.)
+    """
+    encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoder)]
+    hooks = [
+        encoder.layers[-1].register_forward_hook(partial(_with_zeros, encoder, training), with_kwargs=True)
+        for encoder in encoders
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _with_zeros(
+    encoder: nn.TransformerEncoder, training: bool, layer: nn.Module, args: Any, given: Any, output: Tensor
+) -> Tensor:
+    """Return the output of the last layer as one process has it: the conditions are those of `forward`."""
+    padding, mask = given.get("src_key_padding_mask"), given.get("src_mask")
+    nested = encoder.use_nested_tensor and torch.backends.mha.get_fastpath_enabled() and output.dim() == 3
+    if not nested or encoder.layers[0].training or padding is None or mask is not None:
+        return output
+    if training and torch.is_grad_enabled() and output.requires_grad:
+        return output
+    kept = padding.logical_not()  # of a mask of 0 and -inf
+    zero = kept.logical_not()
+    if getattr(encoder, "mask_check", True):
+        zero = zero & (kept[:, 1:] <= kept[:, :-1]).all()
+    return output.masked_fill(zero.unsqueeze(-1), 0.0)

@@ -7,7 +7,7 @@ leaves out; what a forward changes beside tensors, it fixes.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -23,22 +23,14 @@ from pipetrain.errors import ConfigError, one_line
 from pipetrain.network import draws
 from pipetrain.network.network import INPUT, Made, Tensors, evaluating
 from pipetrain.network.places import standing_in
-from pipetrain.network.tensors import SIZES, TOLERANCE, Results, difference, made_up
-from pipetrain.network.tracing.exporting import (
-    WAY_OUT,
-    as_arguments,
-    bound,
-    device_of,
-    without_numbers,
-)
+from pipetrain.network.tensors import SIZES, TOLERANCE, Results, difference, made_up, results
+from pipetrain.network.tracing.exporting import WAY_OUT, as_arguments, bound, device_of, without_numbers
 from pipetrain.network.tracing.traced import Traced
-from pipetrain.network.values import ValueSpec, differentiable, leaves_of
+from pipetrain.network.values import ValueSpec, differentiable
 
 MOST_WORK = 4e10  # floating-point operations of a forward: some seconds for all runs on one core
 COARSE = 5e-2  # relative, in half precision; a module may choose another kernel for the same function
 _HALF = (torch.bfloat16, torch.float16)
-
-Buffers = list[tuple[Tensor, Tensor]]  # with the numbers that they had
 
 
 def try_alone(model: nn.Module, example: ValueSpec) -> int:
@@ -59,22 +51,16 @@ def try_alone(model: nn.Module, example: ValueSpec) -> int:
                     functions += _functions(model(*args, **kwargs))
                 work = max(work, counter.get_total_flops())
         now = _attributes(model)
+    changed = [name for name, value in seen.items() if now.get(name) != value]
     if functions:
-        raise ConfigError(
-            f"the model uses the autograd Function {functions[0]}, whose backward a trace would leave out: "
-            f"{WAY_OUT}"
-        )
-    if changed := [name for name, value in seen.items() if now.get(name) != value]:
-        raise ConfigError(
-            f"the model changes its attribute {changed[0]} when it runs, and a trace would fix its value: "
-            f"keep such state in a buffer, or {WAY_OUT}"
-        )
-    if before != _random_states():
-        raise ConfigError(
-            f"the model draws from Python's or NumPy's random numbers, and a trace would fix what it drew: "
-            f"draw by torch, or {WAY_OUT}"
-        )
-    return work
+        why = f"uses the autograd Function {functions[0]}, whose backward a trace would leave out"
+    elif changed:
+        why = f"changes its attribute {changed[0]} when it runs: keep such state in a buffer"
+    elif before != _random_states():
+        why = "draws from Python's or NumPy's random numbers: draw by torch"
+    else:
+        return work
+    raise ConfigError(f"the model {why}, or {WAY_OUT}")
 
 
 def _attributes(model: nn.Module) -> dict[str, str]:
@@ -98,7 +84,7 @@ def _random_states() -> tuple[Any, str]:
 def _functions(outputs: Any) -> Iterator[str]:
     """Yield the autograd Functions of the user's on the way back from what a model returns."""
     todo = [t.grad_fn for t in tree_leaves(outputs) if isinstance(t, Tensor)]
-    seen: set[Any] = set()
+    seen: set[Any] = {None}
     while todo:
         node = todo.pop()
         if node is None or node in seen:
@@ -117,13 +103,18 @@ def prove(network: Traced, example: ValueSpec, autocast: bool = False) -> None:
     model, device = network.model, device_of(network.model)
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     cast = torch.autocast(device.type, torch.bfloat16, enabled=autocast)
+
+    def of(call: Callable[[], Any], training: bool) -> Results:
+        _restore(before)
+        with nullcontext() if training else network.evaluating():
+            return results(call, [model], training)
+
     try:
         with torch.random.fork_rng([]), draws.drawing(None), standing_in(model, {}), cast:
             for samples in SIZES:
-                tensors, whole = _alone(model, example.of(samples), device, before)
+                tensors, whole = _alone(model, example.of(samples), device, of)
                 for training in (True, False):
-                    with nullcontext() if training else network.evaluating():
-                        layers = _run(model, partial(_chain, network, tensors), training, before)
+                    layers = of(partial(_chain, network, tensors), training)
                     half = any(t.dtype in _HALF for t in layers.values())
                     tolerance = COARSE if autocast or half else TOLERANCE
                     if why := difference(whole[training], layers, tolerance, dtypes=not autocast):
@@ -136,14 +127,14 @@ def prove(network: Traced, example: ValueSpec, autocast: bool = False) -> None:
         _restore(before)
 
 
-def _restore(buffers: Buffers) -> None:
+def _restore(buffers: list[tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
         for buffer, old in buffers:
             buffer.copy_(old)
 
 
 def _alone(
-    model: nn.Module, spec: ValueSpec, device: torch.device, before: Buffers
+    model: nn.Module, spec: ValueSpec, device: torch.device, of: Callable[[Callable[[], Any], bool], Results]
 ) -> tuple[list[Tensor], dict[bool, Results]]:
     """Return a microbatch that a model takes, and what it makes of it in training and in evaluation.
 
@@ -154,41 +145,19 @@ def _alone(
         tensors = [made_up(each, device) for each in spec.specs]
         tensors = [t if differentiable(t) else torch.randint_like(t, end) for t in tensors]
         args, kwargs = as_arguments(spec, tensors)
-        found = {}
         try:
-            for training in (True, False):
-                with nullcontext() if training else evaluating(model):
-                    found[training] = _run(model, partial(model, *args, **kwargs), training, before)
+            return tensors, {mode: of(lambda: model(*args, **kwargs), mode) for mode in (True, False)}  # noqa: B023
         except Exception as error:  # the user's forward may raise anything
             refused = error
-        else:
-            return tensors, found
     raise ConfigError(
         f"the model cannot take {spec} in one process either: {one_line(refused)[:300]}"
     ) from refused
 
 
-def _chain(network: Traced, tensors: Sequence[Tensor]) -> Tensors:
+def _chain(network: Traced, tensors: list[Tensor]) -> Tensors:
     values = {Made(INPUT, number): tensor for number, tensor in enumerate(tensors)}
     outputs: Tensors = ()
     for index, layer in enumerate(network.modules):
         outputs = layer(*[values[made] for made in network.takes(index, ())])
         values |= {Made(index, number): tensor for number, tensor in enumerate(outputs)}
     return outputs
-
-
-def _run(model: nn.Module, call: Callable[[], Any], training: bool, before: Buffers) -> Results:
-    """Return the outputs, the gradients and the buffers of a run that begins with the buffers of before."""
-    torch.default_generator.manual_seed(0)
-    _restore(before)
-    with torch.set_grad_enabled(training):
-        outputs = leaves_of(call())
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        wanted = [t for t in outputs if t.requires_grad]
-        grads: Sequence[Tensor | None] = ()
-        if trained and wanted:
-            ones = [torch.ones_like(t) for t in wanted]
-            grads = torch.autograd.grad(wanted, list(trained.values()), ones, allow_unused=True)
-    found = {f"output {number}": tensor.detach() for number, tensor in enumerate(outputs)}
-    found |= {f"the gradient of {n}": g for n, g in zip(trained, grads, strict=False) if g is not None}
-    return found | {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import nullcontext
 from difflib import SequenceMatcher
 from itertools import pairwise
 from typing import Any
@@ -14,11 +13,9 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn.utils.parametrize import ParametrizationList
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.network import evaluating
 from pipetrain.network.tracing.dataflow import Dataflow
 from pipetrain.network.tracing.exporting import device_of, exported
 from pipetrain.network.tracing.grouping import Item, Modules, group, module_of
-from pipetrain.network.tracing.padding import zeros_of_the_fast_path
 from pipetrain.network.tracing.proving import MOST_WORK, prove, try_alone
 from pipetrain.network.tracing.reading import Held, Operations, calls_of, place_of, read
 from pipetrain.network.tracing.traced import Traced
@@ -58,9 +55,7 @@ def trace(model: nn.Module, example: ValueSpec, autocast: bool = False) -> Trace
 
 
 def _in_mode(model: nn.Module, example: ValueSpec, training: bool, autocast: bool) -> Dataflow:
-    zeros = nullcontext() if autocast else zeros_of_the_fast_path(model, training)
-    with nullcontext() if training else evaluating(model), zeros:
-        program, device = exported(model, example)
+    program, device = exported(model, example, training, autocast)
     names = example.names
     spec: Any = program.call_spec.in_spec
     order = range(len(example.specs)) if names is None else map(names.index, spec.child(1).context)

@@ -107,7 +107,7 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     ),
     "fixes the batch": (
         lambda self, x: self.layer(x).view(3, 2, 2),
-        rf"depends on the samples .*{HERE}, .*x\.shape\[0\]",
+        r"depends on the samples .*x\.shape\[0\]",
     ),
     "loops over samples": (
         lambda self, x: torch.stack([self.layer(one) for one in x]),
@@ -147,7 +147,7 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     "returns a number": (lambda self, x: (self.layer(x), x.shape[0]), r"returns s\d+ .*no tensor: return"),
     "returns an object": (
         lambda self, x: SimpleNamespace(logits=self.layer(x)),
-        r"no tensor, types\.SimpleNamespace",
+        r"cannot be traced .*types\.SimpleNamespace",
     ),
     "returns nothing": (returns_nothing, r"returns no tensor: return what the loss takes"),
     "returns what it chooses": (
@@ -256,7 +256,7 @@ class Open(nn.Module):
         ),
         (
             example((4,), (4,), names=("x", "mask")),
-            "takes mask by .* name each in its signature, or leave it",
+            r"cannot take .* a dict of x, mask: torch.export traces no \*\*others",
         ),
     ],
 )
@@ -275,7 +275,7 @@ def test_a_mask_that_torch_looks_at_is_refused_with_the_argument_that_helps():
         def forward(self, x: Tensor) -> Tensor:
             return self.encoder(x, mask=torch.zeros(3, 3))
 
-    with pytest.raises(ConfigError, match=r"looks at the values of its mask .*: pass is_causal beside mask"):
+    with pytest.raises(ConfigError, match=r"decides on its data .*pass is_causal beside mask"):
         trace(Masked(), example((3, 4)))
 
 
