@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from hydra.errors import InstantiationException
@@ -14,9 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from pipetrain.cli import conf_dir
 from pipetrain.data.augment import Augment
 from pipetrain.data.dataset import as_split
-from pipetrain.data.images import Images
 from pipetrain.data.loader import Sampler, loaded, pieces
-from pipetrain.data.sets import Data, DataFacts, DataMissing, Draw, Split
+from pipetrain.data.sets import Data, DataFacts, DataMissing, Draw, Images, Split
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.rules import COUNT
@@ -40,9 +39,9 @@ __all__ = [
 ]
 
 CARRIED_OVER = ("workers", "drop_last", "train_limit", "test_limit")  # options kept for a fallback data set
-log = logging.getLogger("pipetrain")
-
 FLOAT = "float"  # in data.sample.dtype: the run's
+log = logging.getLogger("pipetrain")
+T = TypeVar("T")
 
 
 def load_data(data: DictConfig, dtype: torch.dtype = torch.float32) -> Data:
@@ -56,7 +55,7 @@ def load_data(data: DictConfig, dtype: torch.dtype = torch.float32) -> Data:
     for split, limit in limits.items():
         COUNT.read(f"data.{split}_limit", limit, null=True)
     try:
-        loaded = _load(data, dtype)
+        whole = _from_source(data, dtype) if data.get("source") is not None else _from_splits(data, dtype)
     except DataMissing as error:
         if data.get("fallback") is not None:
             raise
@@ -64,49 +63,45 @@ def load_data(data: DictConfig, dtype: torch.dtype = torch.float32) -> Data:
             f"{error}; put the files there (data.root says where), or give a network or a data.source.url "
             "that answers, or train on the digits with data=digits or data.fallback=digits"
         ) from error
-    cut = {split: getattr(loaded, split).first(limit) for split, limit in limits.items() if limit is not None}
-    loaded = replace(loaded, **cut)
-    declared, found = declared_example(data, dtype), loaded.facts.example
+    cut = {split: getattr(whole, split).first(limit) for split, limit in limits.items() if limit is not None}
+    whole = replace(whole, **cut)
+    declared, found = declared_example(data, dtype), whole.facts.example
     if declared is not None and (not found.single or _kind(found.specs[0]) != _kind(declared.specs[0])):
         raise ConfigError(
-            f"the inputs of data set {loaded.name} are {found}, and data.sample says {declared}: correct "
+            f"the inputs of data set {whole.name} are {found}, and data.sample says {declared}: correct "
             "data.sample, or set it to null"
         )
-    return loaded
+    return whole
 
 
-def _load(data: DictConfig, dtype: torch.dtype) -> Data:
-    if data.get("source") is None:
-        train, test = (_split(data, name, dtype) for name in ("train", "test"))
-        return Data(str(data.name), train, test, data.get("classes"))
-    made = _make(data, "source")
-    if not isinstance(made, Data):
-        raise ConfigError(f"data.source must give a pipetrain.data.Data; got {type(made).__name__}")
-    splits = {"train": made.train, "test": made.test}
-    images = {name: split for name, split in splits.items() if isinstance(split, Images)}
-    for name, split in images.items():
-        for fault in split.faults(made.classes):
+def _from_source(data: DictConfig, dtype: torch.dtype) -> Data:
+    made = _make(data, "source", Data)
+    for name, split in (("train", made.train), ("test", made.test)):
+        if isinstance(split, Images):
+            if fault := split.fault(made.classes):
+                raise ConfigError(
+                    f"the data set {made.name} cannot be used: {name} {fault}; correct what data.source gives"
+                )
+            augment = load_augment(data) if name == "train" else None
+            read: dict[str, Any] = {name: replace(split, dtype=dtype, augment=augment or split.augment)}
+            made = replace(made, **read)
+    return made
+
+
+def _from_splits(data: DictConfig, dtype: torch.dtype) -> Data:
+    splits: list[Split] = []
+    columns: Any = data.get("columns") and OmegaConf.to_container(data.columns, resolve=True)
+    for name in ("train", "test"):
+        if data.get(name) is None:
             raise ConfigError(
-                f"the data set {made.name} cannot be used: {name} {fault}; correct what data.source gives"
+                f"data={data.get('name')} has no {name}: give data.source, a function that returns both "
+                f"splits, or data.train and data.test, each with the _target_ of a Dataset"
             )
-    if len({split.images.shape[1:] for split in images.values()}) > 1:
-        raise ConfigError(f"the data set {made.name} cannot be used: train and test images differ in size")
-    found: dict[str, Any] = {name: replace(split, dtype=dtype) for name, split in images.items()}
-    if "train" in found and (augment := load_augment(data)) is not None:
-        found["train"] = replace(found["train"], augment=augment)
-    return replace(made, **found)
-
-
-def _split(data: DictConfig, name: str, dtype: torch.dtype) -> Split:
-    if data.get(name) is None:
-        raise ConfigError(
-            f"data={data.get('name')} has no {name}: give data.source, a function that returns both splits, "
-            f"or data.train and data.test, each with the _target_ of a Dataset"
-        )
-    split = as_split(_make(data, name), f"data.{name}", data.get("columns"), dtype)
-    if not len(split):
-        raise ConfigError(f"data.{name} has no sample")
-    return split
+        split = as_split(_make(data, name, object), f"data.{name}", columns, dtype)
+        if not len(split):
+            raise ConfigError(f"data.{name} has no sample")
+        splits.append(split)
+    return Data(str(data.name), splits[0], splits[1], data.get("classes"))
 
 
 def declared_example(data: DictConfig, dtype: torch.dtype) -> ValueSpec | None:
@@ -115,16 +110,13 @@ def declared_example(data: DictConfig, dtype: torch.dtype) -> ValueSpec | None:
     if sample is None:
         return None
     try:
-        shape, name = tuple(sample["shape"]), str(sample["dtype"])
-        kind = dtype if name == FLOAT else getattr(torch, name)
-        if not all(type(n) is int and n > 0 for n in shape) or not isinstance(kind, torch.dtype):
-            raise ValueError
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        kind = dtype if sample["dtype"] == FLOAT else getattr(torch, sample["dtype"])
+        return ValueSpec.like(torch.empty(tuple(sample["shape"]), dtype=kind, device="meta"))
+    except (RuntimeError, TypeError, LookupError, AttributeError) as error:
         raise ConfigError(
             f"data.sample={sample} must be the shape and dtype of one input, such as "
             f"{{shape: [3, 32, 32], dtype: float}}, or null"
         ) from error
-    return ValueSpec((TensorSpec(shape, kind),))
 
 
 def _kind(spec: TensorSpec) -> object:
@@ -134,23 +126,24 @@ def _kind(spec: TensorSpec) -> object:
 
 def load_augment(data: DictConfig) -> Augment | None:
     """Build the augmentation of a config of the group `data`, None for null. Raises ConfigError."""
-    if data.get("augment") is None:
-        return None
-    made = _make(data, "augment")
-    if not isinstance(made, Augment):
-        raise ConfigError(f"data.augment must give a pipetrain.data.Augment; got {type(made).__name__}")
-    return made
+    return None if data.get("augment") is None else _make(data, "augment", Augment)
 
 
-def _make(data: DictConfig, part: str) -> object:
+def _make(data: DictConfig, part: str, kind: type[T]) -> T:
+    """Build a part of a configuration, of such a kind."""
     try:
-        return instantiate(data[part], _partial_=True, _convert_="all")()
+        made = instantiate(data[part], _partial_=True, _convert_="all")()
     except ConfigError:
         raise
     except InstantiationException as error:
         raise ConfigError(f"data.{part} cannot be made: {one_line(error.__cause__ or error)}") from error
     except (TypeError, ValueError, OSError) as error:  # a wrong argument, a file that is not there
         raise ConfigError(f"data.{part} cannot be made: {type(error).__name__}: {one_line(error)}") from error
+    if not isinstance(made, kind):
+        raise ConfigError(
+            f"data.{part} must give a pipetrain.data.{kind.__name__}; got {type(made).__name__}"
+        )
+    return made
 
 
 def obtain_data(cfg: DictConfig, dtype: torch.dtype) -> tuple[DictConfig, Data]:

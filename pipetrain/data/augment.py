@@ -70,20 +70,15 @@ class Augment:
         if self.crop < 0:
             raise ConfigError(f"data.augment.crop must be 0 pixels or more; got {self.crop}")
 
-    def __call__(self, images: Tensor, ids: Tensor, seed: int, epoch: int) -> Tensor:
+    def __call__(self, images: Tensor, ids: Tensor, where: Draw) -> Tensor:
         """Augment uint8 images [n, c, h, w] with sample ids [n]: uint8 [n, c, h, w], a new tensor."""
-        words = draws(ids, Draw(seed, epoch), 3)  # row, column, flip
-        if self.crop:
-            offsets = torch.from_numpy((words[:, :2] % np.uint64(2 * self.crop + 1)).astype(np.int64))
-            images = _shift(images, offsets, self.crop)
+        words = draws(ids, where, 3)  # row, column, flip
+        if self.crop:  # one gather over a view of all (2 crop + 1)**2 cuts of the padded images
+            row, column = torch.from_numpy((words[:, :2] % np.uint64(2 * self.crop + 1)).astype(np.int64)).T
+            height, width = images.shape[2:]
+            cuts = functional.pad(images, (self.crop,) * 4).unfold(2, height, 1).unfold(3, width, 1)
+            images = cuts[torch.arange(len(images)), :, row, column]
         if self.flip:
             flipped = torch.from_numpy((words[:, 2] >> np.uint64(63)).astype(np.bool_))
             images = torch.where(flipped[:, None, None, None], images.flip(-1), images)
         return images
-
-
-def _shift(images: Tensor, offsets: Tensor, crop: int) -> Tensor:
-    """Cut each padded image at its (row, column): one gather over a view of all (2 crop + 1)**2 cuts."""
-    n, _, height, width = images.shape
-    cuts = functional.pad(images, (crop,) * 4).unfold(2, height, 1).unfold(3, width, 1)
-    return cuts[torch.arange(n), :, offsets[:, 0], offsets[:, 1]]

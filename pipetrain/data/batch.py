@@ -55,6 +55,14 @@ class NamedTargets:
             )
         return inputs, targets[0] if isinstance(self.names, str) else targets
 
+    def completed(self, batch: Mapping[str, Any], form: Form) -> dict[str, Any]:
+        """Return a batch in the order of the model's inputs, with zeros for targets that it lacks."""
+        whole, n = dict(batch), len(next(iter(batch.values())))
+        specs = dict(zip(form.inputs.names or (), form.inputs.specs, strict=True))
+        for name in self.listed:
+            whole.setdefault(name, torch.zeros((n, *specs[name].shape), dtype=specs[name].dtype))
+        return {name: whole[name] for name in specs if name in whole}
+
 
 @dataclass(frozen=True, slots=True)
 class Form:
@@ -85,7 +93,12 @@ def pair(batch: Any, what: str, named: NamedTargets | None = None) -> tuple[Valu
     if named is not None:
         batch = named.pair(batch, what)
     if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise BadBatch(f"{what} must be a pair (inputs, targets); it is a {kind(batch)}{_way_out(batch)}")
+        way_out = ""
+        if isinstance(batch, Mapping):
+            way_out = ": say which are the targets, as in Pipeline(..., targets='label')"
+        elif isinstance(batch, tuple | list):
+            way_out = ": let the loader give ((FIRST, SECOND), TARGETS), or a dict, and targets=NAME"
+        raise BadBatch(f"{what} must be a pair (inputs, targets); it is a {kind(batch)}{way_out}")
     inputs, targets = (_value(part, f"{half} of {what}") for part, half in zip(batch, HALVES, strict=True))
     for half, part in zip(HALVES, (inputs, targets), strict=True):
         for tensor in as_tuple(part):
@@ -104,33 +117,21 @@ def unlabelled(batch: Any, what: str, form: Form, named: NamedTargets | None) ->
     Targets beside the inputs are left out. A model that computes its loss gets zeros where they are missing.
     """
     tried = [batch]
-    if named is not None and isinstance(batch, Mapping):
-        tried = [named.inputs(_completed(batch, form, named) if named.kept and batch else batch)]
+    if named is not None and isinstance(batch, Mapping) and batch:
+        tried = [named.inputs(named.completed(batch, form) if named.kept else batch)]
     elif isinstance(batch, tuple | list) and batch:
         tried = [batch, batch[0]]
     for one in tried:
         try:
             value = _value(one, f"inputs of {what}")
+            targets = torch.zeros(samples(value))
+            form.refuse_other(value, targets, what)
         except BadBatch:
-            continue
-        if ValueSpec.in_batch(value) == form.inputs:
-            return value, torch.zeros(samples(value))
-    value = _value(tried[-1], f"inputs of {what}")
-    form.refuse_other(value, torch.zeros(samples(value)), what)
-    return value, torch.zeros(samples(value))
-
-
-def _completed(batch: Mapping[str, Any], form: Form, named: NamedTargets) -> dict[str, Any]:
-    """Return a batch in the order of the model's inputs, with zeros for targets that it lacks."""
-    n = len(next(iter(batch.values())))
-    specs = dict(zip(form.inputs.names or (), form.inputs.specs, strict=True))
-    zeros = {
-        name: torch.zeros((n, *spec.shape), dtype=spec.dtype)
-        for name, spec in specs.items()
-        if name in named.listed
-    }
-    whole = zeros | dict(batch)
-    return {name: whole[name] for name in specs if name in whole}
+            if one is tried[-1]:
+                raise
+        else:
+            break
+    return value, targets
 
 
 def samples(value: Value) -> int:
@@ -143,15 +144,6 @@ def kind(batch: Any) -> str:
     if isinstance(batch, Mapping):
         return f"{type(batch).__name__} of {_listed(batch)}"
     return f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
-
-
-def _way_out(batch: Any) -> str:
-    """Return what can be done about a batch that is no pair."""
-    if isinstance(batch, Mapping):
-        return ": say which are the targets, as in Pipeline(..., targets='label')"
-    if isinstance(batch, tuple | list):
-        return ": let the loader give ((FIRST, SECOND), TARGETS), or a dict, and Pipeline(..., targets=NAME)"
-    return ""
 
 
 def _listed(names: Iterable[Any]) -> str:

@@ -21,16 +21,15 @@ from http.client import HTTPException
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import TIMEOUT_MAX
 from urllib.error import URLError
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pipetrain.data.images import Images
-from pipetrain.data.sets import Data, DataMissing
+from pipetrain.data.sets import Data, DataMissing, Images
 from pipetrain.errors import ConfigError, one_line
+from pipetrain.rules import POSITIVE
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 FOLDER = "cifar-10-batches-py"
@@ -58,11 +57,7 @@ def load(
     invalid time or for a file, named in the message, that is missing or not the official one.
     """
     for name, seconds in (("timeout", timeout), ("total_timeout", total_timeout)):
-        if not 0 < seconds <= TIMEOUT_MAX:
-            raise ConfigError(
-                f"data.source.{name} must be a number of seconds above 0, and at most {TIMEOUT_MAX:g}; "
-                f"got {seconds}"
-            )
+        POSITIVE.read(f"data.source.{name}", seconds)
     folder = Path(root).absolute() / FOLDER
     if not folder.exists():
         try:
@@ -125,14 +120,11 @@ def _split(folder: Path, sums: Mapping[str, str]) -> Images:
 
 def _batch(path: Path, md5: str) -> tuple[Tensor, Tensor]:
     """Read an official file: `data`, uint8 [n, 3072] by channel and row, and `labels`. Raises ConfigError."""
-    again = f"delete the folder {path.parent} to download it again"
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): {again}") from error
-    if (found := _md5(content)) != md5:
+    content = path.read_bytes() if path.is_file() else b""
+    if _md5(content) != md5:
         raise ConfigError(
-            f"{path} is truncated or altered ({len(content):,} bytes, MD5 {found}, not {md5}): {again}"
+            f"{path} is missing, truncated or altered ({len(content):,} bytes): delete the folder "
+            f"{path.parent} to download it again"
         )
     batch = pickle.loads(content, encoding="latin1")
     return torch.from_numpy(batch["data"].reshape(-1, *IMAGE)), torch.tensor(batch["labels"])

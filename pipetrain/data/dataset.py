@@ -8,7 +8,6 @@ the run's seed, the epoch and the sample's number, and restored afterwards.
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -44,14 +43,15 @@ def as_split(
     dict. `dtype`: of what are Python's floats.
     Raises ConfigError, also for a sample that cannot be read or has another shape, when it is read.
     """
-    if isinstance(made, TensorDataset):
-        made = made.tensors
-    if isinstance(made, tuple | list) and made and all(map(_are_tensors, made)):
-        if columns:
-            raise ConfigError(f"{what} holds tensors, which have no columns: set data.columns=null")
-        return _of_tensors(made, what)
     if isinstance(made, Split):
         return made
+    if isinstance(made, TensorDataset):
+        made = made.tensors
+    if isinstance(made, tuple | list) and len(made) == 2 and all(map(_is_of_tensors, made)):
+        inputs, targets = (_value(part) for part in made)
+        if len({len(t) if t.dim() else 0 for t in (*as_tuple(inputs), *as_tuple(targets))}) != 1:
+            raise ConfigError(f"{what} holds tensors of several lengths: give a row of each for each sample")
+        return Tensors(inputs, targets)
     if isinstance(made, IterableDataset) or not (hasattr(made, "__getitem__") and hasattr(made, "__len__")):
         raise ConfigError(
             f"{what} is a {type(made).__name__}, which has no length and no samples by number: give a "
@@ -60,25 +60,9 @@ def as_split(
     return Items(made, what, columns or {}, dtype)
 
 
-def _are_tensors(part: object) -> bool:
+def _is_of_tensors(part: object) -> bool:
     parts = part.values() if isinstance(part, dict) else part if isinstance(part, tuple) and part else [part]
     return all(isinstance(t, Tensor | np.ndarray) for t in parts)
-
-
-def _of_tensors(parts: Sequence[Any], what: str) -> Tensors:
-    if len(parts) != 2:
-        raise ConfigError(
-            f"{what} holds {len(parts)} tensors, and must hold inputs and targets: give (inputs, targets), "
-            "where either may be a tuple of tensors"
-        )
-    inputs, targets = (_value(part) for part in parts)
-    lengths = [len(t) if t.dim() else 0 for t in (*as_tuple(inputs), *as_tuple(targets))]
-    if len(set(lengths)) > 1:
-        found = ", ".join(map(str, lengths))
-        raise ConfigError(f"{what} holds tensors of {found} samples: their first dimensions must be equal")
-    if not lengths[0]:
-        raise ConfigError(f"{what} has no sample")
-    return Tensors(inputs, targets)
 
 
 class Items:
@@ -94,13 +78,18 @@ class Items:
                 f"data.columns must name the columns of inputs and of targets; got {', '.join(columns)}: set "
                 "data.columns={inputs: NAME, targets: NAME}"
             )
-        # Plain names, which can be pickled.
-        self._columns = columns and [_plain(columns[half]) for half in _HALVES]
+        self._columns = columns and [columns[half] for half in _HALVES]
         if not self._length:
             raise ConfigError(f"{what} has no sample")
         first = enumerate(self._read(torch.tensor([0]), None)[0])
         self._forms = [ValueSpec.like(self._value(0, half, part)) for half, part in first]
-        self._prove()
+        # A data set with a random generator of its own would give one rank other inputs than another.
+        for number in range(min(self._length, _READ_FIRST)):
+            if self._sum(number) != self._sum(number):
+                raise ConfigError(
+                    f"{what}: sample {number} differs from one reading to the next: draw random numbers from "
+                    "the global generators of torch, numpy or random, which are seeded for each sample"
+                )
 
     def __len__(self) -> int:
         return self._length
@@ -120,21 +109,7 @@ class Items:
         """Return the CRC-32 of the type, the length and at most 64 evenly spaced samples."""
         kind, count = type(self._dataset), min(self._length, _SUMMED)
         evenly = (index * (self._length - 1) // max(count - 1, 1) for index in range(count))
-        content = f"{kind.__module__}.{kind.__qualname__}", self._length, [self._sum(n) for n in evenly]
-        return zlib.crc32(repr(content).encode())
-
-    def _prove(self) -> None:
-        """Read the first samples twice: they must have one shape, and be the same again.
-
-        A data set with a random generator of its own would give one rank other inputs than another.
-        """
-        for number in range(min(self._length, _READ_FIRST)):
-            if self._sum(number) != self._sum(number):
-                raise ConfigError(
-                    f"{self._what}: sample {number} differs from one reading to the next: draw random "
-                    "numbers from the global generators of torch, numpy or random, which are seeded for each "
-                    "sample"
-                )
+        return checksum([], kind.__module__, kind.__qualname__, self._length, *map(self._sum, evenly))
 
     def _sum(self, number: int) -> int:
         ids = torch.tensor([number])
@@ -171,25 +146,18 @@ class Items:
         what = f"{self._what}: sample {number}"
         try:
             item = self._dataset[number]
-            if self._columns and isinstance(item, Mapping):
+            if self._columns:
                 inputs, targets = (_taken(item, column) for column in self._columns)
                 return inputs, targets
-        except ConfigError:
-            raise
-        except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ConfigError(f"{what} cannot be read ({reason})") from error
-        if self._columns:
-            raise ConfigError(
-                f"{what} is a {type(item).__name__}, which has no columns: set data.columns=null"
-            )
+        except Exception as error:  # a user's code may raise anything
+            raise ConfigError(f"{what} cannot be read ({type(error).__name__}: {one_line(error)})") from error
         if isinstance(item, tuple | list) and len(item) == 2:
             return item[0], item[1]
-        got, hint = f"a {type(item).__name__}", "return two values from its __getitem__"
-        if isinstance(item, Mapping):
-            got += f" of {', '.join(map(str, item))}"
-            hint = "name its columns with data.columns={inputs: NAME, targets: NAME}"
-        raise ConfigError(f"{what} must be (inputs, targets); got {got}: {hint}")
+        columns = f" of {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
+        raise ConfigError(
+            f"{what} must be (inputs, targets); got a {type(item).__name__}{columns}: return two values from "
+            f"its __getitem__, or name its columns with data.columns={{inputs: NAME, targets: NAME}}"
+        )
 
     def _value(self, number: int, half: int, part: object) -> Value:
         try:
@@ -201,19 +169,13 @@ class Items:
             ) from error
 
 
-def _plain(column: Any) -> str | tuple[str, ...] | dict[str, str]:
-    if isinstance(column, str):
-        return column
-    return {str(k): str(v) for k, v in column.items()} if isinstance(column, Mapping) else tuple(column)
-
-
-def _taken(item: Mapping[str, Any], column: str | tuple[str, ...] | dict[str, str]) -> object:
+def _taken(item: Any, column: str | Sequence[str] | Mapping[str, str]) -> object:
     """Return columns of an item. Raises LookupError."""
     if isinstance(column, str):
-        if column not in item:
+        if not isinstance(item, Mapping) or column not in item:
             raise LookupError(f"no column {column}: data.columns can name {', '.join(map(str, item))}")
         return item[column]
-    if isinstance(column, dict):
+    if isinstance(column, Mapping):
         return {name: _taken(item, of) for name, of in column.items()}
     return tuple(_taken(item, of) for of in column)
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipetrain.data.augment import draw
-from pipetrain.data.images import Images
-from pipetrain.data.sets import Data
+from pipetrain.data.sets import Data, Images
 
 TEST_EVERY = 5  # one sample in five of each class is a test sample: 360 of the 1,797
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from pipetrain.data.augment import draws
 from pipetrain.data.sets import Data, Draw
 from pipetrain.errors import ConfigError, one_line
+from pipetrain.rules import COUNT
 
 # torchvision.datasets.folder.IMG_EXTENSIONS
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -98,13 +99,7 @@ def load(
     The classes are numbered in the order of their names. `mean` and `std` are ImageNet's by default. Raises
     ConfigError for a folder that is missing or empty, and for classes that differ.
     """
-    if type(size) is not int or size < 1:
-        raise ConfigError(f"data.size must be a whole number of pixels, 1 or more; got {size}")
-    for option, numbers in (("mean", mean), ("std", std)):
-        if len(numbers) != 3:
-            raise ConfigError(
-                f"data.{option} must be three numbers, of red, green and blue; got {[*numbers]}"
-            )
+    COUNT.read("data.size", size)
     folder = Path(root).absolute()
     test = folder / ("val" if (folder / "val").is_dir() and not (folder / "test").is_dir() else "test")
     classes = [_classes(folder / "train"), _classes(test)]
@@ -113,33 +108,25 @@ def load(
             f"{folder} has {', '.join(lonely)} in only one of its folders train and {test.name}: "
             "both need the same class folders"
         )
-    splits = [
-        ImageFiles(
-            folder,
-            files=tuple(file for files in split.values() for file in files),
-            labels=torch.tensor([label for label, files in enumerate(split.values()) for _ in files]),
-            size=size,
-            mean=tuple(mean),
-            std=tuple(std),
-            flip=flip,
-        )
-        for split in classes
-    ]
-    return Data(name, train=splits[0], test=splits[1], classes=len(classes[0]))
+    splits = []
+    for split in classes:
+        files = tuple(file for files in split.values() for file in files)
+        labels = torch.tensor([label for label, files in enumerate(split.values()) for _ in files])
+        splits.append(ImageFiles(folder, files, labels, size, tuple(mean), tuple(std), flip))
+    return Data(name, splits[0], splits[1], classes=len(classes[0]))
 
 
 def _classes(folder: Path) -> dict[str, list[str]]:
     """Return the files of each class, as paths from the folder's parent, both sorted. Raises ConfigError."""
-    wanted = "data.root must have train/CLASS/*.jpg and test/CLASS/*.jpg (or val for test)"
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder: {wanted}")
-    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    if not names:
-        raise ConfigError(f"{folder} has no class folders: {wanted}")
+    names = sorted(path.name for path in folder.glob("*") if path.is_dir() and not path.name.startswith("."))
     classes = {}
     for name in names:
         found = (path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES)
         classes[name] = sorted(path.relative_to(folder.parent).as_posix() for path in found)
-        if not classes[name]:
-            raise ConfigError(f"{folder / name} has no images ({' '.join(SUFFIXES)}): {wanted}")
+    empty = next((folder / name for name in names if not classes[name]), None if names else folder)
+    if empty is not None:
+        raise ConfigError(
+            f"{empty} has no images ({' '.join(SUFFIXES)}): data.root must have train/CLASS/*.jpg and "
+            f"test/CLASS/*.jpg (or val for test)"
+        )
     return classes

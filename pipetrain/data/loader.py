@@ -122,23 +122,25 @@ class Sampled:
 
 def even(samples: int, most: int) -> list[int]:
     """Divide samples into the fewest pieces of at most `most`, whose sizes differ by at most 1."""
-    count = math.ceil(samples / most)
-    size, larger = divmod(samples, count)
-    return [size + (i < larger) for i in range(count)]
-
-
-class _Microbatches(Dataset[Value]):
-    """A data set indexed by whole microbatches, so that no work is done sample by sample."""
-
-    def __init__(self, read: Callable[[Tensor], Value]) -> None:
-        self._read = read
-
-    def __getitems__(self, ids: list[int]) -> Value:
-        return self._read(torch.tensor(ids))
+    return pieces(samples, math.ceil(samples / most))
 
 
 def _same(microbatch: Any) -> Any:
     return microbatch
+
+
+class _Microbatches(Dataset[Value]):
+    """A data set whose items are whole microbatches, so that no work is done sample by sample."""
+
+    def __init__(self, read: Callable[[Tensor], Value], ids: Sequence[Tensor]) -> None:
+        self._read = read
+        self._ids = ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, number: int) -> Value:
+        return self._read(self._ids[number])
 
 
 def loaded(
@@ -151,10 +153,10 @@ def loaded(
     takes over `timeout` seconds; without workers errors are raised unchanged.
     """
     loader: DataLoader[Value] = DataLoader(
-        _Microbatches(read),
-        batch_sampler=[microbatch.tolist() for microbatch in ids],
+        _Microbatches(read, ids),
+        batch_size=None,
+        collate_fn=_same,
         num_workers=workers,
-        collate_fn=_same,  # an item is a whole microbatch
         timeout=timeout if workers else 0,
         # The loader draws a seed for its workers; from the global generator, this would change dropout.
         generator=torch.Generator(),

@@ -39,15 +39,11 @@ def known_sizes(loader: Loader) -> list[int] | None:
     """
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
         return None
-    sampler = loader.batch_sampler.sampler
-    if loader.collate_fn is not default_collate or type(sampler).__module__ not in _TORCHS_SAMPLERS:
+    batches = loader.batch_sampler
+    if loader.collate_fn is not default_collate or type(batches.sampler).__module__ not in _TORCHS_SAMPLERS:
         return None
-    try:
-        whole, rest = divmod(len(sampler), loader.batch_sampler.batch_size)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-    sizes = [loader.batch_sampler.batch_size] * whole
-    return sizes if not rest or loader.batch_sampler.drop_last else [*sizes, rest]
+    whole, rest = divmod(len(batches.sampler), batches.batch_size)  # type: ignore[arg-type]
+    return [batches.batch_size] * whole + [rest] * (rest > 0 and not batches.drop_last)
 
 
 class Reader:
@@ -81,7 +77,6 @@ class Reader:
 
     def first(self) -> tuple[Value, Value] | None:
         """Return the first batch without taking it; None if there is none. Raises BadBatch, ConfigError."""
-        self._refuse_other()
         return self._held[0] if self._held or self._read_one() else None
 
     def window(self, batches: int | None) -> list[int] | None:
@@ -92,7 +87,6 @@ class Reader:
         So are batches whose sizes are unknown, and those of which nothing may count. Raises BadBatch, and
         ConfigError for a loader without length.
         """
-        self._refuse_other()
         known = self._known(batches)
         if known is not None:
             sizes = known[self._announced :][:batches]
@@ -114,7 +108,6 @@ class Reader:
 
         `window`: batches of the windows that had them, which decides whether some were left out.
         """
-        self._refuse_other()
         streamed = self._known(window) is not None
         skipped = 0
         while skipped < batches and (self._held or self._read_one()):
@@ -126,20 +119,6 @@ class Reader:
         self._announced += skipped
         return skipped
 
-    def _refuse_other(self) -> None:
-        loader: Any = self._loader
-        is_class = isinstance(loader, type)
-        if is_class or (not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__")):
-            raise ConfigError(
-                f"the loader must be an iterable of batches, such as a DataLoader or a list; it is "
-                f"{f'the class {loader.__name__}' if is_class else kind(loader)}"
-            )
-        if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
-            raise ConfigError(
-                f"the loader is a Dataset, {type(loader).__name__}, which gives samples: let a DataLoader "
-                f"make batches of them, DataLoader(dataset, batch_size=...), or None if it gives batches"
-            )
-
     def _known(self, window: int | None) -> list[int] | None:
         """Return the samples of each batch if windows are streamed; None if they are read before."""
         return None if window == 1 or not self._counts() else known_sizes(self._loader)
@@ -149,8 +128,11 @@ class Reader:
         if self._weight is None:
             return True
         if self._all_counts is None:
-            targets: Value | None = _targets_in_memory(self._loader)
-            if targets is None and (first := self.first()):
+            data = getattr(self._loader, "dataset", None)
+            targets: Value | None = None
+            if type(data) is TensorDataset and len(data.tensors) == 2:
+                targets = data.tensors[1]
+            elif first := self.first():
                 targets = first[1]
             self._all_counts = targets is None or _all_count(self._weight, targets)
         return self._all_counts
@@ -177,7 +159,7 @@ class Reader:
     def _read_one(self) -> bool:
         """Read one more batch; return False at the end. The loader may fill the buffer of the last one."""
         if self._batches is None:
-            self._batches = iter(self._loader)
+            self._batches = iter(_refused_other(self._loader))
         if self._held:
             inputs, targets = self._held.pop()
             self._held.append((on_each(inputs, _copy), on_each(targets, _copy)))
@@ -189,23 +171,31 @@ class Reader:
             inputs, targets = pair(batch, what, self._named)
         else:
             inputs, targets = unlabelled(batch, what, self.form, self._named)
-        if self.form is None:
-            self.form = Form(ValueSpec.in_batch(inputs), ValueSpec.in_batch(targets))
+        self.form = self.form or Form(ValueSpec.in_batch(inputs), ValueSpec.in_batch(targets))
         self.form.refuse_other(inputs, targets, what)
         self._held.append((inputs, targets))
         self._read += 1
         return True
 
 
-def _targets_in_memory(loader: Any) -> Tensor | None:
-    """Return the targets of all samples of a loader of tensors (inputs, targets); None for another."""
-    dataset = getattr(loader, "dataset", None)
-    return dataset.tensors[1] if type(dataset) is TensorDataset and len(dataset.tensors) == 2 else None
-
-
 def _all_count(weight: Callable[[Value], Tensor | float], targets: Value) -> bool:
     first = as_tuple(targets)[0]
     return counted_for(weight, targets) in (len(first), first.numel())
+
+
+def _refused_other(loader: Any) -> Loader:
+    """Return what is a loader. Raises ConfigError for anything else."""
+    what = f"the class {loader.__name__}" if isinstance(loader, type) else kind(loader)
+    if isinstance(loader, type) or not (isinstance(loader, Iterable) or hasattr(loader, "__getitem__")):
+        raise ConfigError(
+            f"the loader must be an iterable of batches, such as a DataLoader or a list; it is {what}"
+        )
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise ConfigError(
+            f"the loader is a Dataset, {what}, which gives samples: let a DataLoader make batches of them, "
+            f"DataLoader(dataset, batch_size=...), or None if it gives batches"
+        )
+    return loader  # type: ignore[no-any-return]
 
 
 def has_length(loader: Any) -> bool:

@@ -12,7 +12,6 @@ import math
 import os
 import sys
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -108,9 +107,9 @@ def load(
     coder = None if tokenizer is None else _tokenizer(Path(tokenizer))
     known = BYTES if coder is None else max(coder.get_vocab().values()) + 1
     if vocabulary not in (None, known):
-        whose = "bytes" if tokenizer is None else f"the tokenizer {tokenizer}"
         raise ConfigError(
-            f"data.vocabulary is {vocabulary}, and that of {whose} is {known}: set data.vocabulary={known}"
+            f"data.vocabulary is {vocabulary}, and with {tokenizer or 'bytes'} it is {known}: set "
+            f"data.vocabulary={known}"
         )
     kind = np.uint8 if coder is None else np.uint16 if known <= 1 << 16 else np.uint32
     dtype: np.dtype[Any] = np.dtype(kind)
@@ -136,27 +135,27 @@ def load(
 def _refuse_unreadable(path: Path, key: str) -> None:
     try:
         with path.open("rb") as file:
-            content = file.read(1)
+            empty = not file.read(1)
     except OSError as error:
         raise ConfigError(
             f"{key}={path} cannot be read: {error.strerror}; give the path of a file"
         ) from error
-    if not content:
+    if empty:
         raise ConfigError(f"{key}={path} is empty: give a file with text")
 
 
 def _tokenizer(path: Path) -> Any:
     """Read a tokenizer.json, without what it adds to single texts. Raises ConfigError."""
+    _refuse_unreadable(path, "data.tokenizer")
     try:
         from tokenizers import Tokenizer
+
+        coder = Tokenizer.from_file(str(path))
     except ImportError as error:
         raise ConfigError(
             "data.tokenizer needs the package tokenizers: install 'pipetrain[text]', or train on bytes with "
             "data.tokenizer=null"
         ) from error
-    _refuse_unreadable(path, "data.tokenizer")
-    try:
-        coder = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises plain Exceptions
         raise ConfigError(
             f"data.tokenizer={path} is no tokenizer.json of the package tokenizers: {one_line(error)}"
@@ -176,38 +175,29 @@ def _tokenised(path: Path, tokenizer: Path, coder: Any, dtype: np.dtype[Any], fo
     made = folder / f"{path.stem}-{hashlib.sha256(digests).hexdigest()[:16]}.{dtype.name}"
     if made.exists():
         return made
+    seldom = 0.1 if sys.stderr.isatty() else 10.0  # seconds between two signs of progress
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=f".{path.stem}-", dir=folder) as temporary:
-            partial = Path(temporary) / made.name
-            with partial.open("wb") as file:
-                for piece in _pieces(path):
-                    ids = coder.encode(piece, add_special_tokens=False).ids
-                    file.write(np.array(ids, dtype).tobytes())
-            os.replace(partial, made)
+        with (
+            TemporaryDirectory(prefix=f".{path.stem}-", dir=folder) as temporary,
+            Path(temporary, made.name).open("wb") as file,
+            path.open(encoding="utf-8", newline="") as text,
+            tqdm(unit="char", unit_scale=True, desc=f"tokens of {path.name}", mininterval=seldom) as bar,
+        ):
+            while lines := text.readlines(_PIECE):  # whole lines
+                piece = "".join(lines)
+                file.write(np.array(coder.encode(piece, add_special_tokens=False).ids, dtype).tobytes())
+                bar.update(len(piece))
+            file.flush()
+            os.replace(file.name, made)
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"data.file={path} is not UTF-8, which a tokenizer needs: convert it, or train on its bytes with "
+            "data.tokenizer=null"
+        ) from error
     except OSError as error:
         raise ConfigError(
             f"the tokens of {path} cannot be written to {folder}: {error.strerror}; set data.root to "
             "a folder that can be written and has room"
         ) from error
     return made
-
-
-def _pieces(path: Path) -> Iterator[str]:
-    """Read a text in pieces of whole lines, with signs of progress. Raises ConfigError if it is not UTF-8."""
-    seldom = 0.1 if sys.stderr.isatty() else 10.0  # seconds between two signs
-    size, what = path.stat().st_size, f"tokens of {path.name}"
-    with (
-        path.open(encoding="utf-8", newline="") as text,
-        tqdm(total=size, unit="B", unit_scale=True, desc=what, mininterval=seldom) as bar,
-    ):
-        try:
-            while lines := text.readlines(_PIECE):
-                piece = "".join(lines)
-                yield piece
-                bar.update(len(piece.encode()))
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"data.file={path} is not UTF-8, which a tokenizer needs: convert it, or train on its bytes "
-                "with data.tokenizer=null"
-            ) from error

@@ -81,16 +81,14 @@ class Handler(BaseHTTPRequestHandler):
         if what == "missing":
             self.send_error(404)
             return
-        if what == "silent":
-            self.server.released.wait(20)
         self.send_response(200)
-        if what not in ("unsized", "endless"):
+        if what != "unsized":
             more = {"dripping": 1000, "huge": 1 << 40}.get(what, 0)
             self.send_header("Content-Length", str(len(ARCHIVE) + more))
         with suppress(ConnectionError):
             self.end_headers()
-            while what in ("dripping", "endless") and not self.server.released.wait(0.01):
-                self.wfile.write(b"x" if what == "dripping" else bytes(1 << 16))
+            while what == "dripping" and not self.server.released.wait(0.01):
+                self.wfile.write(b"x")
             self.wfile.write(ARCHIVE[:half])
             if what == "truncated":
                 return
@@ -152,9 +150,7 @@ def test_what_is_missing_is_downloaded_once_and_nothing_else_is_left(tmp_path, s
         ("missing", {}, "404"),
         ("truncated", {}, f"the download of {len(ARCHIVE) // 2:,} bytes has MD5"),
         ("stalled", {"timeout": 0.5}, "timed out"),
-        ("silent", {"timeout": 0.3}, "timed out"),
         ("dripping", {"total_timeout": 0.5}, "the download took longer than 0.5 s"),
-        ("endless", {}, "the server sends more than the 500,000 bytes that may come"),
         ("huge", {}, "the server sends more than the 500,000 bytes that may come"),
         ("altered", {}, ", not MD5"),  # which is another in each process: a gzip file has a time in it
     ],
@@ -172,22 +168,18 @@ def test_a_download_that_fails_says_what_and_why_in_one_line(tmp_path, server, p
 
 @pytest.mark.parametrize(("name", "seconds"), [("timeout", 0), ("total_timeout", math.inf)])
 def test_seconds_that_are_none_are_refused(tmp_path, name, seconds):
-    with pytest.raises(ConfigError, match=f"data.source.{name} must be a number of seconds above 0.*got"):
+    with pytest.raises(ConfigError, match=f"data.source.{name}=.* must be a finite number above 0"):
         load(str(tmp_path), **{name: seconds})
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1/x", "no url at all", "file:///no/such/file"])
-def test_an_address_that_nobody_answers_at(tmp_path, url):
-    with pytest.raises(DataMissing) as missing:
-        load(str(tmp_path), url, 2)
-    assert "\n" not in str(missing.value)
-    assert "<urlopen" not in str(missing.value)
-
-
-def test_a_root_that_cannot_be_written(tmp_path, server):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataMissing, match="could not be had"):
-        load(str(tmp_path / "file" / "data"), server.url("good"), 5)
+def test_an_address_that_nobody_answers_at_or_a_root_that_is_none(tmp_path, url):
+    (tmp_path / "file").touch()
+    for root in (tmp_path, tmp_path / "file" / "data"):
+        with pytest.raises(DataMissing) as missing:
+            load(str(root), url, 2)
+        assert "\n" not in str(missing.value)
+        assert "<urlopen" not in str(missing.value)
 
 
 def test_two_at_once_do_not_disturb_each_other_nor_does_what_a_killed_one_left(tmp_path, server):
@@ -199,17 +191,10 @@ def test_two_at_once_do_not_disturb_each_other_nor_does_what_a_killed_one_left(t
     assert sorted(path.name for path in tmp_path.iterdir()) == [".cifar-10-killed", FOLDER]
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (FILES["data_batch_2"][:-1], "is truncated"),
-        (pickle.dumps({}), "is truncated"),
-        (None, "cannot be"),
-    ],
-)
-def test_a_file_that_is_not_the_official_one_is_named_and_no_reason_for_a_fallback(tmp_path, content, says):
+@pytest.mark.parametrize("content", [FILES["data_batch_2"][:-1], pickle.dumps({}), None])
+def test_a_file_that_is_not_the_official_one_is_named_and_no_reason_for_a_fallback(tmp_path, content):
     path = write_files(tmp_path) / "data_batch_2"
     path.unlink() if content is None else path.write_bytes(content)
-    with pytest.raises(ConfigError, match=f"{path} {says}.*delete the folder {path.parent}") as refusal:
+    with pytest.raises(ConfigError, match=f"{path} is missing.*delete the folder {path.parent}") as refusal:
         load(str(tmp_path))
     assert not isinstance(refusal.value, DataMissing)

@@ -184,27 +184,20 @@ def test_more_than_65536_tokens_take_4_bytes(tmp_path, book):
     ("arguments", "says"),
     [
         ({"block": 0}, "data.block=0 must be a whole number of at least 1"),
-        ({"block": 1.5}, "data.block=1.5 must be a whole number of at least 1"),
         ({"test_share": 1}, "data.test_share must be a fraction between 0 and 1; got 1"),
         (
             {"file": "none.txt"},
             "data.file=none.txt cannot be read: No such file or directory; give the path of a file",
         ),
-        ({"file": "."}, "data.file=. cannot be read: Is a directory; give the path of a file"),
         ({"file": "empty.txt"}, "data.file=empty.txt is empty: give a file with text"),
-        (
-            {"tokenizer": "none.json"},
-            "data.tokenizer=none.json cannot be read: No such file or directory; give the path of a file",
-        ),
         (
             {"tokenizer": "book.txt"},
             "data.tokenizer=book.txt is no tokenizer.json of the package tokenizers: ",
         ),
-        ({"vocabulary": 300}, "data.vocabulary is 300, and that of bytes is 256: set data.vocabulary=256"),
+        ({"vocabulary": 300}, "data.vocabulary is 300, and with bytes it is 256: set data.vocabulary=256"),
         (
             {"tokenizer": "tokenizer.json", "vocabulary": 256},
-            "data.vocabulary is 256, and that of the tokenizer tokenizer.json is 270: set "
-            "data.vocabulary=270",
+            "data.vocabulary is 256, and with tokenizer.json it is 270: set data.vocabulary=270",
         ),
         (
             {"block": 100},

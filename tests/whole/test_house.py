@@ -23,7 +23,6 @@ SEEN_IN = {
     "planning": "test_pipeline",
     "runtime/together": "test_pipeline",
     "data/batch": "data/test_loading",
-    "data/images": "data/test_sets",
     "fitting": "users/test_fitting",
     "network/given": "users/test_modes",
     "network/materialise": "network/test_factory",
