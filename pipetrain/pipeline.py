@@ -188,7 +188,7 @@ class Pipeline:
         self._source: Source | None = None  # what was loaded before it
         self._closed = False
         self._passes = 0  # of train
-        self._conditions = tensors_of(model)
+        self._conditions = tensors_of(model) | {"optimizer": type(asked.made).__name__}
         self._whole = WholeModel(model, mesh, initial)
         self.metrics: dict[str, float] = {}
         """Of the last pass of `train`: loss, the metrics, learning_rate and samples_per_s."""

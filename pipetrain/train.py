@@ -237,7 +237,6 @@ def conditions_of(cfg: DictConfig, settings: Settings, facts: DataFacts) -> dict
         "data": facts.name,
         "data's fingerprint": facts.fingerprint,
         "task": str(make_task(cfg)),
-        "optim": str(cfg.optim._target_),
         "batch_size": settings.batch_size,
         "data.drop_last": settings.drop_last,
         "seed": settings.seed,

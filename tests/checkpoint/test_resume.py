@@ -372,7 +372,7 @@ def test_what_does_not_fit_is_refused_with_what_differs(mine, says):
 def test_a_run_of_the_command_line_must_agree_in_these():
     run, cfg = make_run(PLAIN), config(["model=mlp"])
     known = conditions_of(cfg, run.settings, run.facts)
-    assert {"model", "data", "data's fingerprint", "optim", "batch_size", "seed", "dtype"} <= known.keys()
+    assert {"model", "data", "data's fingerprint", "batch_size", "seed", "dtype"} <= known.keys()
     assert (known["batch_size"], known["dtype"]) == (12, "float64")
 
 

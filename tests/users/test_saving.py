@@ -128,3 +128,23 @@ def test_killed_while_an_update_is_saved_again_there_is_one_to_go_on_from(tmp_pa
         pipe.load(tmp_path)
     assert renames >= 2
     assert "update-00000001" in names(tmp_path)
+
+
+def by_adam(folder: str) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 3)).double()
+    with Pipeline(model, cross_entropy, lambda p: torch.optim.SGD(p, 0.1), partition=[1]) as pipe:
+        list(pipe.train(batches()))
+        pipe.save(folder)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 3)).double()
+    with Pipeline(model, cross_entropy, torch.optim.Adam, partition=[1], sample=batches()[0]) as pipe:
+        try:
+            pipe.load(folder)
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(ranks, tmp_path):
+    for said in ranks(by_adam, str(tmp_path)):
+        assert "it has optimizer=SGD, and this run has optimizer=Adam" in said
