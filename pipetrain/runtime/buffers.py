@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from pipetrain.network.numerics import numbers_of
 from pipetrain.network.places import places
 
 Copies = list[tuple[Tensor, Tensor]]  # pairs of a buffer and a copy of its earlier values
@@ -60,17 +59,7 @@ class Buffers:
         if self.reruns is None:
             self.reruns = any(not torch.equal(buffer, copied) for buffer, copied in copies)
 
-    def spoilt(self, before: Copies) -> bool:
-        """Return whether a number that was finite before no longer is."""
-        pairs = zip((place.tensor for place in self._places), before, strict=True)
-        lost = [(_finite(old) & ~_finite(new)).any() for new, (_, old) in pairs]
-        return bool(lost) and any(torch.stack(lost).tolist())
-
     def restore(self, before: Copies) -> None:
         """Go back; a buffer that has changed is replaced, not overwritten, as graphs may have saved it."""
         for place, (buffer, old) in zip(self._places, before, strict=True):
             place.container[place.key] = buffer if torch.equal(buffer, old) else old
-
-
-def _finite(tensor: Tensor) -> Tensor:
-    return numbers_of(tensor).isfinite()

@@ -169,10 +169,9 @@ class SkipOnNaN(Observer):
         batch.skipped = batch.skipped or not all_finite([numbers])
 
     def before_step(self, batch: Batch) -> None:
-        """Put back the buffers of before a batch that is left out or spoilt them, also for later forwards."""
-        first = self._before[batch.mbs[0]]
-        if batch.skipped or self._buffers.spoilt(first):
-            self._buffers.restore(first)
+        """Put back the buffers of before a batch that is left out, also for later forwards."""
+        if batch.skipped:
+            self._buffers.restore(self._before[batch.mbs[0]])
             self._before = {mb: self._buffers.copies() for mb in self._before}
         for mb in batch.mbs:
             del self._before[mb]

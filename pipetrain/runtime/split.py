@@ -16,6 +16,7 @@ weight_norm; views of weights are put off.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,12 +29,6 @@ from pipetrain.network.products import DEAR, LOWERED, Watching
 
 _CAST = {torch.float32, torch.float16, torch.bfloat16}  # by autocast
 
-# A layer that differentiates within its forward may do so twice.
-_TWICE = (
-    "a layer differentiates its own forward with create_graph=True, which a schedule that splits backwards "
-    "cannot train: choose a schedule without I and W"
-)
-
 
 class Deferred:
     """The weight gradients of one microbatch's forward that are put off.
@@ -44,7 +39,7 @@ class Deferred:
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         self._ids = {id(leaf) for leaf in leaves if leaf.requires_grad}
-        self._kept: list[_Operation] = []
+        self.kept: list[_Operation] = []
         self._at_once: list[tuple[Tensor, Tensor]] = []  # leaves, with their gradients from I
         self._task: int | None = None  # the graph task of autograd that is I
 
@@ -72,26 +67,25 @@ class Deferred:
     def _begin(self, grad: Tensor) -> None:
         self._task = torch._C._current_graph_task_id()
 
+    def is_under_way(self) -> bool:
+        """Return whether autograd runs I, rather than what a layer differentiates by itself."""
+        return self._task is not None and self._task == torch._C._current_graph_task_id()
+
     def weight_half(self) -> None:
         """Differentiate to the weights, and add their gradients to their `.grad`."""
-        kept, at_once = self._kept, self._at_once
-        self._kept, self._at_once = [], []
-        wanted = {id(weight): weight for one in kept for weight in one.weights}
-        edges = [one.edge for one in kept]
-        grads = [one.grad for one in kept]
-        for leaf, grad in at_once:
-            if id(leaf) in wanted:  # one sum for the microbatch, as in a whole backward
-                edges.insert(0, get_gradient_edge(leaf))
-                grads.insert(0, grad)
-            else:
-                _accumulate(leaf, grad)
+        kept, at_once = self.kept, self._at_once
+        self.kept, self._at_once = [], []
+        # Those of I come first: one sum of each weight for the microbatch, as in a whole backward.
+        edges = [*(get_gradient_edge(leaf) for leaf, _ in at_once), *(one.edge for one in kept)]
+        grads = [*(grad for _, grad in at_once), *(one.grad for one in kept)]
+        weights = [*(leaf for leaf, _ in at_once), *(weight for one in kept for weight in one.weights)]
         if edges:
-            _run(edges, grads, list(wanted.values()), keep=False, accumulate=True)
+            _run(edges, grads, list({id(weight): weight for weight in weights}.values()), accumulate=True)
 
     @property
     def held(self) -> list[Tensor]:
         """What stays between I and W: the inputs of operations, and gradients. Tensors may share storage."""
-        kept = [tensor for one in self._kept for tensor in (*one.inputs, one.grad)]
+        kept = [tensor for one in self.kept for tensor in (*one.inputs, one.grad)]
         return [*(tensor for tensor in kept if tensor is not None), *(grad for _, grad in self._at_once)]
 
     def put_off(
@@ -101,47 +95,30 @@ class Deferred:
         if not torch.is_grad_enabled() or _recomputes() or torch._C._are_functorch_transforms_active():
             return None
         operands = [*args, *kwargs.values()]
-        inputs, trained, weights, others = [], [], [], False
-        for position, operand in enumerate(operands):
-            if isinstance(operand, Tensor):
-                if (leaf := self._leaf_of(operand)) is not None:
-                    trained.append(operand)
-                    weights.append(leaf)
-                else:
-                    others = True
-                    if operand.requires_grad:
-                        inputs.append(position)
-        if not others or all(operand.dim() < 2 for operand in trained):
+        tensors = [(at, t, self._leaf_of(t)) for at, t in enumerate(operands) if isinstance(t, Tensor)]
+        trained = [t for _, t, leaf in tensors if leaf is not None]
+        if len(trained) == len(tensors) or all(t.dim() < 2 for t in trained):
             return None
-        entering, leaves = [], []
-        for position in inputs:
-            tensor = _cast(operands[position]) if function in LOWERED else operands[position]
-            entering.append(tensor)
-            operands[position] = tensor.detach().requires_grad_()
-            leaves.append(operands[position])
+        entering, inputs = [], []
+        for at, tensor, leaf in tensors:
+            if leaf is None and tensor.requires_grad:
+                entering.append(_cast(tensor) if function in LOWERED else tensor)
+                operands[at] = entering[-1].detach().requires_grad_()
+                inputs.append(operands[at])
         named = dict(zip(kwargs, operands[len(args) :], strict=True))
         output = function(*operands[: len(args)], **named)
-        operation = _Operation(self, get_gradient_edge(output), leaves, trained, weights)
-        operation.output = output.detach()
+        weights = [leaf for *_, leaf in tensors if leaf is not None]
+        operation = _Operation(self, get_gradient_edge(output), inputs, trained, weights, output.detach())
         result: Tensor = _PutOff.apply(operation, *entering, *trained)  # type: ignore[no-untyped-call]
         return result
 
     def _leaf_of(self, operand: Tensor) -> Tensor | None:
         """Return the leaf that an operand is, or is a view of."""
-        if id(operand) in self._ids:
-            return operand
-        base = operand._base
+        base = operand if id(operand) in self._ids else operand._base
         return base if base is not None and id(base) in self._ids else None
 
-    def is_under_way(self) -> bool:
-        """Return whether autograd runs I, rather than what a layer differentiates by itself."""
-        return self._task is not None and self._task == torch._C._current_graph_task_id()
 
-    def keep(self, operation: _Operation) -> None:
-        """Keep an operation for W, with the gradient of its output."""
-        self._kept.append(operation)
-
-
+@dataclass(slots=True, eq=False)
 class _Operation:
     """An operation that was put off: its small graph, which holds the inputs, and what it was made from.
 
@@ -149,24 +126,17 @@ class _Operation:
     and `weights`: those themselves.
     """
 
-    __slots__ = ("deferred", "edge", "grad", "inputs", "output", "trained", "weights")
-
-    def __init__(
-        self,
-        deferred: Deferred,
-        edge: GradientEdge,
-        inputs: Sequence[Tensor],
-        trained: Sequence[Tensor],
-        weights: Sequence[Tensor],
-    ) -> None:
-        self.deferred, self.edge = deferred, edge
-        self.inputs, self.trained, self.weights = inputs, trained, weights
-        self.output: Tensor | None = None  # until it is in the stage's graph, which refers to this
-        self.grad: Tensor | None = None  # of the output, once it is known
+    deferred: Deferred
+    edge: GradientEdge
+    inputs: Sequence[Tensor]
+    trained: Sequence[Tensor]
+    weights: Sequence[Tensor]
+    output: Tensor | None  # until it is in the stage's graph, which refers to this
+    grad: Tensor | None = None  # of the output, once it is known
 
     def differentiate(self, tensors: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
         """Return the gradients of some inputs and weights; those of others may be asked for later."""
-        return _run([self.edge], [grad], tensors, keep=True, accumulate=False) if tensors else ()
+        return _run([self.edge], [grad], tensors, accumulate=False) if tensors else ()
 
 
 class _Recording(Watching):
@@ -175,13 +145,10 @@ class _Recording(Watching):
         self._deferred = deferred
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if func in DEAR:
-            if func is torch.einsum and len(args) == 2 and isinstance(args[1], list | tuple):
-                args = (args[0], *args[1])
-            result = self._deferred.put_off(func, args, kwargs)
-            if result is not None:
-                return result
-        return func(*args, **kwargs)
+        if func is torch.einsum and len(args) == 2 and isinstance(args[1], list | tuple):
+            args = (args[0], *args[1])
+        result = self._deferred.put_off(func, args, kwargs) if func in DEAR else None
+        return func(*args, **kwargs) if result is None else result
 
 
 class _PutOff(torch.autograd.Function):
@@ -202,24 +169,26 @@ class _PutOff(torch.autograd.Function):
         if grad is None:
             return None, *(None for _ in operation.inputs), *nothing
         if torch.is_grad_enabled():
-            raise RuntimeError(_TWICE)
+            raise RuntimeError(
+                "a layer differentiates its own forward with create_graph=True, which a schedule that splits "
+                "backwards cannot train: choose a schedule without I and W"
+            )
         if not operation.deferred.is_under_way():
             return None, *operation.differentiate([*operation.inputs, *operation.trained], grad)
         operation.grad = grad
-        operation.deferred.keep(operation)
+        operation.deferred.kept.append(operation)
         return None, *operation.differentiate(operation.inputs, grad), *nothing
 
 
 def _run(
-    edges: Sequence[GradientEdge],
-    grads: Sequence[Tensor | None],
-    inputs: Sequence[Tensor],
-    keep: bool,
-    accumulate: bool,
+    edges: Sequence[GradientEdge], grads: Sequence[Tensor | None], to: Sequence[Tensor], accumulate: bool
 ) -> Sequence[Tensor]:
-    """Run torch.autograd.grad or backward, without the checks of their arguments, which take 6 to 9 us."""
+    """Run torch.autograd.backward, or grad and keep the graph.
+
+    Without the checks of their arguments, which take 6 to 9 us.
+    """
     found: Sequence[Tensor] = _engine_run_backward(
-        tuple(edges), tuple(grads), keep, False, tuple(inputs), accumulate, accumulate_grad=accumulate
+        tuple(edges), tuple(grads), not accumulate, False, tuple(to), accumulate, accumulate_grad=accumulate
     )
     return found
 
@@ -230,16 +199,6 @@ def _cast(tensor: Tensor) -> Tensor:
     if torch.is_autocast_enabled(device) and tensor.dtype in _CAST:
         return tensor.to(torch.get_autocast_dtype(device))
     return tensor
-
-
-def _accumulate(leaf: Tensor, grad: Tensor) -> None:
-    """Add to a leaf's gradient as autograd does, which would copy one that is held here."""
-    if leaf.grad is None:
-        leaf.grad = grad
-    elif leaf.grad.is_sparse and not grad.is_sparse:
-        leaf.grad = grad + leaf.grad
-    else:
-        leaf.grad += grad
 
 
 def _recomputes() -> bool:

@@ -30,9 +30,9 @@ class Mesh:
 def test_what_differs_is_named_with_both_values():
     texts = {"partition": "[4]", "timeout": "3"}
     with pytest.raises(ConfigError, match=r"^rank 1 has partition=\[4\], and rank 0 has \[2\]: give"):
-        prove_same(Mesh(0, texts), "the settings", {"partition": [2], "timeout": 3})
+        prove_same(Mesh(texts), "the settings", {"partition": [2], "timeout": 3})
     with pytest.raises(ConfigError, match=r"^rank 1 has timeout=nothing, and rank 0 has 3: "):
-        prove_same(Mesh(0, {"partition": "[2]"}), "the settings", {"partition": [2], "timeout": 3})
+        prove_same(Mesh({"partition": "[2]"}), "the settings", {"partition": [2], "timeout": 3})
 
 
 def test_threads_and_patience_are_a_process_s_own_and_all_else_is_compared():

@@ -242,7 +242,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
         lambda rank: step(model=nn.Sequential(Locked(4, 4), nn.Linear(4, 3)), partition="profile"),
         "partition=profile measures a copy of the model, which copy.deepcopy cannot make",
     ),
-    "rate": (lambda rank: step(lr_schedule="cosine"), "lr_schedule=cosine must be a function of the update"),
+    "rate": (lambda rank: step(lr_schedule="cosine"), "lr_schedule fails for update 0: TypeError: 'str'"),
     "window": (lambda rank: train([batch()], 0), "window=0 must be a whole number of at least 1 or null"),
     "small": (lambda rank: train([batch(), batch(3)]), "a batch of 3 samples cannot be cut"),
     "empty": (lambda rank: train([]), "the loader has no batch"),
