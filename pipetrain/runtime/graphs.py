@@ -9,7 +9,7 @@ always alternate; two slots that shared one would overwrite what the other holds
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -44,11 +44,15 @@ class Pass:
     back: Tensors
     forward: Any  # torch.cuda.CUDAGraph
     backward: Any
-    share: float | None = None  # that the gradient of the loss is filled with
 
-    def counted(self, target: Target) -> Counted | None:
+    def fits(self, x: Tensors, target: Tensors) -> bool:
+        pairs = ((x, self.inputs), (target, self.target))
+        return all([(t.shape, t.dtype) for t in a] == [(t.shape, t.dtype) for t in b] for a, b in pairs)
+
+    def counted(self, target: Target | None) -> Counted | None:
         """Return what the last stage counts, copied: the next replay overwrites it."""
-        if (counted := self.recorded.counted) is None:
+        counted = self.recorded.counted
+        if counted is None or target is None:
             return None
         sums = {name: some.clone() for name, some in counted.sums.items()}
         return Counted(target.share, counted.loss.clone(), target.weight, target.samples, sums)
@@ -57,9 +61,8 @@ class Pass:
 class FixedWeights(Weights):
     """Weights whose gradients, and the storage of whose versions, stay where they are after `fix`.
 
-    CUDA graphs compute at the addresses of their capture.
-
-    The leaves of all versions then have one gradient, to which graphs add. It is 0 before a batch.
+    CUDA graphs compute at the addresses of their capture. The leaves of all versions then have one gradient,
+    to which graphs add. It is 0 before a batch.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -141,9 +144,8 @@ class GraphedStage(Stage):
     ) -> Tensors:
         x = tuple(self.numerics.arrange(t.detach()) for t in x)
         aims = as_tuple(target.value) if target is not None else ()
-        key = self._free[-1:] and (self._free[-1], self.weights.storage(version))
-        one = self._passes.get(key) if key and (target is None or target.weight) else None
-        if one is None or _kinds(x) != _kinds(one.inputs) or _kinds(aims) != _kinds(one.target):
+        one = self._passes.get((self._free[-1], self.weights.storage(version))) if self._free else None
+        if one is None or not one.fits(x, aims) or (target is not None and not target.weight):
             if self.rehearses:
                 self._examples.append((x, target))
             return super().forward(mb, x, version, target, saving)
@@ -151,9 +153,7 @@ class GraphedStage(Stage):
         torch._foreach_copy_([*one.inputs, *one.target], [*x, *aims])
         one.forward.replay()
         self._replayed[mb] = one
-        self._open[mb] = Microbatch(mb, (), version, WHOLE)
-        if target is not None:
-            self._open[mb].counted = one.counted(target)
+        self._open[mb] = Microbatch(mb, (), version, WHOLE, counted=one.counted(target))
         return one.outputs
 
     def backward(self, mb: int, grads: Tensors, version: int) -> Tensors:
@@ -162,8 +162,7 @@ class GraphedStage(Stage):
         counted = self._close(mb, version).counted
         if counted is None:
             torch._foreach_copy_(list(one.grads), list(grads))
-        elif counted.share != one.share:
-            one.share = counted.share
+        else:
             one.grads[0].fill_(counted.share)
         one.backward.replay()
         self._free.append(one.slot)
@@ -182,7 +181,11 @@ class GraphedStage(Stage):
                     for slot, pool in enumerate(pools):
                         self._passes[slot, storage] = self._captured(slot, pool, x, target)
                 except Exception as error:
-                    raise _refused(self.index, error) from error
+                    raise ConfigError(
+                        f"cuda_graphs=true: the passes of stage {self.index} cannot be captured, as layers "
+                        f"or loss do what a graph cannot, such as to look at a number: {one_line(error)}; set "
+                        f"cuda_graphs=false"
+                    ) from error
         self._free = list(range(slots))
 
     def _captured(self, slot: int, pool: Any, x: Tensors, target: Target | None) -> Pass:
@@ -204,17 +207,6 @@ class GraphedStage(Stage):
         return Pass(slot, mine, aims, one, outputs, grads, back, first, second)
 
 
-def _kinds(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(t.shape, t.dtype) for t in tensors]
-
-
 def _capturing(graph: Any, pool: Any) -> Any:
     # thread_local: other threads look at events meanwhile.
     return torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
-
-
-def _refused(stage: int, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"cuda_graphs=true: the passes of stage {stage} cannot be captured, as layers or loss do what a "
-        f"graph cannot, such as to look at a number: {one_line(error)}; set cuda_graphs=false"
-    )
