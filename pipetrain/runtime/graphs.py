@@ -183,8 +183,8 @@ class GraphedStage(Stage):
                 except Exception as error:
                     raise ConfigError(
                         f"cuda_graphs=true: the passes of stage {self.index} cannot be captured, as layers "
-                        f"or loss do what a graph cannot, such as to look at a number: {one_line(error)}; set "
-                        f"cuda_graphs=false"
+                        f"or loss do what a graph cannot, such as to look at a number: {one_line(error)}; "
+                        f"set cuda_graphs=false"
                     ) from error
         self._free = list(range(slots))
 
