@@ -84,7 +84,7 @@ def train(run_dir: Path, words: Sequence[str], rank: int = 0, after: float | Non
     timer = threading.Timer(after or 0, kill)
     if after:
         timer.start()
-    status, _ = run([*TORCHRUN, *RUN, f"run_dir={run_dir}", *words], 2, run_dir.with_suffix(".log"))
+    status = run([*TORCHRUN, *RUN, f"run_dir={run_dir}", *words], 2, run_dir.with_suffix(".log"))
     timer.cancel()
     return status, bool(hit)
 

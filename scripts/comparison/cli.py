@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None, command: Sequence[str] = PIPETR
 
 def compare(asked: Request, runs: Runs) -> int:
     """Make the runs that are not done, and write tables, plots and report of all. Return the exit status."""
-    specs, out = asked.specs, asked.out
+    specs, out, status = asked.specs, asked.out, 0
     outcomes: list[Outcome] = []
     with runs.claimed() as lock:
         runs.check(specs, asked.fresh)
@@ -43,14 +43,13 @@ def compare(asked: Request, runs: Runs) -> int:
                 outcomes.append(runs.kept(spec) or runs.start(spec, lock))
                 say(outcomes[-1], runs)
                 _refuse_other_metric(outcomes)
-            status = 0
         except KeyboardInterrupt:
             done = sum(outcome.summary is not None for outcome in outcomes)
             kept = f"{done} of {len(specs)} runs are kept in {out}; the same command goes on there"
             print(f"interrupted\n{kept}", flush=True)
             status = INTERRUPTED
         rows = table.make_rows(outcomes)
-        text = table.write(out, rows)
+        text = table.write(out, rows) if rows else ""
         pictures = plots.write(out, asked.methods, rows)
         report.write(asked, outcomes, runs, rows, pictures)
     if status == INTERRUPTED:
@@ -65,20 +64,20 @@ def compare(asked: Request, runs: Runs) -> int:
 
 def _refuse_other_metric(outcomes: Sequence[Outcome]) -> None:
     """Raise ConfigError where the last run is measured by another metric than the first."""
-    metrics = {outcome.spec.title: metric_of([outcome.summary]) for outcome in outcomes if outcome.summary}
-    if len(set(metrics.values())) > 1:
-        said = " and ".join(f"{title} by {metric.name}" for title, metric in metrics.items())
-        raise ConfigError(f"these cannot be compared: {said}; give all runs the same metrics=")
+    metrics = {metric_of([outcome.summary]).name for outcome in outcomes if outcome.summary}
+    if len(metrics) > 1:
+        raise ConfigError(
+            f"runs by {' and '.join(sorted(metrics))} cannot be compared; give all the same metrics="
+        )
 
 
 def say(outcome: Outcome, runs: Runs) -> None:
     """End the run's line; where it failed, with its own last words and where there are more."""
     if outcome.summary is not None:
-        kept = ", kept from before" if outcome.kept else ""
         metric = metric_of([outcome.summary])
         name = "" if metric == ACCURACY else f"{metric.name} "
-        value = metric.value(outcome.summary, "val")
-        print(f"{name}{metric.text(value)} in {duration(outcome.wall_s)}{kept}")
+        value = metric.text(metric.value(outcome.summary, "val"))
+        print(f"{name}{value} in {duration(outcome.wall_s)}{', kept from before' * outcome.kept}")
         return
     print(f"FAILED ({outcome.failure}) after {duration(outcome.wall_s)}")
     for line in runs.last_words(outcome.spec):

@@ -7,11 +7,10 @@ for a share of 0.975.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import floor, inf, isfinite, isnan, log10, nan
-from statistics import stdev
+from statistics import fmean, stdev
 from typing import Any
 
 TITLES = {"acc": "accuracy", "ppl": "perplexity", "miou": "mean IoU", "mse": "squared error"}
@@ -29,16 +28,6 @@ class Metric:
     def title(self) -> str:
         """Its name in a sentence."""
         return TITLES.get(self.name, self.name)
-
-    @property
-    def heading(self) -> str:
-        """Its name at the start of a line."""
-        return self.title[:1].upper() + self.title[1:]
-
-    @property
-    def slug(self) -> str:
-        """Its name as a part of a file's name: `mean_iou`."""
-        return re.sub(r"\W+", "_", self.title.lower())
 
     @property
     def direction(self) -> str:
@@ -91,11 +80,6 @@ def two(value: float) -> str:
     return f"{value:.2f}"
 
 
-def times(value: float) -> str:
-    """Write a factor: `1.50x`."""
-    return f"{value:.2f}x"
-
-
 def duration(seconds: float) -> str:
     """Write seconds as `8.3s`, `21s`, `2m36s` or `1h02m`."""
     if round(seconds, 1) < 10:
@@ -103,9 +87,9 @@ def duration(seconds: float) -> str:
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return (
+        f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    )
 
 
 def size(nbytes: float) -> str:
@@ -116,11 +100,9 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def dash(value: float | None, form: Callable[[float], str]) -> str:
-    """Write a value, None as a dash."""
-    return "-" if value is None else form(value)
-
-
-def deviation(values: Sequence[float]) -> float:
-    """Return the sample deviation; NaN where a value is infinite or NaN."""
-    return stdev(values) if all(map(isfinite, values)) else nan
+def spread(values: Sequence[float], form: Callable[[float], str] = two) -> str:
+    """Write the mean of values and their sample deviation: `90.00 ± 1.00`; a dash where there is none."""
+    if len(values) < 2:
+        return form(values[0]) if values else "-"
+    deviation = stdev(values) if all(map(isfinite, values)) else nan
+    return f"{form(fmean(values))} ± {form(deviation)}"

@@ -8,6 +8,7 @@ through its objects, without pyplot's global state.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from comparison.table import Row, by_model, compared
 
@@ -27,31 +28,20 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), "-.", ":", (0, (8, 2)), (0, (4, 1, 1, 1, 1, 1)), (0, (2, 1)))
 MARKS = 10  # markers on a curve, about
-STYLE: Any = {  # of matplotlib
-    "text.parse_math": False,  # a name is no formula
-    "font.size": 9.5,
-    "axes.edgecolor": "#999999",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": "#dddddd",
-}
+FILES = {"epoch": "epoch", "seconds": "elapsed_s"}
+"""How the names of pictures end, and the column of metrics.csv to draw over."""
+LABELS = {"epoch": "epoch", "elapsed_s": "seconds since the start, evaluation included"}
 
 
 def write(out: Path, methods: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """Write the pictures of the runs that finished; return the names of their files.
-
-    `methods`: the names of all of them, which decide how each is drawn.
-    """
+    """Write the pictures of the runs that finished; return their files. `methods`: of all, in order."""
     panels = by_model([row for row in rows if row.done])
-    files = {f"{compared(rows).slug}_{end}.png": key for end, key in FILES.items()} if panels else {}
-    with matplotlib.rc_context(STYLE):
-        for name, key in files.items():
-            draw(panels, methods, key).savefig(out / name, dpi=150)
+    name = re.sub(r"\W+", "_", compared(rows).title.lower())
+    files = {f"{name}_{end}.png": key for end, key in FILES.items()} if panels else {}
+    with matplotlib.rc_context({"text.parse_math": False, "font.size": 9.5}):  # a name is no formula
+        for file, key in files.items():
+            draw(panels, methods, key).savefig(out / file, dpi=150)
     return list(files)
-
-
-FILES = {"epoch": "epoch", "seconds": "elapsed_s"}
-"""How the names of pictures end, and the column of metrics.csv to draw over."""
 
 
 def draw(panels: dict[str, list[Row]], methods: Sequence[str], key: str) -> Figure:
@@ -63,21 +53,18 @@ def draw(panels: dict[str, list[Row]], methods: Sequence[str], key: str) -> Figu
     side_by_side = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (model, rows) in zip(side_by_side, panels.items(), strict=True):
         seeds = max(len(row.done) for row in rows)
-        what = f"{model} on {rows[0].alike('data')}, "
-        axes.set_title(what + (f"{seeds} seeds" if seeds > 1 else "one seed"), loc="left", fontsize=10.5)
+        axes.set_title(f"{model} on {rows[0].alike('data')}, {seeds} seed{'s' * (seeds > 1)}", loc="left")
         for place, row in enumerate(rows):
             below = len(rows) - 1 - place if key == "epoch" else 0  # how many curves may cover this one
             _curve(axes, row, key, methods.index(row.method) % len(COLOURS), place, below)
         metric = compared(rows)
-        axes.set_ylabel(f"test {metric.title}")
-        (_percent if metric.percent else _fitted)(axes)
+        axes.set_ylabel(f"test {metric.title}{', %' * metric.percent}")
+        axes.set_xlabel(LABELS[key])
         if key == "epoch":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-            axes.set_xlabel("epoch")
-        else:
-            axes.set_xlim(left=0)
-            axes.set_xlabel("seconds since the start, evaluation included")
-        axes.grid(axis="y", linewidth=0.6)
+        _fit(axes, metric.percent)
+        axes.grid(axis="y", linewidth=0.6, color="#dddddd")
+        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(title="after the last epoch", frameon=False, handlelength=3.6, alignment="left")
     return figure
 
@@ -112,20 +99,16 @@ def _columns(row: Row, key: str) -> list[list[float]]:
     return [curve[: min(map(len, curves))] for curve in curves]
 
 
-def _percent(axes: Axes) -> None:
-    """Scale an axis of percentages: no wider than 0 to 100 %, no narrower than a point."""
-    low, high = axes.get_ylim()
-    middle, half = (low + high) / 2, max(high - low, 1.0) / 2
-    axes.set_ylim(max(-0.5, middle - half), min(100.5, middle + half))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
-
-
-def _fitted(axes: Axes) -> None:
-    """Scale an axis of numbers: by logarithms where a curve of positive ones spans more than a decade."""
+def _fit(axes: Axes, percent: bool) -> None:
+    """Scale percentages no narrower than a point; others by logarithms if positive and over a decade."""
     values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines])
     values = values[np.isfinite(values)]
-    if values.size and 0 < 10 * values.min() < values.max():
+    if percent:
+        low, high = axes.get_ylim()
+        middle, half = (low + high) / 2, max(high - low, 1.0) / 2
+        axes.set_ylim(middle - half, middle + half)
+    elif values.size and 0 < 10 * values.min() < values.max():
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter("{x:g}")

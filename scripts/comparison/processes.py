@@ -7,7 +7,6 @@ adopted them since.
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -25,17 +24,16 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PIPETRAIN = (sys.executable, "-m", "pipetrain.launcher")
 
 
-def run(command: Sequence[str], nproc: int, log: Path, keep_open: Sequence[int] = ()) -> tuple[int, float]:
-    """Run a command with its output in `log`; return its exit status, and the seconds that it computed.
+def run(command: Sequence[str], nproc: int, log: Path, keep_open: Sequence[int] = ()) -> int:
+    """Run a command with its output in `log`; return its exit status. No process of it remains.
 
-    It has this pipetrain's code, and the cores shared between `nproc` ranks. No process of it remains. The
-    file descriptors `keep_open` stay open in it, and with them a lock that hangs on one.
+    It has this pipetrain's code, and the cores shared between `nproc` ranks. The file descriptors `keep_open`
+    stay open in it, and with them a lock that hangs on one.
     """
     code = str(Path(pipetrain.__file__).resolve().parents[1])
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)), **os.environ, MARK: mark}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (code, os.environ.get("PYTHONPATH"))))
-    before = _computed_s()
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -47,18 +45,13 @@ def run(command: Sequence[str], nproc: int, log: Path, keep_open: Sequence[int] 
             start_new_session=True,
         )
     try:
-        return process.wait(), _computed_s() - before
+        return process.wait()
     finally:
-        kill_marked(f"{MARK}={mark}")
+        _kill_marked(f"{MARK}={mark}")
         process.wait()
 
 
-def _computed_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def kill_marked(mark: str) -> None:
+def _kill_marked(mark: str) -> None:
     """Kill all processes with this `NAME=value` in their environment, and wait until they are gone."""
     with interruptible(signal.SIG_IGN):  # a second Ctrl-C does not stop the cleaning up
         deadline = time.monotonic() + PATIENCE_S

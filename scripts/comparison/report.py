@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import shlex
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from comparison.figures import dash, duration, two
-from comparison.request import Request, Spec
-from comparison.runs import Outcome, Runs, Summary, words
-from comparison.table import Row, Table, compared, results
+from comparison.figures import duration
+from comparison.request import Request
+from comparison.runs import Outcome, Runs, words
+from comparison.table import Row, Table, results
 from comparison.verdict import verdict
 
 FILE = "report.html"
@@ -32,27 +31,27 @@ def write(
     asked: Request, outcomes: Sequence[Outcome], runs: Runs, rows: Sequence[Row], pictures: Sequence[str]
 ) -> None:
     """Write report.html beside the table, with the pictures of these files in it."""
+    loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     failed = [outcome for outcome in outcomes if outcome.summary is None]
     said = verdict(rows, len(failed), len(asked.specs) - len(outcomes), len(asked.specs))
+    keys = dict.fromkeys(key for outcome in outcomes for key in outcome.made if key != "date")
     page = environment.get_template(FILE).render(
-        title=asked.experiment.title or " against ".join(asked.methods),
+        title=asked.title,
         facts=_facts(asked, outcomes),
         verdict=said or ["No run was made."],
-        tables=[results(rows), _ran(rows)] if rows else [],
+        tables=[results(rows)] if rows else [],
         failures=[
             (o.spec.title, o.failure, duration(o.wall_s), "\n".join(runs.last_words(o.spec))) for o in failed
         ],
-        pictures=[(_words(name, rows), _address(asked.out / name)) for name in pictures],
+        pictures=[(Path(name).stem.replace("_", " by "), _address(asked.out / name)) for name in pictures],
         runs=_every_run(asked, outcomes),
-        commands="\n\n".join(_command(spec, asked) for spec in asked.specs),
-        machine=_machine(outcomes),
+        commands="\n\n".join(
+            shlex.join(["pipetrain", *words(spec, asked.out / "runs" / spec.name)]) for spec in asked.specs
+        ),
+        machine={key: _each(o.made[key] for o in outcomes if key in o.made) for key in keys},
         again=f"python scripts/compare.py {asked.typed}",
         logs=shlex.quote(str(asked.out / "runs")),
         date=f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
@@ -63,13 +62,11 @@ def write(
 def _facts(asked: Request, outcomes: Sequence[Outcome]) -> list[str]:
     done = [outcome.summary for outcome in outcomes if outcome.summary]
     seeds = sorted({spec.seed for spec in asked.specs})
-    facts = [
-        _each(f"{summary['model']} on {summary['data']}" for summary in done),
-        _each(f"{summary['epochs']} epochs" for summary in done),
-        f"{len(seeds)} seeds" if len(seeds) > 1 else f"seed {seeds[0]}",
-        _each(summary["device"] for summary in done),
-    ]
-    return [fact for fact in facts if fact]
+    facts = [_each(f"{summary['model']} on {summary['data']}" for summary in done)]
+    facts += [_each(f"{summary['epochs']} epochs" for summary in done)]
+    facts += [f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"]
+    facts += [_each(summary["device"] for summary in done)]
+    return list(filter(None, facts))
 
 
 def _each(values: Iterable[str]) -> str:
@@ -77,57 +74,8 @@ def _each(values: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(values))
 
 
-def _words(name: str, rows: Sequence[Row]) -> str:
-    """Say what a picture shows."""
-    metric = compared(rows)
-    over = "epoch" if name.endswith("_epoch.png") else "time"
-    last = (f"{r.model} by {r.method}: {metric.text(sum(r.last) / len(r.last))}" for r in rows if r.done)
-    return f"{metric.heading} by {over}. After the last epoch {'; '.join(last)}"
-
-
 def _address(picture: Path) -> str:
     return f"data:image/png;base64,{b64encode(picture.read_bytes()).decode()}"
-
-
-def _by_stage(key: str, form: str = "{}") -> Callable[[Summary], str]:
-    """Return what writes a figure of each stage, first to last."""
-
-    def write(summary: Summary) -> str:
-        found = [stage[key] for stage in summary.get("per_stage", []) if stage.get(key) is not None]
-        return " | ".join(form.format(value) for value in found) or "-"
-
-    return write
-
-
-def _plain(key: str) -> Callable[[Summary], str]:
-    return lambda summary: str(summary.get(key, "-"))
-
-
-RAN: dict[str, Callable[[Summary], str]] = {
-    "partition": _plain("partition"),
-    "microbatches": _plain("microbatches"),
-    "updates": _plain("updates"),
-    "codecs": lambda s: f"{s.get('codec_forward', '-')} | {s.get('codec_backward', '-')}",
-    "in flight": _by_stage("peak_in_flight"),
-    "versions": _by_stage("peak_versions"),
-    "staleness": _by_stage("mean_staleness", "{:.2f}"),
-    "at most": _by_stage("max_staleness"),
-    "computing": _by_stage("busy_fraction", "{:.0%}"),
-}
-RAN_MEANS = (
-    "Of the first seed. partition: the first layer of each stage but the first. codecs: of activations | of "
-    "gradients. By stage, first to last: in flight, the most microbatches held; versions, the most weight "
-    "versions; staleness, the updates that gradients were late by, in the mean and at most; computing, the "
-    "share of training in which it computed."
-)
-
-
-def _ran(rows: Sequence[Row]) -> Table:
-    """Return how the first finished run of each model and method ran."""
-    lines = [[r.method, r.model, *(write(r.done[0]) for write in RAN.values())] for r in rows if r.done]
-    return Table(
-        "How each method ran", ["method", "model", *RAN], lines, [RAN_MEANS], ("method", "model", "codecs")
-    )
 
 
 def _every_run(asked: Request, outcomes: Sequence[Outcome]) -> Table:
@@ -136,22 +84,11 @@ def _every_run(asked: Request, outcomes: Sequence[Outcome]) -> Table:
     lines = []
     for spec in asked.specs:
         if (outcome := made.get(spec)) is None:
-            lines.append([spec.title, "not made yet", *["-"] * 4])
+            lines.append([spec.title, "not made yet", *["-"] * 3])
             continue
-        links = Markup('<a href="runs/{}.log">output</a>').format(quote(spec.name))
+        link = Markup('<a href="runs/{}.log">output</a>').format(quote(spec.name))
         state = "failed" if outcome.summary is None else "done"
-        load, date = dash(outcome.other_load, two), outcome.made.get("date", "-")
-        lines.append([spec.title, state, duration(outcome.wall_s), load, date, links])
-    note = "other load: cores that other programs kept busy meanwhile, in the mean. Figures are in runs.csv."
-    head = ["run", "state", "whole run", "other load", "started", "records"]
+        lines.append([spec.title, state, duration(outcome.wall_s), outcome.made.get("date", "-"), link])
+    head = ["run", "state", "whole run", "started", "records"]
+    note = "The figures of each run, and of its stages, are in runs.csv and in the run's own summary.json."
     return Table("Every run", head, lines, [note], ("run", "state", "started", "records"))
-
-
-def _command(spec: Spec, asked: Request) -> str:
-    return shlex.join(["pipetrain", *words(spec, asked.out / "runs" / spec.name)])
-
-
-def _machine(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Return what the runs were made on."""
-    keys = dict.fromkeys(key for outcome in outcomes for key in outcome.made if key != "date")
-    return {key: _each(o.made[key] for o in outcomes if key in o.made) for key in keys}

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from pipetrain.cli import conf_dir
 from pipetrain.errors import ConfigError, one_line
@@ -42,11 +41,6 @@ class Method:
     def slug(self) -> str:
         """The name as a part of a folder's name: `fbp_topk`."""
         return re.sub(r"[^\w.]+", "_", self.name, flags=re.ASCII).strip("._")
-
-    @property
-    def schedule(self) -> str:
-        """The schedule among the overrides."""
-        return dict(map(split, self.overrides))["schedule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,24 +92,13 @@ class Request:
     specs: list[Spec]
     out: Path
     fresh: bool
-    experiment: Experiment
+    title: str
     typed: str
 
     @property
     def methods(self) -> list[str]:
         """The names of its methods, in the order of the rows."""
         return list(dict.fromkeys(spec.method.name for spec in self.specs))
-
-
-def split(word: str) -> tuple[str, str]:
-    """Return an override's key, without a leading + or ~, and its value."""
-    key, _, value = word.partition("=")
-    return key.lstrip("+~"), value
-
-
-def names(group: str) -> list[str]:
-    """Return the choices of a group of the configuration."""
-    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -126,8 +109,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="Words such as model=vgg16 epochs=5, and all after --, are overrides for every run.",
         allow_abbrev=False,
     )
-    known = ", ".join(sorted(path.stem for path in FOLDER.glob("*.yaml")))
-    made.add_argument("--experiment", metavar="NAME", help=f"{known}, or FILE.yaml")
+    made.add_argument("--experiment", metavar="NAME", help=f"{', '.join(experiments())}, or FILE.yaml")
     made.add_argument("--schedules", nargs="+", metavar="NAME", default=[], help=", ".join(names("schedule")))
     made.add_argument(
         "--method",
@@ -145,17 +127,28 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def names(group: str) -> list[str]:
+    """Return the choices of a group of the configuration."""
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
+def experiments() -> list[str]:
+    """Return the names of the experiments that come with the script."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
 def read(arguments: Sequence[str]) -> Request:
     """Read a command line. Raises ConfigError for what cannot be meant; argparse's own errors exit."""
     before, overrides = _apart(arguments)
     options = parser().parse_args(before)
     asked = load(options.experiment) if options.experiment else Experiment()
     specs = list(_specs(options, overrides, asked))
+    title = asked.title or " against ".join(dict.fromkeys(spec.method.name for spec in specs))
     typed = shlex.join(word for word in arguments if word != "--fresh")
-    return Request(specs, options.out or _default_out(options, overrides), options.fresh, asked, typed)
+    return Request(specs, options.out or _default_out(options, overrides), options.fresh, title, typed)
 
 
-def _apart(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+def _apart(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Tell the overrides, which may stand anywhere, from the options."""
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     before: list[str] = []
@@ -163,7 +156,7 @@ def _apart(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     for word in arguments[:cut]:
         is_value = bool(before) and before[-1] in OF_ONE_VALUE
         (words if OVERRIDE.match(word) and not is_value else before).append(word)
-    return before, (*words, *arguments[cut + 1 :])
+    return before, [*words, *arguments[cut + 1 :]]
 
 
 def load(name: str) -> Experiment:
@@ -171,21 +164,17 @@ def load(name: str) -> Experiment:
     path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
     try:
         data: Any = OmegaConf.merge(OmegaConf.structured(Experiment), OmegaConf.load(path))
-        made = OmegaConf.to_object(data)
-    except OSError as error:
-        known = ", ".join(sorted(path.stem for path in FOLDER.glob("*.yaml")))
-        reason = f"{path} cannot be read: {error.strerror}"
-        raise ConfigError(f"--experiment: {reason}; choose from {known}, or FILE.yaml") from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {error.full_key}: {str(error).partition(chr(10))[0]}") from error
+        made: Any = OmegaConf.to_object(data)
     except Exception as error:  # whatever YAML raises
-        raise ConfigError(f"--experiment: {path} is no YAML: {one_line(error)}") from error
+        choices = f"choose from {', '.join(experiments())}, or FILE.yaml"
+        raise ConfigError(f"--experiment {path}: {one_line(error)}; {choices}") from error
     assert isinstance(made, Experiment)
     made.title = made.title or path.stem
     if not made.methods or not made.seeds:
         raise ConfigError(f"{path}: an experiment needs methods, a list of overrides each, and seeds")
-    for words in (made.overrides, *made.models.values()):
-        _check_overrides(words, str(path))
+    _check_overrides(
+        [*made.overrides, *(word for words in made.models.values() for word in words)], str(path)
+    )
     for method, words in made.methods.items():
         make_method(method, words, f"{path}: method {method}")
     return made
@@ -194,17 +183,17 @@ def load(name: str) -> Experiment:
 def make_method(name: str, overrides: Sequence[str], where: str) -> Method:
     """Make a method, or raise ConfigError, which says `where` it was written."""
     _check_overrides(overrides, where)
-    method = Method(name, tuple(overrides))
+    method, keys = Method(name, tuple(overrides)), [key(word) for word in overrides]
     if not method.slug:
         raise ConfigError(f"{where}: a method needs a name with letters or digits, for its folder")
-    keys = [key for key, _ in map(split, overrides)]
-    if keys.count("schedule") != 1:
-        raise ConfigError(f"{where}: a method needs one schedule=NAME among its overrides")
-    for key in ("seed", "model", "run_dir"):
-        if key in keys:
-            raise ConfigError(f"{where}: a method cannot set {key}; leave {key}= out of it")
-    _check_names(where, [method.schedule], names("schedule"))
+    if keys.count("schedule") != 1 or {"seed", "model", "run_dir"} & {*keys}:
+        raise ConfigError(f"{where}: a method needs one schedule=NAME, and cannot set seed, model or run_dir")
     return method
+
+
+def key(word: str) -> str:
+    """Return an override's key, without a leading + or ~."""
+    return word.partition("=")[0].lstrip("+~")
 
 
 def _check_overrides(words: Sequence[str], where: str) -> None:
@@ -213,55 +202,45 @@ def _check_overrides(words: Sequence[str], where: str) -> None:
             raise ConfigError(f"{where}: {word} is no override, such as codec.backward=int8")
 
 
-def _check_names(option: str, given: Sequence[object], known: Sequence[str] | None = None) -> None:
+def _check_names(option: str, given: Sequence[str], known: Sequence[str]) -> None:
     for name, count in Counter(given).items():
-        if known is not None and name not in known:
-            raise ConfigError(f"{option}: there is no {name}; choose from {', '.join(known)}")
-        if count > 1:
-            raise ConfigError(f"{option}: {name} is given twice")
+        if name not in known or count > 1:
+            raise ConfigError(f"{option}: give {name} once, and one of {', '.join(known)}")
 
 
 def _methods(options: argparse.Namespace, asked: Experiment) -> Iterator[Method]:
     """Give the rows: those named on the command line, else the experiment's."""
-    known = {name: make_method(name, words, name) for name, words in asked.methods.items()}
-    _check_names("--schedules", options.schedules, names("schedule"))
+    known = {name: Method(name, tuple(words)) for name, words in asked.methods.items()}
     for name in options.schedules:
         yield known.get(name) or Method(name, (f"schedule={name}",))
     for text in options.method:
         name, colon, words = (part.strip() for part in text.partition(":"))
         if not colon and name not in known:
-            choices = f"choose from {', '.join(known)}, or say" if known else "say"
-            raise ConfigError(f"--method: there is no {name}; {choices} what it is: '{name}: schedule=...'")
+            raise ConfigError(f"--method: there is no {name}; say what it is: '{name}: schedule=...'")
         yield make_method(name, words.split(), f"--method {name}") if colon else known[name]
     if not options.schedules and not options.method:
         yield from known.values()
 
 
-def _specs(options: argparse.Namespace, overrides: tuple[str, ...], asked: Experiment) -> Iterator[Spec]:
-    methods = list(_methods(options, asked))
+def _specs(options: argparse.Namespace, overrides: Sequence[str], asked: Experiment) -> Iterator[Spec]:
+    _check_names("--schedules", options.schedules, names("schedule"))
+    _check_names("--models", options.models, names("model"))
+    _check_overrides(overrides, "after --")
+    methods, seeds = list(_methods(options, asked)), options.seeds or asked.seeds
     if not methods:
         raise ConfigError("there is nothing to compare: give --schedules, --method or --experiment")
-    for slug, count in Counter(method.slug.lower() for method in methods).items():
-        if count > 1:
-            raise ConfigError(f"{count} methods would share the folder {slug}; rename one")
-    _check_names("--models", options.models, names("model"))
-    _check_names("--seeds", options.seeds)
-    _check_overrides(overrides, "after --")
-    given = dict(map(split, overrides))
-    for key, option in OWN.items():
-        if key in given and (key != "model" or options.models):
-            raise ConfigError(f"{key} is set by {option}; leave {key}={given[key]} out of the overrides")
-    for method in methods:
-        for key in given.keys() & dict(map(split, method.overrides)).keys() - OWN.keys():
-            raise ConfigError(
-                f"{key} is set by the method {method.name}; leave {key}={given[key]} out of the overrides"
-            )
+    if len({method.slug.lower() for method in methods}) < len(methods) or len({*seeds}) < len(seeds):
+        raise ConfigError("two runs would share a folder: give each seed and each method's name once")
+    given = {key(word): word.partition("=")[2] for word in overrides}
+    for word, option in OWN.items():
+        if word in given and (word != "model" or options.models):
+            raise ConfigError(f"{word} is set by {option}; leave {word}={given[word]} out of the overrides")
     stages = given.get("stages", "")
     nproc = options.nproc if options.nproc is not None else int(stages) if stages.isdecimal() else asked.nproc
     if nproc < 1:
         raise ConfigError(f"--nproc must be 1 or more; got {nproc}")
     models: list[str | None] = options.models or ([] if "model" in given else list(asked.models)) or [None]
-    for seed in options.seeds or asked.seeds:
+    for seed in seeds:
         for model in models:
             own = asked.models.get(model or given.get("model", ""), [])
             words = merged(asked.overrides, own, overrides)
@@ -272,8 +251,8 @@ def merged(*lists: Sequence[str]) -> tuple[str, ...]:
     """Join overrides; those of a later list replace those of the same key in earlier ones."""
     words: list[str] = []
     for later in lists:
-        keys = {split(word)[0] for word in later}
-        words = [word for word in words if split(word)[0] not in keys] + list(later)
+        keys = {key(word) for word in later}
+        words = [word for word in words if key(word) not in keys] + list(later)
     return tuple(words)
 
 

@@ -40,8 +40,7 @@ Summary = dict[str, Any]
 class Outcome:
     """What became of a run. A failed one has no summary and says why.
 
-    `curves`: columns of metrics.csv. `made`: when, and on what. `other_load`: the cores that other programs
-    kept busy meanwhile, in the mean.
+    `curves`: columns of metrics.csv. `made`: when, and on what.
     """
 
     spec: Spec
@@ -51,18 +50,13 @@ class Outcome:
     failure: str = ""
     kept: bool = False
     made: dict[str, str] = field(default_factory=dict)
-    other_load: float | None = None
 
 
 def words(spec: Spec, folder: Path) -> list[str]:
     """Return the run's command line, after `pipetrain`."""
     # No checkpoints, unless the overrides ask for them: what is compared is the training.
-    return [
-        f"--nproc_per_node={spec.nproc}",
-        "checkpoint.every=null",
-        *spec.arguments,
-        f"run_dir={quoted(str(folder))}",
-    ]
+    own = [f"--nproc_per_node={spec.nproc}", "checkpoint.every=null"]
+    return [*own, *spec.arguments, f"run_dir={quoted(str(folder))}"]
 
 
 class Runs:
@@ -91,13 +85,10 @@ class Runs:
     def check(self, specs: Sequence[Spec], fresh: bool) -> None:
         """Raise ConfigError where a folder holds something that must not be overwritten."""
         for spec in specs:
-            folder = self._folder / spec.name
-            if not folder.is_dir() or not any(folder.iterdir()):
-                continue
-            mark = self._mark(spec)
-            if mark is None:
+            folder, mark = self._folder / spec.name, self._mark(spec)
+            if mark is None and folder.is_dir() and any(folder.iterdir()):
                 raise ConfigError(f"{folder} was not made by a comparison; choose another --out")
-            if not fresh and "made" in mark and not _is_same(mark, spec):
+            if mark and not fresh and "made" in mark and not _is_same(mark, spec):
                 raise ConfigError(
                     f"{folder} was made by other overrides ({' '.join(mark['overrides'])}, "
                     f"{mark['nproc']} processes); choose another --out, or start over with --fresh"
@@ -110,7 +101,7 @@ class Runs:
             return None
         with suppress(ValueError):
             summary, curves = read_records(self._folder / spec.name)
-            return Outcome(spec, mark["wall_s"], summary, curves, "", True, mark["made"], mark["other_load"])
+            return Outcome(spec, mark["wall_s"], summary, curves, "", True, mark["made"])
         return None
 
     def start(self, spec: Spec, lock: int) -> Outcome:
@@ -120,18 +111,17 @@ class Runs:
         folder.mkdir()
         asked = {"overrides": spec.arguments, "nproc": spec.nproc}
         _write(folder, asked)
-        made, busy_s, begin = describe_machine(), _busy_s(), time.perf_counter()
-        status, ours_s = run([*self._command, *words(spec, folder)], spec.nproc, self.log(spec), [lock])
-        wall_s = time.perf_counter() - begin
-        other = round(min(max(0.0, _busy_s() - busy_s - ours_s) / wall_s, float(os.cpu_count() or 1)), 2)
+        made, begin = describe_machine(), time.perf_counter()
+        status = run([*self._command, *words(spec, folder)], spec.nproc, self.log(spec), [lock])
+        wall_s = round(time.perf_counter() - begin, 1)
         try:
             if status:
                 raise ValueError(f"status {status}")
             summary, curves = read_records(folder)
         except ValueError as error:
             return Outcome(spec, wall_s, failure=str(error), made=made)
-        _write(folder, {**asked, "wall_s": round(wall_s, 1), "other_load": other, "made": made})
-        return Outcome(spec, wall_s, summary, curves, made=made, other_load=other)
+        _write(folder, {**asked, "wall_s": wall_s, "made": made})
+        return Outcome(spec, wall_s, summary, curves, made=made)
 
     def forget(self, spec: Spec) -> None:
         """Remove a run and its output."""
@@ -149,11 +139,10 @@ class Runs:
 
     def _mark(self, spec: Spec) -> dict[str, Any] | None:
         """Return what compare.json says, None where there is none."""
-        try:
+        with suppress(OSError, ValueError):
             mark: dict[str, Any] = json.loads((self._folder / spec.name / "compare.json").read_text())
-        except (OSError, ValueError):
-            return None
-        return mark
+            return mark
+        return None
 
 
 def _is_same(mark: dict[str, Any], spec: Spec) -> bool:
@@ -181,15 +170,6 @@ def read_records(folder: Path) -> tuple[Summary, dict[str, list[float]]]:
         raise ValueError(f"it left no whole summary.json and metrics.csv: {error}") from error
 
 
-def _busy_s() -> float:
-    """Return the seconds that all cores together were busy until now; 0 where /proc does not say."""
-    try:
-        user, nice, system, _, _, irq, softirq, steal, *_ = Path("/proc/stat").read_text().split()[1:]
-    except (OSError, ValueError):
-        return 0.0
-    return sum(map(int, (user, nice, system, irq, softirq, steal))) / os.sysconf("SC_CLK_TCK")
-
-
 def describe_machine() -> dict[str, str]:
     """Return the date, and what the machine and its software are called; without importing torch."""
     return {"date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}", **_lasting()}
@@ -200,19 +180,19 @@ def _lasting() -> dict[str, str]:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     name = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    root, describe = (
+        Path(__file__).resolve().parents[2],
+        "git describe --always --dirty --abbrev=10 --exclude=*",
+    )
+    revision = ""
+    with suppress(OSError):
+        revision = subprocess.run(
+            describe.split(), cwd=root, capture_output=True, text=True, check=False
+        ).stdout
     return {
         "machine": f"{name[1] if name else platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": version("torch"),
-        "pipetrain": _revision(),
+        "pipetrain": revision.strip() or "unknown",
     }
-
-
-def _revision() -> str:
-    """Return the checkout's commit."""
-    root, words = Path(__file__).resolve().parents[2], "describe --always --dirty --abbrev=10 --exclude=*"
-    command = ["git", "--git-dir", str(root / ".git"), "--work-tree", str(root), *words.split()]
-    with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or "unknown"
-    return "unknown"

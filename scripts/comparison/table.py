@@ -16,15 +16,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from comparison.figures import Metric, deviation, duration, metric_of, size, times, two
+from comparison.figures import Metric, duration, metric_of, size, spread
 from comparison.runs import Outcome, Summary
 
 FILES = ("table.md", "runs.csv")
-# What should be alike in all runs of a model: keys of summary.json, and of what a run was made on, in words.
+# What should be alike in all runs of a model: keys of summary.json, and of what a run was made on.
 FAIR: tuple[str, ...] = ("model", "data", "device", "lr", "batch_size", "data_workers", "epochs", "updates")
-FAIR += ("threads", "precision", "memory_format", "task")
-MADE = {"machine": "machine", "torch": "torch version", "pipetrain": "pipetrain revision"}
-BUSY = 0.25  # cores that other programs may take before it is said
+FAIR += ("threads", "precision", "memory_format", "task", "machine", "torch", "pipetrain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +45,6 @@ class Row:
         return metric_of(self.done)
 
     @property
-    def best(self) -> Summary:
-        """The summary of the run with the best epoch of all; empty where none finished."""
-        metric = self.metric
-        return max(self.done, key=lambda summary: metric.worth(metric.value(summary, "best_val")), default={})
-
-    @property
     def last(self) -> list[float]:
         """The metric after the last epoch of each finished run."""
         return [self.metric.value(summary, "val") for summary in self.done]
@@ -62,18 +54,10 @@ class Row:
         found = [summary.get(key) for summary in self.done]
         return [] if None in found else [value for value in found if value is not None]
 
-    def mean(self, key: str) -> float | None:
-        """Return a figure's mean over the finished runs."""
-        return fmean(values) if (values := self.values(key)) else None
-
     def ratio(self, key: str) -> float | None:
         """Return a figure's mean, divided by that of the model's first row."""
-        mine, theirs = self.mean(key), (self.first or self).mean(key)
-        return mine / theirs if mine is not None and theirs else None
-
-    def speedup(self) -> float | None:
-        """Return how many times as fast as the model's first row it trains."""
-        return 1 / ratio if (ratio := self.ratio("epoch_s")) else None
+        mine, theirs = self.values(key), (self.first or self).values(key)
+        return fmean(mine) / fmean(theirs) if mine and theirs and fmean(theirs) else None
 
     def alike(self, key: str) -> str:
         """Return what a key says in all runs."""
@@ -107,129 +91,62 @@ def by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return {model: [row for row in rows if row.model == model] for model in models}
 
 
-def _distinct(facts: Sequence[Summary | dict[str, str]], key: str) -> list[str]:
+def _distinct(facts: Sequence[Summary], key: str) -> list[str]:
     """Return the values of a key, each once; what an older run did not say is unknown."""
     values = (one.get(key, "unknown") for one in facts)
     return list(dict.fromkeys(f"{v:g}" if isinstance(v, float) else str(v) for v in values))
 
 
-# Columns
-
-METRIC = "{metric}"
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column: what it says of a row, how a number is written, and what it means.
-
-    A value that is a list has an entry a seed, and is shown as mean and sample deviation: `90.00 ± 1.00`. The
-    name of the metric stands for METRIC in a column's name, and its values are written as it says.
-    """
-
-    name: str
-    value: Callable[[Row], str | float | list[float] | None]
-    form: Callable[[float], str] = two
-    meaning: str = ""
-
-    def cell(self, row: Row) -> str:
-        """Return what is printed; a dash where there is nothing to say, `failed` where no run finished."""
-        value = self.value(row)
-        if self in (BEST, LAST) and not row.done:
-            return "failed"
-        if value is None or isinstance(value, str):
-            return value or "-"
-        values = value if isinstance(value, list) else [value]
-        if not values:
-            return "-"
-        mean = fmean(values) if len(values) > 1 else values[0]
-        form = partial(row.metric.number, level=mean) if METRIC in self.name else self.form
-        return form(mean) + (f" ± {form(deviation(values))}" if len(values) > 1 else "")
-
-    def head(self, metric: Metric) -> str:
-        """Return its name in a comparison by a metric."""
-        return self.name.replace(METRIC, metric.name)
+MEANINGS = {
+    "epoch": "epoch and {name}: the best epoch of all seeds, counted from 1, and its test {title}",
+    "eachtime": "eachtime: mean time of an epoch's training, without evaluation",
+    "last_{name}": "last_{name}: mean test {title} after the last epoch",
+    "speedup": "speedup: train_s of the model's first row over that of the row",
+    "train_s": "train_s: seconds of an epoch's training; whole_s: with evaluation and all else",
+    "best_{name}": "best_{name}: mean of each seed's best epoch",
+    "bytes": "bytes: on the wire in an epoch's training; bytes_ratio: to those of the model's first row",
+    "codec_s": "codec_s: seconds of an epoch in codecs, all stages together",
+}
 
 
-def _said(key: str) -> Callable[[Row], str]:
-    return lambda row: row.alike(key)
+def _cells(row: Row, metric: Metric) -> dict[str, str]:
+    """Return what is printed of a row; a dash where there is nothing to say."""
+    done, made, name = row.done, len(row.outcomes), metric.name
+    bests = [metric.value(summary, "best_val") for summary in done]
+    best = max(
+        zip(map(metric.worth, bests), bests, done, strict=True), default=None, key=lambda each: each[0]
+    )
 
+    def figure(values: Sequence[float]) -> str:
+        return spread(values, partial(metric.number, level=fmean(values) if values else None))
 
-def _seeds(row: Row) -> str:
-    """Return how many runs finished, and of how many where some failed."""
-    done, made = len(row.done), len(row.outcomes)
-    return str(made) if done == made else f"{done} of {made}"
+    def mean(key: str, form: Callable[[float], str]) -> str:
+        values = row.values(key)
+        return form(fmean(values)) if values else "-"
 
-
-METHOD = Column("method", lambda row: row.method)
-MODEL = Column("model", lambda row: row.model)
-EPOCH = Column(
-    "epoch",
-    lambda row: row.best.get("best_epoch"),
-    str,
-    "epoch and {metric}: the best epoch of all seeds, counted from 1, and its test {title}",
-)
-BEST = Column(METRIC, lambda row: row.metric.value(row.best, "best_val") if row.done else None)
-EACHTIME = Column(
-    "eachtime",
-    lambda row: row.mean("epoch_s"),
-    duration,
-    "eachtime: mean time of an epoch's training, without evaluation",
-)
-LAST = Column(
-    f"last_{METRIC}",
-    lambda row: row.last,
-    meaning="last_{metric}: mean test {title} after the last epoch",
-)
-SPEEDUP = Column(
-    "speedup",
-    lambda row: row.speedup(),
-    times,
-    "speedup: train_s of the model's first row over that of the row",
-)
-PUBLISHED = (
-    METHOD,
-    Column("dataset", _said("data")),
-    MODEL,
-    Column("device", _said("device")),
-    Column("lr", _said("lr")),
-    Column("batch_size", _said("batch_size")),
-    Column("data_worker", _said("data_workers")),
-    Column("buffer_size", _said("buffer_size")),
-    EPOCH,
-    BEST,
-    EACHTIME,
-)
-RESULTS = (
-    LAST,
-    SPEEDUP,
-    Column(
-        "train_s",
-        lambda row: row.values("epoch_s"),
-        meaning="train_s: seconds of an epoch's training; whole_s: with evaluation and all else",
-    ),
-    Column("whole_s", lambda row: [summary["total_s"] / summary["epochs"] for summary in row.done]),
-    Column(
-        f"best_{METRIC}",
-        lambda row: [row.metric.value(summary, "best_val") for summary in row.done],
-        meaning="best_{metric}: mean of each seed's best epoch",
-    ),
-    Column(
-        "bytes",
-        lambda row: row.mean("bytes_per_epoch"),
-        size,
-        "bytes: on the wire in an epoch's training; bytes_ratio: to those of the model's first row",
-    ),
-    Column("bytes_ratio", lambda row: row.ratio("bytes_per_epoch"), lambda value: f"{value:.3f}"),
-    Column(
-        "codec_s",
-        lambda row: row.mean("codec_s_per_epoch"),
-        meaning="codec_s: seconds of an epoch in codecs, all stages together",
-    ),
-    Column("seeds", _seeds),
-)
-
-
-# Tables
+    speedup, more = row.ratio("epoch_s"), row.ratio("bytes_per_epoch")
+    return {
+        "method": row.method,
+        "dataset": row.alike("data") or "-",
+        "model": row.model or "-",
+        "device": row.alike("device") or "-",
+        "lr": row.alike("lr") or "-",
+        "batch_size": row.alike("batch_size") or "-",
+        "data_worker": row.alike("data_workers") or "-",
+        "buffer_size": row.alike("buffer_size") or "-",
+        "epoch": str(best[2]["best_epoch"]) if best else "-",
+        name: metric.number(best[1]) if best else "failed",
+        "eachtime": mean("epoch_s", duration),
+        f"last_{name}": figure(row.last) if done else "failed",
+        "speedup": f"{1 / speedup:.2f}x" if speedup else "-",
+        "train_s": spread(row.values("epoch_s")),
+        "whole_s": spread([summary["total_s"] / summary["epochs"] for summary in done]),
+        f"best_{name}": figure(bests),
+        "bytes": mean("bytes_per_epoch", size),
+        "bytes_ratio": f"{more:.3f}" if more is not None else "-",
+        "codec_s": mean("codec_s_per_epoch", "{:.2f}".format),
+        "seeds": str(made) if len(done) == made else f"{len(done)} of {made}",
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,10 +158,6 @@ class Table:
     lines: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
     text: Collection[str] = ("method", "dataset", "model", "device")
-
-    def markdown(self) -> str:
-        """Return it with its notes as Markdown."""
-        return aligned([self.head, *self.lines], self.text) + "\n" + "\n".join(self.notes) + "\n"
 
 
 def aligned(lines: Sequence[Sequence[str]], text: Collection[str]) -> str:
@@ -261,15 +174,16 @@ def aligned(lines: Sequence[Sequence[str]], text: Collection[str]) -> str:
 
 def results(rows: Sequence[Row]) -> Table:
     """Return the table of results, without the columns that say nothing of any row."""
-    shown = [column for column in (*PUBLISHED, *RESULTS) if any(column.cell(row) != "-" for row in rows)]
-    lines = [[column.cell(row) for column in shown] for row in rows]
-    notes = [meaning(shown, rows), *remarks(rows)]
-    return Table("Results", [column.head(compared(rows)) for column in shown], lines, notes)
+    lines = [_cells(row, compared(rows)) for row in rows]
+    shown = [name for name in lines[0] if any(line[name] != "-" for line in lines)]
+    notes = [_meaning(shown, rows), *remarks(rows)]
+    return Table("Results", shown, [[line[name] for name in shown] for line in lines], notes)
 
 
 def write(out: Path, rows: Sequence[Row]) -> str:
     """Write table.md and runs.csv; return the Markdown."""
-    text = results(rows).markdown()
+    table = results(rows)
+    text = aligned([table.head, *table.lines], table.text) + "\n" + "\n".join(table.notes) + "\n"
     (out / "table.md").write_text(text)
     lines = [_run(outcome) for row in rows for outcome in row.outcomes]
     with (out / "runs.csv").open("w", newline="") as file:
@@ -284,24 +198,18 @@ def write(out: Path, rows: Sequence[Row]) -> str:
 def _run(outcome: Outcome) -> dict[str, Any]:
     """Return a run's line of runs.csv: what it was, how it ended, and the plain values of its summary."""
     spec = outcome.spec
-    line: dict[str, Any] = {
+    summary = {k: v for k, v in (outcome.summary or {}).items() if isinstance(v, (str, int, float))}
+    return summary | {
         "run": spec.name,
         "state": "failed" if outcome.failure else "done",
         "method": spec.method.name,
-        "schedule": spec.method.schedule,
         "seed": spec.seed,
         "nproc": spec.nproc,
-        "wall_s": round(outcome.wall_s, 1),
-        "other_load": outcome.other_load,
+        "wall_s": outcome.wall_s,
     }
-    summary = {k: v for k, v in (outcome.summary or {}).items() if isinstance(v, (str, int, float))}
-    return summary | line
 
 
-# What is said below a table
-
-
-def meaning(shown: Sequence[Column], rows: Sequence[Row]) -> str:
+def _meaning(shown: Collection[str], rows: Sequence[Row]) -> str:
     """Say in sentences what the columns are."""
     seeds = list(dict.fromkeys(outcome.spec.seed for row in rows for outcome in row.outcomes))
     several = len(seeds) > 1
@@ -309,34 +217,21 @@ def meaning(shown: Sequence[Column], rows: Sequence[Row]) -> str:
     said += ["±: sample deviation over the seeds" if several else "One run has no deviation"]
     metric = compared(rows)
     title = metric.title + " in %" * metric.percent + f" ({metric.direction})" * (not metric.higher)
-    said += [column.meaning.format(metric=metric.name, title=title) for column in shown if column.meaning]
+    words = {"name": metric.name, "title": title}
+    said += [text.format(**words) for name, text in MEANINGS.items() if name.format(**words) in shown]
     return ". ".join(said) + "."
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
-    """Say what failed, what is not alike in runs that are compared, and where the machine was busy."""
+    """Say what failed, and what is not alike in runs that are compared."""
     said = []
     counts = [(row, len(row.outcomes), len(row.outcomes) - len(row.done)) for row in rows]
     failed = [f"{row.method} {row.model}".strip() + f" {n} of {made}" for row, made, n in counts if n]
     if failed:
         said.append(f"Failed runs, left out of the means: {', '.join(failed)}.")
     for model, of_model in by_model(rows).items():
-        done = [outcome for row in of_model for outcome in row.outcomes if outcome.summary]
-        values = {key: _distinct([outcome.summary or {} for outcome in done], key) for key in FAIR}
-        values |= {name: _distinct([outcome.made for outcome in done], key) for key, name in MADE.items()}
-        unlike = {name: "; ".join(each) for name, each in values.items() if len(each) > 1}
-        said += [f"Not alike in all runs: {name} ({model}: {each})." for name, each in unlike.items()]
-    return said + disturbed(rows)
-
-
-def disturbed(rows: Sequence[Row]) -> list[str]:
-    """Say whether other programs ran beside the runs."""
-    runs = [outcome for row in rows for outcome in row.outcomes]
-    busy = [(outcome.other_load, outcome.spec.title) for outcome in runs if (outcome.other_load or 0) > BUSY]
-    if not busy:
-        return []
-    most, title = max(busy)
-    return [
-        f"Other programs ran beside {len(busy)} of {len(runs)} runs and make their times uncertain: they "
-        f"kept {most:.1f} cores busy at most, during {title}."
-    ]
+        done = [outcome for row in of_model for outcome in row.outcomes]
+        facts = [outcome.made | outcome.summary for outcome in done if outcome.summary]
+        unlike = {key: "; ".join(each) for key in FAIR if len(each := _distinct(facts, key)) > 1}
+        said += [f"Not alike in all runs: {key} ({model}: {each})." for key, each in unlike.items()]
+    return said

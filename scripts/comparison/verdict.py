@@ -5,7 +5,6 @@ percent is a tie, and a difference of times or of the metric is noise as long as
 t-test holds 0. The best of several methods is better than it should be by chance alone, so the 5 % are
 divided by the number of methods that the first is compared with (Bonferroni). With one seed, or seeds that
 all came out the same, nothing is said of noise, because nothing is known of it.
-Seeds do not show what slowed all runs of a method alike, so programs that ran beside it are named.
 """
 
 from __future__ import annotations
@@ -15,17 +14,16 @@ from collections.abc import Sequence
 from math import isfinite
 from statistics import fmean
 
-from comparison.figures import ACCURACY, duration
-from comparison.table import Row, by_model, disturbed
+from comparison.figures import duration
+from comparison.table import Row, by_model
 
 TIE = 0.05
 TOO_FEW = "too few seeds to say what of it is noise"
 
 
 def verdict(rows: Sequence[Row], failed: int, missing: int, total: int) -> list[str]:
-    """Return a paragraph for each model, what ran beside it, and what is missing: failed or not made yet."""
+    """Return a paragraph for each model, and what is missing: failed or not made yet."""
     said = [_of_model(model, of_model) for model, of_model in by_model(rows).items()]
-    said += disturbed(rows)
     if failed:
         said.append(f"{failed} of {total} runs failed, so what stands here is of the others.")
     if missing:
@@ -41,11 +39,9 @@ def _of_model(model: str, rows: Sequence[Row]) -> str:
     if not first.done:
         return f"{where}: no run of {first.method} finished, so there is nothing to measure the others by."
     if len(done) == 1:
-        said = [f"{where}: only {first.method} finished; there is nothing to compare it with."]
-    else:
-        fastest = min(done, key=lambda row: fmean(row.values("epoch_s")))
-        said = [f"{where}: {_speed(first, fastest, len(done) - 1)}", *_quality(first, fastest, done)]
-    return " ".join(said)
+        return f"{where}: only {first.method} finished; there is nothing to compare it with."
+    fastest = min(done, key=lambda row: fmean(row.values("epoch_s")))
+    return f"{where}: {_speed(first, fastest, len(done) - 1)} {_quality(first, fastest, done)}"
 
 
 def _speed(first: Row, fastest: Row, compared: int) -> str:
@@ -69,51 +65,33 @@ def _time(seconds: float) -> str:
     return duration(seconds) if seconds >= 10 else f"{seconds:.2g}s"
 
 
-def _quality(first: Row, fastest: Row, done: Sequence[Row]) -> list[str]:
-    """Say what the fastest costs, or how the others do where the first is; and which is best."""
-    metric, compared = first.metric, len(done) - 1
-    best = max(done, key=lambda row: metric.worth(_last(row)))
-    if fastest is not first:
-        said = [f"{fastest.method} stands at {_text(fastest)}, {difference(fastest, first, compared)}"]
-    else:
-        said = [f"{first.method} stands at {_text(first)}"]
-        said += [
-            f"{row.method} at {_text(row)}, {difference(row, first, compared)}"
-            for row in done
-            if row not in (first, best)
-        ]
-    known = metric == ACCURACY
-    by = "" if known else f", in {metric.title} ({metric.direction}),"
-    said = [f"After the last epoch{by} {'; '.join(said)}."]
-    if best not in (fastest, first):
-        more = difference(best, first, compared)
-        said.append(f"The {'most accurate' if known else 'best'}, {best.method}, has {_text(best)}, {more}.")
-    return said
-
-
-def _last(row: Row) -> float:
-    return fmean(row.last)
-
-
-def _text(row: Row) -> str:
-    return row.metric.text(_last(row))
+def _quality(first: Row, fastest: Row, done: Sequence[Row]) -> str:
+    """Say where the methods stand: the first, the fastest, and the best; all where the first is fastest."""
+    metric = first.metric
+    best = max(done, key=lambda row: metric.worth(fmean(row.last)))
+    shown = [row for row in done if fastest is first or row in (fastest, best)]
+    said = [f"{first.method} stands at {metric.text(fmean(first.last))}"]
+    said += [
+        f"{row.method}{' (the best)' * (row is best)} at {metric.text(fmean(row.last))}, "
+        f"{difference(row, first, len(done) - 1)}"
+        for row in shown
+        if row is not first
+    ]
+    return f"After the last epoch, in {metric.title} ({metric.direction}), {'; '.join(said)}."
 
 
 def difference(row: Row, first: Row, compared: int) -> str:
     """Say how a row's last value of the metric differs from another's, and whether that may be noise."""
-    metric, level, gap = first.metric, _last(first), _last(row) - _last(first)
+    metric, level, gap = first.metric, fmean(first.last), fmean(row.last) - fmean(first.last)
     if not isfinite(gap):
-        return f"not to be compared with the {_text(first)} of {first.method}"
+        return "which cannot be compared"
     unit, direction = " points" * metric.percent, "above" if gap > 0 else "below"
-    said = f"{metric.number(abs(gap), level)}{unit} {direction} {first.method}"
-    said = said if gap else f"the same as {first.method}"
+    said = f"{metric.number(abs(gap), level)}{unit} {direction}" if gap else "the same"
     margin = noise(row.last, first.last, compared)
     if margin is None:
         return f"{said} ({TOO_FEW})"
-    width = f"(±{metric.number(margin, level)} at 95 %)"
-    if abs(gap) <= margin:
-        return f"{said}, which is within the noise {width}"
-    return f"{said}, which is more than noise {width}"
+    within = "within the noise" if abs(gap) <= margin else "more than noise"
+    return f"{said}, which is {within} (±{metric.number(margin, level)} at 95 %)"
 
 
 def noise(ours: Sequence[float], theirs: Sequence[float], compared: int = 1) -> float | None:

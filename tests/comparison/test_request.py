@@ -1,4 +1,4 @@
-"""The command line: what it asks for, and what it refuses before anything starts."""
+"""The command line and experiments: what they ask for, and what they refuse before anything starts."""
 
 from __future__ import annotations
 
@@ -8,43 +8,41 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.utils import instantiate
 
 from comparison import request
+from comparison.request import Spec, load, merged
 from comparison.runs import words
 from pipetrain.cli import quoted
+from pipetrain.errors import ConfigError
 from tests.comparison.support import asked, compare
+from tests.support.cases import config
 
 ROOT = Path(__file__).parents[2]
-REFUSED = {
-    "": "there is nothing to compare: give --schedules, --method or --experiment",
-    "--schedules gpipe 1f2b": "--schedules: there is no 1f2b; choose from 1f1b, ",
-    "--schedules gpipe gpipe": "--schedules: gpipe is given twice",
-    "--schedules gpipe --nproc 0": "--nproc must be 1 or more; got 0",
-    "--schedules gpipe -- seed=3": "seed is set by --seeds; leave seed=3 out of the overrides",
-    "--schedules gpipe -- +run_dir=x": "run_dir is set by --out;",
-    "--schedules gpipe --models vgg16 -- model=mlp": "model is set by --models;",
-    "--schedules gpipe -- --multirun": "after --: --multirun is no override, such as codec.backward=int8",
-    "--method mine": "--method: there is no mine; say what it is: 'mine: schedule=...'",
-    "--method 'mine: optim.lr=1'": "--method mine: a method needs one schedule=NAME among",
-    "--method 'mine: schedule=gpipe seed=1'": "--method mine: a method cannot set seed;",
-    "--method '+: schedule=gpipe'": "--method +: a method needs a name with letters or digits",
-    "--method 'mine: schedule=1f2b'": "--method mine: there is no 1f2b; choose from 1f1b, ",
-    "--method 'a b: schedule=gpipe' --method 'a+b: schedule=gpipe'": "2 methods would share the folder a_b;",
-    "--method 'slow: schedule=gpipe optim.lr=0.1' optim.lr=1": "optim.lr is set by the method slow; leave ",
-    "--experiment nothing": "--experiment: ",
-    "--experiment no/such.yaml": "--experiment: no/such.yaml cannot be read: No such file or directory; "
-    "choose from xdypipe, or FILE.yaml",
-}
-FOLDERS = {
-    "": "default",
-    "-- model=vgg16 data=digits epochs=5": "vgg16-digits-epochs_5",
-    "--models vgg16 mlp -- ++optim.lr=0.1": "vgg16+mlp-optim.lr_0.1",
-    "--nproc 4 -- partition=[3,6,9]": "partition_3_6_9_-nproc_4",
-}
+CODECS = {"fbp + topk": "TopK", "fbp + int8": "Int8", "fbp + topk + int8": "TopKInt8"}  # of gradients
 
 
-@pytest.mark.parametrize(("typed", "why"), REFUSED.items())
+@pytest.mark.parametrize(
+    ("typed", "why"),
+    {
+        "": "there is nothing to compare: give --schedules, --method or --experiment",
+        "--schedules gpipe 1f2b": "--schedules: give 1f2b once, and one of 1f1b, ",
+        "--schedules gpipe gpipe": "--schedules: give gpipe once",
+        "--schedules gpipe --seeds 1 1": "two runs would share a folder",
+        "--schedules gpipe --nproc 0": "--nproc must be 1 or more; got 0",
+        "--schedules gpipe -- seed=3": "seed is set by --seeds; leave seed=3 out of the overrides",
+        "--schedules gpipe --models vgg16 -- model=mlp": "model is set by --models;",
+        "--schedules gpipe -- --multirun": "after --: --multirun is no override, such as codec.backward=int8",
+        "--method mine": "--method: there is no mine; say what it is: 'mine: schedule=...'",
+        "--method 'mine: optim.lr=1'": "--method mine: a method needs one schedule=NAME, and cannot set",
+        "--method 'mine: schedule=gpipe seed=1'": "--method mine: a method needs one schedule=NAME, and",
+        "--method '+: schedule=gpipe'": "--method +: a method needs a name with letters or digits",
+        "--method 'a b: schedule=gpipe' --method 'a+b: schedule=gpipe'": "two runs would share a folder",
+        "--experiment no/such.yaml": "--experiment no/such.yaml: [Errno 2] No such file",
+    }.items(),
+)
 def test_what_cannot_be_meant_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys, typed, why):
     monkeypatch.chdir(tmp_path)
     assert compare(*shlex.split(typed)) == 2
@@ -52,10 +50,17 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts(tmp_path, monkey
     assert not list(tmp_path.iterdir())
 
 
-def test_the_folder_is_named_after_what_is_compared():
-    for typed, folder in FOLDERS.items():
-        out = request.read(["--schedules", "gpipe", *typed.split()]).out
-        assert out == Path("comparisons") / folder
+@pytest.mark.parametrize(
+    ("typed", "folder"),
+    {
+        "": "default",
+        "-- model=vgg16 data=digits epochs=5": "vgg16-digits-epochs_5",
+        "--models vgg16 mlp -- ++optim.lr=0.1": "vgg16+mlp-optim.lr_0.1",
+        "--nproc 4 -- partition=[3,6,9]": "partition_3_6_9_-nproc_4",
+    }.items(),
+)
+def test_the_folder_is_named_after_what_is_compared(typed, folder):
+    assert request.read(["--schedules", "gpipe", *typed.split()]).out == Path("comparisons") / folder
 
 
 def test_runs_go_seed_by_seed_with_all_methods_of_a_seed_together():
@@ -75,18 +80,8 @@ def test_the_command_that_makes_it_again_removes_nothing():
 
 def test_a_run_has_the_words_that_a_user_would_type():
     (spec,) = asked("--schedules", "gpipe", "--", "stages=3", "epochs=2")
-    assert spec.nproc == 3
-    assert words(spec, Path("/a b/c")) == [
-        *(
-            "--nproc_per_node=3",
-            "checkpoint.every=null",
-            "stages=3",
-            "epochs=2",
-            "schedule=gpipe",
-            "seed=0",
-            "run_dir='/a b/c'",
-        ),
-    ]
+    typed = "--nproc_per_node=3 checkpoint.every=null stages=3 epochs=2 schedule=gpipe seed=0 "
+    assert shlex.join(words(spec, Path("/a/c"))) == typed + "run_dir=/a/c"
     for path in ("/plain/path-1.0", "/it's", "/x=1,y", "/a\\'b", "/(1)"):
         assert OverridesParser.create().parse_override(f"run_dir={quoted(path)}").value() == path
 
@@ -98,3 +93,80 @@ def test_the_comparison_never_imports_torch():
         "cli.request.read(['--schedules', 'gpipe', 'fbp']); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT / "scripts", check=False).returncode == 0
+
+
+# Experiments
+
+
+def specs(*arguments: str) -> list[Spec]:
+    return asked("--experiment", "xdypipe", *arguments)
+
+
+def test_the_experiment_is_the_issue_s():
+    found = load("xdypipe")
+    assert [*found.methods] == ["layer_dist", "pipedream", "pipedream_2bw", "fbp", *CODECS]
+    assert (list(found.models), found.nproc, len(found.seeds)) == (["vgg16", "resnet18"], 2, 3)
+
+
+@pytest.mark.parametrize("spec", specs("--seeds", "0", "--models", "vgg16")[3:], ids=lambda spec: spec.title)
+def test_every_run_has_the_record_s_recipe(spec):
+    cfg = config(spec.arguments)
+    assert (cfg.data.name, cfg.data.fallback, cfg.data.workers, cfg.batch_size) == ("cifar10", None, 0, 64)
+    assert (cfg.optim._target_, cfg.optim.lr, cfg.optim.momentum) == ("torch.optim.SGD", 0.01, 0.9)
+    assert (cfg.optim.weight_decay, cfg.lr_schedule, cfg.warmup) == (5e-4, "constant", 0)
+    assert (cfg.data.augment.crop, cfg.data.augment.flip) == (4, True)
+    assert cfg.schedule._target_.startswith("pipetrain.schedule.")
+    assert cfg.codec.forward._target_ == "pipetrain.codec.Identity"
+    name = CODECS.get(spec.method.name, "Identity")
+    assert cfg.codec.backward._target_ == f"pipetrain.codec.{name}"
+
+
+@pytest.mark.parametrize(
+    ("model", "crosses", "params"),
+    [("vgg16", (256, 4, 4), (1.74, 12.99)), ("resnet18", (128, 16, 16), (0.68, 10.50))],
+)
+def test_the_cut_is_the_record_s(model, crosses, params):
+    cfg = config(specs("--method", "layer_dist", "--models", model)[0].arguments)
+    (cut,) = cfg.partition
+    layers = instantiate(cfg.model).eval()
+    assert tuple(layers[:cut](torch.zeros(1, 3, 32, 32)).shape[1:]) == crosses
+    halves = (sum(p.numel() for p in half.parameters()) / 1e6 for half in (layers[:cut], layers[cut:]))
+    assert tuple(round(half, 2) for half in halves) == params
+
+
+def test_the_command_line_changes_what_it_names_and_each_model_has_its_own_overrides():
+    typed = "--schedules layer_dist fbp --models vgg16 --seeds 0 7 data=digits epochs=2 partition=[3]"
+    some = specs(*shlex.split(typed))
+    assert [spec.title for spec in some] == [
+        f"vgg16 {method} seed {seed}" for seed in (0, 7) for method in ("layer_dist", "fbp")
+    ]
+    found = some[0].overrides
+    assert found[-3:] == ("data=digits", "epochs=2", "partition=[3]")
+    assert not {"data=cifar10", "partition=[7]"} & {*found}
+    assert "optim.lr=0.01" in found
+    cuts = {spec.model: [w for w in spec.overrides if "partition" in w] for spec in specs()}
+    assert cuts == {"vgg16": ["partition=[7]"], "resnet18": ["partition=[5]"]}
+    assert not any("partition" in w for w in specs("model=mlp")[0].overrides)
+    assert merged(["a=1", "b=1"], ["+b=2"], ["c=3", "a=4"]) == ("+b=2", "c=3", "a=4")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("title: x", "an experiment needs methods"),
+        ("methods: {a: [schedule=gpipe]}\ncolour: red", "Key 'colour' not in 'Experiment'"),
+        ("methods: {a: schedule=gpipe}", "Value 'schedule=gpipe' (str) is incompatible with"),
+        ("methods: {a: [epochs=2]}", "method a: a method needs one schedule=NAME"),
+        ("methods: {a: [schedule=gpipe]}\noverrides: [epochs]", "epochs is no override"),
+        ("methods: {a: [schedule=gpipe]}\nnproc: two", "Value 'two' of type 'str' could not be conv"),
+        ("methods: [", "--experiment "),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_refused_in_one_sentence(tmp_path: Path, text, why):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load(str(path))
+    assert why in str(error.value)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
