@@ -29,9 +29,19 @@ def one_server(request: pytest.FixtureRequest) -> None:
         context()
 
 
+def staying(size: int) -> Iterator[Ranks]:
+    made = Ranks(size)
+    yield made
+    made.close()
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Two ranks for all tests of a pytest worker: `first, second = ranks(function, *arguments)`."""
-    two = Ranks(2)
-    yield two
-    two.close()
+    yield from staying(2)
+
+
+@pytest.fixture(scope="session")
+def three() -> Iterator[Ranks]:
+    """Likewise three ranks."""
+    yield from staying(3)

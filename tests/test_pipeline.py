@@ -1,35 +1,35 @@
-"""Pipeline trains as one process would, on any number of processes, and refuses the rest in one sentence."""
+"""Pipeline's life, a model that is made by a function, and what is refused in one sentence.
+
+That it trains as one process would is shown in tests/whole/test_any_module.py.
+"""
 
 from __future__ import annotations
 
 import re
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.optim import SGD
 from torch.utils.data import DataLoader
 
-from pipetrain import ConfigError, Pipeline, ScheduleError, Task, TrainingStopped, pipeline
+from pipetrain import ConfigError, Pipeline, ScheduleError, TrainingStopped, pipeline
+from pipetrain.models import gpt
 from pipetrain.network.factory import build
 from pipetrain.network.places import named_tensors
+from pipetrain.runtime.session import make_stages
 from pipetrain.schedule.actions import format_program
 from pipetrain.schedule.programs import one_f_one_b
-from tests.support.factories import FACTORIES, all_trained, peak, pipe_of, saved, trained
-from tests.support.programs import (
-    GROUPS,
-    JOBS,
-    Case,
-    accuracy,
-    evaluated,
-    falling,
-    labelled,
-    mlp,
-    momentum,
-    train_case,
-    train_cases,
-)
+from tests.support.live import Live
+from tests.support.parity import MOMENTUM as momentum
 from tests.support.refused import ALIKE, APART, all_told, told
+from tests.support.subjects import accuracy, mlp, scaled, ways
 from tests.support.worlds import run_world
+
+FACTORIES = {"scaled": scaled, "ways": ways}
 
 
 @pytest.fixture(autouse=True)
@@ -38,118 +38,119 @@ def alone(monkeypatch):
     monkeypatch.setattr(pipeline, "_open", None)
 
 
-def cases(ranks: int) -> list[Case]:
-    m, few = 4, 2  # few, so that each microbatch has the samples that a BatchNorm needs
-    every = [
-        *(Case(job, "1f1b", few if job == "normed" else m) for job in JOBS),
-        *(Case(job, "pipedream", 2) for job in ("normed", "gpt", "tuples")),
-        Case("gpt", "pipedream_2bw", m),
-        Case("mlp", "gpipe", m, window=2),
-        Case("mlp", "pipedream", 1, window=2),
-        Case("mlp", "1f1b", m, by_step=True),
-        Case("mlp", "1f1b", m, options={"param_groups": GROUPS}),
-        Case("mlp", "1f1b", m, options={"clip_grad_norm": 0.05, "ema": 0.6}),
-        Case("gpt", "pipedream", 2, options={"clip_grad_norm": 0.05, "ema": 0.6}),
-        Case("normed", "pipedream_2bw", few, window=2, options={"param_groups": GROUPS}),
-    ]
-    if ranks > 1:
-        every += [Case("gpt", "interleaved_1f1b", m), Case("tuples", "interleaved_1f1b", m, window=3)]
-        every += [Case("gpt", "zb_h1", m), Case("gpt", "zbv", m, window=3), Case("tuples", "v_half", m)]
-    return every
+def labelled(n: int) -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 6, dtype=torch.float64, generator=generator)
+    return list(zip(x, torch.randint(5, (n,), generator=generator), strict=True))
 
 
-@pytest.mark.parametrize("case", cases(1), ids=lambda case: f"{case.job}-{case.schedule}")
-def test_one_process_trains_as_plain_pytorch_does(case):
-    train_case(case, 0)
+def labelled_batches(n: int) -> list[Any]:
+    return list(DataLoader(labelled(n), batch_size=8))
 
 
-@pytest.mark.processes
-def test_two_processes_train_as_plain_pytorch_does_and_both_know_the_results():
-    """Each rank's loader shuffles otherwise; the batches are those of rank 0's."""
-    first, second = run_world(train_cases, 2, cases(2))
-    assert first == second
-    assert all(result["updates"] == 3 for result in first)
+def evaluated(model: nn.Module, n: int) -> dict[str, float]:
+    x, y = next(iter(DataLoader(labelled(n), n)))
+    with torch.no_grad():
+        outputs = model.eval()(x)
+    return {"loss": cross_entropy(outputs, y).item(), "acc": float(accuracy(outputs, y))}
+
+
+def arrays(state: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: tensor.numpy() for name, tensor in state.items()}
 
 
 # A function that makes the model
 
 
-def hold_to_plain(name, result):
-    """Compare a factory's weights with its initial ones, and the training with one of plain PyTorch."""
-    model, initial = build(FACTORIES[name], 0)
-    buffers = {key: tensor for key, tensor in named_tensors(model).items() if not tensor.is_meta}
-    made = buffers | initial.tensors(named_tensors(model))
-    for key, array in result["initial"].items():
-        assert (made[key].numpy() == array).all(), key
-    twin = FACTORIES[name]()
-    twin.load_state_dict({key: torch.from_numpy(array) for key, array in result["initial"].items()})
-    optimizer, losses = momentum(twin.parameters()), []
-    for update, (x, y) in enumerate(DataLoader(labelled(24), batch_size=8)):
-        optimizer.zero_grad()
-        optimizer.param_groups[0]["lr"] = 0.1 * falling(update)
-        parts = [cross_entropy(twin(part), of) for part, of in zip(x.split(4), y.split(4), strict=True)]
-        loss = torch.stack(parts).mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert result["losses"] == pytest.approx(losses, rel=1e-12)
-    assert result["late"] == pytest.approx(evaluated(twin, Task(cross_entropy), labelled(24)), rel=1e-12)
+def made_by(factory: Any, **options: Any) -> Pipeline:
+    return Pipeline(factory, cross_entropy, momentum, microbatches=2, device="cpu", threads=1, **options)
 
 
-def test_one_process_trains_a_factorys_model_as_plain_pytorch_does():
-    hold_to_plain("normed", trained("normed"))
+def initial(name: str) -> dict[str, Any]:
+    with made_by(FACTORIES[name]) as pipe:
+        return arrays(pipe.state_dict())
 
 
 @pytest.mark.processes
-def test_the_weights_of_a_factory_are_the_same_for_all_cuts():
-    """A model that is traced, and one of an nn.Sequential."""
-    names = ["normed", "branches"]
-    first, *others = run_world(all_trained, 3, names)
-    for name, result in zip(names, first, strict=True):
-        hold_to_plain(name, result)
-    for results in others:
-        for result, known in zip(results, first, strict=True):
-            assert (result["losses"], result["late"]) == (known["losses"], known["late"])
-            assert not any(result[state] for state in ("initial", "final"))
+@pytest.mark.parametrize("name", FACTORIES)
+def test_the_weights_of_a_factory_are_the_same_for_all_cuts(ranks, three, name):
+    model, drawn = build(FACTORIES[name], 0)
+    tensors = named_tensors(model)
+    made = tensors | drawn.tensors(tensors)
+    for first, *others in ([initial(name)], ranks(initial, name), three(initial, name)):
+        assert all((made[key].numpy() == array).all() for key, array in first.items())
+        assert first
+        assert not any(others)
+
+
+def from_a_file(path: str) -> Any:
+    with made_by(scaled, weights=path, schedule="pipedream") as pipe:
+        return pipe.evaluate(labelled_batches(24))["loss"], arrays(pipe.state_dict())
 
 
 @pytest.mark.processes
-def test_weights_in_a_file_are_the_same_for_all_cuts(tmp_path):
+def test_weights_in_a_file_are_the_same_for_all_cuts(ranks, tmp_path):
     torch.manual_seed(9)
-    twin = FACTORIES["normed"]()
-    torch.save(twin.state_dict(), tmp_path / "weights.pt")
-    given = {"weights": tmp_path / "weights.pt", "schedule": "pipedream", "ema": 0.6}
-    ((result,), (none,)) = run_world(all_trained, 2, ["normed"], given)
-    for name, tensor in twin.state_dict().items():
-        assert (result["initial"][name] == tensor.numpy()).all()
-    assert result["ema"].keys() == result["initial"].keys()
-    assert not any(none[state] for state in ("initial", "final", "ema"))
-    wanted = evaluated(twin, Task(cross_entropy), labelled(24))
-    assert result["early"] == pytest.approx(wanted, rel=1e-12)
-    pipe = pipe_of("normed", model=FACTORIES["normed"](), **given)
-    assert all(torch.equal(tensor, twin.state_dict()[name]) for name, tensor in pipe.state_dict().items())
-    assert pipe.evaluate(DataLoader(labelled(24), 8)) == pytest.approx(wanted, rel=1e-12)
+    twin, path = scaled(), str(tmp_path / "weights.pt")
+    torch.save(twin.state_dict(), path)
+    for (loss, state), *others in (ranks(from_a_file, path), [from_a_file(path)]):
+        assert loss == pytest.approx(evaluated(twin, 24)["loss"], rel=1e-12)
+        assert all((state[name] == tensor.numpy()).all() for name, tensor in twin.state_dict().items())
+        assert others in ([], [(loss, {})])
+
+
+def saved(folder: str) -> list[float]:
+    with made_by(scaled) as pipe:
+        list(pipe.train(labelled_batches(24)))
+        pipe.save(folder)
+        return list(pipe.train(labelled_batches(24)))
 
 
 @pytest.mark.processes
-def test_a_factorys_training_goes_on_with_other_cuts(tmp_path):
-    losses, _ = run_world(saved, 2, tmp_path)
-    batches = list(DataLoader(labelled(24), batch_size=8))
+def test_a_factorys_training_goes_on_with_other_cuts(ranks, tmp_path):
+    losses, _ = ranks(saved, str(tmp_path))
     for begun in (False, True):
-        pipeline._open = None
-        with pipe_of("normed") as pipe:
+        with made_by(scaled) as pipe:
             if begun:
-                pipe.step(*batches[0])
+                pipe.step(*labelled_batches(8)[0])
             pipe.load(tmp_path)
             before = pipe.state_dict()
-            assert list(pipe.train(batches)) == pytest.approx(losses, rel=1e-12)
-        with pipe_of("normed", weights=tmp_path) as pipe:
+            assert list(pipe.train(labelled_batches(24))) == pytest.approx(losses, rel=1e-12)
+        with made_by(scaled, weights=tmp_path) as pipe:
             assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.state_dict().items())
 
 
+def large() -> nn.Sequential:
+    return gpt(depth=6, heads=2, width=32, sequence=8, vocabulary=64)
+
+
+def next_token(outputs: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def peak() -> tuple[int, int, int]:
+    """Build a model and train one batch; return the peaks of both, and the bytes of the rank's weights."""
+    batch, held = (torch.zeros(2, 8, dtype=torch.int64),) * 2, []
+
+    def noting(*given: Any) -> Any:
+        stages = make_stages(*given)
+        held.extend(t.nbytes for stage in stages.values() for t in stage.module.state_dict().values())
+        return stages
+
+    options = {"microbatches": 1, "device": "cpu", "threads": 1, "partition": "params"}
+    with (
+        Live() as live,
+        patch("pipetrain.runtime.session.make_stages", noting),
+        Pipeline(large, next_token, lambda p: SGD(p, 0.1), sample=batch, **options) as pipe,
+    ):
+        built = live.peak
+        pipe.step(*batch)
+    return built, live.peak, sum(held)
+
+
 @pytest.mark.processes
-def test_no_rank_holds_more_of_a_factorys_model_than_its_stages():
-    peaks = run_world(peak, 3)
+def test_no_rank_holds_more_of_a_factorys_model_than_its_stages(three):
+    peaks = three(peak)
     whole = sum(held for _, _, held in peaks)
     for built, stepped, held in peaks:
         assert held < 0.5 * whole
@@ -158,9 +159,8 @@ def test_no_rank_holds_more_of_a_factorys_model_than_its_stages():
 
 
 def test_a_factory_cannot_be_profiled():
-    x = next(iter(DataLoader(labelled(8), 8)))
     with pytest.raises(ConfigError, match="partition=profile measures the whole model in each process"):
-        pipe_of("normed", partition="profile", sample=x)
+        made_by(scaled, partition="profile", sample=labelled_batches(8)[0])
 
 
 # What is refused
@@ -184,10 +184,6 @@ def test_every_rank_is_told_and_none_waits_for_another():
 
 
 # The life of a pipeline
-
-
-def labelled_batches(n: int) -> list:
-    return list(DataLoader(labelled(n), batch_size=8))
 
 
 @pytest.fixture
@@ -227,7 +223,7 @@ def test_before_the_first_batch_there_are_weights_and_an_evaluation(pipe):
     twin = mlp()
     twin.load_state_dict(initial)
     found = pipe.evaluate(DataLoader(labelled(37), batch_size=19))  # 4 microbatches do not divide it
-    assert found == pytest.approx(evaluated(twin, Task(cross_entropy, {"acc": accuracy}), labelled(37)))
+    assert found == pytest.approx(evaluated(twin, 37))
     assert pipe.updates == 0
     assert len(list(pipe.train(labelled_batches(24)))) == 3
 

@@ -14,7 +14,8 @@ from pipetrain import ConfigError, Pipeline
 from pipetrain.checkpoint.resume import open_weights
 from pipetrain.network.factory import build
 from pipetrain.network.places import named_tensors
-from tests.support.programs import mlp, momentum
+from tests.support.parity import MOMENTUM as momentum
+from tests.support.subjects import mlp
 
 
 def tied(width: int = 4) -> nn.Sequential:

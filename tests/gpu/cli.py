@@ -28,7 +28,6 @@ CHECKS = [
     Check("training", "nccl-2", partial(training.over_nccl, ranks=2, names=SCHEDULES), 40, 200),
     Check("training", "nccl-4", partial(training.over_nccl, ranks=4, names=training.FOUR), 40, 200),
     Check("training", "gloo-2", training.staged, 20, 90),
-    Check("training", "modules", training.modules, 20, 90),
     Check("options", "exact", training.exact, 30, 150),
     Check("options", "codecs", training.codecs, 15, 60),
     Check("options", "bf16", training.bf16, 15, 50),

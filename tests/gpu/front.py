@@ -11,11 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic, sleep
+from typing import Any
 
 from pipetrain.checkpoint.files import CHECKPOINTS
 from pipetrain.runtime.mesh import Mesh
 from tests.gpu.rows import SKIPPED, Row, Setting, judged
 from tests.gpu.speed import no_compiler
+from tests.gpu.training import exactly
 from tests.support.processes import (
     CHECKOUT,
     TORCHRUN,
@@ -167,24 +169,24 @@ def pipeline(setting: Setting) -> Iterator[Row]:
     if why := lacking():
         yield Row("Pipeline", why, "", SKIPPED)
         return
-    from tests.support.programs import GROUPS, Case
+    from tests.support.parity import GROUPS, Way
 
-    device = {"device": setting.device}
-    cases = {
-        "1f1b": Case("mlp", "1f1b", options=device),
-        "pipedream": Case("gpt", "pipedream", 2, options=device),
-        "zbv": Case("gpt", "zbv", window=3, options=device),
-        "BatchNorm": Case("normed", "1f1b", 2, options=device),
-        "tuples, interleaved_1f1b": Case("tuples", "interleaved_1f1b", window=3, options=device),
-        "step": Case("mlp", "1f1b", by_step=True, options=device),
-        "parameter groups": Case("mlp", "1f1b", options={**device, "param_groups": GROUPS}),
-        "clipped, EMA": Case("gpt", "pipedream", 2, options={**device, "clip_grad_norm": 0.05, "ema": 0.6}),
-    }
-    names = ["pipedream", "step"] if setting.quick else list(cases)
-    for name, (_, _, why) in zip(
-        names, setting.each(train_by_pipeline, 2, [cases[n] for n in names]), strict=True
-    ):
-        yield judged(f"Pipeline, {name}", why or "as a plain loop", "as a plain loop", not why)
+    device, window = {"device": setting.device}, 3
+    clipped = {**device, "clip_grad_norm": 0.05, "ema": 0.6}
+    ways = [
+        ("gpt", Way("pipedream", 2, options=device)),
+        ("mlp", Way("1f1b", by_step=True, options=device)),
+        ("gpt", Way("zbv", 4, window, options=device)),
+        ("normed", Way("1f1b", 2, options=device)),
+        ("tuples", Way("interleaved_1f1b", 4, window, options=device)),
+        ("mlp", Way("1f1b", options={**device, "param_groups": GROUPS})),
+        ("gpt", Way("pipedream", 2, options=clipped)),
+        *(("unet", Way(name, window=window, options=device)) for name in ("1f1b", "pipedream", "zbv")),
+    ]
+    if find_spec("transformers"):  # traced, and its embedding is its head
+        ways += [("gpt2", Way(name, window=window, options=device)) for name in ("1f1b", "pipedream")]
+    for (name, way), _, why in setting.each(train_by_pipeline, 2, ways[:2] if setting.quick else ways):
+        yield judged(f"{name}, {way}", why or "as one process", "as one process", not why)
     if setting.quick:
         return
     with TemporaryDirectory() as name:
@@ -195,8 +197,9 @@ def pipeline(setting: Setting) -> Iterator[Row]:
     yield judged("docs/examples/mlp.py under torchrun", last(out), "epoch 2: last update ...", met)
 
 
-def train_by_pipeline(mesh: Mesh, case: object) -> None:
-    """Train, evaluate and take the weights by Pipeline, and hold them against a plain loop on rank 0."""
-    from tests.support.programs import train_case
+def train_by_pipeline(mesh: Mesh, item: tuple[str, Any]) -> None:
+    """Train, evaluate and take the weights by Pipeline, and hold them against one process on rank 0."""
+    from tests.support import parity, subjects
 
-    train_case(case, mesh.world.rank)  # type: ignore[arg-type]
+    exactly()
+    parity.train(subjects.make(item[0]), item[1], TOLERANCE)

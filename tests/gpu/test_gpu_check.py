@@ -34,7 +34,7 @@ from tests.gpu.rows import (
 from tests.support.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-REHEARSED = ["large", "cold", "nccl-2", "modules", "exact", "codecs", "bf16", "trace", "nan", "held"]
+REHEARSED = ["large", "cold", "nccl-2", "exact", "codecs", "bf16", "trace", "nan", "held"]
 OPTIONS = ["--device", "cpu", "--quick", "--out", "found", f"--budget={DEADLINE_S}", "--only"]
 NOT_NEEDED = ["safetensors", "tqdm", "tensorboard", "matplotlib", "sklearn", "scipy"]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -169,45 +168,6 @@ def compiled(setting: Setting) -> Iterator[Row]:
     words = ("partition=even", "epochs=1", "microbatches=4", "data.drop_last=true", "compile=true")
     case = Case("1f1b", 2, words)
     yield from against_reference(setting, {"1f1b, compile=true": case}, 2, timeout=COMPILE_S)
-
-
-# Modules of any form
-
-
-def modules(setting: Setting) -> Iterator[Row]:
-    """Train a U-Net with its skips, and a traced GPT-2 whose embedding is its head, against plain PyTorch."""
-    items = [("unet", way) for way in (("1f1b",) if setting.quick else ("1f1b", "pipedream", "zbv"))]
-    if find_spec("transformers") is None:
-        yield Row("gpt2", "no transformers", "", SKIPPED)
-    elif not setting.quick:
-        items += [("gpt2", "1f1b"), ("gpt2", "pipedream")]
-    for (name, schedule), found, why in setting.each(train_module, 2, items):
-        target = f"<= {TOLERANCE:g}"
-        if why:
-            yield judged(f"{name}, {schedule}", why, target, False)
-            continue
-        from tests.support import parity, subjects
-
-        subject, way = subjects.make(name), parity.Way(schedule, 2)
-        wanted = parity.expected(subject, parity.planned(subject, way), way)
-        state = {name: wanted.state[name] for name in found.state}  # without second names of shared weights
-        apart = difference(found, state, [(*wanted.losses, wanted.evaluated)])
-        yield judged(f"{name}, {schedule}", f"{apart:.1e} off one process", target, apart <= TOLERANCE)
-
-
-def train_module(mesh: Mesh, item: tuple[str, str]) -> Trained:
-    """Train a subject of tests/support on one rank: three updates, and an evaluation."""
-    from tests.support import parity, subjects
-
-    exactly()
-    subject, way = subjects.make(item[0]), parity.Way(item[1], mesh.world.size)
-    plan = parity.planned(subject, way)
-    runner = parity.runner(subject, plan, way, fitted(mesh, plan))
-    losses, evaluated = parity.trained(runner, subject, plan, mesh.world.rank)
-    told = gather_objects((losses, evaluated))
-    losses, evaluated = next(one for one in told if one[1] is not None)
-    states = {n: t for stage in runner.stages.values() for n, t in stage.module.state_dict().items()}
-    return Trained(whole(states), [(*losses, evaluated)])
 
 
 # What is rounded

@@ -7,6 +7,7 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
+from types import MethodType
 
 import pytest
 import torch
@@ -21,8 +22,9 @@ from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
 from pipetrain.tasks import Task
 from tests.support.models import Gather, Join, Pair, skipping
-from tests.support.parity import Subject, Way, compare
+from tests.support.parity import Way, train
 from tests.support.refusals import refusal
+from tests.support.subjects import random, subject
 
 EXAMPLE = ValueSpec((TensorSpec((6,), torch.float64),))
 ENTRY = EXAMPLE.of(2)
@@ -279,22 +281,30 @@ def doubled(module: nn.Module, given: object, made: Tensor | None = None) -> Ten
     return None if made is None else 2 * made
 
 
+def patched(model: nn.Sequential, x: Tensor) -> Tensor:
+    return 2 * model[2](model[0](x))
+
+
 CONTAINERS: dict[str, Callable[[], nn.Sequential]] = {
     "forward": lambda: OwnForward(*layers()),
     "call": lambda: OwnCall(*layers()),
     "mode": lambda: OwnMode(*layers()),
     "weight": lambda: Scaled(*layers()),
-    "patched": lambda: changed(lambda m: setattr(m, "forward", lambda x: 2 * m[2](m[0](x)))),
+    "patched": lambda: changed(lambda m: setattr(m, "forward", MethodType(patched, m))),
     "hook": lambda: changed(lambda m: m.register_forward_hook(doubled)),
     "buffer": lambda: changed(lambda m: m.register_buffer("scale", torch.ones(1))),
 }
 
 
-@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
-def test_a_container_that_does_more_than_run_its_layers_is_traced_like_any_module(make):
-    assert not is_chain(make())
-    inputs, targets = torch.randn(20, 6, dtype=torch.float64), torch.randn(20, 4, dtype=torch.float64)
-    compare(Subject.of(make(), inputs, targets, Task(mse_loss), mse_loss), Way("1f1b", 2))
+def trained(name: str) -> object:
+    return train(subject(CONTAINERS[name](), random(6), random(4), Task(mse_loss)), Way("1f1b"))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_container_that_does_more_than_run_its_layers_is_traced_like_any_module(ranks, name):
+    assert not is_chain(CONTAINERS[name]())
+    ranks(trained, name)
 
 
 def test_one_that_only_puts_itself_together_is_a_chain():

@@ -1,4 +1,4 @@
-"""Any module trained by the real stages, engine and channel, and in one process by plain PyTorch.
+"""Any model trained through Pipeline, on some ranks or one, and in one process by plain PyTorch.
 
 The reference runs the user's module itself, with the weights that the theory lets each stage read.
 """
@@ -6,20 +6,21 @@ The reference runs the user's module itself, with the weights that the theory le
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from copy import copy, deepcopy
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
-from threading import Barrier
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
 from torch.func import functional_call
+from torch.optim import SGD, AdamW, Optimizer
 
-from pipetrain.arguments import read_schedule
+from pipetrain import Pipeline
 from pipetrain.data.loader import pieces
 from pipetrain.network.chain import network_of
 from pipetrain.network.draws import Seeds, drawing
@@ -27,227 +28,234 @@ from pipetrain.network.network import Network
 from pipetrain.network.tracing.traced import Traced
 from pipetrain.network.values import Value, ValueSpec, as_tuple, on_each
 from pipetrain.plan.cut import cut_layers
-from pipetrain.plan.plan import Plan, Samples, make_plan
-from pipetrain.runtime.batches import WindowSource
+from pipetrain.plan.plan import Plan
 from pipetrain.runtime.ranks import World
-from pipetrain.runtime.session import Session
-from pipetrain.runtime.weights import OptimizerFactory
-from pipetrain.settings import Settings
 from pipetrain.tasks import Task
 from tests.support import tracing
-from tests.support.cases import LocalMesh, drawing_in_turn
-from tests.support.deadlines import DEADLINE_S
-from tests.support.local import Wire
-from tests.support.reference import DELAYS, window
+from tests.support.reference import DELAYS, Loop, average_of, grouped
 
-SAMPLES = (7, 7, 6)  # of the batches, each an update; microbatches have 2 or 3 samples
-MICROBATCHES = 3
-SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-ADAMW = partial(torch.optim.AdamW, lr=0.01)
-Loss = Callable[[Any, Value], Tensor]
-Weight = Callable[[Value], float]
+Batch = tuple[Value, Value]
+SEED = 5
+MOMENTUM = partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+ADAMW = partial(AdamW, lr=0.01)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with its traced layers and data. `inputs`, `targets`: of a whole training, [n, ...].
+    """A model in float64 with the batches of a pass, each an update.
 
-    `weight`: what targets count for in the mean loss.
+    `whole`: where weights have no versions, the pieces of a batch train it as the whole batch does.
+    `factory`: the model is made by Pipeline, and has its initial weights from there.
     """
 
-    network: Network
-    inputs: Value
-    targets: Value
+    model: nn.Module
+    batches: Sequence[Batch]
     task: Task
-    loss: Loss
-    weight: Weight
-    initial: Mapping[str, Tensor]
-
-    @classmethod
-    def of(
-        cls, model: nn.Module, inputs: Value, targets: Value, task: Task, loss: Loss, weight: Weight = len
-    ) -> Subject:
-        """Trace a model, in float64."""
-        network = network_of(model.double(), ValueSpec.in_batch(inputs))
-        return cls(network, inputs, targets, task, loss, weight, _copied(model.state_dict()))
-
-    @property
-    def model(self) -> nn.Module:
-        """The user's module, with its initial values."""
-        self.network.model.load_state_dict(self.initial)
-        self.network.model.train()
-        return self.network.model
-
-    @property
-    def draws(self) -> bool:
-        """Whether a layer draws random numbers in training."""
-        return isinstance(self.network, Traced) and bool(tracing.drawing(self.network))
-
-    def copied(self) -> Network:
-        """Return the network of a copy of the model, as another process would have."""
-        model = deepcopy(self.model)
-        if not isinstance(self.network, Traced):
-            return network_of(model, ValueSpec.in_batch(self.inputs))
-        network = copy(self.network)
-        network.model = model
-        network.modules = [
-            network.part(network.alone(index), network.alone(index, False))
-            for index in range(len(network.names))
-        ]
-        return network
+    whole: bool = False
+    factory: Callable[[], nn.Module] | None = None
 
 
 @dataclass(frozen=True)
 class Way:
-    """How to train: on how many ranks, by which schedule; `options` as those of Pipeline."""
+    """How to train. `window`: of `train`, None: the schedule's; `options` as those of Pipeline."""
 
     schedule: str
-    ranks: int
-    optimizer: OptimizerFactory = SGD
+    microbatches: int = 3
+    window: int | None = None
+    by_step: bool = False
+    optimizer: Callable[[Any], Optimizer] = MOMENTUM
     options: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 2
 
     def __str__(self) -> str:
         return f"{self.schedule} on {self.ranks}"
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What a training leaves: the whole state, the mean loss of each update, and that of an evaluation."""
-
-    state: dict[str, Tensor]
-    losses: list[float]
-    evaluated: float
+GROUPS: dict[str, dict[str, Any]] = {
+    "norms_and_biases": {"weight_decay": 0.0},
+    "head": {"params": r"^6\.", "lr": 0.02},
+}
 
 
-def planned(subject: Subject, way: Way) -> Plan:
-    """Plan one window of all batches, as Pipeline does."""
-    options = {"device": "cpu", "seed": 5, "threads": 1, "partition": "even", **way.options}
-    options |= {"microbatches": MICROBATCHES, "window": len(SAMPLES), "batch_size": max(SAMPLES)}
-    name, schedule, _ = read_schedule(way.schedule)
-    settings = Settings.read({"dtype": torch.float64, **options}, way.ranks, schedule=name)
-    samples = Samples([*SAMPLES], [*SAMPLES])
-    example = ValueSpec.in_batch(subject.inputs)
-    return make_plan(settings, schedule, subject.network, example, samples)
+def optimizer_of(model: nn.Module, way: Way) -> Optimizer:
+    """Return the optimizer of a whole model, of GROUPS by hand: matrices, vectors, and the head's matrix."""
+    if "param_groups" not in way.options:
+        return way.optimizer(model.parameters())
+    groups: dict[str, Any] = {
+        "rest": {"params": []},
+        "vectors": {"params": [], "weight_decay": 0.0},
+        "head": {"params": [], "lr": 0.02},
+    }
+    for name, p in model.named_parameters():
+        groups["vectors" if p.dim() < 2 else "head" if name.startswith("6.") else "rest"]["params"].append(p)
+    return way.optimizer([*groups.values()])
 
 
-def runner(subject: Subject, plan: Plan, way: Way, mesh: Any) -> Session:
-    """Make the stages of one rank."""
-    return Session(plan, subject.copied(), subject.task, way.optimizer, _constant, mesh)
+def falling(update: int) -> float:
+    return float(0.8**update)
 
 
-class InMemory:
-    """All batches of a subject, on every rank. See runtime.batches.Batches."""
-
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-
-    def next(self, window: int | None) -> list[int]:
-        raise AssertionError("the sizes are known")
-
-    def open(self, cut: Sequence[Sequence[int]], last: int) -> WindowSource:
-        flat, source = [size for batch in cut for size in batch], WindowSource()
-        source.inputs, source.targets = _cut(self._subject.inputs, flat), _cut(self._subject.targets, flat)
-        return source
+@contextmanager
+def process_group(world: World, store: Store | None) -> Iterator[None]:
+    """Be in a group that the program has made itself, which Pipeline uses and leaves alone."""
+    if store is None or world.size == 1:
+        yield
+        return
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    yield
+    dist.barrier()  # it was not closed
+    dist.destroy_process_group()
 
 
-def trained(
-    runner: Session, subject: Subject, plan: Plan, rank: int, meet: Callable[[], object] = lambda: None
-) -> tuple[list[float], float | None]:
-    """Train and evaluate on one rank; return the loss of each update and of the evaluation, where known.
+def train(subject: Subject, way: Way, tolerance: float = 1e-11) -> dict[str, Any]:
+    """Train, evaluate and take the weights on this rank; on rank 0 hold all against one process.
 
-    `meet`: called between the two.
+    Returns what must be the same on all ranks. Other ranks begin with other weights and read other batches.
     """
-    _, losses = runner.train([*SAMPLES], InMemory(subject))
-    meet()
-    runner.evaluate([*SAMPLES], InMemory(subject))
-    return losses, None if runner.last is None else runner.last.take_evaluated().mean_loss
+    rank, twin = World.current().rank, deepcopy(subject.model)
+    for parameter in subject.model.parameters() if rank else ():
+        parameter.data.mul_(2)
+    given = {
+        "lr_schedule": falling,
+        "seed": SEED,
+        "device": "cpu",
+        "threads": 1,
+        "partition": "even",
+        **way.options,
+    }
+    model, batches = subject.factory or subject.model, subject.batches[:: -1 if rank else 1]
+    with Pipeline(
+        model, subject.task, way.optimizer, way.schedule, microbatches=way.microbatches, **given
+    ) as pipe:
+        initial = pipe.state_dict()
+        if way.by_step:
+            losses = [pipe.step(*batch) for batch in batches]
+        else:
+            losses = list(pipe.train(batches, window=way.window))
+        told = {"losses": losses, "evaluation": pipe.evaluate(batches), "updates": pipe.updates}
+        told["metrics"] = pipe.metrics
+        state, averaged = pipe.state_dict(), pipe.state_dict(ema=True) if "ema" in way.options else {}
+        if rank:
+            assert not initial | state | averaged, "only rank 0 has the whole state"
+            return told
+        twin.load_state_dict(initial if subject.factory else twin.state_dict())
+        length = way.window or pipe._settings.window or len(batches)
+        windows = [batches[start : start + length] for start in range(0, len(batches), length)]
+        _hold(Reference(subject, twin, pipe.plan, way, windows), told, initial, state, averaged, tolerance)
+    return told
 
 
-def train(subject: Subject, plan: Plan, way: Way) -> Trained:
-    """Train with one thread a rank."""
-    wire, barrier, board = Wire(plan.placement), Barrier(way.ranks), [None] * way.ranks
-    meshes = [LocalMesh(World(rank, way.ranks), wire, barrier, board) for rank in range(way.ranks)]
-    runners = [runner(subject, plan, way, mesh) for mesh in meshes]
+def _hold(
+    reference: Reference,
+    told: Mapping[str, Any],
+    initial: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    averaged: Mapping[str, Tensor],
+    tolerance: float,
+) -> None:
+    """Hold losses, weights, buffers, their average and the evaluation against the reference."""
+    close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
+    model, subject, way = reference.model, reference.subject, reference.way
+    before = _copied(model.state_dict())
+    known = dict(model.named_parameters())
+    missing = model.state_dict().keys() - state.keys()
+    assert not missing & known.keys(), missing  # the second names of tied weights are
+    assert all(torch.equal(tensor, before[name]) for name, tensor in initial.items())
+    losses = reference.train()
+    close(told["losses"], losses, msg=lambda m: f"{way}: {m}")
+    for found, wanted in ((state, model), (averaged, reference.average and reference.average.module)):
+        for name, tensor in found.items():
+            close(tensor, wanted.state_dict()[name], msg=lambda m, name=name: f"{way}: {name}: {m}")
+    moved = [name for name, tensor in before.items() if not torch.equal(tensor, model.state_dict()[name])]
+    assert len(moved) > len(before) / 2
+    if reference.average:
+        model.load_state_dict(averaged)
+    close(told["evaluation"], reference.evaluated(), msg=lambda m: f"{way}: {m}")
+    weights = [float(subject.task.weight(y)) for _, y in subject.batches]
+    if not way.by_step:
+        mean = sum(map(float.__mul__, losses, weights)) / sum(weights)
+        close(told["metrics"]["loss"], mean)
+        close(told["metrics"]["learning_rate"], reference.peak * reference.rate(len(losses) - 1))
 
-    def work(rank: int) -> tuple[list[float], float | None]:
-        return trained(runners[rank], subject, plan, rank, lambda: barrier.wait(DEADLINE_S))
 
-    with ThreadPoolExecutor(way.ranks) as pool, drawing_in_turn() if subject.draws else nullcontext():
-        found = [thread.result(DEADLINE_S) for thread in [pool.submit(work, k) for k in range(way.ranks)]]
-    state: dict[str, Tensor] = {}
-    for one in runners:
-        for stage in one.stages.values():
-            for name, tensor in stage.module.state_dict().items():
-                assert torch.equal(state.setdefault(name, tensor), tensor), f"copies of {name} differ"
-    (losses, evaluated) = next((known, mean) for known, mean in found if mean is not None)
-    return Trained(_copied(state), losses, evaluated)
-
-
-def expected(subject: Subject, plan: Plan, way: Way) -> Trained:
-    """Train the module in one process: each stage reads the weights that the theory says.
+class Reference:
+    """One process, in which each stage reads the weights that the theory says.
 
     A weight that several stages share is, in each of them, of that stage's version, and gets the sum of their
     gradients. With dropout the module is one part of all layers, which seeds them as every cut does.
     """
-    model = subject.model
-    live = dict(model.named_parameters())
-    optimizer = way.optimizer(live.values())
-    delay = DELAYS[way.schedule](plan.stages, MICROBATCHES)
-    stages = _stages(model, plan, subject.network).items()
-    read = {alias: (name, partial(delay, stage)) for alias, (name, stage) in stages}
-    batches, losses, start = [], [], 0
-    for update, samples in enumerate(SAMPLES):
-        inputs, targets = (_part(v, start, start + samples) for v in (subject.inputs, subject.targets))
-        start += samples
-        sizes = pieces(samples, MICROBATCHES)
-        shares = [subject.weight(y) / subject.weight(targets) for y in _cut(targets, sizes)]
-        seeds = [Seeds(plan.settings.seed, update, number) for number in range(MICROBATCHES)]
-        batches.append([*zip(shares, _cut(inputs, sizes), _cut(targets, sizes), seeds, strict=True)])
 
-    def loss_of(weights: dict[str, Tensor], x: Value, y: Value, seeds: Seeds) -> Tensor:
+    def __init__(
+        self, subject: Subject, model: nn.Module, plan: Plan, way: Way, windows: Sequence[Sequence[Batch]]
+    ) -> None:
+        self.subject, self.model, self.plan, self.way = subject, model, plan, way
+        self._windows = windows
+        self._network = network_of(model, ValueSpec.in_batch(subject.batches[0][0]))
+        network = self._network
+        self._draws = isinstance(network, Traced) and bool(tracing.drawing(network))
+        delay_of = DELAYS[way.schedule]
+        flushes = delay_of is DELAYS["1f1b"]
+        self._m = 1 if subject.whole and flushes else way.microbatches
+        delay, stages = delay_of(plan.stages, self._m), stages_of(model, plan, network)
+        self._read = {alias: (name, partial(delay, stage)) for alias, (name, stage) in stages.items()}
+        live = dict(model.named_parameters())
+        optimizer = optimizer_of(model, way)
+        self.peak, self.rate = optimizer.param_groups[0]["lr"], way.options.get("lr_schedule", falling)
+        self.average = average_of(model, way.options.get("ema"))
+        self._loop = Loop(
+            *(model, optimizer, self._loss_of, self.rate, way.options.get("clip_grad_norm")),
+            *(grouped(live, lambda name: 0 if flushes else stages[name][1]), self.average),
+        )
+
+    def train(self) -> list[float]:
+        """Train all windows; return the loss of each update."""
+        losses: list[float] = []
+        for batches in self._windows:
+            cut = [self._pieces(batch, self._loop.updates + number) for number, batch in enumerate(batches)]
+            for batch, found in zip(cut, self._loop.window(self._read, cut), strict=True):
+                losses.append(sum(loss * share for loss, (share, *_) in zip(found, batch, strict=True)))
+        return losses
+
+    @torch.no_grad()
+    def evaluated(self) -> dict[str, float]:
+        """Evaluate by batches."""
+        task, loss, weight, sums = self.subject.task, 0.0, 0.0, {}
+        self.model.eval()
+        for inputs, targets in self.subject.batches:
+            args, keywords = _arguments(self.model, inputs)
+            outputs, counts = self.model(*args, **keywords), float(task.weight(targets))
+            loss += task.evaluation_loss(outputs, targets).item() * counts if counts else 0.0
+            weight += counts
+            for metric in task.metrics:
+                sums[metric.name] = sums.get(metric.name, 0) + metric.sums(outputs, targets).double()
+        mean = loss / weight
+        return {"loss": mean} | {m.name: m.value(sums[m.name].tolist(), mean) for m in task.metrics}
+
+    def _pieces(self, batch: Batch, update: int) -> list[Any]:
+        """(share, inputs, targets, seeds) of each microbatch."""
+        inputs, targets = batch
+        sizes = pieces(len(as_tuple(inputs)[0]), self._m)
+        weights = [float(self.subject.task.weight(y)) for y in cut_batches(targets, sizes)]
+        shares = [weight / sum(weights) for weight in weights]
+        seeds = [Seeds(SEED, update, number) for number in range(len(sizes))]
+        return [*zip(shares, cut_batches(inputs, sizes), cut_batches(targets, sizes), seeds, strict=True)]
+
+    def _loss_of(self, weights: dict[str, Tensor], x: Value, y: Value, seeds: Seeds) -> Tensor:
         with drawing(seeds):
-            return subject.loss(_called(subject, plan, weights, x), y)
+            outputs = self._outputs(weights, x)
+        return self.subject.task.loss(outputs, y) if self.subject.task.weight(y) else torch.zeros(())
 
-    for batch, found in zip(batches, window(live, read, batches, loss_of), strict=True):
-        losses.append(sum(loss * share for loss, (share, *_) in zip(found, batch, strict=True)))
-        optimizer.step()
-        optimizer.zero_grad()
-    state = _copied(model.state_dict())
-    model.eval()
-    with torch.no_grad():
-        evaluated = sum(
-            subject.loss(_outputs(model, x), y).item() * subject.weight(y)
-            for x, y in zip(_cut(subject.inputs, [*SAMPLES]), _cut(subject.targets, [*SAMPLES]), strict=True)
-        )
-    return Trained(state, losses, evaluated / subject.weight(subject.targets))
+    def _outputs(self, weights: dict[str, Tensor], inputs: Value) -> Any:
+        if not self._draws:
+            return functional_call(self.model, weights, *_arguments(self.model, inputs), tie_weights=False)
+        (whole,) = cut_layers({1: self.plan.layers}, [], self.plan.example).slices
+        part, tensors = self._network.part(whole), as_tuple(inputs)
+        weights = {name: weights[name] for name, _ in part.named_parameters()}  # each once
+        outputs = functional_call(part, weights, tuple(tensors[made.number] for made in whole.enters))
+        return part.pack(outputs)
 
 
-def compare(subject: Subject, way: Way, tolerance: float = 1e-12) -> Plan:
-    """Train in both ways, and hold weights, buffers, losses and the evaluation against each other."""
-    plan = planned(subject, way)
-    assert plan.stages >= way.ranks
-    wanted = expected(subject, plan, way)
-    found = train(subject, plan, way)
-    assert found.state.keys() <= wanted.state.keys()
-    missing = wanted.state.keys() - found.state.keys()
-    known = dict(subject.network.model.named_parameters(remove_duplicate=True))
-    assert not missing & known.keys(), missing  # the second names of tied weights are
-    for name, tensor in found.state.items():
-        torch.testing.assert_close(
-            tensor,
-            wanted.state[name],
-            rtol=tolerance,
-            atol=tolerance,
-            msg=lambda m, n=name: f"{way}: {n}: {m}",
-        )
-    figures = [[*one.losses, one.evaluated] for one in (found, wanted)]
-    torch.testing.assert_close(*figures, rtol=tolerance, atol=tolerance, msg=lambda m: f"{way}: {m}")
-    moved = [name for name, before in subject.initial.items() if not torch.equal(before, wanted.state[name])]
-    assert len(moved) > len(subject.initial) / 2
-    return plan
-
-
-def _stages(model: nn.Module, plan: Plan, network: Network) -> dict[str, tuple[str, int]]:
+def stages_of(model: nn.Module, plan: Plan, network: Network) -> dict[str, tuple[str, int]]:
     """Return the first name and the stage of each parameter; of a shared one by each of its names."""
     users: dict[int, list[int]] = {}
     for stage, slice in enumerate(plan.cut.slices):
@@ -263,37 +271,19 @@ def _stages(model: nn.Module, plan: Plan, network: Network) -> dict[str, tuple[s
     return found
 
 
-def _called(subject: Subject, plan: Plan, weights: dict[str, Tensor], inputs: Value) -> Any:
-    model = subject.network.model
-    if not subject.draws:
-        positional = () if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple) else (inputs,)
-        keywords = inputs if isinstance(inputs, dict) else {}
-        return functional_call(model, weights, positional, keywords, tie_weights=False)
-    (whole,) = cut_layers({1: plan.layers}, [], plan.example).slices
-    part, tensors = subject.network.part(whole), as_tuple(inputs)
-    weights = {name: weights[name] for name, _ in part.named_parameters()}  # each once
-    outputs = functional_call(part, weights, tuple(tensors[made.number] for made in whole.enters))
-    return part.pack(outputs)
-
-
-def _outputs(model: nn.Module, inputs: Value) -> Any:
+def _arguments(model: nn.Module, inputs: Value) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
+    """Return with what a model is called; an nn.Sequential takes one value."""
     if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*as_tuple(inputs))
-
-
-def _constant(update: int) -> float:
-    return 1.0
+        return (), inputs
+    one = isinstance(inputs, Tensor) or isinstance(model, nn.Sequential)
+    return ((inputs,) if one else tuple(inputs)), {}
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _part(value: Value, start: int, end: int) -> Value:
-    return on_each(value, lambda t: t[start:end])
-
-
-def _cut(value: Value, sizes: Sequence[int]) -> Iterator[Value]:
-    ends = [*accumulate(sizes, initial=0)]
-    return (_part(value, start, end) for start, end in pairwise(ends))
+def cut_batches(value: Value, sizes: Sequence[int]) -> Iterator[Value]:
+    """Cut along the samples."""
+    ends = pairwise(accumulate(sizes, initial=0))
+    return (on_each(value, lambda t, start=start, end=end: t[start:end]) for start, end in ends)

@@ -6,10 +6,10 @@ that the theory says, all at once in one pass over the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import isfinite
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from pipetrain.data import Data, Draw, Sampler
@@ -46,19 +47,8 @@ def pipedream_2bw(stages: int, m: int) -> Delay:
     return lambda stage, mb: max(0, mb // m - 1)
 
 
-DELAYS = {
-    "layer_dist": flush,
-    "gpipe": flush,
-    "1f1b": flush,
-    "interleaved_1f1b": flush,
-    "zb_h1": flush,
-    "zb_h2": flush,
-    "zbv": flush,
-    "v_half": flush,
-    "v_min": flush,
-    "pipedream": pipedream,
-    "pipedream_2bw": pipedream_2bw,
-}
+FLUSH = ("layer_dist", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "v_half", "v_min")
+DELAYS = dict.fromkeys(FLUSH, flush) | {"pipedream": pipedream, "pipedream_2bw": pipedream_2bw}
 
 
 @dataclass(frozen=True)
@@ -95,35 +85,80 @@ Read = Mapping[str, tuple[str, Callable[[int], int]]]
 """What a forward calls a weight -> the weight's name, and which version each microbatch reads."""
 
 
-def window(
-    live: Mapping[str, nn.Parameter],
-    read: Read,
-    batches: Iterable[Iterable[tuple[float, *tuple[Any, ...]]]],
-    loss_of: Callable[..., Tensor],
-) -> Iterator[list[float]]:
-    """Make the gradients of each batch of a window, which the caller then uses up; give its pieces' losses.
+@dataclass
+class Loop:
+    """Trains a model, microbatch by microbatch with delayed weights.
 
-    Each piece begins with its share of the batch; `loss_of`(weights, *more) is its mean loss.
+    `loss_of`(weights, *more of a piece) is its mean loss; `rate`: of an update, as a fraction of the peak;
+    `clip`: the most that the norm of the gradients of each of the lists `together` may be; `average` follows
+    the weights; `skip`: an update whose gradient is not finite is left out, with all that its batch changed.
     """
-    history, mb = [_copied(live)], 0
-    for batch in batches:
-        losses = []
-        for share, *more in batch:
-            weights = {
-                alias: history[version(mb)][name].clone().requires_grad_(live[name].requires_grad)
-                for alias, (name, version) in read.items()
-            }
-            loss = loss_of(weights, *more)
-            leaves = {alias: w for alias, w in weights.items() if w.requires_grad and share}
-            made = torch.autograd.grad(loss * share, [*leaves.values()], allow_unused=True) if share else ()
-            for alias, grad in zip(leaves, made, strict=True):
-                parameter = live[read[alias][0]]
-                if grad is not None:
-                    parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-            losses.append(loss.item())
-            mb += 1
-        yield losses
-        history.append(_copied(live))
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss_of: Callable[..., Tensor]
+    rate: Callable[[int], float] = lambda update: 1.0
+    clip: float | None = None
+    together: Sequence[Sequence[nn.Parameter]] = ()
+    average: AveragedModel | None = None
+    skip: bool = False
+    updates: int = 0
+
+    def __post_init__(self) -> None:
+        self._live = dict(self.model.named_parameters())
+        self._peaks = [group["lr"] for group in self.optimizer.param_groups]
+
+    def window(
+        self, read: Read, batches: Iterable[Iterable[tuple[float, *tuple[Any, ...]]]]
+    ) -> list[list[float]]:
+        """Train on some batches of pieces, each of which begins with its share; return their losses."""
+        history, mb, losses = [_copied(self._live)], 0, []
+        for batch in batches:
+            buffers = _copied(dict(self.model.named_buffers()))
+            losses.append([])
+            for share, *more in batch:
+                versions = {name: (of, history[version(mb)][of]) for name, (of, version) in read.items()}
+                losses[-1].append(self._differentiate(share, versions, more))
+                mb += 1
+            self._step(buffers)
+            history.append(_copied(self._live))
+        return losses
+
+    def _differentiate(
+        self, share: float, versions: Mapping[str, tuple[str, Tensor]], piece: Iterable[Any]
+    ) -> float:
+        weights = {
+            name: tensor.clone().requires_grad_(self._live[of].requires_grad)
+            for name, (of, tensor) in versions.items()
+        }
+        loss = self.loss_of(weights, *piece)
+        leaves = {name: w for name, w in weights.items() if w.requires_grad and share}
+        grads = torch.autograd.grad(loss * share, [*leaves.values()], allow_unused=True) if share else ()
+        for name, grad in zip(leaves, grads, strict=True):
+            parameter = self._live[versions[name][0]]
+            if grad is not None:
+                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        return loss.item()
+
+    def _step(self, buffers: Mapping[str, Tensor]) -> None:
+        for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * self.rate(self.updates)
+        grads = [p.grad for p in self._live.values() if p.grad is not None]
+        if self.skip and not all(grad.isfinite().all() for grad in grads):
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(buffers[name])
+        else:
+            for parameters in self.together if self.clip is not None else ():
+                nn.utils.clip_grad_norm_(parameters, self.clip)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.average is not None:
+            self.average.update_parameters(self.model)
+        self.updates += 1
+
+
+def average_of(model: nn.Module, decay: float | None) -> AveragedModel | None:
+    return None if decay is None else AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
 
 
 def by_stage(names: Iterable[str], cuts: Sequence[int], delay: Delay) -> Read:
@@ -135,60 +170,46 @@ def stage_of(name: str, cuts: Sequence[int]) -> int:
     return sum(cut <= int(name.split(".", 1)[0]) for cut in cuts)
 
 
+def grouped(live: Mapping[str, nn.Parameter], stage_of: Callable[[str], int]) -> list[list[nn.Parameter]]:
+    """Return the parameters of each stage."""
+    stages: dict[int, list[nn.Parameter]] = {}
+    for name, parameter in live.items():
+        stages.setdefault(stage_of(name), []).append(parameter)
+    return list(stages.values())
+
+
 def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outcome:
-    """Train in one plain loop; each window has a delay of its own."""
+    """Train the epochs of a recipe; each window has a delay of its own."""
     if recipe.bf16:
         _narrow_at(model, recipe.cuts)
     for number, (_, layer) in enumerate(named_layers(model)):
         if any(isinstance(inner, nn.Dropout) and inner.p for inner in layer.modules()):
             layer.register_forward_pre_hook(partial(_draw, number))
-    live = dict(model.named_parameters())
-    optimizer = recipe.optimizer(live.items())
-    peaks = [group["lr"] for group in optimizer.param_groups]
-    delay_of = iter(delays)
-    averaged = (
-        None if recipe.ema is None else AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(recipe.ema))
+    live, average = dict(model.named_parameters()), average_of(model, recipe.ema)
+    norms = recipe.cuts if recipe.clip_by_stage else ()
+    loop = Loop(
+        *(model, recipe.optimizer(live.items()), partial(_loss_of, model, recipe), recipe.rate, recipe.clip),
+        *(grouped(live, partial(stage_of, cuts=norms)), average, recipe.skip),
     )
-    update = 0
-    outcomes = []
+    delay_of, outcomes = iter(delays), []
     for epoch in range(recipe.epochs):
-        draw = Draw(recipe.seed, epoch)
-        of = recipe.data.train.targets
+        draw, of = Draw(recipe.seed, epoch), recipe.data.train.targets
         batches = [b for b in recipe.sampler.epoch(epoch) if _counting(of(torch.cat(b), draw))]
-        length = recipe.window or len(batches)
+        starts = sorted({*range(0, len(batches), recipe.window or len(batches)), recipe.early.get(epoch, 0)})
         loss_sum, counted = 0.0, 0
-        starts = sorted({*range(0, len(batches), length), recipe.early.get(epoch, 0)})
         for start, end in pairwise([*starts, len(batches)]):
-            read = by_stage(live, recipe.cuts, next(delay_of))
-            pieces = [_pieces(recipe, batch, draw, update + n) for n, batch in enumerate(batches[start:end])]
-            buffers = _copied(dict(model.named_buffers()))
-            each = window(live, read, pieces, partial(_loss_of, model, recipe))
-            for batch, losses in zip(pieces, each, strict=True):
-                for (share, _, y, _), loss in zip(batch, losses, strict=True):
-                    if share and (isfinite(loss) or not recipe.skip):
-                        loss_sum += loss * _counting(y)
-                        counted += _counting(y)
-                for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                    group["lr"] = peak * recipe.rate(update)
-                grads = [p.grad for p in live.values() if p.grad is not None]
-                if recipe.skip and not all(grad.isfinite().all() for grad in grads):
-                    for name, buffer in model.named_buffers():
-                        buffer.copy_(buffers[name])
-                else:
-                    if recipe.clip is not None:
-                        for parameters in _clipped_together(live, recipe):
-                            torch.nn.utils.clip_grad_norm_(parameters, recipe.clip)
-                    optimizer.step()
-                optimizer.zero_grad()
-                if averaged is not None:
-                    averaged.update_parameters(model)
-                update += 1
-                buffers = _copied(dict(model.named_buffers()))
-        if averaged is not None:
-            averaged.module.load_state_dict(dict(model.named_buffers()), strict=False)
-        val_loss, val_acc = _evaluate(averaged.module if averaged is not None else model, recipe)
+            first = loop.updates - start
+            pieces = [_pieces(recipe, batches[n], draw, first + n) for n in range(start, end)]
+            found = loop.window(by_stage(live, recipe.cuts, next(delay_of)), pieces)
+            for (share, _, y, _), loss in zip(chain(*pieces), chain(*found), strict=True):
+                if share and (isfinite(loss) or not recipe.skip):
+                    loss_sum += loss * _counting(y)
+                    counted += _counting(y)
+        if average is not None:
+            average.module.load_state_dict(dict(model.named_buffers()), strict=False)
+        val_loss, val_acc = _evaluate(model if average is None else average.module, recipe)
         outcomes.append((loss_sum / counted, val_loss, val_acc))
-    return Outcome({name: t.detach().clone() for name, t in model.state_dict().items()}, outcomes)
+    return Outcome(_copied(model.state_dict()), outcomes)
 
 
 def _pieces(recipe: Recipe, batch: Sequence[Tensor], draw: Draw, update: int) -> list[Any]:
@@ -203,13 +224,6 @@ def _loss_of(model: nn.Module, recipe: Recipe, weights: Any, x: Any, y: Tensor, 
     with drawing(seeds), torch.autocast("cpu", torch.bfloat16, enabled=recipe.bf16):
         scores = functional_call(model, weights, (x,))
     return _loss(scores.float() if recipe.bf16 else scores, y, recipe.label_smoothing)
-
-
-def _clipped_together(live: dict[str, nn.Parameter], recipe: Recipe) -> list[list[nn.Parameter]]:
-    stages: dict[int, list[nn.Parameter]] = {}
-    for name, parameter in live.items():
-        stages.setdefault(stage_of(name, recipe.cuts if recipe.clip_by_stage else ()), []).append(parameter)
-    return list(stages.values())
 
 
 def _draw(number: int, layer: nn.Module, inputs: object) -> None:

@@ -19,7 +19,7 @@ from pipetrain import ConfigError, Metric, Pipeline, ScheduleError, TrainingStop
 from pipetrain.errors import ChannelError
 from pipetrain.runtime.ranks import World
 from pipetrain.schedule.programs import one_f_one_b
-from tests.support.programs import process_group
+from tests.support.parity import process_group
 
 Program = Callable[[int], object]
 KNOWN = (ConfigError, ScheduleError, TrainingStopped, ChannelError)

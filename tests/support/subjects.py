@@ -1,4 +1,4 @@
-"""Models of many forms with data for three updates and a loss by torch alone, to be trained in two ways."""
+"""Models of many forms with data for three updates, to be trained in two ways."""
 
 from __future__ import annotations
 
@@ -14,38 +14,169 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipetrain.models import unet
-from pipetrain.tasks import Classification, LanguageModelling, Segmentation, Task
+from pipetrain.network.values import Value, as_tuple
+from pipetrain.tasks import Classification, LanguageModelling, Regression, Segmentation, Task
 from tests.support import hugging_face
 from tests.support.hugging_face import VOCABULARY
-from tests.support.parity import SAMPLES, Subject, Weight
+from tests.support.parity import Subject, cut_batches
 
-N = sum(SAMPLES)
+SIZES = (7, 7, 6)  # samples of each batch; microbatches have some of unequal size
 PADDED = -100
+DOUBLE = torch.float64
 
 
-def cross_entropy(outputs: Any, labels: Tensor) -> Tensor:
-    """The mean over labels that count; classes are along dimension 1, or the last one of tokens [n, t]."""
-    scores = outputs["logits"] if isinstance(outputs, dict) else outputs
-    return functional.cross_entropy(scores.movedim(-1, 1) if scores.dim() == 3 else scores, labels)
-
-
-def counting(labels: Tensor) -> float:
-    return float((labels != PADDED).sum())
+def subject(
+    model: nn.Module, inputs: Value, targets: Value, task: Task, factory: Any = None, whole: bool = False
+) -> Subject:
+    """Cut the data of a whole pass into batches."""
+    batches = zip(*(cut_batches(value, SIZES) for value in (inputs, targets)), strict=True)
+    return Subject(model.double(), [*batches], task, whole, factory)
 
 
 def random(*shape: int) -> Tensor:
-    return torch.randn(N, *shape, dtype=torch.float64)
+    return torch.randn(sum(SIZES), *shape, dtype=DOUBLE)
 
 
 def numbers(below: int, *shape: int) -> Tensor:
-    return torch.randint(below, (N, *shape))
+    return torch.randint(below, (sum(SIZES), *shape))
+
+
+# Layers in a row
+
+
+def accuracy(outputs: Value, targets: Value) -> Tensor:
+    assert isinstance(outputs, Tensor)
+    return (outputs.argmax(1) == targets).double().mean()
+
+
+def mlp() -> nn.Sequential:
+    layers = [layer for _ in range(3) for layer in (nn.Linear(6, 6), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(6, 5)).to(DOUBLE)
+
+
+def classified(model: nn.Module, whole: bool = False, factory: Any = None) -> Subject:
+    task = Task(functional.cross_entropy, {"acc": accuracy})
+    return subject(model, random(6), numbers(5), task, factory, whole)
+
+
+def normed() -> nn.Sequential:
+    layers = [layer for _ in range(2) for layer in (nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(6, 5))
+
+
+class Attention(nn.Module):
+    """A causal block of a transformer, of one head."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        return x + functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def gpt() -> Subject:
+    """Sequences of 7 tokens, of which 1 to 6 count, unevenly; in some none does."""
+    blocks = (Attention(8) for _ in range(4))
+    model = nn.Sequential(nn.Embedding(11, 8), *blocks, nn.LayerNorm(8), nn.Linear(8, 11))
+    tokens = numbers(11, 8)
+    x, y = tokens[:, :-1], tokens[:, 1:].clone()
+    for row, targets in enumerate(y):
+        targets[row * row % 8 :] = PADDED
+    return subject(model, x, y, LanguageModelling(), whole=True)
+
+
+class Mixing(nn.Module):
+    """Takes two tensors and gives two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(3, 3)
+
+    def forward(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        a, b = (torch.tanh(layer(x)) for layer, x in zip((self.a, self.b), both, strict=True))
+        return a + both[1].sum(-1, keepdim=True), b * both[0].mean(-1, keepdim=True)
+
+
+class Both(Task):
+    """The mean over samples of the squared errors of two outputs, each sample with a weight of its own."""
+
+    def loss(self, outputs: Value, targets: Value) -> Tensor:
+        (a, b), (first, second, weight) = as_tuple(outputs), as_tuple(targets)
+        errors = ((a - first) ** 2).sum(-1) + ((b - second) ** 2).sum(-1)
+        return (errors * weight).sum() / weight.sum()
+
+    def weight(self, targets: Value) -> Tensor | float:
+        return as_tuple(targets)[2].sum()
+
+
+def tuples() -> Subject:
+    targets = random(4), random(3), random().abs() + 0.1
+    model = nn.Sequential(*(Mixing() for _ in range(6)))
+    return subject(model, (random(4), random(3)), targets, Both(), whole=True)
+
+
+def regression() -> Subject:
+    return subject(mlp(), random(6), random(5), Regression(), whole=True)
+
+
+def u_net() -> Subject:
+    """With Stash and Pop."""
+    model = unet(num_classes=3, levels=3, convolutions=1, width=4)
+    return subject(model, random(3, 8, 8), numbers(3, 8, 8), Segmentation())
+
+
+# Factories: the weights are made on each rank for its stages
+
+
+class Scaled(nn.Linear):
+    """A layer with a constant buffer, that is initialised in a way of its own."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, inputs), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.orthogonal_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
+def scaled() -> nn.Sequential:
+    layers = [Scaled(6, 6), nn.BatchNorm1d(6), nn.Tanh(), Scaled(6, 6), nn.BatchNorm1d(6), nn.Tanh()]
+    return nn.Sequential(*layers, Scaled(6, 5)).to(DOUBLE)
+
+
+class Ways(nn.Module):
+    """Traced: two ways, of which the second needs what entered the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.second = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 6))
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([self.second(self.first(x) * self.scale), x], dim=1))
+
+
+def ways() -> nn.Module:
+    return Ways().to(DOUBLE)
+
+
+# Modules that are traced
 
 
 def text(make: Callable[..., nn.Module], **options: Any) -> Subject:
     """Tokens by keyword; some of the targets are padding."""
     ids, targets = numbers(VOCABULARY, 8), numbers(VOCABULARY, 8)
     targets[::2, 5:] = PADDED
-    return hugging(make, {"input_ids": ids}, targets, LanguageModelling(), counting, **options)
+    return hugging(make, {"input_ids": ids}, targets, LanguageModelling(), **options)
 
 
 def bert(**options: Any) -> Subject:
@@ -62,7 +193,7 @@ def images(make: Callable[..., nn.Module], size: int, **options: Any) -> Subject
 
 def segformer(**options: Any) -> Subject:
     given = {"pixel_values": random(3, 32, 32)}
-    return hugging(hugging_face.segformer, given, numbers(5, 8, 8), Segmentation(), counting, **options)
+    return hugging(hugging_face.segformer, given, numbers(5, 8, 8), Segmentation(), **options)
 
 
 def hugging(
@@ -70,19 +201,17 @@ def hugging(
     inputs: dict[str, Tensor],
     targets: Tensor,
     task: Task,
-    weight: Weight = len,
     **options: Any,
 ) -> Subject:
     if find_spec("transformers") is None:
         raise SkipTest("transformers is not installed")
     model = make(import_module("transformers"), **options)
-    return Subject.of(model, inputs, targets, task, cross_entropy, weight)
+    return subject(model, inputs, targets, task)
 
 
 def transformer() -> Subject:
     model = nn.Transformer(8, 2, 2, 2, 16, dropout=0.0, batch_first=True)
-    loss = functional.mse_loss
-    return Subject.of(model, (random(3, 8), random(4, 8)), random(4, 8), Task(loss), loss)
+    return subject(model, (random(3, 8), random(4, 8)), random(4, 8), Task(functional.mse_loss))
 
 
 class TwoInputs(nn.Module):
@@ -106,7 +235,7 @@ class TwoInputs(nn.Module):
 
 def two_inputs() -> Subject:
     given = (random(3, 8, 8), random(6))
-    return Subject.of(TwoInputs(), given, numbers(5), Classification(), cross_entropy)
+    return subject(TwoInputs(), given, numbers(5), Classification())
 
 
 class Branches(nn.Module):
@@ -137,7 +266,7 @@ def _of_dict(outputs: dict[str, Any], labels: Tensor) -> Tensor:
 
 
 def branches(dropout: float = 0.0) -> Subject:
-    return Subject.of(Branches(dropout), random(8), numbers(5), Task(_of_dict), _of_dict)
+    return subject(Branches(dropout), random(8), numbers(5), Task(_of_dict))
 
 
 class Encoder(nn.Module):
@@ -161,15 +290,8 @@ def _of_tuple(outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) ->
 
 
 def encoder() -> Subject:
-    return Subject.of(
-        Encoder(), random(4, 8), (random(4, 3), random(4, 4)), Task(_of_tuple), _of_tuple, lambda y: len(y[0])
-    )
-
-
-def u_net() -> Subject:
-    """An nn.Sequential, with Stash and Pop."""
-    model = unet(num_classes=3, levels=3, convolutions=1, width=4)
-    return Subject.of(model, random(3, 8, 8), numbers(3, 8, 8), Segmentation(), cross_entropy, counting)
+    targets = random(4, 3), random(4, 4)
+    return subject(Encoder(), random(4, 8), targets, Task(_of_tuple, weight=lambda y: len(y[0])))
 
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout_prob": 0.0}
@@ -191,8 +313,14 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "branches with dropout": partial(branches, 0.3),
     "encoder": encoder,
     "unet": u_net,
+    "mlp": lambda: classified(mlp(), whole=True),
+    "normed": lambda: classified(normed()),
+    "gpt": gpt,
+    "tuples": tuples,
+    "regression": regression,
+    "factory": lambda: classified(scaled(), factory=scaled),
+    "traced factory": lambda: classified(ways(), factory=ways),
 }
-"""Each makes its model and traces it, which takes up to seconds."""
 
 
 def make(name: str) -> Subject:

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 
-from pipetrain import Pipeline, Task, TrainingStopped
+from pipetrain import Pipeline, TrainingStopped
 from pipetrain.schedule.asynchronous import AsynchronousV
 from pipetrain.schedule.programs import pipedream
-from tests.support import programs
 from tests.support.plain import evaluated, of_pairs, plainly
-from tests.support.reference import DELAYS
+from tests.support.reference import DELAYS, Loop, by_stage
 
 pytestmark = pytest.mark.processes
 CUT = 2  # the first layer of stage 1
@@ -40,8 +40,13 @@ def pipe_of(schedule: Any = "1f1b", model: nn.Module | None = None, **options: A
 def plain(batches: Iterable[tuple[Tensor, Tensor]], stashing: bool = False) -> list[float]:
     """Return the losses of one process; with `stashing`, stage 0 reads weights of one update before."""
     model, delay = mlp(), DELAYS["pipedream" if stashing else "1f1b"](2, 1)
-    task, optimizer = Task(functional.cross_entropy), sgd(model.parameters())
-    return programs.plain(model, task, optimizer, [copied(batches)], 1, [CUT], delay, rate=lambda _: 1.0)
+
+    def loss_of(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(functional_call(model, weights, (x,)), y)
+
+    loop = Loop(model, sgd(model.parameters()), loss_of)
+    read = by_stage(dict(model.named_parameters()), [CUT], delay)
+    return [loss for (loss,) in loop.window(read, [[(1.0, x, y)] for x, y in copied(batches)])]
 
 
 def copied(batches: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
