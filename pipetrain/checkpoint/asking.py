@@ -46,7 +46,11 @@ MARGIN_S = 5.0  # of these for leaving
 
 
 class Asking:
-    """The signals' requests, agreed on by all ranks. `first`: the rank of the first stage."""
+    """The signals' requests, agreed on by all ranks. `first`: the rank of the first stage.
+
+    `ended`: whether a window was ended early: the run then saves and stops. `stopped_by`: the signal that
+    asked this rank to stop, if one has.
+    """
 
     def __init__(self, ranks: Ranks, store: Store | None, first: int) -> None:
         self._ranks = ranks
@@ -58,8 +62,8 @@ class Asking:
         self._every = 1
         self._batches = 0
         self._began = 0.0
-        self.ended = False  # whether a window was ended early: the run then saves and stops
-        self.stopped_by = 0  # the signal that asked this rank to stop, if one has
+        self.ended = False
+        self.stopped_by = 0
         self._updated = True
         self._drained = Event()
 
@@ -97,8 +101,8 @@ class Asking:
         again = interrupted.again(number)
         if (again and SIGNALS[number] == "stop") or (number == signal.SIGINT and not self._updated):
             end_interrupted(self._rank, f"; {saved()}")
-        if not self._updated:
-            end_at_once(self._rank, number)
+        if not self._updated and number == signal.SIGTERM:
+            end_at_once(self._rank)
         if not self._drained.is_set():
             say(f"rank {self._rank} got {name_of(number)}: {_SENTENCES[number]}")
             if SIGNALS[number] == "stop":
@@ -126,29 +130,20 @@ class Asking:
 
     def ends_window(self, batches: int, begun: int) -> bool:
         """Return whether the window ends after `batches` batches; see runtime.order.Ends."""
-        if batches % self._every or not self._decides_end(batches, begun):
+        if batches % self._every:
             return False
-        self.ended = True
-        return True
-
-    def _decides_end(self, batches: int, begun: int) -> bool:
         store, key, asked = self._store, f"window {self._windows} ends", self._asked == "stop"
+        left_s = (time.monotonic() - self._began) / begun * (self._batches - batches)
         if store is None:
-            return asked and self._goes_on_for_long(batches, begun)
+            self.ended = asked and left_s > MOST_LEFT_S
+            return self.ended
         if asked:
             store.set("a stop is asked for", "")
-        if not self._leads:
-            return store.check([key]) and int(store.get(key)) == batches
-        if not store.check(["a stop is asked for"]) or not self._goes_on_for_long(batches, begun):
-            return False
-        store.set(key, str(batches))
-        store.get(key)  # returns only when the store has the value, so later looks of other ranks see it
-        return True
-
-    def _goes_on_for_long(self, batches: int, begun: int) -> bool:
-        """Return whether over MOST_LEFT_S remain after `batches` batches, `begun` of which have begun."""
-        batch_s = (time.monotonic() - self._began) / begun
-        return batch_s * (self._batches - batches) > MOST_LEFT_S
+        if self._leads and left_s > MOST_LEFT_S and store.check(["a stop is asked for"]):
+            store.set(key, str(batches))
+        # The first stage's rank goes on only when the store has the value, so later looks of others see it.
+        self.ended = store.check([key]) and int(store.get(key)) == batches
+        return self.ended
 
     def after_window(self) -> Asked:
         """Return what all ranks do now; every rank must call it after each window."""
@@ -180,22 +175,21 @@ def _hear_idle(rank: int, number: int) -> None:
     """
     if number != signal.SIGUSR1 and interrupted.again(number):
         end_interrupted(rank)
-    elif trained.is_set():  # the trackers may take long to close
+    elif trained.is_set() or number not in SIGNALS:  # the trackers may take long to close
         pass
     elif number == signal.SIGUSR1:
         say(f"rank {rank} got SIGUSR1 with no update to save, so it goes on")
     elif number == signal.SIGINT:
         end_interrupted(rank)
-    elif number == signal.SIGTERM:
-        if rank:
-            leave(TERMINATED)
-        end_at_once(rank, number)
+    elif rank:
+        leave(TERMINATED)
+    else:
+        end_at_once(rank)
 
 
-def end_at_once(rank: int, number: int) -> None:
+def end_at_once(rank: int) -> None:
     """End a process that has no update to save, on SIGTERM."""
-    if number == signal.SIGTERM:
-        terminate(f"rank {rank} got SIGTERM with no update to save, so it ends now")
+    terminate(f"rank {rank} got SIGTERM with no update to save, so it ends now")
 
 
 def end_interrupted(rank: int, more: str = "") -> None:

@@ -35,20 +35,22 @@ def claim(
     is in use, holds a finished run (unless `finished`), or has checkpoints (unless `resuming`).
     """
     with ExitStack() as held:
+        why = ""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if not held.enter_context(_lock(folder, patience_s)):
-                raise ConfigError(f"run_dir={folder} is in use by a run that is going on; choose another")
-            if not finished and (folder / SUMMARY).exists():
-                raise ConfigError(f"run_dir={folder} holds a finished run; choose another, or remove it")
-            if not resuming and folders(folder / CHECKPOINTS):
-                raise ConfigError(
-                    f"run_dir={folder} holds the checkpoints of a run that did not finish; go on with "
-                    f"resume=auto, choose another folder, or remove it"
+                why = "is in use by a run that is going on; choose another"
+            elif not finished and (folder / SUMMARY).exists():
+                why = "holds a finished run; choose another, or remove it"
+            elif not resuming and folders(folder / CHECKPOINTS):
+                why = (
+                    "holds the checkpoints of a run that did not finish; go on with resume=auto, choose "
+                    "another folder, or remove it"
                 )
         except OSError as error:
-            why = f"run_dir={folder} cannot be written: {error.strerror}"
-            raise ConfigError(f"{why}; choose another") from error
+            why = f"cannot be written: {error.strerror}; choose another"
+        if why:
+            raise ConfigError(f"run_dir={folder} {why}")
         yield
 
 
@@ -60,20 +62,19 @@ def _lock(folder: Path, patience_s: float = 0.0) -> Iterator[bool]:
     """
     # Follow no link, and do not block on a FIFO.
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    end, locked = time.monotonic() + patience_s, False
     try:
-        yield _locked(lock, time.monotonic() + patience_s)
+        while not locked:
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locked = True
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() >= end:
+                    break
+                time.sleep(0.1)
+        yield locked
     finally:
         os.close(lock)
-
-
-def _locked(lock: int, end: float) -> bool:
-    while True:
-        with suppress(BlockingIOError, PermissionError):
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        if time.monotonic() >= end:
-            return False
-        time.sleep(0.1)
 
 
 def prove_shared(folder: Path, rank: int) -> None:

@@ -56,17 +56,15 @@ class Task:
     def _code(self) -> Any:
         """The loss function, or the class that has its own loss."""
         loss = self._loss.func if isinstance(self._loss, partial) else self._loss
-        return type(self) if loss is None else loss
+        return type(self) if loss is None or type(self) is not Task else loss
 
     def __str__(self) -> str:
-        code = self._code if type(self) is Task else type(self)
-        return str(getattr(code, "__name__", type(code).__name__))
+        return str(getattr(self._code, "__name__", type(self._code).__name__))
 
     @property
     def is_own(self) -> bool:
         """Whether the loss or the weight is the user's own code."""
-        known = str(getattr(self._code, "__module__", "")).startswith(("torch.nn.", "pipetrain.tasks"))
-        return self._weighted or not known
+        return self._weighted or not str(self._code.__module__).startswith(("torch.nn.", "pipetrain.tasks"))
 
     @property
     def counts_samples(self) -> bool:
@@ -232,14 +230,12 @@ class ModelLoss(Task):
 def counted_for(weight: WeightFunction, targets: Value) -> float:
     """Return the weight of targets. Raises ConfigError if it is no number, NaN, or negative."""
     made = weight(targets)
-    try:
+    got = f"{specs_of([made])[0]}: sum it" if isinstance(made, Tensor) else type(made).__name__
+    with suppress(TypeError, ValueError, RuntimeError):  # of what is no number, or several
         number = float(made)
-    except (TypeError, ValueError, RuntimeError):  # of what is no number, or several
-        got = f"{specs_of([made])[0]}: sum it" if isinstance(made, Tensor) else type(made).__name__
-    else:
+        got = str(number)
         if number >= 0:
             return number
-        got = str(number)
     raise ConfigError(
         f"weight(targets) must be one number that is not negative, what they count for together; got {got}"
     )

@@ -7,7 +7,6 @@ show wrong weights even where the losses of the parts are alike.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -48,9 +47,6 @@ def prove_task(
         f"task {task} cannot take the model's {outputs} (layer {layer}) with targets "
         f"{' + '.join(map(str, specs_of(as_tuple(wanted))))}"
     )
-    # Label 0, which every model has, as a wrong number of classes has an error of its own.
-    form = on_each(wanted, lambda t: t if t.is_floating_point() else torch.zeros_like(t))
-    _tried(task.loss, given, form, where)
     known = task.classes_of(outputs)
     if classes is not None and known is not None and known < classes:
         raise ConfigError(
@@ -79,13 +75,11 @@ def prove_batch(task: Task, outputs: ValueSpec, targets: Value, device: torch.de
 def _made_up(outputs: ValueSpec, targets: Value) -> tuple[Value, Value]:
     """Return made-up outputs of a few samples, and their targets."""
     n, first = few(outputs, targets), _samples_of(outputs)
-    generator = torch.Generator().manual_seed(0)
-    shapes = [spec.shape and (n * spec.shape[0] // first, *spec.shape[1:]) for spec in outputs.specs]
-    made = tuple(
-        torch.rand(shape, generator=generator).to(spec.dtype)
-        for shape, spec in zip(shapes, outputs.specs, strict=True)
-    )
-    return outputs.pack(made), part_of(targets, 0, n)
+    generator, made = torch.Generator().manual_seed(0), []
+    for spec in outputs.specs:
+        shape = spec.shape and (n * spec.shape[0] // first, *spec.shape[1:])
+        made.append(torch.rand(shape, generator=generator).to(spec.dtype))
+    return outputs.pack(tuple(made)), part_of(targets, 0, n)
 
 
 def few(outputs: ValueSpec, targets: Value) -> int:
@@ -174,8 +168,8 @@ def _prove_loss(task: Task, given: Value, wanted: Value, where: str) -> None:
     if others := [leaf for leaf in _leaves(whole) if id(leaf) not in ours]:
         raise ConfigError(
             f"the loss of task {task} has a gradient for a {specs_of(others)[0]} that is not among the "
-            f"model's outputs, which no stage would train: put it into a layer, give it "
-            f"requires_grad_(False), or leave a penalty of weights to the optimizer's weight_decay"
+            f"model's outputs, which no stage would train: put it into a layer, or give it "
+            f"requires_grad_(False)"
         )
 
 
@@ -193,17 +187,17 @@ def _leaves(root: Tensor) -> Iterator[Tensor]:
 
 def _prove_metrics(task: Task, given: Value, wanted: Value, where: str) -> None:
     """Refuse metrics that fail, or whose names are taken."""
-    names = Counter(["loss", *(metric.name for metric in task.metrics)])
-    if taken := [name for name, count in names.items() if count > 1]:
-        raise ConfigError(f"task {task} has two values named {taken[0]}: give its metrics different names")
+    names = ["loss"]
     for metric in task.metrics:
+        if metric.name in names:
+            raise ConfigError(f"task {task} has two values named {metric.name}: give them different names")
+        names.append(metric.name)
         of = f"metric {metric.name} of {where}"
         sums = _tried(metric.sums, given, wanted, of)
         if not isinstance(sums, Tensor) or sums.dim() != 1:
             raise ConfigError(f"metric {metric.name} of task {task} must return sums, a tensor [k]")
         tally = Tally(1.0, 1.0, 1, {metric.name: sums.tolist()})
-        alone = Task(metrics=[metric])
-        _tried(lambda *_, alone=alone, tally=tally: alone.values(tally), given, wanted, of)
+        _tried(lambda *_, one=metric, tally=tally: Task(metrics=[one]).values(tally), given, wanted, of)
 
 
 def _tried(call: Callable[[Value, Value], Any], outputs: Value, targets: Value, where: str) -> Any:
