@@ -117,29 +117,6 @@ def recomputing_reentrant() -> nn.Sequential:
     return small(norm=False, recompute="reentrant")
 
 
-def wide() -> nn.Sequential:
-    """A boundary of 72 MiB for 48 samples in float64 (4 x 64 x 768)."""
-    return nn.Sequential(Shrink(), Widen(), nn.Tanh(), Narrow(), nn.Linear(48, CLASSES))
-
-
-class Widen(nn.Module):
-    """[n, 3, 4, 4] -> [n, 48, 4096]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.linspace(-1, 1, 4096))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.flatten(1)[:, :, None] * self.scale
-
-
-class Narrow(nn.Module):
-    """[n, 48, 4096] -> [n, 48]."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean(2)
-
-
 def dropping() -> nn.Sequential:
     """Draws random numbers as it trains, and counts statistics."""
     first = nn.Sequential(Shrink(), nn.Flatten(), nn.Linear(48, 12), nn.BatchNorm1d(12))

@@ -17,10 +17,8 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipetrain.checkpoint.files import CHECKPOINTS
-from pipetrain.schedule import chrome
 from tests.support.disk import full_disk
 from tests.support.processes import (
     DEADLINE_S,
@@ -270,97 +268,33 @@ def test_a_slow_stage_is_named_with_what_it_cost(eventful):
     assert f"rank 1 is the straggler: {straggler['batch_s']:.4f} s a batch" in eventful.out
 
 
-# A disk without room for rank 0's records
+# A disk without room
 
 
-@dataclass(frozen=True)
-class Unrecorded:
-    """Two equal runs. Rank 0 could write nothing in three epochs of the one, and no summary of the other."""
-
-    full: Ended
-    obstructed: Ended
-    summary: bool  # whether the second had one
-    resumed: Ended
-
-
-RECORDED = 8
-
-
-@pytest.fixture(scope="module")
-def unrecorded(tmp_path_factory) -> Unrecorded:
-    folder = tmp_path_factory.mktemp("unrecorded")
-    words = [FAULTY[0], "+model.kind=sleep", "+model.rank=0", f"+model.at={SLEEP_MS}", f"epochs={RECORDED}"]
-    words += ["trace.windows=1"]
-    summary = folder / "obstructed" / "summary.json"
-    with (
-        started(folder, [*words, "run_dir=full"], ranks=1) as full,
-        started(folder, [*words, "run_dir=obstructed"], ranks=1) as obstructed,
-    ):
-        await_line(full, "records in")
-        with full_disk(full.pid):
-            await_line(obstructed, "records in")
-            summary.mkdir()
-            seen = await_epoch(full, 3)
-        ends = [Ended.of(full, folder / "full", seen), Ended.of(obstructed, folder / "obstructed")]
-    whether = summary.is_file()
-    summary.rmdir()
-    with started(folder, [*words, "run_dir=obstructed", "resume=auto"], ranks=1) as resumed:
-        last = Ended.of(resumed, folder / "obstructed")
-    return Unrecorded(*ends, whether, last)
-
-
-def points(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows of the epochs: (epoch, value)."""
-    events = EventAccumulator(str(run)).Reload()
-    tags = [tag for tag in events.Tags()["scalars"] if not tag.startswith("result/")]
-    return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in tags}
-
-
-def test_a_disk_that_is_full_for_rank_0_costs_no_record_once_there_is_room(unrecorded):
-    full, other = unrecorded.full, unrecorded.resumed.run
-    assert full.status == 0, full.out
-    assert "Traceback" not in full.out
-    assert "Logging error" not in full.out
-    assert rows(full.run) == rows(other)
-    assert [row[0] for row in rows(full.run)] == ["epoch", *(str(n) for n in range(1, RECORDED + 1))]
-    whole = {tag: seen for tag, seen in points(full.run).items() if not tag.startswith("memory")}
-    assert whole.keys() == {tag for tag in points(other) if not tag.startswith("memory")}
-    for tag, seen in whole.items():
-        if tag not in ("loss/update", "lr/update"):
-            assert [epoch for epoch, _ in seen] == list(range(1, RECORDED + 1)), tag
-        if tag.startswith(("loss/", "accuracy/")):
-            assert seen == points(other)[tag]
-    said_of = re.findall(r" - epoch (\d+)/", (full.run / "pipetrain.log").read_text())
-    assert said_of == [str(n) for n in range(1, RECORDED + 1)]
-    assert len(chrome.read(full.run / "trace.json")[1]) == 1
-    assert json.loads((full.run / "summary.json").read_text())["epochs"] == RECORDED
-
-
-def test_each_record_without_room_is_named_once(unrecorded):
-    named = re.findall(
-        r"^pipetrain: \S+/(\S+) cannot be written: File too large; training goes on, and it is written again "
-        r"when there is room$",
-        unrecorded.full.out,
-        re.MULTILINE,
-    )
-    assert sorted(name.split(".")[0] for name in named) == [
-        "events",
-        "metrics",
-        "pipetrain",
-        "trace",
-        "updates",
+def test_a_run_without_a_summary_ends_not_well_and_writes_it_when_it_is_started_again(tmp_path):
+    words = [
+        FAULTY[0],
+        "+model.kind=sleep",
+        "+model.rank=0",
+        f"+model.at={SLEEP_MS}",
+        "epochs=2",
+        "run_dir=run",
     ]
-
-
-def test_a_run_without_a_summary_ends_not_well_and_writes_it_when_it_is_started_again(unrecorded):
-    end, resumed = unrecorded.obstructed, unrecorded.resumed
-    assert (end.status, end.living, unrecorded.summary) == (1, 0, False)
+    summary = tmp_path / "run" / "summary.json"
+    with started(tmp_path, words, ranks=1) as obstructed:
+        await_line(obstructed, "records in")
+        summary.mkdir()
+        end = Ended.of(obstructed, summary.parent)
+    assert (end.status, end.living, summary.is_file()) == (1, 0, False)
     (sentence,) = re.findall("^pipetrain: the run has finished, but .*", end.out, re.MULTILINE)
-    assert re.search(r"but summary.json cannot be written: Is a directory; make room and start it", sentence)
-    assert resumed.status == 0, resumed.out
-    assert "going on from" in resumed.out
-    assert "epoch 1/" not in resumed.out  # there was nothing left to train
-    assert json.loads((resumed.run / "summary.json").read_text())["epochs"] == RECORDED
+    assert "but summary.json cannot be written: Is a directory; make room and start it" in sentence
+    summary.rmdir()
+    with started(tmp_path, [*words, "resume=auto"], ranks=1) as resumed:
+        last = Ended.of(resumed, summary.parent)
+    assert last.status == 0, last.out
+    assert "going on from" in last.out
+    assert "epoch 1/" not in last.out  # there was nothing left to train
+    assert json.loads(summary.read_text())["epochs"] == 2
 
 
 def test_a_run_whose_last_checkpoint_was_lost_ends_not_well_and_is_not_finished(tmp_path):
