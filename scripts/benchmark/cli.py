@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmark import factory, held, models, overhead, report, schedules, wire
+from benchmark import factory, held, models, report, schedules
 from benchmark.report import Row
 from benchmark.tasks import Scale
 from benchmark.worlds import Say, WorldFailed
@@ -21,9 +21,7 @@ SUITES: dict[str, list[Callable[[Scale, Say], Iterator[Row]]]] = {
     "schedules": [schedules.suite],
     "jitter": [schedules.jitter_suite],
     **{model: [partial(models.suite, model)] for model in models.TASKS},
-    "overhead": [overhead.suite],
     "held": [held.suite],
-    "wire": [wire.suite],
     "factory": [factory.suite],
     "gpu": list(models.gpu_parts()),
 }

@@ -29,7 +29,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmark.report import Row, Series, timed_row
-from benchmark.tasks import LR, Job, Scale, Task, prepare
+from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import CPU, Place, Say, fitted, run_world, titled
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.feed import Target
@@ -74,21 +74,22 @@ def rows_of_race(
     make: Make,
     scale: Scale,
     say: Say,
-    against: Callable[[str], Mapping[str, str]],
-    least: Mapping[str, Mapping[str, float]] | None = None,
+    against: Mapping[str, str],
+    least: Mapping[str, Mapping[str, float]],
     place: Place = CPU,
 ) -> Iterator[Row]:
     """Race in processes of their own, and give a row for each contestant.
 
-    `against`: by contestant, the other one of each column of ratios, left out where it does not take part;
-    `least`: what the ratios should be. What should be is a column of its own.
+    `against`: of each column of ratios, the other contestant, left out where it does not take part; {name} is
+    the row's own, {m} what stands behind its last comma. `least`: by contestant, what the ratios should be.
     """
     series, bounds = run_world(_race, ranks, titled(say, title), make, scale.rounds, place=place)[0]
     for name in series:
-        others = {column: series[other] for column, other in against(name).items() if other in series}
+        names = {column: other.format(name=name, m=name.split(", ")[-1]) for column, other in against.items()}
+        others = {column: series[other] for column, other in names.items() if other in series}
         if name in bounds:
             others["of bound"] = [bounds[name]] * scale.rounds
-        yield timed_row(title, name, series[name], others, (least or {}).get(name))
+        yield timed_row(title, name, series[name], others, least.get(name, {}))
 
 
 def _race(mesh: Mesh, say: Say, make: Make, rounds: int) -> tuple[Series, Mapping[str, float]]:
@@ -267,33 +268,6 @@ def plain(name: str, job: Job, mesh: Mesh, batches: int, threads: int = 1, paral
         return torch.stack(losses).sum()
 
     return Theirs(name, job, batches, model, backward, threads if parallel or rank == 0 else 0)
-
-
-def alone(name: str, job: Job, mesh: Mesh, batches: int) -> Theirs:
-    """Make the no-communication ideal: each rank trains its own stage on local tensors, at the same time.
-
-    Inputs and output gradients are random tensors of the right shapes, in the job's layout; a turn ends with
-    the slower stage.
-    """
-    index, numerics, m = mesh.world.rank, job.plan.numerics, job.microbatches
-    module = job.stage(index)
-    numerics.arrange_weights(module)
-    targets = job.targets.chunk(m)[0]
-    inputs, grads = numerics.arrange(job.samples.chunk(m)[0]), None
-    if index > 0:
-        inputs = numerics.arrange(_entering(job, index)).requires_grad_()
-    if index < job.plan.stages - 1:
-        grads = numerics.arrange(_entering(job, index + 1)) * LR
-
-    def backward() -> None:
-        for _ in range(m):
-            inputs.grad = None
-            outputs = module(inputs)
-            if grads is None:
-                outputs = job.task.loss(outputs, targets) / m
-            outputs.backward(grads)
-
-    return Theirs(name, job, batches, module, backward)
 
 
 def _entering(job: Job, stage: int) -> Tensor:

@@ -1,8 +1,7 @@
 """Suites `vgg16`, `resnet18`, `gpt` and `gpu`: real models, beside torch's pipelines and plain loops.
 
-On two processes all have the cut that flops chooses. The ideal is each stage alone on local tensors, at the
-same time as the other, with no message: its slower stage is the pace that no pipeline beats. The images are
-random, the GPT's blocks are of the text that ships. In one process the ideal is a plain loop.
+On two processes all have the cut that flops chooses. The images are random, the GPT's blocks are of the text
+that ships. In one process ours stands beside a plain loop.
 
 In `gpu` two ranks share a GPU over NCCL, or have one each where there are two. Without a GPU `--quick`
 rehearses it over gloo, with models so small that its times say nothing.
@@ -16,9 +15,9 @@ from functools import partial
 
 import torch
 
-from benchmark.contestants import TORCHS, Contestant, Ways, alone, ours, plain, rows_of_race, torch_pipeline
+from benchmark.contestants import TORCHS, Contestant, Ways, ours, plain, rows_of_race, torch_pipeline
 from benchmark.report import Row
-from benchmark.tasks import Job, Scale, Task, prepare
+from benchmark.tasks import Scale, Task, prepare
 from benchmark.worlds import CPU, Place, Say, WorldFailed
 from pipetrain.runtime.mesh import Mesh
 
@@ -36,75 +35,58 @@ SMALL = {
     "gpt": TEXT.extended("model.depth=4", "model.width=16", "model.heads=2", "batch_size=8", "data.block=16"),
 }
 IN_FOUR = ("gpipe", "1f1b", "zb_h1", "zbv", "interleaved_1f1b", "pipedream_2bw")
-WAYS: Ways = {
-    **{name: (name, WHOLE) for name in ("layer_dist", "pipedream")},
-    **{name: (name,) for name in IN_FOUR},
-}
-IDEAL, IDEAL_WHOLE = "ideal, m = 4", "ideal, m = 1"
-ONE_THREAD = "one process, 1 thread"
+IN_ONE = ("layer_dist", "pipedream")
+WAYS: Ways = {**{name: (name, WHOLE) for name in IN_ONE}, **{name: (name,) for name in IN_FOUR}}
+PLAIN, ONE_THREAD = "plain loop", "one process, 1 thread"
 LEAST = {name: {f"x torch {name}": 1.0} for name in TORCHS} | {"pipedream": {"x torch 1f1b": 1.15}}
+
+Racing = tuple[list[Contestant], Mapping[str, float]]
+"""Contestants, and no bounds."""
 
 
 def suite(model: str, scale: Scale, say: Say) -> Iterator[Row]:
     """Measure one model on two processes, and in one."""
     task = (SMALL.get(model, SMALL["vgg16"]) if scale.quick else TASKS[model]).extended("microbatches=4")
-    make = partial(on_two, task, 1 if scale.quick else BATCHES, 8 if scale.quick else WINDOW)
-    yield from rows_of_race(model, RANKS, make, scale, say, _others, LEAST)
-    one = partial(in_one, task.extended(WHOLE), 1 if scale.quick else BATCHES)
-    yield from rows_of_race(f"{model}, one process", 1, one, scale, say, _plain, _as_plain(0.98))
+    batches = 1 if scale.quick else BATCHES
+    against = {f"x torch {rival}": f"torch {rival}" for rival in TORCHS} | {"x 1 thread": ONE_THREAD}
+    make = partial(on_two, task, batches, 8 if scale.quick else WINDOW)
+    yield from rows_of_race(model, RANKS, make, scale, say, against, LEAST)
+    yield from _beside_a_loop(f"{model}, one process", task.extended(WHOLE), batches, 0.98, scale, say)
 
 
-def _others(name: str) -> Mapping[str, str]:
-    whole = WHOLE in WAYS.get(name, ())
-    rivals = {f"x torch {rival}": f"torch {rival}" for rival in TORCHS}
-    return {"of ideal": IDEAL_WHOLE if whole else IDEAL, **rivals, "x 1 thread": ONE_THREAD}
+def _beside_a_loop(
+    title: str, task: Task, batches: int, share: float, scale: Scale, say: Say, place: Place = CPU
+) -> Iterator[Row]:
+    """Race ours in one process with a plain loop, of whose speed it should have a `share`."""
+    against, least = {f"x {PLAIN}": PLAIN}, {"1f1b": {f"x {PLAIN}": share}}
+    make = partial(in_one, task, batches)
+    yield from rows_of_race(title, 1, make, scale, say, against, least, place)
 
 
-def on_two(task: Task, batches: int, window: int, mesh: Mesh) -> tuple[list[Contestant], Mapping[str, float]]:
+def on_two(task: Task, batches: int, window: int, mesh: Mesh) -> Racing:
     """Build everybody. Synchronous schedules flush after each batch."""
-
-    def job(schedule: str = "1f1b", *overrides: str) -> Job:
-        return prepare(task.extended(*overrides), schedule, RANKS)
-
-    cores = os.cpu_count() or 1
+    whole, cores = task.extended(WHOLE), os.cpu_count() or 1
     return [
-        alone(IDEAL, job(), mesh, batches),
-        alone(IDEAL_WHOLE, job("1f1b", WHOLE), mesh, batches),
         *ours(mesh, task, WAYS, batches, window),
-        *(torch_pipeline(name, job(name), mesh, batches) for name in TORCHS),
-        plain("torch DDP", job("1f1b", WHOLE), mesh, batches, parallel=True),
-        plain(f"one process, {cores} threads", job("1f1b", WHOLE), mesh, batches, cores),
-        plain(ONE_THREAD, job("1f1b", WHOLE), mesh, batches),
+        *(torch_pipeline(name, prepare(task, name, RANKS), mesh, batches) for name in TORCHS),
+        plain("torch DDP", prepare(whole, "1f1b", RANKS), mesh, batches, parallel=True),
+        plain(f"one process, {cores} threads", prepare(whole, "1f1b", RANKS), mesh, batches, cores),
+        plain(ONE_THREAD, prepare(whole, "1f1b", RANKS), mesh, batches),
     ], {}
 
 
-PLAIN = "plain loop"
-
-
-def in_one(task: Task, batches: int, mesh: Mesh) -> tuple[list[Contestant], Mapping[str, float]]:
+def in_one(task: Task, batches: int, mesh: Mesh) -> Racing:
     """Build ours in one process, and a plain loop over the same microbatches."""
+    torch.set_float32_matmul_precision("high" if mesh.device.type == "cuda" else "highest")
     loop = plain(PLAIN, prepare(task, "1f1b", 1), mesh, batches)
     return [loop, *ours(mesh, task, {"1f1b": ("1f1b",)}, batches)], {}
 
 
-def _plain(name: str) -> Mapping[str, str]:
-    return {f"x {PLAIN}": PLAIN}
-
-
-def _as_plain(share: float) -> Mapping[str, Mapping[str, float]]:
-    return {"1f1b": {f"x {PLAIN}": share}}
-
-
 # On a GPU
 
-GRAPHS = ", CUDA graphs"
-ON_GPU = {name: (name,) for name in ("1f1b", "gpipe", "pipedream")}
-GRAPHED = {name + GRAPHS: (name, "cuda_graphs=true") for name in ("1f1b", "pipedream")}
-ONCE, GAIN, WITH_GRAPHS = (
-    1.0,
-    1.2,
-    2.0,
-)  # of torch's same schedule; of its 1F1B: pipedream, graphs of small batches
+RIVALS = ("gpipe", "1f1b")
+ON_GPU: Ways = {name: (name,) for name in (*RIVALS, "pipedream")}
+GRAPHED: Ways = {f"{name}, CUDA graphs": (name, "cuda_graphs=true") for name in ("1f1b", "pipedream")}
 GPU_TIMEOUT_S = 60.0  # of a wait between ranks
 _DEEP = ("model.depth=8", "model.width=512", "model.heads=8", "batch_size=16", "data.block=256")
 
@@ -113,22 +95,20 @@ def _vgg16(batch: int, pieces: int) -> Task:
     return Task(("model=vgg16", f"batch_size={batch}", f"microbatches={pieces}"))
 
 
+LAUNCHING = "VGG16, batch 64 in 4"  # where launching is the limit
 PAIRS = {
-    "VGG16, batch 64 in 4": _vgg16(64, 4),
+    LAUNCHING: _vgg16(64, 4),
     "VGG16, batch 512 in 4": _vgg16(512, 4),
     "GPT, batch 16 in 4": TEXT.extended(*_DEEP, "microbatches=4"),
 }
 ONES = {f"VGG16, batch {batch} in {m}": _vgg16(batch, m) for batch, m in ((64, 1), (64, 4), (512, 8))}
-LAUNCHING = "VGG16, batch 64 in 4"  # where launching is the limit
 REHEARSED = {name: task.extended("microbatches=4") for name, task in SMALL.items()}
 
 
 def gpu_parts() -> Iterator[Callable[[Scale, Say], Iterator[Row]]]:
     """Give the races on a GPU: one that fails does not keep the others from theirs."""
-    for number in range(len(PAIRS)):
-        yield partial(_on_gpu, number, RANKS)
-    for number in range(len(ONES)):
-        yield partial(_on_gpu, number, 1)
+    for ranks, known in ((RANKS, PAIRS), (1, ONES)):
+        yield from (partial(_on_gpu, number, ranks) for number in range(len(known)))
 
 
 def _on_gpu(number: int, ranks: int, scale: Scale, say: Say) -> Iterator[Row]:
@@ -136,30 +116,24 @@ def _on_gpu(number: int, ranks: int, scale: Scale, say: Say) -> Iterator[Row]:
     if not cuda and not scale.quick:
         raise WorldFailed("it needs a GPU that torch can use; --quick rehearses it over gloo on the CPU")
     known = REHEARSED if scale.quick else PAIRS if ranks > 1 else ONES
+    batches, window = (1, 8) if scale.quick else (6, WINDOW)
+    place = Place("cuda", None, GPU_TIMEOUT_S, apart=True) if cuda else CPU
     for name, task in list(known.items())[number : number + 1]:
         title = f"gpu{'' if cuda else ', a rehearsal on the CPU'}{', one process' * (ranks == 1)}, {name}"
-        place = Place("cuda", None, GPU_TIMEOUT_S, apart=True) if cuda else CPU
-        make = partial(on_gpu, task, 1 if scale.quick else 6, 8 if scale.quick else WINDOW)
-        others, least = (_gpu_others, gpu_least(name)) if ranks > 1 else (_plain, _as_plain(0.97))
-        yield from rows_of_race(title, ranks, make, scale, say, others, least if cuda else None, place)
+        if ranks == 1:
+            yield from _beside_a_loop(title, task, batches, 0.97 if cuda else 0.0, scale, say, place)
+            continue
+        against = {f"x torch {rival}": f"torch {rival}" for rival in RIVALS}
+        least = {rival: {f"x torch {rival}": 1.0} for rival in RIVALS} | {"pipedream": {"x torch 1f1b": 1.2}}
+        least |= {graphed: {"x torch 1f1b": 2.0} for graphed in GRAPHED if name == LAUNCHING}
+        make = partial(on_gpu, task, batches, window)
+        wanted = least if cuda else {}
+        yield from rows_of_race(title, ranks, make, scale, say, against, wanted, place)
 
 
-def _gpu_others(name: str) -> Mapping[str, str]:
-    return {f"x torch {rival}": f"torch {rival}" for rival in ("gpipe", "1f1b")}
-
-
-def gpu_least(name: str) -> dict[str, dict[str, float]]:
-    """Return what ours should be beside torch's."""
-    least = {rival: {f"x torch {rival}": ONCE} for rival in ("gpipe", "1f1b")}
-    least["pipedream"] = {"x torch 1f1b": GAIN}
-    return least | {one: {"x torch 1f1b": WITH_GRAPHS} for one in GRAPHED if name == LAUNCHING}
-
-
-def on_gpu(task: Task, batches: int, window: int, mesh: Mesh) -> tuple[list[Contestant], Mapping[str, float]]:
-    """Build everybody: on two ranks beside torch's schedules, on one beside a plain loop."""
+def on_gpu(task: Task, batches: int, window: int, mesh: Mesh) -> Racing:
+    """Build ours on two ranks, beside torch's schedules."""
     torch.set_float32_matmul_precision("high")
-    if mesh.world.size == 1:
-        return in_one(task, batches, mesh)
     ways: Ways = {**ON_GPU, **GRAPHED} if mesh.device.type == "cuda" else ON_GPU
-    rivals = [torch_pipeline(name, prepare(task, "1f1b", RANKS), mesh, batches) for name in ("gpipe", "1f1b")]
+    rivals = [torch_pipeline(name, prepare(task, "1f1b", RANKS), mesh, batches) for name in RIVALS]
     return [*ours(mesh, task, ways, batches, window), *rivals], {}

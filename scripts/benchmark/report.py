@@ -42,14 +42,14 @@ def ratio(reference: Sequence[float], own: Sequence[float]) -> float:
 
 
 def timed_row(
-    benchmark: str, name: str, own: Sequence[float], against: Series, least: Mapping[str, float] | None = None
+    benchmark: str, name: str, own: Sequence[float], against: Series, least: Mapping[str, float]
 ) -> Row:
     """Make the row of a contestant from its seconds, and those that each column of ratios compares with.
 
     `least`: what the ratios should be.
     """
     ratios = {column: ratio(reference, own) for column, reference in against.items()}
-    targets = {f"{c} >= {least:.2f}": round(ratios[c], DIGITS) >= least for c, least in (least or {}).items()}
+    targets = {f"{c} >= {least:.2f}": round(ratios[c], DIGITS) >= least for c, least in least.items()}
     return Row(benchmark, name, [1000 * s for s in own], "ms", ratios, targets)
 
 

@@ -11,7 +11,7 @@ the stage that sleeps longest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -51,6 +51,7 @@ WAYS = {
     f"v_async{LONG}": Way("v_async", WINDOW, slices=2),
 }
 ACTION_S, MESSAGE_S = 1e-3, 1.5e-3  # of F, I, W or B beside its products, and of 1 MiB, on two cores
+OTHERS = {"x torch's": "torch {name}", "x 1f1b": "1f1b, {m}"}
 LEAST = {"of bound": 0.97, "x torch's": 1.0}
 GAINS = {"zb_h1, m = 8": 1.12, "zbv, m = 8": 1.2}
 """How many times as fast as 1f1b they should be with 4 ranks."""
@@ -96,12 +97,7 @@ def suite(scale: Scale, say: Say) -> Iterator[Row]:
         least = {f"{name}, m = {m}": dict(LEAST) for name in TORCHS for m in (4, 8)}
         for name, gain in GAINS.items() if ranks == 4 else ():
             least[name]["x 1f1b"] = gain
-        yield from rows_of_race(f"schedules, {ranks} ranks", ranks, make, scale, say, _others, least)
-
-
-def _others(name: str) -> Mapping[str, str]:
-    m = name.rpartition(", ")[2]
-    return {"x torch's": f"torch {name}", "x 1f1b": f"1f1b, {m}"}
+        yield from rows_of_race(f"schedules, {ranks} ranks", ranks, make, scale, say, OTHERS, least)
 
 
 def contestants(
@@ -139,11 +135,9 @@ def jitter_suite(scale: Scale, say: Say) -> Iterator[Row]:
     for ranks in (2,) if scale.quick else (2, 4):
         make = partial(jittered, *((0.004, 24) if scale.quick else (0.01, 96)), scale.rounds)
         least = {"fbp, in_flight 8, buffer_size 4": {"x pipedream": 1.05}}
-        yield from rows_of_race(f"jitter, {ranks} ranks", ranks, make, scale, say, _static, least)
-
-
-def _static(name: str) -> Mapping[str, str]:
-    return {"x pipedream": STATIC}
+        yield from rows_of_race(
+            f"jitter, {ranks} ranks", ranks, make, scale, say, {"x pipedream": STATIC}, least
+        )
 
 
 def jittered(

@@ -15,7 +15,7 @@ import signal
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -76,13 +76,13 @@ class Place:
 
 
 CPU = Place()
-_fitted: dict[tuple[int, ...], Mesh] = {}
+_fitted: dict[tuple[int, ...], Mesh] = {}  # by placement
 
 
 def fitted(mesh: Mesh, plan: Plan) -> Mesh:
     """Return a mesh of the same ranks for a plan: with its placement, its edges and its ties.
 
-    There is one a placement. All ranks call it in the same order.
+    All ranks call it in the same order.
     """
     if mesh.world.size == 1:
         return mesh
@@ -117,73 +117,60 @@ def run_ranks(
     arguments: Sequence[Any] = (),
     deadline: float = math.inf,
     method: str = "forkserver",
-    preload: str = "benchmark.contestants",
 ) -> list[Any]:
     """Run `work` in so many processes and return what each returned, by rank. Raises WorldFailed.
 
-    `preload`: a module that the server of a `forkserver` imports once for all ranks. However this is left, by
-    an exception too, the processes are gone.
+    However this is left, by an exception too, the processes are gone.
     """
     context: Any = multiprocessing.get_context(method)
-    context.set_forkserver_preload(["torch._dynamo", preload])
-    end, processes = monotonic() + deadline, {}
+    context.set_forkserver_preload(["torch._dynamo", "benchmark.contestants"])
+    end, processes = monotonic() + deadline, []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ending:
         for rank in range(ranks):
             here, there = context.Pipe(duplex=False)
-            given = (
-                there,
-                meet,
-                work,
-                World(rank, ranks, rank, ranks),
-                f"{folder}/store",
-                deadline,
-                arguments,
-            )
+            given = there, meet, work, World(rank, ranks, rank, ranks), f"{folder}/store", deadline, arguments
             process = context.Process(target=_enter, args=given, daemon=True)
             process.start()
             ending.callback(process.join)
             ending.callback(process.kill)
             there.close()
-            processes[here] = process
+            processes.append((here, process))
         return _collect(processes, say, end, deadline)
 
 
-def _collect(processes: Mapping[Connection, Any], say: Say, end: float, deadline: float) -> list[Any]:
+def _collect(processes: Sequence[tuple[Connection, Any]], say: Say, end: float, deadline: float) -> list[Any]:
     """Return what the processes return, each by its pipe. `end`: of the `deadline` seconds."""
-    ranks = {pipe: rank for rank, pipe in enumerate(processes)}
+    running = {pipe: rank for rank, (pipe, _) in enumerate(processes)}
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}  # in the order in which they came
-    while waiting := [pipe for pipe, rank in ranks.items() if rank not in results.keys() | failures.keys()]:
-        ready = wait(waiting, None if end == math.inf else max(0.0, end - monotonic()))
-        if not ready and failures:
-            break
+    while running:
+        ready = wait([*running], None if end == math.inf else max(0.0, end - monotonic()))
         if not ready:
-            late = sorted(ranks[pipe] for pipe in waiting)
-            raise WorldFailed(f"ranks {late} were still running after {deadline:.0f} s")
+            break
         for pipe in ready:
             assert isinstance(pipe, Connection)
+            rank = running[pipe]
             try:
                 kind, value = pipe.recv()
             except EOFError:
-                processes[pipe].join(1.0)
-                kind, value = "failed", f"died without a word ({processes[pipe].exitcode})"
+                processes[rank][1].join(1.0)
+                kind, value = "failed", f"died without a word ({processes[rank][1].exitcode})"
             if kind == "said":
                 say(value)
-            elif kind == "failed":
-                failures[ranks[pipe]] = value.strip()
-                end = min(end, monotonic() + LAST_WORDS_S)
+                continue
+            del running[pipe]
+            if kind == "done":
+                results[rank] = value
             else:
-                results[ranks[pipe]] = value
-    if failures:
-        raise WorldFailed(_told(failures))
-    return [results[rank] for rank in range(len(ranks))]
-
-
-def _told(failures: Mapping[int, str]) -> str:
-    """Say what each rank said, the first one first; in the last line all in short."""
-    whole = [f"rank {rank} {text}" for rank, text in failures.items()]
-    short = [f"rank {rank}: {text.splitlines()[-1]}" for rank, text in failures.items()]
-    return "\n".join([*whole, f"first {'; then '.join(short)}"] if len(whole) > 1 else whole)
+                failures[rank] = value.strip()
+                end = min(end, monotonic() + LAST_WORDS_S)
+    if failures:  # what each said, the first one first; in the last line all in short
+        short = [f"rank {rank}: {text.splitlines()[-1]}" for rank, text in failures.items()]
+        whole = [f"rank {rank} {text}" for rank, text in failures.items()]
+        raise WorldFailed("\n".join([*whole, f"first {'; then '.join(short)}"] if len(whole) > 1 else whole))
+    if running:
+        raise WorldFailed(f"ranks {[*running.values()]} were still running after {deadline:.0f} s")
+    return [results[rank] for rank in range(len(processes))]
 
 
 def _enter(
