@@ -190,15 +190,6 @@ def on_each(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
     return changed
 
 
-def joined(values: Sequence[Value]) -> Value:
-    """Return the values of microbatches [n, ...] as one."""
-    if len(values) == 1:
-        return values[0]
-    tensors = tuple(torch.cat(column) for column in zip(*map(as_tuple, values), strict=True))
-    value: Value = ValueSpec.like(values[0]).pack(tensors)
-    return value
-
-
 def cast_floats(value: Value, dtype: torch.dtype | None) -> Value:
     """Return tensors with the floating-point ones as `dtype`; None: as they are."""
     return on_each(value, lambda t: t.to(dtype) if dtype and t.is_floating_point() else t)

@@ -9,9 +9,10 @@ stage's rank reads inputs and the last one's targets, and nothing travels.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, tee
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +23,8 @@ from pipetrain.data.loader import Sampled, loaded
 from pipetrain.data.loading import Reader
 from pipetrain.data.sets import Draw, Split
 from pipetrain.errors import TrainingStopped
-from pipetrain.network.values import Value, ValueSpec, as_tuple
+from pipetrain.network.values import Value, as_tuple
+from pipetrain.runtime.feed import cut
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.tasks import Task, counted_for
 
@@ -44,18 +46,22 @@ class Batches(Protocol):
         At the end that is empty; for a loader that never had a batch it is None. All ranks call it.
         """
 
-    def open(self, sizes: Sizes, last: int) -> WindowSource:
-        """Return the next window's samples; `last`: the last stage's rank."""
+    def open(self, sizes: Sizes, last: int | None) -> WindowSource:
+        """Return the next window's samples; `last`: the last stage's rank, None where no targets are read."""
 
 
+@dataclass(slots=True)
 class WindowSource:
-    """The inputs and targets of one window's microbatches, each on the rank that needs them, else None."""
+    """The inputs of one window's microbatches and the targets of its batches, each where they are needed."""
 
     inputs: Iterator[Value] | None = None
     targets: Iterator[Value] | None = None
+    sent: list[tuple[Any, Tensor]] = field(default_factory=list)
 
     def close(self) -> None:
         """Wait until what was sent has arrived."""
+        for work, _ in self.sent:
+            work.wait()
 
 
 def counting(
@@ -109,23 +115,21 @@ class ByNumber:
         batches = batches[done:]
         self._sizes = [sum(map(len, batch)) for batch in batches]
         self._given = 0
-        ids, split, draw = [ids for batch in batches for ids in batch], samples.split, samples.draw(epoch)
+        split, draw = samples.split, samples.draw(epoch)
+        assert split is not None or rank not in (placement[0], placement[-1]), "this rank needs the samples"
         self._window = WindowSource()
-        if rank == placement[0]:
-            assert split is not None, "the rank of the first stage needs the samples"
-            self._window.inputs = loaded(
-                partial(split.inputs, draw=draw), ids, samples.workers, samples.timeout
-            )
-        if rank == placement[-1]:
-            assert split is not None, "the rank of the last stage needs the samples"
-            self._window.targets = loaded(partial(split.targets, draw=draw), ids)
+        if split is not None and rank == placement[0]:
+            ids, read = [ids for batch in batches for ids in batch], partial(split.inputs, draw=draw)
+            self._window.inputs = loaded(read, ids, samples.workers, samples.timeout)
+        if split is not None and rank == placement[-1]:
+            self._window.targets = (split.targets(torch.cat([*batch]), draw) for batch in batches)
 
     def next(self, window: int | None) -> list[int]:
         sizes = self._sizes[self._given :][:window]
         self._given += len(sizes)
         return sizes
 
-    def open(self, sizes: Sizes, last: int) -> WindowSource:
+    def open(self, sizes: Sizes, last: int | None) -> WindowSource:
         return self._window
 
 
@@ -149,60 +153,33 @@ class OfLoader:
         if batches:
             self._told(lambda reader: reader.skip(batches, window))
 
-    def open(self, sizes: Sizes, last: int) -> WindowSource:
-        return _Sent(self._mesh, last, sizes, self._form, self._reader)
+    def open(self, sizes: Sizes, last: int | None) -> WindowSource:
+        source, rank = WindowSource(), self._mesh.world.rank
+        if self._reader is not None:
+            read: Iterator[tuple[Value, Value]] = map(self._reader.take, map(sum, sizes))
+            if last == rank:
+                read, again = tee(read)
+                source.targets = (targets for _, targets in again)
+            elif last is not None:
+                read = self._sending(read, last, source.sent)
+            pieces = (cut(inputs, mbs) for (inputs, _), mbs in zip(read, sizes, strict=True))
+            source.inputs = chain.from_iterable(pieces)
+        elif last == rank:
+            source.targets = (self._received(sum(mbs)) for mbs in sizes)
+        return source
 
+    def _sending(
+        self, batches: Iterator[tuple[Value, Value]], last: int, sent: list[tuple[Any, Tensor]]
+    ) -> Iterator[tuple[Value, Value]]:
+        """Yield batches whose targets are on their way to the last stage."""
+        for inputs, targets in batches:
+            sent[:] = [one for one in sent if not one[0].is_completed()]
+            for tensor in map(Tensor.contiguous, as_tuple(targets)):
+                sent.append((self._mesh.post_tensor(tensor, last), tensor))
+            yield inputs, targets
 
-class _Sent(WindowSource):
-    """A window of a loader: rank 0 reads it, and sends the targets to the last stage."""
-
-    def __init__(self, mesh: Mesh, last: int, sizes: Sizes, form: Form, reader: Reader | None) -> None:
-        self._mesh = mesh
-        self._last = last
-        self._sizes = sizes
-        self._form = form
-        self._reader = reader
-        self._to_read = iter(sizes)
-        self._read_inputs: deque[Value] = deque()
-        self._read_targets: deque[Value] = deque()
-        self._posted: list[tuple[Any, Tensor]] = []
-        if reader is not None:
-            self.inputs = self._given(self._read_inputs)
-        if mesh.world.rank == last:
-            self.targets = self._given(self._read_targets) if reader is not None else self._received()
-
-    def _given(self, ready: deque[Value]) -> Iterator[Value]:
-        for _ in range(sum(map(len, self._sizes))):
-            if not ready:
-                self._read()
-            yield ready.popleft()
-
-    def _read(self) -> None:
-        assert self._reader is not None
-        sizes = next(self._to_read)
-        inputs, targets = self._reader.take(sum(sizes))
-        self._read_inputs += _pieces(inputs, sizes)
-        if self._last == self._mesh.world.rank:
-            self._read_targets += _pieces(targets, sizes)
-            return
-        self._posted = [sent for sent in self._posted if not sent[0].is_completed()]
-        for tensor in as_tuple(targets):
-            tensor = tensor.contiguous()
-            self._posted.append((self._mesh.post_tensor(tensor, self._last), tensor))
-
-    def _received(self) -> Iterator[Value]:
-        for sizes in self._sizes:
-            specs = self._form.targets.of(sum(sizes)).specs
-            made = tuple(self._mesh.take_tensor("the targets of a batch", spec, 0) for spec in specs)
-            yield from _pieces(self._form.targets.pack(made), sizes)
-
-    def close(self) -> None:
-        for work, _ in self._posted:
-            work.wait()
-
-
-def _pieces(value: Value, sizes: Sequence[int]) -> list[Value]:
-    """Cut a batch's tensors into microbatches."""
-    form = ValueSpec.in_batch(value)
-    pieces = zip(*(torch.split(t, list(sizes)) for t in as_tuple(value)), strict=True)
-    return [form.pack(piece) for piece in pieces]
+    def _received(self, size: int) -> Value:
+        specs = self._form.targets.of(size).specs
+        tensors = tuple(self._mesh.take_tensor("the targets of a batch", spec, 0) for spec in specs)
+        value: Value = self._form.targets.pack(tensors)
+        return value

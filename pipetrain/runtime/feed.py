@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipetrain.network.values import Value, as_tuple, joined, on_each
+from pipetrain.network.values import Value, ValueSpec, as_tuple, on_each
 from pipetrain.tasks import counted_for
 
 Weight = Callable[[Value], Tensor | float]
@@ -32,6 +32,13 @@ class Target:
     @property
     def samples(self) -> int:
         return len(as_tuple(self.value)[0])
+
+
+def cut(value: Value, sizes: Sequence[int]) -> list[Value]:
+    """Cut a batch's tensors into microbatches of these sizes."""
+    form = ValueSpec.in_batch(value)
+    pieces = zip(*(torch.split(t, list(sizes)) for t in as_tuple(value)), strict=True)
+    return [form.pack(piece) for piece in pieces]
 
 
 class Feed(Protocol):
@@ -59,9 +66,9 @@ class Feed(Protocol):
 class WindowFeed:
     """The batches of one window: each a list of its microbatches' numbers of samples.
 
-    `inputs` and `targets` yield those of each microbatch in order; None if this rank does not hold the first
-    stage, or the last. Floating-point inputs and targets become `dtype`. `weight`: what targets count for;
-    `prove`: called with the targets of each batch before they are used.
+    `inputs` yields those of each microbatch, `targets` those of each batch; None if this rank does not hold
+    the first stage, or the last. Floating-point inputs and targets become `dtype`. `weight`: what targets
+    count for; `prove`: called with the targets of each batch before they are used.
     """
 
     def __init__(
@@ -75,13 +82,10 @@ class WindowFeed:
         prove: Callable[[Value], None] = lambda targets: None,
     ) -> None:
         self._sizes = [size for batch in batches for size in batch]
-        self._pieces = iter([len(batch) for batch in batches])
-        self._inputs = inputs
-        self._targets = targets
-        self._weight = weight
-        self._device = device
-        self._dtype = dtype
-        self._prove = prove
+        self._batches = iter(batches)
+        self._inputs, self._targets = inputs, targets
+        self._weight, self._prove = weight, prove
+        self._device, self._dtype = device, dtype
         self._ahead: tuple[Tensor, ...] | None = None
         self._given = 0
         self._ready: dict[int, Target] = {}  # read, and not yet given
@@ -103,22 +107,22 @@ class WindowFeed:
             self._ahead = as_tuple(self._moved(next(self._inputs)))
 
     def target(self, mb: int) -> Target:
-        """Return the targets of a microbatch on the device, once; a batch is read as a whole."""
+        """Return the targets of a microbatch on the device, once."""
         assert self._targets is not None, f"this rank has no targets to give for microbatch {mb}"
         while mb not in self._ready:
             self._read_batch(self._targets)
         return self._ready.pop(mb)
 
     def first(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
-        """Return the first microbatch's inputs and targets, each if it is given here, without taking them."""
         self.prepare()
         if self._targets is not None and not self._read:
             self._read_batch(self._targets)
         return self._ahead, self._ready.get(0)
 
     def _read_batch(self, targets: Iterator[Value]) -> None:
-        values = [next(targets) for _ in range(next(self._pieces))]
-        self._prove(joined(values))
+        batch = next(targets)
+        self._prove(batch)
+        values = cut(batch, next(self._batches))
         weights = [counted_for(self._weight, value) for value in values]
         whole = sum(weights)
         for value, weight in zip(values, weights, strict=True):

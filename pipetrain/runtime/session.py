@@ -155,7 +155,7 @@ class Session:
     ) -> Iterator[WindowFeed]:
         """Yield the microbatches of a window; of an error for want of memory, say what was predicted."""
         dtype, device = self.plan.settings.data_dtype, self._mesh.device
-        source = batches.open(cut, self.plan.placement[-1] if targets else 0)
+        source = batches.open(cut, self.plan.placement[-1] if targets else None)
         prove = self._prove_batch if trains else lambda targets: None
         given = source.targets if targets else None
         try:

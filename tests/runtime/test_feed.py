@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import pytest
@@ -13,26 +12,21 @@ from pipetrain.network.values import Value
 from pipetrain.runtime.feed import Weight, WindowFeed
 from pipetrain.tasks import Classification
 
-CPU = torch.device("cpu")
-
 # Two batches: one of 5 samples in pieces of 3 and 2, one of 4 in pieces of 1 and 3.
 SIZES = [[3, 2], [1, 3]]
-LABELS = [torch.tensor(labels) for labels in ([7, 1, 4], [0, 2], [9], [3, 5, 6])]
-
-
-def samples(targets: Value) -> float:
-    return len(targets)
+LABELS = [torch.tensor([7, 1, 4, 0, 2]), torch.tensor([9, 3, 5, 6])]
+IGNORED = [torch.tensor([7, -100, 4, -100, -100]), torch.tensor([9, -100, 5, 6])]
 
 
 def feed(
     inputs: Iterator[Value] | None = None,
     targets: list[Value] | None = None,
-    weight: Weight = samples,
+    weight: Weight = len,
     sizes: list[list[int]] = SIZES,
     dtype: torch.dtype = torch.float32,
 ) -> WindowFeed:
     given = None if targets is None else iter(targets)
-    return WindowFeed(sizes, inputs, given, weight, CPU, dtype)
+    return WindowFeed(sizes, inputs, given, weight, torch.device("cpu"), dtype)
 
 
 def numbers() -> Iterator[Tensor]:
@@ -48,87 +42,49 @@ def test_microbatches_are_numbered_through_the_window():
     assert [feed().size(mb) for mb in range(4)] == [3, 2, 1, 3]
 
 
-# Targets
+@pytest.mark.parametrize(
+    ("labels", "weight", "weights", "shares"),
+    [
+        (LABELS, len, [3, 2, 1, 3], [3 / 5, 2 / 5, 1 / 4, 3 / 4]),
+        (IGNORED, Classification().weight, [2, 0, 1, 2], [1, 0, 1 / 3, 2 / 3]),
+        (LABELS, lambda labels: labels.sum(), [12, 2, 9, 14], [12 / 14, 2 / 14, 9 / 23, 14 / 23]),
+        (LABELS, lambda labels: 0.0, [0] * 4, [0.5] * 4),  # shares of the batch's NaN
+    ],
+    ids=["samples", "targets that are not ignored", "what the task says", "nothing"],
+)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 0, 2, 1)])
+def test_targets_are_those_of_the_microbatch_and_shares_those_of_its_batch(
+    labels, weight, weights, shares, order
+):
+    window = feed(targets=labels, weight=weight)
+    targets = {mb: window.target(mb) for mb in order}
+    assert [targets[mb].value.tolist() for mb in range(4)] == [
+        piece.tolist() for batch, sizes in zip(labels, SIZES, strict=True) for piece in batch.split(sizes)
+    ]
+    assert [targets[mb].samples for mb in range(4)] == [3, 2, 1, 3]
+    assert [targets[mb].weight for mb in range(4)] == weights
+    assert [targets[mb].share for mb in range(4)] == pytest.approx(shares)
 
 
-def test_targets_are_those_of_the_microbatch_and_shares_those_of_its_batch():
-    window = feed(targets=LABELS)
-    targets = [window.target(mb) for mb in range(4)]
-    assert all(torch.equal(target.value, labels) for target, labels in zip(targets, LABELS, strict=True))
-    assert [(target.samples, target.weight) for target in targets] == [(3, 3), (2, 2), (1, 1), (3, 3)]
-    assert [target.share for target in targets] == [3 / 5, 2 / 5, 1 / 4, 3 / 4]
-
-
-def test_targets_may_be_asked_for_in_any_order():
-    window = feed(targets=LABELS)
-    assert [window.target(mb).share for mb in (3, 0, 2, 1)] == [3 / 4, 3 / 5, 1 / 4, 2 / 5]
-
-
-def test_targets_count_for_what_the_task_says():
-    ignored = [torch.tensor(labels) for labels in ([7, -100, 4], [-100, -100], [9], [-100, 5, 6])]
-    window = feed(targets=ignored, weight=Classification().weight)
-    targets = [window.target(mb) for mb in range(4)]
-    assert [(target.samples, target.weight) for target in targets] == [(3, 2), (2, 0), (1, 1), (3, 2)]
-    assert [target.share for target in targets] == [1, 0, 1 / 3, 2 / 3]
-
-
-def test_a_batch_in_which_nothing_counts_has_shares_of_its_nan():
-    window = feed(targets=LABELS, weight=lambda targets: 0.0)
-    assert [window.target(mb).share for mb in range(4)] == [0.5] * 4
-
-
-def test_only_what_is_asked_for_is_read():
-    """A batch at a time: its weights are needed, and those of the next are not."""
+def test_targets_of_a_batch_are_read_when_they_are_asked_for():
     read = []
-
-    def targets() -> Iterator[Tensor]:
-        for labels in LABELS:
-            read.append(labels)
-            yield labels
-
-    window = WindowFeed(SIZES, None, targets(), samples, CPU)
+    window = WindowFeed(SIZES, None, (read.append(b) or b for b in LABELS), len, torch.device("cpu"))
     window.target(1)
-    assert len(read) == 2
+    assert len(read) == 1
 
 
-def test_targets_of_several_tensors_are_cast_like_inputs():
-    pairs = [(torch.zeros(n, 2), torch.arange(n)) for n in (3, 2, 1, 3)]
-    window = feed(targets=pairs, weight=lambda value: len(value[0]), dtype=torch.float64)
-    boxes, labels = window.target(0).value
-    assert (boxes.dtype, labels.dtype) == (torch.float64, torch.int64)
-    assert window.target(1).samples == 2
+def test_several_tensors_keep_their_order_and_whole_numbers_their_dtype():
+    window = feed(
+        iter([(torch.arange(3), torch.ones(3, 2))]),
+        [(torch.zeros(5, 2), torch.arange(5))],
+        lambda value: len(value[0]),
+        dtype=torch.float64,
+    )
+    for tensors in (window.input(0)[::-1], window.target(0).value):
+        assert [(t.dtype, len(t)) for t in tensors] == [(torch.float64, 3), (torch.int64, 3)]
 
 
-def test_a_rank_without_the_last_stage_has_no_targets():
-    with pytest.raises(AssertionError, match="no targets to give for microbatch 1"):
-        feed().target(1)
-
-
-# Inputs
-
-
-def test_inputs_come_one_microbatch_after_another():
-    window = feed(numbers())
-    assert [given(window, mb) for mb in range(4)] == [0, 1, 2, 3]
-    with pytest.raises(StopIteration):
-        window.input(4)
-
-
-def test_inputs_of_several_tensors_keep_their_order_and_whole_numbers_their_dtype():
-    window = feed(iter([(torch.arange(3), torch.ones(3, 2))]), dtype=torch.float64)
-    ids, mask = window.input(0)
-    assert (ids.dtype, mask.dtype) == (torch.int64, torch.float64)
-    assert (ids.tolist(), mask.shape) == ([0, 1, 2], (3, 2))
-
-
-def test_two_windows_of_an_epoch_share_one_iterator():
-    inputs = numbers()
-    first, second = (feed(inputs, sizes=[batch]) for batch in SIZES)
-    assert [given(first, mb) for mb in range(2)] == [0, 1]
-    assert [given(second, mb) for mb in range(2)] == [2, 3]
-
-
-def test_the_next_inputs_are_made_ahead_once_and_never_those_of_the_next_window():
+def test_two_windows_share_one_iterator_and_neither_takes_ahead_what_is_the_other_s():
     inputs = numbers()
     first, second = (feed(inputs, sizes=[batch]) for batch in SIZES)
     assert given(first, 0) == 0
@@ -137,16 +93,13 @@ def test_the_next_inputs_are_made_ahead_once_and_never_those_of_the_next_window(
     assert given(first, 1) == 1
     first.prepare()
     assert [given(second, mb) for mb in range(2)] == [2, 3]
-    feed().prepare()  # a rank that has none
+    with pytest.raises(StopIteration):
+        second.input(2)
 
 
-def test_a_rank_without_the_first_stage_has_no_inputs():
+def test_a_rank_gives_only_what_its_stages_need():
+    feed().prepare()
     with pytest.raises(AssertionError, match="no inputs to give for microbatch 1"):
         feed().input(1)
-
-
-def test_shares_of_a_batch_make_one():
-    window = feed(targets=LABELS, weight=lambda labels: labels.sum())
-    shares = [window.target(mb).share for mb in range(4)]
-    assert math.isclose(sum(shares[:2]), 1)
-    assert shares[0] == 12 / 14
+    with pytest.raises(AssertionError, match="no targets to give for microbatch 1"):
+        feed().target(1)
