@@ -73,6 +73,29 @@ def test_padded_places_are_evaluated_as_by_one_process(ranks, to_the_right, norm
         assert each == pytest.approx((0, 0), abs=1e-12)
 
 
+class Masked(Classifier):
+    """Takes the mask beside the numbers."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.head(self.encoder(x, src_key_padding_mask=mask).mean(1))
+
+
+def with_a_mask() -> float:
+    torch.manual_seed(0)
+    ids, targets = padded(True)
+    model, x = Masked().double(), torch.randn(8, 6, 8, dtype=torch.float64)
+    twin = deepcopy(model).eval()
+    with Pipeline(model, cross_entropy, partial(torch.optim.SGD, lr=0.0), device="cpu") as pipe:
+        evaluated = pipe.evaluate([((x, ids == 0), targets)])["loss"]
+    with torch.no_grad():
+        return evaluated - cross_entropy(twin(x, ids == 0), targets).item()
+
+
+def test_a_mask_may_be_an_input(ranks):
+    """One that hides all of a sample would make other numbers on the fast path: none is made up so."""
+    assert ranks(with_a_mask) == pytest.approx([0, 0], abs=1e-12)
+
+
 def test_a_frozen_encoder_in_evaluation_mode_makes_them_in_training_too(ranks):
     for each in ranks(partial(apart, padded(True), frozen=True)):
         assert each == pytest.approx((0, 0), abs=1e-12)

@@ -138,12 +138,12 @@ def _alone(
 ) -> tuple[list[Tensor], dict[bool, Results]]:
     """Return a microbatch that a model takes, and what it makes of it in training and in evaluation.
 
-    Whole numbers are 0 or 1, or 0 if it does not take 1.
+    Whole numbers and truth values are 0 or 1, or 0 if it does not take 1.
     """
     for end in (2, 1):
         torch.default_generator.manual_seed(0)
         tensors = [made_up(each, device) for each in spec.specs]
-        tensors = [t if differentiable(t) else torch.randint_like(t, end) for t in tensors]
+        tensors = [t if differentiable(t) else _mixed(t, end) for t in tensors]
         args, kwargs = as_arguments(spec, tensors)
         try:
             return tensors, {mode: of(lambda: model(*args, **kwargs), mode) for mode in (True, False)}  # noqa: B023
@@ -152,6 +152,14 @@ def _alone(
     raise ConfigError(
         f"the model cannot take {spec} in one process either: {one_line(refused)[:300]}"
     ) from refused
+
+
+def _mixed(tensor: Tensor, end: int) -> Tensor:
+    """Return numbers below `end`, with the first and the last in each row: no mask hides a whole row."""
+    mixed = torch.randint_like(tensor, end)
+    if tensor.dim() > 1 and tensor.shape[-1] > 1:
+        mixed[..., 0], mixed[..., -1] = 0, end - 1
+    return mixed
 
 
 def _chain(network: Traced, tensors: list[Tensor]) -> Tensors:
