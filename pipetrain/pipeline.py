@@ -315,7 +315,7 @@ class Pipeline:
     def _predict(self, sizes: Sequence[int], batches: Batches) -> list[Any]:
         session = self._begun
         found = session.predict(sizes, batches, self._tick("prediction", len(sizes)))
-        moved = brought(found, self._mesh, session.plan.placement[-1])
+        moved = brought(found, len(sizes), self._mesh, session.plan.placement[-1])
         pack = outputs_of(session.plan).pack
         return [pack(tensors) for tensors in moved] if not self.rank else [None] * len(sizes)
 

@@ -145,24 +145,24 @@ class Times:
         self._stages = stages
         self._clock = clock
         self._skipped = dict.fromkeys(stages, 0)  # updates, up to the last window
-        # Window, microbatches a batch, skipped updates and raw bytes by stage, and who observes it.
-        self._unread: deque[tuple[Row, int, Mapping[int, int], Mapping[int, int], Observe | None]] = deque()
+        self._unread: deque[tuple[Row, int, Observe | None]] = deque()  # and microbatches a batch
         self.stats = {stage: StageStats() for stage in stages}
 
     def add(self, row: Row, microbatches: int, raw_bytes: Mapping[int, int], observe: Observe | None) -> None:
         """Add a window; for `observe` the host waits until the device is done."""
-        before, self._skipped = self._skipped, {index: one.skipped for index, one in self._stages.items()}
-        skipped = {index: count - before[index] for index, count in self._skipped.items()}
-        self._unread.append((row, microbatches, skipped, raw_bytes, observe))
+        for index, stage in self._stages.items():
+            self.stats[index].raw_bytes += raw_bytes[index]
+            self.stats[index].skipped += stage.skipped - self._skipped[index]
+            self._skipped[index] = stage.skipped
+        self._unread.append((row, microbatches, observe))
         self.read(wait=observe is not None)
 
     def read(self, wait: bool) -> None:
         """Read the times of all windows, for which the host waits, or of those that are too many."""
         while self._unread and (wait or len(self._unread) > UNREAD):
-            row, microbatches, skipped, raw_bytes, observe = self._unread.popleft()
+            row, microbatches, observe = self._unread.popleft()
             row = self._clock.resolve(row)
             for index, stats in stage_stats(row, microbatches).items():
-                stats.skipped, stats.raw_bytes = skipped[index], raw_bytes[index]
                 self.stats[index] = total([self.stats[index], stats])
             if observe:
                 observe(row)

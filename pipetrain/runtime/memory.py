@@ -12,11 +12,13 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 _SET_BY_US = ("params", "lr")
 
@@ -47,7 +49,7 @@ class Memory:
         # As in torch.optim, the step count stays on the host, unless a kernel reads it.
         host = () if group.get("capturable") or group.get("fused") else ("step",)
         self._optimizer.state[parameter] = {
-            key: copy.deepcopy(value) if key in host else _placed(value, parameter)
+            key: tree_map_only(Tensor, Tensor.clone if key in host else partial(_placed, parameter), value)
             for key, value in state.items()
         }
 
@@ -89,17 +91,11 @@ def _unpacked(tree: Any, tensors: Sequence[Tensor]) -> Any:
     return torch.view_as_complex(tensors[content]) if kind == "complex" else tensors[content]
 
 
-def _placed(value: Any, parameter: Tensor) -> Any:
+def _placed(parameter: Tensor, value: Tensor) -> Tensor:
     """Copy state to the parameter's device, and into its memory format if it has its shape.
 
     A copy, as two stages of a rank that share a weight read the same tensors of a checkpoint.
     """
-    if isinstance(value, dict):
-        return {key: _placed(item, parameter) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_placed(item, parameter) for item in value)
-    if not isinstance(value, Tensor):
-        return value
     if value.shape != parameter.shape:
         return value.to(parameter.device, copy=True)
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)

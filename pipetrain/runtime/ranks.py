@@ -19,7 +19,7 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from pipetrain.errors import ChannelError, Refused
-from pipetrain.network.values import TensorSpec
+from pipetrain.network.values import TensorSpec, bytes_of
 from pipetrain.runtime.channel import cause_of
 
 START_S = 300.0  # that the ranks' imports may take
@@ -278,6 +278,22 @@ class Ranks:
         with self._trying(f"receive {what} from rank {rank}"):
             dist.recv(tensor, rank, group=self._all, tag=_TARGETS)
         return tensor
+
+    def to_first(self, what: str, tensors: Sequence[Tensor], owner: int) -> list[Tensor]:
+        """Return on rank 0, in host memory, the tensors that their `owner` gives; none on the others."""
+        own = [tensor.cpu() for tensor in tensors]
+        if owner == 0:
+            return own
+        forms = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in own]
+        forms, found = self.tell(f"the forms of {what}", forms, owner), []
+        for tensor in own:
+            with self._trying(f"send {what}"):
+                dist.send(bytes_of(tensor.detach()), 0, group=self._all, tag=_TARGETS)
+        for shape, dtype in forms if self.world.rank == 0 else ():
+            spec = TensorSpec(tuple(shape), getattr(torch, dtype))
+            numbers = self.take_tensor(what, TensorSpec((spec.nbytes,), torch.uint8), owner)
+            found.append(numbers.view(spec.dtype).reshape(spec.shape))
+        return found
 
     def clock_offset(self, now: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
         """Return what to add to this rank's `now()` to get rank 0's, and the bound of its error, in seconds.

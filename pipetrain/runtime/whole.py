@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
-import torch
 from torch import Tensor, nn
 
 from pipetrain.network.model import cast_exactly, state_names
 from pipetrain.network.network import Network, Values
 from pipetrain.network.places import in_place_of, named_tensors, on_meta, replace
-from pipetrain.network.values import TensorSpec, bytes_of, specs_of
 from pipetrain.plan.cut import homes
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.mesh import Mesh
@@ -41,7 +39,7 @@ class WholeModel:
         self._mesh = mesh
         first: dict[int, str] = {}  # of all names that a tensor has
         self._names = {name: first.setdefault(id(tensor), name) for name, tensor in _all_named(model)}
-        self._specs = {name: specs_of([tensor])[0] for name, tensor in named_tensors(model).items()}
+        self._all = list(named_tensors(model))
         self._owners: dict[str, int] = {}
         self._stages: list[Stage] = []
         self._collected = False  # whether rank 0 has all numbers
@@ -82,7 +80,7 @@ class WholeModel:
 
     def collect(self) -> nn.Module:
         """Put the tensors of all ranks into the model on rank 0, in host memory; return the model."""
-        tensors = self._tensors(self._specs.keys())
+        tensors = self._tensors(self._all)
         self.take_back()
         self._put(tensors)
         return self._model
@@ -118,8 +116,7 @@ class WholeModel:
         """Leave the model on rank 0 as collected, and elsewhere without numbers; one process has all."""
         rank, size = self._mesh.world.rank, self._mesh.world.size
         if self.lent and size == 1 and not failed:
-            self.take_back()
-            self._put(self._merged(self._own(), self._specs))
+            self.collect()
         elif self.lent and size > 1 and not (self._collected and rank == 0):
             self._replace({id(t): on_meta(t) for t in named_tensors(self._model).values()})
 
@@ -136,12 +133,11 @@ class WholeModel:
 
     def _tensors(self, names: Collection[str], ema: bool = False) -> dict[str, Tensor]:
         """Return tensors by their names in the model, in host memory, on rank 0; none on the others."""
-        specs = {name: spec for name, spec in self._specs.items() if name in names}
         if not self.lent:  # nothing has been trained
-            return self._initial(specs) if not self._mesh.world.rank else {}
+            return self._initial(names) if not self._mesh.world.rank else {}
         with self.suspended():
             own = self._own(ema)
-        return self._merged(own, specs)
+        return self._merged(own, names)
 
     def _initial(self, names: Collection[str]) -> dict[str, Tensor]:
         tensors = {name: tensor for name, tensor in named_tensors(self._model).items() if name in names}
@@ -161,14 +157,14 @@ class WholeModel:
                         found.setdefault(self._names[name], tensor)
         return found
 
-    def _merged(self, own: Mapping[str, Tensor], specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+    def _merged(self, own: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
         """Return the tensors of all ranks, in host memory, on rank 0; none on the others."""
-        found = {}
-        for name, spec in specs.items():
-            tensor = _on_first(f"{name} of the model", own.get(name), spec, self._mesh, self._owners[name])
-            if tensor is not None:
-                found[name] = tensor
-        return found
+        found: dict[str, Tensor] = {}
+        for owner in range(self._mesh.world.size):
+            of = [name for name in self._owners if name in names and self._owners[name] == owner]
+            tensors = [own[name] for name in of] if owner == self._mesh.world.rank else []
+            found |= zip(of, self._mesh.to_first("the model", tensors, owner), strict=False)
+        return {name: found[name] for name in names if name in found}
 
 
 def _all_named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -176,30 +172,10 @@ def _all_named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _on_first(what: str, mine: Tensor | None, spec: TensorSpec, mesh: Mesh, owner: int) -> Tensor | None:
-    """Return on rank 0, in host memory, the tensor that its `owner` has; None on the others."""
-    rank = mesh.world.rank
-    if rank == owner:
-        assert mine is not None
-        if rank == 0:
-            return mine.cpu()
-        work = mesh.post_tensor(bytes_of(mine.detach().cpu()), 0)
-        assert work is not None
-        work.wait()
-    elif rank == 0:
-        sent = TensorSpec((spec.nbytes,), torch.uint8)
-        return mesh.take_tensor(what, sent, owner).view(spec.dtype).reshape(spec.shape)
-    return None
-
-
-def brought(outputs: Sequence[tuple[Tensor, ...]], mesh: Mesh, owner: int) -> list[tuple[Tensor, ...]]:
-    """Return on rank 0 the outputs that their `owner` has, in host memory; none on the others."""
-    own = [[[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors] for tensors in outputs]
-    told = mesh.tell("the forms of the outputs", own, owner)
-    found = []
-    for number, forms in enumerate(told):
-        specs = [TensorSpec(tuple(shape), getattr(torch, dtype)) for shape, dtype in forms]
-        mine = outputs[number] if outputs else [None] * len(specs)
-        tensors = [_on_first("the outputs", t, s, mesh, owner) for t, s in zip(mine, specs, strict=True)]
-        found.append(tuple(t for t in tensors if t is not None))
-    return found
+def brought(
+    outputs: Sequence[tuple[Tensor, ...]], batches: int, mesh: Mesh, owner: int
+) -> list[tuple[Tensor, ...]]:
+    """Return on rank 0 the outputs for so many batches that their `owner` has, in host memory."""
+    tensors = mesh.to_first("the outputs", [tensor for one in outputs for tensor in one], owner)
+    size = len(tensors) // batches
+    return [tuple(tensors[n * size : (n + 1) * size]) for n in range(batches)]
