@@ -18,8 +18,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.network.factory import Factory, Initial, build
 from pipetrain.network.model import own_dtype, prove_model
 from pipetrain.network.values import Value
-from pipetrain.plan.program import draft_program, make_program, settle_clipping
-from pipetrain.plan.prove import prove_window
+from pipetrain.plan.program import draft_program, make_program, prove_window, settle_clipping
 from pipetrain.rate import Rate, rate_of
 from pipetrain.runtime.alike import conditions
 from pipetrain.runtime.optimizer import Configured, Function, prove_optimizer, small_copies

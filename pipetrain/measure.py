@@ -21,29 +21,23 @@ from statistics import median
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pipetrain.building import make_model
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.chain import network_of
 from pipetrain.network.network import INPUT, Made, Network, Tensors
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.tensors import made_up
 from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple, leaves_of
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.plan import Plan
-from pipetrain.plan.profile import SECONDS, Facts, LayerTime, Profile, average, profile_conditions
+from pipetrain.plan.profile import SECONDS, Facts, LayerTime, Profile, average
 from pipetrain.runtime.channel import Channel, Message
 from pipetrain.runtime.clock import Clock, Mark
-from pipetrain.runtime.mesh import Mesh, choose_device
-from pipetrain.runtime.optimizer import make_optimizer
-from pipetrain.runtime.ranks import World
+from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.recompute import Recompute
 from pipetrain.runtime.split import Deferred
 from pipetrain.runtime.weights import OptimizerFactory
-from pipetrain.settings import share_of_cores
 
 log = logging.getLogger("pipetrain")
 
@@ -53,29 +47,42 @@ EMPTY = -1  # the number of a layer that computes nothing
 SMALL, LARGE = 2**10, 2**22  # bytes of a message
 COLD_TRIPS, TRIPS = 3, 11
 
-Measured = tuple[Network, OptimizerFactory]
 
-
-def measure(mesh: Mesh, draft: Plan, conditions: Facts, make: Callable[[], Measured]) -> Profile:
+def measure(
+    mesh: Mesh, draft: Plan, conditions: Facts, make: Callable[[], tuple[Network, OptimizerFactory]]
+) -> Profile:
     """Measure messages, then layers; return the same profile on every rank.
 
     `draft`: a plan of the run, whose cuts do not matter; `make`: returns a network that is not trained
     afterwards, in host memory, and its optimizer's factory. Raises ConfigError, on all ranks, for a layer
     that fails on any, and ChannelError.
     """
-    began, size = time.perf_counter(), draft.settings.full
+    began, size, device = time.perf_counter(), draft.settings.full, mesh.device
     if mesh.world.rank == 0:
         log.info("pipetrain: profiling %d layers, %d samples at a time", len(draft.layers), size)
     latency_s, s_per_byte = slowest_link(mesh, draft.settings.buffer_size)
-    told = mesh.gather("the times of the layers", _layer_times(draft, mesh.device, make))
+    cuda = [device] if device.type == "cuda" else []
+    mine: Any
+    try:
+        with torch.random.fork_rng(cuda):
+            network, optimizer = make()
+            for module in (network.model, *network.modules):
+                module.to(device)
+            x = draft.example.pack(tuple(made_up(spec, device) for spec in draft.example.of(size).specs))
+            ratio, times = measure_layers(network, x, draft.layers, optimizer, draft.numerics)
+            mine = ratio, list(map(asdict, times))
+    except (ConfigError, RuntimeError) as error:  # a layer failed, or out of memory
+        mine = one_line(error)
+    if cuda:
+        torch.cuda.empty_cache()
+    told = mesh.gather("the times of the layers", mine)
     for failure in told:
         if isinstance(failure, str):
             raise ConfigError(failure)
     if mesh.world.rank == 0:
         log.info("profiled in %.1f s", time.perf_counter() - began)
-    cuda = mesh.device.type == "cuda"
     machine = {
-        "device": torch.cuda.get_device_name(mesh.device) if cuda else "cpu",
+        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
         "ranks": len(told),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
@@ -100,20 +107,6 @@ def twin_of(network: Network) -> Network:
         ) from error
 
 
-def measure_alone(cfg: DictConfig, draft: Plan) -> Profile:
-    """Measure the model of a configuration in this process, without messages. Raises ConfigError."""
-    settings, world = draft.settings, World()
-    torch.set_num_threads(settings.threads or share_of_cores(settings.ranks))
-    device = choose_device(world, settings.device)
-    mesh = Mesh(world, draft.placement, [], device, None, settings.timeout)
-
-    def make() -> Measured:
-        model = make_model(cfg, settings.seed, settings.dtype)
-        return network_of(model, draft.example, settings.precision == "bf16"), make_optimizer(cfg, model)
-
-    return measure(mesh, draft, profile_conditions(settings, cfg.optim), make)
-
-
 # Messages
 
 
@@ -126,15 +119,14 @@ def slowest_link(mesh: Mesh, buffer_size: int) -> tuple[float, float]:
     if mesh.world.size == 1:
         return 0.0, 0.0
     channel = mesh.channel(buffer_size)
-    mine = []
-    met: set[frozenset[int]] = set()
-    for stage, ranks in enumerate(pairwise(mesh.placement)):
-        if len(set(ranks)) == 2 and frozenset(ranks) not in met and mesh.world.rank in ranks:
-            mine.append([_one_way(channel, mesh, stage, nbytes) for nbytes in (SMALL, LARGE)])
-        met.add(frozenset(ranks))
-    told = mesh.gather("the times of messages", mine)
-    pairs = [pair for found in told for pair in found]
-    return line(*max(pairs, key=lambda pair: pair[1], default=(0.0, 0.0)))
+    pairs = {frozenset(ranks): stage for stage, ranks in enumerate(pairwise(mesh.placement))}
+    mine = [
+        [_one_way(channel, mesh, stage, nbytes) for nbytes in (SMALL, LARGE)]
+        for ranks, stage in sorted(pairs.items(), key=lambda pair: pair[1])
+        if len(ranks) == 2 and mesh.world.rank in ranks
+    ]
+    told = [pair for found in mesh.gather("the times of messages", mine) for pair in found]
+    return line(*max(told, key=lambda pair: pair[1], default=(0.0, 0.0)))
 
 
 def line(small_s: float, large_s: float) -> tuple[float, float]:
@@ -145,7 +137,7 @@ def line(small_s: float, large_s: float) -> tuple[float, float]:
 
 def _one_way(channel: Channel, mesh: Mesh, stage: int, nbytes: int) -> float:
     """Return half the median round trip; the other end, which only answers, measures about the same."""
-    here, there = mesh.placement[stage], mesh.placement[stage + 1]
+    here, there = mesh.placement[stage : stage + 2]
     specs = (TensorSpec((nbytes,), torch.uint8),)
     forth = [Message(stage, stage + 1, i, specs, (here, there)) for i in range(COLD_TRIPS + TRIPS)]
     back = [Message(stage + 1, stage, i, specs, (there, here)) for i in range(COLD_TRIPS + TRIPS)]
@@ -171,32 +163,8 @@ def _one_way(channel: Channel, mesh: Mesh, stage: int, nbytes: int) -> float:
 # Layers
 
 
-def _layer_times(
-    draft: Plan, device: torch.device, make: Callable[[], Measured]
-) -> tuple[float, list[dict[str, Any]]] | str:
-    """Return what `measure_layers` does, as JSON data, or, where a layer fails, why."""
-    cuda, entry = device.type == "cuda", draft.example.of(draft.full)
-    try:
-        with torch.random.fork_rng([device] if cuda else []):
-            network, optimizer = make()
-            for module in (network.model, *network.modules):
-                module.to(device)
-            x = draft.example.pack(tuple(made_up(spec, device) for spec in entry.specs))
-            ratio, times = measure_layers(network, x, draft.layers, optimizer, draft.numerics)
-            return ratio, list(map(asdict, times))
-    except (ConfigError, RuntimeError) as error:  # a layer failed, or out of memory
-        return one_line(error)
-    finally:
-        if cuda:
-            torch.cuda.empty_cache()
-
-
 def measure_layers(
-    network: Network,
-    x: Value,
-    layers: Sequence[Layer],
-    optimizer: OptimizerFactory,
-    numerics: Numerics,
+    network: Network, x: Value, layers: Sequence[Layer], optimizer: OptimizerFactory, numerics: Numerics
 ) -> tuple[float, list[LayerTime]]:
     """Measure every layer for the microbatch `x`, in its own modes, on the device of both.
 
@@ -237,16 +205,16 @@ class _Bench:
         self.spans: list[tuple[tuple[str, int], Mark, Mark]] = []  # (name in SECONDS, layer)
         self._weights = [[p for p in module.parameters() if p.requires_grad] for module in network.modules]
         met: set[int] = set()
-        self._optimizers: list[
-            torch.optim.Optimizer | None
-        ] = []  # that of a shared weight is the first layer's
-        for module in network.modules:
+        self._optimizers: dict[
+            int, torch.optim.Optimizer
+        ] = {}  # that of a shared weight is the first layer's
+        for index, module in enumerate(network.modules):
             own = [(name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) not in met]
             met.update(id(p) for _, p in own)
-            self._optimizers.append(optimizer(own) if own else None)
-        for made in filter(None, self._optimizers):
-            for group in made.param_groups:
-                group["lr"] = 0.0  # the same work, but the weights stay as they are
+            if own:
+                self._optimizers[index] = optimizer(own)
+                for group in self._optimizers[index].param_groups:
+                    group["lr"] = 0.0  # the same work, but the weights stay as they are
 
     def run(self, x: Value) -> None:
         """Run a batch of two microbatches, the second with a split backward. Gradients accumulate.
@@ -273,10 +241,9 @@ class _Bench:
             else:
                 self._backward("weight_s", index, graphs[index])
             graphs[index] = ()
-        for index, optimizer in enumerate(self._optimizers):
-            if optimizer is not None:
-                with self._timed("step_s", index):
-                    optimizer.step()
+        for index, optimizer in self._optimizers.items():
+            with self._timed("step_s", index):
+                optimizer.step()
         leaf = torch.zeros(1, device=self._device, requires_grad=True)
         for _ in range(2):
             self._backward("backward_s", EMPTY, (leaf.view_as(leaf),))
@@ -344,8 +311,6 @@ class _Bench:
     @property
     def state_ratio(self) -> float:
         """The bytes of the optimizer's state for each byte of its parameters."""
-        state = [list(optimizer.state.values()) for optimizer in self._optimizers if optimizer is not None]
+        state = tree_leaves([list(optimizer.state.values()) for optimizer in self._optimizers.values()])
         weights = {id(p): p.nbytes for of_layer in self._weights for p in of_layer}
-        return sum(t.nbytes for t in tree_leaves(state) if isinstance(t, Tensor)) / max(
-            sum(weights.values()), 1
-        )
+        return sum(t.nbytes for t in state if isinstance(t, Tensor)) / max(sum(weights.values()), 1)

@@ -144,7 +144,7 @@ def test_a_run_s_trace_agrees_with_its_records(run):
         assert computed == pytest.approx(stage["busy_fraction"] * 2 * summary["epoch_s"], rel=0.02)
     replay = read_trace(folder / "trace.json")
     assert replay.about["partition"] == summary["partition"]
-    assert replay.again.batch_s > 0
+    assert replay.batch_s > 0
 
 
 def test_tensorboard_reads_the_run(run):

@@ -45,19 +45,13 @@ def show(cfg: DictConfig) -> None:
     else:
         from pipetrain.plan.describe import show_plan
 
-        show_plan(cfg, _measured)
+        show_plan(cfg)
 
 
 def _by_model(name: str, cfg: DictConfig) -> tuple[str, Any]:
     from pipetrain.plan.describe import by_model  # imports torch
 
     return by_model(name, cfg)
-
-
-def _measured(cfg: DictConfig, draft: Any) -> Any:
-    from pipetrain.measure import measure_alone  # imports the runtime, which nothing else here needs
-
-    return measure_alone(cfg, draft)
 
 
 if __name__ == "__main__":

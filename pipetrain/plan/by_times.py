@@ -15,13 +15,12 @@ from typing import NamedTuple
 
 from pipetrain.codec import Identity
 from pipetrain.errors import ConfigError
-from pipetrain.plan.balance import GIB, best_cuts, choose_cuts
+from pipetrain.plan.balance import best_cuts, choose_cuts
 from pipetrain.plan.costs import Table
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.program import make_program, modes_of
 from pipetrain.schedule.actions import Op, Program, Schedule, splits
-from pipetrain.schedule.memory import Items, counts, held_bytes
-from pipetrain.schedule.policy import ForwardBackward
+from pipetrain.schedule.memory import GIB, Items, counts, held_bytes
 from pipetrain.settings import AUTO, PROFILE, STRATEGIES, Mode, Settings
 
 
@@ -36,21 +35,33 @@ class StageCost(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A strategy's cuts, as predicted, each stage in its fastest mode that fits."""
+    """Some cuts, as predicted, each stage in its fastest mode that fits."""
 
     cuts: list[int]
-    slowest_s: float  # of the slowest stage a batch
-    held_bytes: int  # of the fullest stage
-    fits: bool = True  # whether each stage keeps to memory_limit
+    stages: list[StageCost]
+
+    @property
+    def slowest_s(self) -> float:
+        """The time of the slowest stage for a batch."""
+        return max(stage.batch_s for stage in self.stages)
+
+    @property
+    def held_bytes(self) -> int:
+        """What the fullest stage holds."""
+        return max(stage.held_bytes for stage in self.stages)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A profile's predictions; `choices`: by strategy."""
+    """A profile's predictions; `choices`: by strategy; `limit`: the most bytes of a stage."""
 
     profile: Profile
-    stages: Sequence[StageCost]
     choices: dict[str, Choice]
+    limit: float = math.inf
+
+    @property
+    def chosen(self) -> Choice:
+        return self.choices[PROFILE]
 
 
 class InSchedule(NamedTuple):
@@ -79,13 +90,15 @@ class Predictor:
         """Return what some layers take and hold as a stage."""
         key = stage, start, end, mode
         if key not in self._known:
-            seconds = self.table.seconds(start, end, self.split, mode)
+            seconds, sizes = (
+                self.table.seconds(start, end, self.split, mode),
+                self.table.sizes(start, end, mode),
+            )
             backward_s = seconds[Op.I] + seconds[Op.W] if self.split else seconds[Op.B]
             messages_s, of = self._messages_s(stage, start, end), self.modes[stage][mode]
             each_s = seconds[Op.F] + backward_s + of.share * seconds[Op.R] + messages_s
-            sizes = self.table.sizes(start, end, mode)
-            held = max(held_bytes(items, sizes) for items in of.counts)
             batch_s = self.microbatches * each_s + seconds[Op.STEP]
+            held = max(held_bytes(items, sizes) for items in of.counts)
             self._known[key] = StageCost(mode, seconds, messages_s, batch_s, held)
         return self._known[key]
 
@@ -107,15 +120,10 @@ class Predictor:
             return min(fitting, key=lambda way: way.batch_s)
         return min(ways, key=lambda way: way.held_bytes)
 
-    def stages(self, cuts: Sequence[int], limit: float = math.inf) -> list[StageCost]:
-        spans = pairwise([0, *cuts, len(self.table.layers)])
-        return [self.best(stage, *span, limit) for stage, span in enumerate(spans)]
-
     def choice(self, cuts: Sequence[int], limit: float = math.inf) -> Choice:
         """Return what cuts would take and hold."""
-        stages = self.stages(cuts, limit)
-        held = max(stage.held_bytes for stage in stages)
-        return Choice(list(cuts), max(stage.batch_s for stage in stages), held, held <= limit)
+        spans = pairwise([0, *cuts, len(self.table.layers)])
+        return Choice(list(cuts), [self.best(stage, *span, limit) for stage, span in enumerate(spans)])
 
 
 def predictor_of(
@@ -126,52 +134,39 @@ def predictor_of(
     def programs(recompute: Collection[int] = ()) -> dict[int, Program]:
         return {n: make_program(schedule, None, n, settings, recompute=recompute) for n in lengths}
 
-    plain = programs()
-    stages = range(len(where))
-    ways = [{Mode.NEVER: _in_schedule(settings, schedule, plain, stage)} for stage in stages]
-    free = settings.recompute == AUTO
-    if settings.memory_limit is not None if free else settings.recompute != Mode.NEVER:
-        again = programs(stages)
-        asked = None if free else modes_of(settings.recompute, len(where))
-        for stage in stages:
-            of = _in_schedule(settings, schedule, again, stage)
-            modes = [*Mode] if asked is None else [asked[stage]]
-            if settings.compile and asked is None:  # which leaves no operations to choose from
-                modes.remove(Mode.SELECTIVE)
-            if of.share:
-                ways[stage] = {mode: ways[stage][mode] if mode is Mode.NEVER else of for mode in modes}
+    stages, plain = range(len(where)), programs()
+    asked = [[mode] for mode in modes_of(settings.recompute, len(where))]
+    if settings.recompute == AUTO and settings.memory_limit is not None:
+        # torch.compile leaves no operations to choose from.
+        asked = [
+            [mode for mode in Mode if mode is not Mode.SELECTIVE or not settings.compile] for _ in stages
+        ]
+    again = programs(stages) if any(modes != [Mode.NEVER] for modes in asked) else plain
+    ways: list[dict[Mode, InSchedule]] = []
+    for stage, modes in enumerate(asked):
+        never, recomputing = (_in_schedule(settings, of, stage) for of in (plain, again))
+        chosen = modes if recomputing.share else [Mode.NEVER]
+        ways.append({mode: never if mode is Mode.NEVER else recomputing for mode in chosen})
     split = any(splits(program) for program in plain.values())
     return Predictor(table, where, ways, settings.microbatches, split)
 
 
-def _in_schedule(
-    settings: Settings, schedule: Schedule, programs: Mapping[int, Program], stage: int
-) -> InSchedule:
+def _in_schedule(settings: Settings, programs: Mapping[int, Program], stage: int) -> InSchedule:
     """Return what a stage does in the programs; `programs`: by number of batches."""
+    copied = [] if isinstance(settings.codecs.forward, Identity) else [stage]
     found: set[Items] = set()
     share = 0.0
-    coded = not isinstance(settings.codecs.forward, Identity)
     for batches, program in programs.items():
         (actions,) = (row for row in program if any(action.stage == stage for action in row))
         share = max(share, sum((a.stage, a.op) == (stage, Op.R) for a in actions) / batches)
-        held = {now[stage] for now in counts(actions, settings.buffer_size, [stage] * coded)}
-        if isinstance(schedule, ForwardBackward):  # whose program is one of many
-            most = schedule.bounds(stage, len(program), batches, settings.microbatches)
-            full = Items(*map(max, *held, Items()))
-            again = share > 0
-            waiting = {"saved": 1, "before_r": most.activations - 1} if again else {"saved": most.activations}
-            held = {full._replace(versions=most.versions - 1, **waiting)}
-        found |= held
+        found |= {now[stage] for now in counts(actions, settings.buffer_size, copied)}
     return InSchedule(found, share / settings.microbatches)
 
 
-def balance_times(
-    predictor: Predictor, allowed: Collection[int], limit: float = math.inf, way_out: str = ""
-) -> list[int]:
+def balance_times(predictor: Predictor, allowed: Collection[int], limit: float = math.inf) -> list[int]:
     """Return the `allowed` cuts, within `limit` bytes a stage, with the fastest slowest stage.
 
-    Each stage is in the fastest mode of recomputation that fits. Raises ConfigError if there are none, which
-    names a `way_out`.
+    Each stage is in the fastest mode of recomputation that fits. Raises ConfigError if there are none.
     """
     layers, stages = len(predictor.table.layers), len(predictor.placement)
     within = {0, layers, *allowed}
@@ -194,7 +189,7 @@ def balance_times(
         )
     raise ConfigError(
         f"memory_limit={limit / GIB:g} is too small: the smallest with which {stages} stages fit is "
-        f"{math.ceil(smallest / GIB * 1e4) / 1e4:.4f} GiB; choose that, {way_out}more stages or "
+        f"{math.ceil(smallest / GIB * 1e4) / 1e4:.4f} GiB; choose that, recompute=auto, more stages or "
         f"smaller microbatches"
     )
 
@@ -205,8 +200,6 @@ def cut_by_times(
     """Choose the cuts by measured times, and compare them with those of the other strategies."""
     layers, where = predictor.table.layers, predictor.placement
     limit = math.inf if settings.memory_limit is None else settings.memory_limit * GIB
-    way_out = "recompute=auto, " if settings.recompute == Mode.NEVER else ""
-    cuts = balance_times(predictor, allowed, limit, way_out)
-    others = {name: choose_cuts(name, layers, len(where), where=where) for name in STRATEGIES}
-    choices = {name: predictor.choice(of, limit) for name, of in ({PROFILE: cuts} | others).items()}
-    return Prediction(profile, predictor.stages(cuts, limit), choices)
+    cuts = {PROFILE: balance_times(predictor, allowed, limit)}
+    cuts |= {name: choose_cuts(name, layers, where) for name in STRATEGIES}
+    return Prediction(profile, {name: predictor.choice(of, limit) for name, of in cuts.items()}, limit)

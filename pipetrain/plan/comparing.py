@@ -24,10 +24,7 @@ from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import joined
 
 BATCHES = 16  # of a window that is an epoch, the part that is simulated
-ALL = "all"
 WORK = 3  # forwards that a rank's work for a microbatch takes, with its backward
-_NOT_FOR_A_TABLE = ("out", "cost", "span")
-
 
 ByModel = Callable[[str, DictConfig], tuple[str, list[str]]]
 """Plans a configuration by the costs of its model; returns a title, and the `times` of its schedule."""
@@ -39,55 +36,37 @@ def show_table(cfg: DictConfig, by_model: ByModel) -> None:
     Raises ConfigError.
     """
     words = list(HydraConfig.get().overrides.task)
-    if unused := [key for key in _NOT_FOR_A_TABLE if cfg[key] is not None]:
+    if unused := [key for key in ("out", "cost", "span") if cfg[key] is not None]:
         raise ConfigError(f"compare= prints a table, which takes no {unused[0]}=: leave one of them out")
-    if cfg.partition == "profile":
-        raise ConfigError(
-            "compare= needs one profile for all schedules: give partition.profile=FILE, the profile.json of "
-            "a run that had partition=profile"
-        )
-    names, ranks, m = _names(cfg), _count(cfg, "stages") or 2, _count(cfg, "microbatches")
-    asked = {name: _composed([*words, f"schedule={name}", f"microbatches={m}"]) for name in names}
-    print(table(asked, ranks, m or 1, by_model if _has_model(words) else None), end="")
-
-
-def table(
-    asked: dict[str, DictConfig],
-    ranks: int,
-    microbatches: int,
-    by_model: ByModel | None = None,
-) -> str:
-    """Return the table of schedules, given with their configurations, on equal stages.
-
-    `by_model`: None for a table without the columns of a model.
-    """
+    ranks, m = _count(cfg, "stages") or 2, _count(cfg, "microbatches") or 1
+    has_model = any(word.lstrip("+").startswith(("model", "experiment=")) for word in words)
+    shared = [word for word in words if not word.startswith("compare=")]
     rows, notes, title = [], [], ""
-    for name, cfg in asked.items():
+    for name in _names(cfg):
+        own = hydra.compose("plan", overrides=[*shared, f"schedule={name}", f"microbatches={m}"])
         try:
-            equal, held = _on_equal_stages(cfg, ranks, microbatches)
-            row = [name, *equal]
-            if by_model is not None:
-                title, own = by_model(name, cfg)
-                row += own
+            times, held = _on_equal_stages(own, ranks, m)
+            if has_model:
+                title, more = by_model(name, own)
+                times += more
         except (ConfigError, ScheduleError) as error:
             notes.append(f"{name}: {error}\n")
             continue
-        rows.append([*row, *held])
+        rows.append([name, *times, *held])
     if not rows:
         raise ConfigError(
             f"compare= has no schedule that can be planned with these settings; {notes[0].strip()}"
         )
-    head = ["schedule", "batch", "bubble", "activations", "versions", "staleness"]
-    if by_model is not None:
-        head[3:3] = [f"{title} batch", f"{title} bubble"]
+    of_model = [f"{title} batch", f"{title} bubble"] if has_model else []
+    head = ["schedule", "batch", "bubble", *of_model, "activations", "versions", "staleness"]
     part = f"1/{ranks} of the model" if ranks > 1 else "the model"
-    size = f"{ranks} rank{'s' * (ranks > 1)}, {microbatches} microbatch{'es' * (microbatches > 1)} a batch"
-    return (
-        f"{size}; all stages equal, messages free\n\n{aligned([head, *rows])}\n"
-        f"batch: the time of one, where 1 is what a rank computes for a microbatch; {microbatches} is no "
-        f"bubble\n"
+    print(
+        f"{ranks} rank{'s' * (ranks > 1)}, {m} microbatch{'es' * (m > 1)} a batch; all stages equal, "
+        f"messages free\n\n{aligned([head, *rows])}\n"
+        f"batch: the time of one, where 1 is what a rank computes for a microbatch; {m} is no bubble\n"
         f"the rest by rank: activations held, in microbatches of {part}; weight versions; updates late\n"
-        f"{''.join(f'without {note}' for note in notes)}"
+        f"{''.join(f'without {note}' for note in notes)}",
+        end="",
     )
 
 
@@ -126,28 +105,18 @@ def _on_equal_stages(cfg: DictConfig, ranks: int, microbatches: int) -> tuple[li
     return times(run, batches, WORK * len(placement(program)) / ranks), by_rank
 
 
-def _has_model(words: Sequence[str]) -> bool:
-    return any(word.lstrip("+").startswith(("model", "experiment=")) for word in words)
-
-
 def _names(cfg: DictConfig) -> list[str]:
     """Return the names of the schedules to compare. Raises ConfigError."""
     known = sorted(GlobalHydra.instance().config_loader().get_group_options("schedule"))
     named = [str(name) for name in cfg.compare] if isinstance(cfg.compare, ListConfig) else [str(cfg.compare)]
-    if named == [ALL]:
+    if named == ["all"]:
         return known
-    if unknown := [name for name in named if name not in known]:
+    if not named or not set(named) <= {*known}:
         raise ConfigError(
-            f"compare= has no schedule {unknown[0]}; write compare={ALL}, or some of: {', '.join(known)}, as "
-            f"compare=[1f1b,zbv]"
+            f"compare={cfg.compare} names a schedule that there is not, or none: write compare=all, or some "
+            f"of {', '.join(known)}, as compare=[1f1b,zbv]"
         )
-    if not named:
-        raise ConfigError(f"compare=[] names no schedule; write compare={ALL}, or compare=[1f1b,zbv]")
     return list(dict.fromkeys(named))
-
-
-def _composed(words: Sequence[str]) -> DictConfig:
-    return hydra.compose("plan", overrides=[word for word in words if not word.startswith("compare=")])
 
 
 def _count(cfg: DictConfig, key: str) -> int | None:

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
-import torch
-
 from pipetrain.codec import Codecs
 from pipetrain.network.network import INPUT, Made
 from pipetrain.network.values import TensorSpec, ValueSpec
@@ -72,25 +70,19 @@ class Table:
 
         Where nothing that enters needs a gradient, W is all of the backward.
         """
-
-        def of(name: str) -> float:
-            return self._until[name][end] - self._until[name][start]
-
-        forward = again = of("forward_s")
+        of = {name: until[end] - until[start] for name, until in self._until.items()}
         hands_back = any(self.entering(start, end).values())
-        recorded = of("recorded_s") if split and hands_back else forward
+        recorded = of["recorded_s" if split and hands_back else "forward_s"]
+        forward, again = (recorded if mode is Mode.NEVER else of["forward_s"]), recorded
         if mode is Mode.SELECTIVE:
-            forward, again = of("kept_s"), of("again_s") + recorded - forward
-        else:
-            forward, again = (recorded if mode is Mode.NEVER else forward), recorded
-        halves = (of("input_s"), of("weight_s")) if hands_back else (0.0, of("backward_s"))
+            forward, again = of["kept_s"], of["again_s"] + recorded - of["forward_s"]
         return {
             Op.F: forward,
             Op.R: again,
-            Op.B: of("backward_s"),
-            Op.I: halves[0],
-            Op.W: halves[1],
-            Op.STEP: of("step_s"),
+            Op.B: of["backward_s"],
+            Op.I: of["input_s"] if hands_back else 0.0,
+            Op.W: of["weight_s" if hands_back else "backward_s"],
+            Op.STEP: of["step_s"],
         }
 
     def message_s(self, nbytes: float) -> float:
@@ -107,19 +99,14 @@ class Table:
             seconds = self.seconds(slice.start, slice.end, split, mode)
             costs |= {(stage, op): taken for op, taken in seconds.items()}
             costs[stage, Op.NORM] = self.latency_s  # a message of one number
+            weights = trained(self.layers[slice.start : slice.end])
+            if mine := [weights[name].nbytes for name, stages in cut.shared.items() if stage in stages]:
+                costs[stage, Op.TIE] = self.message_s(sum(mine))
         for route in cut.routes:
             there, back = (cut.message(edge, size) for edge in (route.edge, route.way_back))
             costs[route.source, Op.SEND_F, route.target] = self.message_s(self.codecs.wire_bytes(there, True))
             costs[route.target, Op.SEND_B, route.source] = self.message_s(self.codecs.wire_bytes(back, False))
-        for name, stages in cut.shared.items():
-            for stage in stages:
-                nbytes = self.layers_of(cut, stage)[name].nbytes
-                costs[stage, Op.TIE] = costs.get((stage, Op.TIE), self.latency_s) + nbytes * self.s_per_byte
         return Costs(costs)
-
-    def layers_of(self, cut: Cut, stage: int) -> Mapping[str, TensorSpec]:
-        """Return the trained parameters of a stage, by name."""
-        return trained(self.layers[cut.slices[stage].start : cut.slices[stage].end])
 
     # Values that cross cuts
 
@@ -154,48 +141,50 @@ class Table:
         layers, last = self.layers[start:end], end == len(self.layers)
         enters, leaves = self.entering(start, end), self.leaving(start, end)
         taken = enters if start else {Made(INPUT, n): False for n in range(len(self.inputs.specs))}
+        inputs, targets = sum(self.spec(value).nbytes for value in taken), self.targets * last
+        arrived = sum(self.spec(value).nbytes for value, needs in leaves.items() if needs)
         held = {origin(self.layers, value): self.spec(value).nbytes for value in (*leaves, *taken)}
-        inputs = sum(self.spec(value).nbytes for value in taken)
-        saved = together((layer.saved for layer in layers), held)
+        saved = together((layer.saved for layer in layers), held) + self.loss * last + targets
         saved += inputs * copies_input(self.layers, taken, start, end)
-        saved += (self.loss + self.targets) * last
-        sent = [{v: needs for v, needs in of.items() if v not in near} for of in (enters, leaves)]
-        after_i = together(layer.for_w for layer in layers) + self.targets * last
-        if not any(self.requires_grad(value) for value in enters):  # W is then the whole backward
-            after_i = saved + sum(self.spec(value).nbytes for value, needs in leaves.items() if needs)
-        buffers = {name: spec for layer in layers for name, spec in layer.buffers.items()}
-        frozen = {name: spec for layer in layers for name, spec in layer.frozen.items()}
-        fixed = sum(spec.nbytes for spec in (buffers | frozen).values())
-        before_r = inputs + sum(spec.nbytes for spec in buffers.values()) + self.targets * last
-        if mode is Mode.SELECTIVE:
-            before_r += together(layer.products for layer in layers)
-        parameters = trained(layers)
-        others = trained([*self.layers[:start], *self.layers[end:]])
-        weights = sum(spec.nbytes for spec in parameters.values())
+        after_i = together(layer.for_w for layer in layers) + targets
+        if not any(map(self._requires_grad, enters)):  # W is then the whole backward
+            after_i = saved + arrived
+        weights, buffers, frozen = trained(layers), _named(layers, "buffers"), _named(layers, "frozen")
+        products = together(layer.products for layer in layers) if mode is Mode.SELECTIVE else 0
+        elsewhere = trained([*self.layers[:start], *self.layers[end:]])
+        far_in, far_out = ({v: needs for v, needs in of.items() if v not in near} for of in (enters, leaves))
         return Items(
             saved=saved,
-            before_r=before_r,
+            before_r=inputs + _nbytes(buffers) + targets + products,
             after_i=after_i,
-            weights=weights * (1 + self.averaged) + fixed,
-            versions=weights,
-            gradients=weights,
-            optimizer=round(sum(map(self.state_of, parameters.values()))),
+            weights=_nbytes(weights) * (1 + self.averaged) + _nbytes(buffers | frozen),
+            versions=_nbytes(weights),
+            gradients=_nbytes(weights),
+            optimizer=round(sum(map(self.state_of, weights.values()))),
             inputs=self.wire_bytes(enters)[0],
             grads=self.wire_bytes(leaves)[1],
-            arrived=sum(self.spec(value).nbytes for value, needs in leaves.items() if needs),
-            outputs=self.wire_bytes(sent[1])[0],
-            returned=self.wire_bytes(sent[0])[1],
-            tied=sum(spec.nbytes for name, spec in parameters.items() if name in others),
+            arrived=arrived,
+            outputs=self.wire_bytes(far_out)[0],
+            returned=self.wire_bytes(far_in)[1],
+            tied=_nbytes({name: spec for name, spec in weights.items() if name in elsewhere}),
         )
 
-    def requires_grad(self, value: Made) -> bool:
-        known = None if value.layer == INPUT else self.layers[value.layer].requires_grad
-        return value.layer != INPUT and (known is None or known[value.number])
+    def _requires_grad(self, value: Made) -> bool:
+        known = () if value.layer == INPUT else self.layers[value.layer].requires_grad
+        return known is None or bool(known and known[value.number])
+
+
+def _named(layers: Iterable[Layer], kind: str) -> dict[str, TensorSpec]:
+    return {name: spec for layer in layers for name, spec in getattr(layer, kind).items()}
+
+
+def _nbytes(tensors: Mapping[str, TensorSpec]) -> int:
+    return sum(spec.nbytes for spec in tensors.values())
 
 
 def trained(layers: Iterable[Layer]) -> dict[str, TensorSpec]:
     """Return the trained parameters of some layers, each once, by name."""
-    return {name: spec for layer in layers for name, spec in layer.weights.items()}
+    return _named(layers, "weights")
 
 
 def together(kept: Iterable[Kept], values: Mapping[Made, int] | None = None) -> int:
@@ -206,11 +195,6 @@ def together(kept: Iterable[Kept], values: Mapping[Made, int] | None = None) -> 
         for value, nbytes in one.values.items():
             sizes[value] = max(nbytes, sizes.get(value, 0))
     return inside + sum(sizes.values())
-
-
-def loss_bytes(outputs: ValueSpec, dtype: torch.dtype | None) -> int:
-    """Return what a loss saves of the outputs, which it gets as `dtype`: as much as a cross-entropy does."""
-    return sum(spec.numel * (dtype or spec.dtype).itemsize for spec in outputs.specs)
 
 
 def by_work(layers: Sequence[Layer], ranks: int) -> list[LayerTime]:

@@ -7,12 +7,12 @@ that they return are added.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, pairwise, repeat
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipetrain.network.network import INPUT, Made, Network, Slice, Tensors
 from pipetrain.network.places import places
@@ -68,16 +68,12 @@ class Cut:
     @cached_property
     def routes_into(self) -> list[list[Route]]:
         """The routes that end at each stage, ascending."""
-        return [
-            [route for route in self.routes if route.target == stage] for stage in range(len(self.slices))
-        ]
+        return [[route for route in self.routes if route.target == n] for n in range(len(self.slices))]
 
     @cached_property
     def routes_from(self) -> list[list[Route]]:
         """The routes that begin at each stage, ascending."""
-        return [
-            [route for route in self.routes if route.source == stage] for stage in range(len(self.slices))
-        ]
+        return [[route for route in self.routes if route.source == n] for n in range(len(self.slices))]
 
     @property
     def edges(self) -> list[Edge]:
@@ -92,23 +88,15 @@ class Cut:
     @cached_property
     def bounds(self) -> dict[Edge, int]:
         """The bound of each edge between ranks, in one fixed order; see schedule/bounds.py."""
+        bounded = [(route, route.bounds) for route in self.routes if route.bounds is not None]
         return {
-            edge: bound
-            for route in self.routes
-            for edge, bound in zip((route.edge, route.way_back), route.bounds or (), strict=False)
+            edge: n for route, of in bounded for edge, n in zip((route.edge, route.way_back), of, strict=True)
         }
-
-    @property
-    def message_edges(self) -> list[Edge]:
-        """The pairs of stages that send messages, activations or gradients."""
-        return list(self._values)
 
     def bounded(self, bounds: Mapping[Edge, int]) -> Cut:
         """Return the cut with the bounds of its edges."""
-        routes = (
-            replace(r, bounds=(bounds[r.edge], bounds[r.way_back]) if r.edge in bounds else None)
-            for r in self.routes
-        )
+        both = [(bounds[r.edge], bounds[r.way_back]) if r.edge in bounds else None for r in self.routes]
+        routes = (replace(route, bounds=of) for route, of in zip(self.routes, both, strict=True))
         return replace(self, routes=tuple(routes))
 
     def entering(self, stage: int, size: int) -> tuple[TensorSpec, ...]:
@@ -168,15 +156,21 @@ def cut_layers(
     """
     layers = next(iter(estimates.values()))
     entering = values_entering(layers, cuts, len(example.specs))
-    routes = tuple(_routes(entering, cuts))
     used = {value for values in entering for value in values}
+    routes = []
+    for source, target in combinations(range(len(entering)), 2):
+        values = {v: needs for v, needs in entering[target].items() if stage_of(v.layer, cuts) == source}
+        if values:
+            routes.append(Route(source, target, tuple(values), tuple(values.values())))
+
+    def specs(size: int, of: Sequence[Layer]) -> Specs:
+        outputs = [*(layer.output for layer in of), example.of(size)]  # layer INPUT is the last
+        return {value: outputs[value.layer].specs[value.number] for value in used}
+
     return Cut(
         slices=tuple(_slices(layers, cuts, entering, routes, example)),
-        routes=routes,
-        specs={
-            size: {v: (of[v.layer].output if v.layer != INPUT else inputs).specs[v.number] for v in used}
-            for size, of, inputs in ((size, of, example.of(size)) for size, of in estimates.items())
-        },
+        routes=tuple(routes),
+        specs={size: specs(size, of) for size, of in estimates.items()},
         shared=shared or {},
     )
 
@@ -196,16 +190,8 @@ def entering(layers: Sequence[Layer], start: int, end: int) -> dict[Made, bool]:
 
 def values_entering(layers: Sequence[Layer], cuts: Sequence[int], inputs: int) -> list[dict[Made, bool]]:
     """Return what enters each stage, as `entering` does. The first takes the `inputs` that the model has."""
-    later = [entering(layers, start, end) for start, end in pairwise([*cuts, len(layers)])]
     data = {Made(INPUT, number): False for number in range(inputs)}
-    return [data, *later]
-
-
-def _routes(entering: Sequence[Mapping[Made, bool]], cuts: Sequence[int]) -> Iterator[Route]:
-    for source, target in combinations(range(len(entering)), 2):
-        values = {v: needs for v, needs in entering[target].items() if stage_of(v.layer, cuts) == source}
-        if values:
-            yield Route(source, target, tuple(values), tuple(values.values()))
+    return [data, *(entering(layers, start, end) for start, end in pairwise([*cuts, len(layers)]))]
 
 
 def _slices(
@@ -251,25 +237,28 @@ def stage_of(layer: int, cuts: Sequence[int]) -> int:
 
 def homes(network: Network, cuts: Sequence[int]) -> dict[str, int]:
     """Return the first stage that holds each parameter and buffer, by its name in the model."""
-    named = [*network.model.named_parameters(), *network.model.named_buffers()]
-    names = {id(tensor): name for name, tensor in named}
-    found: dict[str, int] = {}
-    for index, module in enumerate(network.modules):
-        for place in places(module):
-            if id(place.tensor) in names:
-                found.setdefault(names[id(place.tensor)], stage_of(index, cuts))
-    return found
+    holders = _holders(network, cuts, lambda module: (place.tensor for place in places(module)))
+    return {name: min(stages) for name, stages in holders.items()}
 
 
 def shared_weights(network: Network, cuts: Sequence[int]) -> dict[str, Tie]:
     """Return the stages of each trained parameter that several have, by its name in the model."""
-    names = {id(p): name for name, p in network.model.named_parameters() if p.requires_grad}
-    holders: dict[str, set[int]] = {}
-    for index, module in enumerate(network.modules):
-        for parameter in module.parameters():
-            if id(parameter) in names:
-                holders.setdefault(names[id(parameter)], set()).add(stage_of(index, cuts))
+    holders = _holders(network, cuts, lambda module: (p for p in module.parameters() if p.requires_grad))
     return {name: tuple(sorted(stages)) for name, stages in holders.items() if len(stages) > 1}
+
+
+def _holders(
+    network: Network, cuts: Sequence[int], tensors_of: Callable[[nn.Module], Iterable[Tensor]]
+) -> dict[str, set[int]]:
+    """Return the stages whose layers have each parameter or buffer, by its name in the model."""
+    named = [*network.model.named_parameters(), *network.model.named_buffers()]
+    names = {id(tensor): name for name, tensor in named}
+    found: dict[str, set[int]] = {}
+    for index, module in enumerate(network.modules):
+        for tensor in tensors_of(module):
+            if id(tensor) in names:
+                found.setdefault(names[id(tensor)], set()).add(stage_of(index, cuts))
+    return found
 
 
 def copies_input(layers: Sequence[Layer], enters: Iterable[Made], start: int, end: int) -> bool:
@@ -280,12 +269,11 @@ def copies_input(layers: Sequence[Layer], enters: Iterable[Made], start: int, en
 
 def copies_output(layers: Sequence[Layer], leaves: Iterable[Made], start: int) -> bool:
     """Return whether what leaves layers from `start` on may change later, as one of them keeps it."""
-    for value in leaves:
-        while value.layer >= start:
-            if layers[value.layer].keeps_output:
-                return True
-            before = layers[value.layer].views[value.number] if layers[value.layer].views else None
-            if before is None:
-                break
-            value = before
-    return False
+
+    def kept(value: Made | None) -> bool:
+        if value is None or value.layer < start:
+            return False
+        layer = layers[value.layer]
+        return layer.keeps_output or bool(layer.views and kept(layer.views[value.number]))
+
+    return any(map(kept, leaves))

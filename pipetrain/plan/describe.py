@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from shutil import get_terminal_size
 
@@ -27,7 +26,7 @@ from pipetrain.plan.comparing import BATCHES, WORK, aligned, batches_of, times
 from pipetrain.plan.cut import AnySize
 from pipetrain.plan.memory import gpu_bytes, known_state, memory, optimizer_state, says_whether_it_fits, sized
 from pipetrain.plan.plan import Plan, Samples, make_plan, with_costs
-from pipetrain.plan.profile import Profile, profile_conditions, read_profile
+from pipetrain.plan.profile import profile_conditions, read_profile
 from pipetrain.plan.replay import compare, read_trace, refuse_other
 from pipetrain.rules import COUNT
 from pipetrain.schedule.actions import Op, has_norms, splits
@@ -37,9 +36,6 @@ from pipetrain.schedule.memory import PARTS, Memory, peaks
 from pipetrain.schedule.theory import theory
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.settings import PROFILE, Mode, Settings
-
-Measure = Callable[[DictConfig, Plan], Profile]
-"""Measures the layers of a configuration's model, of which there is a plan by estimates."""
 
 
 class OpenPlan(Plan):
@@ -54,28 +50,31 @@ class OpenPlan(Plan):
     def of(cls, plan: Plan, settings: Settings) -> OpenPlan:
         """Return a plan made for two batch sizes, with these settings."""
         known = {one.name: getattr(plan, one.name) for one in fields(plan)}
-        for name, cut in (("cut", plan.cut), ("evaluation_cut", plan.evaluation_cut)):
-            known[name] = replace(cut, specs=AnySize(cut.specs))
+        for name in ("cut", "evaluation_cut"):
+            known[name] = replace(known[name], specs=AnySize(known[name].specs))
         return cls(**known | {"settings": settings, "windows": dict(plan.windows)})
 
 
-def show_plan(cfg: DictConfig, measure: Measure) -> None:
-    """Print the plan of a configuration and, with `out`, draw its timeline.
+# The command
 
-    `measure`: called for partition=profile.
-    """
+
+def show_plan(cfg: DictConfig) -> None:
+    """Print the plan of a configuration and, with `out`, draw its timeline."""
     traced = read_trace(Path(str(cfg.cost))) if cfg.cost is not None else None
     # A window that is an epoch is as long as the traced one, or BATCHES.
     epoch = traced.about["epoch_batches"] if traced else BATCHES
-    plan = planned(cfg, str(HydraConfig.get().runtime.choices["schedule"]), epoch, measure)
+    plan = planned(cfg, str(HydraConfig.get().runtime.choices["schedule"]), epoch)
     if traced:
         refuse_other(plan, traced, str(cfg.cost))
         plan = with_costs(plan, traced.costs)
         refuse_other(plan, traced, str(cfg.cost))
-    plan = sized(plan, make_task(cfg), _state_of(cfg))
-    span = _span(cfg)
+    plan, span = sized(plan, make_task(cfg), _state_of(cfg)), _span(cfg)
     if cfg.out is not None:
-        _draw(plan, Path(str(cfg.out)), span)
+        run = plan.timeline()
+        try:
+            as_figure(run, Path(str(cfg.out)), _title(plan), plan.unit_of_time, span, memory(plan, run))
+        except OSError as error:
+            raise ConfigError(f"out={cfg.out} cannot be written: {error}") from error
     room = gpu_bytes(plan.settings.device)
     print(describe(plan, get_terminal_size((100, 24)).columns, span, room), end="")
     if traced:
@@ -84,8 +83,11 @@ def show_plan(cfg: DictConfig, measure: Measure) -> None:
         print(f"\ntimeline drawn in {cfg.out}")
 
 
-def planned(cfg: DictConfig, schedule: str, epoch: int = BATCHES, measure: Measure | None = None) -> Plan:
-    """Plan a configuration whose schedule has this name; `epoch`: its batches. Raises ConfigError."""
+def planned(cfg: DictConfig, schedule: str, epoch: int = BATCHES) -> Plan:
+    """Plan a configuration whose schedule has this name; `epoch`: its batches. Raises ConfigError.
+
+    On paper nothing is measured: without a file partition=profile is the draft that a run begins with.
+    """
     settings = Settings.composed(cfg, schedule, None)
     batches = COUNT.read("batches", cfg.batches, null=True) or min(settings.window or epoch, epoch)
     if cfg.batches is not None:
@@ -94,14 +96,14 @@ def planned(cfg: DictConfig, schedule: str, epoch: int = BATCHES, measure: Measu
     model = make_model(cfg, settings.seed, settings.dtype)
     example = declared_example(cfg.data, settings.dtype) or load_data(cfg.data, settings.dtype).facts.example
     network = network_of(model, example.cast(settings.dtype), settings.precision == "bf16")
-    make = partial(make_plan, settings, make_schedule(cfg), network, example, samples)
+    profile = None
     if settings.profile is not None:
-        return make(read_profile(settings.profile, profile_conditions(settings, cfg.optim)))
-    plan = make()
-    if settings.partition != PROFILE or measure is None:
-        return plan
-    print(f"profiling {len(plan.layers)} layers in this process", file=sys.stderr)
-    return make(measure(cfg, plan))
+        profile = read_profile(settings.profile, profile_conditions(settings, cfg.optim))
+    elif settings.partition == PROFILE:
+        print(
+            "partition=profile measures when a run starts; this is its draft, cut by flops", file=sys.stderr
+        )
+    return make_plan(settings, make_schedule(cfg), network, example, samples, profile)
 
 
 def by_model(name: str, cfg: DictConfig) -> tuple[str, list[str]]:
@@ -109,18 +111,6 @@ def by_model(name: str, cfg: DictConfig) -> tuple[str, list[str]]:
     plan = planned(cfg, name)
     title = f"{plan.settings.model}{' ms' if plan.costs else ''}"
     return title, times(plan.timeline(), batches_of(cfg), 1e-3 if plan.costs else WORK)
-
-
-def _draw(plan: Plan, path: Path, span: tuple[int, int] | None) -> None:
-    run = plan.timeline()
-    try:
-        as_figure(run, path, _title(plan), plan.unit_of_time, span, memory(plan, run))
-    except OSError as error:
-        raise ConfigError(f"out={path} cannot be written: {error}") from error
-
-
-def _title(plan: Plan) -> str:
-    return f"{plan.settings.model}, {plan.settings.schedule}"
 
 
 def _state_of(cfg: DictConfig) -> Callable[[TensorSpec], int]:
@@ -137,15 +127,15 @@ def _state_of(cfg: DictConfig) -> Callable[[TensorSpec], int]:
 
 def _span(cfg: DictConfig) -> tuple[int, int] | None:
     """Return the first and last cell of the timeline to draw; None for what shows it in short."""
-    if cfg.span is None:
-        return None
-    value = str(cfg.span)
-    if value == "all":
-        return 0, sys.maxsize
-    ends = re.fullmatch(r"(\d+)-(\d+)", value)
+    if cfg.span in (None, "all"):
+        return (0, sys.maxsize) if cfg.span else None
+    ends = re.fullmatch(r"(\d+)-(\d+)", str(cfg.span))
     if ends is None or int(ends[1]) >= int(ends[2]):
-        raise ConfigError(f"span={value} must be all, or from which cell to which, such as 0-40")
+        raise ConfigError(f"span={cfg.span} must be all, or from which cell to which, such as 0-40")
     return int(ends[1]), int(ends[2])
+
+
+# The text
 
 
 def describe(
@@ -155,8 +145,7 @@ def describe(
 
     `room`: the bytes of each rank's GPU, if it has one.
     """
-    settings = plan.settings
-    batches = max(plan.windows)
+    settings, batches = plan.settings, max(plan.windows)
     head = (
         f"{settings.model}, schedule {settings.schedule}: {plan.stages} stages on {settings.ranks} ranks, "
         f"batch {settings.batch_size} in {settings.microbatches} microbatches, window of {batches} "
@@ -173,65 +162,59 @@ def describe(
     run = plan.timeline()
     held = memory(plan, run) if plan.sizes else []
     picture = as_text(run, width, plan.unit_of_time, span, held, _title(plan))
-    split = splits(plan.window.program)
-    predicted = [] if plan.prediction is None else [_predicted(run, plan.prediction, batches, split)]
+    predicted = [_predicted(plan, plan.prediction, run)] if plan.prediction else []
     sizes = [_memory(plan, held, room)] if held else []
     return "\n".join((head, _partition(plan), *predicted, picture, *sizes, _figures(plan, run, batches)))
+
+
+def _title(plan: Plan) -> str:
+    return f"{plan.settings.model}, {plan.settings.schedule}"
 
 
 def _partition(plan: Plan) -> str:
     size, flops = plan.full, sum(layer.flops for layer in plan.layers)
     recomputes = any(mode is not Mode.NEVER for mode in plan.recompute)
-    halves = [Op.I, Op.W] if splits(plan.window.program) else [Op.B]
-    rows: list[dict[str, str]] = []
+    shown = [Op.F, *[Op.R] * recomputes, *([Op.I, Op.W] if splits(plan.window.program) else [Op.B])]
+    codecs, rows = plan.settings.codecs, []
     for stage, rank in enumerate(plan.placement):
         held, slice, mode = plan.stage_layers(stage), plan.cut.slices[stage], plan.recompute[stage]
+        enters, routes = plan.cut.entering(stage, size), plan.cut.routes_into[stage]
+        parts = [] if stage else list(map(str, enters))
+        for route in routes:
+            tensors = " + ".join(map(str, plan.cut.message(route.edge, size)))
+            parts.append(tensors if route.source == stage - 1 else f"{tensors} from {route.source}")
         row = {
             "stage": str(stage),
             "rank": str(rank),
             "layers": f"{slice.start}-{slice.end - 1} {held[0].name}..{held[-1].name}",
             "parameters": f"{sum(layer.params for layer in held):,}",
             "work": f"{sum(layer.flops for layer in held) / flops:.1%}",
-            f"enters, {size} samples": _entering(plan, stage, size),
-            "bytes": f"{sum(spec.nbytes for spec in plan.cut.entering(stage, size)):,}",
+            f"enters, {size} samples": " + ".join(parts),
+            "bytes": f"{sum(spec.nbytes for spec in enters):,}",
         }
-        if not plan.settings.codecs.plain:
-            there, back = (f"{nbytes:,}" if stage else "-" for nbytes in plan.wire_bytes(stage, size))
-            row |= {"on the wire": there, "and back": back}
+        if not codecs.plain:
+            there = sum(codecs.wire_bytes(plan.cut.message(route.edge, size), True) for route in routes)
+            back = sum(codecs.wire_bytes(plan.cut.message(route.way_back, size), False) for route in routes)
+            row |= {"on the wire": f"{there:,}" if stage else "-", "and back": f"{back:,}" if stage else "-"}
         if recomputes:
             row["recompute"] = mode.value
         if plan.prediction is not None:
-            taken = plan.prediction.stages[stage]
-            seconds = {str(op): taken.seconds[op] for op in (Op.F, *[Op.R] * recomputes, *halves)}
-            if recomputes and mode is Mode.NEVER:
-                seconds["R"] = 0.0
-            seconds |= {"messages": taken.messages_s, "STEP": taken.seconds[Op.STEP], "batch": taken.batch_s}
+            taken = plan.prediction.chosen.stages[stage]
+            seconds = {str(op): taken.seconds[op] for op in (*shown, Op.STEP)}
+            seconds |= {"messages": taken.messages_s, "batch": taken.batch_s}
             row |= {f"{name} ms": f"{1e3 * s:.2f}" for name, s in seconds.items()}
-            row["MiB"] = f"{taken.held_bytes / 2**20:.1f}"
         rows.append(row)
     return aligned([[*rows[0]], *([*row.values()] for row in rows)])
 
 
-def _entering(plan: Plan, stage: int, size: int) -> str:
-    """Return what enters a stage, and what of it comes from another than the one before."""
-    parts = [str(spec) for spec in plan.cut.entering(stage, size)] if not stage else []
-    for route in plan.cut.routes_into[stage]:
-        tensors = " + ".join(map(str, plan.cut.message(route.edge, size)))
-        parts.append(f"{tensors} from {route.source}" if route.source != stage - 1 else tensors)
-    return " + ".join(parts)
-
-
-def _predicted(run: Timeline, prediction: Prediction, batches: int, split: bool) -> str:
+def _predicted(plan: Plan, prediction: Prediction, run: Timeline) -> str:
     profile = prediction.profile
-    messages = f"messages {1e3 * profile.latency_s:.3f} ms + {1e3 * 2**20 * profile.s_per_byte:.3f} ms/MiB"
-    if profile.latency_s == profile.s_per_byte == 0:
-        messages = "messages free, as none were measured"
+    latency_ms, ms_per_mib = 1e3 * profile.latency_s, 1e3 * 2**20 * profile.s_per_byte
     machine = ", ".join(f"{key} {value}" for key, value in profile.machine.items())
     return (
-        f"{'F, I, W' if split else 'F, B'} and messages of a microbatch, STEP and all of a batch; "
-        f"profiled on {machine}\n"
-        f"{messages}; the schedule at these times: {1e3 * run.makespan / batches:.2f} ms a batch\n\n"
-        + choices(prediction)
+        f"F, B, I, W and messages of a microbatch, STEP and all of a batch; profiled on {machine}\n"
+        f"messages {latency_ms:.3f} ms + {ms_per_mib:.3f} ms/MiB; the schedule at these times: "
+        f"{1e3 * run.makespan / max(plan.windows):.2f} ms a batch\n\n" + choices(prediction)
     )
 
 
@@ -239,8 +222,8 @@ def choices(prediction: Prediction) -> str:
     """Return a row for the cuts of a profile, and for those of each other strategy."""
     rows = [("partition", "cut before layers", "slowest stage, ms a batch", "fullest stage, MiB", "")]
     for name, one in prediction.choices.items():
+        excess = "does not fit into memory_limit" if one.held_bytes > prediction.limit else ""
         held = f"{one.held_bytes / 2**20:.1f}"
-        excess = "" if one.fits else "does not fit into memory_limit"
         rows.append((name, str(one.cuts), f"{1e3 * one.slowest_s:.2f}", held, excess))
     return aligned(rows)
 
@@ -254,7 +237,7 @@ def _memory(plan: Plan, held: Memory, room: int | None) -> str:
         a = "stage" if plan.settings.partition == PROFILE else "rank"
         note += f"memory_limit {plan.settings.memory_limit * 1024:.1f} MiB a {a}\n"
     if room is not None:
-        note += f"{says_whether_it_fits(plan.settings, held, room)}\n"
+        note += f"{says_whether_it_fits(held, room)}\n"
     return aligned(rows) + note
 
 
@@ -268,8 +251,10 @@ def _figures(plan: Plan, run: Timeline, batches: int) -> str:
         formula, simulation = None, run
     bubble = "-" if formula is None or formula.bubble is None else f"{formula.bubble:.2%}"
     which = "these" if plan.by_costs else "equal"
-    rows = [[f"details of {which} stages", "simulated"], ["bubble", f"{simulation.bubble:.2%}", bubble]]
-    rows[0].append("at most" if plan.policy else "formula")
+    rows = [
+        [f"details of {which} stages", "simulated", "at most" if plan.policy else "formula"],
+        ["bubble", f"{simulation.bubble:.2%}", bubble],
+    ]
     bounds = zip(*map(plan.peaks, range(plan.stages)), strict=True)
     for name, bound in zip(("activations", "versions", "staleness"), bounds, strict=True):
         expected = bound if plan.policy else getattr(formula, name, None)

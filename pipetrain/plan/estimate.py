@@ -2,9 +2,8 @@
 
 A layer runs on copies of its tensors, so that weights, BatchNorm's statistics and the random generators do
 not change. A cheap layer runs on real numbers. Others, and those of a model on the meta device, run under
-FakeTensorMode, on tensors without data, which is fast for any size but loads
-torch's compiler, which takes a second. A layer that branches on values (`if torch.rand(()) < p`) always needs
-real numbers.
+FakeTensorMode, on tensors without data, which is fast for any size but loads torch's compiler, which takes a
+second. A layer that branches on values (`if torch.rand(()) < p`) always needs real numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from torch.autograd.function import BackwardCFunction
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.chain import Chain
-from pipetrain.network.network import INPUT, Made, Network, Tensors, Values
+from pipetrain.network.network import INPUT, Made, Network, Tensors
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.places import places, standing_in
 from pipetrain.network.tensors import made_up, quiet, storage_of
@@ -37,19 +36,18 @@ MOST_REAL = 2**30  # most bytes of a real input
 class Layer:
     """One layer between possible cuts, as estimated for one microbatch size.
 
-    `requires_grad`: which of its outputs depend on weights; `needs_grad`: those of them whose gradient one
-    process would need, on the way from the loss to these weights. None, if unknown, as in an evaluation,
-    stands for every floating-point tensor.
+    `requires_grad`: which of its outputs depend on weights; None, if unknown, as in an evaluation, stands for
+    every floating-point tensor. `reached`: of which values that it takes it returns a gradient, on the way
+    from the loss to these weights.
     """
 
     name: str
     params: int  # elements, each shared parameter once
     flops: int  # of one forward, plus one per output element
     output: ValueSpec
-    needs_grad: tuple[bool, ...] | None = None
     requires_grad: tuple[bool, ...] | None = None
     takes: tuple[Made, ...] = ()
-    reached: tuple[bool, ...] = ()  # which of these get a gradient from this layer
+    reached: tuple[bool, ...] = ()
     draws: bool = False  # random numbers
     writes: frozenset[Made] = frozenset()  # what it takes and modifies in place
     views: tuple[Made | None, ...] = ()  # of each output: what it takes with the same memory, if any
@@ -63,11 +61,6 @@ class Layer:
     buffers: Mapping[str, TensorSpec] = field(default_factory=dict)
     foreign: tuple[Tensor, ...] = field(default=(), compare=False)  # used, and no weights or buffers
     weight_flops: int = 0  # those of `flops` that have a trained weight, whose gradient takes as many
-
-    def needs(self, number: int) -> bool:
-        """Return whether the gradient of an output is needed."""
-        known = self.needs_grad
-        return self.output.specs[number].dtype.is_floating_point if known is None else known[number]
 
 
 def origin(layers: Sequence[Layer], value: Made, start: int = 0) -> Made:
@@ -90,8 +83,7 @@ def estimate(
     unregistered weights.
     """
     network = model if isinstance(model, Network) else Chain(model)
-    trial = _Trial(network.model, numerics or Numerics(), network.values, training)
-    runs: list[_Run] = []
+    trial = _Trial(network, numerics or Numerics(), training)
     mode = nullcontext() if training else network.evaluating()
     with quiet(), torch.random.fork_rng([]), mode:
         torch.default_generator.manual_seed(0)  # so that every rank plans alike
@@ -101,19 +93,10 @@ def estimate(
         except (RuntimeError, TypeError) as error:
             raise ConfigError(f"a microbatch of {inputs} cannot be made: {one_line(error)}") from error
         values = {Made(INPUT, number): t for number, t in enumerate(tensors)}
-        made = [inputs]
-        for index, (name, module) in enumerate(zip(network.names, network.modules, strict=True)):
-            where, takes = f"layer {index} ({name}) of the model", network.takes(index, made)
-            given = tuple(values[value] for value in takes)
-            last = index == len(network.names) - 1
-            call = _Call(index, name, module, takes, partial(network.call, index, made=tuple(made)), last)
-            try:
-                run = trial.run(call, given)
-            except Exception as error:
-                taken = ValueSpec(specs_of(given), single=False)
-                raise ConfigError(f"{where} cannot take {taken}: {one_line(error)}") from error
-            if run.wrong:
-                raise ConfigError(f"{where} {run.wrong}")
+        made, runs = [inputs], []
+        for index in range(len(network.names)):
+            takes = network.takes(index, made)
+            run = trial.run(index, takes, tuple(values[value] for value in takes), tuple(made))
             values |= {Made(index, number): t for number, t in enumerate(run.outputs)}
             made.append(run.layer.output)
             runs.append(run)
@@ -122,83 +105,88 @@ def estimate(
 
 def _joined(layers: Sequence[Layer]) -> list[Layer]:
     """Name what is kept by the origins of values; what another layer overwrites is kept by no product."""
-
-    def of(kept: Kept) -> Kept:
-        return Kept({origin(layers, value): n for value, n in kept.values.items()}, kept.inside)
-
     written = {origin(layers, value) for layer in layers for value in layer.writes}
-    found = []
-    for layer in layers:
-        products = of(layer.products)
-        products = Kept({v: n for v, n in products.values.items() if v not in written}, products.inside)
-        found.append(replace(layer, saved=of(layer.saved), for_w=of(layer.for_w), products=products))
-    return found
+
+    def of(kept: Kept, without: set[Made]) -> Kept:
+        values = {origin(layers, value): nbytes for value, nbytes in kept.values.items()}
+        return Kept({value: n for value, n in values.items() if value not in without}, kept.inside)
+
+    return [
+        replace(
+            layer,
+            saved=of(layer.saved, set()),
+            for_w=of(layer.for_w, set()),
+            products=of(layer.products, written),
+        )
+        for layer in layers
+    ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(NamedTuple):
     layer: Layer
-    outputs: tuple[Tensor, ...]  # without graph
+    outputs: Tensors  # without graph
     paths: list[list[bool]]  # of each output, which inputs get a gradient from it
-    wrong: str  # a reason why a pipeline would train it differently than one process, or ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A layer to be tried."""
-
-    index: int
-    name: str
-    module: nn.Module
-    takes: tuple[Made, ...]
-    call: Callable[[Tensors], Any]
-    last: bool  # returns what the model does
 
 
 class _Trial:
-    def __init__(self, model: nn.Module, numerics: Numerics, values: Values | None, training: bool) -> None:
-        self._numerics = numerics
-        self._values = values
-        self._train = training
+    """Runs the layers of a network one by one."""
+
+    def __init__(self, network: Network, numerics: Numerics, training: bool) -> None:
+        self._network, self._numerics, self._training = network, numerics, training
+        model = network.model
         registered = [*model.named_parameters(), *model.named_buffers()]
         self._meta = any(t.is_meta for _, t in registered)
         self._ids = {id(t): name for name, t in registered}
         self._names = {storage_of(t): (name, t.requires_grad) for name, t in registered}
 
-    def run(self, layer: _Call, given: Tensors) -> _Run:
+    def run(self, index: int, takes: tuple[Made, ...], given: Tensors, made: Sequence[ValueSpec]) -> _Run:
+        """Run a layer. Raises ConfigError with its name."""
+        where = f"layer {index} ({self._network.names[index]}) of the model"
+        try:
+            return self._tried(index, given, partial(self._run, index, takes, given, made))
+        except _Wrong as error:
+            raise ConfigError(f"{where} {error}") from error
+        except Exception as error:
+            taken = ValueSpec(specs_of(given), single=False)
+            raise ConfigError(f"{where} cannot take {taken}: {one_line(error)}") from error
+
+    def _tried(self, index: int, given: Tensors, run: Callable[[FakeTensorMode | None], _Run]) -> _Run:
         """Run a layer on real or, if it is expensive, fake tensors; if that fails, the other way."""
         # Each weight is multiplied at every position of an image.
-        positions = max(
-            (t.numel() / t.shape[1] if t.dim() > 1 and t.shape[1] else t.numel() for t in given), default=1
-        )
-        nbytes = sum(t.nbytes for t in given)
-        work = positions * sum(p.numel() for p in layer.module.parameters())
-        dear = work > CHEAP or self._meta
+        positions = [t.numel() / t.shape[1] if t.dim() > 1 and t.shape[1] else t.numel() for t in given]
+        weights = sum(p.numel() for p in self._network.modules[index].parameters())
+        dear = max(positions, default=1) * weights > CHEAP or self._meta
         try:
-            return self._run(layer, given, fake_mode() if dear else None)
+            return run(fake_mode() if dear else None)
         except Exception as error:
-            if nbytes > MOST_REAL:
+            wrong = isinstance(error, _Wrong) or sum(t.nbytes for t in given) > MOST_REAL
+            if wrong or (not dear and any(word in str(error) for word in ("dtype", "scalar type"))):
                 raise
-            if not dear and "dtype" not in str(error) and "scalar type" not in str(error):
+            if not dear:
                 with suppress(Exception):  # such as a layer that only a GPU can run
-                    return self._run(layer, given, fake_mode())
+                    return run(fake_mode())
                 raise
-        return self._run(layer, given, None)
+        return run(None)
 
-    def _run(self, run: _Call, given: Tensors, mode: FakeTensorMode | None) -> _Run:
-        module = run.module
+    def _run(
+        self,
+        index: int,
+        takes: tuple[Made, ...],
+        given: Tensors,
+        made: Sequence[ValueSpec],
+        mode: FakeTensorMode | None,
+    ) -> _Run:
+        module, last = self._network.modules[index], index == len(self._network.names) - 1
         named = self._named(module)
         others = {
             id(place.tensor): self._stand_in(place.tensor, mode)
             for place in places(module)
             if id(place.tensor) in self._ids
         }
-        with torch.set_grad_enabled(self._train), mode or nullcontext(), standing_in(module, others):
+        with torch.set_grad_enabled(self._training), mode or nullcontext(), standing_in(module, others):
             # In the memory format in which they arrive over a cut.
-            leaves = tuple(
-                self._numerics.arrange(_copied(t, mode)).detach().requires_grad_(t.requires_grad)
-                for t in given
-            )
+            arranged = (self._numerics.arrange(_copied(t, mode)).detach() for t in given)
+            leaves = tuple(t.requires_grad_(of.requires_grad) for t, of in zip(arranged, given, strict=True))
             inputs = tuple(leaf.clone() for leaf in leaves)  # a leaf must not be modified in place
             versions = [t._version for t in inputs]
             known = [*others.values(), *inputs]
@@ -209,25 +197,28 @@ class _Trial:
                 Spy(self._names, known, trained) as spy,
                 Saving(others.values()) as saving,
             ):
-                result = run.call(inputs)
+                result = self._network.call(index, inputs, made)
             packing = Packing.of(result)
-            if packing is not None and not run.last and (other := packing.other):
+            if packing is not None and not last and (other := packing.other):
                 raise TypeError(
                     f"it returns {other}, and a layer before the last must return a tensor, or tuples, lists "
                     f"or dicts of tensors"
                 )
-            outputs, wrong = leaves_of(result), spy.wrong
+            if storages != [storage_of(t) for t in known]:
+                raise _Wrong("replaces the data of a parameter or of its input; change these in place")
+            if new := sorted(_registered(module) - registered):
+                raise _Wrong(f"makes its {new[0]} when it first runs; make it when the layer is made")
+            if spy.wrong:
+                raise _Wrong(spy.wrong)
+            outputs = leaves_of(result)
             returned = [storage_of(t) for t in outputs]
             held = {storage_of(place.tensor) for place in places(module)}
-            if storages != [storage_of(t) for t in known]:
-                wrong = "replaces the data of a parameter or of its input; change these in place"
-            elif new := sorted(_registered(module) - registered):
-                wrong = f"makes its {new[0]} when it first runs; make it when the layer is made"
-            given_by = {storage_of(t): value for t, value in zip(inputs, run.takes, strict=True)}
-            made = {key: Made(run.index, number) for number, key in enumerate(returned)}
-            saved, for_w, products = saving.kept(made | given_by)
+            given_by = {storage_of(t): value for t, value in zip(inputs, takes, strict=True)}
+            own = {key: Made(index, number) for number, key in enumerate(returned)}
+            saved, for_w, products = saving.kept(own | given_by)
+            changed = (t._version != version for t, version in zip(inputs, versions, strict=True))
             layer = Layer(
-                name=run.name,
+                name=self._network.names[index],
                 params=sum(p.numel() for p in module.parameters()),
                 flops=spy.flops + sum(t.numel() for t in outputs),
                 weight_flops=spy.weight_flops,
@@ -236,13 +227,10 @@ class _Trial:
                     isinstance(result, Tensor),
                     packing=packing,
                 ),
-                takes=run.takes,
+                requires_grad=tuple(t.requires_grad for t in outputs) if self._training else None,
+                takes=takes,
                 draws=spy.draws,
-                writes=frozenset(
-                    value
-                    for value, t, version in zip(run.takes, inputs, versions, strict=True)
-                    if t._version != version
-                ),
+                writes=frozenset(value for value, other in zip(takes, changed, strict=True) if other),
                 views=tuple(map(given_by.get, returned)),
                 keeps_output=not held.isdisjoint(returned) or len(set(returned)) < len(returned),
                 borrows=tuple(sorted(spy.borrowed)),
@@ -250,15 +238,12 @@ class _Trial:
                 saved=saved,
                 for_w=for_w,
                 products=products,
-                weights=named["weights"],
-                frozen=named["frozen"],
-                buffers=named["buffers"],
+                **named,
             )
             paths = [_reached(t, leaves) for t in outputs]
-        detached = tuple(t.detach().requires_grad_(t.requires_grad) for t in outputs)
-        return _Run(layer, detached, paths, wrong)
+        return _Run(layer, tuple(t.detach().requires_grad_(t.requires_grad) for t in outputs), paths)
 
-    def _named(self, module: nn.Module) -> dict[str, dict[str, TensorSpec]]:
+    def _named(self, module: nn.Module) -> dict[str, Any]:
         """Return the specs of what a layer trains, of its frozen parameters and of its buffers, by name."""
         found: dict[str, dict[str, TensorSpec]] = {"weights": {}, "frozen": {}, "buffers": {}}
         for tensor in (place.tensor for place in places(module)):
@@ -269,23 +254,26 @@ class _Trial:
         return found
 
     def _stand_in(self, tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
+        """Return a copy; of a tensor on meta one with its form or, without a mode, with its numbers."""
         with torch.no_grad():
-            if tensor.is_meta:
-                other = self._of_meta(tensor, mode)
+            if tensor.is_meta and mode is not None:
+                with mode:
+                    other = torch.empty_strided(
+                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+                    )
+            elif tensor.is_meta:
+                name, values = self._ids[id(tensor)], self._network.values
+                assert values is not None
+                other = values.tensors([name])[name].to(tensor.dtype)
             else:
                 other = mode.from_tensor(tensor) if mode else tensor.clone()
             if isinstance(tensor, nn.Parameter):
                 other = self._numerics.arrange(other)
         return other.requires_grad_(tensor.requires_grad)
 
-    def _of_meta(self, tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
-        """Return a tensor in host memory with the form or, without a mode, the numbers of one on meta."""
-        if mode is not None:
-            with mode:
-                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        assert self._values is not None
-        name = self._ids[id(tensor)]
-        return self._values.tensors([name])[name].to(tensor.dtype)
+
+class _Wrong(Exception):
+    """Why a pipeline would train a layer differently than one process."""
 
 
 def _copied(tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
@@ -302,14 +290,13 @@ def _with_gradients(runs: Sequence[_Run]) -> list[Layer]:
     layers: list[Layer] = []
     last = len(runs) - 1
     needed = {Made(last, number): t.requires_grad for number, t in enumerate(runs[last].outputs)}
-    for index, run in reversed(list(enumerate(runs))):
-        needs = tuple(needed.get(Made(index, number), False) for number in range(len(run.outputs)))
-        paths = [path for path, need in zip(run.paths, needs, strict=True) if need]
-        reached = tuple(any(path[number] for path in paths) for number in range(len(run.layer.takes)))
-        for value, reaches in zip(run.layer.takes, reached, strict=True):
+    for index, (layer, outputs, every) in reversed(list(enumerate(runs))):
+        needs = [needed.get(Made(index, number), False) for number in range(len(outputs))]
+        paths = [path for path, need in zip(every, needs, strict=True) if need]
+        reached = tuple(any(path[number] for path in paths) for number in range(len(layer.takes)))
+        for value, reaches in zip(layer.takes, reached, strict=True):
             needed[value] = needed.get(value, False) or reaches
-        requires = tuple(t.requires_grad for t in run.outputs)
-        layers.append(replace(run.layer, needs_grad=needs, requires_grad=requires, reached=reached))
+        layers.append(replace(layer, reached=reached))
     return layers[::-1]
 
 

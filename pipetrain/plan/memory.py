@@ -22,33 +22,40 @@ from torch.utils._pytree import tree_leaves
 from pipetrain.codec import Identity
 from pipetrain.errors import ActionFailed, ConfigError
 from pipetrain.network.values import TensorSpec
-from pipetrain.plan.balance import GIB
 from pipetrain.plan.plan import Plan
-from pipetrain.schedule.memory import Memory, over_time, totals
+from pipetrain.schedule.memory import GIB, Memory, over_time, totals
 from pipetrain.schedule.timeline import Timeline
-from pipetrain.settings import AUTO, PROFILE, Mode, Settings
+from pipetrain.settings import PROFILE
 from pipetrain.tasks import Task
+
+WAYS = "choose more stages, more microbatches, recompute=selective or always, or precision=bf16"
 
 
 def sized(plan: Plan, task: Task, state_of: Callable[[TensorSpec], float]) -> Plan:
     """Return a plan with the bytes of its stages. `state_of`: of the optimizer's state of a parameter.
 
-    Raises ConfigError if a rank is predicted to hold more than memory_limit=.
+    Raises ConfigError if a rank is predicted to hold more than memory_limit=; the cut of partition=profile
+    keeps to it, by what was measured.
     """
     outputs = plan.layers[-1].output
-    classes, loss = task.classes_of(outputs), plan.table.loss
-    targets = (
-        8 * outputs.specs[0].numel // classes if classes else loss
-    )  # labels, or numbers as the outputs are
-    table = replace(plan.table, state_of=state_of, targets=targets)
-    sizes = []
+    classes = task.classes_of(outputs)
+    # Labels, or numbers as the outputs are.
+    targets = 8 * outputs.specs[0].numel // classes if classes else plan.table.loss
+    table, sizes = replace(plan.table, state_of=state_of, targets=targets), []
     for stage, (slice, mode) in enumerate(zip(plan.cut.slices, plan.modes, strict=True)):
         routes = [route for route in plan.cut.routes if stage in route.edge]
-        far = {value for route in routes if route.edge in plan.cut.bounds for value in route.values}
+        far = {value for route in routes if route.bounds for value in route.values}
         near = {value for route in routes for value in route.values} - far
         sizes.append(table.sizes(slice.start, slice.end, mode, near))
     plan = replace(plan, sizes=sizes)
-    _refuse_more(plan)
+    limit = plan.settings.memory_limit
+    if limit is not None and plan.settings.partition != PROFILE:
+        rank, peak = _fullest(memory(plan, plan.timeline()))
+        if peak > limit * GIB:
+            raise ConfigError(
+                f"memory_limit={limit:g} is too small: rank {rank} is predicted to hold {_gib(peak)} GiB; to "
+                f"hold less, {WAYS}; or choose partition={PROFILE}, which keeps to it where it can"
+            )
     return plan
 
 
@@ -73,31 +80,13 @@ def peaks_by_rank(held: Memory) -> list[int]:
     return [max(totals(of_rank), default=0) for of_rank in held]
 
 
-def says_whether_it_fits(settings: Settings, held: Memory, room: int) -> str:
+def says_whether_it_fits(held: Memory, room: int) -> str:
     """Return a sentence that compares the fullest rank with the `room` bytes of each rank's GPU."""
     rank, peak = _fullest(held)
-    if peak <= room:
-        return (
-            f"each rank fits into its GPU: of {_gib(room)} GiB rank {rank}, the fullest, is predicted to "
-            f"hold {_gib(peak)}"
-        )
-    return (
-        f"rank {rank} is likely to run out of memory: it is predicted to hold {_gib(peak)} GiB, and its GPU "
-        f"has {_gib(room)}; {_ways(settings)}"
+    compared = (
+        f"rank {rank}, the fullest, is predicted to hold {_gib(peak)} of the {_gib(room)} GiB of its GPU"
     )
-
-
-def _refuse_more(plan: Plan) -> None:
-    """Refuse a plan above the limit; the cut of partition=profile keeps to it, by what was measured."""
-    limit = plan.settings.memory_limit
-    if limit is None or plan.settings.partition == PROFILE:
-        return
-    rank, peak = _fullest(memory(plan, plan.timeline()))
-    if peak > limit * GIB:
-        raise ConfigError(
-            f"memory_limit={limit:g} is too small: rank {rank} is predicted to hold {_gib(peak)} GiB; "
-            f"{_ways(plan.settings)}, or choose partition={PROFILE}, which keeps to it where it can"
-        )
+    return compared if peak <= room else f"{compared} and is likely to run out: to hold less, {WAYS}"
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -108,28 +97,17 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def explained(error: ActionFailed, plan: Plan, rank: int, device: torch.device) -> ActionFailed:
     """Return the error of an action that ran out of memory, with what the plan predicted and what helps."""
     room = gpu_bytes(device.type) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    whose = "its GPU" if device.type == "cuda" else "its machine"
     predicted = ""
     if plan.sizes:
         peak = peaks_by_rank(memory(plan, plan.timeline()))[rank]
-        predicted = f" and it was predicted to hold {_gib(peak)} GiB at its peak"
-    return ActionFailed(f"{error}; {whose} has {_gib(room)} GiB{predicted}: {_ways(plan.settings)}")
+        predicted = f", and rank {rank} was predicted to hold {_gib(peak)}"
+    return ActionFailed(f"{error}; there are {_gib(room)} GiB{predicted}: to hold less, {WAYS}")
 
 
 def _fullest(held: Memory) -> tuple[int, int]:
     """Return the rank that holds most, and its bytes."""
     peaks = peaks_by_rank(held)
     return peaks.index(max(peaks)), max(peaks)
-
-
-def _ways(settings: Settings) -> str:
-    """Say what would make a rank hold less."""
-    ways = ["more stages", "more microbatches"]
-    if settings.recompute in (AUTO, Mode.NEVER):
-        ways.append("recompute=always" if settings.compile else "recompute=selective or always")
-    if settings.precision != "bf16" and settings.dtype == torch.float32:
-        ways.append("precision=bf16")
-    return f"to hold less, choose {', '.join(ways)}"
 
 
 def _gib(nbytes: float) -> str:
@@ -141,12 +119,9 @@ def known_state(target: str, options: Mapping[str, Any]) -> int | None:
 
     To build one loads torch's compiler, which takes a second.
     """
-    module, _, name = target.rpartition(".")
-    if module != "torch.optim":
-        return None
-    if name == "SGD":
+    if target == "torch.optim.SGD":
         return int(bool(options.get("momentum")))
-    if name in ("Adam", "AdamW"):
+    if target in ("torch.optim.Adam", "torch.optim.AdamW"):
         return 2 + bool(options.get("amsgrad"))
     return None
 
@@ -167,7 +142,6 @@ def optimizer_state(make: Callable[[Any], Optimizer]) -> Callable[[TensorSpec], 
         except Exception:  # such as an optimizer of matrices for a vector, which is refused elsewhere
             return 0.0
         leaves = tree_leaves(list(optimizer.state.values()))
-        held = (t for t in leaves if isinstance(t, Tensor) and t.dim())
-        return sum(t.nbytes for t in held) / parameter.nbytes
+        return sum(t.nbytes for t in leaves if isinstance(t, Tensor) and t.dim()) / parameter.nbytes
 
     return lambda spec: round(ratio(len(spec.shape), spec.dtype) * spec.nbytes)

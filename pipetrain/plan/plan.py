@@ -16,23 +16,25 @@ from pipetrain.network.numerics import Numerics
 from pipetrain.network.places import named_tensors
 from pipetrain.network.proving import MOST_WORK, prove_parts
 from pipetrain.network.values import Value, ValueSpec, cast_floats
-from pipetrain.plan.allowed import cuts_that_may_be, refuse_changing, refuse_cuts
-from pipetrain.plan.balance import choose_cuts, lighter_cuts
+from pipetrain.plan.allowed import cuts_that_may_be, refuse_cuts
+from pipetrain.plan.balance import choose_cuts
 from pipetrain.plan.by_times import Prediction, cut_by_times, predictor_of
-from pipetrain.plan.costs import Table, by_work, loss_bytes
+from pipetrain.plan.costs import Table, by_work
 from pipetrain.plan.cut import Cut, Estimates, cut_layers, shared_weights
 from pipetrain.plan.estimate import Layer, estimate
 from pipetrain.plan.profile import Profile, refuse_other_layers
 from pipetrain.plan.program import (
+    Window,
     draft_program,
     make_program,
     modes_of,
+    prove,
+    prove_window,
     recomputing,
     refuse_ties,
     settle_clipping,
     window_lengths,
 )
-from pipetrain.plan.prove import Window, prove, prove_window
 from pipetrain.schedule.actions import Op, Program, Schedule, asks_for, placement, splits
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.memory import Items
@@ -60,7 +62,7 @@ class Plan:
     evaluation: Program
     schedule: Schedule = field(compare=False)
     modes: Sequence[Mode]  # of recomputation, of each stage
-    costs: Costs | None = None  # from a profile
+    costs: Costs | None = None  # from a profile or a trace
     prediction: Prediction | None = None  # from a profile
     sizes: Sequence[Items] = ()  # the bytes of each stage, see memory.sized
 
@@ -101,35 +103,20 @@ class Plan:
         return len(self.placement)
 
     @property
-    def pipeline(self) -> dict[str, list[int]]:
-        """The cuts, the placement and the numbers of the modes of recomputation, for a checkpoint."""
-        recompute = [[*Mode].index(mode) for mode in self.modes]
-        return {"cuts": list(self.cuts), "placement": list(self.placement), "recompute": recompute}
-
-    @property
     def cuts(self) -> list[int]:
         """The first layers of stages 1, 2, ..."""
         return [slice.start for slice in self.cut.slices[1:]]
 
     @property
+    def pipeline(self) -> dict[str, list[int]]:
+        """The cuts, the placement and the numbers of the modes of recomputation, for a checkpoint."""
+        recompute = [[*Mode].index(mode) for mode in self.modes]
+        return {"cuts": self.cuts, "placement": list(self.placement), "recompute": recompute}
+
+    @property
     def window(self) -> Window:
+        """The longest window."""
         return self.windows[max(self.windows)]
-
-    def stage_layers(self, stage: int) -> Sequence[Layer]:
-        slice = self.cut.slices[stage]
-        return self.layers[slice.start : slice.end]
-
-    def layers_on(self, rank: int) -> list[int]:
-        """Return the numbers of the layers of a rank's stages, ascending."""
-        mine = (slice for slice, on in zip(self.cut.slices, self.placement, strict=True) if on == rank)
-        return [number for slice in mine for number in range(slice.start, slice.end)]
-
-    def wire_bytes(self, stage: int, size: int) -> tuple[int, int]:
-        """Return the bytes on the wire to a stage, forward, and from it, back, for `size` samples."""
-        codecs, routes = self.settings.codecs, self.cut.routes_into[stage]
-        there = [codecs.wire_bytes(self.cut.message(route.edge, size), True) for route in routes]
-        back = [codecs.wire_bytes(self.cut.message(route.way_back, size), False) for route in routes]
-        return sum(there), sum(back)
 
     @property
     def foreign(self) -> dict[str, Tensor]:
@@ -140,17 +127,26 @@ class Plan:
             for k, t in enumerate(layer.foreign)
         }
 
-    def peaks(self, stage: int) -> Bounds:
-        """Return the peaks of activations, weight versions and staleness of a stage over all windows."""
-        most = (window.bounds[stage] for window in self.windows.values())
-        return Bounds(*map(max, *most, Bounds(0, 0, 0)))
-
     @property
     def unit_of_time(self) -> str:
         """The unit of the times of its timeline."""
         ranks = self.settings.ranks
         part = f"1/{ranks} of the model" if ranks > 1 else "the model"
         return "s" if self.costs else f"forwards of {part}"
+
+    def stage_layers(self, stage: int) -> Sequence[Layer]:
+        slice = self.cut.slices[stage]
+        return self.layers[slice.start : slice.end]
+
+    def layers_on(self, rank: int) -> list[int]:
+        """Return the numbers of the layers of a rank's stages, ascending."""
+        mine = (slice for slice, on in zip(self.cut.slices, self.placement, strict=True) if on == rank)
+        return [number for slice in mine for number in range(slice.start, slice.end)]
+
+    def peaks(self, stage: int) -> Bounds:
+        """Return the peaks of activations, weight versions and staleness of a stage over all windows."""
+        most = (window.bounds[stage] for window in self.windows.values())
+        return Bounds(*map(max, *most, Bounds(0, 0, 0)))
 
     def timeline(self) -> Timeline:
         """Return the longest window, simulated at the costs of its stages."""
@@ -195,8 +191,7 @@ class Samples:
 
     def windows(self, window: int | None) -> list[int]:
         """Return all lengths of windows, the longest first."""
-        epoch = len(self.batches)
-        lengths = {n for done in (0, self.resumed) for n in window_lengths(epoch, window, done)}
+        lengths = {n for done in (0, self.resumed) for n in window_lengths(len(self.batches), window, done)}
         return sorted(lengths, reverse=True)
 
 
@@ -223,31 +218,27 @@ def make_plan(
     modes = modes_of(settings.recompute, len(where))
 
     numerics, trained, evaluated = _estimates(settings, network, example, samples)
-    layers, inputs = trained[settings.full], example.of(settings.full)
+    layers = trained[settings.full]
+    dtype, outputs = settings.data_dtype, layers[-1].output.specs
     table = Table(
         layers,
-        inputs,
+        example.of(settings.full),
         by_work(layers, settings.ranks),
         codecs=settings.codecs,
-        loss=loss_bytes(layers[-1].output, settings.data_dtype),
+        loss=sum(spec.numel * (dtype or spec.dtype).itemsize for spec in outputs),  # as a cross-entropy saves
         averaged=settings.ema is not None,
     )
     prediction = None
-    if settings.partition == PROFILE:
-        assert profile is not None
+    if profile is not None and settings.partition == PROFILE:
         refuse_other_layers(profile, layers)
         table = table.measured(profile)
         predictor = predictor_of(settings, schedule, where, lengths, table)
         prediction = cut_by_times(settings, predictor, cuts_that_may_be(network, layers), profile)
-        cuts = prediction.choices[PROFILE].cuts
-        modes = [stage.mode for stage in prediction.stages]
+        cuts, modes = prediction.chosen.cuts, [stage.mode for stage in prediction.chosen.stages]
     else:
-        cuts = choose_cuts(settings.partition, layers, len(where), network.joins, where)
-        if settings.partition == "flops":
-            cuts = lighter_cuts(layers, cuts, inputs)
+        cuts = choose_cuts(settings.partition, layers, where, network.joins)
     refuse_cuts(network, layers, cuts)
     _refuse_drawing(settings, layers)
-    refuse_changing([*trained.values(), *evaluated.values()], cuts)
     cut = cut_layers({settings.full: layers, **trained}, cuts, example, shared_weights(network, cuts))
     refuse_ties(settings, schedule, cut)
 
@@ -272,6 +263,28 @@ def make_plan(
     )
 
 
+def _estimates(
+    settings: Settings, network: Network, example: ValueSpec, samples: Samples
+) -> tuple[Numerics, Estimates, Estimates]:
+    """Choose the memory format, and estimate the layers for each size of a microbatch."""
+
+    def of(numerics: Numerics) -> tuple[Numerics, Estimates, Estimates]:
+        def at(sizes: Collection[int], train: bool) -> Estimates:
+            return {size: estimate(network, example.of(size), numerics, train) for size in sorted(sizes)}
+
+        return numerics, at(trained, True), at(set(samples.evaluation), False)
+
+    m = settings.microbatches
+    trained = {settings.full, *(n for batch in set(samples.batches) for n in pieces(batch, m))}
+    numerics = Numerics(settings.precision == "bf16", settings.memory_format == "channels_last")
+    if settings.memory_format == "auto" and settings.dtype == torch.float32:
+        try:
+            return of(replace(numerics, channels_last=True))
+        except ConfigError:  # such as a view that needs the channels outermost
+            pass
+    return of(numerics)
+
+
 def _refuse_drawing(settings: Settings, layers: Sequence[Layer]) -> None:
     """Refuse layers whose random numbers a CUDA graph would repeat. Raises ConfigError."""
     if settings.cuda_graphs and (drawing := [layer.name for layer in layers if layer.draws]):
@@ -279,36 +292,6 @@ def _refuse_drawing(settings: Settings, layers: Sequence[Layer]) -> None:
             f"layer {drawing[0]} draws random numbers, and cuda_graphs=true would repeat them: set "
             f"cuda_graphs=false, or its dropout to 0"
         )
-
-
-def with_costs(plan: Plan, costs: Costs) -> Plan:
-    """Return the plan at measured costs, with programs made for them if the schedule asks for costs."""
-    plan = replace(plan, costs=costs, prediction=None)
-    if not plan.by_costs:
-        return plan
-    programs = {n: plan.program(n) for n in plan.windows}
-    cut, windows = prove(plan.settings, plan.schedule, plan.cut, programs, plan.evaluation)
-    return replace(plan, cut=cut, windows=windows)
-
-
-def prove_targets(plan: Plan, task: Task, targets: Value, classes: int | None = None) -> None:
-    """Refuse targets [n, ...] that would be rounded, and a task that cannot use them. Raises ConfigError.
-
-    `classes`: of the data set, None if unknown.
-    """
-    dtype, last = plan.settings.data_dtype, plan.layers[-1]
-    _cast("targets", ValueSpec.in_batch(targets), dtype)
-    targets, m = cast_floats(targets, dtype), plan.settings.microbatches
-    prove_task(task, outputs_of(plan), last.name, targets, classes, m)
-
-
-def outputs_of(plan: Plan) -> ValueSpec:
-    """Return what a task gets of the model, for some number of samples."""
-    outputs, dtype = plan.layers[-1].output, plan.settings.dtype
-    if not plan.numerics.autocast:
-        return outputs
-    specs = (replace(s, dtype=dtype) if s.dtype.is_floating_point else s for s in outputs.specs)
-    return replace(outputs, specs=tuple(specs))
 
 
 def _cast(what: str, example: ValueSpec, dtype: torch.dtype | None) -> ValueSpec:
@@ -321,25 +304,37 @@ def _cast(what: str, example: ValueSpec, dtype: torch.dtype | None) -> ValueSpec
         ) from error
 
 
-def _estimates(
-    settings: Settings, network: Network, example: ValueSpec, samples: Samples
-) -> tuple[Numerics, Estimates, Estimates]:
-    """Choose the memory format, and estimate the layers for each size of a microbatch."""
+# What is done with a plan before it runs
 
-    def of(numerics: Numerics, sizes: Collection[int], train: bool) -> Estimates:
-        return {size: estimate(network, example.of(size), numerics, train) for size in sorted(sizes)}
 
-    m = settings.microbatches
-    sizes = {settings.full, *(n for batch in set(samples.batches) for n in pieces(batch, m))}
-    evaluation = set(samples.evaluation)
-    numerics = Numerics(settings.precision == "bf16", settings.memory_format == "channels_last")
-    if settings.memory_format == "auto" and settings.dtype == torch.float32:
-        inner = replace(numerics, channels_last=True)
-        try:
-            return inner, of(inner, sizes, True), of(inner, evaluation, False)
-        except ConfigError:  # such as a view that needs the channels outermost
-            pass
-    return numerics, of(numerics, sizes, True), of(numerics, evaluation, False)
+def with_costs(plan: Plan, costs: Costs) -> Plan:
+    """Return the plan at measured costs, with programs made for them if the schedule asks for costs."""
+    plan = replace(plan, costs=costs, prediction=None)
+    if not plan.by_costs:
+        return plan
+    programs = {n: plan.program(n) for n in plan.windows}
+    cut, windows = prove(plan.settings, plan.schedule, plan.cut, programs, plan.evaluation)
+    return replace(plan, cut=cut, windows=windows)
+
+
+def outputs_of(plan: Plan) -> ValueSpec:
+    """Return what a task gets of the model, for some number of samples."""
+    outputs, dtype = plan.layers[-1].output, plan.settings.dtype
+    if not plan.numerics.autocast:
+        return outputs
+    specs = (replace(s, dtype=dtype) if s.dtype.is_floating_point else s for s in outputs.specs)
+    return replace(outputs, specs=tuple(specs))
+
+
+def prove_targets(plan: Plan, task: Task, targets: Value, classes: int | None = None) -> None:
+    """Refuse targets [n, ...] that would be rounded, and a task that cannot use them. Raises ConfigError.
+
+    `classes`: of the data set, None if unknown.
+    """
+    dtype = plan.settings.data_dtype
+    _cast("targets", ValueSpec.in_batch(targets), dtype)
+    targets, m = cast_floats(targets, dtype), plan.settings.microbatches
+    prove_task(task, outputs_of(plan), plan.layers[-1].name, targets, classes, m)
 
 
 def prove_cut(plan: Plan, network: Network) -> None:

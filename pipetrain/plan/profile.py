@@ -7,9 +7,10 @@ machine is recorded for information only.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import zip_longest
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +21,7 @@ from pipetrain.plan.estimate import Layer
 from pipetrain.settings import Settings
 
 VERSION = 3
+ANEW = "make one with partition=profile"
 Facts = Mapping[str, Any]
 
 
@@ -35,7 +37,7 @@ class LayerTime:
     again_s: float  # the one that takes them, see runtime/recompute.py
     backward_s: float  # for the gradients of inputs and parameters
     input_s: (
-        float  # the half for the inputs, and what of the parameters is not put off; 0 without such inputs
+        float  # its half for the inputs, and what of the parameters is not put off; 0 without such inputs
     )
     weight_s: float  # the other half
     step_s: float  # the optimizer's step, once a batch; of a shared parameter at the first layer that has it
@@ -60,15 +62,15 @@ class Profile:
 
     @classmethod
     def from_json(cls, data: Any) -> Profile:
+        """Read what `to_json` returned. Raises ValueError."""
         if not isinstance(data, dict) or data.get("pipetrain_profile") != VERSION:
             raise ValueError(f"it is no profile of version {VERSION}")
         values = {key: value for key, value in data.items() if key != "pipetrain_profile"}
         profile: Profile = read_as(cls, values, "its content")
-        records: list[tuple[str, Profile | LayerTime]] = [("it", profile)]
-        for what, record in [*records, *((layer.name, layer) for layer in profile.layers)]:
-            for key, value in asdict(record).items():
-                if isinstance(value, float) and not 0 <= value < math.inf:
-                    raise ValueError(f"{what} has {key}={value}")
+        times = [profile.latency_s, profile.s_per_byte, profile.state_ratio]
+        times += [getattr(layer, name) for layer in profile.layers for name in SECONDS]
+        if not all(isfinite(time) and time >= 0 for time in times):
+            raise ValueError("it has a time that is negative or not finite")
         return profile
 
 
@@ -88,24 +90,18 @@ def profile_conditions(settings: Settings, optim: Mapping[Any, Any]) -> Facts:
 
 def read_profile(path: str, conditions: Facts) -> Profile:
     """Read a profile measured under `conditions`. Raises ConfigError."""
-    file = Path(path).expanduser()
     try:
-        profile = Profile.from_json(json.loads(file.read_text()))
+        profile = Profile.from_json(json.loads(Path(path).expanduser().read_text()))
     except OSError as error:
-        raise ConfigError(
-            f"partition.profile={path} cannot be read: {error.strerror}; name the profile.json of a run "
-            f"that had partition=profile"
-        ) from error
+        raise ConfigError(f"partition.profile={path} cannot be read: {error.strerror}; {ANEW}") from error
     except ValueError as error:  # not JSON, not text, or not a profile
-        raise ConfigError(
-            f"partition.profile={path} holds no profile: {error}; make one anew with partition=profile"
-        ) from error
+        raise ConfigError(f"partition.profile={path} holds no profile: {error}; {ANEW}") from error
     for key in sorted(conditions.keys() | profile.conditions.keys()):
         theirs, ours = profile.conditions.get(key), conditions.get(key)
         if theirs != ours:
             raise ConfigError(
                 f"partition.profile={path} was taken with {key}={theirs}, and this run has {key}={ours}; "
-                f"make one for it with partition=profile"
+                f"{ANEW}"
             )
     return profile
 
@@ -114,14 +110,12 @@ def refuse_other_layers(profile: Profile, layers: Sequence[Layer]) -> None:
     """Refuse a profile whose layers have other names or outputs than the model's. Raises ConfigError."""
     theirs = [f"{layer.name} and returns {layer.output_bytes} bytes" for layer in profile.layers]
     ours = [f"{layer.name} and returns {layer.output.nbytes} bytes" for layer in layers]
-    if theirs != ours:
-        shorter = min(len(theirs), len(ours))
-        index = next((n for n in range(shorter) if theirs[n] != ours[n]), shorter)
-        there, here = ((of[index] if index < len(of) else "missing") for of in (theirs, ours))
-        raise ConfigError(
-            f"the profile is of another model: its layer {index} is {there}, and the model's is {here}; make "
-            f"one with partition=profile"
-        )
+    for index, (there, here) in enumerate(zip_longest(theirs, ours, fillvalue="missing")):
+        if there != here:
+            raise ConfigError(
+                f"the profile is of another model: its layer {index} is {there}, and the model's is {here}; "
+                f"{ANEW}"
+            )
 
 
 def average(ranks: Sequence[Sequence[LayerTime]]) -> list[LayerTime]:

@@ -1,12 +1,13 @@
-"""The programs of a run: what a schedule orders for a window, and what cut and settings add to it.
+"""The programs of a run, and their proof: each is sound, and ends within the channel's bounds.
 
 A window is what runs between two drains of the pipeline. Its length comes from the configuration alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import chain, combinations, pairwise
 from typing import Any
 
@@ -14,18 +15,37 @@ from pipetrain.errors import ConfigError
 from pipetrain.plan.cut import Cut
 from pipetrain.schedule.actions import (
     Action,
+    Edge,
     Program,
     Schedule,
     ScheduleError,
+    Ties,
     asks_for,
     compute_program,
+    has_norms,
+    placement,
     reads_old,
+    splits,
 )
+from pipetrain.schedule.bounds import edge_bounds, widest
+from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
-from pipetrain.schedule.policy import ForwardBackward
-from pipetrain.schedule.simulate import Cost
+from pipetrain.schedule.policy import Bounds, ForwardBackward
+from pipetrain.schedule.simulate import Cost, Deadlock, simulate
+from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import joined, with_norms, with_recompute, with_ties
 from pipetrain.settings import AUTO, RECOMPUTE, Mode, Settings
+
+TOGETHER = "keep the layers that share it in one stage by partition="
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The lowered program of a window of some number of batches, and its properties."""
+
+    program: Program
+    simulation: Timeline
+    bounds: list[Bounds]  # by stage
 
 
 def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]:
@@ -33,6 +53,133 @@ def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]
     size = window or batches
     ends = [done, *range(done - done % size + size, batches, size), batches]
     return [end - start for start, end in pairwise(ends) if end > start]
+
+
+def draft_program(settings: Settings, schedule: Schedule, batches: int, **offered: Any) -> Program:
+    """Return the compute-only program of a window; `offered`: what is known of the cut model, if it is cut.
+
+    Without, it has the placement and the weight versions that it will have. Raises ScheduleError and
+    ConfigError.
+    """
+    size = settings.ranks, batches, settings.microbatches
+    try:
+        program = compute_program(schedule, *size, buffer_size=settings.buffer_size, **offered)
+        if not all(isinstance(action, Action) for action in chain.from_iterable(program)):
+            raise TypeError("a program is a list of Action for each rank")
+    except (ConfigError, ScheduleError):
+        raise
+    except Exception as error:  # an unknown argument, or a bug in the schedule
+        raise ConfigError(
+            f"schedule {settings.schedule} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    return program
+
+
+def make_program(
+    schedule: Schedule,
+    cut: Cut | None,
+    batches: int,
+    settings: Settings,
+    costs: Cost | None = None,
+    recompute: Collection[int] = (),
+) -> Program:
+    """Return the lowered program of a window, with the norms and ties that its updates wait for.
+
+    `cut`: None for stages of which each sends to the next. `costs`: None if they are not known yet;
+    `recompute`: the stages that recompute their forwards. Raises ScheduleError and ConfigError.
+    """
+    routes, ties = _joins(cut)
+    known = {} if costs is None else {"costs": costs}
+    compute = draft_program(settings, schedule, batches, routes=routes, recompute=recompute, **known)
+    if "recompute" not in asks_for(schedule):
+        compute = with_recompute(compute, recompute)
+    compute = joined(compute, routes)
+    if settings.clip_grad_norm is not None and settings.clip_grad_norm_over == "model":
+        compute = with_norms(compute)
+    return lower(with_ties(compute, ties) if ties else compute, routes)
+
+
+def _joins(cut: Cut | None) -> tuple[list[Edge] | None, Ties]:
+    return (cut.edges, cut.ties) if cut else (None, [])
+
+
+# The proof
+
+
+def prove(
+    settings: Settings, schedule: Schedule, cut: Cut, programs: Mapping[int, Program], evaluation: Program
+) -> tuple[Cut, dict[int, Window]]:
+    """Return the cut with the bounds of its edges, and the window of each program.
+
+    `programs`: by number of batches. Raises ScheduleError and ConfigError.
+    """
+    every = [evaluation, *programs.values()]
+    for batches, program in programs.items():
+        _refuse_unsound(settings, batches, program, cut)
+    with _named_waits(settings, any(map(has_norms, every)), cut):
+        bounds = [edge_bounds(one, cut.edges, settings.buffer_size, cut.ties) for one in every]
+        cut = cut.bounded(widest(bounds))
+        simulate(evaluation, 1, buffer_size=cut.bounds, routes=cut.edges)
+        return cut, {n: _played(settings, schedule, n, program, cut) for n, program in programs.items()}
+
+
+def prove_window(
+    settings: Settings, schedule: Schedule, batches: int, program: Program, cut: Cut | None = None
+) -> Window:
+    """Return the window of one program, for a cut that has bounds; None: each stage sends to the next.
+
+    Raises ScheduleError and ConfigError.
+    """
+    _refuse_unsound(settings, batches, program, cut)
+    with _named_waits(settings, has_norms(program), cut):
+        return _played(settings, schedule, batches, program, cut)
+
+
+def _refuse_unsound(settings: Settings, batches: int, program: Program, cut: Cut | None) -> None:
+    """Refuse a program that is wrong, or that the engine cannot run. Raises ScheduleError and ConfigError."""
+    routes, ties = _joins(cut)
+    whole = "compile" if settings.compile else "cuda_graphs" if settings.cuda_graphs else ""
+    if whole and splits(program):
+        raise ConfigError(
+            f"schedule {settings.schedule} splits backwards, and {whole}=true runs them whole: set "
+            f"{whole}=false, or choose a schedule without I and W"
+        )
+    placement(program)  # one rank a stage: the engine has no replicas yet
+    check(program, batches, settings.microbatches, routes, has_norms(program), ties)
+
+
+def _played(
+    settings: Settings, schedule: Schedule, batches: int, program: Program, cut: Cut | None
+) -> Window:
+    """Return the window of a sound program. Raises Deadlock."""
+    routes, ties = _joins(cut)
+    buffer_size = cut.bounds if cut else settings.buffer_size
+    run = simulate(program, settings.microbatches, buffer_size=buffer_size, routes=routes, ties=ties)
+    if isinstance(schedule, ForwardBackward):  # whose program is one of many
+        size = len(program), batches, settings.microbatches
+        return Window(program, run, [schedule.bounds(stage, *size) for stage in range(len(program))])
+    return Window(program, run, [*map(Bounds, run.activations, run.versions, run.staleness)])
+
+
+@contextmanager
+def _named_waits(settings: Settings, norms: bool, cut: Cut | None) -> Iterator[None]:
+    """Say it in a sentence where updates would wait for each other for good. Raises ConfigError."""
+    try:
+        yield
+    except Deadlock as blocked:
+        if norms:
+            waits = "the norm of the model: set clip_grad_norm_over=stage"
+        elif cut and cut.ties:
+            waits = f"the gradient of a weight that stages share: {TOGETHER}"
+        else:
+            raise
+        raise ConfigError(
+            f"schedule {settings.schedule} steps a stage while others still have work of that batch, so its "
+            f"updates cannot wait for {waits}, or choose another schedule"
+        ) from blocked
+
+
+# What settings ask of a program
 
 
 def settle_clipping(settings: Settings, schedule: Schedule, draft: Program) -> Settings:
@@ -53,79 +200,28 @@ def settle_clipping(settings: Settings, schedule: Schedule, draft: Program) -> S
     return replace(settings, clip_grad_norm_over=over)
 
 
-def make_program(
-    schedule: Schedule,
-    cut: Cut | None,
-    batches: int,
-    settings: Settings,
-    costs: Cost | None = None,
-    recompute: Collection[int] = (),
-) -> Program:
-    """Return the lowered program of a window, with the norms and ties that its updates wait for.
-
-    `cut`: None for stages of which each sends to the next. `costs`: None if they are not known yet;
-    `recompute`: the stages that recompute their forwards. Raises ScheduleError and ConfigError.
-    """
-    routes, ties = (cut.edges, cut.ties) if cut else (None, [])
-    known = {} if costs is None else {"costs": costs}
-    compute = draft_program(settings, schedule, batches, routes=routes, recompute=recompute, **known)
-    if "recompute" not in asks_for(schedule):
-        compute = with_recompute(compute, recompute)
-    compute = joined(compute, routes)
-    if settings.clip_grad_norm is not None and settings.clip_grad_norm_over == "model":
-        compute = with_norms(compute)
-    return lower(with_ties(compute, ties) if ties else compute, routes)
-
-
-def draft_program(settings: Settings, schedule: Schedule, batches: int, **offered: Any) -> Program:
-    """Return the compute-only program of a window; `offered`: what is known of the cut model, if it is cut.
-
-    Without, it has the placement and the weight versions that it will have. Raises ScheduleError and
-    ConfigError.
-    """
-    size = settings.ranks, batches, settings.microbatches
-    try:
-        program = compute_program(schedule, *size, buffer_size=settings.buffer_size, **offered)
-    except (ConfigError, ScheduleError):
-        raise
-    except Exception as error:  # an unknown argument, or a bug in the schedule
-        raise ConfigError(
-            f"schedule {settings.schedule} cannot be made: {type(error).__name__}: {error}"
-        ) from error
-    for action in chain.from_iterable(program):
-        if not isinstance(action, Action):
-            raise ConfigError(
-                f"schedule {settings.schedule} gives {action!r} as an action: a program is a list of Action "
-                f"for each rank"
-            )
-    return program
-
-
 def refuse_ties(settings: Settings, schedule: Schedule, cut: Cut) -> None:
     """Refuse shared weights whose copies would come apart. Raises ConfigError."""
     if not cut.ties:
         return
     name, stages = next(iter(cut.shared.items()))
-    several = f"{name} is a weight of stages {' and '.join(map(str, stages))}"
-    together = "keep the layers that share it in one stage by partition="
+    by_stage = settings.clip_grad_norm is not None and settings.clip_grad_norm_over == "stage"
+    chained = any(not set(a).isdisjoint(b) for a, b in combinations(cut.ties, 2))
     if isinstance(schedule, ForwardBackward):
-        raise ConfigError(
-            f"{several}, which step it by one gradient, and {settings.schedule} decides its order while it "
-            f"runs: {together}, or choose a schedule with a fixed order"
+        why = f"{settings.schedule} decides its order while it runs: choose a schedule with a fixed one"
+    elif by_stage:
+        why = "clip_grad_norm_over=stage scales it by another norm on each: choose clip_grad_norm_over=model"
+    elif chained and settings.on_nan == "skip" and settings.clip_grad_norm is None:
+        why = (
+            "some of these share others too, so that with on_nan=skip one could leave an update out that "
+            "another makes: set clip_grad_norm, by which all leave it out"
         )
-    if settings.clip_grad_norm is not None and settings.clip_grad_norm_over == "stage":
-        raise ConfigError(
-            f"{several}, and clip_grad_norm_over=stage would scale its gradient by the norm of each: choose "
-            f"clip_grad_norm_over=model, or {together}"
-        )
-    chained = [(a, b) for a, b in combinations(cut.ties, 2) if not set(a).isdisjoint(b)]
-    if chained and settings.on_nan == "skip" and settings.clip_grad_norm is None:
-        (first, *_), (*_, last) = chained[0]
-        raise ConfigError(
-            f"stages {first} to {last} share weights by way of another one, and with on_nan=skip some could "
-            f"leave an update out that others make: set clip_grad_norm, by which all stages leave it out, or "
-            f"{together}"
-        )
+    else:
+        return
+    raise ConfigError(
+        f"{name} is a weight of stages {' and '.join(map(str, stages))}, which step it alike, and {why}, or "
+        f"{TOGETHER}"
+    )
 
 
 def modes_of(recompute: str | Sequence[str], stages: int) -> list[Mode]:
@@ -137,11 +233,9 @@ def modes_of(recompute: str | Sequence[str], stages: int) -> list[Mode]:
                 f"{stages}: give one for each, or one of {', '.join(RECOMPUTE)}"
             )
         return [Mode(mode) for mode in recompute]
-    if recompute == AUTO:
-        return [Mode.NEVER] * stages
     if recompute == "except_last":
         return [Mode.ALWAYS] * (stages - 1) + [Mode.NEVER]
-    return [Mode(recompute)] * stages
+    return [Mode.NEVER if recompute == AUTO else Mode(recompute)] * stages
 
 
 def recomputing(modes: Sequence[Mode]) -> list[int]:

@@ -88,7 +88,7 @@ class Recorder:
             f"{settings.epochs} epochs, {about.updates} updates, seed {settings.seed}{where}",
         ]
         if about.room is not None:
-            lines.append(says_whether_it_fits(settings, self._history.predicted_memory, about.room))
+            lines.append(says_whether_it_fits(self._history.predicted_memory, about.room))
         if settings.compile:
             lines.append("the first microbatches compile the stages, which takes minutes")
         for line in lines:

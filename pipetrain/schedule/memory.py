@@ -12,7 +12,7 @@ old weight versions is used again, and never freed.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import mul
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from typing import NamedTuple
 from pipetrain.schedule.actions import Action, Op, last_uses
 from pipetrain.schedule.timeline import Timeline
 
+GIB = 2**30
 PARTS = ("activations", "weights", "versions", "gradients", "optimizer", "messages")
 
 
@@ -68,11 +69,9 @@ def over_time(
     """Return what the stages hold after each action of a timeline; for the rest see `counts`."""
     memory = []
     for row in timeline.rows:
-        held: dict[int, list[Held]] = defaultdict(list)
-        for now in counts(row.actions, bound, copied):
-            for stage, items in now.items():
-                held[stage].append(in_parts(items, sizes[stage]))
-        memory.append(dict(held))
+        moments = list(counts(row.actions, bound, copied))
+        stages = moments[0] if moments else ()
+        memory.append({stage: [in_parts(now[stage], sizes[stage]) for now in moments] for stage in stages})
     return memory
 
 
@@ -88,9 +87,8 @@ def peaks(memory: Memory) -> list[dict[str, int]]:
 
 def totals(of_rank: Mapping[int, Sequence[Held]], parts: Collection[str] = PARTS) -> list[int]:
     """Return the bytes of a rank's stages together after each of its actions."""
-    return [
-        sum(held[part] for held in moment for part in parts) for moment in zip(*of_rank.values(), strict=True)
-    ]
+    moments = zip(*of_rank.values(), strict=True)
+    return [sum(held[part] for held in moment for part in parts) for moment in moments]
 
 
 def counts(actions: Sequence[Action], bound: int, copied: Collection[int] = ()) -> Iterator[dict[int, Items]]:
@@ -99,59 +97,47 @@ def counts(actions: Sequence[Action], bound: int, copied: Collection[int] = ()) 
     The window is one of many: the storage of the versions is there from its start. `bound`: of the edges;
     `copied`: the stages that send copies of their activations, as by a codec.
     """
-    stages = {
-        stage: _Stage([a for a in actions if a.stage == stage], bound, stage in copied)
-        for stage in sorted({action.stage for action in actions})
-    }
-    now = {stage: one.items() for stage, one in stages.items()}
+    own = {stage: [a for a in actions if a.stage == stage] for stage in sorted({a.stage for a in actions})}
+    held = {stage: _held(of, bound, stage in copied) for stage, of in own.items()}
+    now = {stage: next(items) for stage, items in held.items()}
     for action in actions:
-        stages[action.stage].do(action)
-        now = {**now, action.stage: stages[action.stage].items()}
+        now = {**now, action.stage: next(held[action.stage])}
         yield now
 
 
-class _Stage:
-    def __init__(self, actions: Sequence[Action], bound: int, copied: bool) -> None:
-        self._bound = bound
-        self._recomputed = {action.mb for action in actions if action.op is Op.R}
-        self._messages = {action.op for action in actions}
-        self._copies = copied or bool(self._recomputed)
-        self._begun, self._all = 0, sum(action.op is Op.F for action in actions)
-        self._unsent = False  # a gradient that was made just now
-        self._held = dict.fromkeys(("saved", "before_r", "after_i", "gradients", "arrived", "tied"), 0)
-        self._held |= {"weights": 1, "versions": _older_versions(actions), "optimizer": 1}
-
-    def do(self, action: Action) -> None:
-        held, op = self._held, action.op
-        if op is Op.F:
-            self._begun += 1
-            held["before_r" if action.mb in self._recomputed else "saved"] += 1
-        elif op is Op.R:
-            held["before_r"] -= 1
-            held["saved"] += 1
-        elif op in (Op.B, Op.I):
-            held["saved"] -= 1
-            held["after_i"] += op is Op.I
-            held["arrived"] = 0
-        elif op is Op.W:
-            held["after_i"] -= 1
-        if op in (Op.B, Op.W, Op.STEP):
-            held["gradients"] = int(op is not Op.STEP)
-        if op is Op.RECV_B:
-            held["arrived"] = 1
-        held["tied"] = int(op is Op.TIE)
-        self._unsent = op in (Op.B, Op.I)
-
-    def items(self) -> Items:
-        held, bound, has = self._held, self._bound, self._messages.__contains__
-        open_ones = held["saved"] + held["before_r"]
-        ended, to_come = self._begun - open_ones, self._all - self._begun
-        return Items(
-            **held,
-            inputs=min(bound, to_come) * has(Op.RECV_F),
-            grads=min(bound, to_come + open_ones - held["arrived"]) * has(Op.RECV_B),
-            outputs=min(bound, self._begun) * (has(Op.SEND_F) and self._copies),
-            returned=(min(bound, ended - self._unsent) + self._unsent) * has(Op.SEND_B),
+def _held(actions: Sequence[Action], bound: int, copied: bool) -> Iterator[Items]:
+    """Yield what a stage holds before its first action, and after each."""
+    recomputed = {action.mb for action in actions if action.op is Op.R}
+    has = {op: any(action.op is op for action in actions) for op in Op}
+    forwards, versions = sum(action.op is Op.F for action in actions), _older_versions(actions)
+    done: Counter[Op] = Counter()
+    saved = before_r = gradients = arrived = 0
+    op: Op | None = None
+    for action in [None, *actions]:
+        if action is not None:
+            op = action.op
+            done[op] += 1
+            later = op is Op.F and action.mb in recomputed
+            before_r += later - (op is Op.R)
+            saved += (op in (Op.F, Op.R) and not later) - (op in (Op.B, Op.I))
+            gradients = op in (Op.B, Op.W) or (gradients and op is not Op.STEP)
+            arrived = op is Op.RECV_B or (arrived and op not in (Op.B, Op.I))
+        back = done[Op.B] + done[Op.I]
+        unsent = op in (Op.B, Op.I)  # a gradient that was made just now
+        yield Items(
+            saved=saved,
+            before_r=before_r,
+            after_i=done[Op.I] - done[Op.W],
+            weights=1,
+            versions=versions,
+            gradients=int(gradients),
+            optimizer=1,
+            inputs=min(bound, forwards - done[Op.F]) * has[Op.RECV_F],
+            grads=min(bound, forwards - back - arrived) * has[Op.RECV_B],
+            arrived=int(arrived),
+            outputs=min(bound, done[Op.F]) * (has[Op.SEND_F] and (copied or bool(recomputed))),
+            returned=(min(bound, back - unsent) + unsent) * has[Op.SEND_B],
+            tied=int(op is Op.TIE),
         )
 
 

@@ -152,7 +152,7 @@ def test_too_long_a_sample_is_refused_before_the_start():
 def test_the_boundaries_are_those_of_a_run():
     layers = estimate(small(), ENTRY)
     assert [str(layer.output) for layer in layers] == [*["float32[3, 16, 8]"] * 4, "float32[3, 16, 11]"]
-    assert all(layer.needs_grad == (True,) for layer in layers)
+    assert all(layer.requires_grad == (True,) for layer in layers)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

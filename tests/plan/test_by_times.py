@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipetrain.errors import ConfigError
-from pipetrain.plan.balance import GIB
 from pipetrain.plan.by_times import InSchedule, Predictor, balance_times
 from pipetrain.plan.profile import LayerTime
-from pipetrain.schedule.memory import Items
+from pipetrain.schedule.memory import GIB, Items
 from pipetrain.settings import Mode
 from tests.support.profiles import Skip, layer, predictor_of, table_of
 
@@ -33,7 +32,7 @@ TABLE = table_of(LAYERS, saved=[7, 8, 20], trained=[0, 0, 1000], inputs=9, laten
 
 
 def seconds(made: Predictor, cuts: Sequence[int]) -> list[float]:
-    return [stage.batch_s for stage in made.stages(cuts)]
+    return [stage.batch_s for stage in made.choice(cuts).stages]
 
 
 def test_a_batch_is_compute_and_messages_of_every_microbatch_and_a_step():
@@ -52,7 +51,7 @@ def test_stages_on_one_rank_send_each_other_nothing():
 
 def test_skips_count_at_both_ends_alone():
     table = table_of(LAYERS, skips=[Skip(0, (2,), 60)], latency_s=1, s_per_byte=0.01)
-    stages = predictor_of(table, [0, 1, 2], [1, 1, 1]).stages([1, 2])
+    stages = predictor_of(table, [0, 1, 2], [1, 1, 1]).choice([1, 2]).stages
     ends, middle = 2 * (1 + 1.6), 2 * (1 + 1.0) + 2 * (1 + 2.0)
     assert [stage.messages_s for stage in stages[:2]] == pytest.approx([ends, middle])
     assert stages[2].messages_s == pytest.approx(2 * (1 + 2.6))
@@ -61,7 +60,7 @@ def test_skips_count_at_both_ends_alone():
 def test_a_stage_holds_what_the_schedule_has_it_hold():
     three = predictor_of(TABLE, [0, 1, 2], [3, 2, 1])
     # What enters and leaves, and is saved, of each microbatch; weights; a message each way.
-    assert [stage.held_bytes for stage in three.stages([1, 2])] == [
+    assert [stage.held_bytes for stage in three.choice([1, 2]).stages] == [
         3 * (9 + 7 + 100) + 100,
         2 * (100 + 8 + 200) + 100 + 200,
         1 * (200 + 20) + 2 * 1000 + 200,
@@ -95,7 +94,7 @@ def test_cuts_by_times_are_the_best_of_all_that_may_be(predictor, data):
     every = [
         list(cuts)
         for cuts in combinations(sorted(allowed), len(predictor.placement) - 1)
-        if predictor.choice(cuts, limit).fits
+        if predictor.choice(cuts, limit).held_bytes <= limit
     ]
     if every:
         cuts = balance_times(predictor, allowed, limit)
@@ -127,7 +126,7 @@ def test_a_memory_limit_moves_a_cut_and_says_how_small_it_may_be():
         balance_times(eighths, {1, 2, 3}, limit=0.7 * GIB)
     assert str(error.value) == (
         "memory_limit=0.7 is too small: the smallest with which 2 stages fit is 0.7500 GiB; "
-        "choose that, more stages or smaller microbatches"
+        "choose that, recompute=auto, more stages or smaller microbatches"
     )
 
 
@@ -137,10 +136,9 @@ def test_a_stage_recomputes_as_little_as_fits():
     again = InSchedule([Items(saved=1, before_r=1)], share=0.5)
     made = replace(made, modes=[{**made.modes[0], Mode.ALWAYS: again}])
     for limit, mode, batch_s in ((math.inf, "never", 4 * 3), (1500, "always", 4 * (3 + 0.5))):
-        (stage,) = made.stages([], limit)
+        (stage,) = made.choice([], limit).stages
         assert (stage.mode, stage.batch_s) == (mode, batch_s)
-    assert made.stages([], 10)[0].mode == "always"  # which holds the least
-    assert not made.choice([], 10).fits
+    assert made.choice([], 10).stages[0].mode == "always"  # which holds the least
 
 
 @pytest.mark.parametrize("limit", [math.inf, 1.0])

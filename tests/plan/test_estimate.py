@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pipetrain.errors import ConfigError
+from pipetrain.network.network import Made
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan import estimate as module
-from pipetrain.plan.estimate import estimate
+from pipetrain.plan.estimate import Layer, estimate
 from tests.support import models
 from tests.support.edges import Lambda
 from tests.support.models import Fork, Join, Recompute, Through, tied
@@ -26,6 +27,19 @@ def spec(*shape: int, dtype: torch.dtype = torch.float32) -> ValueSpec:
 
 
 IMAGES = spec(2, 3, 8, 8)
+
+
+def needed(layers: list[Layer]) -> list[tuple[bool, ...]]:
+    """Which outputs of each layer get a gradient, as the layers behind it return it."""
+    last = Made(len(layers) - 1, 0)
+    reached = {last: layers[-1].requires_grad[0]}
+    for layer in layers:
+        for value, reaches in zip(layer.takes, layer.reached, strict=True):
+            reached[value] = reached.get(value, False) or reaches
+    return [
+        tuple(reached.get(Made(index, number), False) for number in range(len(layer.output.specs)))
+        for index, layer in enumerate(layers)
+    ]
 
 
 def conv() -> nn.Conv2d:
@@ -67,14 +81,13 @@ def test_a_shared_parameter_is_counted_where_it_stands():
 
 def test_tuples_are_boundaries_of_their_own_kind():
     layers = nn.Sequential(Fork(nn.Conv2d(3, 4, 1)), Through(nn.Conv2d(4, 3, 1)), Join())
-    fork, through, join = estimate(layers, IMAGES)
+    made = fork, through, join = estimate(layers, IMAGES)
     pair = (TensorSpec((2, 4, 8, 8), torch.float32), TensorSpec((2, 3, 8, 8), torch.float32))
     assert fork.output == ValueSpec(pair, single=False)
-    assert fork.needs_grad == fork.requires_grad == (True, False)  # the skip is the data
+    assert fork.requires_grad == through.requires_grad == (True, False)  # the skip is the data
     assert through.output == ValueSpec((pair[1], pair[1]), single=False)
-    assert through.needs_grad == through.requires_grad == (True, False)
     assert join.output == spec(2, 3, 8, 8)
-    assert join.needs_grad == join.requires_grad == (True,)
+    assert needed(made) == [(True, False), (True, False), (True,)]
     assert fork.flops == 2 * 3 * (2 * 4 * 64) + 2 * 4 * 64 + 2 * 3 * 64  # both its tensors are counted
 
 
@@ -83,7 +96,7 @@ def test_a_list_and_a_tuple_of_one_are_tuples():
     (listed,) = estimate(nn.Sequential(Lambda(lambda x: [x, x])), IMAGES)
     assert listed.output.pack(("a", "b")) == ["a", "b"]  # to the loss as it is
     assert replace(listed.output, packing=None) == ValueSpec((one, one), single=False)
-    assert listed.needs_grad == listed.requires_grad == (False, False)
+    assert listed.requires_grad == (False, False)
     assert listed.keeps_output  # it may change under the other name
     (once,) = estimate(nn.Sequential(Lambda(lambda x: (x,))), IMAGES)
     assert once.output == ValueSpec((one,), single=False)
@@ -96,7 +109,7 @@ def test_dtypes_are_those_that_the_model_makes(dtype):
     made = estimate(model, spec(2, 3, 8, 8, dtype=dtype))
     assert made[1].output == spec(2, 4, 6, 6, dtype=dtype)
     assert made[2].output.specs == (TensorSpec((2, 4, 6, 6), dtype), TensorSpec((2,), torch.int64))
-    assert made[2].needs_grad == (True, False)
+    assert made[2].requires_grad == (True, False)
 
 
 def through_a_view(x: Tensor) -> Tensor:
@@ -236,7 +249,7 @@ DROP = Lambda(lambda triple: triple[0] + triple[1].log().clamp(min=-9))
 )
 def test_a_gradient_is_needed_where_it_leads_from_the_loss_to_a_weight(layers, needs):
     model = nn.Sequential(*layers)
-    assert [layer.needs_grad for layer in estimate(model, IMAGES)] == needs
+    assert needed(estimate(model, IMAGES)) == needs
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -362,4 +375,4 @@ def test_a_parameter_in_a_list_or_a_plain_attribute_is_a_registered_one():
 
     first = conv()
     made = estimate(nn.Sequential(first, Tied(first.weight), nn.ReLU()), IMAGES)
-    assert [layer.needs_grad for layer in made] == [(True,)] * 3
+    assert needed(made) == [(True,)] * 3

@@ -73,7 +73,6 @@ def table_of(
             0,
             1,
             ValueSpec(tuple(map(bytes_of, outputs)), not made[index]),
-            needs_grad=needs,
             requires_grad=needs,
             takes=(Made(index - 1, 0), *(value for value, _ in far)),
             reached=(before, *(needs for _, needs in far)),

@@ -31,7 +31,6 @@ SEEN_IN = {
     "network/products": "runtime/test_split",
     "network/tensors": "plan/test_estimate",
     "plan/program": "plan/test_plan",
-    "plan/prove": "plan/test_plan",
     "plan/observed": "plan/test_estimate",
     "records/tables": "records/test_history",
     "records/tensorboard": "records/test_recorder",
