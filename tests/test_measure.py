@@ -32,6 +32,7 @@ from pipetrain.network.network import Network
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.estimate import estimate
+from pipetrain.plan.plan import Plan
 from pipetrain.plan.profile import LayerTime, Profile, profile_conditions
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.optimizer import make_optimizer
@@ -304,9 +305,8 @@ def test_a_layer_that_fails_is_said_once_and_all_ranks_know():
 # Alone
 
 
-def alone(cfg: DictConfig) -> Profile:
+def alone(cfg: DictConfig, draft: Plan) -> Profile:
     """Measure in this process, without messages."""
-    draft = check_early(cfg, "1f1b", 1)
     mesh = Mesh(World(), draft.placement, [], CPU, None, 30)
 
     def make() -> tuple[Network, OptimizerFactory]:
@@ -317,9 +317,11 @@ def alone(cfg: DictConfig) -> Profile:
 
 
 def test_alone_too_and_the_random_generator_is_put_back():
+    cfg = config([*WORDS, model("dropping"), "partition=profile"])
+    draft = check_early(cfg, "1f1b", 1)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    measured = alone(config([*WORDS, model("dropping"), "partition=profile"]))
+    measured = alone(cfg, draft)
     assert torch.equal(torch.get_rng_state(), before)
     assert (measured.latency_s, measured.s_per_byte) == (0, 0)
     assert measured.machine.items() >= {"device": "cpu", "ranks": 1, "torch": str(torch.__version__)}.items()
@@ -368,7 +370,7 @@ def test_a_file_is_read_and_refused_before_anything_starts(tmp_path):
         return check_early(cfg, "1f1b", 2)
 
     cfg = config([*WORDS, "model=mlp", "partition=profile"])
-    measured = alone(cfg)
+    measured = alone(cfg, check_early(cfg, "1f1b", 1))
     file.write_text(json.dumps(measured.to_json()))
     plan = read()
     assert plan.prediction is not None
