@@ -221,7 +221,7 @@ def test_the_log_has_the_data_set_a_line_an_epoch_each_stage_s_times_and_where_t
     assert lines[0] == "pipetrain: with_norm on tiny (44 train, 11 test samples), schedule pipedream, 2 x cpu"
     assert lines[1].startswith("2 stages, cut before layers [4]; batch 12 in 2 microbatches; bubble ")
     assert lines[3] == f"3 epochs, 12 updates, seed 5; records in {folder}"
-    fits = [line for line in lines if line.startswith("each rank fits into its GPU: of 1024 GiB")]
+    fits = [line for line in lines if line.endswith("of the 1024 GiB of its GPU")]
     assert len(fits) == (room is not None)
     first, second = (line for line in lines if line.startswith("epoch "))
     told = "epoch 2/3: train loss 1.0000, acc 50.00 %; val loss 3.0000, acc 90.00 %; 20 samples/s, 2.5 s"

@@ -42,8 +42,8 @@ FAILURES = {  # of rank 0: of how many, and what is said
     "exit": (2, r"rank 1 lost rank 0 at the \w+ of microbatch \d+: .*; (stage 1 was at|nothing was done)"),
     "memory": (
         1,
-        r"rank 0, stage 0, action 0F\d+@\d+: RuntimeError: .*memory.*; its machine has \S+ GiB and it was "
-        r"predicted to hold \S+ GiB at its peak: to hold less, choose more stages",
+        r"rank 0, stage 0, action 0F\d+@\d+: RuntimeError: .*memory.*; there are \S+ GiB, and rank 0 was "
+        r"predicted to hold \S+: to hold less, choose more stages",
     ),
 }
 FAIL_AT = {kind: RANDOM.randint(50, 95) for kind in FAILURES}  # 24 microbatches an epoch
