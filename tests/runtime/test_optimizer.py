@@ -14,6 +14,7 @@ from tests.support.cases import config
 from tests.support.refusals import JUNK, changed, outcome, refusal
 
 LINEAR = nn.Linear(2, 2)
+HERE = "tests.runtime.test_optimizer."
 
 
 def made(target: str, model: nn.Module = LINEAR, stages: int = 2, every: int | None = 1, **options: object):
@@ -74,88 +75,64 @@ class Alone(torch.optim.SGD):
         return super().step(closure)
 
 
-HERE = "tests.runtime.test_optimizer."
-
-
-def test_one_that_needs_all_parameters_at_once_is_for_one_stage():
-    assert refusal(lambda: made(f"{HERE}Jointly")) == (
-        f"optim {HERE}Jointly lets the step of one parameter depend on others, and each of 2 "
-        "stages sees its own alone: choose another optimizer, or one stage"
-    )
-    assert made(f"{HERE}Jointly", stages=1)
-    assert "lets the step of one parameter depend on others" in refusal(lambda: made(f"{HERE}Clips"))
-
-
 @pytest.mark.parametrize(
-    ("name", "says"),
-    [("Stores", "remembers values of type object, which a"), ("Alone", "remembers 'count' of no par")],
-)
-def test_what_cannot_be_saved_is_refused_where_there_are_checkpoints(name, says):
-    assert says in refusal(lambda: made(f"{HERE}{name}"))
-    assert made(f"{HERE}{name}", every=None)
-
-
-def test_sparse_gradients_and_complex_weights_are_tried_too():
-    embedding, spectrum = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3, dtype=torch.complex64)
-    for model in (embedding, spectrum):
-        factory = make_optimizer(config(["data=digits", "optim.weight_decay=0"]), model, 2)
-        assert not factory(model.named_parameters()).defaults["fused"]
-    assert make_optimizer(config(["data=digits"]), LINEAR, 2)(LINEAR.named_parameters()).defaults["fused"]
-    says = refusal(lambda: make_optimizer(config(["data=digits"]), embedding, 2))
-    assert says.startswith("optim cannot be built by torch.optim.SGD: ")  # weight decay wants dense gradients
-    assert "sparse" in says
-
-
-def test_one_for_matrices_alone_is_tried_on_what_the_model_has():
-    assert made("torch.optim.Muon", nn.Linear(3, 3, bias=False))
-    assert "2D" in refusal(lambda: made("torch.optim.Muon", LINEAR))
-
-
-def test_float16_is_tried_with_gradients_that_it_can_hold():
-    assert made("torch.optim.SGD", nn.Sequential(LINEAR, nn.Linear(2, 2).half()), momentum=0.9)
-
-
-def test_from_python_an_unknown_option_is_said_as_python_says_it(capfd):
-    with pytest.raises(ConfigError) as refused:
-        prove_optimizer(lambda p: torch.optim.SGD(p, lrr=1), None, LINEAR, 2)
-    assert str(refused.value).startswith("optim cannot be built by ")
-    assert str(refused.value).endswith("unexpected keyword argument 'lrr'")
-    assert capfd.readouterr() == ("", "")
-
-
-def test_the_rate_may_come_from_the_environment(monkeypatch):
-    monkeypatch.setenv("LR", "0.25")
-    made = grouped("optim.lr=${oc.env:LR}")(Net().named_parameters())
-    assert made.param_groups[0]["lr"] == 0.25
-
-
-def test_an_optimizer_is_built_anew_for_each_stage():
-    factory = make_optimizer(config(["data=digits", "optim=sgd", "optim.momentum=0.5"]), LINEAR)
-    a, b = (factory([("0", nn.Parameter(torch.zeros(2)))]) for _ in range(2))
-    assert a is not b
-    assert isinstance(a, torch.optim.SGD)
-    assert (a.defaults["momentum"], a.defaults["weight_decay"], a.defaults["lr"]) == (0.5, 5e-4, 0.005)
-
-
-@pytest.mark.parametrize(
-    ("override", "says"),
+    ("name", "allowed", "says"),
     [
-        ("optim.colour=red", "optim cannot be built: torch.optim.SGD takes no colour; leave it out with ~op"),
-        ("optim.momentun=1", "optim cannot be built: torch.optim.SGD takes no momentun; did you mean mome"),
-        ("optim._target_=torch.optim.Adam", "optim cannot be built: torch.optim.Adam takes no momentum; "),
-        ("optim.momentum=-1", "optim cannot be built by torch.optim.SGD: Invalid momentum value: -1"),
-        ("optim.momentum=x", "optim cannot be built by torch.optim.SGD: "),
-        ("optim._target_=no.such.thing", "optim cannot be built: ImportError: Error loading 'no.such.thing'"),
-        ("optim._partial_=false", "optim cannot be built: "),
-        ("optim.fused=3", "optim.fused=3 must be true or false"),
         (
-            "optim._target_=torch.nn.Linear",
-            "optim cannot be built: torch.nn.Linear takes no lr; leave it out",
+            "Jointly",
+            {"stages": 1},
+            "lets the step of one parameter depend on others, and each of 2 stages see",
+        ),
+        (
+            "Clips",
+            {"stages": 1},
+            "lets the step of one parameter depend on others, and each of 2 stages sees",
+        ),
+        (
+            "Stores",
+            {"every": None},
+            "remembers values of type object, which a checkpoint cannot hold: choose ",
+        ),
+        (
+            "Alone",
+            {"every": None},
+            "remembers 'count' of no parameter, which a checkpoint cannot hold: choose ",
         ),
     ],
 )
-def test_an_optimizer_that_cannot_be_is_refused(override, says):
-    assert refusal(lambda: make_optimizer(config(["data=digits", override]), LINEAR)).startswith(says)
+def test_what_stages_or_checkpoints_cannot_use_is_refused_where_there_are_some(name, allowed, says):
+    assert refusal(lambda: made(f"{HERE}{name}")).startswith(f"optim {HERE}{name} {says}")
+    assert made(f"{HERE}{name}", **allowed)
+
+
+def test_it_is_tried_with_weights_and_gradients_such_as_the_model_s():
+    embedding, spectrum = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3, dtype=torch.complex64)
+    for model, fused in ((embedding, False), (spectrum, False), (LINEAR, True)):
+        factory = make_optimizer(config(["data=digits", "optim.weight_decay=0"]), model, 2)
+        assert bool(factory(model.named_parameters()).defaults["fused"]) == fused
+    says = refusal(lambda: make_optimizer(config(["data=digits"]), embedding, 2))
+    assert says.startswith("optim cannot be built by torch.optim.SGD: ")  # weight decay wants dense gradients
+    assert "sparse" in says
+    assert made("torch.optim.Muon", nn.Linear(3, 3, bias=False))
+    assert "2D" in refusal(lambda: made("torch.optim.Muon", LINEAR))
+    half = nn.Sequential(LINEAR, nn.Linear(2, 2).half())  # which cannot hold large gradients
+    assert made("torch.optim.SGD", half, momentum=0.9)
+
+
+def test_from_python_an_unknown_option_is_said_as_python_says_it(capfd):
+    with pytest.raises(ConfigError, match=r"^optim cannot be built by .* unexpected keyword argument 'lrr'$"):
+        prove_optimizer(lambda p: torch.optim.SGD(p, lrr=1), None, LINEAR, 2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_optimizer_is_built_anew_for_each_stage_and_its_rate_may_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("LR", "0.25")
+    words = ["data=digits", "optim=sgd", "optim.momentum=0.5", "optim.lr=${oc.env:LR}"]
+    factory = make_optimizer(config(words), LINEAR)
+    a, b = (factory([("0", nn.Parameter(torch.zeros(2)))]) for _ in range(2))
+    assert a is not b
+    assert isinstance(a, torch.optim.SGD)
+    assert (a.defaults["momentum"], a.defaults["weight_decay"], a.defaults["lr"]) == (0.5, 5e-4, 0.25)
 
 
 # Parameter groups
@@ -178,18 +155,17 @@ GROUPS = (
 )
 
 
-def grouped(*words: str, model: nn.Module | None = None, stages: int = 2):
-    return make_optimizer(config(["data=digits", *words]), model or Net(), stages)
+def grouped(*words: str):
+    return make_optimizer(config(["data=digits", *words]), Net(), 2)
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw"])
 def test_a_parameter_is_of_the_first_group_that_takes_it(optim):
-    model = Net()
-    made = grouped(f"optim={optim}", *GROUPS)(model.named_parameters())
+    model, factory = Net(), grouped(f"optim={optim}", *GROUPS)
     names = {id(p): name for name, p in model.named_parameters()}
     found = {
         names[id(p)]: (group["lr"], group["weight_decay"], group["fused"])
-        for group in made.param_groups
+        for group in factory(model.named_parameters()).param_groups
         for p in group["params"]
     }
     assert found == {
@@ -200,57 +176,54 @@ def test_a_parameter_is_of_the_first_group_that_takes_it(optim):
         "head.weight": (0.25, 0.5, True),
         "head.bias": (0.25, 0.5, True),
     }
-
-
-def test_a_stage_has_the_groups_of_its_own_parameters_alone():
-    factory = grouped(*GROUPS)
-    entry = factory(nn.ModuleDict({"entry": nn.Conv2d(3, 4, 1)}).named_parameters())
+    entry = factory([(name, p) for name, p in model.named_parameters() if name.startswith("entry")])
     assert [(len(g["params"]), g["weight_decay"]) for g in entry.param_groups] == [(1, 0.5), (1, 0.0)]
 
 
 def test_a_function_of_a_program_has_groups_too():
-    def plain(params):
-        return torch.optim.AdamW(params, 3e-4)
-
     model, groups = Net(), {"a": {"params": "bias$", "weight_decay": 0}}
     for chosen, wanted in ((None, [(6, 0.01)]), (groups, [(3, 0.01), (3, 0)])):
-        made = prove_optimizer(plain, chosen, model, 2)(model.named_parameters())
-        assert [(len(g["params"]), g["weight_decay"]) for g in made.param_groups] == wanted
+        factory = prove_optimizer(lambda p: torch.optim.AdamW(p, 3e-4), chosen, model, 2)
+        found = factory(model.named_parameters()).param_groups
+        assert [(len(g["params"]), g["weight_decay"]) for g in found] == wanted
+
+
+A, NORMS = "optim.groups.a", "optim.groups.norms_and_biases"
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (
-            ("optim.groups.a.params=tail",),
-            "optim.groups.a has no parameter: none that is left by the groups before it is matched by "
-            "params=tail; parameters have names such as entry.weight",
+            ["optim.colour=red"],
+            "optim cannot be built: torch.optim.SGD takes no colour; leave it out with ~op",
+        ),
+        (["optim.momentun=1"], "optim cannot be built: torch.optim.SGD takes no momentun; did you mean mome"),
+        (["optim._target_=torch.optim.Adam"], "optim cannot be built: torch.optim.Adam takes no momentum; "),
+        (["optim.momentum=-1"], "optim cannot be built by torch.optim.SGD: Invalid momentum value: -1"),
+        (["optim.momentum=x"], "optim cannot be built by torch.optim.SGD: "),
+        (["optim._target_=no.such.thing"], "optim cannot be built: ImportError: Error loading 'no.such.thin"),
+        (["optim._partial_=false"], "optim cannot be built: "),
+        (["optim.fused=3"], "optim.fused=3 must be true or false"),
+        (["optim._target_=torch.nn.Linear"], "optim cannot be built: torch.nn.Linear takes no lr; leave it"),
+        (
+            [f"{A}.params=tail"],
+            f"{A} has no parameter: none that is left by the groups before it is matched by params=tail; "
+            "parameters have names such as entry.weight",
         ),
         (
-            ("optim.groups.a.params=bias|norm", "optim.groups.norms_and_biases.weight_decay=0"),
-            "optim.groups.norms_and_biases has no parameter: none that is left by the groups before it is a ",
+            [f"{A}.params=bias|norm", f"{NORMS}.weight_decay=0"],
+            f"{NORMS} has no parameter: none that is left by the groups before it is a norm or a bias",
         ),
-        (
-            ("optim.groups.a.weight_decay=0",),
-            "optim.groups.a needs optim.groups.a.params=, a regular expression that its parameters' names",
-        ),
-        (
-            ("optim.groups.a.params='('",),
-            "optim.groups.a.params=( is no regular expression: missing ), unter",
-        ),
-        (
-            ("optim.groups.a=3",),
-            "optim.groups.a=3 must have options of the optimizer, such as optim.groups.a",
-        ),
-        (("optim.groups=3",), "optim.groups=3 must have a name for each group, with its options"),
-        (
-            ("optim.groups.norms_and_biases.weight_dekay=0",),
-            "optim.groups.norms_and_biases.weight_dekay: torch.optim.SGD has no weight_dekay",
-        ),
-        (("optim.groups.norms_and_biases.lr=high",), "optim cannot be built by torch.optim.SGD: "),
+        ([f"{A}.weight_decay=0"], f"{A} needs {A}.params=, a regular expression that its parameters' names"),
+        ([f"{A}.params='('"], f"{A}.params=( is no regular expression: missing ), unterminated"),
+        ([f"{A}=3"], f"{A}=3 must have options of the optimizer, such as {A}.weight_decay=0"),
+        (["optim.groups=3"], "optim.groups=3 must have a name for each group, with its options"),
+        ([f"{NORMS}.weight_dekay=0"], f"{NORMS}.weight_dekay: torch.optim.SGD has no weight_dekay"),
+        ([f"{NORMS}.lr=high"], "optim cannot be built by torch.optim.SGD: "),
     ],
 )
-def test_a_group_that_cannot_be_is_refused(words, says):
+def test_what_cannot_be_is_refused(words, says):
     assert refusal(lambda: grouped(*words)).startswith(says)
 
 

@@ -116,11 +116,17 @@ class First(nn.Module):
         return 2 * pair[0]
 
 
-def test_an_input_that_the_plan_says_is_not_used_has_no_gradient():
+def test_what_the_plan_says_has_no_gradient_has_none():
+    """Not zeros either, which weight decay would follow."""
     middle = stage(First(), enters=2, entering=Gradients((True, True), (True, False)))
     (output,) = middle.forward(0, (randn(2), randn(2)), 0)
     (used,) = middle.backward(0, (torch.ones_like(output),), 0)
     assert used.tolist() == [2.0, 2.0]
+    middle = stage(Fork(nn.Linear(3, 3)), leaves=2, leaving=Gradients((True, True), (False, True)))
+    _, skip = middle.forward(0, (randn(2, 3),), 0)
+    (back,) = middle.backward(0, (torch.ones_like(skip),), 0)
+    assert back.tolist() == [[1.0] * 3] * 2
+    assert gradients(middle) == []
 
 
 @pytest.mark.parametrize(
@@ -182,27 +188,14 @@ def test_what_has_no_gradient_is_sent_as_a_copy():
     assert [float(count) for count in sent] == [1.0, 2.0, 3.0]
 
 
-def test_an_output_that_has_no_gradient_leaves_its_weights_alone():
-    middle = stage(Fork(nn.Linear(3, 3)), leaves=2, leaving=Gradients((True, True), (False, True)))
-    _, skip = middle.forward(0, (randn(2, 3),), 0)
-    (back,) = middle.backward(0, (torch.ones_like(skip),), 0)
-    assert back.tolist() == [[1.0] * 3] * 2
-    assert gradients(middle) == []  # not zeros, which weight decay would follow
-
-
-def test_a_backward_of_another_version_than_its_forward_s_is_refused():
+def test_a_microbatch_goes_back_over_its_own_version_within_its_window():
     middle = stage(nn.Linear(2, 2))
     (output,) = middle.forward(0, (randn(1, 2),), 0)
+    with pytest.raises(AssertionError, match=r"microbatches \[0\] outlived their window"):
+        middle.begin_window()
     middle.step(keep=True)
     with pytest.raises(AssertionError, match="microbatch 0 ran forward over 0, not 1"):
         middle.backward(0, (torch.ones_like(output),), 1)
-
-
-def test_a_microbatch_may_not_outlive_its_window():
-    middle = stage(nn.Linear(2, 2))
-    middle.forward(5, (randn(1, 2),), 0)
-    with pytest.raises(AssertionError, match=r"microbatches \[5\] outlived their window"):
-        middle.begin_window()
 
 
 # What a stage must not touch
@@ -255,16 +248,32 @@ def steep() -> nn.Sequential:
     return nn.Sequential(OrderedDict(first=first, root=Root(), head=nn.Linear(3, 3)))
 
 
-def test_the_layer_where_a_loss_stopped_being_finite_is_named():
-    module = nn.Sequential(OrderedDict(fine=nn.Linear(3, 3), bad=nn.Linear(3, 3), head=nn.Linear(3, 3)))
-    nn.init.constant_(module.bad.weight, math.inf)
-    final = last(module, 2)
-    with pytest.raises(
-        TrainingStopped, match=r"microbatch 4 is nan \(first in layer bad\) at stage 2, update 0"
-    ):
-        final.forward(4, (randn(3, 3),), 0, WHOLE_BATCH)
-    with pytest.raises(TrainingStopped, match="first in what came from layer 4, in an earlier stage"):
-        last(nn.Linear(3, 3), 2).forward(4, (randn(3, 3) / 0,), 0, WHOLE_BATCH)
+def spoilt(*rest: nn.Module) -> nn.Sequential:
+    layers = OrderedDict(fine=nn.Linear(3, 3), bad=nn.Linear(3, 3))
+    nn.init.constant_(layers["bad"].bias, math.inf)
+    return nn.Sequential(layers | OrderedDict((f"more{i}", layer) for i, layer in enumerate(rest)))
+
+
+@pytest.mark.parametrize(
+    ("make", "x", "says"),
+    [
+        (
+            lambda: last(spoilt(nn.Linear(3, 3)), 2),
+            1,
+            r"loss of microbatch 4 is nan \(first in layer bad\) at st",
+        ),
+        (lambda: last(nn.Linear(3, 3), 2), math.inf, "first in what came from layer 4, in an earlier stage"),
+        (
+            lambda: stage(spoilt(nn.ReLU(inplace=True))),
+            1,
+            r"activation of .* 4 is not finite \(first in layer b",
+        ),
+        (lambda: stage(nn.Linear(3, 3), 0), math.inf, "first in what came from the data"),
+    ],
+)
+def test_what_is_not_finite_never_leaves_its_stage_and_its_layer_is_named(make, x, says):
+    with pytest.raises(TrainingStopped, match=says):
+        make().forward(4, (randn(3, 3) * x,), 0, WHOLE_BATCH)
 
 
 @pytest.mark.parametrize("halves", [False, True])
@@ -292,17 +301,6 @@ def test_a_gradient_that_only_the_sum_shows_names_weights_and_microbatches():
         TrainingStopped, match=r"the gradient of 0.weight is not finite at stage 0, update 0: stopped before"
     ):
         first.reduce()
-
-
-def test_an_activation_that_is_not_finite_never_leaves_its_stage():
-    module = nn.Sequential(OrderedDict(fine=nn.Linear(3, 3), bad=nn.Linear(3, 3), relu=nn.ReLU(inplace=True)))
-    nn.init.constant_(module.bad.bias, math.inf)
-    with pytest.raises(
-        TrainingStopped, match=r"of microbatch 4 is not finite \(first in layer bad\) at stage"
-    ):
-        stage(module).forward(4, (randn(3, 3),), 0)
-    with pytest.raises(TrainingStopped, match="first in what came from the data"):
-        stage(nn.Linear(3, 3), 0).forward(4, (randn(3, 3) / 0,), 0)
 
 
 class Masked(nn.Linear):
@@ -381,18 +379,12 @@ def test_predict_is_in_evaluation_mode_and_leaves_training_mode():
 
 
 def test_smoothing_is_for_training_alone():
-    smooth = stage(nn.Linear(3, 3), task=Classification(label_smoothing=0.5))
-    x = randn(3, 3)
+    smooth, x = stage(nn.Linear(3, 3), task=Classification(label_smoothing=0.5)), randn(3, 3)
     smooth.predict((x,), WHOLE_BATCH)
     (output,) = smooth.module(x)
     updated(smooth, x=x)
-    trained, evaluated = tallies(smooth)
-    assert evaluated.mean_loss == pytest.approx(functional.cross_entropy(output, LABELS).item())
-    smoothed = functional.cross_entropy(output, LABELS, label_smoothing=0.5)
-    assert trained.mean_loss == pytest.approx(smoothed.item())
-
-
-# Tasks
+    wanted = [functional.cross_entropy(output, LABELS, label_smoothing=by).item() for by in (0.5, 0.0)]
+    assert [tally.mean_loss for tally in tallies(smooth)] == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("halves", [False, True])

@@ -12,6 +12,7 @@ from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.weights import Weights
 
 SGD = partial(torch.optim.SGD, lr=1.0)  # the peak, of which the step takes a share
+OVERWRITTEN = "modified by an inplace operation"
 
 
 class Scale(nn.Module):
@@ -20,26 +21,20 @@ class Scale(nn.Module):
     def __init__(self, value: float = 1.0) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.tensor([value]))
+        self.w.scale = 1.0  # an attribute, which each version has
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w * x
+        assert isinstance(self.w, nn.Parameter)
+        return self.w * self.w.scale * x
 
 
-ONE = torch.ones(1)
+def versions_of(module: nn.Module, rate: float = 0.25) -> Weights:
+    return Weights(module, SGD, lambda update: rate)
 
 
-def versions_of(module: nn.Module, rate=lambda update: 0.25) -> Weights:
-    return Weights(module, SGD, rate)
-
-
-def read(module: nn.Module, weights: Weights, version: int) -> float:
-    with weights.installed(version), torch.no_grad():
-        return module(ONE).item()
-
-
-def forward(module: nn.Module, weights: Weights, version: int) -> Tensor:
+def forward(module: nn.Module, weights: Weights, version: int, x: Tensor | None = None) -> Tensor:
     with weights.installed(version):
-        return module(ONE)
+        return module(torch.ones(1) if x is None else x)
 
 
 def backward(weights: Weights, version: int, output: Tensor, share: float = 1.0) -> None:
@@ -48,10 +43,9 @@ def backward(weights: Weights, version: int, output: Tensor, share: float = 1.0)
         torch.autograd.backward([output], [torch.full_like(output, share)])
 
 
-def update(module: nn.Module, weights: Weights, keep: bool, version: int | None = None) -> None:
+def update(module: nn.Module, weights: Weights, keep: bool) -> None:
     """One microbatch of gradient 1, and a step: the weight falls by the rate."""
-    version = weights.newest if version is None else version
-    backward(weights, version, forward(module, weights, version))
+    backward(weights, weights.newest, forward(module, weights, weights.newest))
     weights.reduce()
     weights.step(keep)
 
@@ -59,46 +53,18 @@ def update(module: nn.Module, weights: Weights, keep: bool, version: int | None 
 # Versions
 
 
-def test_a_layer_finds_a_parameter_in_every_version():
-    class Scales(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
-            self.weight.scale = 3.0
-
-        def forward(self, x: Tensor) -> Tensor:
-            assert isinstance(self.weight, nn.Parameter)
-            return x * self.weight * self.weight.scale
-
-    module = Scales()
-    weights = Weights(module, lambda parameters: torch.optim.SGD(parameters, lr=1.0), lambda update: 1.0)
-    for version in range(2):
-        with weights.installed(version):
-            assert module(torch.ones(1)).item() == 3.0
-        weights.step(keep=True)
-
-
-def test_a_kept_version_is_read_beside_the_newest():
+def test_a_kept_version_is_read_beside_the_newest_and_another_is_gone():
     module = Scale(1.0)
     weights = versions_of(module)
     update(module, weights, keep=True)
     update(module, weights, keep=True)
-    assert weights.held == 3
-    assert weights.newest == weights.updates == 2
-    assert [read(module, weights, version) for version in (0, 1, 2)] == [1.0, 0.75, 0.5]
+    assert (weights.held, weights.newest, weights.updates) == (3, 2, 2)
+    assert [forward(module, weights, version).item() for version in (0, 1, 2)] == [1.0, 0.75, 0.5]
     assert module.w.item() == 0.5  # outside, the module has the newest
-
-
-def test_a_version_that_is_not_kept_is_gone():
-    module = Scale()
-    weights = versions_of(module)
     update(module, weights, keep=False)
-    assert weights.held == 1
-    assert read(module, weights, 1) == 0.75
-    with pytest.raises(KeyError), weights.installed(0):
+    with pytest.raises(KeyError), weights.installed(2):
         pass
-    with pytest.raises(KeyError):
-        weights.leaves(0)
+    assert forward(module, weights, 3).item() == 0.25
 
 
 def test_a_window_begins_with_version_0_again():
@@ -112,7 +78,18 @@ def test_a_window_begins_with_version_0_again():
         weights.leaves(0)
     weights.begin_window()
     assert (weights.newest, weights.held, weights.updates) == (0, 1, 1)
-    assert read(module, weights, 0) == 0.75
+    assert forward(module, weights, 0).item() == 0.75
+
+
+def test_the_module_has_its_own_parameters_again_even_after_an_error():
+    module = Scale()
+    parameter = module.w
+    weights = versions_of(module)
+    with weights.installed(0):
+        assert module.w is weights.leaves(0)[0]
+    with pytest.raises(ZeroDivisionError), weights.installed(0):
+        raise ZeroDivisionError
+    assert module.w is parameter
 
 
 # Storage
@@ -120,7 +97,7 @@ def test_a_window_begins_with_version_0_again():
 
 def test_storage_goes_round_in_a_ring_and_none_is_new_after_the_warm_up():
     module = nn.Linear(8, 8)
-    weights = versions_of(module, rate=lambda update: 0.0)
+    weights = versions_of(module, rate=0.0)
     places, values = [], []
     for n in range(12):  # as PipeDream does with three versions held
         weights.step(keep=True)
@@ -136,29 +113,27 @@ def test_a_flush_schedule_moves_nothing():
     module = nn.Linear(8, 8)
     weights = versions_of(module)
     place = module.weight.data_ptr()
-    for _ in range(4):
-        with weights.installed(weights.newest):
-            output = module(torch.ones(2, 8))
-        backward(weights, weights.newest, output)
+    for version in range(4):
+        backward(weights, version, forward(module, weights, version, torch.ones(2, 8)))
         weights.reduce()
         weights.step(keep=False)
-        assert module.weight.data_ptr() == place
-        (leaf, _) = weights.leaves(weights.newest)
-        assert leaf.data_ptr() == place
+        assert module.weight.data_ptr() == weights.leaf(version + 1, "weight").data_ptr() == place
 
 
 # Autograd
 
 
-def test_autograd_refuses_a_backward_whose_version_was_not_kept():
+@pytest.mark.parametrize("kept", [False, True])
+def test_autograd_refuses_a_version_that_was_not_kept_or_given_up_and_written_over(kept):
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     weights = versions_of(module)
-    x = torch.ones(2, 3, requires_grad=True)
-    with weights.installed(0):
-        late = module(x)
-    weights.step(keep=False)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.backward([late], [torch.ones_like(late)])
+    late = forward(module, weights, 0, torch.ones(2, 3, requires_grad=True))
+    weights.step(keep=kept)
+    if kept:
+        weights.release(0)
+        weights.step(keep=True)
+    with pytest.raises(RuntimeError, match=OVERWRITTEN):
+        late.backward(torch.ones_like(late))
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv1d(4, 4, 1)])
@@ -167,13 +142,9 @@ def test_a_kept_version_s_backward_is_over_its_own_weights(layer):
     module = nn.Sequential(layer, nn.Flatten(1)).double()
     weights = versions_of(module)
     x = torch.randn(2, 4, *([1] if isinstance(layer, nn.Conv1d) else []), dtype=torch.float64)
-    plain = x.clone().requires_grad_()
+    plain, late = (x.clone().requires_grad_() for _ in range(2))
     (wanted,) = torch.autograd.grad(module(plain).square().sum(), plain)
-    late = x.clone().requires_grad_()
-    with weights.installed(0):
-        loss = module(late).square().sum()
-    with weights.installed(0):
-        first = module(x).square().sum()
+    loss, first = (forward(module, weights, 0, given).square().sum() for given in (late, x))
     backward(weights, 0, first)
     weights.reduce()
     weights.step(keep=True)
@@ -186,7 +157,7 @@ def test_a_kept_version_s_backward_is_over_its_own_weights(layer):
 
 def test_a_batch_s_gradient_is_one_sum_whatever_versions_its_microbatches_read():
     module = Scale(2.0)
-    weights = versions_of(module, rate=lambda update: 1.0)
+    weights = versions_of(module, rate=1.0)
     early = forward(module, weights, 0)
     weights.step(keep=True)
     later = forward(module, weights, 1)
@@ -209,11 +180,10 @@ def test_a_weight_that_has_its_first_gradient_late_is_stepped_by_a_fused_optimiz
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
         weights = Weights(module, partial(optimizer, fused=fused), lambda update: 0.1)
-        for update in range(4):
-            with weights.installed(weights.newest):
-                x = module[0](torch.ones(2, 3, dtype=torch.float64))
-                output = module[1](x) if update == 2 else x
-            backward(weights, weights.newest, output)
+        for number in range(4):
+            layers = module if number == 2 else module[0]
+            output = forward(layers, weights, number, torch.ones(2, 3, dtype=torch.float64))
+            backward(weights, number, output)
             weights.reduce()
             weights.step(keep=False)
         ended.append(module.state_dict())
@@ -221,54 +191,21 @@ def test_a_weight_that_has_its_first_gradient_late_is_stepped_by_a_fused_optimiz
         torch.testing.assert_close(ended[1][name], tensor, rtol=1e-12, atol=1e-12)
 
 
-# Unusual modules
-
-
-# The module itself
-
-
-def test_the_module_has_its_own_parameters_again_even_after_an_error():
-    module = Scale()
-    parameter = module.w
-    weights = versions_of(module)
-    with weights.installed(0):
-        assert module.w is weights.leaves(0)[0]
-    assert module.w is parameter
-    with pytest.raises(ZeroDivisionError), weights.installed(0):
-        raise ZeroDivisionError
-    assert module.w is parameter
-
-
 def test_statistics_are_written_in_a_forward_and_not_in_a_backward():
     module = nn.BatchNorm1d(2)
-    weights, buffers = versions_of(module), Buffers(module)
-    x = torch.randn(4, 2) + 3
-    with weights.installed(0):
-        module(x)
-    counted, mean = module.num_batches_tracked.item(), module.running_mean.clone()
-    with weights.installed(0), buffers.replaced(buffers.copies()):
+    buffers, x = Buffers(module), torch.randn(4, 2) + 3
+    module(x)
+    mean = module.running_mean.clone()
+    with buffers.in_backward():
         module(x)  # what a layer that recomputes itself does
-    assert counted == 1
-    assert module.num_batches_tracked.item() == 1
+    assert (module.num_batches_tracked.item(), buffers.reruns) == (1, True)
     assert torch.equal(module.running_mean, mean)
     assert not torch.equal(mean, torch.zeros(2))
 
 
-def test_autograd_refuses_a_version_that_was_given_up_and_written_over():
-    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    weights = Weights(module, SGD, lambda update: 0.1)
-    with weights.installed(0):
-        late = module(torch.ones(2, 3, requires_grad=True))
-    weights.step(keep=True)
-    weights.release(0)
-    weights.step(keep=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        late.backward(torch.ones_like(late))
-
-
 def test_a_checkpoint_without_an_average_begins_it_anew():
     module = nn.Linear(1, 1)
-    weights = Weights(module, lambda p: torch.optim.SGD(p, 0.1), lambda update: 1.0, ema=0.5)
+    weights = Weights(module, SGD, lambda update: 1.0, ema=0.5)
     update(module, weights, keep=False)
     assert weights.average().keys() == {"weight", "bias"}
     weights.load_average({})
