@@ -46,8 +46,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.network.chain import Chain, network_of
 from pipetrain.network.factory import Factory
 from pipetrain.network.given import Given, form_of
-from pipetrain.network.materialise import refuse_without_numbers, without_numbers
-from pipetrain.network.model import tensor_attributes
+from pipetrain.network.model import refuse_without_numbers, tensor_attributes, without_numbers
 from pipetrain.network.network import Values
 from pipetrain.network.places import named_tensors
 from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple

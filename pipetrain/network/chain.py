@@ -5,7 +5,7 @@ Any other module is traced, see tracing/.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any, TypeGuard
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipetrain.errors import ConfigError
 from pipetrain.network import draws
 from pipetrain.network.network import Made, Network, Part, See, Slice, Tensors
-from pipetrain.network.values import Packing, Value, ValueSpec, as_tuple, leaves_of, named_layers
+from pipetrain.network.values import Value, ValueSpec, as_tuple, leaves_of, named_layers, packer
 
 
 class Stash(nn.Module):
@@ -77,10 +77,7 @@ class Chain(Network):
         if isinstance(module, Pop):
             return tensors
         value: Value = made[index].pack(tensors)
-        if isinstance(module, Stash):
-            return value
-        result: Value = module(value)
-        return result
+        return value if isinstance(module, Stash) else module(value)
 
     def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:
         return _ChainPart(self, slice, evaluated)
@@ -102,34 +99,28 @@ class Chain(Network):
 
 def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, int]:
     """Return the number of the Stash for that of each Pop. Raises ConfigError for one without the other."""
-
-    def refused(index: int, why: str) -> ConfigError:
-        return ConfigError(
-            f"layer {index} ({names[index]}) {why}: each Stash is a layer of the nn.Sequential itself, with "
-            f"one Pop behind it that names it, and code of yours is in layers beside them"
-        )
-
-    waiting: dict[int, int] = {}  # Stash -> its layer
+    waiting: dict[Stash, int] = {}
     found: dict[int, int] = {}
+    wrong: list[int] = []
     for index, module in enumerate(modules):
-        if any(m is not module and isinstance(m, Stash | Pop) for m in module.modules()):
-            raise refused(index, "has a Stash or a Pop inside")
-        if isinstance(module, Stash | Pop) and _does_more(module):
-            raise refused(index, f"is a {type(module).__name__} with a hook or a forward of its own")
-        if isinstance(module, Stash) and waiting.setdefault(id(module), index) != index:
-            raise refused(index, f"is the Stash of layer {waiting[id(module)]} once more")
-        if isinstance(module, Pop):
-            if id(module.stash) not in waiting:
-                raise refused(index, "is a Pop without a Stash of its own before it")
-            found[index] = waiting.pop(id(module.stash))
-    for stash in waiting.values():
-        raise refused(stash, "is a Stash without a Pop")
+        if isinstance(module, Stash) and _is_mark(module) and module not in waiting:
+            waiting[module] = index
+        elif isinstance(module, Pop) and _is_mark(module) and module.stash in waiting:
+            found[index] = waiting.pop(module.stash)
+        elif any(isinstance(inner, Stash | Pop) for inner in module.modules()):
+            wrong.append(index)
+    for index in (*wrong, *waiting.values()):
+        raise ConfigError(
+            f"layer {index} ({names[index]}) is no plain Stash with a Pop behind it, nor such a Pop: each "
+            f"Stash is a layer of the nn.Sequential itself, with one Pop behind it that names it, and your "
+            f"code is in layers beside them"
+        )
     return found
 
 
-def _does_more(module: Stash | Pop) -> bool:
-    """Return whether a Stash or Pop does more than a plain one, whose forward is not run."""
-    return _hooks(module) or "forward" in vars(module) or type(module) not in (Stash, Pop)
+def _is_mark(module: Stash | Pop) -> bool:
+    """Return whether a Stash or Pop does no more than a plain one, whose forward is not run."""
+    return type(module) in (Stash, Pop) and not _hooks(module) and "forward" not in vars(module)
 
 
 def _hooks(module: nn.Module) -> bool:
@@ -146,45 +137,34 @@ class _ChainPart(Part):
         self._leaving = [made.layer for made in slice.leaves if made.number == 0]
         for index in range(slice.start, slice.end):
             self._modules[chain.names[index]] = chain.modules[index]  # add_module refuses a layer named pack
-        self._single = True  # whether the last layer has returned one tensor
-        self._packing: Packing | None = None  # of what it has returned, if it is no tuple either
+        self._pack: Callable[[Tensors], Any] = tuple  # as what the last layer has returned
 
     def forward(self, *tensors: Tensor) -> Tensors:
         return self.observed(tensors, None)
 
     def observed(self, tensors: Tensors, see: See | None) -> Tensors:
         slice = self.slice
-        entered: dict[int, Tensors] = {}
+        kept: dict[int, tuple[Tensor, ...]] = {}  # of the layer before, and of stashes
         for made, tensor in zip(slice.enters, tensors, strict=True):
-            entered[made.layer] = (*entered.get(made.layer, ()), tensor)
-        kept: dict[int, Value] = {**entered}  # of the layer before, and of stashes
-        before = entered[slice.start - 1]
-        value: Any = slice.form.pack(before)
-        self._packing = None
+            kept[made.layer] = (*kept.get(made.layer, ()), tensor)
+        value: Any = slice.form.pack(kept[slice.start - 1])
         for index, (name, layer) in enumerate(self._modules.items(), slice.start):
             assert layer is not None
             if index in slice.drawing:
                 draws.begin(index)
             if isinstance(layer, Pop):
-                value = (*as_tuple(value), *as_tuple(kept[self._stashes[index]]))
+                value = (*as_tuple(value), *kept[self._stashes[index]])
             elif not isinstance(layer, Stash):
                 value = layer(value)
-            packing = Packing.of(value)
             if see is not None:
-                seen = see(name, layer, leaves_of(value))
-                value = packing.pack(seen) if packing else seen[0] if isinstance(value, Tensor) else seen
-            if index == slice.end - 1 and packing is not None:
-                self._packing, value = packing, leaves_of(value)
+                value = packer(value)(see(name, layer, leaves_of(value)))
             if isinstance(layer, Stash):
-                kept[index] = value
-        self._single = isinstance(value, Tensor)
-        kept[slice.end - 1] = value
-        return tuple(t for layer in self._leaving for t in as_tuple(kept[layer]))
+                kept[index] = as_tuple(value)
+        self._pack, kept[slice.end - 1] = packer(value), leaves_of(value)
+        return tuple(tensor for layer in self._leaving for tensor in kept[layer])
 
     def pack(self, outputs: Tensors) -> Any:
-        if self._packing is not None:
-            return self._packing.pack(outputs)
-        return outputs[0] if self._single else outputs
+        return self._pack(outputs)
 
 
 def is_chain(model: nn.Module) -> TypeGuard[nn.Sequential]:

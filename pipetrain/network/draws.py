@@ -40,7 +40,7 @@ def seed_of(*parts: object) -> int:
 
 
 class _States:
-    """The states of torch's generators."""
+    """Those of torch's generators."""
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()

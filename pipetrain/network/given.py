@@ -18,7 +18,6 @@ from torch import nn
 
 from pipetrain.errors import ConfigError
 
-_WAY_OUT = "to go on so, end this Pipeline by collect() and close(), and make another of the model"
 _OF_TORCH = ("_parameters", "_buffers", "_modules")
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -36,10 +35,8 @@ class Given:
         self._replaced = replaced
         self._model = weakref.ref(model)  # what a program has dropped it does not change
         self._traced = traced
-        self._trained = _trained(model)
-        self._parts = _parts(model, traced)
-        self._hooks = _hooks(model, traced)
-        self._attributes = deepcopy(dict(_attributes(model))) if traced else {}
+        facts = _facts(model, traced).items()
+        self._facts = {key: deepcopy(fact) if key[0] == "plain" else fact for key, fact in facts}
         self._warned = False
 
     def prove(self, training: bool) -> None:
@@ -51,51 +48,40 @@ class Given:
         if model is None:
             return
         if training:
-            self._prove_modes(model)
-        now = _parts(model, self._traced)
-        others = [name for name, part in self._parts.items() if now.get(name) != part]
-        for name in filter(None, [*others, self._replaced(self._traced)]):
+            self._warn(model)
+        if change := next(self._changes(model, training), ""):
             raise ConfigError(
-                f"{name} of the model has been replaced since it was cut into stages, which they do not "
-                f"follow: replace it before the first batch; {_WAY_OUT}"
+                f"{change}, which the stages do not follow: do so before the first batch; to go on so, end "
+                f"this Pipeline by collect() and close(), and make another of the model"
             )
-        for name in now.keys() - self._parts.keys():
-            if not isinstance(model.get_submodule(name.rpartition(".")[0]), _LISTS):
-                continue  # as a part that no forward calls
-            raise ConfigError(
-                f"{name} of the model has been added since it was cut into stages, which they do not "
-                f"follow: add it before the first batch; {_WAY_OUT}"
-            )
-        for name, hooks in _hooks(model, self._traced).items():
-            if self._hooks.get(name, hooks) != hooks:
-                raise ConfigError(
-                    f"the hooks of {name or 'the model'} have been changed since it was cut into stages, "
-                    f"which they do not follow: set and remove them before the first batch; {_WAY_OUT}"
-                )
-        attributes = dict(_attributes(model)) if self._traced else {}
-        for name, value in self._attributes.items():
-            if (training or not name.endswith("training")) and _differs(value, attributes.get(name, value)):
-                raise ConfigError(
-                    f"{name} of the model was {value!r} when it was traced and has been changed since, which "
-                    f"its trace does not follow: set it before the first batch, or make the model an "
-                    f"nn.Sequential of its layers, which run as they are; {_WAY_OUT}"
-                )
 
-    def _prove_modes(self, model: nn.Module) -> None:
+    def _changes(self, model: nn.Module, training: bool) -> Iterator[str]:
+        now, cut = _facts(model, self._traced), "since it was cut into stages"
+        for (kind, name), before in self._facts.items():
+            after = now.get((kind, name), None if kind == "part" else before)
+            if kind == "trained" and training and after != before:
+                was = "trained" if before else "frozen"
+                yield f"{name} of the model was {was} when it was cut, with requires_grad={after} now"
+            if kind == "part" and after != before:
+                yield f"{name} of the model has been replaced {cut}"
+            if kind == "hooks" and after != before:
+                yield f"the hooks of {name or 'the model'} have been changed {cut}"
+            if kind == "plain" and (training or not name.endswith("training")) and _differs(before, after):
+                yield f"{name} of the model was {before!r} when it was traced and has been changed since"
+        if other := self._replaced(self._traced):
+            yield f"{other} of the model has been replaced {cut}"
+        for kind, name in now.keys() - self._facts.keys():
+            # Beside lists a new module is a part that no forward calls.
+            if kind == "part" and isinstance(model.get_submodule(name.rpartition(".")[0]), _LISTS):
+                yield f"{name} of the model has been added {cut}"
+
+    def _warn(self, model: nn.Module) -> None:
         if not self._warned and not any(module.training for module in model.modules()):
             log.warning(
                 "pipetrain: the model is in evaluation mode and is trained so, without dropout and with the "
                 "statistics of BatchNorm as they are: call model.train() before, if that is not meant"
             )
         self._warned = True
-        now = _trained(model)
-        for name, trained in self._trained.items():
-            if now.get(name, trained) != trained:
-                raise ConfigError(
-                    f"{name} of the model was {'trained' if trained else 'frozen'} when the model was cut "
-                    f"into stages, and requires_grad={not trained} now, which they do not follow: freeze and "
-                    f"unfreeze before the first batch; {_WAY_OUT}"
-                )
 
 
 def form_of(model: nn.Module) -> dict[str, Any]:
@@ -118,19 +104,16 @@ def _trained(model: nn.Module) -> dict[str, bool]:
     return {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def _parts(model: nn.Module, traced: bool) -> dict[str, Any]:
-    """Return each module below a model that is traced, with its forward, or each layer of another one."""
-    if not traced:
-        return {name: weakref.ref(layer) for name, layer in model._modules.items() if layer is not None}
-    parts = dict(model.named_modules(remove_duplicate=False))
-    forwards = {f"{name}.forward".lstrip("."): vars(part).get("forward") for name, part in parts.items()}
-    return {name: weakref.ref(part) for name, part in parts.items()} | forwards
-
-
-def _hooks(model: nn.Module, traced: bool) -> dict[str, list[list[int]]]:
-    """Return the hooks, as numbers, of each module of a model that is traced, or of another one itself."""
-    modules = model.named_modules() if traced else [("", model)]
-    return {name: [list(vars(module).get(kind, ())) for kind in _HOOKS] for name, module in modules}
+def _facts(model: nn.Module, traced: bool) -> dict[tuple[str, str], Any]:
+    """Return what must not change, by kind and name."""
+    found: dict[tuple[str, str], Any] = {("trained", name): t for name, t in _trained(model).items()}
+    parts = model.named_modules(remove_duplicate=False) if traced else model._modules.items()
+    found |= {("part", name): weakref.ref(part) for name, part in parts if part is not None}
+    for name, module in model.named_modules() if traced else [("", model)]:
+        found["hooks", name] = [list(vars(module).get(kind, ())) for kind in _HOOKS]
+        if traced:
+            found["part", f"{name}.forward".lstrip(".")] = vars(module).get("forward")
+    return found | {("plain", name): value for name, value in _attributes(model) if traced}
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""The model as a user gives it: what is refused, and what is read of it.
+"""The model as a user gives it: what is refused, what is read of it, and the numbers that it begins with.
 
 Each weight version is a parameter of its own. What one process would do with the user's own parameters beyond
 that, such as a hook, is refused here, because no comparison of outputs and gradients can see all of it.
@@ -6,13 +6,17 @@ that, such as a hook, is refused here, because no comparison of outputs and grad
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.places import named_tensors
+from pipetrain.network.network import Network
+from pipetrain.network.places import in_place_of, named_tensors, places, replace
 from pipetrain.network.tensors import storage_of
+from pipetrain.network.values import differentiable
 
 
 def prove_model(model: object, needs: str, dtype: torch.dtype | None) -> None:
@@ -39,7 +43,7 @@ def _refuse_parameters(model: nn.Module) -> None:
                 f"parameter {name} of the model is a {type(parameter).__name__}, and each weight "
                 f"version would be a plain nn.Parameter: make it one"
             )
-        address = parameter.data_ptr() or (storage_of(parameter), parameter.storage_offset())  # on meta
+        address = storage_of(parameter), parameter.storage_offset()
         if (first := addresses.setdefault(address, name)) != name and parameter.numel():
             raise ConfigError(
                 f"parameters {first} and {name} of the model share memory: use one nn.Parameter for both"
@@ -56,7 +60,7 @@ def _refuse_parameters(model: nn.Module) -> None:
 
 def state_names(model: nn.Module) -> dict[str, str]:
     """Return the parameter or buffer behind each state_dict entry. Raises ConfigError for other values."""
-    names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
     state = model.state_dict(keep_vars=True)
     for key, value in state.items():
         if id(value) not in names:
@@ -72,11 +76,11 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 
     In place, so that sharing is kept. (nn.Module.to drops imaginary parts and separates shared buffers.)
     """
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        old, wanted = tensor.data, dtype.to_complex() if tensor.is_complex() else dtype
-        if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype == wanted:
-            continue
-        tensor.data = cast_exactly(name, old, wanted)
+    for name, tensor in named_tensors(model).items():
+        if differentiable(tensor):
+            tensor.data = cast_exactly(
+                name, tensor.data, dtype.to_complex() if tensor.is_complex() else dtype
+            )
 
 
 def cast_exactly(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -117,3 +121,59 @@ def tensor_attributes(model: nn.Module) -> dict[str, Tensor]:
         for path, leaf in tree_flatten_with_path(value)[0]
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided and id(leaf) not in known
     }
+
+
+@torch.no_grad()
+def materialise(network: Network, layers: Iterable[int], more: Iterable[str] = ()) -> None:
+    """Give layers of a network, by number, and tensors named `more`, the numbers of its `values`, if any.
+
+    Tensors on the meta device are replaced in every place where the model or a layer keeps them, so that what
+    is shared stays shared; others are overwritten. The network has no `values` any more. Raises ConfigError
+    for numbers that would be rounded.
+    """
+    values, network.values = network.values, None
+    if values is None:
+        return
+    tensors = named_tensors(network.model)
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    used = (names.get(id(place.tensor)) for index in layers for place in places(network.modules[index]))
+    made = values.tensors(list(dict.fromkeys([*filter(None, used), *more])))
+    others: dict[int, Tensor] = {}
+    for name in list(made):
+        old, new = tensors[name], cast_exactly(name, made.pop(name), tensors[name].dtype)
+        if old.is_meta:
+            others[id(old)] = in_place_of(old, new)
+        else:
+            old.data.copy_(new)
+    replace((network.model, *network.modules), others)
+
+
+def without_numbers(model: nn.Module) -> list[str]:
+    """Give memory to tensors on the meta device; return their names.
+
+    They get the numbers of rank 0, as all tensors do, where that has them: it is so after another Pipeline of
+    the model that was collected there. Raises ConfigError for a model on another device than the CPU.
+    """
+    empty = []
+    others: dict[int, Tensor] = {}
+    for name, tensor in named_tensors(model).items():
+        if tensor.is_meta:
+            empty.append(name)
+            others[id(tensor)] = in_place_of(tensor, torch.zeros_like(tensor, device="cpu"))
+        elif tensor.device.type != "cpu":
+            raise ConfigError(
+                f"{name} of the model is on {tensor.device}: build the model on the CPU, and Pipeline moves "
+                f"the stages of each rank to its device"
+            )
+    replace([model], others)
+    return empty
+
+
+def refuse_without_numbers(names: Sequence[str]) -> None:
+    """Refuse a model of which rank 0 has no numbers. Raises ConfigError."""
+    if names:
+        raise ConfigError(
+            f"{names[0]} of the model is on the meta device and has no values: give the function that makes "
+            f"the model in place of it, Pipeline(lambda: ...); or where another Pipeline has trained it, "
+            f"call its collect(), on all ranks, before its close()"
+        )

@@ -129,8 +129,6 @@ class Network(ABC):
     model: nn.Module
     names: Sequence[str]
     modules: Sequence[nn.Module]
-    joins: Sequence[str] = ()
-    """Why modules that could be layers of their own are one, in sentences."""
     shared_buffers_are_read_only: bool = False
     values: Values | None = None
     """The numbers that its tensors shall have; None: those that they have."""

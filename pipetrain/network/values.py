@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -61,12 +62,18 @@ class Packing:
         return next((f"a {type(v).__name__}" for v in self.fixed if v is not TENSOR and v is not None), "")
 
     def pack(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the value with these tensors."""
         given = iter(tensors)
         return tree_unflatten([next(given) if leaf is TENSOR else leaf for leaf in self.fixed], self.tree)
 
 
 TENSOR = Tensor  # a class, which a copy of a Packing keeps
+
+
+def packer(value: object) -> Callable[[Sequence[Tensor]], Any]:
+    """Return what gives tensors the form of a value."""
+    if (packing := Packing.of(value)) is not None:
+        return packing.pack
+    return itemgetter(0) if isinstance(value, Tensor) else tuple
 
 
 def leaves_of(value: object) -> tuple[Tensor, ...]:
@@ -107,7 +114,6 @@ class ValueSpec:
 
     @classmethod
     def like(cls, value: Value) -> ValueSpec:
-        """Return the spec of a value."""
         names = tuple(value) if isinstance(value, dict) else None
         return cls(specs_of(as_tuple(value)), isinstance(value, Tensor), names)
 
@@ -118,7 +124,6 @@ class ValueSpec:
         return replace(whole, specs=tuple(TensorSpec(spec.shape[1:], spec.dtype) for spec in whole.specs))
 
     def pack(self, tensors: tuple[Tensor, ...]) -> Any:
-        """Return the value with these tensors."""
         if self.packing is not None:
             return self.packing.pack(tensors)
         if self.names is not None:
@@ -143,16 +148,15 @@ class ValueSpec:
         """
         if dtype is None:
             return self
-        specs = []
         for spec in self.specs:
             if spec.dtype.is_floating_point and torch.promote_types(spec.dtype, dtype) != dtype:
                 raise ValueError(f"{str(spec.dtype).removeprefix('torch.')} numbers would be rounded")
-            specs.append(TensorSpec(spec.shape, dtype if spec.dtype.is_floating_point else spec.dtype))
+        specs = (replace(s, dtype=dtype) if s.dtype.is_floating_point else s for s in self.specs)
         return replace(self, specs=tuple(specs))
 
 
 def specs_of(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
-    """Return the specs of tensors."""
+    """Return the shapes and dtypes of tensors."""
     return tuple(TensorSpec(tuple(t.shape), t.dtype) for t in tensors)
 
 
@@ -209,9 +213,9 @@ class Gradients(NamedTuple):
 
 def requires_grad(known: Gradients | None, tensors: Sequence[Tensor]) -> Sequence[bool]:
     """Return which tensors depend on weights; all that can, if it is unknown."""
-    return known.requires if known else [differentiable(t) for t in tensors]
+    return known.requires if known else list(map(differentiable, tensors))
 
 
 def needs_grad(known: Gradients | None, tensors: Sequence[Tensor]) -> Sequence[bool]:
     """Return which tensors need a gradient; all that can, if it is unknown."""
-    return known.needs if known else requires_grad(known, tensors)
+    return known.needs if known else list(map(differentiable, tensors))

@@ -15,19 +15,17 @@ from pipetrain.errors import ConfigError
 from pipetrain.plan.estimate import Layer
 
 
-def choose_cuts(
-    partition: str | Sequence[int], layers: Sequence[Layer], where: Sequence[int], joins: Sequence[str] = ()
-) -> list[int]:
+def choose_cuts(partition: str | Sequence[int], layers: Sequence[Layer], where: Sequence[int]) -> list[int]:
     """Return the first layers of stages 1, 2, ...: as given, or by one of STRATEGIES.
 
-    `where`: the rank of each stage; `joins`: why some layers are not finer. Raises ConfigError, with the list
-    of layers, if there are too few layers, a stage would be empty or a cut is outside the model.
+    `where`: the rank of each stage. Raises ConfigError, with the list of layers, if there are too few, a
+    stage would be empty or a cut is outside the model.
     """
     stages, listed = len(where), ", ".join(f"{i} {layer.name}" for i, layer in enumerate(layers))
     if stages > len(layers):
         raise ConfigError(
             f"stages={stages} needs at least as many layers, but the model has {len(layers)}: "
-            f"{'; '.join([listed, *joins])}; choose fewer stages or a deeper model"
+            f"{listed}; choose fewer stages or a deeper model"
         )
     if partition == "even":
         return [round(len(layers) * stage / stages) for stage in range(1, stages)]

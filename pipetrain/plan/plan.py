@@ -236,7 +236,7 @@ def make_plan(
         prediction = cut_by_times(settings, predictor, cuts_that_may_be(network, layers), profile)
         cuts, modes = prediction.chosen.cuts, [stage.mode for stage in prediction.chosen.stages]
     else:
-        cuts = choose_cuts(settings.partition, layers, where, network.joins)
+        cuts = choose_cuts(settings.partition, layers, where)
     refuse_cuts(network, layers, cuts)
     _refuse_drawing(settings, layers)
     cut = cut_layers({settings.full: layers, **trained}, cuts, example, shared_weights(network, cuts))

@@ -13,7 +13,7 @@ from pipetrain.data.batch import BadBatch
 from pipetrain.data.loader import pieces
 from pipetrain.errors import ActionFailed
 from pipetrain.network.chain import network_of
-from pipetrain.network.materialise import materialise
+from pipetrain.network.model import materialise
 from pipetrain.network.network import Network
 from pipetrain.network.values import Value, cast_floats
 from pipetrain.plan.cut import homes

@@ -208,26 +208,25 @@ class Add(Pop):
         return a + b
 
 
-MORE = "with a hook or a forward of its own"
-REFUSED: dict[str, Callable[[Stash], list[nn.Module]]] = {
-    "layer 0 (0) has a Stash or a Pop inside": lambda s: [nn.Sequential(nn.Tanh(), s), Pop(s)],
-    "layer 2 (2) has a Stash or a Pop inside": lambda s: [s, nn.Tanh(), nn.Sequential(Pop(s), Join())],
-    "layer 0 (0) is a Pop without a Stash of its own before it": lambda s: [Pop(s), s],
-    "layer 1 (1) is a Pop without a Stash of its own before it": lambda s: [nn.Tanh(), Pop(s)],
-    "layer 2 (2) is a Pop without a Stash of its own before it": lambda s: [s, Pop(s), Pop(s)],
-    "layer 1 (1) is a Stash without a Pop": lambda s: [nn.Tanh(), s],
-    f"layer 0 (0) is a Stash {MORE}": lambda s: [hooked(s), Pop(s)],
-    f"layer 1 (1) is a Pop {MORE}": lambda s: [s, hooked(Pop(s))],
-    f"layer 0 (0) is a Twice {MORE}": lambda s: [t := Twice(), Pop(t)],
-    f"layer 1 (1) is a Add {MORE}": lambda s: [s, Add(s)],
-    "layer 1 (1) is the Stash of layer 0 once more": lambda s: [s, s, Pop(s)],
-}
+REFUSED: list[tuple[int, Callable[[Stash], list[nn.Module]]]] = [
+    (0, lambda s: [nn.Sequential(nn.Tanh(), s), Pop(s)]),
+    (2, lambda s: [s, nn.Tanh(), nn.Sequential(Pop(s), Join())]),
+    (0, lambda s: [Pop(s), s]),
+    (1, lambda s: [nn.Tanh(), Pop(s)]),
+    (2, lambda s: [s, Pop(s), Pop(s)]),
+    (1, lambda s: [nn.Tanh(), s]),
+    (0, lambda s: [hooked(s), Pop(s)]),
+    (1, lambda s: [s, hooked(Pop(s))]),
+    (0, lambda s: [t := Twice(), Pop(t)]),
+    (1, lambda s: [s, Add(s)]),
+    (1, lambda s: [s, s, Pop(s)]),
+]
 
 
-@pytest.mark.parametrize("says", REFUSED)
-def test_what_is_no_chain_is_refused_in_one_sentence(says):
-    said = refusal(lambda: Chain(nn.Sequential(*REFUSED[says](Stash()))))
-    assert said.startswith(f"{says}: each Stash is a layer of the nn.Sequential itself, with one Pop behind")
+@pytest.mark.parametrize(("index", "make"), REFUSED)
+def test_what_is_no_chain_is_refused_in_one_sentence(index, make):
+    said = refusal(lambda: Chain(nn.Sequential(*make(Stash()))))
+    assert said.startswith(f"layer {index} ({index}) is no plain Stash with a Pop behind it, nor such a Pop")
 
 
 # Containers that do more than run their layers

@@ -15,7 +15,7 @@ from pipetrain import ConfigError
 from pipetrain.models import gpt, unet
 from pipetrain.network.chain import Chain
 from pipetrain.network.factory import build
-from pipetrain.network.materialise import materialise
+from pipetrain.network.model import materialise
 from pipetrain.network.places import named_tensors
 from tests.support.live import Live
 

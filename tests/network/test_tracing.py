@@ -211,18 +211,13 @@ def test_cut_anywhere_it_computes_what_the_module_does(name: str):
     assert drawing(network) == case.draws
 
 
-def test_what_is_written_through_a_view_stays_on_one_stage_with_the_reason():
-    (why,) = trace(Written(), example((4,))).joins
-    assert why.startswith("b and c stay together because aten.mul_.Tensor at test_tracing.py:")
-    assert why.endswith(" writes in place a tensor that was made before")
-
-
 def test_names_of_a_part_are_those_of_the_model():
     """Tied weights have their first name in each layer; those without use are somewhere."""
     model = Tied()
     network = trace(model, tokens("mask", "ids", length=6))
     names = [[name for name, _ in module.named_parameters()] for module in network.modules]
-    assert names[0] == ["embed.weight", "unused.weight", "unused.bias"]
+    assert names[0] == ["embed.weight"]
+    assert names[3][-2:] == ["unused.weight", "unused.bias"]
     assert names[4] == ["embed.weight"]
     assert dict(network.modules[1].named_buffers()).keys() == {"scale"}
     named = {}

@@ -25,7 +25,6 @@ SEEN_IN = {
     "data/batch": "data/test_loading",
     "fitting": "users/test_fitting",
     "network/given": "users/test_modes",
-    "network/materialise": "network/test_factory",
     "network/network": "network/test_chain",
     "network/places": "runtime/test_weights",
     "network/products": "runtime/test_split",

@@ -1,12 +1,14 @@
 """What each operation of a traced model depends on, and between which ones the model must not be cut.
 
-Tensors that do not depend on the data (positions, causal masks, normalised weights) and sizes are made again
-in each layer that uses them, so that all that travels between layers depends on the data. A tensor that is
-written in place is made, written and finished on one stage; otherwise each stage would write its own copy.
+Tensors that do not depend on the data (positions, causal masks, normalised weights) are made again in each
+layer that uses them, and sizes are computed of the number of samples; so what travels between layers depends
+on the data. A tensor that is written in place is made, written and finished on one stage; otherwise each
+stage would write its own copy.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +25,6 @@ from pipetrain.network.values import TensorSpec, differentiable
 
 _ATEN = torch.ops.aten
 SAMPLES = 3  # of a microbatch in the trace, which holds for any number
-SIZES = (_ATEN.sym_size.int, _ATEN.sym_numel.default)
 _WORK = {*flop_registry, _ATEN.linear, _ATEN.matmul, _ATEN.einsum, _ATEN.scaled_dot_product_attention}
 _WORK |= {_ATEN.lstm, _ATEN.gru, _ATEN.rnn_tanh, _ATEN.rnn_relu, _ATEN.conv1d, _ATEN.conv2d, _ATEN.conv3d}
 _NORMS = {_ATEN.batch_norm, _ATEN.layer_norm, _ATEN.group_norm, _ATEN.instance_norm, _ATEN.rms_norm}
@@ -32,31 +33,37 @@ _STATISTICS = {_ATEN.batch_norm: "training", _ATEN.instance_norm: "use_input_sta
 
 
 class Dataflow:
-    """The dependences of a model's operations. `items`: those on data, in order, which layers divide.
+    """The dependences of a model's operations. `items`: those that layers divide, in order.
 
-    `free`: operations that depend on neither data nor chance; `sizes`: those that compute numbers from sizes;
-    `trained`: those whose result can have a gradient for a weight.
+    `free`: other operations, which depend on neither data nor chance and write nothing in place; `trained`:
+    those whose result can have a gradient for a weight; `written`: the names of buffers that are written.
     """
 
     def __init__(self, operations: Operations) -> None:
         self.operations = operations
-        *nodes, self._output = operations.graph.nodes
+        *nodes, output = operations.graph.nodes
         self.order = {node: number for number, node in enumerate(operations.graph.nodes)}
-        self._members: dict[int, list[fx.Node]] = {}
+        self._members: dict[int, list[fx.Node]] = defaultdict(list)  # of each storage
+        self._writers: dict[int, list[fx.Node]] = defaultdict(list)
         for node in nodes:
             for storage in _storages(node):
-                self._members.setdefault(storage, []).append(node)
-        self._writers: dict[int, list[fx.Node]] = {}
+                self._members[storage].append(node)
         for node in nodes:
             for storage in {storage for written in _written(node) for storage in _storages(written)}:
-                self._writers.setdefault(storage, []).append(node)
+                self._writers[storage].append(node)
         self.written = self._written_buffers()
-        calls = [node for node in nodes if node.op == "call_function"]
-        self.sizes = _sizes(calls)
-        self.free = self._independent({n for n in calls if n not in self.sizes and not draws(n)})
-        self.items = [node for node in calls if node not in self.free and node not in self.sizes]
-        self.position = {node: index for index, node in enumerate(self.items)}
-        self.position[self._output] = len(self.items)
+        changing = {node for key, of in self._writers.items() for node in (*of, *self._members[key])}
+        self.items: list[fx.Node] = []
+        self.free: set[fx.Node] = set()
+        for node in nodes:
+            if node.op == "call_function" and not is_size(node):
+                given = [each for each in node.all_input_nodes if not is_size(each)]
+                free = all(each in self.free or not _is_data(each) for each in given) and not draws(node)
+                if free and changing.isdisjoint((node, *given)):
+                    self.free.add(node)
+                else:
+                    self.items.append(node)
+        self.position = {node: index for index, node in enumerate([*self.items, output])}
         self.trained = _trained(nodes)
 
     def _written_buffers(self) -> set[str]:
@@ -73,36 +80,6 @@ class Dataflow:
                 if isinstance(source, Held):
                     names.add(source.name)
         return names
-
-    def _independent(self, free: set[fx.Node]) -> set[fx.Node]:
-        """Return those of some operations that depend on no data, nor on what is written before its end."""
-        written = []
-        for storage, writers in self._writers.items():
-            held = {*self._members[storage], *writers}
-            users = {user for node in held for user in node.users} - held
-            last = self.order[writers[-1]]
-            early = any(self.order[user] < last for user in users)
-            written.append((held, users, early or any(node.op == "placeholder" for node in held)))
-        while True:
-            wrong = {
-                node
-                for node in free
-                if any(
-                    isinstance(given.meta.get("source"), Input)
-                    or (given.op != "placeholder" and given not in free and given not in self.sizes)
-                    for given in node.all_input_nodes
-                )
-            }
-            for held, users, never in written:
-                if never or not free.issuperset(held):
-                    wrong |= free & (held | users)
-            if not wrong:
-                return free
-            free -= wrong
-
-    def writers(self, node: fx.Node) -> list[fx.Node]:
-        """Return the operations that write in place what an operation returns."""
-        return [writer for storage in _storages(node) for writer in self._writers.get(storage, ())]
 
     def uses(self, node: fx.Node) -> list[int]:
         """Return the positions of the items that use a value; the end for an output of the model."""
@@ -127,39 +104,40 @@ class Dataflow:
         leaves = tree_leaves(node.meta["val"]) if node in self.trained else ()
         return sum(spec_of(leaf, SAMPLES).nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
-    def forbidden(self) -> dict[int, str]:
-        """Return the positions before which the model must not be cut -> the reason."""
-        return {
-            position: reason
-            for first, last, reason in (*self._unsendable(), *self._unfinished())
-            for position in range(first + 1, last + 1)
-        }
+    def forbidden(self) -> set[int]:
+        """Return the positions before which the model must not be cut."""
+        ranges = (*self._unsendable(), *self._unfinished())
+        return {position for first, last in ranges for position in range(first + 1, last + 1)}
 
-    def _unsendable(self) -> Iterator[tuple[int, int, str]]:
+    def _unsendable(self) -> Iterator[tuple[int, int]]:
         for node in self.items:
-            if reason := _reason_not_to_send(node.meta["val"]):
-                last = max(self.uses(node), default=-1)
-                at = place_of(node) and f" at {place_of(node)}"
-                yield self.position[node], min(last, len(self.items) - 1), f"{reason} ({node.target}{at})"
+            if not _can_be_sent(node.meta["val"]):
+                yield self.position[node], min(max(self.uses(node), default=-1), len(self.items) - 1)
 
-    def _unfinished(self) -> Iterator[tuple[int, int, str]]:
+    def _unfinished(self) -> Iterator[tuple[int, int]]:
         """Yield where something that is written in place begins and ends."""
         for storage, writers in self._writers.items():
-            if self.free.issuperset(writers):
-                continue
             members = self._members[storage]
             sources = [node.meta["source"] for node in members if node.op == "placeholder"]
-            first = [self.position[node] for node in (*members, *writers) if node in self.position]
-            last = [self.position[node] for node in writers]
+            inside = [self.position[node] for node in (*members, *writers) if node in self.position]
             if any(isinstance(source, Held) for source in sources):  # the next forward reads it
-                users = [use for node in members for use in self.uses(node)]
-                first, last = [*first, *users], [*first, *users]
-            if any(isinstance(source, Input) for source in sources):
-                first.append(0)
-            by = writers[-1]
-            at = place_of(by) and f" at {place_of(by)}"
-            end = min(max(last), len(self.items) - 1)
-            yield min(first), end, f"{by.target}{at} writes in place a tensor that was made before"
+                inside += [use for node in members for use in self.uses(node)]
+                last = max(inside)
+            else:
+                last = max(self.position[node] for node in writers)
+            first = 0 if any(isinstance(source, Input) for source in sources) else min(inside)
+            yield first, min(last, len(self.items) - 1)
+
+
+def _is_data(node: fx.Node) -> bool:
+    return node.op != "placeholder" or isinstance(node.meta["source"], Input)
+
+
+def is_size(node: fx.Node) -> bool:
+    """Return whether a value is a number that the number of samples gives."""
+    value = node.meta.get("val")
+    number = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
+    return node.op == "call_function" and number and not free_unbacked_symbols(value)
 
 
 def spec_of(value: Tensor, samples: int) -> TensorSpec:
@@ -211,24 +189,12 @@ def _storages(node: fx.Node) -> set[int]:
     return {storage_of(tensor) for tensor in strided(node.meta.get("val"))}
 
 
-def _sizes(calls: list[fx.Node]) -> set[fx.Node]:
-    """Return the operations that compute numbers from the sizes of tensors."""
-    found: set[fx.Node] = set()
-    for node in calls:
-        value = node.meta.get("val")
-        number = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
-        of_sizes = bool(node.all_input_nodes) and found.issuperset(node.all_input_nodes)
-        if number and (node.target in SIZES or of_sizes) and not free_unbacked_symbols(value):
-            found.add(node)
-    return found
-
-
 def _trained(nodes: list[fx.Node]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in nodes:
         source, region = node.meta.get("source"), node.meta.get("region", Region())
         values = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
-        passes = node.target not in (_ATEN.detach.default, *SIZES) and region.grad is not False
+        passes = node.target is not _ATEN.detach.default and region.grad is not False
         from_weights = passes and any(given in found for given in node.all_input_nodes)
         if (isinstance(source, Held) and source.trained) or (
             from_weights and any(map(differentiable, values))
@@ -237,11 +203,7 @@ def _trained(nodes: list[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _reason_not_to_send(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return "only tensors can be sent between stages"
-    if value.layout is not torch.strided or value.is_complex():
-        return "a sparse or complex tensor cannot be sent"
-    if free_unbacked_symbols(value):
-        return "a tensor whose size depends on the data cannot be sent"
-    return ""
+def _can_be_sent(value: Any) -> bool:
+    """Return whether a value is a tensor, dense and real, of a size that does not depend on the data."""
+    dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_complex()
+    return dense and not free_unbacked_symbols(value)

@@ -9,7 +9,7 @@ stages; blocks in which more travels inside than at the ends, such as a residual
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -38,12 +38,11 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Operations `start` to `end` (exclusive), as one layer. `joins`: why modules in it stay together."""
+    """Operations `start` to `end` (exclusive), as one layer."""
 
     name: str
     start: int
     end: int
-    joins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +57,13 @@ class Modules:
     root: str = "model"
 
 
-def group(items: Sequence[Item], modules: Modules, forbidden: Mapping[int, str]) -> list[Group]:
-    """Return the layers of a model. `forbidden`: positions before which it must not be cut -> the reason."""
+def group(items: Sequence[Item], modules: Modules, forbidden: Collection[int]) -> list[Group]:
+    """Return the layers of a model. `forbidden`: positions before which it must not be cut."""
     tree = _Tree(items, modules)
     cuts: list[int] = []
-    joins: dict[int, str] = {}
-    for (before, (first, end)), (behind, (start, _)) in pairwise(tree.atoms.items()):
-        between = [p for p in range(end, start + 1) if p not in forbidden]
-        if between:
+    for (_, end), (start, _) in pairwise(tree.atoms.values()):
+        if between := [p for p in range(end, start + 1) if p not in forbidden]:
             cuts.append(min(between, key=lambda p: (*_sent(items, p, since=max(cuts, default=0)), -p)))
-        else:
-            names = f"{module_of(before[-1])} and {module_of(behind[-1])}"
-            joins[first] = f"{names} stay together because {forbidden[end]}"
     cuts = _joined(items, [cut for cut in cuts if not tree.inside_a_block(cut)])
     groups: list[Group] = []
     taken: Counter[str] = Counter()
@@ -77,7 +71,7 @@ def group(items: Sequence[Item], modules: Modules, forbidden: Mapping[int, str])
         name = tree.name(start, end)
         taken[name] += 1
         name = name if taken[name] == 1 else f"{name}#{taken[name]}"
-        groups.append(Group(name, start, end, tuple(why for at, why in joins.items() if start <= at < end)))
+        groups.append(Group(name, start, end))
     return groups
 
 

@@ -6,101 +6,79 @@ version can be put in their place, and the generators are seeded before a layer 
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from pipetrain.network import draws
-from pipetrain.network.tracing.dataflow import SIZES, Dataflow
+from pipetrain.network.tracing.dataflow import Dataflow, is_size
 from pipetrain.network.tracing.dataflow import draws as draws_numbers
 from pipetrain.network.tracing.reading import Constant, Held, Input, Region
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer. `nodes`: its operations, and those that it needs and that do not depend on data, in order.
+    """One layer. `nodes`: its operations, and those that it makes again, in order.
 
-    `takes`, `makes`: the values that it takes and returns; `sizes`: of a size that it cannot compute, the
-    taken tensor to read it from, its dimension and a factor; `held`: the parameters and buffers that it uses.
+    `takes`, `makes`: the values that it takes and returns; `held`: the parameters and buffers that it uses.
     """
 
     nodes: list[fx.Node]
     takes: list[fx.Node]
     makes: list[fx.Node]
-    sizes: dict[fx.Node, tuple[fx.Node, int, int]]
     held: list[str]
 
 
 def layers_of(flow: Dataflow, cuts: Sequence[int]) -> list[Layer]:
     """Return the layers of a model that is cut before the items at `cuts`."""
     outputs = [output for output in flow.operations.outputs if isinstance(output, fx.Node)]
-    ends = [*cuts, len(flow.items)]
-    needs = [
-        _Needs(flow, flow.items[start:end], outputs if end == ends[-1] else ())
-        for start, end in zip([0, *cuts], ends, strict=True)
-    ]
+    parts = [flow.items[start:end] for start, end in pairwise([0, *cuts, len(flow.items)])]
+    needs = [_needs(flow, part, outputs if part is parts[-1] else []) for part in parts]
     layers = []
-    for index, mine in enumerate(needs):
-        later = {node for other in needs[index + 1 :] for node in other.taken}
-        made = [node for node in mine.items if node in later] if index < len(cuts) else outputs
-        nodes, takes = (sorted(some, key=flow.order.__getitem__) for some in (mine.nodes, mine.taken))
-        layers.append(Layer(nodes, takes, made, mine.sizes, list(mine.held)))
+    for index, (nodes, takes, held) in enumerate(needs):
+        later = {node for _, others, _ in needs[index + 1 :] for node in others}
+        makes = [node for node in parts[index] if node in later] if index < len(cuts) else outputs
+        nodes, takes = (sorted(some, key=flow.order.__getitem__) for some in (nodes, takes))
+        layers.append(Layer(nodes, takes, makes, list(dict.fromkeys(held))))
     return layers
 
 
-class _Needs:
-    """Collects what a layer needs: values of others (`taken`), weights, what it makes again, and sizes."""
-
-    def __init__(self, flow: Dataflow, items: Sequence[fx.Node], outputs: Iterable[fx.Node]) -> None:
-        self._flow = flow
-        self._reads: list[fx.Node] = []
-        self.items = items
-        self.nodes = set(items)
-        self.taken: dict[fx.Node, None] = {}
-        self.held: dict[str, None] = {}
-        self.sizes: dict[fx.Node, tuple[fx.Node, int, int]] = {}
-        for item in items:
-            self._add(item.all_input_nodes)
-        self._add(outputs)
-        for node in self._reads:  # grows
-            (of,) = node.all_input_nodes
-            found = (_size_from(node, tensor) for tensor in self.taken)
-            if of not in self.nodes and of not in self.taken and (read := next(filter(None, found), None)):
-                self.sizes[node] = read
-            else:
-                self._add([of])
-                self.nodes.add(node)
-
-    def _add(self, nodes: Iterable[fx.Node]) -> None:
-        for node in nodes:
-            source = node.meta.get("source")
-            if node in self.nodes or node in self.taken or node in self._reads:
-                continue
-            if isinstance(source, Held):
-                self.held[source.name] = None
-            elif isinstance(source, Input) or node in self._flow.position:
-                self.taken[node] = None
-            elif node.target in SIZES:
-                self._reads.append(node)
-            elif source is None:
-                self.nodes.add(node)
-                self._add([*node.all_input_nodes, *self._flow.writers(node)])
+def _needs(
+    flow: Dataflow, items: list[fx.Node], outputs: list[fx.Node]
+) -> tuple[list[fx.Node], list[fx.Node], list[str]]:
+    """Return the operations of a layer, the values of others that it takes, and the tensors that it holds."""
+    nodes, taken, held = dict.fromkeys(items), dict[fx.Node, None](), list[str]()
+    todo = [*(given for item in items for given in item.all_input_nodes), *outputs]
+    sized = any(map(is_size, todo))
+    for node in todo:  # grows
+        source = node.meta.get("source")
+        if isinstance(source, Held):
+            held.append(source.name)
+        elif isinstance(source, Input) or (node in flow.position and node not in nodes):
+            taken[node] = None
+        elif source is None and node not in nodes and not is_size(node):
+            nodes[node] = None
+            todo += node.all_input_nodes
+            sized = sized or any(map(is_size, node.all_input_nodes))
+    if sized and not any(map(_samples_in, taken)):
+        taken[next(node for node in flow.order if isinstance(node.meta.get("source"), Input))] = None
+    return list(nodes), list(taken), held
 
 
-def _size_from(node: fx.Node, tensor: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """Return how to read the size that an operation computes from another tensor: dimension and factor."""
-    value = node.meta["val"]
-    wanted = value.node.expr if isinstance(value, torch.SymInt) else value
-    for dimension, size in enumerate(tensor.meta["val"].shape):
-        if isinstance(size, torch.SymInt):
-            times = wanted / size.node.expr
-            if times.is_Integer:
-                return tensor, dimension, int(times)
+def _samples_in(node: fx.Node) -> tuple[int, int, Any] | None:
+    """Return a dimension of a value that has samples, how many numbers for each, and what stands for them."""
+    for dimension, size in enumerate(getattr(node.meta["val"], "shape", ())):
+        if isinstance(size, torch.SymInt) and len(size.node.expr.free_symbols) == 1:
+            (symbol,) = size.node.expr.free_symbols
+            if (each := size.node.expr / symbol).is_Integer:
+                return dimension, int(each), symbol
     return None
 
 
@@ -118,15 +96,14 @@ def code_of(
     """Return the code of some layers by their numbers, from the values `enters` to the values `leaves`."""
     graph = fx.Graph()
     made = {node: graph.placeholder(f"x{number}") for number, node in enumerate(enters)}
-    used = [
-        *(given for layer in layers.values() for n in layer.nodes for given in n.all_input_nodes),
-        *leaves,
-    ]
+    nodes = [node for layer in layers.values() for node in layer.nodes]
+    used = dict.fromkeys([*(given for node in nodes for given in node.all_input_nodes), *leaves])
     sources = {node: node.meta["source"] for node in used if node.op == "placeholder" and node not in made}
     held = {node: source.name for node, source in sources.items() if isinstance(source, Held)}
     constants = {node: source.name for node, source in sources.items() if isinstance(source, Constant)}
     made |= {node: graph.placeholder(node.name) for node in (*held, *constants)}
     device = graph.placeholder("device")
+    _add_sizes(graph, [node for node in used if is_size(node)], enters, made)
 
     def argument(value: Any) -> Any:
         if isinstance(value, torch.device) and value.type == flow.operations.device.type:
@@ -134,26 +111,43 @@ def code_of(
         return made[value] if isinstance(value, fx.Node) else value
 
     for index, layer in layers.items():
-        for node, (tensor, dimension, times) in layer.sizes.items():
-            if node not in made:
-                size = graph.call_function(torch.ops.aten.sym_size.int, (made[tensor], dimension))
-                made[node] = graph.call_function(operator.mul, (size, times)) if times != 1 else size
-        begun = False
+        drawing = [node for node in layer.nodes if draws_numbers(node)]
         for node in layer.nodes:
             if node in made:
                 continue
-            if draws_numbers(node) and not begun:
-                begun = True
+            if node in drawing[:1]:
                 graph.call_function(draws.begin, (index,))
+            args: Any
             args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), argument)
+            target: Any = node.target
             region = node.meta.get("region", Region())
-            if region == Region():
-                made[node] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-            else:
-                made[node] = graph.call_function(in_region, (node.target, *region, *args), kwargs)  # type: ignore[arg-type]
+            if region != Region():
+                target, args = in_region, (node.target, *region, *args)
+            made[node] = graph.call_function(target, args, kwargs)
     graph.output(tuple(made[leaf] for leaf in leaves))
     function = type(fx.GraphModule({}, graph)).forward
     return Code(lambda *args: function(None, *args), tuple(held.values()), tuple(constants.values()))
+
+
+def _add_sizes(
+    graph: fx.Graph, sizes: Sequence[fx.Node], enters: Sequence[fx.Node], made: dict[fx.Node, Any]
+) -> None:
+    """Compute sizes of the number of samples, which the first of the tensors that enter tells."""
+    if not sizes:
+        return
+    node, (dimension, each, symbol) = next((node, found) for node in enters if (found := _samples_in(node)))
+    read: Any = fx.Proxy(graph.call_function(torch.ops.aten.sym_size.int, (made[node], dimension)))
+    samples = {symbol: read // each if each > 1 else read}
+    for node in sizes:
+        value = node.meta["val"]
+        number = (
+            sympy_interp(PythonReferenceAnalysis, samples, value.node.expr) if _symbolic(value) else value
+        )
+        made[node] = number.node if isinstance(number, fx.Proxy) else number
+
+
+def _symbolic(value: object) -> bool:
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def in_region(

@@ -11,6 +11,7 @@ import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils._pytree import TreeSpec, tree_leaves
 
 from pipetrain.errors import ConfigError
+from pipetrain.network.places import named_tensors
 
 
 class Input(NamedTuple):
@@ -85,15 +87,18 @@ def read(
             continue
         target = str(spec.target)
         registered = spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)
-        tensor = _tensor_at(model, target) if registered else program.constants[target]
+        tensor = attrgetter(target)(model) if registered else program.constants[target]
         if id(tensor) in names:
             is_parameter = isinstance(tensor, nn.Parameter)
             made.meta["source"] = Held(names[id(tensor)], is_parameter, tensor.requires_grad)
+        elif tensor.requires_grad or tensor.is_meta:
+            raise ConfigError(
+                f"the model uses {target}, a tensor that is trained or on the meta device, and is neither a "
+                f"parameter nor a buffer of it: register it"
+            )
         else:
             made.meta["source"], constants[target] = Constant(target), tensor
     returned = _unfold(program.graph_module, graph, env, Region())
-    for name, tensor in constants.items():
-        _refuse_constant(name, tensor)
     outputs = [
         spec.arg.value if isinstance(spec.arg, ConstantArgument) else output
         for spec, output in zip(program.graph_signature.output_specs, returned, strict=True)
@@ -104,20 +109,6 @@ def read(
     tree = program.call_spec.out_spec
     assert tree is not None
     return Operations(graph, outputs, tree, constants, device)
-
-
-def _tensor_at(model: nn.Module, name: str) -> Any:
-    owner, _, attribute = name.rpartition(".")
-    return getattr(model.get_submodule(owner), attribute)
-
-
-def _refuse_constant(name: str, tensor: Tensor) -> None:
-    if tensor.requires_grad or tensor.is_meta:
-        which = "is trained" if tensor.requires_grad else "has no values, on the meta device"
-        raise ConfigError(
-            f"the model uses {name}, a tensor that {which}, and is neither a parameter nor a buffer of it: "
-            f"register it"
-        )
 
 
 def _unfold(module: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], region: Region) -> Any:
@@ -171,7 +162,7 @@ _ATEN = torch.ops.aten
 
 def canonical(model: nn.Module) -> dict[int, str]:
     """Return the first name of each parameter and buffer, by its id."""
-    return {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    return {id(tensor): name for name, tensor in named_tensors(model).items()}
 
 
 def calls_of(node: fx.Node) -> tuple[str, ...]:

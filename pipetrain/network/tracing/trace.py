@@ -34,12 +34,10 @@ def trace(model: nn.Module, example: ValueSpec, autocast: bool = False) -> Trace
     _refuse_outputs(trained.operations, evaluated.operations)
     there = _places(trained, evaluated)
     elsewhere = evaluated.forbidden()
-    forbidden = {position: elsewhere[at] for position, at in enumerate(there) if at in elsewhere}
-    forbidden |= trained.forbidden()
+    forbidden = trained.forbidden() | {n for n, at in enumerate(there) if at in elsewhere}
     for name in trained.written | evaluated.written:  # by one mode, and perhaps used by the other
         uses = [*trained.uses_of(name), *(bisect_right(there, at) - 1 for at in evaluated.uses_of(name))]
-        shared = range(min(uses) + 1, max(uses) + 1)
-        forbidden |= dict.fromkeys(shared, f"{name} is written in place") | forbidden
+        forbidden |= {*range(min(uses) + 1, max(uses) + 1)}
     in_both = [at != behind for at, behind in pairwise(there)]  # a layer has something to do in evaluation
     items = [
         Item(calls_of(node), tuple(trained.uses(node)), trained.nbytes(node), both and trained.works(node))
@@ -63,10 +61,10 @@ def _in_mode(model: nn.Module, example: ValueSpec, training: bool, autocast: boo
 
 
 def _refuse_outputs(training: Operations, evaluation: Operations) -> None:
-    constants = (
+    constants = [
         [out for out in each.outputs if not isinstance(out, fx.Node)] for each in (training, evaluation)
-    )
-    if training.tree != evaluation.tree or next(constants) != next(constants):
+    ]
+    if training.tree != evaluation.tree or constants[0] != constants[1]:
         raise ConfigError(
             "the model returns something else in evaluation than in training: let it return the same kind "
             "of value in both"
@@ -75,14 +73,10 @@ def _refuse_outputs(training: Operations, evaluation: Operations) -> None:
     if not outputs:
         raise ConfigError("the model returns no tensor: return what the loss takes")
     for node, value in outputs:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or free_unbacked_symbols(value):
             raise ConfigError(
-                f"the model returns {value} ({place_of(node)}), which is no tensor: return tensors only"
-            )
-        if free_unbacked_symbols(value):
-            raise ConfigError(
-                f"the size of what the model returns depends on its data ({place_of(node)}): return all of "
-                f"it, and let the loss choose"
+                f"the model returns {value} ({place_of(node)}), which is no tensor, or one whose size "
+                f"depends on its data: return tensors only, whole, and let the loss choose"
             )
 
 

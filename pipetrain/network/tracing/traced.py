@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy, deepcopy
 from itertools import chain
-from os.path import commonpath
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_map, tree_unflatten
 
 from pipetrain.network.network import INPUT, LastLayer, Made, Network, Part, See, Slice, Tensors
 from pipetrain.network.tracing.dataflow import Dataflow, spec_of
@@ -35,7 +34,6 @@ class Traced(Network):
     ) -> None:
         self.model = model
         self.names = [group.name for group in groups]
-        self.joins = [why for group in groups for why in group.joins]
         self._modes = {training: _Mode(*flow_and_cuts) for training, flow_and_cuts in modes.items()}
         both = zip(*(mode.layers for mode in self._modes.values()), strict=True)
         self.placed = _placed(model, [dict.fromkeys(t.held + e.held) for t, e in both])
@@ -77,13 +75,12 @@ class Traced(Network):
         """Return what a value is in evaluation, for a number of samples."""
         return spec_of(self._modes[False].values[made].meta["val"], samples)
 
-    def constants(self) -> dict[tuple[bool, str], Tensor]:
+    def constants(self) -> dict[bool, dict[str, Tensor]]:
         """Return the tensors that are neither parameters nor buffers, by mode and name."""
-        return {
-            (training, name): tensor
-            for training, mode in self._modes.items()
-            for name, tensor in mode.flow.operations.constants.items()
-        }
+        return {training: mode.flow.operations.constants for training, mode in self._modes.items()}
+
+    def __deepcopy__(self, memo: object) -> Traced:
+        return self  # copies of a part share it
 
 
 class _Mode:
@@ -115,25 +112,23 @@ class TracedPart(Part):
 
     def __init__(self, network: Traced, slice: Slice, evaluated: Slice | None = None) -> None:
         super().__init__(slice, evaluated)
-        self._shared = _Shared(network, network.constants())
-        self._held: dict[str, tuple[dict[str, Any], str]] = {}  # registries, which copies have of their own
-        for name in dict.fromkeys(
-            n for index in range(slice.start, slice.end) for n in network.placed[index]
-        ):
-            self._held[name] = _hold(self, network.model, name)
+        self._network = network
+        self._constants = network.constants()
+        names = chain(*network.placed[slice.start : slice.end])
+        self._held = {name: _hold(self, network.model, name) for name in names}
+        """By name the registry, which copies have of their own, and the key in it."""
 
     def forward(self, *tensors: Tensor) -> Tensors:
         return self._run(self.slice, tensors)
 
     def _run(self, slice: Slice, tensors: Sequence[Tensor]) -> Tensors:
-        code = self._shared.network.code(slice, self.training)
+        code = self._network.code(slice, self.training)
         held = [registry[key] for registry, key in map(self._held.__getitem__, code.held)]
-        constants = [self._shared.constants[self.training, name] for name in code.constants]
-        given = [*tensors, *held, *constants]
+        given = [*tensors, *held, *map(self._constants[self.training].__getitem__, code.constants)]
         return code.function(*given, given[0].device if given else torch.device("cpu"))
 
     def observed(self, tensors: Tensors, see: See) -> Tensors:
-        network, values = self._shared.network, dict(zip(self.slice.enters, tensors, strict=True))
+        network, values = self._network, dict(zip(self.slice.enters, tensors, strict=True))
         for index in range(self.slice.start, self.slice.end):
             layer = network.alone(index, self.training)
             outputs = self._run(layer, [values[made] for made in layer.enters])
@@ -142,40 +137,26 @@ class TracedPart(Part):
         return tuple(values[made] for made in self.slice.leaves)
 
     def pack(self, outputs: Tensors) -> Any:
-        return self._shared.network.pack(outputs)
+        return self._network.pack(outputs)
 
     def last_layer(self) -> LastLayer:
-        network = self._shared.network
+        network = self._network
         alone = network.alone(len(network.names) - 1, training=False)
         return LastLayer(alone.enters, network.spec, lambda tensors: self.pack(self._run(alone, tensors)))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TracedPart:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        constants = {name: fn(tensor) for name, tensor in self._shared.constants.items()}
-        self._shared = _Shared(self._shared.network, constants)
-        return self
-
-
-class _Shared:
-    """What copies of a part share, and a walk over its tensors does not see."""
-
-    def __init__(self, network: Traced, constants: Mapping[tuple[bool, str], Tensor]) -> None:
-        self.network = network
-        self.constants = constants
-
-    def __deepcopy__(self, memo: object) -> _Shared:
+        self._constants = tree_map(fn, self._constants)
         return self
 
 
 def _placed(model: nn.Module, used: Sequence[Collection[str]]) -> list[list[str]]:
-    """Return the tensors of each layer; one that none uses joins the one with the most alike name."""
-    placed = [list(names) for names in used]
-    known = set(chain(*used))
+    """Return the tensors of each layer; one that none uses is where the one before it in the model is."""
+    placed, last = [list(names) for names in used], 0
     for name in canonical(model).values():
-        if name not in known:
-            pairs = ((name.replace(".", "/"), [o.replace(".", "/") for o in names]) for names in used)
-            alike = [max((len(commonpath([one, o])) for o in others), default=-1) for one, others in pairs]
-            placed[alike.index(max(alike))].append(name)
+        last = next((index for index, names in enumerate(used) if name in names), last)
+        if name not in used[last]:
+            placed[last].append(name)
     return placed
 
 
