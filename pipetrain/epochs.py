@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -88,23 +88,15 @@ class _Counted:
 
 
 @dataclass(frozen=True, slots=True)
-class _RankProgress:
-    """One rank's part of an epoch that is not over."""
+class _Figures:
+    """One rank's figures of an epoch, so far or as a whole. `ran`: the actions of each window, as text."""
 
     counted: _Counted | None
     stages: Stats
-
-
-@dataclass(frozen=True, slots=True)
-class _RankFigures:
-    """One rank's figures of an epoch. Times in seconds. `ran`: the actions of each window, as text."""
-
-    counted: _Counted | None
-    train_s: float
-    eval_s: float
-    stages: Stats
-    ran: list[list[str]]
-    held: Measured | None  # of the window whose memory was measured, if it was of this epoch
+    train_s: float = 0.0
+    eval_s: float = 0.0
+    ran: list[list[str]] = field(default_factory=list)
+    held: Measured | None = None  # of the window whose memory was measured, if it was of this epoch
 
 
 class Epochs:
@@ -271,7 +263,7 @@ class Epochs:
         assert self._keeper is not None
         session = self.session
         counted = None if session.last is None else _Counted(session.last.counts.trained.peek(), self._losses)
-        ranks = self._gather("what is known of the epoch", _RankProgress(counted, session.engine.stats))
+        ranks = self._gather("what is known of the epoch", _Figures(counted, session.engine.stats))
         known = next(one.counted for one in ranks if one.counted is not None)
         progress = replace(
             self._progress,
@@ -283,10 +275,10 @@ class Epochs:
         )
         self._keeper.save(session, self._mesh, self._position, progress, self._passes.random())
 
-    def _gather(self, what: str, mine: Any) -> list[Any]:
-        """Return each rank's figures, of the type of `mine`. Raises ChannelError."""
+    def _gather(self, what: str, mine: _Figures) -> list[_Figures]:
+        """Return each rank's figures. Raises ChannelError."""
         told = self._mesh.gather(what, asdict(mine))
-        return [read_as(type(mine), one, f"{what} of rank {rank}") for rank, one in enumerate(told)]
+        return [read_as(_Figures, one, f"{what} of rank {rank}") for rank, one in enumerate(told)]
 
     def _elapsed(self) -> float:
         """Return the seconds of the run, without pauses between a stop and a resume."""
@@ -341,9 +333,9 @@ class Epochs:
             tallies = last.take_trained(), last.take_evaluated()
             counted, self._losses = _Counted(tallies[0], self._losses, tallies[1]), []
         ran = [list(map(str, actions)) for actions in self._ran]
-        mine = _RankFigures(counted, train_s, eval_s, self.session.engine.take_stats(), ran, self._held)
+        mine = _Figures(counted, self.session.engine.take_stats(), train_s, eval_s, ran, self._held)
         self._ran, self._held = [], None
-        ranks: list[_RankFigures] = self._gather(f"the figures of epoch {epoch + 1}", mine)
+        ranks = self._gather(f"the figures of epoch {epoch + 1}", mine)
         if self._mesh.world.rank == 0:
             windows = zip(*(figures.ran for figures in ranks), strict=True)
             self._prove(epoch, [[list(map(parse_action, actions)) for actions in ran] for ran in windows])
