@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipetrain.building import make_schedule, names_of, shipped
-from pipetrain.data.batch import NamedTargets
+from pipetrain.data.loading import NamedTargets
 from pipetrain.errors import ConfigError
 from pipetrain.network.factory import Factory, Initial, build
 from pipetrain.network.model import own_dtype, prove_model

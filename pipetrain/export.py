@@ -76,7 +76,6 @@ def _best(run_dir: Path, newest: Source) -> Source:
 
 
 def _written(state: dict[str, Tensor], out: Path, config: Mapping[str, object] | None) -> Path:
-    """Write a file or a folder, and return its path."""
     (out if config else out.parent).mkdir(parents=True, exist_ok=True)
     if any(tensor.is_complex() for tensor in state.values()):  # some of which safetensors cannot hold
         path = out.with_name(out.name + ".pt")

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.arguments import Asked, read_model, read_path, read_targets, read_task
-from pipetrain.checkpoint.dcp import Part, parts_of
 from pipetrain.checkpoint.resume import (
     Source,
     open_weights,
@@ -35,12 +34,11 @@ from pipetrain.checkpoint.resume import (
     transformers_config,
     weights_of,
 )
-from pipetrain.checkpoint.state import restore, restore_random
+from pipetrain.checkpoint.state import Part, parts_of, restore, restore_random
 from pipetrain.checkpoint.writer import save_now
 from pipetrain.cli import conf_dir
-from pipetrain.data.batch import Form
 from pipetrain.data.loader import Sampled
-from pipetrain.data.loading import Loader, Reader
+from pipetrain.data.loading import Form, Loader, Reader
 from pipetrain.ending import end_by_sentence
 from pipetrain.errors import ConfigError
 from pipetrain.network.chain import Chain, network_of

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from pipetrain.arguments import Asked
-from pipetrain.data.batch import Form
+from pipetrain.data.loading import Form
 from pipetrain.measure import measure, twin_of
 from pipetrain.network.network import Network
 from pipetrain.plan.describe import OpenPlan

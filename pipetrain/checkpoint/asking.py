@@ -110,7 +110,6 @@ class Asking:
                 outlasts.start()
 
     def _outlast(self, number: int, limit_s: float, saved: Callable[[], str]) -> None:
-        """Wait until the pipeline is drained; end the process where it is not in time."""
         if not self._drained.wait(limit_s):
             terminate(
                 f"rank {self._rank} leaves without saving: what was under way at {name_of(number)}, "
@@ -205,7 +204,6 @@ def status_after(number: int) -> int:
 
 
 def _limit_s() -> float:
-    """Return after how many seconds a rank leaves, so that torchrun need not kill it."""
     try:
         limit_s = float(os.environ.get(LIMIT, LIMIT_S))
     except ValueError:

@@ -58,7 +58,6 @@ class EpochRecord:
         return replace(self, trained=trained, evaluated=evaluated)
 
     def as_row(self) -> dict[str, float]:
-        """Return the epoch as a row of metrics.csv."""
         return {
             "epoch": self.epoch,
             **{f"train_{name}": value for name, value in self.trained.items()},

@@ -112,7 +112,6 @@ def read_files(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _saved(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a state_dict that torch.save has written."""
     try:
         state: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         if not all(isinstance(tensor, Tensor) for tensor in state.values()):

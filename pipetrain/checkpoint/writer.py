@@ -84,7 +84,6 @@ class Writer:
         return self._writing
 
     def close(self) -> None:
-        """Wait for the last save."""
         self._thread.shutdown()
 
     def _save(self, manifest: Manifest, files: Files, failure: str) -> Path:

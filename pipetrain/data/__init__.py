@@ -130,7 +130,6 @@ def load_augment(data: DictConfig) -> Augment | None:
 
 
 def _make(data: DictConfig, part: str, kind: type[T]) -> T:
-    """Build a part of a configuration, of such a kind."""
     try:
         made = instantiate(data[part], _partial_=True, _convert_="all")()
     except ConfigError:

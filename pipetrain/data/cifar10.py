@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-import sys
 import tarfile
 import time
 import urllib.request
@@ -25,7 +24,6 @@ from urllib.error import URLError
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from pipetrain.data.sets import Data, DataMissing, Images
 from pipetrain.errors import ConfigError, one_line
@@ -71,20 +69,12 @@ def load(
 
 
 def _downloaded(url: str, timeout: float, total_timeout: float, max_bytes: int) -> bytes:
-    """Download the archive from `url`, with signs of progress. Raises OSError, with the reason."""
+    """Download the archive from `url`. Raises OSError, with the reason."""
     end, content = time.monotonic() + total_timeout, bytearray()
-    seldom = 0.1 if sys.stderr.isatty() else 10.0  # seconds between two signs
-    with (
-        tqdm(unit="B", unit_scale=True, desc=f"downloading {url}", mininterval=seldom) as bar,
-        urllib.request.urlopen(url, timeout=timeout) as response,
-    ):
-        length = response.headers.get("Content-Length")
-        bar.total = int(length) if length is not None else None
-        # read1 returns what has arrived; after the last byte another call might block.
-        while len(content) != bar.total and (block := response.read1(1 << 18)):
+    with urllib.request.urlopen(url, timeout=timeout) as response:
+        while block := response.read1(1 << 18):  # what has arrived
             content += block
-            bar.update(len(block))
-            if max(len(content), bar.total or 0) > max_bytes:
+            if len(content) > max_bytes:
                 raise OSError(f"the server sends more than the {max_bytes:,} bytes that may come")
             if time.monotonic() > end:
                 raise OSError(f"the download took longer than {total_timeout:g} s")

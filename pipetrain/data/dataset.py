@@ -170,7 +170,6 @@ class Items:
 
 
 def _taken(item: Any, column: str | Sequence[str] | Mapping[str, str]) -> object:
-    """Return columns of an item. Raises LookupError."""
     if isinstance(column, str):
         if not isinstance(item, Mapping) or column not in item:
             raise LookupError(f"no column {column}: data.columns can name {', '.join(map(str, item))}")

@@ -57,7 +57,6 @@ class ImageFiles:
         return ((images - mean) / std).contiguous()
 
     def targets(self, ids: Tensor, draw: Draw | None) -> Tensor:
-        """Return the classes of a microbatch, int64 [n], without reading its files."""
         return self.labels[ids]
 
     def first(self, n: int) -> ImageFiles:

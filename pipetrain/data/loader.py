@@ -32,7 +32,7 @@ class Sampler:
     """The samples of each update of each epoch, divided into microbatches.
 
     `batch_sizes`: the samples of each update of an epoch; `microbatch_sizes`: those of its microbatches.
-    Without `shuffle` the samples keep their order. Raises ConfigError for a last batch with fewer samples
+    Raises ConfigError for a last batch with fewer samples
     than microbatches, and if `drop_last` leaves nothing.
     """
 
@@ -43,7 +43,6 @@ class Sampler:
         microbatches: int,
         seed: int,
         drop_last: bool = False,
-        shuffle: bool = True,
     ) -> None:
         whole, rest = divmod(samples, batch_size)
         if drop_last and not whole:
@@ -62,15 +61,11 @@ class Sampler:
         self.microbatch_sizes = [pieces(size, microbatches) for size in self.batch_sizes]
         self._samples = samples
         self._seed = seed
-        self._shuffle = shuffle
 
     def epoch(self, epoch: int) -> list[list[Tensor]]:
         """Return for each update of an epoch (from 0) its microbatches' sample ids, int64 [n] each."""
-        if self._shuffle:
-            generator = torch.Generator().manual_seed(key(self._seed, epoch) >> 1)
-            order = torch.randperm(self._samples, generator=generator)
-        else:
-            order = torch.arange(self._samples)
+        generator = torch.Generator().manual_seed(key(self._seed, epoch) >> 1)
+        order = torch.randperm(self._samples, generator=generator)
         batches = torch.split(order[: sum(self.batch_sizes)], self.batch_sizes)
         return [
             list(torch.split(ids, sizes)) for ids, sizes in zip(batches, self.microbatch_sizes, strict=True)
@@ -110,11 +105,9 @@ class Sampled:
         return [[ids] for ids in torch.split(torch.arange(sum(self.sizes)), self.sizes)]
 
     def draw(self, epoch: int) -> Draw | None:
-        """Return what the random numbers of an epoch's samples derive from."""
         return None if self._sampler is None else Draw(self._seed, epoch)
 
     def first(self) -> tuple[Value, Value]:
-        """Return the first batch, inputs and targets."""
         assert self.split is not None
         ids = torch.arange(self.sizes[0])
         return self.split.inputs(ids, self.draw(0)), self.split.targets(ids, self.draw(0))

@@ -145,7 +145,6 @@ class Images:
         return len(self.labels)
 
     def inputs(self, ids: Tensor, draw: Draw | None) -> Tensor:
-        """Return images as `dtype` [n, 3, h, w], contiguous: augmented where there is a draw."""
         images = self.images[ids]
         if self.augment is not None and draw is not None:
             images = self.augment(images, ids, draw)
@@ -153,7 +152,6 @@ class Images:
         return images.to(self.dtype).div_(255).sub_(mean).div_(std)
 
     def targets(self, ids: Tensor, draw: Draw | None) -> Tensor:
-        """Return labels int64 [n]."""
         return self.labels[ids]
 
     def first(self, n: int) -> Images:

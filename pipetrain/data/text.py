@@ -8,12 +8,9 @@ whole. A file must not change while it is in use.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
-import sys
 import zlib
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +19,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm import tqdm
 
 from pipetrain.data.sets import Data, Draw
 from pipetrain.errors import ConfigError, one_line
@@ -32,7 +28,6 @@ SHAKESPEARE = Path(__file__).with_name("texts") / "shakespeare.txt"  # see READM
 BYTES = 256  # the vocabulary without a tokenizer
 
 _PIECE = 1 << 20  # characters tokenised at once
-_SUMMED = 1 << 30  # bytes of a split that its checksum reads at most
 
 
 @dataclass(frozen=True)
@@ -63,26 +58,17 @@ class Blocks:
         return replace(self, tokens=min(self.tokens, n * self.block + 1))
 
     def checksum(self) -> int:
-        """CRC-32 of the tokens; above 1 GiB, of evenly spaced MiB that amount to at most so much."""
-        content = self._mapped.view(np.uint8)
-        step = math.ceil(len(content) / _SUMMED) << 20
         found = zlib.crc32(repr((self.tokens, self.block)).encode())
-        for start in range(0, len(content), step):
-            found = zlib.crc32(content[start : start + (1 << 20)].data, found)
-        return found
+        return zlib.crc32(self._mapped().view(np.uint8).data, found)
 
     def _read(self, ids: Tensor, shift: int) -> Tensor:
         places = ids.numpy()[:, None] * self.block + np.arange(shift, self.block + shift)
-        return torch.from_numpy(self._mapped[places].astype(np.int64))
+        return torch.from_numpy(self._mapped()[places].astype(np.int64))
 
-    @cached_property
     def _mapped(self) -> NDArray[Any]:
         kind = np.dtype(self.dtype)
         mapped = np.memmap(self.path, kind, "r", offset=self.start * kind.itemsize, shape=(self.tokens,))
         return mapped.view(np.ndarray)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_mapped"}  # not its content
 
 
 def load(
@@ -103,7 +89,9 @@ def load(
     COUNT.read("data.block", block)
     if not 0 < test_share < 1:
         raise ConfigError(f"data.test_share must be a fraction between 0 and 1; got {test_share}")
-    _refuse_unreadable(path, "data.file")
+    for key, read in (("file", path), ("tokenizer", tokenizer)):
+        if read is not None and not (Path(read).is_file() and os.access(read, os.R_OK)):
+            raise ConfigError(f"data.{key}={read} cannot be read: give the path of a file")
     coder = None if tokenizer is None else _tokenizer(Path(tokenizer))
     known = BYTES if coder is None else max(coder.get_vocab().values()) + 1
     if vocabulary not in (None, known):
@@ -132,21 +120,8 @@ def load(
     )
 
 
-def _refuse_unreadable(path: Path, key: str) -> None:
-    try:
-        with path.open("rb") as file:
-            empty = not file.read(1)
-    except OSError as error:
-        raise ConfigError(
-            f"{key}={path} cannot be read: {error.strerror}; give the path of a file"
-        ) from error
-    if empty:
-        raise ConfigError(f"{key}={path} is empty: give a file with text")
-
-
 def _tokenizer(path: Path) -> Any:
     """Read a tokenizer.json, without what it adds to single texts. Raises ConfigError."""
-    _refuse_unreadable(path, "data.tokenizer")
     try:
         from tokenizers import Tokenizer
 
@@ -175,19 +150,16 @@ def _tokenised(path: Path, tokenizer: Path, coder: Any, dtype: np.dtype[Any], fo
     made = folder / f"{path.stem}-{hashlib.sha256(digests).hexdigest()[:16]}.{dtype.name}"
     if made.exists():
         return made
-    seldom = 0.1 if sys.stderr.isatty() else 10.0  # seconds between two signs of progress
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (
             TemporaryDirectory(prefix=f".{path.stem}-", dir=folder) as temporary,
             Path(temporary, made.name).open("wb") as file,
             path.open(encoding="utf-8", newline="") as text,
-            tqdm(unit="char", unit_scale=True, desc=f"tokens of {path.name}", mininterval=seldom) as bar,
         ):
             while lines := text.readlines(_PIECE):  # whole lines
-                piece = "".join(lines)
-                file.write(np.array(coder.encode(piece, add_special_tokens=False).ids, dtype).tobytes())
-                bar.update(len(piece))
+                ids = coder.encode("".join(lines), add_special_tokens=False).ids
+                file.write(np.array(ids, dtype).tobytes())
             file.flush()
             os.replace(file.name, made)
     except UnicodeDecodeError as error:

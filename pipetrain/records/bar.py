@@ -25,7 +25,6 @@ class Bar:
         self._spoke = time.perf_counter()
 
     def tick(self, what: str, total: int) -> None:
-        """Count one of `total` steps of `what`, and show the progress."""
         self._done += 1
         if sys.stderr.isatty():
             if self._bar is None:

@@ -158,7 +158,6 @@ class History:
         return values
 
     def summary(self) -> dict[str, Any]:
-        """Return the content of summary.json."""
         about, last, best, stages = self.about, self.last, self.best, self.stages(self.records)
         settings, plan, facts, metrics = about.settings, about.plan, about.data, about.task.metrics
         train_s = sum(record.train_s for record in self.records)

@@ -96,7 +96,6 @@ class Recorder:
         self._bar.spoke()
 
     def tick(self, what: str, total: int) -> None:
-        """Count one of `total` steps of `what`, and show the progress."""
         self._bar.tick(what, total)
 
     def epoch(self, record: EpochRecord, held: Sequence[Measured] = ()) -> None:
@@ -120,7 +119,6 @@ class Recorder:
         return ", ".join([f"{values['loss']:.4f}", *metrics])
 
     def _write(self, summary: Mapping[str, Any] | None = None) -> None:
-        """Write the epochs so far, and what could not be written before."""
         if records := self._history.records:
             self.files.text(METRICS, as_csv([record.as_row() for record in records]))
             updates = [
@@ -148,7 +146,6 @@ class Recorder:
             log.info(f"trace of {windows} in {where}")
 
     def programs(self, epoch: int, programs: Sequence[Program]) -> None:
-        """Write the programs that a policy decided in an epoch (counted from 1), one per window."""
         parts = [
             f"# epoch {epoch}, window {number} of {len(programs)}\n{format_program(program)}"
             for number, program in enumerate(programs, 1)

@@ -85,7 +85,6 @@ class Tracer:
         )
 
     def _compare_clocks(self) -> tuple[float, float, float]:
-        """Return the present, the offset to rank 0's clock, and its error, in seconds."""
         return perf_counter(), *self._mesh.clock_offset()
 
 
@@ -111,6 +110,5 @@ def _as_json(row: Row, shift: Callable[[float], float]) -> list[Any]:
 
 
 def _as_row(data: list[Any]) -> Row:
-    """Return the row of `_as_json`."""
     began, ended, spans = data
     return Row(began, ended, [Span(action and parse_action(action), *rest) for action, *rest in spans])

@@ -99,7 +99,6 @@ class MLflow:
             self._send({record.epoch: values}, record)
 
     def _steps(self, name: str) -> set[int]:
-        """Return the steps of which the server has a value."""
         return {metric.step for metric in self._client.get_metric_history(self._id, name)}
 
     def _send(self, steps: Mapping[int, Mapping[str, float]], record: EpochRecord) -> None:
@@ -181,7 +180,6 @@ class Trackers:
 
 
 def _chosen(cfg: DictConfig) -> list[tuple[str, dict[str, Any]]]:
-    """Return the chosen trackers and their options."""
     options: Any = OmegaConf.to_container(cfg.logger, resolve=True)
     return [(name, options[name]) for name in LIBRARIES if name in options]
 

@@ -18,9 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipetrain.data.batch import Form
 from pipetrain.data.loader import Sampled, loaded
-from pipetrain.data.loading import Reader
+from pipetrain.data.loading import Form, Reader
 from pipetrain.data.sets import Draw, Split
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.values import Value, as_tuple

@@ -9,8 +9,8 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
-from pipetrain.data.batch import BadBatch
 from pipetrain.data.loader import pieces
+from pipetrain.data.loading import BadBatch
 from pipetrain.errors import ActionFailed
 from pipetrain.network.chain import network_of
 from pipetrain.network.model import materialise
@@ -43,8 +43,7 @@ from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import forward_only
 from pipetrain.settings import Mode
 from pipetrain.tasks import ModelLoss, Task
-from pipetrain.tasks.model_trial import ModelTrial
-from pipetrain.tasks.trial import prove_batch
+from pipetrain.tasks.trial import ModelTrial, prove_batch
 
 
 class Session:

@@ -63,7 +63,6 @@ class Task:
 
     @property
     def is_own(self) -> bool:
-        """Whether the loss or the weight is the user's own code."""
         return self._weighted or not str(self._code.__module__).startswith(("torch.nn.", "pipetrain.tasks"))
 
     @property
@@ -134,7 +133,6 @@ class Classification(Task):
         return self._cross_entropy(outputs, targets, self._smoothing)
 
     def evaluation_loss(self, outputs: Value, targets: Value) -> Tensor:
-        """Return the cross-entropy without label smoothing."""
         return self._cross_entropy(outputs, targets, 0.0)
 
     def weight(self, targets: Value) -> Tensor | float:
@@ -195,7 +193,7 @@ class ModelLoss(Task):
     """The loss that the model computes itself, as Hugging Face's do: its output `loss`, or the first one.
 
     `labels`: the names of the inputs that are the targets. By default those that are not -100 count, or, in a
-    causal language model, those of them that follow another: tasks/model_trial.py tries which.
+    causal language model, those of them that follow another: tasks/trial.py tries which.
     """
 
     def __init__(

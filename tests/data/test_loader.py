@@ -84,10 +84,6 @@ def test_order_of_a_seed_never_changes():
     assert Sampler(100, 16, 2, seed=3).epoch(1)[0][0].tolist() == [84, 76, 56, 94, 46, 86, 93, 64]
 
 
-def test_order_without_shuffle_is_the_samples_own():
-    assert flat(Sampler(21, 10, 1, seed=0, shuffle=False).epoch(4)) == list(range(21))
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -7,8 +7,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset, default_collate
 
 from pipetrain import ConfigError
-from pipetrain.data.batch import BadBatch, Form, pair
-from pipetrain.data.loading import Reader, known_sizes
+from pipetrain.data.loading import BadBatch, Form, Reader, known_sizes, pair
 from pipetrain.network.values import TensorSpec, ValueSpec
 
 DATA = TensorDataset(torch.arange(22.0).reshape(22, 1), torch.arange(22))

