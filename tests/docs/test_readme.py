@@ -37,6 +37,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = sorted((ROOT / "docs" / "results").rglob("*.md"))
 COMPARED = ["1f1b", "zb_h1", "zbv", "v_half", "pipedream", "pipedream_2bw"]
 TABLE = f"python -m pipetrain.plan compare=[{','.join(COMPARED)}] stages=4 microbatches=8"
 CODEC = re.compile(r"^\| `(\w+)`.*?\| ([\d,]+)(?: bytes)? \|", re.MULTILINE)
@@ -191,7 +192,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_what_a_page_leads_to_is_there(page):
     for link, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
         target = page.parent / link if link else page
@@ -205,7 +206,8 @@ def test_the_tests_of_promises_are_there():
     promises = re.findall(r"^- .+\n(?:  .+\n)*", text, re.MULTILINE)
     assert len(promises) > 20
     assert [one for one in promises if not re.search(r"`tests/\S+\.py`\)\.$", one)] == []
-    named = set(re.findall(r"`([\w/]*\btest_\w+\.py)`", readme()))
+    pages = readme() + "".join(page.read_text() for page in RESULTS)
+    named = set(re.findall(r"`([\w/]*\btest_\w+\.py)`", pages))
     assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
