@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,14 +14,18 @@ from tests.support.cases import Case, Saved, compare, make_run, run_in_threads
 pytestmark = pytest.mark.slow
 
 
-def _model(name: str) -> str:
-    return f"model._target_=tests.support.models.{name}"
+def _case(schedule: str, model: str, *words: str, **more: Any) -> Case:
+    return Case(schedule, 2, (f"model._target_=tests.support.{model}", *words), **more)
+
+
+def _equals_the_reference(case: Case) -> None:
+    compare(case, *run_in_threads(case))
 
 
 @pytest.mark.parametrize(("schedule", "cut"), [("1f1b", "[3]"), ("pipedream", "[2]"), ("pipedream", "[4]")])
 def test_a_layer_that_is_used_twice_is_run_twice(schedule, cut):
     """`named_children` names an object once: every further use of a shared activation was left out."""
-    case = Case(schedule, 2, (_model("reused"), f"partition={cut}"))
+    case = _case(schedule, "models.reused", f"partition={cut}")
     assert len(make_run(case).plan.layers) == 7
     compare(case, *run_in_threads(case))
 
@@ -26,27 +33,25 @@ def test_a_layer_that_is_used_twice_is_run_twice(schedule, cut):
 def test_statistics_that_two_stages_share_are_refused():
     """Each stage counted into a copy of its own."""
     with pytest.raises(ConfigError, match=r"layer 2 \(2\) of stage 1 shares its 1.running_mean with stage 0"):
-        make_run(Case("1f1b", 2, (_model("shared_statistics"), "partition=[1]")))
-    make_run(Case("1f1b", 2, (_model("shared_statistics"), "partition=[3]")))
+        make_run(_case("1f1b", "models.shared_statistics", "partition=[1]"))
+    make_run(_case("1f1b", "models.shared_statistics", "partition=[3]"))
 
 
 @pytest.mark.parametrize("cut", ["[1]", "[2]", "[3]", "[4]", "[5]"])
 def test_a_layer_that_works_in_place_behind_a_view(cut):
     """Only a stage's first layer was asked whether it writes: a Flatten or an Identity before it hid it."""
-    case = Case("pipedream", 2, (_model("in_place_behind_a_view"), f"partition={cut}"))
-    compare(case, *run_in_threads(case))
+    _equals_the_reference(_case("pipedream", "models.in_place_behind_a_view", f"partition={cut}"))
 
 
 def test_a_layer_that_keeps_a_tensor_of_its_first_forward():
     """The estimate ran over the model that trains, and left a tensor without data in it."""
-    case = Case("1f1b", 2, (_model("caching"), "partition=[2]"))
-    compare(case, *run_in_threads(case))
+    _equals_the_reference(_case("1f1b", "models.caching", "partition=[2]"))
 
 
 def test_a_boundary_that_is_another_in_training():
     """Where a microbatch of an evaluation had the size of one in training, it got that one's boundary."""
-    overrides = (_model("wider_in_training"), "partition=[2]", "microbatches=1", "batch_size=11")
-    case = Case("1f1b", 2, overrides, train_samples=33)
+    words = ("partition=[2]", "microbatches=1", "batch_size=11")
+    case = _case("1f1b", "models.wider_in_training", *words, train_samples=33)
     plan = make_run(case).plan
     assert plan.cut.entering(1, 11) != plan.evaluation_cut.entering(1, 11)
     compare(case, *run_in_threads(case))
@@ -54,16 +59,14 @@ def test_a_boundary_that_is_another_in_training():
 
 def test_a_message_that_is_not_what_was_planned_is_not_sent():
     """The receiver of a shorter message would have gone on with what lay in its buffer."""
-    case = Case("1f1b", 2, (_model("fickle"), "partition=[2]"))
-    with pytest.raises(
-        TrainingStopped, match=r"stage 0 made float64\[3, 6\] for the activation of microbatch 0"
-    ):
+    case = _case("1f1b", "models.fickle", "partition=[2]")
+    says = r"stage 0 made float64\[3, 6\] for the activation of microbatch 0"
+    with pytest.raises(TrainingStopped, match=says):
         run_in_threads(case)
 
 
 def test_a_last_stage_with_nothing_to_train():
-    case = Case("pipedream", 2, (_model("frozen_end"), "partition=[8]"))
-    compare(case, *run_in_threads(case))
+    _equals_the_reference(_case("pipedream", "models.frozen_end", "partition=[8]"))
 
 
 # The edge of the engine: each was trained otherwise than by one process, or stopped, or was refused
@@ -97,17 +100,13 @@ def test_a_model_at_the_edge_trains_as_one_process_would_train_it(schedule, mode
     words = ["microbatches=4", f"partition={cut}", "buffer_size=4"]
     words += ["optim.weight_decay=0"] if model == "sparse" else []
     words += ["optim.fused=false"] if model == "reads" else []  # in which the reference itself would fail
-    case = Case(schedule, 2, (_edge(model), *words), reference_model=twin and f"edges.{twin}")
-    compare(case, *run_in_threads(case))
-
-
-def _edge(name: str) -> str:
-    return f"model._target_=tests.support.edges.{name}"
+    twin = twin and f"edges.{twin}"
+    _equals_the_reference(_case(schedule, f"edges.{model}", *words, reference_model=twin))
 
 
 @pytest.mark.parametrize("optim", ["optim=sgd", "optim=adamw"])
 def test_complex_weights_go_on_from_a_checkpoint(optim, tmp_path):
-    case = Case("pipedream", 2, (_edge("fourier"), optim, "partition=[2]", "window=2", "optim.lr=0.01"))
+    case = _case("pipedream", "edges.fourier", optim, "partition=[2]", "window=2", "optim.lr=0.01")
     wanted, _ = run_in_threads(case, saved=Saved(tmp_path))
     source = sorted((tmp_path / "checkpoints").glob("update-*"))[3]
     state, _ = run_in_threads(case, source=source)
@@ -117,18 +116,15 @@ def test_complex_weights_go_on_from_a_checkpoint(optim, tmp_path):
 
 def test_only_gradients_that_are_needed_travel():
     for model, cut in (("masked", "[3]"), ("unused", "[2]")):
-        joined = make_run(Case("1f1b", 2, (_edge(model), f"partition={cut}"))).plan.cut
+        joined = make_run(_case("1f1b", f"edges.{model}", f"partition={cut}")).plan.cut
         assert len(joined.message((0, 1), 3)) == 2
         assert [spec.shape for spec in joined.message((1, 0), 3)] == [(3, 12)]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "cut"),
-    [("1f1b", "[1]"), ("1f1b", "[3]"), ("gpipe", "[2]")],
-)
+@pytest.mark.parametrize(("schedule", "cut"), [("1f1b", "[1]"), ("1f1b", "[3]"), ("gpipe", "[2]")])
 def test_a_skipped_update_leaves_no_trace_in_running_statistics(schedule, cut):
     """One infinite microbatch left NaN there for good."""
-    case = Case(schedule, 2, (_edge("strikes"), f"partition={cut}", "microbatches=4", "on_nan=skip"))
+    case = _case(schedule, "edges.strikes", f"partition={cut}", "microbatches=4", "on_nan=skip")
     state, figures = run_in_threads(case)
     assert all(tensor.isfinite().all() for tensor in state.values())
     compare(case, state, figures)
@@ -136,8 +132,8 @@ def test_a_skipped_update_leaves_no_trace_in_running_statistics(schedule, cut):
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw", "fbp"])
 def test_without_a_flush_a_skipped_update_leaves_none_either(schedule):
-    case = Case(schedule, 3, (_edge("strikes"), "partition=[2,3]", "microbatches=4", "on_nan=skip"))
-    state, _ = run_in_threads(case)
+    words = ("partition=[2,3]", "microbatches=4", "on_nan=skip")
+    state, _ = run_in_threads(replace(_case(schedule, "edges.strikes", *words), ranks=3))
     assert all(tensor.isfinite().all() for tensor in state.values())
 
 
@@ -151,12 +147,12 @@ def test_without_a_flush_a_skipped_update_leaves_none_either(schedule):
 )
 def test_a_model_that_would_not_train_as_it_was_meant_is_refused(model, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        make_run(Case("1f1b", 2, (_model(model),)))
+        make_run(_case("1f1b", f"models.{model}"))
 
 
 def test_a_complex_boundary_is_refused_and_may_lie_inside_a_stage():
     """Its gradient was left out, in silence: no complex number is floating-point."""
     with pytest.raises(ConfigError, match="complex tensors cannot cross a cut"):
-        make_run(Case("1f1b", 2, (_model("complex_inside"), "partition=[2]")))
-    case = Case("1f1b", 2, (_model("complex_inside"), "partition=[3]"))
+        make_run(_case("1f1b", "models.complex_inside", "partition=[2]"))
+    case = _case("1f1b", "models.complex_inside", "partition=[3]")
     compare(case, *run_in_threads(case))

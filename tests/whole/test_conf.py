@@ -42,14 +42,11 @@ def options(group: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("option", OPTIONS[group])
 
 
-def test_the_package_reads_these_files():
-    assert conf_dir() == CONF
-
-
 def test_every_group_is_tested_here():
     assert set(OPTIONS) == {"codec", "data", "experiment", "logger", "model", "optim", "schedule", "task"}
     assert TOP == ["config", "plan"]
     assert all(OPTIONS.values())
+    assert conf_dir() == CONF
 
 
 @pytest.mark.parametrize("name", TOP)
@@ -112,19 +109,13 @@ def test_each_experiment_is_a_run(option):
 @options("logger")
 def test_each_logger_can_be_chosen_alone_and_with_another(option):
     assert list(composed(f"logger={option}").logger) == [option]
-    assert list(composed(f"logger=[tensorboard,{option}]").logger) == list(
-        dict.fromkeys(["tensorboard", option])
-    )
-    assert list(composed("logger=[]").logger) == []
+    both = dict.fromkeys(["tensorboard", option])
+    assert list(composed(f"logger=[tensorboard,{option}]").logger) == list(both)
 
 
 def test_the_quickstart_is_what_the_readme_promises():
     choices = composed("experiment=quickstart").hydra.runtime.choices
-    assert {key: choices[key] for key in ("model", "data", "schedule")} == {
-        "model": "vgg16",
-        "data": "digits",
-        "schedule": "1f1b",
-    }
+    assert [choices[key] for key in ("model", "data", "schedule")] == ["vgg16", "digits", "1f1b"]
 
 
 @options("schedule")

@@ -1,4 +1,4 @@
-"""More cases against the reference, in one process over the local channel; and what one process must do."""
+"""A configuration in any way against the reference, one thread a rank; and what one process must do."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import torch
 from torch.nn import functional
 
 from pipetrain.data import Draw
+from pipetrain.errors import ConfigError
+from pipetrain.plan.plan import with_costs
+from pipetrain.schedule.actions import Op, has_norms
+from pipetrain.schedule.timeline import Costs
 from tests.support.cases import SCHEDULES, Case, compare, make_run, run_in_threads
 
 pytestmark = pytest.mark.slow
 
-NORM = "model._target_=tests.support.models.with_norm"
-PLAIN = "model._target_=tests.support.models.without_norm"
-RECOMPUTING = "model._target_=tests.support.models.recomputing"
-REENTRANT = "model._target_=tests.support.models.recomputing_reentrant"
+MODELS = "model._target_=tests.support.models."
+NORM, PLAIN = f"{MODELS}with_norm", f"{MODELS}without_norm"
 
 
 def _check(case: Case, tolerance: float = 1e-12) -> None:
@@ -34,53 +36,124 @@ def test_windows_of_any_length(schedule, window):
     _check(Case(schedule, 3, (NORM, f"window={window}", "microbatches=3", "epochs=2")))
 
 
-@pytest.mark.parametrize(
-    ("schedule", "microbatches"),
-    [("pipedream", 1), ("pipedream", 12), ("gpipe", 6), ("1f1b", 12)],
-)
-def test_any_number_of_microbatches(schedule, microbatches):
-    overrides = (PLAIN, f"microbatches={microbatches}", "epochs=2", "data.drop_last=true")
-    _check(Case(schedule, 3, overrides))
+def recomputing(schedule: str, *words: str, ranks: int = 3) -> Case:
+    """Layers that recompute themselves find the version of weights that they had."""
+    model = (f"{MODELS}recomputing", "microbatches=3")
+    return Case(schedule, ranks, (*model, *words), reference_model="with_norm")
 
 
-def test_microbatches_that_do_not_divide_a_batch():
-    _check(Case("pipedream_2bw", 3, (PLAIN, "microbatches=5", "epochs=1")))
-
-
-@pytest.mark.parametrize("virtual", [1, 5])
-def test_virtual_stages(virtual):
-    _check(Case("interleaved_1f1b", 2, (NORM, "microbatches=4", f"schedule.virtual={virtual}", "epochs=2")))
+GROUPS = ("optim=adamw", "optim.lr=0.01", "optim.weight_decay=0.3", "optim.groups.late.params='^[89]'")
+GROUPS += ("optim.groups.late.lr=0.02", "optim.groups.norms_and_biases.weight_decay=0")
+DECAY = "optim.groups.norms_and_biases.weight_decay=0"
+UPDATED = (NORM, "partition=even", "epochs=2", "microbatches=3")
+REENTRANT = (f"{MODELS}recomputing_reentrant", "microbatches=4", "partition=even")
+UNEVEN_2, UNEVEN_3 = "partition=[1,4,8]", "partition=[1,2,4,6,9]"
 
 
 @pytest.mark.parametrize(
-    ("schedule", "form"),
-    [("1f1b", "fused"), ("pipedream", ""), ("pipedream_2bw", "foreach")],
+    "case",
+    [
+        Case("pipedream", 3, (PLAIN, "microbatches=1", "epochs=2", "data.drop_last=true")),
+        Case("pipedream", 3, (PLAIN, "microbatches=12", "epochs=2", "data.drop_last=true")),
+        Case("gpipe", 3, (PLAIN, "microbatches=6", "epochs=2", "data.drop_last=true")),
+        Case("pipedream_2bw", 3, (PLAIN, "microbatches=5", "epochs=1")),  # which do not divide a batch
+        Case("interleaved_1f1b", 2, (NORM, "microbatches=4", "schedule.virtual=1", "epochs=2")),
+        Case("interleaved_1f1b", 2, (NORM, "microbatches=4", "schedule.virtual=5", "epochs=2")),
+        Case("pipedream", 2, (NORM, "label_smoothing=0.1", "lr_schedule=one_cycle")),
+        # Optimizers in each form, and groups and averages of the whole model
+        recomputing("1f1b", "optim=sgd", "+optim.fused=true"),
+        recomputing("pipedream", "optim=sgd"),
+        recomputing("pipedream_2bw", "optim=sgd", "+optim.foreach=true"),
+        recomputing("pipedream", "optim=adamw", "+optim.fused=true", "optim.lr=0.003"),
+        recomputing("pipedream_2bw", "optim=adamw", "+optim.foreach=true", "optim.lr=0.003"),
+        recomputing("fbp", "partition=even", ranks=2),
+        Case("1f1b", 3, (*UPDATED, *GROUPS)),
+        Case("pipedream", 2, (*UPDATED, *GROUPS)),
+        Case("gpipe", 3, (*UPDATED, "ema=0.75", "optim=adamw", "optim.lr=0.01")),
+        Case("pipedream", 2, (*UPDATED, "ema=0.75", "window=2")),
+        # Orders made for the costs of uneven stages
+        Case("v_async", 3, (NORM, "microbatches=1", "window=null", UNEVEN_3, "epochs=2")),
+        Case("v_async", 2, (PLAIN, "window=3", "optim=adamw", "clip_grad_norm=0.25", UNEVEN_2, "epochs=2")),
+        Case(
+            "v_async",
+            3,
+            (NORM, "microbatches=1", "schedule.like=v_half", "buffer_size=1", UNEVEN_3, "epochs=2"),
+        ),
+        Case(
+            "zb_auto",
+            3,
+            (
+                NORM,
+                "microbatches=3",
+                "window=2",
+                "schedule.memory=1.5",
+                "clip_grad_norm=0.25",
+                UNEVEN_3,
+                "epochs=2",
+            ),
+        ),
+        Case("zb_auto", 2, (PLAIN, "schedule.v=false", "optim=adamw", "buffer_size=1", "epochs=2")),
+    ],
+    ids=str,
 )
-def test_sgd_with_momentum_in_each_form(schedule, form):
-    optim = ("optim=sgd", f"+optim.{form}=true") if form else ("optim=sgd",)
-    _check(Case(schedule, 3, (RECOMPUTING, "microbatches=3", *optim), reference_model="with_norm"))
-
-
-@pytest.mark.parametrize(("schedule", "form"), [("pipedream", "fused"), ("pipedream_2bw", "foreach")])
-def test_adamw_in_each_form(schedule, form):
-    overrides = (RECOMPUTING, "microbatches=3", "optim=adamw", f"+optim.{form}=true", "optim.lr=0.003")
-    _check(Case(schedule, 3, overrides, reference_model="with_norm"))
-
-
-def test_a_layer_that_recomputes_itself_finds_the_version_that_a_policy_chose():
-    """As do those above with a fixed order."""
-    overrides = (RECOMPUTING, "microbatches=4", "partition=even")
-    _check(Case("fbp", 2, overrides, reference_model="with_norm"))
+def test_equals_the_reference(case):
+    _check(case)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_the_reentrant_form_of_recomputing():
-    overrides = (REENTRANT, "microbatches=4", "partition=even")
-    _check(Case("pipedream_2bw", 2, overrides, reference_model="without_norm"))
+    _check(Case("pipedream_2bw", 2, REENTRANT, reference_model="without_norm"))
 
 
-def test_label_smoothing_and_one_cycle():
-    _check(Case("pipedream", 2, (NORM, "label_smoothing=0.1", "lr_schedule=one_cycle")))
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "words", "norms"),
+    [
+        ("gpipe", 3, ("window=2",), True),
+        ("1f1b", 2, (DECAY,), True),
+        ("interleaved_1f1b", 2, ("microbatches=4", "window=3"), True),
+        ("1f1b", 3, ("clip_grad_norm_over=stage",), False),
+        ("pipedream_2bw", 2, (), False),
+        ("fbp", 2, (), False),
+        ("pipedream", 3, ("clip_grad_norm_over=model",), True),
+    ],
+)
+def test_a_flush_clips_by_the_norm_of_the_model_and_others_each_stage_unless_told(
+    schedule, ranks, words, norms
+):
+    """With a clip that binds, against torch.nn.utils.clip_grad_norm_."""
+    case = Case(schedule, ranks, (*UPDATED, *words, "clip_grad_norm=0.25"))
+    assert has_norms(make_run(case).plan.window.program) == norms
+    state, figures = run_in_threads(case)
+    compare(case, state, figures)
+    free = [word for word in case.overrides if not word.startswith("clip")]
+    unclipped, _ = run_in_threads(Case(schedule, ranks, tuple(free)))
+    assert not all(torch.allclose(unclipped[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "says"),
+    [
+        ("fbp", 2, "needs a schedule with a fixed order, and fbp decides its order while it runs"),
+        ("v_async", 3, "cannot wait for the norm of the model: set clip_grad_norm_over=stage,"),
+    ],
+)
+def test_updates_that_cannot_wait_for_all_stages_are_refused_a_norm_of_the_model(schedule, ranks, says):
+    words = (*UPDATED, "clip_grad_norm=1", "clip_grad_norm_over=model", "microbatches=1")
+    with pytest.raises(ConfigError, match=says):
+        make_run(Case(schedule, ranks, words))
+
+
+def test_the_order_is_made_for_the_stages_that_the_plan_has_cut_and_again_for_measured_times():
+    even, uneven = (make_run(Case("v_async", 3, (NORM, cut))).plan for cut in ("partition=even", UNEVEN_3))
+    assert even.by_costs
+    assert even.window.program != uneven.window.program
+    slow = Costs({(s, op): 1 + (op is Op.I) for s in range(6) for op in (Op.F, Op.I, Op.W)})
+    again = with_costs(uneven, slow)
+    assert again.costs == slow
+    assert again.window.program != uneven.window.program
+    assert again.placement == uneven.placement
+    fixed = make_run(Case("zbv", 3, (NORM, "partition=even"))).plan
+    assert with_costs(fixed, slow).window is fixed.window
 
 
 @pytest.mark.parametrize(
@@ -88,17 +161,8 @@ def test_label_smoothing_and_one_cycle():
     [("1f1b", 1), ("interleaved_1f1b", 3), ("pipedream", 3), ("fbp", 3)],
 )
 def test_one_process_is_plain_sgd_with_accumulation_bit_for_bit(schedule, microbatches):
-    case = Case(
-        schedule,
-        1,
-        (
-            NORM,
-            f"microbatches={microbatches}",
-            "dtype=float32",
-            "data.drop_last=true",
-            "memory_format=contiguous",
-        ),
-    )
+    words = ("dtype=float32", "data.drop_last=true", "memory_format=contiguous")
+    case = Case(schedule, 1, (NORM, f"microbatches={microbatches}", *words))
     state, _ = run_in_threads(case)
     run = make_run(case)
     model = run.take_network().model

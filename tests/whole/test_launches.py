@@ -33,9 +33,7 @@ from tests.support.deadlines import DEADLINE_S
 from tests.support.local import LocalChannel, Wire
 
 MOST = 8  # kernels a microbatch
-FURTHER_STAGE = (
-    3  # kernels a batch of a second stage on a rank: two check its gradients, one is its optimizer's
-)
+FURTHER_STAGE = 3  # of a second stage on a rank, a batch: two check its gradients, one is its optimizer's
 NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
 CUT = ("batch_size=8", "memory_format=contiguous")
 IN_FOUR = "microbatches=4"
@@ -193,9 +191,7 @@ def test_a_microbatch_costs_few_kernels_beside_the_model_s_and_no_number_is_read
     assert second.numbers == 0
 
 
-@pytest.mark.parametrize(
-    "schedule", ["layer_dist", "interleaved_1f1b", "pipedream", "fbp", "zb_h1", "v_half"]
-)
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "pipedream", "fbp", "zb_h1", "v_half"])
 def test_so_it_is_where_a_batch_is_one_microbatch(schedule):
     """Then what is done once a batch counts in full. pipedream_2bw needs more of them."""
     second = second_window(TASKS["vgg"].extended("microbatches=1"), schedule, 2)

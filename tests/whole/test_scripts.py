@@ -146,12 +146,8 @@ def test_a_failed_or_broken_set_up_is_started_over(checkout, start):
 
 
 def test_a_killed_set_up_is_started_over(checkout, start):
-    process = subprocess.Popen(
-        [checkout.root / "launch.sh"],
-        env={**checkout.environment, "PIP": "hang"},
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    environment = {**checkout.environment, "PIP": "hang"}
+    process = subprocess.Popen([checkout.root / "launch.sh"], env=environment, start_new_session=True)
     try:
         deadline = time.monotonic() + DEADLINE_S
         while not (checkout.notes.exists() and "pip install" in checkout.notes.read_text()):
@@ -165,10 +161,8 @@ def test_a_killed_set_up_is_started_over(checkout, start):
 
 
 def test_two_first_starts_set_up_once(checkout):
-    both = [
-        subprocess.Popen([checkout.root / "launch.sh", "epochs=1"], env=checkout.environment)
-        for _ in range(2)
-    ]
+    command, environment = [checkout.root / "launch.sh", "epochs=1"], checkout.environment
+    both = [subprocess.Popen(command, env=environment) for _ in range(2)]
     assert [process.wait(DEADLINE_S) for process in both] == [0, 0]
     calls = checkout.calls()
     assert [calls.count(call) for call in (VENV.format(root=checkout.root), RUN, TRAIN)] == [1, 1, 2]
@@ -185,20 +179,15 @@ def test_somebody_s_own_environment_is_used_and_never_removed(checkout, start):
     assert start() == [RUN, TRAIN]
 
 
+OLD = "#!/bin/bash\n[[ $1 == --version ]] && echo Python 3.9.2 || exit 1\n"
+
+
 @pytest.mark.parametrize(
-    ("script", "environment", "why"),
-    [
-        (PYTHON, {"NO_ENSUREPIP": "1"}, "it lacks ensurepip: on Debian, apt install python3-venv"),
-        (
-            "#!/bin/bash\n[[ $1 == --version ]] && echo Python 3.9.2 || exit 1\n",
-            {},
-            "Python 3.9.2 is too old: put",
-        ),
-    ],
+    ("script", "why"), [(PYTHON, "it lacks ensurepip: on Debian"), (OLD, "Python 3.9.2 is too old: put")]
 )
-def test_a_python_that_will_not_do_is_named(checkout, script, environment, why):
+def test_a_python_that_will_not_do_is_named(checkout, script, why):
     checkout.program("python3", script)
-    done = checkout.run("launch.sh", **environment)
+    done = checkout.run("launch.sh", NO_ENSUREPIP="1")
     assert done.returncode == 1
     assert why in done.stderr
     assert done.stderr.count("\n") == 1
@@ -224,9 +213,6 @@ def test_ci_needs_no_terminal(checkout):
 def test_the_short_comparison(checkout):
     checkout.installed()
     methods = "--schedules layer_dist pipedream --models vgg16 resnet18"
-    for given, passed in (
-        ("epochs=5", "-- epochs=5"),
-        ("--seeds 0 1 -- epochs=5", "--seeds 0 1 -- epochs=5"),
-    ):
+    for given, passed in (("epochs=5", "-- epochs=5"), *[("--seeds 0 1 -- epochs=5",) * 2]):
         assert checkout.run("scripts/compare.sh", *given.split()).returncode == 0
         assert checkout.calls() == [f"OMP= {checkout.root}/scripts/compare.py {methods} {passed}"]

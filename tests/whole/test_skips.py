@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipetrain.network.network import Made
-from tests.support.cases import Case, Saved, compare, make_run, run_in_threads, stages_of
+from tests.support.cases import Case, Saved, compare, make_run, run_in_threads
 from tests.support.models import STASHED
 
 pytestmark = pytest.mark.slow
@@ -18,29 +18,37 @@ SKIPS = ("model._target_=tests.support.models.skipping", "epochs=1")
 DROPS = (*SKIPS, "+model.dropout=0.3")
 
 
-def check(case: Case, tolerance: float = 1e-12) -> None:
-    compare(case, *run_in_threads(case), tolerance)
-
-
-def words(schedule: str) -> tuple[str, ...]:
-    """One stage a rank, where that can be chosen."""
-    return ("schedule.virtual=1",) if schedule == "interleaved_1f1b" else ()
-
-
-ONE_OF_A_KIND = ("fbp", "gpipe", "interleaved_1f1b", "pipedream", "pipedream_2bw", "v_half", "zb_h1")
-CUTS = {3: "[3,9]", 6: "[2,4,6,9,11]"}
+ONE = "schedule.virtual=1"  # stage a rank
+TWO_CUTS, FIVE_CUTS = "partition=[3,9]", "partition=[2,4,6,9,11]"
+BF16 = ("precision=bf16", "dtype=float32", "memory_format=contiguous", "optim.lr=0.02", "microbatches=3")
 
 
 @pytest.mark.parametrize(
-    ("schedule", "cuts"),
+    ("case", "tolerance"),
     [
-        *((schedule, CUTS[3 if words(schedule) else stages_of(schedule, 3)]) for schedule in ONE_OF_A_KIND),
-        ("pipedream", "[6,11]"),
+        *(
+            (
+                Case(name, 3, (*DROPS, "microbatches=3", TWO_CUTS, *[ONE] * (name == "interleaved_1f1b"))),
+                1e-12,
+            )
+            for name in ("fbp", "gpipe", "interleaved_1f1b", "pipedream", "pipedream_2bw", "zb_h1")
+        ),
+        (Case("v_half", 3, (*DROPS, "microbatches=3", FIVE_CUTS)), 1e-12),
+        (Case("pipedream", 3, (*DROPS, "microbatches=3", "partition=[6,11]")), 1e-12),
+        (Case("pipedream", 3, (*SKIPS, "memory_format=channels_last", "microbatches=3", TWO_CUTS)), 1e-10),
+        (Case("pipedream", 3, (*SKIPS, TWO_CUTS, *BF16)), 1e-5),
+        (Case("pipedream", 3, (*SKIPS, "partition=[4,10]", *BF16)), 1e-5),
     ],
+    ids=str,
 )
-def test_every_kind_of_schedule_equals_the_reference(schedule, cuts):
+def test_equals_the_reference(case, tolerance):
     """Four updates, with dropout and BatchNorm; the last batch is shorter, its microbatches uneven."""
-    check(Case(schedule, 3, (*DROPS, "microbatches=3", f"partition={cuts}", *words(schedule))))
+    compare(case, *run_in_threads(case), tolerance)
+    plan = make_run(case).plan
+    narrow = {spec.dtype for stage in (1, 2) for spec in plan.cut.entering(stage, plan.full)} == {
+        torch.bfloat16
+    }
+    assert narrow == (BF16[0] in case.overrides)
 
 
 @pytest.mark.parametrize(("ranks", "cuts"), [(1, [3, 6, 9]), (2, [3, 8, 13])])
@@ -48,18 +56,21 @@ def test_skips_between_the_virtual_stages_of_ranks(ranks, cuts):
     virtual = (f"schedule.virtual={(len(cuts) + 1) // ranks}", f"partition={cuts}".replace(" ", ""))
     case = Case("interleaved_1f1b", ranks, (*DROPS, "microbatches=4", *virtual))
     plan = make_run(case).plan
-    assert any(
-        plan.placement[to] == plan.placement[source] for source, to in plan.cut.edges if to - source > 1
-    )
-    check(case)
+    within = [
+        to
+        for source, to in plan.cut.edges
+        if plan.placement[to] == plan.placement[source] and to > source + 1
+    ]
+    assert within
+    compare(case, *run_in_threads(case))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_a_value_that_two_later_stages_use_gets_the_sum_of_their_gradients(schedule):
-    case = Case(schedule, 3, (*SKIPS, "partition=[3,9]", "microbatches=6", "buffer_size=1", "window=2"))
+    case = Case(schedule, 3, (*SKIPS, TWO_CUTS, "microbatches=6", "buffer_size=1", "window=2"))
     joined = make_run(case).plan.cut
     assert [Made(STASHED, 0) in part.enters for part in joined.slices] == [False, True, True]
-    check(case)
+    compare(case, *run_in_threads(case))
 
 
 def test_the_cut_changes_neither_what_is_dropped_nor_what_is_learned():
@@ -84,27 +95,13 @@ def test_a_layer_that_recomputes_drops_the_same_again():
         assert all(state[name].equal(tensor) for name, tensor in states[0].items())
 
 
-def test_bf16_equals_one_process_in_bf16():
-    for cuts in ("[3,9]", "[4,10]"):
-        bf16 = ("precision=bf16", "dtype=float32", "memory_format=contiguous", "optim.lr=0.02")
-        case = Case("pipedream", 3, (*SKIPS, f"partition={cuts}", "microbatches=3", *bf16))
-        plan = make_run(case).plan
-        specs = {spec.dtype for stage in (1, 2) for spec in plan.cut.entering(stage, plan.full)}
-        assert specs == {torch.bfloat16}
-        check(case, 1e-5)
-
-
-def test_channels_last():
-    layout = ("memory_format=channels_last", "microbatches=3", "partition=[3,9]")
-    check(Case("pipedream", 3, (*SKIPS, *layout)), 1e-10)
-
-
 def test_compiled_stages_draw_as_others_do(monkeypatch):
     # All of torch.compile but the last step, the generated C++, which takes a minute.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     cuts = ("schedule.virtual=2", "partition=[6]", "microbatches=2", "compile=true", "data.drop_last=true")
-    check(Case("interleaved_1f1b", 1, (*DROPS, *cuts), 24), 1e-10)
+    case = Case("interleaved_1f1b", 1, (*DROPS, *cuts), 24)
+    compare(case, *run_in_threads(case), 1e-10)
 
 
 def test_a_skipped_update_leaves_no_trace():
