@@ -47,7 +47,7 @@ class _Window:
     first: int
     mail: Mailbox
     sums: Sums
-    take: Take | None
+    take: Take | None = None
 
     @property
     def trains(self) -> bool:
@@ -109,16 +109,18 @@ class Engine:
         TrainingStopped.
         """
         self._rehearse(order, feed, microbatches, training=True)
-        window = self._window(order, feed, microbatches, self._training)
+        mail, first = self._training, next(iter(self.stages.values())).weights.updates
+        window = _Window(order, feed, microbatches, first, mail, Sums(self.stages, mail))
         row = self._run(window, progress, self.watcher)
-        self._times.add(row, microbatches, window.mail.raw_bytes, observe)
+        self._times.add(row, microbatches, mail.raw_bytes, observe)
 
     def evaluate(
         self, order: Order, feed: Feed, progress: Progress = lambda stage: None, take: Take | None = None
     ) -> None:
         """Run forwards with the newest weights; the last stage counts them, or `take` gets its outputs."""
         self._rehearse(order, feed, 1, training=False)
-        self._run(self._window(order, feed, 1, self._evaluation, False, take), progress)
+        mail = self._evaluation
+        self._run(_Window(order, feed, 1, EVALUATION, mail, Sums(self.stages, mail), take), progress)
         self.settle()
 
     def settle(self) -> None:
@@ -144,24 +146,12 @@ class Engine:
 
     # The loop
 
-    def _window(
-        self,
-        order: Order,
-        feed: Feed,
-        microbatches: int,
-        mail: Mailbox,
-        training: bool = True,
-        take: Take | None = None,
-    ) -> _Window:
-        first = next(iter(self.stages.values())).weights.updates if training else EVALUATION
-        sums = Sums(self.stages, mail.channel, mail.placement)
-        return _Window(order, feed, microbatches, first, mail, sums, take)
-
     def _rehearse(self, order: Order, feed: Feed, microbatches: int, training: bool) -> None:
         def play(alike: Feed, mail: Mailbox) -> bool:
             predicts = not training and alike.first()[1] is None
             take: Take | None = (lambda outputs: None) if predicts else None
-            window = self._window(order.short(), alike, microbatches, mail, training, take)
+            first, sums = 0 if training else EVALUATION, Sums(self.stages, mail)
+            window = _Window(order.short(), alike, microbatches, first, mail, sums, take)
             self._run(window, lambda stage: None)
             return bool(window.sums.norms)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -27,28 +26,23 @@ class Counted(NamedTuple):
     sums: Mapping[str, Tensor]  # of its metrics
 
 
-@dataclass(slots=True)
-class Counts:
-    """What was counted since it was taken. `losses`: the mean loss of each update."""
-
-    trained: Counter = field(default_factory=Counter)
-    evaluated: Counter = field(default_factory=Counter)
-    losses: list[Tensor] = field(default_factory=list)
-
-    def take_losses(self) -> list[float]:
-        losses, self.losses = self.losses, []
-        return torch.stack(losses).tolist() if losses else []
-
-
 class Objective:
-    """A task over a model's outputs. `pack` returns tensors as the model returns them.
+    """A task over a model's outputs, and what it has counted. `pack` returns tensors as the model does.
 
     `autocast`: outputs may be of lower precision, in which no loss is computed.
     """
 
     def __init__(self, task: Task, pack: Callable[[Tensors], Any], autocast: bool) -> None:
         self._task, self._pack, self._autocast = task, pack, autocast
-        self.counts = Counts()
+        self.start_counting()
+
+    def start_counting(self) -> None:
+        self.trained, self.evaluated = Counter(), Counter()
+        self.losses: list[Tensor] = []  # the mean of each update
+
+    def take_losses(self) -> list[float]:
+        losses, self.losses = self.losses, []
+        return torch.stack(losses).tolist() if losses else []
 
     @property
     def counts_samples(self) -> bool:
@@ -74,14 +68,14 @@ class Objective:
     def evaluate(self, outputs: Tensors, target: Target) -> None:
         """Count the outputs of an evaluation."""
         loss = self._task.evaluation_loss(self.made(outputs), target.value)
-        self.counts.evaluated.add(*self.counted(loss, outputs, target)[1:])
+        self.evaluated.add(*self.counted(loss, outputs, target)[1:])
 
     def count(self, losses: Tensor, counted: Sequence[Counted]) -> None:
         """Count a batch: the losses [n] of all its microbatches, times their shares, and those that count."""
-        self.counts.losses.append(losses.sum() if len(losses) > 1 else losses[0])
+        self.losses.append(losses.sum() if len(losses) > 1 else losses[0])
         for one in counted:
-            self.counts.trained.add(*one[1:])
-        self.counts.trained.add_up()
+            self.trained.add(*one[1:])
+        self.trained.add_up()
 
     def made(self, outputs: Tensors) -> Any:
         """Return the outputs as the model returns them, for the task."""

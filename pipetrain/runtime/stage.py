@@ -8,7 +8,7 @@ out updates is among its observers.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -26,7 +26,7 @@ from pipetrain.rate import Rate
 from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Observer, Saving, Tensors
-from pipetrain.runtime.objective import Counts, Objective, weighted
+from pipetrain.runtime.objective import Objective, weighted
 from pipetrain.runtime.recompute import Recompute
 from pipetrain.runtime.split import Deferred
 from pipetrain.runtime.tied import Shared
@@ -179,11 +179,9 @@ class Stage:
 
     def _recorded(self, one: Microbatch) -> Tensors:
         """Run the layers; where the backward is split, with what puts the gradients of weights off."""
-        split = one.saving.split and any(t.requires_grad for t in one.inputs)
-        if not split or one.recompute is not None:
-            return self._call(one.inputs)
-        one.deferred = Deferred(self.weights.leaves(one.version))
-        with one.deferred.recording():
+        if one.recompute is None and one.saving.split and any(t.requires_grad for t in one.inputs):
+            one.deferred = Deferred(self.weights.leaves(one.version))
+        with nullcontext() if one.deferred is None else one.deferred.recording():
             return self._call(one.inputs)
 
     def _call(self, x: Tensors) -> Tensors:
@@ -354,13 +352,13 @@ class Stage:
         """Let what is made up go elsewhere, until what `changing` returned is put back."""
         self.rehearses, self._batch = True, Batch()
         if self.objective is not None:
-            self.objective.counts = Counts()
+            self.objective.start_counting()
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> Objective:
         """What the last stage has counted."""
         assert self.objective is not None, f"stage {self.index} is not the last"
-        return self.objective.counts
+        return self.objective
 
     def take_trained(self) -> Tally:
         """Return and reset the tally of training. Raises TrainingStopped for a bad loss."""

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from pipetrain.runtime.channel import ALL, Channel
+from pipetrain.runtime.channel import ALL
+from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import Action, Op, Tie
 
@@ -20,8 +21,8 @@ _Key = tuple[Tie, int]  # with the version that an update makes
 class Sums:
     """The sums over stages in one window."""
 
-    def __init__(self, stages: Mapping[int, Stage], channel: Channel, placement: Sequence[int]) -> None:
-        self._stages, self._channel, self._placement = stages, channel, placement
+    def __init__(self, stages: Mapping[int, Stage], mail: Mailbox) -> None:
+        self._stages, self._channel, self._placement = stages, mail.channel, mail.placement
         self._shares: dict[_Key, dict[int, Tensor]] = {}  # by stage
         self._sums: dict[_Key, Tensor] = {}  # of a tie whose stages are all here
         self._unheard: dict[_Key, None] = {}  # told, in order

@@ -66,7 +66,7 @@ def test_what_cannot_be_captured_is_refused(words, said, monkeypatch):
 @pytest.mark.parametrize(
     ("schedule", "model", "said"),
     [
-        ("zb_h1", "with_norm", "schedule zb_h1 splits backwards, and cuda_graphs=true captures whole ones"),
+        ("zb_h1", "with_norm", "schedule zb_h1 splits backwards, and cuda_graphs=true runs them whole"),
         ("1f1b", "dropping", "layer .* draws random numbers, and cuda_graphs=true would repeat them"),
     ],
 )
