@@ -235,18 +235,16 @@ def make_engine(
     stages: Mapping[int, Stage],
     mesh: Mesh,
     channel: Channel | None = None,
-    clock: Clock | None = None,
     coding: Coding | None = None,
 ) -> Engine:
     """Make the engine for a rank's stages, over `channel` or else the mesh's, with the plan's codecs."""
-    codecs, channels_last = plan.settings.codecs, plan.numerics.channels_last
+    channels_last, bounds = plan.numerics.channels_last, {stage: plan.peaks(stage) for stage in stages}
     channel = channel or mesh.channel(plan.cut.bounds, channels_last)
-    bounds = {stage: plan.peaks(stage) for stage in stages}
 
     def mailbox(over: Channel, training: bool, coding: Coding | None = None) -> Mailbox:
         if not training:
             return Mailbox(over, plan.evaluation_cut, plan.placement, stages)
-        coding = coding or Coding(codecs, channels_last)
+        coding = coding or Coding(plan.settings.codecs, channels_last)
         return Mailbox(over, plan.cut, plan.placement, stages, coding)
 
     def loopback(training: bool) -> Mailbox:
@@ -268,19 +266,18 @@ def make_engine(
         mailbox(channel, True, coding),
         mailbox(channel, False),
         bounds,
-        clock or Clock(mesh.device),
+        Clock(mesh.device),
         plan.settings.seed,
         Rehearsal(loopback, meet, capture) if rehearses(mesh.device) else None,
     )
 
 
-def slots(plan: Plan, rank: int) -> dict[Slot, torch.dtype]:
-    """Return the residuals that a rank keeps, with dtypes: one per sent tensor with feedback, and shape."""
-    fed = [edge for edge in plan.cut.bounds if plan.settings.codecs.of(edge).error_feedback]
-    return {
-        (edge, number, spec.shape): torch.promote_types(spec.dtype, torch.float32)
-        for edge in fed
-        if plan.placement[edge[0]] == rank
+def slots(plan: Plan, rank: int) -> list[Slot]:
+    """Return the residuals that a rank keeps: one per sent tensor with feedback, and shape."""
+    return [
+        (edge, number, spec.shape)
+        for edge in plan.cut.bounds
+        if plan.placement[edge[0]] == rank and plan.settings.codecs.of(edge).error_feedback
         for size in plan.cut.specs
         for number, spec in enumerate(plan.cut.message(edge, size))
-    }
+    ]
