@@ -53,13 +53,11 @@ class AsynchronousV:
         if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int | float)):
             raise ScheduleError(f"schedule v_async needs memory to be a number or null; got memory={memory}")
         where = v_placement(ranks)
-        orders = self.offsets(ranks, costs, buffer_size).orders(where, batches * microbatches)
-        return [versioned(order, microbatches, newest) for order in orders]
+        return _program(self.offsets(ranks, costs, buffer_size), where, batches * microbatches, microbatches)
 
     def offsets(self, ranks: int, costs: Cost = unit_cost, buffer_size: int = 1) -> Offsets:
         """Return the offsets of the order, the same for any window. Raises ScheduleError."""
-        times = Times.of(costs, v_placement(ranks))
-        possible = _timed(times, buffer_size)
+        possible = _timed(Times.of(costs, v_placement(ranks)), buffer_size)
         if self.like != "auto":
             possible = [possible[self.like == "v_half"]]
         if self.memory is not None:
@@ -71,44 +69,36 @@ class AsynchronousV:
                     f"memory={self.memory}"
                 )
         fastest = min(period for period, _, _ in possible)
-        return min(
-            (one for one in possible if one[0] <= _SLOWER * fastest),
-            key=lambda one: sum(map(one[2].ahead, range(2 * ranks))),
-        )[2]
+        fast = [offsets for period, _, offsets in possible if period <= _SLOWER * fastest]
+        return min(fast, key=lambda offsets: sum(map(offsets.ahead, range(2 * ranks))))
 
 
 @lru_cache(maxsize=64)
 def _timed(times: Times, buffer_size: int) -> list[tuple[float, float, Offsets]]:
     """Return some offsets, V-Min's and V-Half's first, with the period at these times and what a rank holds.
 
-    The period is that of the simulated steady state, infinite for an order that the channel blocks.
+    The period is the time between microbatches in the simulated steady state, infinite for an order that the
+    channel blocks.
     """
     stages = len(times.f)
     where = v_placement(stages // 2)
-    found = [offsets(where, of, hop) for of in (_even(stages), times) for hop in (0.0, 0.25, 0.125)]
-    return [
-        (_period(one, where, times, buffer_size), most_open(_program(one, where, stages)), one)
-        for one in found
-    ]
+    count = stages + 4  # enough to fill the pipeline
+    timed = []
+    for by in (Times.of(unit_cost, where), times):  # F = I = W, and what the stages take
+        for hop in (0.0, 0.25, 0.125):
+            found = offsets(where, by, hop)
+            programs = (lower(_program(found, where, n)) for n in (count, 2 * count))
+            try:
+                once, twice = (
+                    simulate(program, 1, buffer_size=buffer_size, cost=times.cost).makespan
+                    for program in programs
+                )
+                period = (twice - once) / count
+            except Deadlock:
+                period = inf
+            timed.append((period, most_open(_program(found, where, stages)), found))
+    return timed
 
 
-def _even(stages: int) -> Times:
-    """Return the times of F = I = W, and no time for messages."""
-    return Times.of(unit_cost, v_placement(stages // 2))
-
-
-def _period(found: Offsets, where: Sequence[int], times: Times, buffer_size: int) -> float:
-    """Return the time between microbatches in the simulated steady state; infinite if it blocks."""
-    count = len(where) + 4  # enough to fill the pipeline
-    try:
-        once, twice = (
-            simulate(lower(_program(found, where, n)), 1, buffer_size=buffer_size, cost=times.cost).makespan
-            for n in (count, 2 * count)
-        )
-    except Deadlock:
-        return inf
-    return (twice - once) / count
-
-
-def _program(found: Offsets, where: Sequence[int], microbatches: int) -> Program:
-    return [versioned(order, 1, newest) for order in found.orders(where, microbatches)]
+def _program(found: Offsets, where: Sequence[int], total: int, microbatches: int = 1) -> Program:
+    return [versioned(order, microbatches, newest) for order in found.orders(where, total)]

@@ -40,22 +40,15 @@ class Offsets:
         return (self.start[Op.W, stage] - self.start[Op.F, stage]) // self.period
 
     def orders(self, where: Sequence[int], microbatches: int) -> list[list[Work]]:
-        """Return the works of each rank in order, for so many microbatches.
-
-        Of fewer microbatches, the works come in the same order.
-        """
-        kinds = [Op.F, Op.I, Op.W]
-        orders: list[list[Work]] = []
-        for rank in range(max(where) + 1):
-            mine = [
-                (at, kinds.index(op), stage) for (op, stage), at in self.start.items() if where[stage] == rank
-            ]
-            works = sorted(
-                (at + mb * self.period, kind, stage, mb)
-                for at, kind, stage in mine
-                for mb in range(microbatches)
-            )
-            orders.append([(kinds[kind], stage, mb) for _, kind, stage, mb in works])
+        """Return the works of each rank in order; of fewer microbatches, they come in the same order."""
+        works = sorted(
+            (at + mb * self.period, "FIW".index(op), stage, mb)
+            for (op, stage), at in self.start.items()
+            for mb in range(microbatches)
+        )
+        orders: list[list[Work]] = [[] for _ in range(max(where) + 1)]
+        for _, kind, stage, mb in works:
+            orders[where[stage]].append((Op("FIW"[kind]), stage, mb))
         return orders
 
 
@@ -77,16 +70,12 @@ def offsets(where: Sequence[int], times: Times, hop: float = 0.0) -> Offsets:
     """
     tick = (max(times.busy(where)) or 1.0) / _TICKS
     stages = range(len(where))
-    path = [(Op.F, stage) for stage in stages] + [(Op.I, stage) for stage in reversed(stages[1:])]
-    path.append((Op.W, 0))
-    lengths = {
-        (op, stage): round(time / tick)
-        for op, of in ((Op.F, times.f), (Op.I, times.i), (Op.W, times.w))
-        for stage, time in enumerate(of)
-        if (op, stage) != (Op.I, 0)
-    }
+    path = [(Op.F, s) for s in stages] + [(Op.I, s) for s in reversed(stages[1:])] + [(Op.W, 0)]
+    of = {Op.F: times.f, Op.I: times.i, Op.W: times.w}
+    nodes = [*path, *((Op.W, s) for s in stages[1:])]
+    lengths = {(op, stage): round(of[op][stage] / tick) for op, stage in nodes}
     travels = [round(time / tick) for time in (*times.ahead[:-1], 0.0, *times.back[:0:-1], 0.0)]
-    left = [[length for (_, stage), length in lengths.items() if where[stage] == rank] for rank in set(where)]
+    left = [[length for (_, s), length in lengths.items() if where[s] == rank] for rank in set(where)]
     period = max(1, *map(sum, left))
     beam = [_Partial(0, (), ((),) * len(left), 0)]
     for index, ((op, stage), travel) in enumerate(zip(path, travels, strict=True)):
@@ -96,32 +85,24 @@ def offsets(where: Sequence[int], times: Times, hop: float = 0.0) -> Offsets:
         behind = path[min(index + 1, len(path) - 1)][1]
         least = max(length + travel, round(hop * period) if where[behind] != rank else 0)
         holding = stage if op is Op.F else stage + 1  # the stages that hold the microbatch while it waits
-        grown = [
-            _Partial(
-                state.cost + (at - state.ready) * holding,
-                (*state.starts, at),
-                (
-                    *state.taken[:rank],
-                    _with(state.taken[rank], at % period, length),
-                    *state.taken[rank + 1 :],
-                ),
-                at + least,
-            )
-            for state in beam
-            for at in _places(state.taken[rank], state.ready, length, rest, period)
-        ]
+        grown: list[_Partial] = []
+        for state in beam:
+            for at in _places(state.taken[rank], state.ready, length, rest, period):
+                taken = list(state.taken)
+                taken[rank] = _with(taken[rank], at % period, length)
+                cost = state.cost + (at - state.ready) * holding
+                grown.append(_Partial(cost, (*state.starts, at), tuple(taken), at + least))
         beam = sorted(grown, key=lambda state: state.cost)[:_BEAM]
+
+    def held(start: dict[Node, int]) -> float:
+        """Return for how long all stages hold a microbatch, and a little of how long it takes to pass."""
+        return sum(start[Op.W, s] - start[Op.F, s] for s in stages) + 0.01 * max(start.values())
+
     found = [
         _with_weights(dict(zip(path, state.starts, strict=True)), state.taken, where, lengths, period)
         for state in beam
     ]
-    return Offsets(period, min(found, key=lambda start: _held(start, where)))
-
-
-def _held(start: dict[Node, int], where: Sequence[int]) -> float:
-    """Return for how long all stages hold a microbatch, and a little of how long it takes to pass."""
-    held = sum(start[Op.W, stage] - start[Op.F, stage] for stage in range(len(where)))
-    return held + 0.01 * max(start.values())
+    return Offsets(period, min(found, key=held))
 
 
 def _with_weights(
@@ -135,7 +116,7 @@ def _with_weights(
     start = {**start, (Op.I, 0): start[Op.W, 0]}
     for rank, busy in enumerate(taken):
         mine = [stage for stage in reversed(range(len(where))) if where[stage] == rank and stage]
-        options: list[tuple[int, dict[Node, int]]] = []
+        options: list[dict[Node, int]] = []
         for order in (mine, mine[::-1]):
             placed: dict[Node, int] = {}
             held = busy
@@ -145,8 +126,8 @@ def _with_weights(
                 ready = start[Op.I, stage] + lengths[Op.I, stage]
                 placed[Op.W, stage] = at = next(_places(held, ready, length, rest, period))
                 held = _with(held, at % period, length)
-            options.append((sum(placed.values()), placed))
-        start |= min(options, key=lambda option: option[0])[1]
+            options.append(placed)
+        start |= min(options, key=lambda placed: sum(placed.values()))
     return start
 
 
