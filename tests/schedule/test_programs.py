@@ -1,11 +1,14 @@
+"""The schedules as pictures, and what holds for all of them; tests/golden has more small programs."""
+
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, format_program, placement
+from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, parse_program, placement
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import (
     forward_only,
@@ -25,40 +28,58 @@ from pipetrain.schedule.simulate import simulate
 from tests.schedule import golden
 from tests.schedule.cases import CASES, NAMES, Case
 
+PICTURES: dict[str, Program] = {
+    """layer_dist has one microbatch in flight:
+    0F0@0 0B0@0 0F1@0 0B1@0 0STEP@1 0F2@1 0B2@1 0F3@1 0B3@1 0STEP@2
+    1F0@0 1B0@0 1F1@0 1B1@0 1STEP@1 1F2@1 1B2@1 1F3@1 1B3@1 1STEP@2
+    """: layer_dist(2, 2, 2),
+    """gpipe runs all forwards first and both ascend:
+    0F0@0 0F1@0 0B0@0 0B1@0 0STEP@1 0F2@1 0F3@1 0B2@1 0B3@1 0STEP@2
+    1F0@0 1F1@0 1B0@0 1B1@0 1STEP@1 1F2@1 1F3@1 1B2@1 1B3@1 1STEP@2
+    """: gpipe(2, 2, 2),
+    """1f1b warms up by what lies below:
+    0F0@0 0F1@0 0F2@0 0B0@0 0F3@0 0B1@0 0B2@0 0B3@0 0STEP@1
+    1F0@0 1F1@0 1B0@0 1F2@0 1B1@0 1F3@0 1B2@0 1B3@0 1STEP@1
+    2F0@0 2B0@0 2F1@0 2B1@0 2F2@0 2B2@0 2F3@0 2B3@0 2STEP@1
+    """: one_f_one_b(3, 1, 4),
+    """interleaved takes groups of microbatches through the stages of a rank:
+    0F0@0 0F1@0 2F0@0 2F1@0 0F2@0 2B0@0 2B1@0 2F2@0 0B0@0 0B1@0 2B2@0 2STEP@1 0B2@0 0STEP@1
+    1F0@0 1F1@0 3F0@0 3B0@0 3F1@0 3B1@0 1F2@0 1B0@0 1B1@0 3F2@0 3B2@0 3STEP@1 1B2@0 1STEP@1
+    """: interleaved_1f1b(2, 1, 3),
+    """on one rank it finishes a microbatch before the next:
+    0F0@0 1F0@0 1B0@0 0B0@0 0F1@0 1F1@0 1B1@0 1STEP@1 0B1@0 0STEP@1
+    """: interleaved_1f1b(1, 1, 2),
+    """pipedream stashes what its forwards read:
+    0F0@0 0F1@0 0B0@0 0STEP@1 0F2@1 0B1@0 0STEP@2 0F3@2 0B2@1 0STEP@3 0B3@2 0STEP@4
+    1F0@0 1B0@0 1STEP@1 1F1@1 1B1@1 1STEP@2 1F2@2 1B2@2 1STEP@3 1F3@3 1B3@3 1STEP@4
+    """: pipedream(2, 4, 1),
+    """pipedream never flushes, 2 and 3 are of one batch, and read two versions on stage 0:
+    0F0@0 0F1@0 0B0@0 0F2@0 0B1@0 0STEP@1 0F3@1 0B2@0 0B3@1 0STEP@2
+    1F0@0 1B0@0 1F1@0 1B1@0 1STEP@1 1F2@1 1B2@1 1F3@1 1B3@1 1STEP@2
+    """: pipedream(2, 2, 2),
+    """2bw reads the version before last on every stage:
+    0F0@0 0F1@0 0B0@0 0F2@0 0B1@0 0STEP@1 0F3@0 0B2@0 0F4@1 0B3@0 0STEP@2 0F5@1 0B4@1 0B5@1 0STEP@3
+    1F0@0 1B0@0 1F1@0 1B1@0 1STEP@1 1F2@0 1B2@0 1F3@0 1B3@0 1STEP@2 1F4@1 1B4@1 1F5@1 1B5@1 1STEP@3
+    """: pipedream_2bw(2, 3, 2),
+    """zb_h1 puts weight gradients off by as many as the stages before:
+    0F0@0 0F1@0 0F2@0 0I0@0 0W0@0 0F3@0 0I1@0 0W1@0 0I2@0 0W2@0 0I3@0 0W3@0 0STEP@1
+    1F0@0 1F1@0 1I0@0 1F2@0 1I1@0 1W0@0 1F3@0 1I2@0 1W1@0 1I3@0 1W2@0 1W3@0 1STEP@1
+    2F0@0 2I0@0 2F1@0 2I1@0 2F2@0 2I2@0 2W0@0 2F3@0 2I3@0 2W1@0 2W2@0 2W3@0 2STEP@1
+    """: zb_h1(3, 1, 4),
+    """zb_h2 warms up twice as long:
+    0F0@0 0F1@0 0F2@0 0I0@0 0W0@0 0F3@0 0I1@0 0W1@0 0I2@0 0W2@0 0I3@0 0W3@0 0STEP@1
+    1F0@0 1I0@0 1F1@0 1I1@0 1F2@0 1I2@0 1W0@0 1F3@0 1I3@0 1W1@0 1W2@0 1W3@0 1STEP@1
+    """: zb_h2(2, 1, 4),
+    """forward_only goes along diagonals:
+    0F0@0 0F1@0 0F2@0 2F0@0 2F1@0 2F2@0
+    1F0@0 1F1@0 1F2@0 3F0@0 3F1@0 3F2@0
+    """: forward_only([0, 1, 0, 1], 3),
+}
 
-def picture(program: Program) -> list[str]:
-    return format_program(program).splitlines()
 
-
-def test_layer_dist_has_one_microbatch_in_flight() -> None:
-    assert picture(layer_dist(2, 2, 2)) == [
-        "0F0@0 0B0@0 0F1@0 0B1@0 0STEP@1 0F2@1 0B2@1 0F3@1 0B3@1 0STEP@2",
-        "1F0@0 1B0@0 1F1@0 1B1@0 1STEP@1 1F2@1 1B2@1 1F3@1 1B3@1 1STEP@2",
-    ]
-
-
-def test_gpipe_runs_all_forwards_first_and_both_ascend() -> None:
-    assert picture(gpipe(2, 2, 2)) == [
-        "0F0@0 0F1@0 0B0@0 0B1@0 0STEP@1 0F2@1 0F3@1 0B2@1 0B3@1 0STEP@2",
-        "1F0@0 1F1@0 1B0@0 1B1@0 1STEP@1 1F2@1 1F3@1 1B2@1 1B3@1 1STEP@2",
-    ]
-
-
-def test_1f1b_warms_up_by_what_lies_below() -> None:
-    assert picture(one_f_one_b(3, 1, 4)) == [
-        "0F0@0 0F1@0 0F2@0 0B0@0 0F3@0 0B1@0 0B2@0 0B3@0 0STEP@1",
-        "1F0@0 1F1@0 1B0@0 1F2@0 1B1@0 1F3@0 1B2@0 1B3@0 1STEP@1",
-        "2F0@0 2B0@0 2F1@0 2B1@0 2F2@0 2B2@0 2F3@0 2B3@0 2STEP@1",
-    ]
-
-
-def test_interleaved_takes_groups_of_microbatches_through_the_stages_of_a_rank() -> None:
-    assert picture(interleaved_1f1b(2, 1, 4)) == [
-        "0F0@0 0F1@0 2F0@0 2F1@0 0F2@0 2B0@0 0F3@0 2B1@0 2F2@0 0B0@0 2F3@0 0B1@0 "
-        "2B2@0 2B3@0 2STEP@1 0B2@0 0B3@0 0STEP@1",
-        "1F0@0 1F1@0 3F0@0 3B0@0 3F1@0 3B1@0 1F2@0 1B0@0 1F3@0 1B1@0 3F2@0 3B2@0 "
-        "3F3@0 3B3@0 3STEP@1 1B2@0 1B3@0 1STEP@1",
-    ]
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.partition(":")[0])
+def test_a_program(picture: str) -> None:
+    assert parse_program(picture.partition(":")[2]) == PICTURES[picture]
 
 
 def test_interleaved_leaves_out_what_its_last_group_lacks() -> None:
@@ -73,27 +94,6 @@ def test_interleaved_with_one_stage_a_rank_is_1f1b(size: tuple[int, int, int]) -
     assert interleaved_1f1b(*size, virtual=1) == one_f_one_b(*size)
 
 
-def test_interleaved_on_one_rank_finishes_a_microbatch_before_the_next() -> None:
-    assert picture(interleaved_1f1b(1, 1, 2)) == [
-        "0F0@0 1F0@0 1B0@0 0B0@0 0F1@0 1F1@0 1B1@0 1STEP@1 0B1@0 0STEP@1"
-    ]
-
-
-def test_pipedream_stashes_what_its_forwards_read() -> None:
-    assert picture(pipedream(2, 4, 1)) == [
-        "0F0@0 0F1@0 0B0@0 0STEP@1 0F2@1 0B1@0 0STEP@2 0F3@2 0B2@1 0STEP@3 0B3@2 0STEP@4",
-        "1F0@0 1B0@0 1STEP@1 1F1@1 1B1@1 1STEP@2 1F2@2 1B2@2 1STEP@3 1F3@3 1B3@3 1STEP@4",
-    ]
-
-
-def test_pipedream_never_flushes_between_batches() -> None:
-    """Microbatches 2 and 3 are of one batch, and read two versions on stage 0."""
-    assert picture(pipedream(2, 2, 2)) == [
-        "0F0@0 0F1@0 0B0@0 0F2@0 0B1@0 0STEP@1 0F3@1 0B2@0 0B3@1 0STEP@2",
-        "1F0@0 1B0@0 1F1@0 1B1@0 1STEP@1 1F2@1 1B2@1 1F3@1 1B3@1 1STEP@2",
-    ]
-
-
 def test_pipedream_reads_as_oneflows_ring_of_four_versions_does() -> None:
     """Stage 0 of 4 holds 4 versions; step t reads the weights after max(0, t - 3) updates."""
     first = pipedream(4, 7, 1)[0]
@@ -101,59 +101,16 @@ def test_pipedream_reads_as_oneflows_ring_of_four_versions_does() -> None:
     assert simulate(lower(pipedream(4, 7, 1)), 1).versions[0] == 4
 
 
-def test_2bw_reads_the_version_before_last_on_every_stage() -> None:
-    assert picture(pipedream_2bw(2, 3, 2)) == [
-        "0F0@0 0F1@0 0B0@0 0F2@0 0B1@0 0STEP@1 0F3@0 0B2@0 0F4@1 0B3@0 0STEP@2 0F5@1 0B4@1 0B5@1 0STEP@3",
-        "1F0@0 1B0@0 1F1@0 1B1@0 1STEP@1 1F2@0 1B2@0 1F3@0 1B3@0 1STEP@2 1F4@1 1B4@1 1F5@1 1B5@1 1STEP@3",
-    ]
-
-
-def test_2bw_refuses_a_batch_that_does_not_fill_the_pipeline() -> None:
-    message = r"^schedule pipedream_2bw needs microbatches >= stages; got microbatches=2, stages=4$"
-    with pytest.raises(ScheduleError, match=message):
-        pipedream_2bw(4, 3, 2)
-
-
-def test_zb_h1_puts_weight_gradients_off_by_as_many_as_the_stages_before() -> None:
-    assert picture(zb_h1(3, 1, 4)) == [
-        "0F0@0 0F1@0 0F2@0 0I0@0 0W0@0 0F3@0 0I1@0 0W1@0 0I2@0 0W2@0 0I3@0 0W3@0 0STEP@1",
-        "1F0@0 1F1@0 1I0@0 1F2@0 1I1@0 1W0@0 1F3@0 1I2@0 1W1@0 1I3@0 1W2@0 1W3@0 1STEP@1",
-        "2F0@0 2I0@0 2F1@0 2I1@0 2F2@0 2I2@0 2W0@0 2F3@0 2I3@0 2W1@0 2W2@0 2W3@0 2STEP@1",
-    ]
-
-
-def test_zb_h2_warms_up_twice_as_long() -> None:
-    assert picture(zb_h2(2, 1, 4)) == [
-        "0F0@0 0F1@0 0F2@0 0I0@0 0W0@0 0F3@0 0I1@0 0W1@0 0I2@0 0W2@0 0I3@0 0W3@0 0STEP@1",
-        "1F0@0 1I0@0 1F1@0 1I1@0 1F2@0 1I2@0 1W0@0 1F3@0 1I3@0 1W1@0 1W2@0 1W3@0 1STEP@1",
-    ]
-
-
-def test_zbv_has_the_first_and_the_last_stage_on_rank_0() -> None:
-    assert picture(zbv(2, 1, 3)) == [
-        "0F0@0 0F1@0 0F2@0 3F0@0 3I0@0 3W0@0 3F1@0 3I1@0 3W1@0 0I0@0 0W0@0 3F2@0 3I2@0 3W2@0 3STEP@1 "
-        "0I1@0 0W1@0 0I2@0 0W2@0 0STEP@1",
-        "1F0@0 2F0@0 1F1@0 2F1@0 2I0@0 2W0@0 1F2@0 1I0@0 1W0@0 2F2@0 2I1@0 2W1@0 1I1@0 2I2@0 1I2@0 1W1@0 "
-        "2W2@0 2STEP@1 1W2@0 1STEP@1",
-    ]
-
-
-@pytest.mark.parametrize("schedule", [zbv, v_half, v_min])
-@pytest.mark.parametrize("ranks", range(1, 9))
-def test_a_rank_of_a_v_has_the_stages_at_which_a_microbatch_comes_and_goes(
-    schedule: Schedule, ranks: int
-) -> None:
-    assert placement(schedule(ranks, 1, 3)) == [*range(ranks), *reversed(range(ranks))]
-
-
 @pytest.mark.parametrize("schedule", [zb_h1, zb_h2, zbv, v_half, v_min])
 @pytest.mark.parametrize("size", [(1, 2, 3), (3, 2, 4), (6, 1, 8)])
-def test_the_first_stage_does_both_halves_of_a_backward_at_once(
+def test_the_first_stage_does_both_halves_at_once_and_a_v_comes_back_to_its_rank(
     schedule: Schedule, size: tuple[int, int, int]
 ) -> None:
     for here, following in pairwise(schedule(*size)[0]):
         if (here.stage, here.op) == (0, Op.I):
             assert (following.stage, following.op, following.mb) == (0, Op.W, here.mb)
+    ranks = range(size[0])
+    assert placement(schedule(*size)) == [*ranks, *([] if schedule in (zb_h1, zb_h2) else reversed(ranks))]
 
 
 @pytest.mark.parametrize(
@@ -167,25 +124,12 @@ def test_four_batches_on_four_ranks_take_as_many_slots_as_the_papers_say(
     microbatches: int, slots: dict[str, float]
 ) -> None:
     """In forwards of a fourth of the model; a window has all four batches."""
-    taken = {}
-    for name in slots:
-        case = CASES[NAMES.index(name)]
-        run = simulate(lower(case.schedule(4, 4, microbatches)), microbatches)
-        taken[name] = run.makespan / case.virtual
-    assert taken == slots
+    cases = [CASES[NAMES.index(name)] for name in slots]
+    runs = [simulate(lower(case.schedule(4, 4, microbatches)), microbatches) for case in cases]
+    assert [run.makespan / case.virtual for run, case in zip(runs, cases, strict=True)] == [*slots.values()]
 
 
-def test_forward_only_goes_along_diagonals() -> None:
-    assert picture(forward_only([0, 1, 0, 1], 3)) == [
-        "0F0@0 0F1@0 0F2@0 2F0@0 2F1@0 2F2@0",
-        "1F0@0 1F1@0 1F2@0 3F0@0 3F1@0 3F2@0",
-    ]
-
-
-@pytest.mark.parametrize(
-    "places",
-    [[0], [0, 0, 0], [0, 1, 2, 3], [0, 1, 0, 1, 0], [0, 1, 2, 2, 1, 0], [1, 0, 0, 1], [2, 0, 1, 0, 2]],
-)
+@pytest.mark.parametrize("places", [[0], [0, 0, 0], [0, 1, 0, 1, 0], [0, 1, 2, 2, 1, 0], [2, 0, 1, 0, 2]])
 @pytest.mark.parametrize("microbatches", [1, 2, 5, 9])
 def test_forward_only_ends_on_any_placement(places: list[int], microbatches: int) -> None:
     for buffer_size in (1, 2):
@@ -195,24 +139,24 @@ def test_forward_only_ends_on_any_placement(places: list[int], microbatches: int
         assert set(result.staleness) == set(result.activations) == {0}
 
 
-@pytest.mark.parametrize("places", [[], [0, 2], [1, 1], [-1, 0]])
-def test_forward_only_refuses_a_placement_with_gaps(places: list[int]) -> None:
-    with pytest.raises(ScheduleError, match=r"placement must use ranks|needs stages >= 1"):
-        forward_only(places, 1)
-
-
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
 @pytest.mark.parametrize(
-    ("size", "name"), [((0, 1, 1), "ranks"), ((2, 0, 2), "batches"), ((2, 1, 0), "microbatches")]
+    ("make", "message"),
+    [
+        (partial(pipedream_2bw, 4, 3, 2), "needs microbatches >= stages; got microbatches=2, stages=4"),
+        (partial(interleaved_1f1b, 2, 1, 2, virtual=0), "needs virtual >= 1; got virtual=0"),
+        (partial(forward_only, [], 1), "needs stages >= 1"),
+        (partial(forward_only, [0, 2], 1), "placement must use ranks"),
+        (partial(forward_only, [-1, 0], 1), "placement must use ranks"),
+        *(
+            (partial(case.schedule, *size), f"needs {name} >= 1; got {name}=0")
+            for case in CASES
+            for size, name in {(0, 1, 1): "ranks", (2, 0, 2): "batches", (2, 1, 0): "microbatches"}.items()
+        ),
+    ],
 )
-def test_every_schedule_refuses_a_count_below_one(case: Case, size: tuple[int, int, int], name: str) -> None:
-    with pytest.raises(ScheduleError, match=f"needs {name} >= 1; got {name}=0"):
-        case.schedule(*size)
-
-
-def test_interleaved_refuses_no_stage_a_rank() -> None:
-    with pytest.raises(ScheduleError, match="needs virtual >= 1; got virtual=0"):
-        interleaved_1f1b(2, 1, 2, virtual=0)
+def test_what_cannot_be_made_is_refused(make: partial[Program], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        make()
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
