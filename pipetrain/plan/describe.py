@@ -161,7 +161,7 @@ def describe(
         head += f"{name} is trained as one by stages {', '.join(map(str, stages))}\n"
     run = plan.timeline()
     held = memory(plan, run) if plan.sizes else []
-    picture = as_text(run, width, plan.unit_of_time, span, held, _title(plan))
+    picture = as_text(run, width, plan.unit_of_time, span, _title(plan))
     predicted = [_predicted(plan, plan.prediction, run)] if plan.prediction else []
     sizes = [_memory(plan, held, room)] if held else []
     return "\n".join((head, _partition(plan), *predicted, picture, *sizes, _figures(plan, run, batches)))

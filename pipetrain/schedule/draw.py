@@ -5,14 +5,12 @@ What figure.py and page.py draw too is here: bars, names, colours and the facts 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from math import fsum, inf
 from statistics import fmean, median
 from typing import NamedTuple
 
 from pipetrain.schedule.actions import COMPUTE, Action, Op
-from pipetrain.schedule.memory import Memory, totals
 from pipetrain.schedule.timeline import Timeline
 
 LINES = 2  # most lines of a text, unless it is told what to draw
@@ -24,7 +22,6 @@ NAMES = {
     Op.R: "recompute",
 }
 COLOURS = {Op.F: "#4e79a7", Op.B: "#a85a28", Op.I: "#e08a2e", Op.W: "#59a14f", Op.R: "#b07aa1"}
-_LEVELS = "▁▂▃▄▅▆▇█"
 
 Cells = tuple[int, int]
 """The first and the last cell of a part of a timeline; a cell is the time `unit_of` it."""
@@ -45,7 +42,6 @@ def as_text(
     width: int = 100,
     unit_of_time: str = "",
     span: Cells | None = None,
-    memory: Memory = (),
     title: str = "",
 ) -> str:
     """Draw a row per rank in `width` columns; a cell is the shortest action's time (1 at `unit_cost`).
@@ -53,8 +49,7 @@ def as_text(
     `F3` is the forward of microbatch 3, `B3--` its backward (`I` and `W` its halves), `1F3` names the stage
     too, on ranks with several; a dot is idle time, `|` a step. `span`: the first and last cell, drawn in as
     many lines per rank as needed; None for as many as LINES hold. With a `title` a line says what the letters
-    are. `unit_of_time`: of the costs, as s. `memory`: what each rank holds over time, drawn below in eighths
-    of the rank's peak.
+    are. `unit_of_time`: of the costs, as s.
     """
     unit, total, ranks = unit_of(timeline), cells_of(timeline), len(timeline.rows)
     several = len(stages_of(timeline)[0]) > 1
@@ -67,19 +62,15 @@ def as_text(
     facts = ", ".join([*([title] if title else []), *facts_of(timeline, unit_of_time)])
     notes = [facts, *([f"a cell is {unit:.3g} {unit_of_time}".rstrip()] if unit != 1 else [])]
     notes += [f"cells {first} to {last} of {total}"] if (first, last) != (0, total) else []
-    notes += [f"below, memory: {_LEVELS[-1]} is a rank's peak"] if memory else []
     head = ["; ".join(notes), *([", ".join(_legend(bars, several))] if title else [])]
 
     rows = _drawn(bars, ranks, last, cell, unit, several)
     groups = []
     for start in range(first, last, fits):
         stop = min(start + fits, last)
-        lines = ["".join(row[start * cell : stop * cell]).rstrip() for row in rows]
-        if memory:
-            lines += ["".join(c * cell for c in row) for row in _levels(timeline, memory, unit, start, stop)]
         more = "…" if stop < total else ""
-        named = zip(names * 2, lines, strict=False)
-        groups.append("".join(f"{name}{line}{more}\n" for name, line in named))
+        lines = ("".join(row[start * cell : stop * cell]).rstrip() for row in rows)
+        groups.append("".join(f"{n}{line}{more}\n" for n, line in zip(names, lines, strict=True)))
     return "\n".join([*head, "\n".join(groups)])
 
 
@@ -107,30 +98,10 @@ def _drawn(
     return rows
 
 
-def _levels(timeline: Timeline, memory: Memory, unit: float, start: int, stop: int) -> list[list[str]]:
-    """Return the most that each rank holds in each cell, in eighths of its peak."""
-    rows = []
-    for of_rank, times in zip(memory, ends_of(timeline), strict=True):
-        held = totals(of_rank)
-        peak = max(held, default=0) or 1
-        row = []
-        for at in range(start, stop):
-            first, last = bisect_right(times, at * unit), bisect_left(times, (at + 1) * unit)
-            most = max(held[max(0, first - 1) : max(1, last)], default=0)
-            row.append(_LEVELS[max(0, -(-8 * most // peak) - 1)])
-        rows.append(row)
-    return rows
-
-
 def _label(action: Action, several: bool) -> str:
     """Return `F3`, or `1F3` on a rank with several stages."""
     stage = str(action.stage) if several else ""
     return f"{stage}{action.op}{action.mb}" if action.op in COMPUTE else ""
-
-
-def ends_of(timeline: Timeline) -> list[list[float]]:
-    """Return when the actions of each rank end."""
-    return [[span.end for span in row.spans if span.action is not None] for row in timeline.rows]
 
 
 def bars_of(timeline: Timeline, until: float = inf) -> list[Bar]:

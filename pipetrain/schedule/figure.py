@@ -17,7 +17,6 @@ from pipetrain.schedule.draw import (
     Cells,
     bars_of,
     cells_of,
-    ends_of,
     facts_of,
     stages_of,
     unit_of,
@@ -143,7 +142,8 @@ def _draw_memory(axes: Axes, timeline: Timeline, memory: Memory, since: float, u
     from matplotlib.patches import Patch
 
     names = []
-    for rank, (of_rank, row, done) in enumerate(zip(memory, timeline.rows, ends_of(timeline), strict=True)):
+    for rank, (of_rank, row) in enumerate(zip(memory, timeline.rows, strict=True)):
+        done = [span.end for span in row.spans if span.action is not None]
         held, activations = totals(of_rank), totals(of_rank, ["activations"])
         peak = max(held, default=0)
         names.append(f"rank {rank}\npeak {peak / 2**20:.4g} MiB")

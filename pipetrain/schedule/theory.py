@@ -2,7 +2,18 @@
 
 No program is built or read here, so that the comparison is independent. The formulas are exact for stages of
 equal times F + B with free messages, also for short windows, in which the pipeline never fills; where a
-backward is split, for F = I = W.
+backward is split, for F = I = W. S ranks, m microbatches a batch, n batches a window:
+
+- gpipe: Huang et al. 2019, section 2.3: bubble O((K-1)/(M+K-1))
+- 1f1b: PipeDream-Flush, Narayanan et al. 2021 (Memory-Efficient Pipeline-Parallel DNN Training), section 3.2
+- interleaved_1f1b: Narayanan et al. 2021 (Efficient Large-Scale Language Model Training on GPU Clusters),
+  section 2.2: bubble (p-1)/(v m) over the ideal time
+- pipedream: Narayanan et al. 2019, section 3.3: w(t+1) = w(t) - v grad f(w1(t-n+1), w2(t-n+2), ..., wn(t))
+- pipedream_2bw: Narayanan et al. 2021 (as 1f1b), section 3.1: w(t+1) = w(t) - v grad f(w(t-1))
+- zb_h1, zb_h2: Qi et al. 2024 (arXiv 2401.10241), table 2: memory p and 2p-1, bubble (p-1)(F+B-W) and
+  (p-1)(F+B-2W); zbv: section 6: memory p, no bubble between batches
+- v_half, v_min: Qi et al. 2024 (arXiv 2405.15362): memory floor((p+2)/2) and floor((p+4)/3), bubble about
+  p/(2m) and 2p/(3m); v_async: v_min with pipedream's stashing in the place of flushes
 """
 
 from __future__ import annotations
@@ -19,8 +30,6 @@ class Theory:
     versions: list[int]  # peak of weight versions held
     staleness: list[int]  # the maximum, in updates
     bubble: float | None
-    source: str
-    held: float | None = None  # the greatest peak of a rank, in microbatches of 1/S of the model on S ranks
 
 
 def theory(name: str, ranks: int, batches: int, microbatches: int, virtual: int = 1) -> Theory | None:
@@ -32,30 +41,24 @@ def theory(name: str, ranks: int, batches: int, microbatches: int, virtual: int 
 
 
 def _layer_dist(ranks: int, batches: int, microbatches: int) -> Theory:
-    return _flushing([1] * ranks, (ranks - 1) / ranks, "by definition: one rank of S computes at a time")
+    return _flushing([1] * ranks, (ranks - 1) / ranks)  # one rank of S computes at a time
 
 
 def _gpipe(ranks: int, batches: int, microbatches: int) -> Theory:
-    source = "GPipe, Huang et al. 2019, section 2.3: bubble O((K-1)/(M+K-1))"
-    return _flushing([microbatches] * ranks, _fill_and_drain(ranks, microbatches), source)
+    return _flushing([microbatches] * ranks, _fill_and_drain(ranks, microbatches))
 
 
 def _one_f_one_b(ranks: int, batches: int, microbatches: int) -> Theory:
-    source = "PipeDream-Flush, Narayanan et al. 2021 (Memory-Efficient Pipeline-Parallel DNN Training), "
     held = [min(ranks - stage, microbatches) for stage in range(ranks)]
-    return _flushing(held, _fill_and_drain(ranks, microbatches), f"{source}section 3.2")
+    return _flushing(held, _fill_and_drain(ranks, microbatches))
 
 
 def _interleaved(ranks: int, microbatches: int, virtual: int) -> Theory:
     """Megatron's order. The bubble is known if the microbatches form whole groups of `ranks`."""
     if ranks == 1:  # each microbatch goes through all stages and back before the next
-        return _flushing([1] * virtual, 0.0, "one rank alone has no bubble")
-    return _flushing(
-        [_interleaved_peak(stage, ranks, microbatches, virtual) for stage in range(ranks * virtual)],
-        None if microbatches % ranks else _fill_and_drain(ranks, virtual * microbatches),
-        "Narayanan et al. 2021 (Efficient Large-Scale Language Model Training on GPU Clusters), section 2.2: "
-        "bubble (p-1)/(v m) over the ideal time",
-    )
+        return _flushing([1] * virtual, 0.0)
+    held = [_interleaved_peak(stage, ranks, microbatches, virtual) for stage in range(ranks * virtual)]
+    return _flushing(held, None if microbatches % ranks else _fill_and_drain(ranks, virtual * microbatches))
 
 
 def _interleaved_peak(stage: int, ranks: int, microbatches: int, virtual: int) -> int:
@@ -81,25 +84,14 @@ def _interleaved_peak(stage: int, ranks: int, microbatches: int, virtual: int) -
 
 
 def _pipedream(ranks: int, batches: int, microbatches: int) -> Theory:
-    return _stashing(
-        range(ranks - 1, -1, -1),
-        batches,
-        microbatches,
-        _fill_and_drain(ranks, batches * microbatches),
-        "PipeDream, Narayanan et al. 2019, section 3.3: weight stashing, "
-        "w(t+1) = w(t) - v grad f(w1(t-n+1), w2(t-n+2), ..., wn(t))",
-    )
+    bubble = _fill_and_drain(ranks, batches * microbatches)
+    return _stashing(range(ranks - 1, -1, -1), batches, microbatches, bubble)
 
 
 def _pipedream_2bw(ranks: int, batches: int, microbatches: int) -> Theory:
-    delay = min(1, batches - 1)
-    return Theory(
-        activations=[min(ranks - stage, batches * microbatches) for stage in range(ranks)],
-        versions=[1 + delay] * ranks,
-        staleness=[delay] * ranks,
-        bubble=_fill_and_drain(ranks, batches * microbatches),
-        source="PipeDream-2BW, Narayanan et al. 2021, section 3.1: w(t+1) = w(t) - v grad f(w(t-1))",
-    )
+    delay, total = min(1, batches - 1), batches * microbatches
+    held = [min(ranks - stage, total) for stage in range(ranks)]
+    return Theory(held, [1 + delay] * ranks, [delay] * ranks, _fill_and_drain(ranks, total))
 
 
 def _v_async(ranks: int, batches: int, microbatches: int) -> Theory | None:
@@ -110,20 +102,11 @@ def _v_async(ranks: int, batches: int, microbatches: int) -> Theory | None:
     if ranks % 3 == 0:
         return None
     depths = [(behind + ranks % 3) // 3 for behind in range(2 * ranks - 1, -1, -1)]
-    idle, total = max(0, 4 * ranks - 5), batches * microbatches
-    source = "V-Min, Qi et al. 2024 (arXiv 2405.15362), with PipeDream's weight stashing, without flushes"
-    held = min((ranks + 4) // 3, total)
-    return _stashing(depths, batches, microbatches, idle / (6 * total + idle), source, held)
+    idle = max(0, 4 * ranks - 5)
+    return _stashing(depths, batches, microbatches, idle / (6 * batches * microbatches + idle))
 
 
-def _stashing(
-    depths: Sequence[int],
-    batches: int,
-    microbatches: int,
-    bubble: float,
-    source: str,
-    held: float | None = None,
-) -> Theory:
+def _stashing(depths: Sequence[int], batches: int, microbatches: int, bubble: float) -> Theory:
     """Forward k of a stage follows k - d backwards, d its depth: it reads version max(0, k - d) // m.
 
     In a window of n microbatches the last version that anything reads is thus (n - 1 - d) // m.
@@ -132,49 +115,41 @@ def _stashing(
     late = [min(-(-d // microbatches), batches - 1) for d in depths]
     last_read = [max(0, total - 1 - d) // microbatches for d in depths]
     versions = [1 + min(most, last + 1) for most, last in zip(late, last_read, strict=True)]
-    return Theory([min(d + 1, total) for d in depths], versions, late, bubble, source, held)
+    return Theory([min(d + 1, total) for d in depths], versions, late, bubble)
+
+
+# Split backwards: `idle` slots in which each rank waits, beside a work of one F, I and W a microbatch.
 
 
 def _zb_h1(ranks: int, batches: int, microbatches: int) -> Theory:
-    held = min(ranks, microbatches)
     idle = batches * (ranks - 1 + max(0, ranks - microbatches))
-    source = "ZB-H1, Qi et al. 2024 (arXiv 2401.10241), table 2: memory p, bubble (p-1)(F+B-W), B = I"
-    return _zero_bubble([held] * ranks, idle, batches * microbatches, held, source)
+    return _zero_bubble([min(ranks, microbatches)] * ranks, idle, batches * microbatches)
 
 
 def _zb_h2(ranks: int, batches: int, microbatches: int) -> Theory:
     """With 2S-1 microbatches or more a batch drains while the next one fills the pipeline."""
-    held = min(2 * ranks - 1, microbatches)
     idle = max(ranks - 1, 2 * (ranks - 1) - microbatches // 2)
     idle += (batches - 1) * max(0, 2 * ranks - 1 - microbatches)
-    source = "ZB-H2, Qi et al. 2024 (arXiv 2401.10241), table 2: memory 2p-1, bubble (p-1)(F+B-2W)"
-    return _zero_bubble([held] * ranks, idle, batches * microbatches, held, source)
+    return _zero_bubble([min(2 * ranks - 1, microbatches)] * ranks, idle, batches * microbatches)
 
 
 # Of the V placements a stage is half of what a stage of 1f1b is: `work` and idle slots are of half the size.
 
 
 def _zbv(ranks: int, batches: int, microbatches: int) -> Theory:
-    activations = [min(2 * ranks - stage, microbatches) for stage in range(2 * ranks)]
+    held = [min(2 * ranks - stage, microbatches) for stage in range(2 * ranks)]
     alone = 2 * (2 * ranks - 1 - microbatches)  # one microbatch's way there and back, less what others fill
     idle = max(ranks - 1, alone) + (batches - 1) * max(0, alone)
-    source = "ZB-V, Qi et al. 2024 (arXiv 2401.10241), section 6: memory p, no bubble between batches"
-    work = 2 * batches * microbatches
-    return _zero_bubble(activations, idle, work, min(ranks, microbatches), source)
+    return _zero_bubble(held, idle, 2 * batches * microbatches)
 
 
 def _v_half(ranks: int, batches: int, microbatches: int) -> Theory | None:
     if ranks == 1:
         return None
-    odd = ranks % 2
-    activations = [
-        min(ranks + 1 - (stage + odd) // 2, 2 * ranks - stage, microbatches) for stage in range(2 * ranks)
-    ]
+    odd, stages = ranks % 2, range(2 * ranks)
+    held = [min(ranks + 1 - (s + odd) // 2, 2 * ranks - s, microbatches) for s in stages]
     idle = 2 * batches + 1 if ranks == 2 else batches * (3 * (ranks - 1) - odd)
-    known = idle if microbatches > ranks // 2 else None
-    source = "V-Half, Qi et al. 2024 (arXiv 2405.15362): memory floor((p+2)/2), bubble about p/(2m)"
-    held = min(ranks // 2 + 1, microbatches)
-    return _zero_bubble(activations, known, 2 * batches * microbatches, held, source)
+    return _zero_bubble(held, idle if microbatches > ranks // 2 else None, 2 * batches * microbatches)
 
 
 def _v_min(ranks: int, batches: int, microbatches: int) -> Theory | None:
@@ -182,20 +157,16 @@ def _v_min(ranks: int, batches: int, microbatches: int) -> Theory | None:
     if ranks == 1 or microbatches < once_full[0]:
         return None
     gap = 2 if ranks % 3 == 0 and ranks > 3 else 0
-    source = "V-Min, Qi et al. 2024 (arXiv 2405.15362): memory floor((p+4)/3), bubble about 2p/(3m)"
-    idle, held = batches * (4 * ranks - 5 + gap), (ranks + 4) // 3
-    return _zero_bubble(once_full, idle, 2 * batches * microbatches, held, source)
+    return _zero_bubble(once_full, batches * (4 * ranks - 5 + gap), 2 * batches * microbatches)
 
 
-def _zero_bubble(activations: list[int], idle: int | None, work: int, held: float, source: str) -> Theory:
-    """`idle`: the slots in which each rank waits, beside `work` forwards and twice as many I and W."""
-    bubble = None if idle is None else idle / (3 * work + idle)
-    return _flushing(activations, bubble, source, held)
+def _zero_bubble(activations: list[int], idle: int | None, work: int) -> Theory:
+    return _flushing(activations, None if idle is None else idle / (3 * work + idle))
 
 
-def _flushing(activations: list[int], bubble: float | None, source: str, held: float | None = None) -> Theory:
+def _flushing(activations: list[int], bubble: float | None) -> Theory:
     stages = len(activations)
-    return Theory(activations, [1] * stages, [0] * stages, bubble, source, held)
+    return Theory(activations, [1] * stages, [0] * stages, bubble)
 
 
 def _fill_and_drain(ranks: int, work: int) -> float:

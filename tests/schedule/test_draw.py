@@ -149,18 +149,6 @@ def test_actions_of_next_to_no_time_do_not_blow_up_the_drawing() -> None:
     assert {"F0-----", "B0-------------", "F4-----", "B28------------"} <= set(text.replace("|", " ").split())
 
 
-def test_memory_is_drawn_below_the_timeline_cell_by_cell() -> None:
-    timeline = run(one_f_one_b(2, 1, 2), 2)
-    held = over_time(timeline, [Items(saved=4 * 2**20), Items(saved=2**20, weights=2**20)], 2)
-    assert as_text(timeline, memory=held).splitlines() == [
-        "2 ranks, makespan 9, bubble 33.3%; below, memory: █ is a rank's peak",
-        "rank 0  F0 F1 .  .  B0--- .  B1---|",
-        "rank 1  .  F0 B0--- F1 B1---|.  .",
-        "rank 0  ▄▄▄▄▄▄████████████▄▄▄▄▄▄▄▄▄",
-        "rank 1  ▄▄▄▄▄▄██████▄▄▄██████▄▄▄▄▄▄",
-    ]
-
-
 def texts(svg: Path) -> list[str]:
     """Matplotlib draws letters as paths, and leaves each text in a comment."""
     return re.findall(r"<!-- (.*?) -->", svg.read_text())
