@@ -83,7 +83,7 @@ def _timed(times: Times, buffer_size: int) -> list[tuple[float, float, Offsets]]
     stages = len(times.f)
     where = v_placement(stages // 2)
     count = stages + 4  # enough to fill the pipeline
-    timed = []
+    timed: list[tuple[float, float, Offsets]] = []
     for by in (Times.of(unit_cost, where), times):  # F = I = W, and what the stages take
         for hop in (0.0, 0.25, 0.125):
             found = offsets(where, by, hop)

@@ -127,7 +127,8 @@ def _with_weights(
                 placed[Op.W, stage] = at = next(_places(held, ready, length, rest, period))
                 held = _with(held, at % period, length)
             options.append(placed)
-        start |= min(options, key=lambda placed: sum(placed.values()))
+        best = min(options, key=lambda placed: sum(placed.values()))
+        start |= best
     return start
 
 
