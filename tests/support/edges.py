@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_planned
 
-from tests.support.models import CLASSES, Shrink
+from tests.support.models import CLASSES, Lambda, Shrink
 
 
 def ended(*layers: nn.Module, width: int = 12) -> nn.Sequential:
@@ -18,32 +18,16 @@ def ended(*layers: nn.Module, width: int = 12) -> nn.Sequential:
     return nn.Sequential(flat, *layers, nn.Linear(width, CLASSES))
 
 
-class Lambda(nn.Module):
-    def __init__(self, function) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
-class Mask(nn.Module):
-    """x -> (x, a float mask that knows nothing of weights)."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril()
-
-
-class Attend(nn.Module):
+def attend(pair: tuple[Tensor, Tensor]) -> Tensor:
     """Its mask has zeros, whose logarithm has no gradient that could be used."""
-
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        x, mask = pair
-        return torch.softmax(x[:, None, :] + mask.log(), -1) @ x[:, :, None]
+    x, mask = pair
+    return torch.softmax(x[:, None, :] + mask.log(), -1) @ x[:, :, None]
 
 
 def masked() -> nn.Sequential:
-    return ended(nn.Linear(12, 12), Mask(), Attend(), nn.Flatten())
+    """A float mask crosses the cut, that knows nothing of weights."""
+    mask = Lambda(lambda x: (x, torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril()))
+    return ended(nn.Linear(12, 12), mask, Lambda(attend), nn.Flatten())
 
 
 class Aside(nn.Module):
@@ -151,19 +135,11 @@ def fourier_shared() -> nn.Sequential:
     return ended(first, nn.Tanh(), second)
 
 
-class Unsaved(nn.Module):
-    """Has a table that it makes itself, and leaves out of its state_dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.arange(12.0), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.table
-
-
 def unsaved() -> nn.Sequential:
-    return ended(nn.Linear(12, 12), Unsaved(), nn.Linear(12, 12))
+    """A table that a layer makes itself, and leaves out of its state_dict."""
+    layer = nn.Linear(12, 12)
+    layer.register_buffer("table", torch.arange(12.0), persistent=False)
+    return ended(layer, nn.Identity(), nn.Linear(12, 12))
 
 
 class Words(nn.Module):

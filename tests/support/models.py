@@ -6,8 +6,10 @@ import os
 import signal
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,22 @@ class Shrink(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.avg_pool2d(x, 8)
+
+
+class Lambda(nn.Module):
+    """Calls a function."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+
+def flat(*more: nn.Module) -> list[nn.Module]:
+    """[n, 3, 32, 32] -> [n, 12] in one layer."""
+    return [nn.Sequential(Shrink(), nn.Flatten(), nn.Linear(48, 12), *more)]
 
 
 class Fork(nn.Module):
@@ -98,13 +116,6 @@ def with_norm() -> nn.Sequential:
     return small(norm=True)
 
 
-def with_kept_statistics() -> nn.Sequential:
-    """The first BatchNorm is in evaluation mode."""
-    model = with_norm()
-    model[1][1].eval()
-    return model
-
-
 def without_norm() -> nn.Sequential:
     return small(norm=False)
 
@@ -119,8 +130,8 @@ def recomputing_reentrant() -> nn.Sequential:
 
 def dropping() -> nn.Sequential:
     """Draws random numbers as it trains, and counts statistics."""
-    first = nn.Sequential(Shrink(), nn.Flatten(), nn.Linear(48, 12), nn.BatchNorm1d(12))
-    return nn.Sequential(first, nn.Dropout(0.3), nn.Linear(12, 12), nn.Dropout(0.3), nn.Linear(12, CLASSES))
+    layers = nn.Dropout(0.3), nn.Linear(12, 12), nn.Dropout(0.3), nn.Linear(12, CLASSES)
+    return nn.Sequential(*flat(nn.BatchNorm1d(12)), *layers)
 
 
 class Pair(nn.Module):
@@ -184,12 +195,7 @@ def no_numbers() -> nn.Sequential:
 
 def explode() -> nn.Sequential:
     """Its loss is not finite."""
-    return nn.Sequential(Shrink(), nn.Flatten(), nn.Linear(48, 12), nn.Linear(12, CLASSES), Infinite())
-
-
-class Infinite(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * float("inf")
+    return nn.Sequential(*flat(), nn.Linear(12, CLASSES), Lambda(lambda x: x * float("inf")))
 
 
 def block() -> None:
@@ -311,17 +317,14 @@ def tied() -> nn.Sequential:
 def reused() -> nn.Sequential:
     """One activation object between all layers, as people write it."""
     act = nn.Tanh()
-    flat = nn.Sequential(Shrink(), nn.Flatten(), nn.Linear(48, 12))
-    return nn.Sequential(flat, act, nn.Linear(12, 12), act, nn.Linear(12, 12), act, nn.Linear(12, CLASSES))
+    return nn.Sequential(*flat(), act, nn.Linear(12, 12), act, nn.Linear(12, 12), act, nn.Linear(12, CLASSES))
 
 
 def shared_statistics() -> nn.Sequential:
     """Two layers that count into one BatchNorm."""
     norm = nn.BatchNorm1d(12, affine=False)
-    flat = nn.Sequential(Shrink(), nn.Flatten(), nn.Linear(48, 12), norm)
-    return nn.Sequential(
-        flat, nn.Linear(12, 12), nn.Sequential(nn.Linear(12, 12), norm), nn.Linear(12, CLASSES)
-    )
+    second = nn.Sequential(nn.Linear(12, 12), norm)
+    return nn.Sequential(*flat(norm), nn.Linear(12, 12), second, nn.Linear(12, CLASSES))
 
 
 def in_place_behind_a_view() -> nn.Sequential:
@@ -350,8 +353,7 @@ class Caching(nn.Module):
 
 
 def caching() -> nn.Sequential:
-    flat = nn.Sequential(Shrink(), nn.Flatten())
-    return nn.Sequential(flat, nn.Linear(48, 12), Caching(), nn.Linear(12, 12), nn.Linear(12, CLASSES))
+    return nn.Sequential(*flat(), nn.Identity(), Caching(), nn.Linear(12, 12), nn.Linear(12, CLASSES))
 
 
 class WiderInTraining(nn.Module):
@@ -359,26 +361,13 @@ class WiderInTraining(nn.Module):
         return torch.cat([x, x], 1) if self.training else x
 
 
-class First(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:, :12]
-
-
 def wider_in_training() -> nn.Sequential:
-    flat = nn.Sequential(Shrink(), nn.Flatten(), nn.Linear(48, 12))
-    return nn.Sequential(flat, WiderInTraining(), First(), nn.Linear(12, CLASSES))
-
-
-class Fickle(nn.Module):
-    """Returns something else once it is no longer planned."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if is_planned() else x[:, :6]
+    return nn.Sequential(*flat(), WiderInTraining(), Lambda(lambda x: x[:, :12]), nn.Linear(12, CLASSES))
 
 
 def fickle() -> nn.Sequential:
-    flat = nn.Sequential(Shrink(), nn.Flatten(), nn.Linear(48, 12))
-    return nn.Sequential(flat, Fickle(), nn.Linear(12, CLASSES))
+    """A layer returns something else once it is no longer planned."""
+    return nn.Sequential(*flat(), Lambda(lambda x: x if is_planned() else x[:, :6]), nn.Linear(12, CLASSES))
 
 
 def frozen() -> nn.Sequential:
@@ -406,16 +395,5 @@ def hooked() -> nn.Sequential:
     return model
 
 
-class Spectrum(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.rfft(x)
-
-
-class Back(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.irfft(x)
-
-
 def complex_inside() -> nn.Sequential:
-    flat = nn.Sequential(Shrink(), nn.Flatten(), nn.Linear(48, 12))
-    return nn.Sequential(flat, Spectrum(), Back(), nn.Linear(12, CLASSES))
+    return nn.Sequential(*flat(), Lambda(torch.fft.rfft), Lambda(torch.fft.irfft), nn.Linear(12, CLASSES))

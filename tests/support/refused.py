@@ -171,10 +171,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
         r"layer 0 \(0\) of the model cannot take int64\[2, 4\]: mat1 and mat2 must have the same dtype",
     ),
     "a metric": (lambda rank: step(metrics=[Loud()]), "metric loud of .* not a number in sight"),
-    "shapes": (
-        lambda rank: train([batch(), batch(8, 5)]),
-        r"batch 1 has inputs float32\[5\] a sample, and those of the first batch were float32\[4\]",
-    ),
+    "shapes": (lambda rank: train([batch(), batch(8, 5)]), r"batch 1 has inputs float32\[5\] a sample, and"),
     "length": (lambda rank: step(batch()[0], batch(7)[1]), "batch 0 has 8 inputs and 7 targets"),
     "meta": (lambda rank: step(model=model().to("meta")), "0.weight .* is on the meta .* Pipeline.lambda"),
     "two": (twice, r"this process has a Pipeline already: call close\(\)"),
@@ -205,10 +202,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
         lambda rank: step(torch.ones(8, 4), torch.ones(8, 3).double(), loss=functional.mse_loss),
         r"the targets are float64\[3\] a sample, and with dtype=float32 float64 numbers would be rounded",
     ),
-    "a class as loader": (
-        lambda rank: train(DataLoader),
-        "the loader must be an iterable of batches, .*; it is the class DataLoader",
-    ),
+    "a class as loader": (lambda rank: train(DataLoader), "the loader must be an iterable of batches, .*; i"),
     "a number as targets": (
         lambda rank: step(batch()[0], torch.tensor(1)),
         r"the targets of batch 0 must be a tensor \[n, ...\], .*; got a number$",
@@ -224,10 +218,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
         "schedule <lambda> gives '0F0' as an action: a program is a list of Action for each rank",
     ),
     "a dict": (lambda rank: step(NAMED), r"a dict of x, y: say which are the targets, as in .*='label'\)"),
-    "a triple": (
-        lambda rank: step((*batch(), batch()[1])),
-        r"a tuple of 3: let the loader give \(\(FIRST, SECOND\), TARGETS\), or a dict, and",
-    ),
+    "a triple": (lambda rank: step((*batch(), batch()[1])), r"a tuple of 3: let the loader give \(\(FIRST,"),
     "targets alone": (
         lambda rank: step({"y": batch()[1]}, targets="y"),
         "batch 0 has nothing but the targets y: add the model's inputs",
@@ -236,10 +227,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
         lambda rank: step({**NAMED, "text": ["a"] * 8}, targets="y"),
         r"text of the inputs of batch 0 must be a tensor \[n, ...\]; got list: leave it out, or make it one",
     ),
-    "a model's loss": (
-        lambda rank: step(loss="model"),
-        "a dict with labels, that goes to the model, as it computes its loss; it is a tuple of 2",
-    ),
+    "a model's loss": (lambda rank: step(loss="model"), "a dict with labels, that goes to the model, as it"),
     "weight a sample": (lambda rank: step(weight=lambda t: (t >= 0).double()), rf"{WEIGHT}float64\[8\]: su"),
     "weight nan": (lambda rank: step(weight=lambda t: math.nan), f"{WEIGHT}nan"),
     "weights": (lambda rank: step(weights=5), "weights=5 must be the path of a file or a folder"),
@@ -263,11 +251,7 @@ APART: dict[str, tuple[Program, str, str]] = {
         lambda rank: step(schedule=reversed_1f1b),
         *["schedule reversed_1f1b has stage 0 on rank 1, and rank 0 reads the batches"] * 2,
     ),
-    "a metric, later": (
-        failing_metric,
-        "rank 0 (lost rank 1|could not)",
-        "no label 0, no metric",
-    ),
+    "a metric, later": (failing_metric, "rank 0 (lost rank 1|could not)", "no label 0, no metric"),
     "coupled": (
         lambda rank: step(optimizer=lambda p: Coupled(p, 0.1)),
         *["lets the step of one parameter depend"] * 2,

@@ -195,10 +195,7 @@ def by_size(h: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "sentence"),
     [
-        (
-            mapped,
-            "uses torch.vmap or torch.func at HERE, which cannot be cut: write it for the whole",
-        ),
+        (mapped, "uses torch.vmap or torch.func at HERE, which cannot be cut: write it for the whole"),
         (differentiated, "uses torch.vmap or torch.func at HERE"),
         (distances, "depends on the samples of a microbatch where it has more than 25.* compute_mode="),
         (by_size, "depends on the samples of a microbatch where it has more than 5, which a trace"),

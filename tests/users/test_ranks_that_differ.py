@@ -66,11 +66,7 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         r"optimizer.1.weight_decay=0, and rank 0 has 0.5",
     ),
     "clipping": ({"clip_grad_norm": 1.0}, {}, "clip_grad_norm=null, and rank 0 has 1.0"),
-    "no learning rates": (
-        {"lr_schedule": halving},
-        {},
-        r"lr_schedule\(2\)=1.0, and rank 0 has 0.5",
-    ),
+    "no learning rates": ({"lr_schedule": halving}, {}, r"lr_schedule\(2\)=1.0, and rank 0 has 0.5"),
     "other learning rates": (
         {"lr_schedule": halving},
         {"lr_schedule": ending},
