@@ -8,8 +8,6 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipetrain.network import draws
@@ -20,8 +18,6 @@ from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
 from tests.support.models import Join
 
-NUMBERS = st.integers(-1, 2**62)
-
 
 def test_seeds_stay_what_they_are():
     assert Seeds(0, 0, 0).of(0) == 0x15694DD717173834
@@ -30,20 +26,8 @@ def test_seeds_stay_what_they_are():
 
 
 def test_seeds_are_distinct_over_all_four_numbers():
-    near = list(product(range(6), repeat=4))
+    near = list(product(range(-1, 6), repeat=4))
     assert len({Seeds(*three).of(layer) for *three, layer in near}) == len(near)
-    evaluated = {Seeds(0, EVALUATION, mb).of(layer) for mb, layer in product(range(30), range(30))}
-    trained = {Seeds(0, update, mb).of(layer) for update, mb, layer in product(range(30), repeat=3)}
-    assert evaluated.isdisjoint(trained)
-
-
-@settings(derandomize=True, deadline=None)
-@given(NUMBERS, NUMBERS, NUMBERS, NUMBERS)
-def test_a_seed_is_one_that_a_generator_takes(seed, update, microbatch, layer):
-    made = Seeds(seed, update, microbatch).of(layer)
-    assert 0 <= made < 2**63
-    torch.Generator().manual_seed(made)
-    assert made == Seeds(seed, update, microbatch).of(layer)
 
 
 def drawn(layer: int) -> list[float]:
@@ -74,15 +58,8 @@ def test_other_code_draws_as_if_no_layer_had():
             raise ValueError(drawn(4))
         assert drawn(5) != wanted
     assert torch.rand(3).tolist() == wanted
-
-
-def test_outside_a_forward_of_a_pipeline_the_generators_go_on():
     torch.manual_seed(0)
-    wanted = torch.rand(3).tolist()
-    torch.manual_seed(0)
-    assert drawn(4) == wanted
-    with drawing(None):
-        assert drawn(4) != wanted
+    assert drawn(4) == wanted  # outside a pipeline's forward the generators go on
 
 
 def test_threads_have_seeds_of_their_own():

@@ -70,23 +70,6 @@ class ResNet(nn.Module):
         return self.fc(torch.flatten(nn.functional.adaptive_avg_pool2d(x, 1), 1))
 
 
-class Level(nn.Module):
-    """A level of a U-Net around the lower ones."""
-
-    def __init__(self, inside: int, width: int, depth: int) -> None:
-        super().__init__()
-        self.encode = nn.Conv2d(inside, width, 3, padding=1)
-        self.inner = Level(width, 2 * width, depth - 1) if depth else None
-        self.decode = nn.Conv2d(3 * width if depth else width, width, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.relu(self.encode(x))
-        if self.inner is not None:
-            inner = self.inner(nn.functional.max_pool2d(h, 2))
-            h = torch.cat([h, nn.functional.interpolate(inner, scale_factor=2.0)], 1)
-        return torch.relu(self.decode(h))
-
-
 class Drop(nn.Module):
     """A stochastic depth, which does nothing in evaluation."""
 
@@ -181,13 +164,6 @@ CASES = {
         example((3, 12, 12)),
         "conv1 layer1.0 layer1.1 layer2.0 layer2.1 fc",
         {index: (Made(index - 1, 0),) for index in range(1, 6)},
-    ),
-    # Each decoder takes the skip, and what its inner level made; it joins them itself.
-    "a nested U-Net": Case(
-        partial(Level, 3, 4, 3),
-        example((3, 16, 16)),
-        "encode inner.encode inner.inner.encode inner.inner.inner inner.inner.decode inner.decode decode",
-        {4: (Made(2, 0), Made(3, 0)), 6: (Made(0, 0), Made(5, 0))},
     ),
     "tied weights, a mask by keyword, what only training does": Case(
         Tied,

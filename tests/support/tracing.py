@@ -66,8 +66,7 @@ def run_stages(network: Traced, tensors: list[Tensor], cuts: list[int]) -> Any:
 
 def drawing(network: Traced) -> set[int]:
     """The layers that draw random numbers in training."""
-    layers = network._modes[True].layers
-    return {index for index, layer in enumerate(layers) if any(map(draws, layer.nodes))}
+    return {index for index, nodes in enumerate(network._modes[True].nodes) if any(map(draws, nodes))}
 
 
 def gradients(model: nn.Module, outputs: list[Tensor]) -> dict[str, Tensor]:

@@ -6,9 +6,8 @@ version can be put in their place, and the generators are seeded before a layer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,36 +17,91 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from pipetrain.network import draws
+from pipetrain.network.network import INPUT, Made, Slice
 from pipetrain.network.tracing.dataflow import Dataflow, is_size
 from pipetrain.network.tracing.dataflow import draws as draws_numbers
 from pipetrain.network.tracing.reading import Constant, Held, Input, Region
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One layer. `nodes`: its operations, and those that it makes again, in order.
+class Code(NamedTuple):
+    """A function of the tensors that enter, `held` ones, `constants` and a device; it returns a tuple."""
 
-    `takes`, `makes`: the values that it takes and returns; `held`: the parameters and buffers that it uses.
+    function: Callable[..., tuple[Tensor, ...]]
+    held: tuple[str, ...]
+    constants: tuple[str, ...]
+
+
+class Layers:
+    """The layers of a model that is cut before the items at `cuts`. `values`: what travels between them.
+
+    Of each layer: `nodes`, its operations and those that it makes again, in order; `slices`, what it takes
+    and makes; `held`, the parameters and buffers that it uses.
     """
 
-    nodes: list[fx.Node]
-    takes: list[fx.Node]
-    makes: list[fx.Node]
-    held: list[str]
+    def __init__(self, flow: Dataflow, cuts: Sequence[int]) -> None:
+        self.flow = flow
+        outputs = [output for output in flow.operations.outputs if isinstance(output, fx.Node)]
+        parts = [flow.items[start:end] for start, end in pairwise([0, *cuts, len(flow.items)])]
+        needs = [_needs(flow, part, outputs if part is parts[-1] else []) for part in parts]
+        self.nodes = [sorted(nodes, key=flow.order.__getitem__) for nodes, _, _ in needs]
+        self.held = [list(dict.fromkeys(held)) for _, _, held in needs]
+        sources = ((node, node.meta.get("source")) for node in flow.order)
+        numbers = {node: Made(INPUT, source.number) for node, source in sources if isinstance(source, Input)}
+        self.values = {made: node for node, made in numbers.items()}
+        self.slices: list[Slice] = []
+        for index, (_, taken, _) in enumerate(needs):
+            later = {node for _, others, _ in needs[index + 1 :] for node in others}
+            makes = outputs if index == len(cuts) else [node for node in parts[index] if node in later]
+            enters = tuple(sorted(numbers[node] for node in taken))
+            leaves = tuple(Made(index, number) for number in range(len(makes)))
+            self.slices.append(Slice(index, index + 1, enters, leaves))
+            self.values |= zip(leaves, makes, strict=True)
+            numbers |= zip(makes, leaves, strict=True)
+        self._codes: dict[Slice, Code] = {}
 
+    def code(self, slice: Slice) -> Code:
+        """Return the code of some layers, from the values that enter to those that leave."""
+        if slice not in self._codes:
+            self._codes[slice] = self._code(slice)
+        return self._codes[slice]
 
-def layers_of(flow: Dataflow, cuts: Sequence[int]) -> list[Layer]:
-    """Return the layers of a model that is cut before the items at `cuts`."""
-    outputs = [output for output in flow.operations.outputs if isinstance(output, fx.Node)]
-    parts = [flow.items[start:end] for start, end in pairwise([0, *cuts, len(flow.items)])]
-    needs = [_needs(flow, part, outputs if part is parts[-1] else []) for part in parts]
-    layers = []
-    for index, (nodes, takes, held) in enumerate(needs):
-        later = {node for _, others, _ in needs[index + 1 :] for node in others}
-        makes = [node for node in parts[index] if node in later] if index < len(cuts) else outputs
-        nodes, takes = (sorted(some, key=flow.order.__getitem__) for some in (nodes, takes))
-        layers.append(Layer(nodes, takes, makes, list(dict.fromkeys(held))))
-    return layers
+    def _code(self, slice: Slice) -> Code:
+        graph, enters = fx.Graph(), [self.values[made] for made in slice.enters]
+        leaves = [self.values[made] for made in slice.leaves]
+        made = {node: graph.placeholder(f"x{number}") for number, node in enumerate(enters)}
+        nodes = [(index, node) for index in range(slice.start, slice.end) for node in self.nodes[index]]
+        used = dict.fromkeys([*(given for _, node in nodes for given in node.all_input_nodes), *leaves])
+        sources = {
+            node: node.meta["source"] for node in used if node.op == "placeholder" and node not in made
+        }
+        held = {node: source.name for node, source in sources.items() if isinstance(source, Held)}
+        constants = {node: source.name for node, source in sources.items() if isinstance(source, Constant)}
+        made |= {node: graph.placeholder(node.name) for node in (*held, *constants)}
+        device, traced_on = graph.placeholder("device"), self.flow.operations.device.type
+        _add_sizes(graph, [node for node in used if is_size(node)], enters, made)
+
+        def argument(value: Any) -> Any:
+            if isinstance(value, torch.device) and value.type == traced_on:
+                return device
+            return made[value] if isinstance(value, fx.Node) else value
+
+        seeded = set[int]()
+        for index, node in nodes:
+            if node in made:
+                continue
+            if draws_numbers(node) and index not in seeded:
+                graph.call_function(draws.begin, (index,))
+                seeded.add(index)
+            args: Any
+            args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), argument)
+            target: Any = node.target
+            region = node.meta.get("region", Region())
+            if region != Region():
+                target, args = in_region, (node.target, *region, *args)
+            made[node] = graph.call_function(target, args, kwargs)
+        graph.output(tuple(made[leaf] for leaf in leaves))
+        function = type(fx.GraphModule({}, graph)).forward
+        return Code(lambda *args: function(None, *args), tuple(held.values()), tuple(constants.values()))
 
 
 def _needs(
@@ -80,53 +134,6 @@ def _samples_in(node: fx.Node) -> tuple[int, int, Any] | None:
             if (each := size.node.expr / symbol).is_Integer:
                 return dimension, int(each), symbol
     return None
-
-
-class Code(NamedTuple):
-    """A function of the tensors that enter, `held` ones, `constants` and a device; it returns a tuple."""
-
-    function: Callable[..., tuple[Tensor, ...]]
-    held: tuple[str, ...]
-    constants: tuple[str, ...]
-
-
-def code_of(
-    flow: Dataflow, layers: Mapping[int, Layer], enters: Sequence[fx.Node], leaves: Sequence[fx.Node]
-) -> Code:
-    """Return the code of some layers by their numbers, from the values `enters` to the values `leaves`."""
-    graph = fx.Graph()
-    made = {node: graph.placeholder(f"x{number}") for number, node in enumerate(enters)}
-    nodes = [node for layer in layers.values() for node in layer.nodes]
-    used = dict.fromkeys([*(given for node in nodes for given in node.all_input_nodes), *leaves])
-    sources = {node: node.meta["source"] for node in used if node.op == "placeholder" and node not in made}
-    held = {node: source.name for node, source in sources.items() if isinstance(source, Held)}
-    constants = {node: source.name for node, source in sources.items() if isinstance(source, Constant)}
-    made |= {node: graph.placeholder(node.name) for node in (*held, *constants)}
-    device = graph.placeholder("device")
-    _add_sizes(graph, [node for node in used if is_size(node)], enters, made)
-
-    def argument(value: Any) -> Any:
-        if isinstance(value, torch.device) and value.type == flow.operations.device.type:
-            return device
-        return made[value] if isinstance(value, fx.Node) else value
-
-    for index, layer in layers.items():
-        drawing = [node for node in layer.nodes if draws_numbers(node)]
-        for node in layer.nodes:
-            if node in made:
-                continue
-            if node in drawing[:1]:
-                graph.call_function(draws.begin, (index,))
-            args: Any
-            args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), argument)
-            target: Any = node.target
-            region = node.meta.get("region", Region())
-            if region != Region():
-                target, args = in_region, (node.target, *region, *args)
-            made[node] = graph.call_function(target, args, kwargs)
-    graph.output(tuple(made[leaf] for leaf in leaves))
-    function = type(fx.GraphModule({}, graph)).forward
-    return Code(lambda *args: function(None, *args), tuple(held.values()), tuple(constants.values()))
 
 
 def _add_sizes(

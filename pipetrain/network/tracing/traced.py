@@ -16,17 +16,18 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map, tree_unflatten
 
-from pipetrain.network.network import INPUT, LastLayer, Made, Network, Part, See, Slice, Tensors
+from pipetrain.network.network import LastLayer, Made, Network, Part, See, Slice, Tensors
 from pipetrain.network.tracing.dataflow import Dataflow, spec_of
 from pipetrain.network.tracing.grouping import Group
-from pipetrain.network.tracing.layering import Code, code_of, layers_of
-from pipetrain.network.tracing.reading import Input, canonical
+from pipetrain.network.tracing.layering import Code, Layers
+from pipetrain.network.tracing.reading import canonical
 from pipetrain.network.values import TensorSpec, Value, ValueSpec
 
 
 class Traced(Network):
     """Any nn.Module, as traced by torch.export. Layers return tuples; see trace.py for how it is made."""
 
+    modules: list[Part]
     shared_buffers_are_read_only = True  # what is written and read elsewhere too keeps layers together
 
     def __init__(
@@ -34,20 +35,18 @@ class Traced(Network):
     ) -> None:
         self.model = model
         self.names = [group.name for group in groups]
-        self._modes = {training: _Mode(*flow_and_cuts) for training, flow_and_cuts in modes.items()}
-        both = zip(*(mode.layers for mode in self._modes.values()), strict=True)
-        self.placed = _placed(model, [dict.fromkeys(t.held + e.held) for t, e in both])
+        self._modes = {training: Layers(*flow_and_cuts) for training, flow_and_cuts in modes.items()}
+        both = zip(*(mode.held for mode in self._modes.values()), strict=True)
+        self.placed = _placed(model, [dict.fromkeys(trained + evaluated) for trained, evaluated in both])
         """The names of the tensors of each layer; one without use has a place too."""
         self.modules = [self.part(self.alone(n), self.alone(n, False)) for n in range(len(groups))]
 
     def alone(self, index: int, training: bool = True) -> Slice:
         """Return one layer as a slice."""
-        mode = self._modes[training]
-        leaves = tuple(Made(index, number) for number in range(len(mode.layers[index].makes)))
-        return Slice(index, index + 1, mode.takes[index], leaves)
+        return self._modes[training].slices[index]
 
     def takes(self, index: int, made: Sequence[ValueSpec]) -> tuple[Made, ...]:
-        return self._modes[self.modules[index].training].takes[index]
+        return self.modules[index].slice.enters
 
     def call(self, index: int, tensors: Tensors, made: Sequence[ValueSpec]) -> Value:
         result: Tensors = self.modules[index](*tensors)
@@ -81,30 +80,6 @@ class Traced(Network):
 
     def __deepcopy__(self, memo: object) -> Traced:
         return self  # copies of a part share it
-
-
-class _Mode:
-    """The layers in one mode, with the values between them, and the code of each run of layers."""
-
-    def __init__(self, flow: Dataflow, cuts: Sequence[int]) -> None:
-        self.flow = flow
-        self.layers = layers_of(flow, cuts)
-        sources = ((node, node.meta.get("source")) for node in flow.order)
-        numbers = {node: Made(INPUT, source.number) for node, source in sources if isinstance(source, Input)}
-        self.values: dict[Made, fx.Node] = {made: node for node, made in numbers.items()}
-        for index, layer in enumerate(self.layers):
-            self.values |= {Made(index, number): node for number, node in enumerate(layer.makes)}
-        for index, layer in enumerate(self.layers[:-1]):
-            numbers |= {node: Made(index, number) for number, node in enumerate(layer.makes)}
-        self.takes = [tuple(sorted(numbers[node] for node in layer.takes)) for layer in self.layers]
-        self._codes: dict[Slice, Code] = {}
-
-    def code(self, slice: Slice) -> Code:
-        if slice not in self._codes:
-            layers = {index: self.layers[index] for index in range(slice.start, slice.end)}
-            enters, leaves = ([self.values[made] for made in some] for some in (slice.enters, slice.leaves))
-            self._codes[slice] = code_of(self.flow, layers, enters, leaves)
-        return self._codes[slice]
 
 
 class TracedPart(Part):
