@@ -124,7 +124,7 @@ class Saving(Watching):
         self._saved: list[Tensor] = []  # kept, so that no address is used twice
         self._by_products: list[Tensor] = []
         self._results: list[tuple[Tensor, int]] = []  # of products, with their version counters
-        self._within = False
+        self._within = False  # a product
         self._hooks: list[saved_tensors_hooks] = []  # one each time that it is entered, as within attention
 
     def __enter__(self) -> Saving:

@@ -116,7 +116,7 @@ def prove(
     every = [evaluation, *programs.values()]
     for batches, program in programs.items():
         _refuse_unsound(settings, batches, program, cut)
-    with _named_waits(settings, any(map(has_norms, every)), cut):
+    with _explained(settings, any(map(has_norms, every)), cut):
         bounds = [edge_bounds(one, cut.edges, settings.buffer_size, cut.ties) for one in every]
         cut = cut.bounded(widest(bounds))
         simulate(evaluation, 1, buffer_size=cut.bounds, routes=cut.edges)
@@ -131,7 +131,7 @@ def prove_window(
     Raises ScheduleError and ConfigError.
     """
     _refuse_unsound(settings, batches, program, cut)
-    with _named_waits(settings, has_norms(program), cut):
+    with _explained(settings, has_norms(program), cut):
         return _played(settings, schedule, batches, program, cut)
 
 
@@ -162,20 +162,18 @@ def _played(
 
 
 @contextmanager
-def _named_waits(settings: Settings, norms: bool, cut: Cut | None) -> Iterator[None]:
-    """Say it in a sentence where updates would wait for each other for good. Raises ConfigError."""
+def _explained(settings: Settings, norms: bool, cut: Cut | None) -> Iterator[None]:
+    """Say what to do where updates would wait for each other for good. Raises ConfigError."""
     try:
         yield
     except Deadlock as blocked:
-        if norms:
-            waits = "the norm of the model: set clip_grad_norm_over=stage"
-        elif cut and cut.ties:
-            waits = f"the gradient of a weight that stages share: {TOGETHER}"
-        else:
+        if not norms and not (cut and cut.ties):
             raise
+        way = "set clip_grad_norm_over=stage" if norms else TOGETHER
         raise ConfigError(
             f"schedule {settings.schedule} steps a stage while others still have work of that batch, so its "
-            f"updates cannot wait for {waits}, or choose another schedule"
+            f"updates cannot wait for {'the norm of the model' if norms else 'each other'}: {way}, or choose "
+            f"another schedule"
         ) from blocked
 
 

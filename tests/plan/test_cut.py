@@ -132,26 +132,6 @@ def values(messages: list[tuple[Tensor, ...]]) -> list[list[float]]:
     return [[float(t.flatten()[0]) for t in tensors] for tensors in messages]
 
 
-def handed_on(stage: int, outputs: tuple[Tensor, ...]) -> list[list[float]]:
-    """What goes to each later stage."""
-    return values(divide(outputs, [route.values for route in CUT.routes_from[stage]]))
-
-
-def handed_back(stage: int, grads: tuple[Tensor, ...]) -> list[list[float]]:
-    """What goes to each earlier stage."""
-    return values(divide(grads, [route.returned for route in CUT.routes_into[stage]]))
-
-
-def inputs(stage: int, *arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    routes = CUT.routes_into[stage]
-    return merge((route.values, tensors) for route, tensors in zip(routes, arrived, strict=True))
-
-
-def output_grads(stage: int, *arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    routes = CUT.routes_from[stage]
-    return merge((route.returned, tensors) for route, tensors in zip(routes, arrived, strict=True))
-
-
 def test_the_routes_can_be_seen():
     pair, one = (Made(1, 0), Made(1, 1)), Made(3, 0)
     assert CUT.routes == (
@@ -163,58 +143,43 @@ def test_the_routes_can_be_seen():
     assert [slice.enters for slice in CUT.slices[1:]] == [pair, (one, Made(4, 0)), (*pair, Made(6, 0))]
 
 
-def test_each_later_stage_is_handed_what_it_uses():
-    assert handed_on(0, numbered(2)) == [[0, 1], [0, 1]]
-    assert handed_on(1, numbered(2)) == [[0, 1]]
-    assert handed_on(2, numbered(1)) == [[0]]
-    assert handed_on(3, ()) == []
+@pytest.mark.parametrize(
+    ("stage", "outputs", "on", "back"),
+    [
+        # Each later stage gets what it uses; only gradients that are needed go back, and the mask has none.
+        (0, 2, [[0, 1], [0, 1]], []),
+        (1, 2, [[0, 1]], [[0]]),
+        (2, 1, [[0]], [[0, 1]]),
+        (3, 0, [], [[0], [1]]),
+    ],
+)
+def test_each_stage_is_handed_what_it_uses_and_handed_back_what_is_needed(stage, outputs, on, back):
+    into, out = CUT.routes_into[stage], CUT.routes_from[stage]
+    assert values(divide(numbered(outputs), [route.values for route in out])) == on
+    grads = numbered(len({value for route in into for value in route.returned}))
+    assert values(divide(grads, [route.returned for route in into])) == back
 
 
 def test_what_enters_is_in_its_order_whatever_route_it_came_by():
-    joined = inputs(3, numbered(2, start=10), numbered(1, start=20))
-    assert [float(t[0, 0]) for t in joined] == [10, 11, 20]
+    arrived = zip(CUT.routes_into[3], (numbered(2, start=10), numbered(1, start=20)), strict=True)
+    assert values([merge((route.values, tensors) for route, tensors in arrived)]) == [[10, 11, 20]]
+    with pytest.raises(ValueError, match="zip"):  # fewer tensors than planned
+        merge((route.values, numbered(1)) for route in CUT.routes_into[3])
 
 
-def test_only_gradients_that_are_needed_go_back():
-    """The mask has none."""
-    assert handed_back(3, numbered(2)) == [[0], [1]]
-    assert handed_back(2, numbered(2)) == [[0, 1]]
-    assert handed_back(1, numbered(1)) == [[0]]
-    assert handed_back(0, ()) == []
-
-
-def test_the_gradients_of_a_value_that_two_stages_use_are_added():
-    (grad,) = output_grads(0, numbered(1, start=1), numbered(1, start=2))
-    assert torch.equal(grad, torch.full((2, 3), 3.0))
-    assert [float(t[0, 0]) for t in output_grads(1, numbered(2, start=5))] == [5, 6]
-    assert output_grads(3) == ()
-
-
-def test_adding_does_not_change_what_has_arrived():
+def test_the_gradients_of_a_value_that_two_stages_use_are_added_and_what_has_arrived_stays():
     """It may be a buffer of the channel, or a gradient that another stage of this rank still holds."""
     kept = [numbered(1, start=1), numbered(1, start=2)]
-    output_grads(0, *kept)
+    (grad,) = merge(zip([route.returned for route in CUT.routes_from[0]], kept, strict=True))
+    assert torch.equal(grad, torch.full((2, 3), 3.0))
     assert values(kept) == [[1], [2]]
+    assert merge([]) == ()
 
 
-@pytest.mark.parametrize(
-    ("edge", "specs"),
-    [
-        ((0, 1), (FLOAT, MASK)),
-        ((0, 3), (FLOAT, MASK)),
-        ((1, 2), (FLOAT, FLOAT)),
-        ((1, 0), (FLOAT,)),
-        ((3, 0), (FLOAT,)),
-        ((3, 2), (FLOAT,)),
-    ],
-)
-def test_a_message_s_tensors_are_planned(edge, specs):
-    assert CUT.message(edge, 2) == specs
-
-
-def test_a_message_of_fewer_tensors_than_planned_is_an_error():
-    with pytest.raises(ValueError, match="zip"):
-        inputs(3, numbered(1), numbered(1))
+def test_a_message_s_tensors_are_planned():
+    planned = {(0, 1): (FLOAT, MASK), (0, 3): (FLOAT, MASK), (1, 2): (FLOAT,) * 2, (2, 3): (FLOAT,)}
+    planned |= {(1, 0): (FLOAT,), (3, 0): (FLOAT,), (2, 1): (FLOAT,) * 2, (3, 2): (FLOAT,)}
+    assert {edge: CUT.message(edge, 2) for edge in planned} == planned
 
 
 def test_an_evaluation_hands_on_and_takes_no_gradient():
@@ -222,4 +187,3 @@ def test_an_evaluation_hands_on_and_takes_no_gradient():
     assert [(r.edge, r.values, r.returned) for r in evaluated.routes] == [
         (r.edge, r.values, ()) for r in CUT.routes
     ]
-    assert evaluated.message((0, 3), 2) == (FLOAT, MASK)

@@ -38,15 +38,6 @@ def test_on_a_gpu_it_says_whether_each_rank_fits(run, monkeypatch, room, runs_ou
     assert ("is likely to run out" in out) == runs_out
 
 
-def test_a_limit_that_a_rank_does_not_keep_is_refused(run):
-    status, out, err = run("model=mlp", "memory_limit=0.001")
-    assert (status, out) == (2, "")
-    assert err.startswith("pipetrain: memory_limit=0.001 is too small: rank 0 is predicted to hold 0.00")
-    status, out, err = run("model=mlp", "memory_limit=1")
-    assert (status, err) == (0, "")
-    assert "memory_limit 1024.0 MiB a rank\n" in out
-
-
 def test_batches_are_played_through_instead_of_the_window(run, tmp_path):
     for words, batches in (
         (("schedule=pipedream",), 16),  # a window of an epoch
@@ -63,19 +54,27 @@ def test_batches_are_played_through_instead_of_the_window(run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["out=x.pdf"], "pipetrain: a timeline is written as .svg or .png; got x.pdf\n"),
+        (["out=x.pdf"], "a timeline is written as .svg or .png; got x.pdf\n"),
+        (["schedule=foo"], "In 'config': Could not find 'schedule/foo'; choose one in 'schedule': 1f1b "),
+        (["stages=7"], "stages=7 needs at least as many layers, but the model has 6: 0 hidden1"),
+        (["schedule=pipedream_2bw", "stages=4", "microbatches=2"], "schedule pipedream_2bw needs"),
+        (["memory_limit=0.001"], "memory_limit=0.001 is too small: rank 0 is predicted to hold 0.00"),
         (
-            ["schedule=foo"],
-            "pipetrain: In 'config': Could not find 'schedule/foo'; choose one in 'schedule': 1f1b ",
+            ["partition.profile=no.json"],
+            "partition.profile=no.json cannot be read: No such file or directory",
         ),
-        (["stages=7"], "pipetrain: stages=7 needs at least as many layers, but the model has 6: 0 hidden1"),
-        (["schedule=pipedream_2bw", "stages=4", "microbatches=2"], "pipetrain: schedule pipedream_2bw needs"),
+        (
+            ["+partition.profile=no.json"],
+            "partition.profile=no.json cannot be read: No such file or directory",
+        ),
+        (["cost=no.json"], "cost=no.json cannot be read"),
+        (["span=9-3"], "span=9-3 must be all, or from which cell to which, such as 0-40"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(run, tmp_path, words, says):
     status, _, err = run("model=mlp", *words)
     assert status == 2
-    assert err.startswith(says)
+    assert err.startswith(f"pipetrain: {says}")
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -86,16 +85,6 @@ def test_on_paper_nothing_is_measured(run, tmp_path):
     assert planned == (0, said[1], "")
     assert said[::2] == (0, "partition=profile measures when a run starts; this is its draft, cut by flops\n")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_profile_that_is_not_there_is_one_sentence(run):
-    for word in ("partition.profile=none.json", "+partition.profile=none.json"):
-        status, out, err = run("model=mlp", word)
-        assert (status, out) == (2, "")
-        assert err.startswith(
-            "pipetrain: partition.profile=none.json cannot be read: No such file or directory"
-        )
-        assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("word", ["model.width=16", "+model.width=16", "++model.width=16"])
@@ -124,14 +113,14 @@ def test_a_process_that_plans_draws_and_loads_nothing_that_runs(tmp_path):
     assert ElementTree.parse(tmp_path / "x.svg").getroot().tag.endswith("svg")
 
 
-def test_it_draws_a_png_and_leaves_no_folder(run, tmp_path):
-    status, out, err = run("model=mlp", "schedule=pipedream", "batches=2", "out=x.png")
+def test_it_draws_a_png_and_says_the_limit(run, tmp_path):
+    status, out, err = run("model=mlp", "schedule=pipedream", "batches=2", "out=x.png", "memory_limit=1")
     assert (status, err) == (0, "")
     assert "window of 2 batches" in out
+    assert "memory_limit 1024.0 MiB a rank\n" in out
     assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
     height, width, _ = matplotlib.image.imread(tmp_path / "x.png").shape
-    assert height > 50
-    assert width > 200
+    assert (height > 50, width > 200) == (True, True)
 
 
 def test_a_long_window_is_drawn_in_short_unless_all_of_it_is_asked_for(run, tmp_path):
@@ -220,12 +209,3 @@ def test_a_plan_of_another_model_is_refused_by_the_command(run, trace):
     assert status == 2
     assert err.startswith(f"pipetrain: cost={trace} is of mlp by 1f1b with ")
     assert err.endswith("pass model=mlp partition=[1], or trace a run of this plan\n")
-
-
-def test_a_file_that_is_no_trace_is_refused(run, tmp_path):
-    (tmp_path / "x.json").write_text("{}")
-    for name, says in (("x.json", "is not a whole trace.json"), ("y.json", "cannot be read")):
-        status, _, err = run("model=mlp", f"cost={name}")
-        assert status == 2
-        assert says in err
-        assert err.count("\n") == 1
