@@ -181,9 +181,8 @@ def measure_layers(
         if done >= REPEATS and time.perf_counter() - began > ENOUGH_S:
             break
         bench.run(x)
-    seconds = bench.median_seconds()
     return bench.state_ratio, [
-        LayerTime(layer.name, layer.output.nbytes, **{name: seconds[name, i] for name in SECONDS})
+        LayerTime(layer.name, layer.output.nbytes, **{name: bench.seconds(name, i) for name in SECONDS})
         for i, layer in enumerate(layers)
     ]
 
@@ -202,7 +201,9 @@ class _Bench:
         numerics.arrange_weights(network.model)
         self._network, self._layers, self._numerics = network, layers, numerics
         self._clock, self._device = Clock(device), device.type
-        self.spans: list[tuple[tuple[str, int], Mark, Mark]] = []  # (name in SECONDS, layer)
+        self.spans: dict[tuple[str, int], list[tuple[int, Mark, Mark]]] = defaultdict(
+            list
+        )  # of SECONDS, layer
         self._weights = [[p for p in module.parameters() if p.requires_grad] for module in network.modules]
         met: set[int] = set()
         self._optimizers: dict[
@@ -291,22 +292,15 @@ class _Bench:
                 f"layer {index} ({self._network.names[index]}) of the model cannot be profiled: "
                 f"{type(error).__name__}: {one_line(error)}"
             ) from error
-        self.spans.append(((part, index), start, self._clock.mark()))
+        self.spans[part, index].append((index, start, self._clock.mark()))
 
-    def median_seconds(self) -> dict[tuple[str, int], float]:
-        """Return the median seconds of each part of each layer; 0 for parts that a layer lacks.
+    def seconds(self, part: str, index: int) -> float:
+        """Return the median seconds of a part of a layer; 0 for one that it lacks.
 
         Without the least that a backward of an empty layer took, and at least a tenth.
         """
-        seconds = defaultdict(list)
-        spans = ((number, start, end) for number, (_, start, end) in enumerate(self.spans))
-        for number, taken in self._clock.durations(spans):
-            seconds[self.spans[number][0]].append(taken)
-        found: dict[tuple[str, int], float] = defaultdict(float)
-        for (part, index), times in seconds.items():
-            empty = min(seconds[part, EMPTY]) if (part, EMPTY) in seconds else 0.0
-            found[part, index] = max(median(times) - empty, median(times) / 10)
-        return found
+        times, empty = ([s for _, s in self._clock.durations(self.spans[part, n])] for n in (index, EMPTY))
+        return max(median(times) - min(empty, default=0.0), median(times) / 10) if times else 0.0
 
     @property
     def state_ratio(self) -> float:

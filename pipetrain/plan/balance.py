@@ -31,17 +31,13 @@ def choose_cuts(partition: str | Sequence[int], layers: Sequence[Layer], where: 
         return [round(len(layers) * stage / stages) for stage in range(1, stages)]
     if isinstance(partition, str):
         return balance([getattr(layer, partition) for layer in layers], where)
-    if len(partition) != stages - 1 or not _rising(partition, len(layers)):
+    rising = all(a < b for a, b in pairwise([0, *partition, len(layers)]))
+    if len(partition) != stages - 1 or not rising:
         raise ConfigError(
             f"partition={list(partition)} does not cut the model into {stages} stages: give {stages - 1} "
             f"rising numbers from 1 to {len(layers) - 1}, their first layers, out of: {listed}"
         )
     return list(partition)
-
-
-def _rising(cuts: Sequence[int], layers: int) -> bool:
-    """Return whether each slice has a layer."""
-    return all(a < b for a, b in pairwise([0, *cuts, layers]))
 
 
 def balance(weights: Sequence[float], where: Sequence[int]) -> list[int]:

@@ -42,12 +42,10 @@ class Choice(NamedTuple):
 
     @property
     def slowest_s(self) -> float:
-        """The time of the slowest stage for a batch."""
         return max(stage.batch_s for stage in self.stages)
 
     @property
     def held_bytes(self) -> int:
-        """What the fullest stage holds."""
         return max(stage.held_bytes for stage in self.stages)
 
 
@@ -87,7 +85,6 @@ class Predictor:
     _known: dict[tuple[int, int, int, Mode], StageCost] = field(default_factory=dict, init=False)
 
     def stage(self, stage: int, start: int, end: int, mode: Mode) -> StageCost:
-        """Return what some layers take and hold as a stage."""
         key = stage, start, end, mode
         if key not in self._known:
             seconds, sizes = (
@@ -121,7 +118,6 @@ class Predictor:
         return min(ways, key=lambda way: way.held_bytes)
 
     def choice(self, cuts: Sequence[int], limit: float = math.inf) -> Choice:
-        """Return what cuts would take and hold."""
         spans = pairwise([0, *cuts, len(self.table.layers)])
         return Choice(list(cuts), [self.best(stage, *span, limit) for stage, span in enumerate(spans)])
 

@@ -49,7 +49,6 @@ class Table:
     _entering: dict[tuple[int, int], dict[Made, bool]] = field(default_factory=dict, init=False)
 
     def measured(self, profile: Profile) -> Table:
-        """Return the table with the times of a profile."""
         return replace(
             self,
             times=profile.layers,
@@ -86,7 +85,6 @@ class Table:
         }
 
     def message_s(self, nbytes: float) -> float:
-        """Return the time of a message."""
         return self.latency_s + nbytes * self.s_per_byte
 
     def costs(self, cut: Cut, modes: Sequence[Mode], split: bool, size: int) -> Costs:
@@ -99,7 +97,7 @@ class Table:
             seconds = self.seconds(slice.start, slice.end, split, mode)
             costs |= {(stage, op): taken for op, taken in seconds.items()}
             costs[stage, Op.NORM] = self.latency_s  # a message of one number
-            weights = trained(self.layers[slice.start : slice.end])
+            weights = _named(self.layers[slice.start : slice.end], "weights")
             if mine := [weights[name].nbytes for name, stages in cut.shared.items() if stage in stages]:
                 costs[stage, Op.TIE] = self.message_s(sum(mine))
         for route in cut.routes:
@@ -149,9 +147,9 @@ class Table:
         after_i = together(layer.for_w for layer in layers) + targets
         if not any(map(self._requires_grad, enters)):  # W is then the whole backward
             after_i = saved + arrived
-        weights, buffers, frozen = trained(layers), _named(layers, "buffers"), _named(layers, "frozen")
+        weights, buffers, frozen = (_named(layers, kind) for kind in ("weights", "buffers", "frozen"))
         products = together(layer.products for layer in layers) if mode is Mode.SELECTIVE else 0
-        elsewhere = trained([*self.layers[:start], *self.layers[end:]])
+        elsewhere = _named([*self.layers[:start], *self.layers[end:]], "weights")
         far_in, far_out = ({v: needs for v, needs in of.items() if v not in near} for of in (enters, leaves))
         return Items(
             saved=saved,
@@ -175,16 +173,12 @@ class Table:
 
 
 def _named(layers: Iterable[Layer], kind: str) -> dict[str, TensorSpec]:
+    """Return the weights, frozen parameters or buffers of some layers, each once, by name."""
     return {name: spec for layer in layers for name, spec in getattr(layer, kind).items()}
 
 
 def _nbytes(tensors: Mapping[str, TensorSpec]) -> int:
     return sum(spec.nbytes for spec in tensors.values())
-
-
-def trained(layers: Iterable[Layer]) -> dict[str, TensorSpec]:
-    """Return the trained parameters of some layers, each once, by name."""
-    return _named(layers, "weights")
 
 
 def together(kept: Iterable[Kept], values: Mapping[Made, int] | None = None) -> int:

@@ -48,7 +48,6 @@ class Route:
 
     @property
     def returned(self) -> tuple[Made, ...]:
-        """The values whose gradients come back."""
         return tuple(value for value, needs in zip(self.values, self.needs_grad, strict=True) if needs)
 
 
@@ -94,7 +93,6 @@ class Cut:
         }
 
     def bounded(self, bounds: Mapping[Edge, int]) -> Cut:
-        """Return the cut with the bounds of its edges."""
         both = [(bounds[r.edge], bounds[r.way_back]) if r.edge in bounds else None for r in self.routes]
         routes = (replace(route, bounds=of) for route, of in zip(self.routes, both, strict=True))
         return replace(self, routes=tuple(routes))
@@ -155,11 +153,12 @@ def cut_layers(
     `example`: of its inputs, which all enter the first stage.
     """
     layers = next(iter(estimates.values()))
-    entering = values_entering(layers, cuts, len(example.specs))
-    used = {value for values in entering for value in values}
+    data = {Made(INPUT, number): False for number in range(len(example.specs))}
+    enters = [data, *(entering(layers, *span) for span in pairwise([*cuts, len(layers)]))]
+    used = {value for values in enters for value in values}
     routes = []
-    for source, target in combinations(range(len(entering)), 2):
-        values = {v: needs for v, needs in entering[target].items() if stage_of(v.layer, cuts) == source}
+    for source, target in combinations(range(len(enters)), 2):
+        values = {v: needs for v, needs in enters[target].items() if stage_of(v.layer, cuts) == source}
         if values:
             routes.append(Route(source, target, tuple(values), tuple(values.values())))
 
@@ -168,7 +167,7 @@ def cut_layers(
         return {value: outputs[value.layer].specs[value.number] for value in used}
 
     return Cut(
-        slices=tuple(_slices(layers, cuts, entering, routes, example)),
+        slices=tuple(_slices(layers, cuts, enters, routes, example)),
         routes=tuple(routes),
         specs={size: specs(size, of) for size, of in estimates.items()},
         shared=shared or {},
@@ -188,16 +187,10 @@ def entering(layers: Sequence[Layer], start: int, end: int) -> dict[Made, bool]:
     return dict(sorted(found.items()))
 
 
-def values_entering(layers: Sequence[Layer], cuts: Sequence[int], inputs: int) -> list[dict[Made, bool]]:
-    """Return what enters each stage, as `entering` does. The first takes the `inputs` that the model has."""
-    data = {Made(INPUT, number): False for number in range(inputs)}
-    return [data, *(entering(layers, start, end) for start, end in pairwise([*cuts, len(layers)]))]
-
-
 def _slices(
     layers: Sequence[Layer],
     cuts: Sequence[int],
-    entering: Sequence[Mapping[Made, bool]],
+    enters: Sequence[Mapping[Made, bool]],
     routes: Sequence[Route],
     example: ValueSpec,
 ) -> Iterator[Slice]:
@@ -211,11 +204,11 @@ def _slices(
         yield Slice(
             start,
             end,
-            enters=tuple(entering[stage]),
+            enters=tuple(enters[stage]),
             leaves=tuple(leaves),
-            enters_grad=_gradients(layers, entering[stage]),
+            enters_grad=_gradients(layers, enters[stage]),
             leaves_grad=_gradients(layers, {v: v in returned for v in leaves}) if end <= last else None,
-            copies_input=copies_input(layers, entering[stage], start, end),
+            copies_input=copies_input(layers, enters[stage], start, end),
             copies_output=copies_output(layers, leaves, start),
             drawing=frozenset(n for n in range(start, end) if layers[n].draws),
             form=layers[start - 1].output if start else example,

@@ -65,7 +65,6 @@ def show_plan(cfg: DictConfig) -> None:
     epoch = traced.about["epoch_batches"] if traced else BATCHES
     plan = planned(cfg, str(HydraConfig.get().runtime.choices["schedule"]), epoch)
     if traced:
-        refuse_other(plan, traced, str(cfg.cost))
         plan = with_costs(plan, traced.costs)
         refuse_other(plan, traced, str(cfg.cost))
     plan, span = sized(plan, make_task(cfg), _state_of(cfg)), _span(cfg)

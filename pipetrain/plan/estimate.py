@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,6 @@ from pipetrain.network.values import Packing, TensorSpec, ValueSpec, leaves_of, 
 from pipetrain.plan.observed import NOTHING, Kept, Saving, Spy
 
 CHEAP = 2.5e9  # most multiplications of a cheap layer, about a tenth of a second
-MOST_REAL = 2**30  # most bytes of a real input
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +87,7 @@ def estimate(
     with quiet(), torch.random.fork_rng([]), mode:
         torch.default_generator.manual_seed(0)  # so that every rank plans alike
         try:
-            with fake_mode() if inputs.nbytes > MOST_REAL else nullcontext():
-                tensors = tuple(map(made_up, inputs.specs))
+            tensors = tuple(map(made_up, inputs.specs))
         except (RuntimeError, TypeError) as error:
             raise ConfigError(f"a microbatch of {inputs} cannot be made: {one_line(error)}") from error
         values = {Made(INPUT, number): t for number, t in enumerate(tensors)}
@@ -143,7 +141,7 @@ class _Trial:
         """Run a layer. Raises ConfigError with its name."""
         where = f"layer {index} ({self._network.names[index]}) of the model"
         try:
-            return self._tried(index, given, partial(self._run, index, takes, given, made))
+            return self._tried(index, given, lambda mode: self._run(index, takes, given, made, mode))
         except _Wrong as error:
             raise ConfigError(f"{where} {error}") from error
         except Exception as error:
@@ -159,14 +157,12 @@ class _Trial:
         try:
             return run(fake_mode() if dear else None)
         except Exception as error:
-            wrong = isinstance(error, _Wrong) or sum(t.nbytes for t in given) > MOST_REAL
-            if wrong or (not dear and any(word in str(error) for word in ("dtype", "scalar type"))):
-                raise
-            if not dear:
+            if dear and not isinstance(error, _Wrong):
+                return run(None)
+            if not any(word in str(error) for word in ("dtype", "scalar type")):
                 with suppress(Exception):  # such as a layer that only a GPU can run
                     return run(fake_mode())
-                raise
-        return run(None)
+            raise
 
     def _run(
         self,

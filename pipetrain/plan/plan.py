@@ -68,12 +68,10 @@ class Plan:
 
     @property
     def layers(self) -> Sequence[Layer]:
-        """The layers as estimated for a full microbatch."""
         return self.table.layers
 
     @property
     def full(self) -> int:
-        """The samples of a full microbatch."""
         return self.settings.full
 
     @property
@@ -115,7 +113,6 @@ class Plan:
 
     @property
     def window(self) -> Window:
-        """The longest window."""
         return self.windows[max(self.windows)]
 
     @property
@@ -129,7 +126,6 @@ class Plan:
 
     @property
     def unit_of_time(self) -> str:
-        """The unit of the times of its timeline."""
         ranks = self.settings.ranks
         part = f"1/{ranks} of the model" if ranks > 1 else "the model"
         return "s" if self.costs else f"forwards of {part}"
@@ -172,7 +168,6 @@ class Plan:
         ]
 
     def program(self, batches: int) -> Program:
-        """Return the program of a window of so many batches."""
         recompute = recomputing(self.modes)
         return make_program(self.schedule, self.cut, batches, self.settings, self.stage_costs, recompute)
 
