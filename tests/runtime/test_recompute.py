@@ -23,6 +23,10 @@ def model(name: str) -> str:
     return f"model._target_=tests.support.{name if '.' in name else f'again.{name}'}"
 
 
+SKIPS = (model("models.skipping"), "+model.dropout=0.3", "window=null", "microbatches=3")
+EVERYTHING = (model("everything"), "partition=even", "microbatches=3")
+
+
 def recomputed(case: Case) -> int:
     """The number of stages that recompute something."""
     return len({a.stage for actions in make_run(case).plan.window.program for a in actions if a.op is Op.R})
@@ -41,31 +45,24 @@ def equal(schedule: str, ranks: int, *words: str, modes: tuple[str, ...] = MODES
             assert (one.trained, one.evaluated) == (other.trained, other.evaluated)
 
 
-@pytest.mark.parametrize(
-    "schedule", ["gpipe", "interleaved_1f1b", "pipedream", "pipedream_2bw", "v_async", "zbv"]
-)
-def test_every_kind_of_schedule_to_the_last_bit(schedule):
-    """Dropout inside of skips, and BatchNorm; asynchronous ones over the version of the forward."""
-    skips = (model("models.skipping"), "+model.dropout=0.3", "window=null", "microbatches=3")
-    modes = MODES if schedule == "gpipe" else ("always",)
-    equal(schedule, V.get(schedule, 3), *skips, modes=modes)
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("schedule", ["pipedream", "v_half"])
-def test_every_kind_of_layer(schedule):
-    equal(
-        schedule, V.get(schedule, 3), model("everything"), "partition=even", "microbatches=3", "window=null"
-    )
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(
-    "words",
-    [(*BF16, "memory_format=channels_last"), ("+model.struck=true", "on_nan=skip")],
+    ("schedule", "words"),
+    [
+        # Dropout inside of skips, and BatchNorm; asynchronous ones over the version of the forward.
+        *(
+            (name, SKIPS)
+            for name in ("gpipe", "interleaved_1f1b", "pipedream", "pipedream_2bw", "v_async", "zbv")
+        ),
+        *((name, (*EVERYTHING, "window=null")) for name in ("pipedream", "v_half")),
+        ("pipedream", (*EVERYTHING, *BF16, "memory_format=channels_last")),
+        ("pipedream", (*EVERYTHING, "+model.struck=true", "on_nan=skip")),
+    ],
+    ids=str,
 )
-def test_every_kind_of_number(words):
-    equal("pipedream", 3, model("everything"), "partition=even", "microbatches=3", *words)
+def test_every_kind_of_schedule_layer_and_number_to_the_last_bit(schedule, words):
+    modes = ("always",) if words is SKIPS and schedule != "gpipe" else ("always", "selective")
+    equal(schedule, V.get(schedule, 3), *words, modes=modes)
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -115,19 +112,21 @@ def test_numbers_drawn_from_python_and_numpy_are_the_same_again():
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
-def test_a_layer_that_depends_on_something_else_is_found(mode):
-    case = Case("interleaved_1f1b", 1, (model("counting"), *ONE, f"recompute={mode}"))
-    with pytest.raises(
-        TrainingStopped,
-        match=r"stage 0 made other outputs when it ran the forward of microbatch 0 again: .*recompute=never",
-    ):
-        run_in_threads(case)
-
-
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_a_layer_that_differentiates_its_own_forward_is_refused(mode):
-    case = Case("interleaved_1f1b", 1, (model("differentiating"), *ONE, f"recompute={mode}"))
-    with pytest.raises(ActionFailed, match=r"a layer differentiates its own forward, .*recompute=never"):
+@pytest.mark.parametrize(
+    ("layer", "error", "says"),
+    [
+        (
+            "counting",
+            TrainingStopped,
+            r"stage 0 made other outputs when it ran the forward of microbatch 0 a",
+        ),
+        ("differentiating", ActionFailed, "a layer differentiates its own forward, "),
+    ],
+)
+def test_a_layer_that_cannot_be_run_again_is_refused(layer, error, says, mode):
+    """One depends on something else than what is the same again."""
+    case = Case("interleaved_1f1b", 1, (model(layer), *ONE, f"recompute={mode}"))
+    with pytest.raises(error, match=f"{says}.*recompute=never"):
         run_in_threads(case)
 
 

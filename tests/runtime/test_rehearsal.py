@@ -31,40 +31,31 @@ def rehearsed() -> Iterator[None]:
         yield
 
 
-def trained(case: Case) -> tuple[dict[str, torch.Tensor], list[tuple[float, float, float]]]:
-    state, epochs = run_in_threads(case)
-    return state, [(f.trained["loss"], f.evaluated["loss"], f.score) for f in epochs]
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        *(
+            (name, ())
+            for name in ("1f1b", "interleaved_1f1b", "pipedream", "pipedream_2bw", "v_async", "zbv")
+        ),
+        ("1f1b", ("optim=adamw", "clip_grad_norm=0.1", "ema=0.9")),
+        ("1f1b", ("on_nan=skip", "batchnorm=batch", "recompute=always")),
+        ("1f1b", ("codec.forward=topk_int8", "codec.backward=int8")),
+        ("1f1b", ("model._target_=tests.support.models.dropping", "recompute=selective")),
+    ],
+    ids=str,
+)
+def test_training_after_a_rehearsal_is_equal_to_the_last_bit(schedule, words):
+    def trained() -> tuple[dict[str, torch.Tensor], list[tuple[float, float, float]]]:
+        state, epochs = run_in_threads(Case(schedule, 2, (*UNEVEN, *words)))
+        return state, [(f.trained["loss"], f.evaluated["loss"], f.score) for f in epochs]
 
-
-def assert_no_trace(case: Case) -> None:
-    plain, losses = trained(case)
+    plain, losses = trained()
     with rehearsed():
-        again, others = trained(case)
+        again, others = trained()
     assert losses == others
     assert plain.keys() == again.keys()
-    for name, tensor in plain.items():
-        assert torch.equal(tensor, again[name]), name
-
-
-@pytest.mark.parametrize(
-    "schedule", ["1f1b", "interleaved_1f1b", "pipedream", "pipedream_2bw", "v_async", "zbv"]
-)
-def test_training_after_a_rehearsal_is_equal_to_the_last_bit(schedule):
-    assert_no_trace(Case(schedule, 2, UNEVEN))
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("optim=adamw", "clip_grad_norm=0.1", "ema=0.9"),
-        ("on_nan=skip", "batchnorm=batch", "recompute=always"),
-        ("codec.forward=topk_int8", "codec.backward=int8"),
-        ("model._target_=tests.support.models.dropping", "recompute=selective"),
-    ],
-    ids=" ".join,
-)
-def test_so_it_is_with_options(overrides):
-    assert_no_trace(Case("1f1b", 2, (*UNEVEN, *overrides)))
+    assert all(torch.equal(tensor, again[name]) for name, tensor in plain.items())
 
 
 def test_a_process_alone_rehearses_too_and_tells_nobody_its_norms():
@@ -181,23 +172,6 @@ def lines() -> nn.Sequential:
     return nn.Sequential(first, *(nn.Linear(4, 4) for _ in range(10)), nn.Linear(4, 10))
 
 
-def assert_nothing_is_cold(case: Case) -> None:
-    with loading() as engines, rehearsed():
-        run_in_threads(case)
-    assert len(engines) == case.ranks
-    assert all(engine._warm for engine in engines)
-    assert [engine.waited_for for engine in engines] == [[]] * case.ranks
-
-
-@pytest.mark.parametrize(
-    ("schedule", "ranks"),
-    [*((name, 3) for name in SCHEDULES), ("pipedream", 4), ("interleaved_1f1b", 4), ("v_half", 4)],
-)
-def test_nothing_is_cold_while_a_receive_is_posted(schedule, ranks):
-    """Receives are posted ahead, as over gloo. Microbatches of 3 and 2 samples, evaluation of 6 and 5."""
-    assert_nothing_is_cold(Case(schedule, ranks, (*TINY, "microbatches=4")))
-
-
 ANY_ORDER = [
     (),
     ("codec.forward=int8", "codec.backward=topk_int8"),
@@ -208,16 +182,30 @@ FIXED_ORDER = [
     ("clip_grad_norm=0.1", "clip_grad_norm_over=model", "ema=0.9", "optim=adamw"),
     ("model._target_=tests.support.models.tied",),
 ]
-OTHERS = [("1f1b", words) for words in ANY_ORDER + FIXED_ORDER]
-OTHERS += [("pipedream", words) for words in ((), ANY_ORDER[3], FIXED_ORDER[0])]
-OTHERS += [("zbv", words) for words in (ANY_ORDER[2], FIXED_ORDER[1])]
-OTHERS += [("fbp", words) for words in ANY_ORDER]
+OPTIONS = {
+    "1f1b": ANY_ORDER + FIXED_ORDER,
+    "pipedream": [(), ANY_ORDER[3], FIXED_ORDER[0]],
+    "zbv": [ANY_ORDER[2], FIXED_ORDER[1]],
+    "fbp": ANY_ORDER,
+}
+FOUR = ("microbatches=4",)  # of 3 and 2 samples, evaluation of 6 and 5; else as the schedule's file says
 
 
-@pytest.mark.parametrize(("schedule", "overrides"), OTHERS, ids=str)
-def test_so_it_is_with_other_options_and_pieces(schedule, overrides):
-    """A batch in as many pieces as the schedule's file says."""
-    assert_nothing_is_cold(Case(schedule, 2, (*TINY, *overrides)))
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "words"),
+    [
+        *((name, 3, FOUR) for name in SCHEDULES),
+        *((name, 4, FOUR) for name in ("pipedream", "interleaved_1f1b", "v_half")),
+        *((name, 2, words) for name, some in OPTIONS.items() for words in some),
+    ],
+    ids=str,
+)
+def test_nothing_is_cold_while_a_receive_is_posted(schedule, ranks, words):
+    """Receives are posted ahead, as over gloo."""
+    with loading() as engines, rehearsed():
+        run_in_threads(Case(schedule, ranks, (*TINY, *words)))
+    assert all(engine._warm for engine in engines)
+    assert [engine.waited_for for engine in engines] == [[]] * ranks
 
 
 def test_without_a_rehearsal_a_forward_waits_for_what_waits_for_it():
