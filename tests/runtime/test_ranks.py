@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pipetrain.errors import ChannelError
 from pipetrain.runtime import ranks
-from pipetrain.runtime.ranks import Attempt, World, _interface_towards, choose_interface
+from pipetrain.runtime.ranks import Attempt, World, choose_interface
 from tests.support.deadlines import DEADLINE_S
 from tests.support.jobs import agreements
 from tests.support.worlds import run_world
@@ -20,85 +20,67 @@ from tests.support.worlds import run_world
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-def test_a_process_without_torchrun_is_alone(monkeypatch):
+@pytest.mark.parametrize(
+    ("set_by_torchrun", "world"),
+    [((), World(0, 1, 0, 1)), ((5, 8, 1, 4), World(rank=5, size=8, local_rank=1, local_size=4))],
+)
+def test_torchrun_s_numbers_are_read_and_a_process_without_them_is_alone(monkeypatch, set_by_torchrun, world):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert World.current() == World(rank=0, size=1, local_rank=0, local_size=1)
-
-
-def test_torchrun_s_numbers_are_read(monkeypatch):
-    for name, value in zip(VARIABLES, (5, 8, 1, 4), strict=True):
+    for name, value in zip(VARIABLES, set_by_torchrun, strict=False):
         monkeypatch.setenv(name, str(value))
-    assert World.current() == World(rank=5, size=8, local_rank=1, local_size=4)
+    assert World.current() == world
 
 
 # The interface
 
-
 BOTH = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+ONE_MACHINE, TWO = World(0, 2, 0, 2), World(0, 4, 0, 2)
 
 
-@pytest.fixture
-def interface(monkeypatch):
-    """Gloo's and NCCL's variables: unset, and put back after the test."""
+@pytest.mark.parametrize(
+    ("world", "master", "interfaces", "chosen"),
+    [
+        (ONE_MACHINE, "", ("lo", "eth0"), ("lo", "=lo")),
+        (ONE_MACHINE, "", ("eth0",), (None, None)),  # no loopback: left to the backends
+        (TWO, "localhost", ("lo", "eth0"), ("lo", "=lo")),
+        (TWO, "127.0.0.1", ("lo", "eth0"), ("lo", "=lo")),
+        (TWO, "10.0.0.7", ("lo", "eth0"), ("eth0", "=eth0")),
+        (TWO, "", ("lo", "eth0"), (None, None)),
+        (TWO, "no-such-host.invalid", ("lo", "eth0"), (None, None)),
+    ],
+)
+def test_ranks_listen_where_torchrun_s_address_is_reached(monkeypatch, world, master, interfaces, chosen):
     for name in BOTH:
-        monkeypatch.setenv(name, "")
+        monkeypatch.setenv(name, "")  # put back after the test
         monkeypatch.delenv(name)
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
-    return lambda: tuple(os.environ.get(name) for name in BOTH)
-
-
-def test_ranks_of_one_machine_stay_off_the_network(interface):
-    choose_interface(World(0, 2, 0, 2))
-    assert interface() == ("lo", "=lo")
-
-
-@pytest.mark.parametrize("master", ["localhost", "127.0.0.1"])
-def test_so_do_those_that_meet_on_the_loopback(interface, monkeypatch, master):
     monkeypatch.setenv("MASTER_ADDR", master)
-    choose_interface(World(0, 4, 0, 2))
-    assert interface() == ("lo", "=lo")
+    monkeypatch.setattr("socket.if_nameindex", lambda: [*enumerate(interfaces, start=1)])
+    towards = ranks._interface_towards
+    monkeypatch.setattr(
+        ranks, "_interface_towards", lambda host: "eth0" if host == "10.0.0.7" else towards(host)
+    )
+    choose_interface(world)
+    assert tuple(os.environ.get(name) for name in BOTH) == chosen
 
 
-def test_ranks_of_several_machines_listen_where_torchrun_s_address_is_reached(interface, monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "10.0.0.7")
-    monkeypatch.setattr(ranks, "_interface_towards", {"10.0.0.7": "eth0"}.get)
-    choose_interface(World(0, 4, 0, 2))
-    assert interface() == ("eth0", "=eth0")
-
-
-@pytest.mark.parametrize("master", ["", "no-such-host.invalid"])
-def test_where_that_is_not_known_the_choice_is_left_to_the_backends(interface, monkeypatch, master):
-    monkeypatch.setenv("MASTER_ADDR", master)
-    choose_interface(World(0, 4, 0, 2))
-    assert interface() == (None, None)
+def test_a_chosen_interface_is_respected(monkeypatch):
+    for name in BOTH:
+        monkeypatch.setenv(name, "eth7")
+    choose_interface(ONE_MACHINE)
+    assert {os.environ[name] for name in BOTH} == {"eth7"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks interfaces up as Linux does")
 def test_a_machine_s_own_name_says_nothing_of_the_way_to_it():
     """It stands for the loopback there: what counts is the way to everybody else."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((ranks.ELSEWHERE, 9))
-        except OSError:
-            pytest.skip("there is no network")
-        mine = probe.getsockname()[0]
-    found = _interface_towards(mine)
+    try:
+        mine = ranks._own_address(ranks.ELSEWHERE)
+    except OSError:
+        pytest.skip("there is no network")
+    found = ranks._interface_towards(socket.inet_ntoa(mine))
     assert found in {name for _, name in socket.if_nameindex()} - {"lo"}
-    assert _interface_towards("127.0.1.1") == found
-
-
-def test_a_chosen_interface_is_respected(interface, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    choose_interface(World(0, 2, 0, 2))
-    assert interface() == ("eth7", "=lo")
-
-
-def test_a_machine_without_a_loopback_is_left_to_the_backends(interface, monkeypatch):
-    monkeypatch.setattr("socket.if_nameindex", lambda: [(2, "eth0")])
-    choose_interface(World(0, 2, 0, 2))
-    assert interface() == (None, None)
+    assert ranks._interface_towards("127.0.1.1") == found
 
 
 # An attempt
