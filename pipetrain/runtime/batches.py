@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, tee
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,21 +32,6 @@ log = logging.getLogger("pipetrain")
 Sizes = Sequence[Sequence[int]]  # the samples of each microbatch of each batch
 Told = Callable[[Callable[[Reader], Any]], Any]
 """Returns on every rank what a function of rank 0's reader returns there."""
-
-
-class Batches(Protocol):
-    """The batches of one pass. `total`: how many it has, those done before too; None if unknown."""
-
-    total: int | None
-
-    def next(self, window: int | None) -> list[int] | None:
-        """Return the samples of each of the next `window` batches (None: of all that are left).
-
-        At the end that is empty; for a loader that never had a batch it is None. All ranks call it.
-        """
-
-    def open(self, sizes: Sizes, last: int | None) -> WindowSource:
-        """Return the next window's samples; `last`: the last stage's rank, None where no targets are read."""
 
 
 @dataclass(slots=True)
@@ -98,7 +83,7 @@ def counting(
 class ByNumber:
     """The `batches` of an epoch of samples by number (the ids of each microbatch), after the first `done`.
 
-    The rank of the first stage reads inputs, that of the last one targets.
+    The rank of the first stage reads inputs, that of the last one targets. `total`: of the epoch.
     """
 
     def __init__(
@@ -124,6 +109,7 @@ class ByNumber:
             self._window.targets = (split.targets(torch.cat([*batch]), draw) for batch in batches)
 
     def next(self, window: int | None) -> list[int]:
+        """Return the samples of each of the next `window` batches (None: of all that are left)."""
         sizes = self._sizes[self._given :][:window]
         self._given += len(sizes)
         return sizes
@@ -144,6 +130,10 @@ class OfLoader:
         self._form = form
 
     def next(self, window: int | None) -> list[int] | None:
+        """Return the samples of each of the next `window` batches (None: of all that are left).
+
+        At the end that is empty; for a loader that never had a batch it is None. All ranks call it.
+        """
         sizes: list[int] | None = self._told(lambda reader: reader.window(window))
         return sizes
 
@@ -153,6 +143,7 @@ class OfLoader:
             self._told(lambda reader: reader.skip(batches, window))
 
     def open(self, sizes: Sizes, last: int | None) -> WindowSource:
+        """Return the next window's samples; `last`: the last stage's rank, None where no targets are read."""
         source, rank = WindowSource(), self._mesh.world.rank
         if self._reader is not None:
             read: Iterator[tuple[Value, Value]] = map(self._reader.take, map(sum, sizes))
@@ -182,3 +173,7 @@ class OfLoader:
         tensors = tuple(self._mesh.take_tensor("the targets of a batch", spec, 0) for spec in specs)
         value: Value = self._form.targets.pack(tensors)
         return value
+
+
+Batches = ByNumber | OfLoader
+"""The batches of one pass."""

@@ -19,12 +19,13 @@ import math
 import re
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from pipetrain.schedule.actions import Edge, Tie
 
 ALL: Tie = ()
 """Stands for the stages of all ranks, whose gradient has one norm."""
+POLL_S = 5e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,27 +70,22 @@ class Message:
         return what if abs(self.src - self.dst) == 1 else f"{what} (stage {self.src} to {self.dst})"
 
 
-class Awaited(NamedTuple):
-    """A wait in words: `late` for one that takes too long, `lost` for a connection that fails."""
-
-    late: str
-    lost: str
-
-    @classmethod
-    def any_of(cls, receives: Sequence[Message], sends: Sequence[Message], timeout: float) -> Awaited:
-        first = (*receives, *sends)[0]
-        me, peer = first.ranks[::-1] if receives else first.ranks
-        what = [f"{message.name} from rank {message.ranks[0]}" for message in receives]
-        what += [f"rank {message.ranks[1]} to take {message.name}" for message in sends]
-        late = f"rank {me} waited {timeout:g} s for {' or for '.join(what)}"
-        return cls(late, f"rank {me} lost rank {peer} at {first.name}")
-
-    def error(self, why: str = "") -> ChannelError:
-        """Return the error of a connection that failed, and `why`, else of the deadline."""
-        return ChannelError(f"{self.lost}: {why}" if why else self.late)
+Failed = Callable[[str], ChannelError]
+"""Makes the error of a wait: of a connection that is lost, and why, or with "" of its deadline."""
 
 
-def cause_of(error: RuntimeError) -> str:
+def failed(receives: Sequence[Message], sends: Sequence[Message], timeout: float, why: str) -> ChannelError:
+    """Return the error of a wait for any of these messages. See Failed."""
+    first = (*receives, *sends)[0]
+    me, peer = first.ranks[::-1] if receives else first.ranks
+    if why:
+        return ChannelError(f"rank {me} lost rank {peer} at {first.name}: {why}")
+    what = [f"{message.name} from rank {message.ranks[0]}" for message in receives]
+    what += [f"rank {message.ranks[1]} to take {message.name}" for message in sends]
+    return ChannelError(f"rank {me} waited {timeout:g} s for {' or for '.join(what)}")
+
+
+def cause_of(error: Exception) -> str:
     """Return what torch.distributed says of a failure, without gloo's source line and its advice."""
     said = str(error).strip().splitlines()[0]
     return re.sub(r"^\[\S+:\d+\] |\. This is typically caused by .*", "", said)
@@ -224,9 +221,8 @@ class Channel:
         if not any(map(self.room, sends)):
             transfers = [self._next(message) for message in receives]
             transfers += [self._ends[message.edge].sent[0] for message in sends]  # they finish in order
-            awaited = Awaited.any_of(receives, sends, self._timeout)
-            with self._waiting(awaited):
-                self._await_any(transfers, awaited)
+            with self._waiting(partial(failed, receives, sends, self._timeout)):
+                self._await_any(transfers)
 
     # Sums over ranks
 
@@ -238,12 +234,8 @@ class Channel:
     def hear(self, tie: Tie) -> Tensor:
         """Wait for the first sum of a tie that was told and not heard."""
         numbers, work = self._told[tie].popleft()
-        what = "the gradients of shared weights" if tie else "the gradient norms"
-        me = f"rank {dist.get_rank() if dist.is_initialized() else 0}"
-        late = f"{me} waited {self._timeout:g} s for {what} of the other ranks"
-        awaited = Awaited(late, f"{me} lost another rank at {what}")
-        with self._waiting(awaited):
-            self._complete([work], awaited)
+        with self._waiting(error := partial(_failed_sum, tie, self._timeout)):
+            self._complete([work], error)
         return numbers.to(self._device, non_blocking=True)
 
     # What it holds
@@ -281,7 +273,7 @@ class Channel:
             end.posted.append(self._start(message, False, [self._empty(spec) for spec in message.specs]))
 
     def _start(self, message: Message, sending: bool, tensors: list[Tensor]) -> _Transfer:
-        with self._waiting(self._awaited(message, sending)):
+        with self._waiting(self._failed(message, sending)):
             works = [self._begin(message, tensor, sending) for tensor in tensors]
         watched = self._watch.add(message.edge, works) if self._watch else None
         return _Transfer(message, sending, tensors, works, watched)
@@ -305,47 +297,43 @@ class Channel:
 
     # Waits
 
-    def _awaited(self, message: Message, sending: bool) -> Awaited:
-        return Awaited.any_of(*(([], [message]) if sending else ([message], [])), self._timeout)
+    def _failed(self, message: Message, sending: bool) -> Failed:
+        return partial(failed, *(([], [message]) if sending else ([message], [])), self._timeout)
 
     def _wait(self, transfer: _Transfer) -> None:
-        awaited = self._awaited(transfer.message, transfer.sending)
-        with self._waiting(awaited):
+        with self._waiting(error := self._failed(transfer.message, transfer.sending)):
             if transfer.watched or (self._polls and not transfer.sending):
-                self._await_any([transfer], awaited)
+                self._await_any([transfer])
             if transfer.watched:
                 transfer.watched.result()
             else:
-                self._complete(transfer.works, awaited)
+                self._complete(transfer.works, error)
 
     @contextmanager
-    def _waiting(self, awaited: Awaited) -> Iterator[None]:
+    def _waiting(self, failed: Failed) -> Iterator[None]:
         """Count the time of a wait, and say what it was for if it fails."""
         start = time.monotonic()
         try:
             yield
         except ChannelError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             self.check()
             over = time.monotonic() - start >= self._timeout
-            raise awaited.error("" if over else cause_of(error)) from error
+            raise failed("" if over else cause_of(error)) from error
         finally:
             self.waited += time.monotonic() - start
 
-    def _await_any(self, transfers: Sequence[_Transfer], awaited: Awaited) -> None:
-        """Let the host wait until one of these is finished."""
-        watched = [transfer.watched for transfer in transfers if transfer.watched]
-        if watched and not wait(watched, self._timeout, FIRST_COMPLETED).done:
-            raise awaited.error()
+    def _await_any(self, transfers: Sequence[_Transfer]) -> None:
+        """Let the host wait until one of these is finished. Raises TimeoutError."""
         end = time.monotonic() + self._timeout
         while not any(transfer.finished for transfer in transfers):
             self.check()
             if time.monotonic() > end:
-                raise awaited.error()
-            time.sleep(0)
+                raise TimeoutError
+            time.sleep(POLL_S)
 
-    def _complete(self, works: Sequence[dist.Work], awaited: Awaited) -> None:
+    def _complete(self, works: Sequence[dist.Work], failed: Failed) -> None:
         """Let the host wait or, where it does not, the stream, whose deadline is kept aside."""
         end = time.monotonic() + self._timeout
         self.check()
@@ -354,7 +342,7 @@ class Channel:
         if self._deadline:
             passed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             passed.record(self._stream)
-            self._deadline.add(passed.query, awaited.error)
+            self._deadline.add(passed.query, failed)
 
     def _backends(self) -> list[Any]:
         groups = [end.group for end in self._ends.values()]
@@ -393,3 +381,10 @@ class Channel:
 def _at_least(seconds: float) -> timedelta:
     """Return so much time or up to 1 ms more: gloo waits for whole milliseconds, and would end too early."""
     return timedelta(milliseconds=max(0, math.floor(1000 * seconds)) + 1)
+
+
+def _failed_sum(tie: Tie, timeout: float, why: str) -> ChannelError:
+    what = "the gradients of shared weights" if tie else "the gradient norms"
+    me = f"rank {dist.get_rank() if dist.is_initialized() else 0}"
+    late = f"{me} waited {timeout:g} s for {what} of the other ranks"
+    return ChannelError(f"{me} lost another rank at {what}: {why}" if why else late)

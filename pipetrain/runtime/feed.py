@@ -48,10 +48,10 @@ class Feed(Protocol):
         """Return the number of samples of a microbatch."""
 
     def input(self, mb: int) -> tuple[Tensor, ...]:
-        """Return the first stage's inputs [n, ...]; called in ascending order."""
+        """Return the first stage's inputs [n, ...] on the device; called in ascending order."""
 
     def target(self, mb: int) -> Target:
-        """Return the last stage's targets; called once for each microbatch."""
+        """Return the last stage's targets on the device; called once for each microbatch."""
 
     def prepare(self) -> None:
         """Make the next input in advance; called before the engine waits for a message."""
@@ -95,19 +95,16 @@ class WindowFeed:
         return self._sizes[mb]
 
     def input(self, mb: int) -> tuple[Tensor, ...]:
-        """Return the inputs of the next microbatch [n, ...] on the device."""
         assert self._inputs is not None, f"this rank has no inputs to give for microbatch {mb}"
         inputs, self._ahead = self._ahead, None
         self._given += 1
         return as_tuple(self._moved(next(self._inputs))) if inputs is None else inputs
 
     def prepare(self) -> None:
-        """Load the next inputs, and start their copy to the device."""
         if self._inputs is not None and self._ahead is None and self._given < len(self._sizes):
             self._ahead = as_tuple(self._moved(next(self._inputs)))
 
     def target(self, mb: int) -> Target:
-        """Return the targets of a microbatch on the device, once."""
         assert self._targets is not None, f"this rank has no targets to give for microbatch {mb}"
         while mb not in self._ready:
             self._read_batch(self._targets)

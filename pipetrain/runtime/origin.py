@@ -32,10 +32,17 @@ def origin_of_outputs(stage: Stage, microbatch: Microbatch) -> str:
         if not all_finite([tensor]):
             earlier = f"what came from layer {value.layer}, in an earlier stage"
             return DATA if value.layer == INPUT else earlier
-    with _again(stage, microbatch):
-        found = forward_origin(stage.module, microbatch.inputs)
+    found: list[str] = []
+
+    def see(name: str, layer: nn.Module, outputs: Tensors) -> Tensors:
+        if not found and not all_finite(outputs):
+            found.append(f"layer {name}")
+        return outputs
+
+    with _again(stage, microbatch), torch.no_grad():
+        stage.module.observed(microbatch.inputs, see)
     if found or microbatch.target is None or all_finite(as_tuple(microbatch.target.value)):
-        return found
+        return next(iter(found), "")
     return f"the targets, {DATA}"
 
 
@@ -76,20 +83,6 @@ def _again(stage: Stage, microbatch: Microbatch) -> Iterator[None]:
 def all_finite(tensors: Sequence[Tensor | None]) -> bool:
     """Return whether all numbers are finite; integers are."""
     return all(bool(numbers_of(t).isfinite().all()) for t in tensors if t is not None)
-
-
-@torch.no_grad()
-def forward_origin(part: Part, x: Tensors) -> str:
-    """Return the first layer whose output is not finite for these inputs; "" if none is."""
-    found: list[str] = []
-
-    def see(name: str, layer: nn.Module, outputs: Tensors) -> Tensors:
-        if not found and not all_finite(outputs):
-            found.append(f"layer {name}")
-        return outputs
-
-    part.observed(x, see)
-    return next(iter(found), "")
 
 
 @torch.enable_grad()

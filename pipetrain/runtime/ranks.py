@@ -242,13 +242,14 @@ class Ranks:
         """
         limit_s = self._timeout if limit_s is None else limit_s
         if self.world.size > 1:
-            try:
-                dist.monitored_barrier(self._all, timedelta(seconds=limit_s), wait_all_ranks=True)
-            except RuntimeError as error:
-                if missing := re.search(r"[Rr]anks? ([\d, ]+) failed to pass", str(error)):
-                    ranks = [int(rank) for rank in missing[1].split(",")]
-                    raise _waited(self.world.rank, limit_s, ranks, doing) from error
-                raise self._lost(f"meet the others to {doing}", error) from error
+            with self._trying(f"meet the others to {doing}"):
+                try:
+                    dist.monitored_barrier(self._all, timedelta(seconds=limit_s), wait_all_ranks=True)
+                except RuntimeError as error:
+                    if missing := re.search(r"[Rr]anks? ([\d, ]+) failed to pass", str(error)):
+                        ranks = [int(rank) for rank in missing[1].split(",")]
+                        raise _waited(self.world.rank, limit_s, ranks, doing) from error
+                    raise
         for rank, why in enumerate(self.gather("the start", refusal)):
             if why:
                 raise Refused(why if why.startswith(f"rank {rank} ") or not rank else f"rank {rank}: {why}")
@@ -324,15 +325,10 @@ class Ranks:
         except ChannelError:
             raise
         except RuntimeError as error:
-            raise self._lost(doing, error) from error
-
-    def _lost(self, doing: str, error: RuntimeError) -> ChannelError:
-        cause, within = cause_of(error), ""
-        advice = "a rank has ended, look at what it says"
-        if re.search("timed? ?out", cause, re.IGNORECASE):
-            within = f" within {self._timeout:g} s"
-            advice = "look at what the other ranks say, or give it longer with timeout="
-        return ChannelError(f"rank {self.world.rank} could not {doing}{within}: {cause}; {advice}")
+            raise ChannelError(
+                f"rank {self.world.rank} could not {doing}: {cause_of(error)}; look at what the other ranks "
+                f"say, or give them longer than {self._timeout:g} s with timeout="
+            ) from error
 
 
 def _waited(rank: int, limit_s: float, whom: Collection[int] | str, doing: str) -> ChannelError:

@@ -10,7 +10,7 @@ import torch
 
 from pipetrain.network.values import TensorSpec
 from pipetrain.runtime import channel as module
-from pipetrain.runtime.channel import Awaited, Channel, Message, cause_of
+from pipetrain.runtime.channel import Channel, Message, cause_of, failed
 from pipetrain.runtime.loopback import LoopbackChannel
 
 SPECS = (TensorSpec((2, 3), torch.float64), TensorSpec((2,), torch.int64))
@@ -60,10 +60,9 @@ def test_a_message_has_an_edge_and_a_size():
     ],
 )
 def test_an_error_says_who_waits_for_what(receives, sends, late, lost):
-    awaited = Awaited.any_of(receives, sends, 60)
-    assert str(awaited.error()) == f"rank {late}"
-    assert str(awaited.error("gone")).startswith(f"rank {lost}")
-    assert str(awaited.error("gone")).endswith(": gone")
+    assert str(failed(receives, sends, 60, "")) == f"rank {late}"
+    assert str(failed(receives, sends, 60, "gone")).startswith(f"rank {lost}")
+    assert str(failed(receives, sends, 60, "gone")).endswith(": gone")
 
 
 def test_the_cause_of_a_failure_is_one_sentence_without_gloo_s_source_line():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from concurrent.futures import wait
 from datetime import timedelta
-from functools import partial
 from threading import Event
 from types import SimpleNamespace
 from typing import Any

@@ -10,7 +10,7 @@ from threading import Condition
 import torch
 from torch import Tensor
 
-from pipetrain.runtime.channel import Awaited, ChannelError, Message
+from pipetrain.runtime.channel import ChannelError, Message, failed
 from pipetrain.schedule.actions import Edge, Tie
 
 
@@ -115,7 +115,7 @@ class LocalChannel:
     ) -> None:
         start = time.monotonic()
         if not self._wire.changed.wait_for(ready, self._timeout):
-            raise Awaited.any_of(receives, sends, self._timeout).error()
+            raise failed(receives, sends, self._timeout, "")
         self.waited += time.monotonic() - start
 
 
