@@ -35,101 +35,60 @@ def run(program: list, microbatches: int, cost: Cost = unit_cost) -> Timeline:
     return simulate(lower(program), microbatches, cost=cost)
 
 
-PICTURES: list[tuple[str, Timeline, dict[str, Any], str]] = [
-    (
-        "1F1B as the documents show it",
-        run(one_f_one_b(4, 1, 4), 4),
-        {},
-        """
+PICTURES: dict[str, tuple[Timeline, dict[str, Any]]] = {
+    """1F1B as the documents show it:
 4 ranks, makespan 21, bubble 42.9%
 rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B0--- .  B1--- .  B2--- .  B3---|
 rank 1  .  F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---|.  .
 rank 2  .  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3---|.  .  .  .
 rank 3  .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3---|.  .  .  .  .  .
-""",
-    ),
-    (
-        "several stages a rank",
-        run(forward_only([0, 1, 0, 1], 2), 2),
-        {},
-        """
+""": (run(one_f_one_b(4, 1, 4), 4), {}),
+    """several stages a rank:
 2 ranks, makespan 5, bubble 20.0%
 rank 0  0F0 0F1 2F0 2F1 .
 rank 1  .   1F0 1F1 3F0 3F1
-""",
-    ),
-    (
-        "halves of a backward",
-        run(parse_program(SPLIT), 2),
-        {},
-        """
+""": (run(forward_only([0, 1, 0, 1], 2), 2), {}),
+    """halves of a backward:
 2 ranks, makespan 7, bubble 14.3%
 rank 0  F0 F1 .  I0 W0 I1 W1|
 rank 1  .  F0 I0 F1 I1 W0 W1|
-""",
-    ),
-    (
-        "a V",
-        run(joined(zbv(2, 1, 3)), 3),
-        {"width": 120},
-        """
+""": (run(parse_program(SPLIT), 2), {}),
+    """a V:
 2 ranks, makespan 19, bubble 5.3%
 rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0B0---- 3F2 3I2 3W2|0B1---- 0B2----|.
 rank 1  .   1F0 2F0 1F1 2F1 2B0---- 1F2 1I0 1W0 2F2 2B1---- 1I1 2I2 1I2 1W1 2W2|1W2|
-""",
-    ),
-    (
-        "steps that wait for the norms of all stages",
-        run(with_norms(pipedream(2, 2, 2)), 2),
-        {},
-        """
+""": (run(joined(zbv(2, 1, 3)), 3), {"width": 120}),
+    """steps that wait for the norms of all stages:
 2 ranks, makespan 17, bubble 29.4%
 rank 0  F0 F1 .  .  B0--- F2 B1---|F3 .  .  B2--- .  B3---|
 rank 1  .  F0 B0--- F1 B1--- .  . |F2 B2--- F3 B3--- .  . |
-""",
-    ),
-    (
-        "of a long window what fills two lines",
-        run(pipedream(2, 40, 1), 1),
-        {"width": 40},
-        """
+""": (run(with_norms(pipedream(2, 2, 2)), 2), {}),
+    """of a long window what fills two lines:
 2 ranks, makespan 123, bubble 2.4%; cells 0 to 14 of 123
 rank 0  F0- F1- .   .   B0-----|F2-…
 rank 1  .   F0- B0-----|F1- B1-----|…
 
 rank 0  B1-----|F3- B2-----|F4- B3--…
 rank 1  F2- B2-----|F3- B3-----|F4-…
-""",
-    ),
-    (
-        "or what is asked for",
-        run(pipedream(2, 40, 1), 1),
-        {"width": 40, "span": (118, 999)},
-        """
+""": (run(pipedream(2, 40, 1), 1), {"width": 40}),
+    """or what is asked for:
 2 ranks, makespan 123, bubble 2.4%; cells 118 to 123 of 123
 rank 0  B38----|.   B39----|
 rank 1  F39 B39----|.   .
-""",
-    ),
-    (
-        "times that are no units are drawn to scale, in their unit, below a title",
-        run(one_f_one_b(2, 1, 2), 2, slowed(0.003, (1,), 2.0)),
-        {"title": "mlp, 1f1b", "unit_of_time": "s"},
-        """
+""": (run(pipedream(2, 40, 1), 1), {"width": 40, "span": (118, 999)}),
+    """times that are no units are drawn to scale, in their unit, below a title:
 mlp, 1f1b, 2 ranks, makespan 0.045 s, bubble 40.0%; a cell is 0.003 s
 F forward, B backward, | step, . idle, F3: of microbatch 3
 rank 0  F0 F1 .  .  .  .  .  B0--- .  .  .  .  B1---|
 rank 1  .  F0--- B0--------- F1--- B1---------|.  .
-""",
-    ),
-]
+""": (run(one_f_one_b(2, 1, 2), 2, slowed(0.003, (1,), 2.0)), {"title": "mlp, 1f1b", "unit_of_time": "s"}),
+}
 
 
-@pytest.mark.parametrize(
-    ("timeline", "options", "text"), [p[1:] for p in PICTURES], ids=[p[0] for p in PICTURES]
-)
-def test_as_text(timeline: Timeline, options: dict[str, Any], text: str) -> None:
-    assert f"\n{as_text(timeline, **options)}" == text
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.partition(":")[0])
+def test_as_text(picture: str) -> None:
+    timeline, options = PICTURES[picture]
+    assert as_text(timeline, **options) == picture.partition(":\n")[2]
 
 
 @pytest.mark.parametrize("width", [20, 41, 173])
