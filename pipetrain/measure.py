@@ -29,9 +29,9 @@ from pipetrain.network.network import INPUT, Made, Network, Tensors
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.tensors import made_up
 from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple, leaves_of
+from pipetrain.plan.costs import SECONDS, Facts, LayerTime, Profile, average
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.plan import Plan
-from pipetrain.plan.profile import SECONDS, Facts, LayerTime, Profile, average
 from pipetrain.runtime.channel import Channel, Message
 from pipetrain.runtime.clock import Clock, Mark
 from pipetrain.runtime.mesh import Mesh

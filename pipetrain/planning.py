@@ -10,10 +10,10 @@ from pipetrain.arguments import Asked
 from pipetrain.data.loading import Form
 from pipetrain.measure import measure, twin_of
 from pipetrain.network.network import Network
+from pipetrain.plan.costs import Facts, Profile, profile_conditions, read_profile
 from pipetrain.plan.describe import OpenPlan
 from pipetrain.plan.memory import optimizer_state, sized
 from pipetrain.plan.plan import Plan, Samples, make_plan, prove_cut
-from pipetrain.plan.profile import Facts, Profile, profile_conditions, read_profile
 from pipetrain.runtime.alike import digest, level, prove_same
 from pipetrain.runtime.together import Together
 from pipetrain.settings import PROFILE, Settings

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipetrain.building import make_model, make_schedule, make_task
 from pipetrain.network.chain import network_of
 from pipetrain.network.values import TensorSpec, Value, ValueSpec
-from pipetrain.plan.allowed import refuse_cuts
+from pipetrain.plan.cut import refuse_cuts
 from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.optimizer import make_optimizer
 from pipetrain.tasks import Classification, LanguageModelling, Regression, Segmentation, Task

@@ -31,9 +31,9 @@ from pipetrain.network.chain import Chain, network_of
 from pipetrain.network.network import Network
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.plan.costs import LayerTime, Profile, profile_conditions
 from pipetrain.plan.estimate import estimate
 from pipetrain.plan.plan import Plan
-from pipetrain.plan.profile import LayerTime, Profile, profile_conditions
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.optimizer import make_optimizer
 from pipetrain.runtime.ranks import World

@@ -3,16 +3,29 @@
 The slowest stage limits a pipeline, so automatic cuts minimise the largest stage, exactly, by dynamic
 programming over contiguous slices (the linear partition problem). Where ranks have several stages each, the
 slowest rank limits it, and a large stage still holds up the filling: both are minimised together, by search.
+
+By measured times: what the stages of any cut would take and hold, and what they may recompute. With
+memory_limit= and recompute=auto each stage is in the fastest mode that fits: it saves all, or it keeps what
+is dear to make again, or its inputs alone. A program with an R wherever there may be one says how much that
+is, beside the program without any.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
+from pipetrain.codec import Identity
 from pipetrain.errors import ConfigError
+from pipetrain.plan.costs import Profile, Table
 from pipetrain.plan.estimate import Layer
+from pipetrain.plan.program import make_program, modes_of
+from pipetrain.schedule.actions import Op, Program, Schedule, splits
+from pipetrain.schedule.memory import GIB, Items, counts, held_bytes
+from pipetrain.settings import AUTO, PROFILE, STRATEGIES, Mode, Settings
 
 
 def choose_cuts(partition: str | Sequence[int], layers: Sequence[Layer], where: Sequence[int]) -> list[int]:
@@ -104,3 +117,180 @@ def best_cuts(layers: int, stages: int, cost: Callable[[int, int, int], float]) 
         end = cut[k][end]
         cuts.append(end)
     return cuts[::-1], best[stages][layers]
+
+
+class StageCost(NamedTuple):
+    """What a stage takes and holds, as predicted; a batch is with B, or with I and W where it splits."""
+
+    mode: Mode
+    seconds: Mapping[Op, float]
+    messages_s: float  # a microbatch
+    batch_s: float
+    held_bytes: int
+
+
+class Choice(NamedTuple):
+    """Some cuts, as predicted, each stage in its fastest mode that fits."""
+
+    cuts: list[int]
+    stages: list[StageCost]
+
+    @property
+    def slowest_s(self) -> float:
+        return max(stage.batch_s for stage in self.stages)
+
+    @property
+    def held_bytes(self) -> int:
+        return max(stage.held_bytes for stage in self.stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A profile's predictions; `choices`: by strategy; `limit`: the most bytes of a stage."""
+
+    profile: Profile
+    choices: dict[str, Choice]
+    limit: float = math.inf
+
+    @property
+    def chosen(self) -> Choice:
+        return self.choices[PROFILE]
+
+
+class InSchedule(NamedTuple):
+    """What a schedule has one stage do in a mode: how many items it may hold, and the share of R."""
+
+    counts: Collection[Items]
+    share: float = 0.0  # of its microbatches
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Predicts layers `start` to `end` (exclusive) as stage number `stage` of a schedule.
+
+    `placement`: the rank of each stage; `modes`: what each may do, by what it may recompute; `split`: whether
+    backwards come in two halves.
+    """
+
+    table: Table
+    placement: Sequence[int]
+    modes: Sequence[Mapping[Mode, InSchedule]]
+    microbatches: int
+    split: bool = False
+    _known: dict[tuple[int, int, int, Mode], StageCost] = field(default_factory=dict, init=False)
+
+    def stage(self, stage: int, start: int, end: int, mode: Mode) -> StageCost:
+        key = stage, start, end, mode
+        if key not in self._known:
+            seconds, sizes = (
+                self.table.seconds(start, end, self.split, mode),
+                self.table.sizes(start, end, mode),
+            )
+            backward_s = seconds[Op.I] + seconds[Op.W] if self.split else seconds[Op.B]
+            messages_s, of = self._messages_s(stage, start, end), self.modes[stage][mode]
+            each_s = seconds[Op.F] + backward_s + of.share * seconds[Op.R] + messages_s
+            batch_s = self.microbatches * each_s + seconds[Op.STEP]
+            held = max(held_bytes(items, sizes) for items in of.counts)
+            self._known[key] = StageCost(mode, seconds, messages_s, batch_s, held)
+        return self._known[key]
+
+    def _messages_s(self, stage: int, start: int, end: int) -> float:
+        """Return the time of the messages to and from other ranks: one each way at each end."""
+        ends = {stage - 1: self.table.entering(start, end), stage + 1: self.table.leaving(start, end)}
+        return sum(
+            self.table.message_s(nbytes)
+            for other, values in ends.items()
+            if values and self.placement[other : other + 1] != [self.placement[stage]]
+            for nbytes in self.table.wire_bytes(values)
+        )
+
+    def best(self, stage: int, start: int, end: int, limit: float) -> StageCost:
+        """Return a stage in the fastest mode that holds at most `limit` bytes, else in that of the least."""
+        ways = [self.stage(stage, start, end, mode) for mode in self.modes[stage]]
+        fitting = [way for way in ways if way.held_bytes <= limit]
+        if fitting:
+            return min(fitting, key=lambda way: way.batch_s)
+        return min(ways, key=lambda way: way.held_bytes)
+
+    def choice(self, cuts: Sequence[int], limit: float = math.inf) -> Choice:
+        spans = pairwise([0, *cuts, len(self.table.layers)])
+        return Choice(list(cuts), [self.best(stage, *span, limit) for stage, span in enumerate(spans)])
+
+
+def predictor_of(
+    settings: Settings, schedule: Schedule, where: Sequence[int], lengths: Collection[int], table: Table
+) -> Predictor:
+    """Return what predicts any stage, by what the schedule has it do in any of the windows."""
+
+    def programs(recompute: Collection[int] = ()) -> dict[int, Program]:
+        return {n: make_program(schedule, None, n, settings, recompute=recompute) for n in lengths}
+
+    stages, plain = range(len(where)), programs()
+    asked = [[mode] for mode in modes_of(settings.recompute, len(where))]
+    if settings.recompute == AUTO and settings.memory_limit is not None:
+        # torch.compile leaves no operations to choose from.
+        asked = [
+            [mode for mode in Mode if mode is not Mode.SELECTIVE or not settings.compile] for _ in stages
+        ]
+    again = programs(stages) if any(modes != [Mode.NEVER] for modes in asked) else plain
+    ways: list[dict[Mode, InSchedule]] = []
+    for stage, modes in enumerate(asked):
+        never, recomputing = (_in_schedule(settings, of, stage) for of in (plain, again))
+        chosen = modes if recomputing.share else [Mode.NEVER]
+        ways.append({mode: never if mode is Mode.NEVER else recomputing for mode in chosen})
+    split = any(splits(program) for program in plain.values())
+    return Predictor(table, where, ways, settings.microbatches, split)
+
+
+def _in_schedule(settings: Settings, programs: Mapping[int, Program], stage: int) -> InSchedule:
+    """Return what a stage does in the programs; `programs`: by number of batches."""
+    copied = [] if isinstance(settings.codecs.forward, Identity) else [stage]
+    found: set[Items] = set()
+    share = 0.0
+    for batches, program in programs.items():
+        (actions,) = (row for row in program if any(action.stage == stage for action in row))
+        share = max(share, sum((a.stage, a.op) == (stage, Op.R) for a in actions) / batches)
+        found |= {now[stage] for now in counts(actions, settings.buffer_size, copied)}
+    return InSchedule(found, share / settings.microbatches)
+
+
+def balance_times(predictor: Predictor, allowed: Collection[int], limit: float = math.inf) -> list[int]:
+    """Return the `allowed` cuts, within `limit` bytes a stage, with the fastest slowest stage.
+
+    Each stage is in the fastest mode of recomputation that fits. Raises ConfigError if there are none.
+    """
+    layers, stages = len(predictor.table.layers), len(predictor.placement)
+    within = {0, layers, *allowed}
+
+    def seconds(stage: int, start: int, end: int) -> float:
+        best = predictor.best(stage, start, end, limit) if {start, end} <= within else None
+        return best.batch_s if best is not None and best.held_bytes <= limit else math.inf
+
+    def held(stage: int, start: int, end: int) -> float:
+        return predictor.best(stage, start, end, 0).held_bytes if {start, end} <= within else math.inf
+
+    cuts, slowest = best_cuts(layers, stages, seconds)
+    if slowest < math.inf:
+        return cuts
+    _, smallest = best_cuts(layers, stages, held)
+    if smallest == math.inf:
+        raise ConfigError(
+            f"partition={PROFILE} cannot cut this model into {stages} stages: only {len(within) - 2} of its "
+            f"{layers - 1} cuts part no layers that share a tensor and send no complex one; choose fewer"
+        )
+    raise ConfigError(
+        f"memory_limit={limit / GIB:g} is too small: the smallest with which {stages} stages fit is "
+        f"{math.ceil(smallest / GIB * 1e4) / 1e4:.4f} GiB; choose that, recompute=auto, more stages or "
+        f"smaller microbatches"
+    )
+
+
+def cut_by_times(
+    settings: Settings, predictor: Predictor, allowed: Collection[int], profile: Profile
+) -> Prediction:
+    """Choose the cuts by measured times, and compare them with those of the other strategies."""
+    layers, where = predictor.table.layers, predictor.placement
+    limit = math.inf if settings.memory_limit is None else settings.memory_limit * GIB
+    cuts = {PROFILE: balance_times(predictor, allowed, limit)}
+    cuts |= {name: choose_cuts(name, layers, where) for name in STRATEGIES}
+    return Prediction(profile, {name: predictor.choice(of, limit) for name, of in cuts.items()}, limit)

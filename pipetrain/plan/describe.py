@@ -21,12 +21,12 @@ from pipetrain.data import declared_example, load_data
 from pipetrain.errors import ConfigError
 from pipetrain.network.chain import network_of
 from pipetrain.network.values import TensorSpec
-from pipetrain.plan.by_times import Prediction
+from pipetrain.plan.balance import Prediction
 from pipetrain.plan.comparing import BATCHES, WORK, aligned, batches_of, times
+from pipetrain.plan.costs import profile_conditions, read_profile
 from pipetrain.plan.cut import AnySize
 from pipetrain.plan.memory import gpu_bytes, known_state, memory, optimizer_state, says_whether_it_fits, sized
 from pipetrain.plan.plan import Plan, Samples, make_plan, with_costs
-from pipetrain.plan.profile import profile_conditions, read_profile
 from pipetrain.plan.replay import compare, read_trace, refuse_other
 from pipetrain.rules import COUNT
 from pipetrain.schedule.actions import Op, has_norms, splits

@@ -16,13 +16,10 @@ from pipetrain.network.numerics import Numerics
 from pipetrain.network.places import named_tensors
 from pipetrain.network.proving import MOST_WORK, prove_parts
 from pipetrain.network.values import Value, ValueSpec, cast_floats
-from pipetrain.plan.allowed import cuts_that_may_be, refuse_cuts
-from pipetrain.plan.balance import choose_cuts
-from pipetrain.plan.by_times import Prediction, cut_by_times, predictor_of
-from pipetrain.plan.costs import Table, by_work
-from pipetrain.plan.cut import Cut, Estimates, cut_layers, shared_weights
+from pipetrain.plan.balance import Prediction, choose_cuts, cut_by_times, predictor_of
+from pipetrain.plan.costs import Profile, Table, by_work, refuse_other_layers
+from pipetrain.plan.cut import Cut, Estimates, cut_layers, cuts_that_may_be, refuse_cuts, shared_weights
 from pipetrain.plan.estimate import Layer, estimate
-from pipetrain.plan.profile import Profile, refuse_other_layers
 from pipetrain.plan.program import (
     Window,
     draft_program,

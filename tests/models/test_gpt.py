@@ -15,8 +15,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.models import gpt
 from pipetrain.network.chain import Chain
 from pipetrain.network.values import TensorSpec, ValueSpec
-from pipetrain.plan.allowed import refuse_cuts
-from pipetrain.plan.cut import shared_weights
+from pipetrain.plan.cut import refuse_cuts, shared_weights
 from pipetrain.plan.estimate import estimate
 from tests.support import cases
 from tests.support.cases import config

@@ -21,8 +21,8 @@ from pipetrain.measure import measure
 from pipetrain.network.chain import network_of
 from pipetrain.network.network import Network
 from pipetrain.network.values import TensorSpec, specs_of
+from pipetrain.plan.costs import Profile, profile_conditions
 from pipetrain.plan.plan import Plan
-from pipetrain.plan.profile import Profile, profile_conditions
 from pipetrain.runtime.channel import ALL, ChannelError, Message
 from pipetrain.runtime.coding import Coding
 from pipetrain.runtime.mesh import Mesh

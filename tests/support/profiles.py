@@ -11,11 +11,10 @@ from torch import nn
 
 from pipetrain.network.network import INPUT, Made
 from pipetrain.network.values import TensorSpec, ValueSpec
-from pipetrain.plan.by_times import InSchedule, Predictor
-from pipetrain.plan.costs import Table
+from pipetrain.plan.balance import InSchedule, Predictor
+from pipetrain.plan.costs import LayerTime, Profile, Table
 from pipetrain.plan.estimate import Layer, estimate
 from pipetrain.plan.observed import Kept
-from pipetrain.plan.profile import LayerTime, Profile
 from pipetrain.schedule.memory import Items
 from pipetrain.settings import Mode
 

@@ -26,9 +26,9 @@ from pipetrain.network.chain import network_of
 from pipetrain.network.model import prove_model
 from pipetrain.network.network import Network
 from pipetrain.network.values import ValueSpec
+from pipetrain.plan.costs import Profile, profile_conditions, read_profile
 from pipetrain.plan.memory import optimizer_state, sized
 from pipetrain.plan.plan import Plan, Samples, make_plan
-from pipetrain.plan.profile import Profile, profile_conditions, read_profile
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.runtime.mesh import Mesh
