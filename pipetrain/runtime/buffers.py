@@ -29,7 +29,6 @@ class Buffers:
         """Whether a backward changes them, as a layer that recomputes inside does; None: not known yet."""
 
     def copies(self) -> Copies:
-        """Return the buffers with copies of their present values."""
         now = {id(place.tensor): place.tensor for place in self._places}
         copied = {key: torch.empty_like(tensor) for key, tensor in now.items()}
         both: list[Any] = [[*now.values()], [*copied.values()]]

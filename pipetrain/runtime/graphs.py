@@ -91,7 +91,6 @@ class FixedWeights(Weights):
 
     @contextmanager
     def only(self, leaves: dict[str, Tensor]) -> Iterator[None]:
-        """Let these leaves be version 0."""
         before = self._versions
         self._versions = {0: leaves}
         try:

@@ -66,7 +66,6 @@ class Objective:
         return Counted(target.share, loss.detach(), target.weight, target.samples, sums)
 
     def evaluate(self, outputs: Tensors, target: Target) -> None:
-        """Count the outputs of an evaluation."""
         loss = self._task.evaluation_loss(self.made(outputs), target.value)
         self.evaluated.add(*self.counted(loss, outputs, target)[1:])
 
@@ -78,7 +77,6 @@ class Objective:
         self.trained.add_up()
 
     def made(self, outputs: Tensors) -> Any:
-        """Return the outputs as the model returns them, for the task."""
         return self._pack(as_tuple(cast_floats(outputs, torch.float32)) if self._autocast else outputs)
 
 

@@ -116,7 +116,6 @@ def small_copies(model: nn.Module) -> _Parameters:
 
 
 def _groups(key: str, content: Any, model: nn.Module) -> list[Group]:
-    """Return the groups under a key. Raises ConfigError, also for a group without parameters."""
     if not isinstance(content or {}, Mapping):
         raise ConfigError(f"{key}={content} must have a name for each group, with its options")
     groups = [_group(f"{key}.{name}", options) for name, options in (content or {}).items()]

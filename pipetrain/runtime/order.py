@@ -67,7 +67,6 @@ class Order:
         return Order(shortened(self._list, batches, self._microbatches), batches, self._microbatches)
 
     def receives(self) -> list[Action]:
-        """Return all RECVs, in order on each edge."""
         return [action for action in self._list if action.op in RECEIVES]
 
     def needed(self, stage: int, version: int) -> bool:
@@ -75,7 +74,6 @@ class Order:
         return self._last_uses.get((stage, version), -1) > self._position
 
     def saving(self, stage: int, mb: int) -> Saving:
-        """Return what the forward of a microbatch is to save."""
         return Saving((stage, mb) in self._split, (stage, mb) in self._recomputed)
 
     def actions(self, view: Receiving) -> Iterator[Action | Wait]:
@@ -158,13 +156,8 @@ class Decided(Order):
 def order_of(plan: Plan, batches: int, rank: int, ends: Ends | None = None) -> Order:
     """Return the actions of a rank in a window of `batches` batches."""
     size = batches, plan.settings.microbatches
-    actions = plan.windows[batches].program[rank]
+    actions, ahead = plan.windows[batches].program[rank], max(plan.cut.bounds.values(), default=0)
     if plan.policy is None:
-        return Order(actions, *size, ends, ahead(plan))
+        return Order(actions, *size, ends, ahead)
     recomputes = any(action.op is Op.R for action in actions)
-    return Decided(plan.policy, rank, plan.stages, *size, plan.cut.edges, recomputes, ends, ahead(plan))
-
-
-def ahead(plan: Plan) -> int:
-    """Return how many receives are posted ahead on an edge at most."""
-    return max(plan.cut.bounds.values(), default=0)
+    return Decided(plan.policy, rank, plan.stages, *size, plan.cut.edges, recomputes, ends, ahead)

@@ -45,7 +45,6 @@ class Recompute:
 
     @property
     def held(self) -> list[Tensor]:
-        """What stays until the recomputation."""
         return [*(copied for _, copied in self.buffers), *(t for t in self.kept if t is not None)]
 
     @contextmanager

@@ -33,7 +33,7 @@ from pipetrain.runtime.graphs import GraphedStage
 from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.microbatch import Observer
-from pipetrain.runtime.order import Ends, Order, ahead, order_of
+from pipetrain.runtime.order import Ends, Order, order_of
 from pipetrain.runtime.rehearsal import Rehearsal, rehearses
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.statistics import BatchStatistics
@@ -130,7 +130,8 @@ class Session:
         which has no targets.
         """
         program = lower(forward_only(self.plan.placement, len(sizes)), self.plan.cut.edges)
-        order = Order(program[self._mesh.world.rank], len(sizes), 1, ends, ahead(self.plan))
+        ahead = max(self.plan.cut.bounds.values(), default=0)
+        order = Order(program[self._mesh.world.rank], len(sizes), 1, ends, ahead)
         with (
             self._feed([[size] for size in sizes], batches, targets=take is None) as feed,
             nullcontext() if self.whole is None else self.whole.suspended(),

@@ -238,7 +238,6 @@ class Stage:
         return back
 
     def backward_weight(self, mb: int, version: int) -> None:
-        """Run the second half: the gradients of the weights."""
         deferred = self._open[mb].deferred
         if deferred is None:
             self.backward(mb, self._open[mb].grads, version)
@@ -248,7 +247,6 @@ class Stage:
         deferred.weight_half()
 
     def _close(self, mb: int, version: int) -> Microbatch:
-        """End a microbatch, and take it into its batch."""
         one = self._open.pop(mb)
         assert one.version == version, f"microbatch {mb} ran forward over {one.version}, not {version}"
         self._batch.mbs.append(mb)
@@ -257,7 +255,6 @@ class Stage:
         return one
 
     def needed(self, outputs: Tensors) -> Sequence[bool]:
-        """Return which outputs get a gradient."""
         return needs_grad(self.module.slice.leaves_grad, outputs)
 
     def _differentiate(self, one: Microbatch, grads: Tensors, run: Callable[[Any, Any], None]) -> Tensors:
@@ -356,7 +353,6 @@ class Stage:
 
     @property
     def counts(self) -> Objective:
-        """What the last stage has counted."""
         assert self.objective is not None, f"stage {self.index} is not the last"
         return self.objective
 
@@ -369,5 +365,4 @@ class Stage:
         return self.counts.evaluated.take()
 
     def name(self, own: str) -> str:
-        """Return the name in the model of a parameter or buffer."""
         return self._names.get(own, own)

@@ -30,7 +30,6 @@ class Sums:
         """By version the norm of the whole gradient, where stages tell theirs."""
 
     def tell_tied(self, action: Action) -> None:
-        """Tell a stage's gradient of the weights of each of its ties."""
         stage = self._stages[action.stage]
         for tie in stage.shared.ties:
             self._tell(tie, action, stage.tied(tie))

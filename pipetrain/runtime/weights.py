@@ -95,7 +95,6 @@ class Weights:
         return self._versions[version][name]
 
     def stored(self) -> list[Tensor]:
-        """Return the leaves of all versions, and the storage that is kept for later ones."""
         leaves = [leaf for version in self._versions.values() for leaf in version.values()]
         return leaves + [tensor for spare in self._spare for tensor in spare]
 
@@ -108,7 +107,6 @@ class Weights:
 
     @contextmanager
     def _in_place(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
-        """Put leaves where the module's own parameters are."""
         try:
             for registry, key, _, name in self._places:
                 registry[key] = leaves[name]
@@ -224,7 +222,6 @@ class Weights:
         return {f"{name}/{number}": t for name, state in each.items() for number, t in enumerate(state)}
 
     def load_optimizer_state(self, state: Mapping[str, Tensor], updates: int) -> None:
-        """Restore from `optimizer_state`, for parameters of this stage, after `updates` updates."""
         self.updates = updates
         for name, p in self.live.items():
             count = sum(path.rpartition("/")[0] == name for path in state)
