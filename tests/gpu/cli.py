@@ -1,4 +1,4 @@
-"""The command line of the check: which checks, in which time; and a table that is always up to date."""
+"""The command line of the check: which checks; and a table that is always up to date."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ from benchmark.report import progress
 from benchmark.worlds import titled
 from comparison.processes import interruptible
 from tests.gpu import front, memory, speed, traces, training, transport
-from tests.gpu.rows import FAIL, NOT_RUN, Check, Line, Row, Setting, earlier, head, markdown
+from tests.gpu.rows import FAIL, Check, Line, Row, Setting, earlier, head, markdown
 from tests.support.cases import SCHEDULES
 
 CHECKS = [
-    Check("messages", "large", transport.large, 15, 70),
-    Check("messages", "lost-peer", transport.lost_peer, 10, 60),
-    Check("messages", "cold", transport.cold, 60, 300),
-    Check("training", "nccl-2", partial(training.over_nccl, ranks=2, names=SCHEDULES), 40, 200),
-    Check("training", "nccl-4", partial(training.over_nccl, ranks=4, names=training.FOUR), 40, 200),
-    Check("training", "gloo-2", training.staged, 20, 90),
-    Check("options", "exact", training.exact, 30, 150),
-    Check("options", "codecs", training.codecs, 15, 60),
-    Check("options", "bf16", training.bf16, 15, 50),
-    Check("options", "graphs", training.graphs, 20, 90),
-    Check("options", "trace", traces.trace, 15, 50),
-    Check("options", "nan", training.nan, 10, 40),
-    Check("options", "compile", training.compiled, 30, 200),
-    Check("memory", "held", memory.memory, 60, 300),
-    Check("front", "torchrun", front.command_line, 60, 280),
-    Check("front", "pipeline", front.pipeline, 30, 120),
-    Check("front", "stopped-early", front.stopped_early, 30, 120),
-    Check("speed", "one-process", speed.speed, 30, 150),
-    Check("speed", "gains", speed.gains, 30, 200),
+    Check("messages", "large", transport.large, 70),
+    Check("messages", "lost-peer", transport.lost_peer, 60),
+    Check("messages", "cold", transport.cold, 300),
+    Check("training", "nccl-2", partial(training.over_nccl, ranks=2, names=SCHEDULES), 200),
+    Check("training", "nccl-4", partial(training.over_nccl, ranks=4, names=training.FOUR), 200),
+    Check("training", "gloo-2", training.staged, 90),
+    Check("options", "exact", training.exact, 150),
+    Check("options", "codecs", training.codecs, 60),
+    Check("options", "bf16", training.bf16, 50),
+    Check("options", "graphs", training.graphs, 90),
+    Check("options", "trace", traces.trace, 50),
+    Check("options", "nan", training.nan, 40),
+    Check("options", "compile", training.compiled, 200),
+    Check("memory", "held", memory.memory, 300),
+    Check("front", "torchrun", front.command_line, 280),
+    Check("front", "pipeline", front.pipeline, 120),
+    Check("front", "stopped-early", front.stopped_early, 120),
+    Check("speed", "one-process", speed.speed, 150),
+    Check("speed", "gains", speed.gains, 200),
 ]
 GROUPS = list(dict.fromkeys(check.group for check in CHECKS))
-BUDGET_S, WHOLE_S = 460.0, 2400.0  # of what --only names, and of all
 REPORT = "gpu_check.md"
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -80,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = 0
         try:
             with interruptible():
-                for line in run(chosen, setting, options.budget or (BUDGET_S if options.only else WHOLE_S)):
+                for line in run(chosen, setting):
                     lines.append(line)
                     (setting.out / REPORT).write_text(markdown(about, in_order(kept + lines)))
         except KeyboardInterrupt:
@@ -99,17 +98,13 @@ def in_order(lines: Sequence[Line]) -> list[Line]:
     return sorted(lines, key=lambda line: order.index(line[0]) if line[0] in order else len(order))
 
 
-def run(checks: Sequence[Check], setting: Setting, budget: float) -> Iterator[Line]:
-    """Run one check after the other, within so many seconds; give each row as it comes."""
-    say, end = setting.say, monotonic() + budget
+def run(checks: Sequence[Check], setting: Setting) -> Iterator[Line]:
+    """Run one check after the other; give each row as it comes."""
+    say = setting.say
     for check in checks:
         began = monotonic()
         setting.say = titled(say, check.name)
-        if end - began < check.least:
-            left = max(0.0, end - began)
-            yield check.name, Row("", f"{left:.0f} s left, needs {check.least:.0f}", "", NOT_RUN), 0.0
-            continue
-        setting.end = min(end, began + check.most * setting.patience)
+        setting.end = began + check.most * setting.patience
         setting.say("starts")
         try:
             for row in check.run(setting):
@@ -135,6 +130,4 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, metavar="DIR", help=out)
     made.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal")
     made.add_argument("--quick", action="store_true", help="small sizes: to see that it works, no more")
-    seconds = f"for all that is asked for (default: {BUDGET_S:.0f} with --only, else {WHOLE_S:.0f})"
-    made.add_argument("--budget", type=float, metavar="SECONDS", help=seconds)
     return made

@@ -13,13 +13,11 @@ pytestmark = pytest.mark.processes
 NORM = "model._target_=tests.support.models.with_norm"
 PLAIN = "model._target_=tests.support.models.without_norm"
 # By stages. Some cuts lie between a layer and its skip connection, or before a layer that works in place.
-UNEVEN = {1: "[]", 2: "[3]", 3: "[1,7]", 4: "[1,4,8]", 6: "[1,2,4,6,9]", 8: "[1,2,3,4,5,7,9]"}
+UNEVEN = {2: "[3]", 3: "[1,7]", 4: "[1,4,8]", 6: "[1,2,4,6,9]"}
 EPOCHS, BATCHES = "window=null", "window=2"
 FEW = {  # schedules by ranks; in threads, each is held on more (test_equivalence.py)
-    1: ["fbp", "v_half"],
     2: SCHEDULES[::2],
     3: SCHEDULES[1::2],
-    4: ["interleaved_1f1b", "pipedream", "zbv"],
 }
 SPLIT = [schedule for schedule in SCHEDULES if schedule.startswith(("zb", "v_"))]
 
