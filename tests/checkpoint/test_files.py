@@ -68,11 +68,9 @@ def forged(*keys: str, to: object) -> Callable[[Path], object]:
 OTHER = "has another size or checksum than its manifest says"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a flipped bit": (lambda f: flip(f / STAGE, 2000), OTHER),
-    "a truncated file": (lambda f: (f / STAGE).write_bytes(b"x"), OTHER),
     "a missing file": (lambda f: (f / STAGE).unlink(), "cannot be read: No such file"),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json cannot be read"),
     "half a manifest": (manifest_of('{"run": '), "is no JSON"),
-    "something else": (manifest_of("[]"), "is no manifest"),
     "a newer version": (
         manifest_of('{"pipetrain_checkpoint": 99}'),
         "is no manifest of version 5",

@@ -30,18 +30,14 @@ def test_each_sample_is_in_one_split():
     assert torch.allclose(large, (small.flatten(1).mean(1) * 255 / 16).sort().values, atol=3)
 
 
-def test_images_are_grey_and_use_the_whole_range():
-    images = digits.load().train.images
-    assert torch.equal(images[:, 0], images[:, 1])
-    assert torch.equal(images[:, 0], images[:, 2])
-    assert (int(images.min()), int(images.max())) == (0, 255)
-
-
-def test_mean_and_deviation_are_those_of_the_training_images():
-    data = digits.load()
-    grey = data.train.images[:, 0].double() / 255
-    assert abs(data.train.mean[0] - float(grey.mean())) < 1e-9
-    assert abs(data.train.std[2] - float(grey.std())) < 1e-9
+def test_images_are_grey_use_the_whole_range_and_are_normalised_by_their_own_numbers():
+    train = digits.load().train
+    assert torch.equal(train.images[:, 0], train.images[:, 1])
+    assert torch.equal(train.images[:, 0], train.images[:, 2])
+    assert (int(train.images.min()), int(train.images.max())) == (0, 255)
+    grey = train.images[:, 0].double() / 255
+    assert abs(train.mean[0] - float(grey.mean())) < 1e-9
+    assert abs(train.std[2] - float(grey.std())) < 1e-9
 
 
 def test_the_file_and_the_package_give_the_same(monkeypatch):

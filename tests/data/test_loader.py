@@ -140,15 +140,11 @@ def test_workers_end_with_an_iterator_that_is_closed_early():
     assert not workers_left()
 
 
-def test_random_state_of_the_run_is_left_alone():
-    before = torch.get_rng_state()
-    list(loaded(plain, torch.arange(40).split(8), workers=1, timeout=30))
+def test_random_state_of_the_run_is_left_alone_and_microbatches_may_have_any_size():
+    before, ids = torch.get_rng_state(), [torch.tensor([3]), torch.tensor([5, 1, 2])]
+    shapes = [x.shape for x in loaded(plain, ids, workers=1, timeout=30)]
+    assert shapes == [(1, 3, 32, 32), (3, 3, 32, 32)]
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_microbatches_may_have_any_size():
-    ids = [torch.tensor([3]), torch.tensor([5, 1, 2])]
-    assert [x.shape for x in loaded(plain, ids)] == [(1, 3, 32, 32), (3, 3, 32, 32)]
 
 
 def test_without_workers_an_error_comes_as_it_is():

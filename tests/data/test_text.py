@@ -57,14 +57,11 @@ def test_bytes_are_cut_into_blocks_and_the_end_is_to_test_on(book):
     content = np.frombuffer(book.read_bytes(), np.uint8)
     data = text.load(str(book), block=30, test_share=0.25)
     assert (len(content), data.name, data.classes) == (1000, "book", 256)
-    assert (len(data.train), len(data.test)) == (749 // 30, 249 // 30)
+    assert (len(data.train), len(data.test)) == (749 // 30, 249 // 30)  # the last token needs a target
+    sizes = [len(text.Blocks("", "uint8", 0, tokens, 30)) for tokens in (30, 31, 60, 61)]
+    assert sizes == [0, 1, 1, 2]
     assert (whole(data.train) == content[: 24 * 30 + 1]).all()
     assert (whole(data.test) == content[750 : 750 + 8 * 30 + 1]).all()
-
-
-@pytest.mark.parametrize(("tokens", "blocks"), [(30, 0), (31, 1), (60, 1), (61, 2)])
-def test_the_last_token_of_a_block_needs_a_target(tokens, blocks):
-    assert len(text.Blocks("", "uint8", 0, tokens, 30)) == blocks
 
 
 def test_blocks_are_read_in_any_order_from_a_mapped_file_that_a_worker_maps_itself(book):
@@ -105,7 +102,9 @@ def test_shakespeare_is_the_text_that_others_report_on():
 # Tokenizers
 
 
-def test_tokens_are_those_of_the_whole_text_alone(book, tokenizer, tmp_path):
+@pytest.mark.parametrize("piece", [70, 1 << 20])
+def test_tokens_are_those_of_the_whole_text_alone(book, tokenizer, tmp_path, monkeypatch, piece):
+    monkeypatch.setattr(text, "_PIECE", piece)
     data = text.load(str(book), str(tokenizer), 8, vocabulary=270, root=str(tmp_path))
     plain = Tokenizer.from_file(str(tokenizer))
     plain.no_truncation()
@@ -113,13 +112,6 @@ def test_tokens_are_those_of_the_whole_text_alone(book, tokenizer, tmp_path):
     assert data.classes == 270
     assert data.train.tokens + data.test.tokens == len(ids) < 1000
     assert (whole(data.train) == ids[: len(data.train) * 8 + 1]).all()
-
-
-def test_a_long_text_is_made_in_pieces_of_whole_lines(book, tokenizer, tmp_path, monkeypatch):
-    load = lambda root: text.load(str(book), str(tokenizer), 8, root=str(tmp_path / root))  # noqa: E731
-    at_once = load("one")
-    monkeypatch.setattr(text, "_PIECE", 70)
-    assert (whole(load("two").train) == whole(at_once.train)).all()
 
 
 def test_tokens_are_made_once_for_a_text_and_a_tokenizer(book, tokenizer, tmp_path):

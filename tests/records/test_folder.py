@@ -16,15 +16,10 @@ from pipetrain.records import folder
 from pipetrain.records.folder import LOCK, claim, clear, discard, prove_shared, rename_after
 
 
-def test_a_folder_is_made_and_taken(tmp_path):
-    with claim(tmp_path / "a" / "b"):
-        assert (tmp_path / "a" / "b").is_dir()
-
-
 def take(where: Path, **words) -> None:
     """Claim a folder for a moment."""
     with claim(where, **words):
-        pass
+        assert where.is_dir()
 
 
 @contextmanager
@@ -46,31 +41,35 @@ def held(where: Path, seconds: float = 60.0) -> Iterator[None]:
 
 
 def test_a_folder_in_use_is_refused_until_its_run_has_ended(tmp_path):
-    with held(tmp_path), pytest.raises(ConfigError, match="is in use by a run that is going on"):
-        take(tmp_path, patience_s=0.05)
-    take(tmp_path)
-    with held(tmp_path, 0.3):
-        take(tmp_path, patience_s=20)
+    run = tmp_path / "a" / "b"
+    with held(run), pytest.raises(ConfigError, match="is in use by a run that is going on"):
+        take(run, patience_s=0.05)
+    take(run)
+    with held(run, 0.3):
+        take(run, patience_s=20)
 
 
-@pytest.mark.parametrize(("taken", "says"), [("run", "File exists"), ("run/.lock", "Is a directory")])
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path, taken, says):
-    if taken == "run":
-        (tmp_path / taken).touch()
-    else:
-        (tmp_path / taken).mkdir(parents=True)
-    with pytest.raises(
-        ConfigError, match=f"run_dir={tmp_path}/run cannot be written: {says}; choose another"
-    ):
-        take(tmp_path / "run")
-
-
-def test_a_finished_run_is_not_written_over_but_by_one_that_lengthens_it(tmp_path):
-    (tmp_path / "summary.json").write_text("{}")
-    with pytest.raises(ConfigError, match="holds a finished run; choose another, or remove it"):
-        take(tmp_path)
-    take(tmp_path, resuming=True, finished=True)
-    assert (tmp_path / "summary.json").read_text() == "{}"
+@pytest.mark.parametrize(
+    ("there", "says", "unless"),
+    [
+        ("summary.json", "holds a finished run; choose another, or remove it", {"finished": True}),
+        ("checkpoints/update-00000007/", "holds the checkpoints of a run that did", {"resuming": True}),
+        ("checkpoints/update-00000007.partial/", "", {}),  # what a crash left
+        (".lock/", "cannot be written: Is a directory; choose another", None),
+        ("", "cannot be written: File exists; choose another", None),
+    ],
+)
+def test_a_folder_that_is_not_free_is_refused(tmp_path, there, says, unless):
+    path = tmp_path / "run" / there
+    path.mkdir(parents=True) if there.endswith("/") else path.parent.mkdir(exist_ok=True)
+    if not path.is_dir():
+        path.touch()
+    if says:
+        with pytest.raises(ConfigError, match=f"run_dir={tmp_path}/run {says}"):
+            take(tmp_path / "run")
+    if unless is not None:
+        take(tmp_path / "run", **unless)
+    assert path.exists()
 
 
 def test_what_an_unfinished_run_left_is_removed_and_nothing_else(tmp_path):
@@ -83,27 +82,11 @@ def test_what_an_unfinished_run_left_is_removed_and_nothing_else(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["metrics.csv", "notes.txt", "stage0"]
 
 
-def test_checkpoints_are_gone_on_from_or_kept(tmp_path):
-    (tmp_path / "checkpoints" / "update-00000007").mkdir(parents=True)
-    with pytest.raises(
-        ConfigError, match="holds the checkpoints of a run that did not finish; go on with res"
-    ):
-        take(tmp_path)
-    take(tmp_path, resuming=True)
-
-
-def test_what_a_crash_left_of_a_checkpoint_is_none(tmp_path):
-    for name in ("update-00000007.partial", "update-00000007-2.partial"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    take(tmp_path)
-
-
 def test_a_folder_is_called_after_the_data_set_really_used_unless_it_has_a_name_of_its_own(tmp_path):
     folder = tmp_path / "cifar10-vgg16-1f1b-now"
     folder.mkdir()
     assert rename_after(folder, "cifar10", "cifar10") == folder
     assert rename_after(folder, "cifar10", "digits") == tmp_path / "digits-vgg16-1f1b-now"
-    assert (tmp_path / "digits-vgg16-1f1b-now").is_dir()
     assert rename_after(tmp_path, "cifar10", "digits") == tmp_path
 
 
@@ -147,25 +130,17 @@ def test_a_process_that_was_forked_off_holds_no_lock(tmp_path):
 
 
 def test_the_folder_of_a_refused_run_goes_unless_there_is_more_or_another_run(tmp_path):
-    def run(name: str, *files: str) -> Path:
-        folder = tmp_path / name
-        folder.mkdir()
+    runs = tmp_path / "runs"
+    for name, files in {"refused": [LOCK], "full": ["config.yaml"], "busy": []}.items():
+        (runs / name).mkdir(parents=True)
         for file in ("run.log", *files):
-            (folder / file).touch()
-        return folder
-
-    refused, full, busy = run("refused", LOCK), run("full", "config.yaml"), run("busy")
-    with held(busy):
-        for folder in (refused, full, busy, tmp_path / "none"):
-            discard(folder, "run.log")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["busy", "full"]
-    assert (busy / "run.log").exists()
-
-
-def test_the_folder_of_runs_goes_with_the_only_one(tmp_path):
-    for name in ("first", "second"):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-    discard(tmp_path / "runs" / "first", "run.log")
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["second"]
-    discard(tmp_path / "runs" / "second", "run.log")
-    assert list(tmp_path.iterdir()) == []
+            (runs / name / file).touch()
+    with held(runs / "busy"):
+        for name in ("refused", "full", "busy", "none"):
+            discard(runs / name, "run.log")
+    assert sorted(path.name for path in runs.iterdir()) == ["busy", "full"]
+    (runs / "full" / "config.yaml").unlink()
+    for name in ("full", "busy"):
+        assert runs.exists()
+        discard(runs / name, "run.log")
+    assert list(tmp_path.iterdir()) == []  # that of runs goes with the last one

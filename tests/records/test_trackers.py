@@ -203,31 +203,24 @@ def both(folder: Path) -> Any:
     return closing(Trackers(configured("logger=[wandb,mlflow]"), folder, "a"))
 
 
-def test_what_a_tracker_did_not_take_is_sent_again_and_the_other_has_it(fakes, tmp_path, caplog):
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_what_a_tracker_did_not_take_is_sent_again_and_the_other_has_it(fakes, tmp_path, caplog, comes_back):
     one, other = fakes.values()
+    summary = {"val_acc": 1.0} if comes_back else None
     with both(tmp_path) as trackers:
         one.fails = True
         trackers.write(history(1))
         trackers.write(history(1, 2))
-        trackers._thread.submit(setattr, one, "fails", False)
-        trackers.write(history(1, 2, 3))
-        trackers.close({"val_acc": 1.0})
-    assert one.taken == other.taken == [1, 2, 3]
-    assert one.ended == other.ended == [{"val_acc": 1.0}]  # once
-    assert [record.getMessage() for record in caplog.records] == [
-        "pipetrain: logger=wandb fails: no network; training goes on, and the values are sent again later"
-    ]
-
-
-def test_values_that_never_arrive_are_named_at_the_end(fakes, tmp_path, caplog):
-    fakes["mlflow"].fails = True
-    with both(tmp_path) as trackers:
-        trackers.write(history(1))
-    assert [record.getMessage() for record in caplog.records][1:] == [
-        "pipetrain: logger=mlflow lacks epoch 1 and later"
-    ]
-    assert fakes["wandb"].taken == [1]
-    assert fakes["wandb"].ended == fakes["mlflow"].ended == [None]
+        if comes_back:
+            trackers._thread.submit(setattr, one, "fails", False)
+            trackers.write(history(1, 2, 3))
+            trackers.close(summary)
+    assert one.taken == ([1, 2, 3] if comes_back else [])
+    assert other.taken == [1, 2, 3][: 2 + comes_back]
+    assert one.ended == other.ended == [summary]  # once
+    said = "pipetrain: logger=wandb fails: no network; training goes on, and the values are sent again later"
+    lacks = [] if comes_back else ["pipetrain: logger=wandb lacks epoch 1 and later"]
+    assert [record.getMessage() for record in caplog.records] == [said, *lacks]
 
 
 def test_a_tracker_that_hangs_delays_neither_the_training_nor_the_end(fakes, tmp_path, caplog, monkeypatch):
@@ -260,18 +253,12 @@ def test_one_that_cannot_start_is_refused_and_the_others_are_ended(fakes, tmp_pa
 # Refused before the start
 
 
-@pytest.mark.parametrize(
-    ("words", "installed", "says"),
-    [
-        (["wandb"], False, "logger=wandb is not installed: pip install pipetrain[wandb], or leave it out"),
-        (["mlflow"], False, "logger=mlflow is not installed: pip install pipetrain[mlflow], or leave it out"),
-    ],
-)
-def test_what_cannot_work_is_refused_with_its_remedy(words, installed, says, monkeypatch):
-    monkeypatch.setattr(module, "find_spec", lambda name: installed or None)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_not_installed_is_refused_with_its_remedy(name, monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as error:
-        check_loggers(configured("logger=" + words[0], *words[1:]))
-    assert str(error.value) == says
+        check_loggers(configured(f"logger={name}"))
+    assert f"logger={name} is not installed: pip install pipetrain[{name}], or" in str(error.value)
 
 
 def test_wandb_without_an_account_is_refused_and_offline_needs_none(monkeypatch):
