@@ -17,7 +17,7 @@ from functools import lru_cache
 from math import inf
 
 from pipetrain.schedule.actions import Program, ScheduleError, most_open
-from pipetrain.schedule.greedy import Times
+from pipetrain.schedule.greedy import WorkTimes
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.periodic import Offsets, offsets
 from pipetrain.schedule.programs.order import newest, require, v_placement, versioned
@@ -57,7 +57,7 @@ class AsynchronousV:
 
     def offsets(self, ranks: int, costs: Cost = unit_cost, buffer_size: int = 1) -> Offsets:
         """Return the offsets of the order, the same for any window. Raises ScheduleError."""
-        possible = _timed(Times.of(costs, v_placement(ranks)), buffer_size)
+        possible = _timed(WorkTimes.of(costs, v_placement(ranks)), buffer_size)
         if self.like != "auto":
             possible = [possible[self.like == "v_half"]]
         if self.memory is not None:
@@ -74,7 +74,7 @@ class AsynchronousV:
 
 
 @lru_cache(maxsize=64)
-def _timed(times: Times, buffer_size: int) -> list[tuple[float, float, Offsets]]:
+def _timed(times: WorkTimes, buffer_size: int) -> list[tuple[float, float, Offsets]]:
     """Return some offsets, V-Min's and V-Half's first, with the period at these times and what a rank holds.
 
     The period is the time between microbatches in the simulated steady state, infinite for an order that the
@@ -84,7 +84,7 @@ def _timed(times: Times, buffer_size: int) -> list[tuple[float, float, Offsets]]
     where = v_placement(stages // 2)
     count = stages + 4  # enough to fill the pipeline
     timed: list[tuple[float, float, Offsets]] = []
-    for by in (Times.of(unit_cost, where), times):  # F = I = W, and what the stages take
+    for by in (WorkTimes.of(unit_cost, where), times):  # F = I = W, and what the stages take
         for hop in (0.0, 0.25, 0.125):
             found = offsets(where, by, hop)
             programs = (lower(_program(found, where, n)) for n in (count, 2 * count))

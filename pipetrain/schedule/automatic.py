@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, most_open
-from pipetrain.schedule.greedy import Rule, Times, listed
+from pipetrain.schedule.greedy import Preference, WorkTimes, listed
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import one_f_one_b, v_half, v_min, zb_h1, zb_h2, zbv
 from pipetrain.schedule.programs.order import newest, require, v_placement, versioned
@@ -31,7 +31,7 @@ _ORDERS = {
 }
 _RULES = {
     v: [
-        Rule(tuple((Op(word[0]), int(word[1])) for word in order.split()), patience, depth)
+        Preference(tuple((Op(word[0]), int(word[1])) for word in order.split()), patience, depth)
         for order, patience, depth in product(orders, (0.0, 0.5), _DEPTHS if v else (*_DEPTHS, 2.0, 3.0))
     ]
     for v, orders in _ORDERS.items()
@@ -62,17 +62,17 @@ class ZeroBubbleAuto:
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 1:
             raise ScheduleError(f"schedule zb_auto needs memory >= 1 microbatch; got memory={limit}")
         where = v_placement(ranks) if self.v else list(range(ranks))
-        times, most = Times.of(costs, where), limit * len(where) // ranks
+        times, most = WorkTimes.of(costs, where), limit * len(where) // ranks
 
-        def played(rule: Rule, batches: int) -> tuple[Program, float]:
+        def played(rule: Preference, batches: int) -> tuple[Program, float]:
             orders, makespan = listed(where, batches, microbatches, times, most, rule, 2 * buffer_size)
             return [versioned(order, microbatches, newest) for order in orders], makespan
 
-        def made(by: Rule | Schedule, batches: int) -> Program:
-            return played(by, batches)[0] if isinstance(by, Rule) else by(ranks, batches, microbatches)
+        def made(by: Preference | Schedule, batches: int) -> Program:
+            return played(by, batches)[0] if isinstance(by, Preference) else by(ranks, batches, microbatches)
 
         trial = max(1, min(batches, _LARGE // (3 * len(where) * microbatches)))
-        ways: list[Rule | Schedule] = [by for by in FIXED[self.v] if most_open(made(by, 1)) <= most]
+        ways: list[Preference | Schedule] = [by for by in FIXED[self.v] if most_open(made(by, 1)) <= most]
         ways += sorted(_RULES[self.v], key=lambda rule: played(rule, trial)[1])[:_SIMULATED]
         found: list[tuple[float, int]] = []
         for number, by in enumerate(ways):

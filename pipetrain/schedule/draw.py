@@ -27,7 +27,7 @@ Cells = tuple[int, int]
 """The first and the last cell of a part of a timeline; a cell is the time `unit_of` it."""
 
 
-class Bar(NamedTuple):
+class Block(NamedTuple):
     """An action as it is drawn."""
 
     rank: int
@@ -74,7 +74,7 @@ def as_text(
     return "\n".join([*head, "\n".join(groups)])
 
 
-def _legend(bars: Sequence[Bar], several: bool) -> list[str]:
+def _legend(bars: Sequence[Block], several: bool) -> list[str]:
     """Return what the letters of a text are."""
     shown = {bar.action.op for bar in bars}
     names = [f"{op} {name}" for op, name in NAMES.items() if op in shown]
@@ -84,7 +84,7 @@ def _legend(bars: Sequence[Bar], several: bool) -> list[str]:
 
 
 def _drawn(
-    bars: Sequence[Bar], ranks: int, end: int, cell: int, unit: float, several: bool
+    bars: Sequence[Block], ranks: int, end: int, cell: int, unit: float, several: bool
 ) -> list[list[str]]:
     """Return the characters of each rank's first `end` cells, of `cell` characters each."""
     rows = [list(("." + " " * (cell - 1)) * end) for _ in range(ranks)]
@@ -104,16 +104,16 @@ def _label(action: Action, several: bool) -> str:
     return f"{stage}{action.op}{action.mb}" if action.op in COMPUTE else ""
 
 
-def bars_of(timeline: Timeline, until: float = inf) -> list[Bar]:
+def bars_of(timeline: Timeline, until: float = inf) -> list[Block]:
     """Return the computations and steps that begin before a time, counted from the timeline's start."""
     origin = min((row.began for row in timeline.rows), default=0.0)
-    bars: list[Bar] = []
+    bars: list[Block] = []
     for rank, (stages, row) in enumerate(zip(stages_of(timeline), timeline.rows, strict=True)):
         for action, began, end, waited, *_ in row.spans:
             if action is not None and (action.op in COMPUTE or action.op is Op.STEP):
                 start = began + waited - origin  # of a STEP that waits for norms or ties
                 if start < until or (start == until and action.op is Op.STEP):
-                    bars.append(Bar(rank, action, start, end - origin, stages.index(action.stage)))
+                    bars.append(Block(rank, action, start, end - origin, stages.index(action.stage)))
     return bars
 
 

@@ -17,25 +17,25 @@ from pipetrain.schedule.actions import Action, Op
 from pipetrain.schedule.programs.order import Work
 from pipetrain.schedule.simulate import Cost
 
-Costs = tuple[float, ...]  # by stage
+ByStage = tuple[float, ...]  # by stage
 
 
 @dataclass(frozen=True)
-class Times:
+class WorkTimes:
     """What `cost` says of each stage; `ahead` and `back`: of messages to the next and to the last stage.
 
     Nobody waits for the input gradient of stage 0, so that here its W, `w[0]`, is the whole backward.
     """
 
-    f: Costs
-    i: Costs
-    w: Costs
-    step: Costs
-    ahead: Costs
-    back: Costs
+    f: ByStage
+    i: ByStage
+    w: ByStage
+    step: ByStage
+    ahead: ByStage
+    back: ByStage
 
     @classmethod
-    def of(cls, cost: Cost, where: Sequence[int]) -> Times:
+    def of(cls, cost: Cost, where: Sequence[int]) -> WorkTimes:
         """Return the times of stages on the ranks `where`; stages on one rank exchange no messages."""
         stages = range(len(where))
         f, i, w, step, ahead, back = (
@@ -65,7 +65,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Rule:
+class Preference:
     """Which ready work a rank takes.
 
     `order`: (op, position) by preference, where position 0 is the rank's first stage; W comes after these.
@@ -83,9 +83,9 @@ def listed(
     where: Sequence[int],
     batches: int,
     microbatches: int,
-    times: Times,
+    times: WorkTimes,
     limit: float,
-    rule: Rule,
+    rule: Preference,
     room: int = 2,
 ) -> tuple[list[list[Work]], float]:
     """Return the order of each rank's work, and the makespan.
@@ -103,9 +103,9 @@ class _Play:
     where: Sequence[int]
     total: int
     microbatches: int
-    times: Times
+    times: WorkTimes
     limit: float
-    rule: Rule
+    rule: Preference
     room: int
 
     def __post_init__(self) -> None:

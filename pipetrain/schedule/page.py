@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 
 from pipetrain.schedule.actions import Op, most_open
-from pipetrain.schedule.draw import COLOURS, NAMES, Bar, bars_of
+from pipetrain.schedule.draw import COLOURS, NAMES, Block, bars_of
 from pipetrain.schedule.timeline import Timeline
 
 WIDTH, LEFT, HEIGHT, GAP = 1320, 50, 22, 4  # pixels: of all, of the names, of a rank, between ranks
@@ -83,7 +83,7 @@ def facts(one: Shown, first: Shown) -> str:
     )
 
 
-def _drawing(one: Shown, bars: Sequence[Bar], longest: float) -> str:
+def _drawing(one: Shown, bars: Sequence[Block], longest: float) -> str:
     """Draw the rows of all ranks as SVG; `longest`: the seconds that the axis shows."""
     scale, ranks = (WIDTH - LEFT - 8) / longest, len(one.timeline.rows)
     bottom, width = ranks * (HEIGHT + GAP), min(one.timeline.makespan, one.until) * scale
@@ -109,7 +109,7 @@ def _ticks(longest: float) -> Iterator[tuple[str, float]]:
         yield (f"{at:.4g} s" if longest >= 1 else f"{1000 * at:.4g} ms"), at
 
 
-def _bar(bar: Bar, scale: float) -> str:
+def _bar(bar: Block, scale: float) -> str:
     action, x, y = bar.action, LEFT + bar.start * scale, bar.rank * (HEIGHT + GAP)
     when = f"{1000 * bar.start:.1f} to {1000 * bar.end:.1f} ms"
     if action.op is Op.STEP:

@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import combinations
 
 from pipetrain.schedule.actions import Op
-from pipetrain.schedule.greedy import Times
+from pipetrain.schedule.greedy import WorkTimes
 from pipetrain.schedule.programs.order import Work
 
 Node = tuple[Op, int]  # (F, I or W, stage)
@@ -62,7 +62,7 @@ class _Partial:
     ready: int  # when the next work may begin
 
 
-def offsets(where: Sequence[int], times: Times, hop: float = 0.0) -> Offsets:
+def offsets(where: Sequence[int], times: WorkTimes, hop: float = 0.0) -> Offsets:
     """Return offsets of few waits for stages on the ranks `where`.
 
     From the start of a work to that of the next one of its microbatch on another rank it takes `hop` periods

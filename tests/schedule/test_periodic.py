@@ -7,7 +7,7 @@ import pytest
 
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.check import check
-from pipetrain.schedule.greedy import Times
+from pipetrain.schedule.greedy import WorkTimes
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.periodic import offsets
 from pipetrain.schedule.programs.order import newest, v_placement, versioned
@@ -17,13 +17,13 @@ from pipetrain.schedule.timeline import Costs, Kind
 NEAR = 1e-4  # periods, for times are rounded
 
 
-def random_times(seed: int, ranks: int) -> Times:
+def random_times(seed: int, ranks: int) -> WorkTimes:
     draw = Random(seed)
     seconds: dict[Kind, float] = {
         (s, op): draw.uniform(0.5, 1.5) for s in range(2 * ranks) for op in (Op.F, Op.I, Op.W)
     }
     seconds |= {(s, op): draw.uniform(0, 1) for s in range(2 * ranks) for op in (Op.SEND_F, Op.SEND_B)}
-    return Times.of(Costs(seconds), v_placement(ranks))
+    return WorkTimes.of(Costs(seconds), v_placement(ranks))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -55,7 +55,7 @@ def test_no_two_works_of_a_rank_overlap_and_none_comes_before_its_input(seed: in
 def test_equal_times_give_the_offsets_of_v_min() -> None:
     """Qi et al. 2024: in slots, F_a at r, F_b at 2S-1-r, I_b at 2S+r, and I_a, but of stage 0, at 4S-1-r."""
     for ranks in (2, 4, 5, 7, 8):
-        found = offsets(v_placement(ranks), Times.of(unit_cost, v_placement(ranks)))
+        found = offsets(v_placement(ranks), WorkTimes.of(unit_cost, v_placement(ranks)))
         for r in range(ranks):
             b = 2 * ranks - 1 - r
             slots = [
@@ -80,7 +80,7 @@ def test_stages_without_weights_have_works_of_no_length(seed: int) -> None:
     for s in range(12):
         size = 1.0 if s % 2 else draw.choice((0.0, 1e-9, 1e-3))
         seconds |= {(s, Op.F): size, (s, Op.I): 1.1 * size, (s, Op.W): s % 2}
-    times = Times.of(Costs(seconds), v_placement(6))
+    times = WorkTimes.of(Costs(seconds), v_placement(6))
     for hop in (0.0, 0.125, 0.25):
         orders = offsets(v_placement(6), times, hop).orders(v_placement(6), 5)
         check(lower([versioned(order, 1, newest) for order in orders]), 5, 1)

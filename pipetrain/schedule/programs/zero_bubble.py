@@ -150,11 +150,11 @@ def _periodic(offsets: Offsets, ranks: int, batches: int, microbatches: int, lim
         kinds = zip(offsets(rank), ((Op.F, a), (Op.F, b), (Op.I, b), (Op.I, a)), strict=True)
         slots = {slot + 6 * mb: (*kind, mb) for slot, kind in kinds for mb in range(microbatches)}
         orders.append([slots[slot] for slot in sorted(slots) if slots[slot][:2] != (Op.I, 0)])
-    play = _Play(orders, microbatches, limit)
+    play = _Slots(orders, microbatches, limit)
     return [repeated(order, microbatches, batches, microbatches) for order in play.run()]
 
 
-class _Play:
+class _Slots:
     """Plays a batch in slots of one F, I or W each, and lets W fill what the given orders leave free.
 
     A rank does the next of its order; where that has not arrived, or is a forward and `limit` microbatches
