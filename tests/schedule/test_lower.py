@@ -7,39 +7,42 @@ from pipetrain.schedule.actions import (
     Op,
     Program,
     ScheduleError,
-    format_program,
     parse_program,
 )
 from pipetrain.schedule.lower import compute_only, edges, lower, replicated
 from pipetrain.schedule.programs import forward_only, gpipe, interleaved_1f1b, one_f_one_b
 from tests.schedule.cases import CASES, NAMES, Case, accepted
 
+SPLIT = parse_program("0F0@0 0I0@0 0W0@0 0STEP@1\n1F0@0 1I0@0 1W0@0 1STEP@1")
+PICTURES: dict[str, Program] = {
+    """messages stand where their data is made or needed:
+    0F0@0 0SEND_F0 0RECV_B0 0B0@0 0REDUCE@1 0STEP@1
+    1RECV_F0 1F0@0 1SEND_F0 1RECV_B0 1B0@0 1SEND_B0 1REDUCE@1 1STEP@1
+    2RECV_F0 2F0@0 2B0@0 2SEND_B0 2REDUCE@1 2STEP@1
+    """: lower(one_f_one_b(3, 1, 1)),
+    """a split backward exchanges around its first half:
+    0F0@0 0SEND_F0 0RECV_B0 0I0@0 0W0@0 0REDUCE@1 0STEP@1
+    1RECV_F0 1F0@0 1I0@0 1SEND_B0 1W0@0 1REDUCE@1 1STEP@1
+    """: lower(SPLIT),
+    """neighbours on one rank exchange nothing:
+    0F0@0 1F0@0 1B0@0 0B0@0 1REDUCE@1 1STEP@1 0REDUCE@1 0STEP@1
+    """: lower(parse_program("0F0@0 1F0@0 1B0@0 0B0@0 1STEP@1 0STEP@1")),
+    """a skip travels straight from the stage that makes it to the one that uses it:
+    0F0@0 0SEND_F0 0SEND_F0>2 0RECV_B0 0RECV_B0>2 0B0@0 0REDUCE@1 0STEP@1
+    1RECV_F0 1F0@0 1SEND_F0 1RECV_B0 1B0@0 1SEND_B0 1REDUCE@1 1STEP@1
+    2RECV_F0>0 2RECV_F0 2F0@0 2B0@0 2SEND_B0 2SEND_B0>0 2REDUCE@1 2STEP@1
+    """: lower(one_f_one_b(3, 1, 1), [(0, 1), (1, 2), (0, 2)]),
+    """replicas share the microbatches and reduce before each step:
+    0F0@0 0SEND_F0 0RECV_B0 0B0@0 0REDUCE@1 0STEP@1
+    0F1@0 0SEND_F1 0RECV_B1 0B1@0 0REDUCE@1 0STEP@1
+    1RECV_F0 1F0@0 1B0@0 1SEND_B0 1RECV_F1 1F1@0 1B1@0 1SEND_B1 1REDUCE@1 1STEP@1
+    """: lower(replicated(one_f_one_b(2, 1, 2), [2, 1])),
+}
 
-def picture(program: Program) -> list[str]:
-    return format_program(program).splitlines()
 
-
-def test_messages_stand_where_their_data_is_made_or_needed() -> None:
-    assert picture(lower(one_f_one_b(3, 1, 1))) == [
-        "0F0@0 0SEND_F0 0RECV_B0 0B0@0 0REDUCE@1 0STEP@1",
-        "1RECV_F0 1F0@0 1SEND_F0 1RECV_B0 1B0@0 1SEND_B0 1REDUCE@1 1STEP@1",
-        "2RECV_F0 2F0@0 2B0@0 2SEND_B0 2REDUCE@1 2STEP@1",
-    ]
-
-
-def test_a_split_backward_exchanges_around_its_first_half() -> None:
-    split = parse_program("0F0@0 0I0@0 0W0@0 0STEP@1\n1F0@0 1I0@0 1W0@0 1STEP@1")
-    assert picture(lower(split)) == [
-        "0F0@0 0SEND_F0 0RECV_B0 0I0@0 0W0@0 0REDUCE@1 0STEP@1",
-        "1RECV_F0 1F0@0 1I0@0 1SEND_B0 1W0@0 1REDUCE@1 1STEP@1",
-    ]
-
-
-def test_neighbours_on_one_rank_exchange_nothing() -> None:
-    assert picture(lower(parse_program("0F0@0 1F0@0 1B0@0 0B0@0 1STEP@1 0STEP@1"))) == [
-        "0F0@0 1F0@0 1B0@0 0B0@0 1REDUCE@1 1STEP@1 0REDUCE@1 0STEP@1"
-    ]
-    assert not any(a.op in COMMUNICATION for a in lower(interleaved_1f1b(1, 2, 4, virtual=3))[0])
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.partition(":")[0])
+def test_a_lowered_program(picture: str) -> None:
+    assert parse_program(picture.partition(":")[2]) == PICTURES[picture]
 
 
 @pytest.mark.parametrize("word", ["0SEND_F0", "0RECV_B0", "0REDUCE@1"])
@@ -81,30 +84,10 @@ def test_both_ends_of_an_edge_speak_of_the_same_microbatches_in_the_same_order(c
             assert order[source, send] == order[target, recv] != []
 
 
-# Skips and replicas
-
-
-def test_a_skip_travels_straight_from_the_stage_that_makes_it_to_the_one_that_uses_it() -> None:
-    assert picture(lower(one_f_one_b(3, 1, 1), [(0, 1), (1, 2), (0, 2)])) == [
-        "0F0@0 0SEND_F0 0SEND_F0>2 0RECV_B0 0RECV_B0>2 0B0@0 0REDUCE@1 0STEP@1",
-        "1RECV_F0 1F0@0 1SEND_F0 1RECV_B0 1B0@0 1SEND_B0 1REDUCE@1 1STEP@1",
-        "2RECV_F0>0 2RECV_F0 2F0@0 2B0@0 2SEND_B0 2SEND_B0>0 2REDUCE@1 2STEP@1",
-    ]
-
-
 def test_a_route_leads_to_a_later_stage() -> None:
     for route in [(1, 0), (1, 1), (1, 3), (-1, 1)]:
         with pytest.raises(ScheduleError, match=r"route .* must lead from a stage to a later one, of 3"):
             lower(one_f_one_b(3, 1, 1), [route])
-
-
-def test_replicas_share_the_microbatches_and_reduce_before_each_step() -> None:
-    assert picture(lower(replicated(one_f_one_b(2, 1, 3), [2, 1]))) == [
-        "0F0@0 0SEND_F0 0RECV_B0 0B0@0 0F2@0 0SEND_F2 0RECV_B2 0B2@0 0REDUCE@1 0STEP@1",
-        "0F1@0 0SEND_F1 0RECV_B1 0B1@0 0REDUCE@1 0STEP@1",
-        "1RECV_F0 1F0@0 1B0@0 1SEND_B0 1RECV_F1 1F1@0 1B1@0 1SEND_B1 1RECV_F2 1F2@0 1B2@0 1SEND_B2 "
-        "1REDUCE@1 1STEP@1",
-    ]
 
 
 def test_a_microbatch_that_stays_on_its_rank_is_no_message() -> None:
