@@ -43,28 +43,26 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", help="of the configuration")
     options = parser.parse_args()
-    chance, number, survived = random.Random(options.seed), 0, 0
+    chance, killed, survived = random.Random(options.seed), 0, 0
     with tempfile.TemporaryDirectory() as folder:
-        start = time.monotonic()
-        whole = Path(folder, "whole")
-        status, _ = train(whole, options.overrides)
-        whole_s = time.monotonic() - start
-        if status:
+        start, whole = time.monotonic(), Path(folder, "whole")
+        if train(whole, options.overrides)[0]:
             print(f"the run that nobody kills fails by itself\n{said(whole)}")
             return 1
+        whole_s, wanted = time.monotonic() - start, weights(whole)
         print(f"whole: {whole_s:.1f} s; killed {options.times} times, seed {options.seed}", flush=True)
         for attempt in range(5 * options.times):
-            run_dir = Path(folder, str(attempt))
-            rank, after = chance.randrange(2), chance.uniform(0.3, 0.95) * whole_s
+            run_dir, rank = Path(folder, str(attempt)), chance.randrange(2)
+            after = chance.uniform(0.3, 0.95) * whole_s
             status, hit = train(run_dir, options.overrides, rank, after)
             if not hit:  # it was over before
                 continue
-            number += 1
-            equal = not status and same(weights(run_dir), weights(whole))
+            killed += 1
+            equal = not status and same(weights(run_dir), wanted)
             survived += equal
             what = "came back with the same weights" if equal else f"LOST: status {status}\n{said(run_dir)}"
-            print(f"{number:2d}  rank {rank} killed after {after:.1f} s: {what}", flush=True)
-            if number == options.times:
+            print(f"{killed:2d}  rank {rank} killed after {after:.1f} s: {what}", flush=True)
+            if killed == options.times:
                 break
     print(f"{survived} of {options.times} came back")
     return int(survived < options.times)

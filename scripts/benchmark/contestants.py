@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,6 @@ from pipetrain.runtime.feed import Target
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
-from pipetrain.schedule.timeline import StageStats
 
 TORCHS = {
     "gpipe": ScheduleGPipe,
@@ -46,18 +45,15 @@ TORCHS = {
 }
 """Of torch.distributed.pipelining, by ours of the same order. The last two split a backward by the graph."""
 
-T = TypeVar("T")
-
 
 class Contestant(Protocol):
-    """Something that trains, on one rank. `batches`: how many it does in a turn, each in `microbatches`.
+    """Something that trains, on one rank. `batches`: how many it does in a turn.
 
     `losses`: the mean loss of each batch of its last turn, where this rank knows them.
     """
 
     name: str
     batches: int
-    microbatches: int
     losses: list[float]
 
     def run(self) -> None:
@@ -97,25 +93,21 @@ def _race(mesh: Mesh, say: Say, make: Make, rounds: int) -> tuple[Series, Mappin
     return race(mesh, contestants, rounds, say), bounds
 
 
-def race(mesh: Mesh, contestants: Sequence[Contestant], rounds: int, say: Say, warmup: int = 1) -> Series:
+def race(mesh: Mesh, contestants: Sequence[Contestant], rounds: int, say: Say) -> Series:
     """Return the seconds a batch of each contestant in each round, on every rank alike.
 
-    A turn takes from the first rank's start to the last rank's end. Warm-up rounds are not counted.
+    A turn takes from the first rank's start to the last rank's end. The first round, to warm up, is not
+    counted. The order rotates, so that nobody always comes after the same one.
     """
     series: defaultdict[str, list[float]] = defaultdict(list)
-    for number in range(-warmup, rounds):
-        for contestant in rotated(contestants, number):
+    for number in range(-1, rounds):
+        first = number % len(contestants)
+        for contestant in (*contestants[first:], *contestants[:first]):
             say(f"{f'round {number + 1}/{rounds}' if number >= 0 else 'warm-up'}: {contestant.name}")
             seconds = _turn(mesh, contestant)
             if number >= 0:
                 series[contestant.name].append(seconds)
     return {contestant.name: series[contestant.name] for contestant in contestants}
-
-
-def rotated(contestants: Sequence[T], number: int) -> list[T]:
-    """Return the order of a round, which rotates so that nobody always comes after the same one."""
-    first = number % len(contestants)
-    return [*contestants[first:], *contestants[:first]]
 
 
 def _turn(mesh: Mesh, contestant: Contestant) -> float:
@@ -168,7 +160,7 @@ class Ours:
         self, name: str, job: Job, mesh: Mesh, batches: int = 1, channel: Channel | None = None
     ) -> None:
         plan, mesh = job.plan, fitted(mesh, job.plan)
-        self.name, self.plan, self.microbatches = name, plan, job.microbatches
+        self.name, self.plan, self._microbatches = name, plan, job.microbatches
         self.window = max(plan.windows)
         self._windows = max(1, batches // self.window)
         self.batches = self._windows * self.window
@@ -178,16 +170,11 @@ class Ours:
         self._stages = make_stages(plan, job.model, job.task, job.optimizer, plan.settings.rate(1), mesh)
         self._engine = make_engine(plan, self._stages, mesh, channel)
 
-    @property
-    def stats(self) -> dict[int, StageStats]:
-        """What each stage of this rank has done."""
-        return self._engine.stats
-
     def run(self) -> None:
         """Train whole windows."""
         for _ in range(self._windows):
             order = order_of(self.plan, self.window, self._rank)
-            self._engine.train(order, self._feed, self.microbatches)
+            self._engine.train(order, self._feed, self._microbatches)
         if self.plan.placement[-1] == self._rank:
             self.losses = self._stages[self.plan.stages - 1].counts.take_losses()
 
@@ -220,7 +207,7 @@ class Theirs:
         backward: Callable[[], Tensor | None],
         threads: int = 1,
     ) -> None:
-        self.name, self.batches, self.microbatches = name, batches, job.microbatches
+        self.name, self.batches = name, batches
         self.losses: list[float] = []
         self._backward, self._threads = backward, threads
         self._optimizer = job.optimizer(module.train().named_parameters())

@@ -75,8 +75,7 @@ class Paced:
     """A contestant on a machine whose matrix products take `seconds`, always the same or the next ones."""
 
     def __init__(self, contestant: Contestant, seconds: float | Iterator[float]) -> None:
-        self.name = contestant.name
-        self.batches, self.microbatches = contestant.batches, contestant.microbatches
+        self.name, self.batches = contestant.name, contestant.batches
         self.losses: list[float] = []
         self._contestant = contestant
         self._seconds = repeat(seconds) if isinstance(seconds, float) else seconds

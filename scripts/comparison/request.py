@@ -109,18 +109,15 @@ def parser() -> argparse.ArgumentParser:
         epilog="Words such as model=vgg16 epochs=5, and all after --, are overrides for every run.",
         allow_abbrev=False,
     )
-    made.add_argument("--experiment", metavar="NAME", help=f"{', '.join(experiments())}, or FILE.yaml")
-    made.add_argument("--schedules", nargs="+", metavar="NAME", default=[], help=", ".join(names("schedule")))
-    made.add_argument(
-        "--method",
-        action="append",
-        default=[],
-        metavar="'NAME: OVERRIDES'",
-        help="a row of your own, such as 'slow: schedule=gpipe optim.lr=0.001', or the name of one of the "
-        "experiment's; may be given many times",
+    own = (
+        "a row of your own, such as 'slow: schedule=gpipe optim.lr=0.001', or one of the experiment's by name"
     )
-    made.add_argument("--seeds", nargs="+", type=int, metavar="N", default=[], help="default: 0")
-    made.add_argument("--models", nargs="+", metavar="NAME", default=[], help="rows for several models")
+    several: dict[str, Any] = {"nargs": "+", "default": []}
+    made.add_argument("--experiment", metavar="NAME", help=f"{', '.join(experiments())}, or FILE.yaml")
+    made.add_argument("--schedules", metavar="NAME", help=", ".join(names("schedule")), **several)
+    made.add_argument("--method", action="append", default=[], metavar="'NAME: OVERRIDES'", help=own)
+    made.add_argument("--seeds", type=int, metavar="N", help="default: 0", **several)
+    made.add_argument("--models", metavar="NAME", help="rows for several models", **several)
     made.add_argument("--nproc", type=int, metavar="N", help="processes (default: stages= or 2)")
     made.add_argument("--out", type=Path, metavar="DIR", help="default: comparisons/ and what is compared")
     made.add_argument("--fresh", action="store_true", help="remove these runs where they are done")
