@@ -109,19 +109,17 @@ def test_every_plan_command_runs(command, tmp_path, monkeypatch):
     assert run_plan(command, monkeypatch) == 0
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if "scripts/bench.py" in c])
-def test_every_benchmark_command_can_be_read(command):
-    cli.parser().parse_args(shlex.split(command)[2:])
+READERS = {
+    "scripts/bench.py": lambda words: cli.parser().parse_args(words),
+    "scripts/compare.py": lambda words: asked(*words),
+    "scripts/gpu_check.py": lambda words: gpu.parser().parse_args(words),
+}
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if "scripts/compare.py" in c])
-def test_every_comparison_can_be_read(command):
-    assert asked(*shlex.split(command)[2:])
-
-
-@pytest.mark.parametrize("command", [c for c in commands() if "scripts/gpu_check.py" in c])
-def test_every_gpu_check_can_be_read(command):
-    gpu.parser().parse_args(shlex.split(command)[2:])
+@pytest.mark.parametrize("script", READERS)
+def test_every_command_of_a_script_can_be_read(script):
+    words = [shlex.split(command)[2:] for command in commands() if script in command]
+    assert [READERS[script](one) for one in words]
 
 
 def python_block(name: str) -> str:
@@ -211,24 +209,9 @@ def test_the_tests_of_promises_are_there():
     assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        "launch.sh",
-        *(f"scripts/{name}" for name in ("test.sh", "compare.py", "compare.sh", "bench.py", "gpu_check.py")),
-    ],
-)
-def test_every_script_that_it_names_is_there(script):
-    assert script in readme()
-    assert (ROOT / script).is_file()
-
-
-def test_the_annotated_tree_names_every_script():
+def test_the_annotated_tree_names_what_there_is():
     names = sorted({path.name for path in (ROOT / "scripts").glob("*.*")} - {"environment.sh"})
     assert f"scripts/          {', '.join(names)}\n" in readme()
-
-
-def test_the_annotated_tree_names_what_there_is():
     for name in re.findall(r"^  (\w+\.py|\w+/)\s", (ROOT / "docs" / "house.md").read_text(), re.MULTILINE):
         assert (ROOT / "pipetrain" / name).exists() or (ROOT / "scripts" / name).exists(), name
 
