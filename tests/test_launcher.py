@@ -47,37 +47,28 @@ WORDS = {
 }
 
 
+N, OWN = "--nproc_per_node=", "--standalone -m pipetrain"
+TWO_NODES = "--nnodes=2 --rdzv_endpoint=a:1 --nproc-per-node=2"
+
+
 @pytest.mark.parametrize(
     ("words", "environment", "gpus", "arguments", "threads"),
     [
-        ("", {}, 0, "--nproc_per_node=2 --standalone -m pipetrain experiment=quickstart", 2),
-        ("", {"NPROC": "4"}, 0, "--nproc_per_node=4 --standalone -m pipetrain experiment=quickstart", 1),
-        ("", {}, 4, "--nproc_per_node=2 --standalone -m pipetrain experiment=quickstart", 2),
-        ("epochs=3", {}, 0, "--nproc_per_node=2 --standalone -m pipetrain epochs=3", 2),
-        ("epochs=3", {}, 1, "--nproc_per_node=1 --standalone -m pipetrain epochs=3", 4),
-        ("epochs=3", {}, 4, "--nproc_per_node=4 --standalone -m pipetrain epochs=3", 1),
-        ("device=cpu", {}, 4, "--nproc_per_node=2 --standalone -m pipetrain device=cpu", 2),
-        ("--cfg job", {}, 0, "--nproc_per_node=2 --standalone -m pipetrain --cfg job", 2),
-        ("--help", {}, 0, "--nproc_per_node=2 --standalone -m pipetrain --help", 2),
-        ("stages=4 ++stages=3", {}, 0, "--nproc_per_node=3 --standalone -m pipetrain stages=4 ++stages=3", 1),
-        ("stages=null", {}, 0, "--nproc_per_node=2 --standalone -m pipetrain stages=null", 2),
-        ("stages=4", {"NPROC": "1"}, 4, "--nproc_per_node=1 --standalone -m pipetrain stages=4", 4),
-        ("x=1", {"OMP_NUM_THREADS": "3"}, 0, "--nproc_per_node=2 --standalone -m pipetrain x=1", 3),
-        (
-            "--max-restarts=3 x=1",
-            {},
-            0,
-            "--max-restarts=3 --nproc_per_node=2 --standalone -m pipetrain x=1",
-            2,
-        ),
-        (
-            "x=1 --nnodes=2 --rdzv_endpoint=a:1 --nproc-per-node=2",
-            {},
-            8,
-            "--nnodes=2 --rdzv_endpoint=a:1 --nproc-per-node=2 -m pipetrain x=1",
-            1,
-        ),
-        ("--standalone -m pipetrain x=1", {}, 4, "--standalone -m pipetrain x=1", None),
+        ("", {}, 0, f"{N}2 {OWN} experiment=quickstart", 2),
+        ("", {"NPROC": "4"}, 0, f"{N}4 {OWN} experiment=quickstart", 1),
+        ("", {}, 4, f"{N}2 {OWN} experiment=quickstart", 2),
+        ("epochs=3", {}, 0, f"{N}2 {OWN} epochs=3", 2),
+        ("epochs=3", {}, 1, f"{N}1 {OWN} epochs=3", 4),
+        ("epochs=3", {}, 4, f"{N}4 {OWN} epochs=3", 1),
+        ("device=cpu", {}, 4, f"{N}2 {OWN} device=cpu", 2),
+        ("--help", {}, 0, f"{N}2 {OWN} --help", 2),
+        ("stages=4 ++stages=3", {}, 0, f"{N}3 {OWN} stages=4 ++stages=3", 1),
+        ("stages=null", {}, 0, f"{N}2 {OWN} stages=null", 2),
+        ("stages=4", {"NPROC": "1"}, 4, f"{N}1 {OWN} stages=4", 4),
+        ("x=1", {"OMP_NUM_THREADS": "3"}, 0, f"{N}2 {OWN} x=1", 3),
+        ("--max-restarts=3 x=1", {}, 0, f"--max-restarts=3 {N}2 {OWN} x=1", 2),
+        (f"x=1 {TWO_NODES}", {}, 8, f"{TWO_NODES} -m pipetrain x=1", 1),
+        ("--standalone -m pipetrain x=1", {}, 4, f"{OWN} x=1", None),
     ],
 )
 def test_processes_and_threads(monkeypatch, words, environment, gpus, arguments, threads):
