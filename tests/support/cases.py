@@ -41,7 +41,7 @@ from pipetrain.runtime.channel import ALL
 from pipetrain.runtime.loopback import LoopbackChannel
 from pipetrain.runtime.ranks import Ranks, World
 from pipetrain.runtime.stage import Stage
-from pipetrain.schedule.actions import Edge, Op, Program, Tie, has_norms, ranks_of
+from pipetrain.schedule.actions import Edge, Op, Program, Tie, ranks_of
 from pipetrain.tasks import IGNORED
 from tests.support import reference
 from tests.support.deadlines import DEADLINE_S
@@ -145,31 +145,12 @@ def _config(case: Case, model: str = "") -> DictConfig:
 
 def expected(case: Case, ran: Sequence[Program] = ()) -> reference.Outcome:
     """Train a case by the reference; where a policy decided the order, by the versions that were read."""
-    cfg = _config(case, case.reference_model)
     run = make_run(case)
     if case.reference_model:
+        cfg = _config(case, case.reference_model)
         run = prepared(cfg, case.schedule, case.ranks, case.train_samples, ignored=case.ignored)
-    assert run.data is not None
-    recipe = reference.Recipe(
-        data=run.data,
-        seed=run.settings.seed,
-        sampler=run.sampler,
-        epochs=run.settings.epochs,
-        microbatches=run.settings.microbatches,
-        window=run.settings.window,
-        early=dict([case.early] if case.early else []),
-        cuts=run.plan.cuts,
-        optimizer=run.optimizer,
-        rate=run.settings.rate(run.updates),
-        label_smoothing=run.settings.label_smoothing,
-        bf16=run.settings.precision == "bf16",
-        clip=run.settings.clip_grad_norm,
-        clip_by_stage=not has_norms(run.plan.window.program),
-        ema=run.settings.ema,
-        skip=run.settings.on_nan == "skip",
-    )
     delays = [_reads(program) for program in ran] or repeat(_delay(case, run))
-    return reference.train(run.take_network().model, recipe, delays)
+    return reference.train(run.take_network().model, run, delays, dict([case.early] if case.early else []))
 
 
 def _delay(case: Case, run: Run) -> reference.Delay:

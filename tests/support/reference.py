@@ -20,11 +20,13 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from pipetrain.data import Data, Draw, Sampler
+from pipetrain.data import Draw
 from pipetrain.network.chain import Pop, Stash
 from pipetrain.network.draws import Seeds, begin, drawing
 from pipetrain.network.values import as_tuple, named_layers
-from pipetrain.runtime.weights import OptimizerFactory
+from pipetrain.schedule.actions import has_norms
+from pipetrain.settings import Settings
+from tests.support.runs import Run
 
 IGNORED = -100  # a label that does not count
 
@@ -57,28 +59,6 @@ class Outcome:
 
     state: dict[str, Tensor]
     epochs: list[tuple[float, float, float]]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What to train and how; `cuts` are the first layers of stages 1, 2, ..."""
-
-    data: Data
-    seed: int
-    sampler: Sampler
-    epochs: int
-    microbatches: int
-    window: int | None
-    early: Mapping[int, int]  # epochs of which a window was left after so many batches of the epoch
-    cuts: Sequence[int]
-    optimizer: OptimizerFactory
-    rate: Callable[[int], float]  # as a fraction of the peak
-    label_smoothing: float = 0.0
-    bf16: bool = False  # layers under autocast, and what crosses a cut cast to bf16
-    clip: float | None = None  # the most that the norm of a gradient may be
-    clip_by_stage: bool = False
-    ema: float | None = None  # the decay of the average that is evaluated
-    skip: bool = False  # an update whose gradient is not finite is left out, with all that its batch changed
 
 
 Read = Mapping[str, tuple[str, Callable[[int], int]]]
@@ -178,52 +158,66 @@ def grouped(live: Mapping[str, nn.Parameter], stage_of: Callable[[str], int]) ->
     return list(stages.values())
 
 
-def train(model: nn.Sequential, recipe: Recipe, delays: Iterable[Delay]) -> Outcome:
-    """Train the epochs of a recipe; each window has a delay of its own."""
-    if recipe.bf16:
-        _narrow_at(model, recipe.cuts)
+def train(model: nn.Sequential, run: Run, delays: Iterable[Delay], early: Mapping[int, int]) -> Outcome:
+    """Train the epochs of a run; each window has a delay of its own.
+
+    `early`: epochs of which a window was left after so many batches of the epoch.
+    """
+    settings, cuts, data = run.settings, run.plan.cuts, run.data.train
+    if settings.precision == "bf16":
+        _narrow_at(model, cuts)
     for number, (_, layer) in enumerate(named_layers(model)):
         if any(isinstance(inner, nn.Dropout) and inner.p for inner in layer.modules()):
             layer.register_forward_pre_hook(partial(_draw, number))
-    live, average = dict(model.named_parameters()), average_of(model, recipe.ema)
-    norms = recipe.cuts if recipe.clip_by_stage else ()
+    live, average = dict(model.named_parameters()), average_of(model, settings.ema)
+    norms = () if has_norms(run.plan.window.program) else cuts
+    optimizer, rate = run.optimizer(live.items()), settings.rate(run.updates)
     loop = Loop(
-        *(model, recipe.optimizer(live.items()), partial(_loss_of, model, recipe), recipe.rate, recipe.clip),
-        *(grouped(live, partial(stage_of, cuts=norms)), average, recipe.skip),
+        *(model, optimizer, partial(_loss_of, model, settings), rate, settings.clip_grad_norm),
+        *(grouped(live, partial(stage_of, cuts=norms)), average, settings.on_nan == "skip"),
     )
     delay_of, outcomes = iter(delays), []
-    for epoch in range(recipe.epochs):
-        draw, of = Draw(recipe.seed, epoch), recipe.data.train.targets
-        batches = [b for b in recipe.sampler.epoch(epoch) if _counting(of(torch.cat(b), draw))]
-        starts = sorted({*range(0, len(batches), recipe.window or len(batches)), recipe.early.get(epoch, 0)})
+    for epoch in range(settings.epochs):
+        draw = Draw(settings.seed, epoch)
+        batches = [b for b in run.sampler.epoch(epoch) if _counting(data.targets(torch.cat(b), draw))]
+        starts = sorted({*range(0, len(batches), settings.window or len(batches)), early.get(epoch, 0)})
         loss_sum, counted = 0.0, 0
         for start, end in pairwise([*starts, len(batches)]):
             first = loop.updates - start
-            pieces = [_pieces(recipe, batches[n], draw, first + n) for n in range(start, end)]
-            found = loop.window(by_stage(live, recipe.cuts, next(delay_of)), pieces)
+            pieces = [
+                _pieces(data, batches[n], draw, partial(Seeds, settings.seed, first + n))
+                for n in range(start, end)
+            ]
+            found = loop.window(by_stage(live, cuts, next(delay_of)), pieces)
             for (share, _, y, _), loss in zip(chain(*pieces), chain(*found), strict=True):
-                if share and (isfinite(loss) or not recipe.skip):
+                if share and (isfinite(loss) or not loop.skip):
                     loss_sum += loss * _counting(y)
                     counted += _counting(y)
         if average is not None:
             average.module.load_state_dict(dict(model.named_buffers()), strict=False)
-        val_loss, val_acc = _evaluate(model if average is None else average.module, recipe)
-        outcomes.append((loss_sum / counted, val_loss, val_acc))
+        evaluated = _evaluate(model if average is None else average.module, run)
+        outcomes.append((loss_sum / counted, *evaluated))
     return Outcome(_copied(model.state_dict()), outcomes)
 
 
-def _pieces(recipe: Recipe, batch: Sequence[Tensor], draw: Draw, update: int) -> list[Any]:
+def _pieces(data: Any, batch: Sequence[Tensor], draw: Draw, seeds: Callable[[int], Seeds]) -> list[Any]:
     """(share, inputs, labels, seeds) of each microbatch."""
-    inputs, targets = recipe.data.train.inputs, recipe.data.train.targets
-    whole = _counting(targets(torch.cat(list(batch)), draw))
-    parts = [(inputs(ids, draw), targets(ids, draw)) for ids in batch]
-    return [(_counting(y) / whole, x, y, Seeds(recipe.seed, update, n)) for n, (x, y) in enumerate(parts)]
+    whole = _counting(data.targets(torch.cat(list(batch)), draw))
+    parts = [(data.inputs(ids, draw), data.targets(ids, draw)) for ids in batch]
+    return [(_counting(y) / whole, x, y, seeds(n)) for n, (x, y) in enumerate(parts)]
 
 
-def _loss_of(model: nn.Module, recipe: Recipe, weights: Any, x: Any, y: Tensor, seeds: Seeds) -> Tensor:
-    with drawing(seeds), torch.autocast("cpu", torch.bfloat16, enabled=recipe.bf16):
-        scores = functional_call(model, weights, (x,))
-    return _loss(scores.float() if recipe.bf16 else scores, y, recipe.label_smoothing)
+def _loss_of(model: nn.Module, settings: Settings, weights: Any, x: Any, y: Tensor, seeds: Seeds) -> Tensor:
+    with drawing(seeds):
+        scores = _scores(partial(functional_call, model, weights), (x,), settings)
+    return _loss(scores, y, settings.label_smoothing)
+
+
+def _scores(call: Callable[..., Tensor], given: Any, settings: Settings) -> Tensor:
+    narrow = settings.precision == "bf16"
+    with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+        scores = call(given)
+    return scores.float() if narrow else scores
 
 
 def _draw(number: int, layer: nn.Module, inputs: object) -> None:
@@ -262,13 +256,12 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _evaluate(model: nn.Sequential, recipe: Recipe) -> tuple[float, float]:
+def _evaluate(model: nn.Sequential, run: Run) -> tuple[float, float]:
     model.eval()
-    ids = torch.arange(len(recipe.data.test))
-    x, labels = recipe.data.test.inputs(ids, None), recipe.data.test.targets(ids, None)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=recipe.bf16):
-        output = model(x)
-    output = output.float() if recipe.bf16 else output
+    ids = torch.arange(len(run.data.test))
+    labels = run.data.test.targets(ids, None)
+    with torch.no_grad():
+        output = _scores(model, run.data.test.inputs(ids, None), run.settings)
     model.train()
     right = output.argmax(1 if labels.dim() == 1 else -1) == labels
     return _loss(output, labels).item(), right[labels != IGNORED].double().mean().item()
