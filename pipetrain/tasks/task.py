@@ -119,6 +119,8 @@ class Task:
 class Classification(Task):
     """Cross-entropy of scores [n, classes, ...] for labels int64 [n, ...], and accuracy."""
 
+    _axis = 1  # of the classes
+
     def __init__(
         self,
         label_smoothing: float = 0.0,
@@ -140,7 +142,7 @@ class Classification(Task):
 
     def classes_of(self, outputs: ValueSpec) -> int | None:
         shape = _scores(outputs).shape
-        return shape[1] if len(shape) > 1 else None
+        return shape[self._axis] if len(shape) > 1 else None
 
     def _cross_entropy(self, outputs: Value, targets: Value, smoothing: float) -> Tensor:
         scores, labels = _tensor(outputs, "scores [n, classes]"), _tensor(targets, "labels")
@@ -162,12 +164,10 @@ class Segmentation(Classification):
 class LanguageModelling(Classification):
     """Cross-entropy of the next token: scores [n, t, vocabulary] for tokens int64 [n, t]; perplexity."""
 
+    _axis = -1
+
     def __init__(self, label_smoothing: float = 0.0, ignore_index: int = IGNORED) -> None:
         super().__init__(label_smoothing, ignore_index, (Perplexity(), Accuracy(ignore_index, axis=-1)))
-
-    def classes_of(self, outputs: ValueSpec) -> int | None:
-        shape = _scores(outputs).shape
-        return shape[-1] if shape else None
 
     def _cross_entropy(self, outputs: Value, targets: Value, smoothing: float) -> Tensor:
         scores, tokens = _tensor(outputs, "scores [n, t, vocabulary]"), _tensor(targets, "tokens [n, t]")

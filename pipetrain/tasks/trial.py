@@ -228,19 +228,18 @@ class ModelTrial:
         part: Part,
         device: torch.device,
     ) -> None:
-        layer = part.last_layer()
+        layer, names = part.last_layer(), example.names or ()
         if layer is None:
             raise ConfigError(
                 "an nn.Sequential takes no labels beside its inputs: give a loss= of outputs and targets, or "
                 "a model of another class that takes them by name"
             )
-        names = example.names or ()
-        for label in task.labels:
-            if label not in names:
-                raise ConfigError(
-                    f"the model's inputs are {', '.join(names) or 'without names'}, and {label} is not among "
-                    f"them: name the labels, by targets= or on the command line task.labels="
-                )
+        if missing := [label for label in task.labels if label not in names]:
+            known = ", ".join(names) or "without names"
+            raise ConfigError(
+                f"the model's inputs are {known}, and {missing[0]} is not among them: name the labels, by "
+                f"targets= or on the command line task.labels="
+            )
         self._task = task
         self._outputs = outputs
         self._microbatches = microbatches
@@ -249,6 +248,8 @@ class ModelTrial:
         self._layer = layer
         numbers = [names.index(label) for label in task.labels]
         self._labels = {Made(INPUT, number): example.specs[number] for number in numbers}
+        others = (value for value in layer.takes if value not in self._labels)
+        self._by_sample = [value for value in others if layer.spec(value, 2) != layer.spec(value, 3)]
         self._filled = 0  # with what whole numbers are made up
 
     def settle(self) -> None:
@@ -288,14 +289,8 @@ class ModelTrial:
             raise TrainingStopped(str(error)) from error
 
     def _made_up(self, samples: int) -> tuple[Tensor, ...]:
-        """Return made-up values of what the layer takes beside labels, as far as it is by the sample."""
-        others = (value for value in self._layer.takes if value not in self._labels)
-        made = tuple(self._tensor(value, samples) for value in others if self._is_varied(value))
+        made = tuple(self._tensor(value, samples) for value in self._by_sample)
         return made or (torch.zeros(samples),)
-
-    def _is_varied(self, value: Made) -> bool:
-        one, two = (self._layer.spec(value, samples).shape for samples in (2, 3))
-        return one != two
 
     def _tensor(self, value: Made, samples: int) -> Tensor:
         spec = self._layer.spec(value, samples)
@@ -305,14 +300,12 @@ class ModelTrial:
         return torch.full(spec.shape, self._filled, dtype=spec.dtype, device=self._device)
 
     def _loss(self, given: Value, wanted: Value) -> Tensor:
-        labels, varied = dict(zip(self._labels, as_tuple(wanted), strict=True)), iter(as_tuple(given))
-        tensors = []
-        for value in self._layer.takes:
-            if value in labels:
-                tensors.append(labels[value].to(self._device))
-            elif self._is_varied(value):
-                tensors.append(next(varied))
-            else:
-                tensors.append(self._tensor(value, 1))
+        known = dict(
+            zip([*self._labels, *self._by_sample], (*as_tuple(wanted), *as_tuple(given)), strict=False)
+        )
+        tensors = [
+            known[value].to(self._device) if value in known else self._tensor(value, 1)
+            for value in self._layer.takes
+        ]
         with evaluating(self._part), torch.enable_grad():
             return self._task.loss(self._layer.run(tensors), wanted)
