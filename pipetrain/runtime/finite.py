@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.numerics import numbers_of
@@ -60,7 +60,6 @@ class StopOnNaN(Observer):
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        self._front = stage.name(_smallest_of_first_layer(stage.module))
         # What numbers of an update are, the numbers on the host, and the torch.cuda.Event of their arrival.
         self._coming: deque[tuple[list[str], int, Tensor, Any]] = deque()
 
@@ -84,10 +83,6 @@ class StopOnNaN(Observer):
         self._check(f"the activation of microbatch {microbatch.mb} is not finite", made, origin)
 
     def after_backward(self, microbatch: Microbatch, grads: Tensors, back: Tensors) -> None:
-        if not back and microbatch.deferred is None and self._front:
-            # None leaves the stage: a small gradient of its first layer, to which what is not finite goes on.
-            grad = self._stage.weights.leaf(microbatch.version, self._front).grad
-            back = () if grad is None else (grad,)
         origin = partial(origin_of_gradient, self._stage, microbatch, grads)
         self._check(f"the gradient of microbatch {microbatch.mb} is not finite", back, origin)
 
@@ -175,10 +170,3 @@ class SkipOnNaN(Observer):
             self._before = {mb: self._buffers.copies() for mb in self._before}
         for mb in batch.mbs:
             del self._before[mb]
-
-
-def _smallest_of_first_layer(module: nn.Module) -> str:
-    """Return the name of the smallest trained weight in the first layer that has any, such as a bias."""
-    sizes = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
-    first = next(iter(sizes), "").partition(".")[0]
-    return min((name for name in sizes if name.partition(".")[0] == first), key=sizes.__getitem__, default="")

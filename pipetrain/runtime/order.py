@@ -12,12 +12,11 @@ before its forward; the others look after they have received that microbatch, an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.microbatch import Saving
 from pipetrain.schedule.actions import NO_PEER, RECEIVES, Action, Edge, Op, last_uses, shortened
-from pipetrain.schedule.lower import Lowering
 from pipetrain.schedule.policy import ForwardBackward, View, Wait
 
 SHORT = 2  # batches in which a window does all that it ever does, such as keeping an old version
@@ -64,7 +63,10 @@ class Order:
     def short(self) -> Order:
         """Return an order of few batches that has each kind of action of this one; before it is used."""
         batches = min(SHORT, self.batches)
-        return Order(shortened(self._list, batches, self._microbatches), batches, self._microbatches)
+        return self._like(shortened(self._list, batches, self._microbatches), batches, self._microbatches)
+
+    def _like(self, *order: Any) -> Order:
+        return Order(*order)
 
     def receives(self) -> list[Action]:
         return [action for action in self._list if action.op in RECEIVES]
@@ -106,46 +108,26 @@ class Order:
 
 
 class Decided(Order):
-    """A policy's decisions for one stage."""
+    """A policy's decisions for one stage. The list is an example of them, with the same messages."""
 
     decided = True
 
     def __init__(
-        self,
-        policy: ForwardBackward,
-        stage: int,
-        stages: int,
-        batches: int,
-        microbatches: int,
-        routes: Sequence[Edge] | None = None,
-        recomputes: bool = False,
-        ends: Ends | None = None,
-        ahead: int = 0,
+        self, policy: ForwardBackward, stages: int, routes: Sequence[Edge] | None, *order: Any
     ) -> None:
-        super().__init__((), batches, microbatches, ends, ahead)
-        self._policy, self._first, self._stages, self._routes = policy, stage, stages, routes
-        self._recomputes = recomputes
+        super().__init__(*order)
+        self._policy, self._stages, self._routes = policy, stages, routes
         self._reads: dict[int, int] = {}  # open microbatch -> weight version
 
-    def short(self) -> Order:
-        size = self._first, self._stages, min(SHORT, self.batches), self._microbatches
-        return Decided(self._policy, *size, self._routes, self._recomputes)
-
-    def receives(self) -> list[Action]:
-        lowering = Lowering([(rank,) for rank in range(self._stages)], self._routes)
-        mbs = range(self.batches * self._microbatches)
-        compute = [Action(self._first, op, mb) for op in (Op.F, Op.B) for mb in mbs]
-        return [receive for action in compute for receive in lowering.receives(action)]
+    def _like(self, *order: Any) -> Order:
+        return Decided(self._policy, self._stages, self._routes, *order)
 
     def needed(self, stage: int, version: int) -> bool:
         return version in self._reads.values()
 
-    def saving(self, stage: int, mb: int) -> Saving:
-        return Saving(recomputed=self._recomputes)
-
     def _actions(self, view: View) -> Iterator[Action | Wait]:
         size = self._first, self._stages, lambda: self.batches, self._microbatches
-        for action in self._policy.lowered(*size, view, self._routes, self._recomputes):
+        for action in self._policy.lowered(*size, view, self._routes, bool(self._recomputed)):
             if isinstance(action, Action) and action.op is Op.F:
                 self._reads[action.mb] = action.version
             elif isinstance(action, Action) and action.op in (Op.B, Op.W):
@@ -155,9 +137,6 @@ class Decided(Order):
 
 def order_of(plan: Plan, batches: int, rank: int, ends: Ends | None = None) -> Order:
     """Return the actions of a rank in a window of `batches` batches."""
-    size = batches, plan.settings.microbatches
     actions, ahead = plan.windows[batches].program[rank], max(plan.cut.bounds.values(), default=0)
-    if plan.policy is None:
-        return Order(actions, *size, ends, ahead)
-    recomputes = any(action.op is Op.R for action in actions)
-    return Decided(plan.policy, rank, plan.stages, *size, plan.cut.edges, recomputes, ends, ahead)
+    order = actions, batches, plan.settings.microbatches, ends, ahead
+    return Order(*order) if plan.policy is None else Decided(plan.policy, plan.stages, plan.cut.edges, *order)

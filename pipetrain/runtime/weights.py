@@ -91,9 +91,6 @@ class Weights:
     def leaves(self, version: int) -> list[Tensor]:
         return list(self._versions[version].values())
 
-    def leaf(self, version: int, name: str) -> Tensor:
-        return self._versions[version][name]
-
     def stored(self) -> list[Tensor]:
         leaves = [leaf for version in self._versions.values() for leaf in version.values()]
         return leaves + [tensor for spare in self._spare for tensor in spare]
