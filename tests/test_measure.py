@@ -10,7 +10,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_planned
@@ -33,7 +32,6 @@ from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.costs import LayerTime, Profile, profile_conditions
 from pipetrain.plan.estimate import estimate
-from pipetrain.plan.plan import Plan
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.optimizer import make_optimizer
 from pipetrain.runtime.ranks import World
@@ -297,31 +295,6 @@ def test_a_layer_that_fails_is_said_once_and_all_ranks_know():
     assert said == [sentence, sentence]
 
 
-# Alone
-
-
-def alone(cfg: DictConfig, draft: Plan) -> Profile:
-    """Measure in this process, without messages."""
-    mesh = Mesh(World(), draft.placement, [], CPU, None, 30)
-
-    def make() -> tuple[Network, OptimizerFactory]:
-        model = make_model(cfg, 0, torch.float32)
-        return network_of(model, draft.example), make_optimizer(cfg, model)
-
-    return measure.measure(mesh, draft, profile_conditions(draft.settings, cfg.optim), make)
-
-
-def test_alone_too_and_the_random_generator_is_put_back():
-    cfg = config([*WORDS, model("dropping"), "partition=profile"])
-    draft = check_early(cfg, "1f1b", 1)
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    measured = alone(cfg, draft)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert (measured.latency_s, measured.s_per_byte) == (0, 0)
-    assert measured.machine.items() >= {"device": "cpu", "ranks": 1, "torch": str(torch.__version__)}.items()
-
-
 # Conditions
 
 
@@ -354,28 +327,23 @@ def test_a_draft_is_cut_by_flops_until_there_are_times():
     assert (draft.costs, draft.prediction) == (None, None)
 
 
-def test_a_file_is_read_and_refused_before_anything_starts(tmp_path):
-    file = tmp_path / "profile.json"
+def test_what_is_measured_alone_is_a_file_that_a_run_reads(tmp_path):
+    """And the random generator is put back."""
+    words, file = [*WORDS, model("dropping")], tmp_path / "profile.json"
+    cfg = config([*words, "partition=profile"])
+    draft = check_early(cfg, "1f1b", 1)
 
-    def read(*words: str):
-        cfg = config([*WORDS, "model=mlp", *words])
-        OmegaConf.update(cfg, "partition", {"profile": str(file)}, merge=False)
-        return check_early(cfg, "1f1b", 2)
+    def make() -> tuple[Network, OptimizerFactory]:
+        model = make_model(cfg, 0, torch.float32)
+        return network_of(model, draft.example), make_optimizer(cfg, model)
 
-    cfg = config([*WORDS, "model=mlp", "partition=profile"])
-    measured = alone(cfg, check_early(cfg, "1f1b", 1))
+    torch.manual_seed(5)
+    before, mesh = torch.get_rng_state(), Mesh(World(), draft.placement, [], CPU, None, 30)
+    measured = measure.measure(mesh, draft, profile_conditions(draft.settings, cfg.optim), make)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (measured.latency_s, measured.s_per_byte) == (0, 0)
+    assert measured.machine.items() >= {"device": "cpu", "ranks": 1, "torch": str(torch.__version__)}.items()
     file.write_text(json.dumps(measured.to_json()))
-    plan = read()
-    assert plan.prediction is not None
-    assert plan.prediction.profile == measured
-    assert read().cuts == plan.cuts
-    for words, says in (
-        (["microbatches=2"], "was taken with microbatch=3, and this run has microbatch=6"),
-        (["+model.depth=5"], "its layer 4 is hidden5 and returns 1536 bytes, and the model's is head"),
-        (
-            ["memory_limit=1e-6"],
-            "memory_limit=1e-06 is too small: the smallest with which 2 stages fit is 0.0",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            read(*words)
+    read = check_early(config([*words, f"partition.profile={file}"]), "1f1b", 2)
+    assert read.prediction is not None
+    assert read.prediction.profile == measured

@@ -124,14 +124,12 @@ def through_a_view(x: Tensor) -> Tensor:
         (nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(3, 3, 1)), True),
         (nn.Sequential(nn.Flatten(), nn.Dropout(inplace=True)), True),  # a view first
         (Lambda(through_a_view), True),
-        (nn.ReLU(), False),
         (nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(inplace=True)), False),
     ],
 )
 def test_a_layer_that_writes_into_its_input_is_seen(layer, writes):
     before, seen = estimate(nn.Sequential(nn.Identity(), layer), IMAGES)
-    assert not before.writes
-    assert bool(seen.writes) is writes
+    assert (bool(before.writes), bool(seen.writes)) == (False, writes)
 
 
 def test_batchnorm_over_one_value_a_channel_is_refused_in_training_alone():
@@ -266,20 +264,19 @@ class State(nn.Module):
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.how == "copy":
-            return self.state + x
-        if self.how == "plain":
-            self.kept[0].copy_(x)
-            return self.kept[0]
         if self.how == "cached":
             self.last = x * 2
-            return self.last
-        return self.state.add_(1) if self.how == "buffer" else x
+        ways = {
+            "copy": lambda: self.state + x,
+            "plain": lambda: self.kept[0].copy_(x),
+            "cached": lambda: self.last,
+            "buffer": lambda: self.state.add_(1),
+        }
+        return ways[self.how]()
 
 
 @pytest.mark.parametrize(
-    ("how", "keeps"),
-    [("copy", False), ("through", False), ("buffer", True), ("plain", True), ("cached", True)],
+    ("how", "keeps"), [("copy", False), ("buffer", True), ("plain", True), ("cached", True)]
 )
 def test_a_layer_that_hands_on_what_it_keeps_is_seen(how, keeps):
     layer = State(how)
@@ -320,35 +317,33 @@ class InPlace(nn.Conv2d):
 
 
 SHARED, KEPT = conv(), []
+HIDES, FINDS = Lambda(lambda x: KEPT.append(x) or x), Lambda(lambda x: x + KEPT.pop())
 
 
 @pytest.mark.parametrize(
     ("layers", "says"),
     [
-        (
-            (nn.Conv2d(3, 4, 3), nn.Conv2d(5, 4, 3)),
-            "layer 1 (1) of the model cannot take float32[2, 4, 6, 6]: ",
-        ),
+        ((nn.Conv2d(3, 4, 3), nn.Conv2d(5, 4, 3)), "1 (1) of the model cannot take float32[2, 4, 6, 6]: "),
         (
             (SHARED, borrows(SHARED.weight)),
-            "layer 1 (1) of the model uses parameter 0.weight, which is not registered in it",
+            "1 (1) of the model uses parameter 0.weight, which is not registered",
         ),
-        ((SHARED, borrows(SHARED.weight.detach())), "layer 1 (1) of the model uses parameter 0.weight"),
+        ((SHARED, borrows(SHARED.weight.detach())), "1 (1) of the model uses parameter 0.weight"),
         (
             (conv(), borrows(nn.Parameter(torch.ones(3)))),
-            "layer 1 (1) of the model uses a parameter [3] of no ",
+            "1 (1) of the model uses a parameter [3] of no layer",
         ),
-        ((nn.ReLU(), Lambda(lambda x: SHARED(x)), SHARED), "layer 1 (1) of the model uses parameter 2."),
+        ((nn.ReLU(), Lambda(lambda x: SHARED(x)), SHARED), "1 (1) of the model uses parameter 2."),
         (
-            (conv(), Lambda(lambda x: KEPT.append(x) or x), Lambda(lambda x: x + KEPT.pop())),
-            "layer 2 (2) of the model uses a tensor [2, 3, 8, 8] that a layer before it has made and not",
+            (conv(), HIDES, FINDS),
+            "2 (2) of the model uses a tensor [2, 3, 8, 8] that a layer before it has made",
         ),
-        ((Renormed(3, 3, 1),), "layer 0 (0) of the model replaces the data of a parameter or of its input"),
-        ((conv(), Late()), "layer 1 (1) of the model makes its seen when it first runs; make it when"),
+        ((Renormed(3, 3, 1),), "0 (0) of the model replaces the data of a parameter or of its input"),
+        ((conv(), Late()), "1 (1) of the model makes its seen when it first runs; make it when"),
     ],
 )
 def test_what_no_weight_version_or_checkpoint_would_follow_is_refused(layers, says):
-    assert refusal(lambda: estimate(nn.Sequential(*layers), IMAGES)).startswith(says)
+    assert refusal(lambda: estimate(nn.Sequential(*layers), IMAGES)).startswith(f"layer {says}")
 
 
 def test_what_trains_nothing_is_no_one_s_but_known():
@@ -356,9 +351,7 @@ def test_what_trains_nothing_is_no_one_s_but_known():
     made = estimate(nn.Sequential(norm, borrows(norm.running_mean), borrows(torch.ones(3))), IMAGES)
     assert [layer.borrows for layer in made] == [(), ("0.running_mean",), ()]
     assert [len(layer.foreign) for layer in made] == [0, 0, 1]
-    kept: list[Tensor] = []
-    finds = Lambda(lambda x: kept.append(x) or x), Lambda(lambda x: x + kept.pop())
-    assert len(estimate(nn.Sequential(nn.ReLU(), *finds), IMAGES)) == 3
+    assert len(estimate(nn.Sequential(nn.ReLU(), HIDES, FINDS), IMAGES)) == 3
     assert estimate(nn.Sequential(InPlace(3, 3, 1)), IMAGES)
 
 
