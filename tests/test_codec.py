@@ -216,16 +216,17 @@ def test_topk_int8_is_int8_of_what_topk_carries(x, fraction):
     assert torch.equal(back, through(Int8(), kept))
 
 
-def test_a_fraction_is_what_is_written():
-    """0.07 of 100 is 7.000000000000001 in floating point, and 8 would travel."""
-    places, _ = TopK(0.07).wire_specs(TensorSpec((100,), FP32))
-    assert places.shape == (7,)
-
-
-def test_places_beyond_int32_are_int64():
-    places, values = TopK(0.001).wire_specs(TensorSpec((2**16, 2**16), FP32))
-    assert (places.dtype, values.dtype) == (torch.int64, FP16)
-    assert TopK(0.001).wire_specs(TensorSpec((2**31 - 1,), FP32))[0].dtype == torch.int32
+@pytest.mark.parametrize(
+    ("fraction", "shape", "kept", "places"),
+    [
+        (0.07, (100,), 7, torch.int32),  # as written: in floating point 7.000000000000001, and 8 would travel
+        (0.5, (2**31 - 1,), 2**30, torch.int32),
+        (0.5, (2**16, 2**16), 2**31, torch.int64),
+    ],
+)
+def test_so_many_travel_with_places_of_so_many_bits(fraction, shape, kept, places):
+    specs = TopK(fraction).wire_specs(TensorSpec(shape, FP32))
+    assert specs == (TensorSpec((kept,), places), TensorSpec((kept,), FP16))
 
 
 def test_a_place_over_65504_is_exact():

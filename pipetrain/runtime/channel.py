@@ -20,7 +20,7 @@ import re
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -38,7 +38,6 @@ from pipetrain.schedule.actions import Edge, Tie
 
 ALL: Tie = ()
 """Stands for the stages of all ranks, whose gradient has one norm."""
-POLL_S = 5e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,11 +326,12 @@ class Channel:
     def _await_any(self, transfers: Sequence[_Transfer]) -> None:
         """Let the host wait until one of these is finished. Raises TimeoutError."""
         end = time.monotonic() + self._timeout
+        wait([transfer.watched for transfer in transfers if transfer.watched], self._timeout, FIRST_COMPLETED)
         while not any(transfer.finished for transfer in transfers):
             self.check()
             if time.monotonic() > end:
                 raise TimeoutError
-            time.sleep(POLL_S)
+            time.sleep(0)
 
     def _complete(self, works: Sequence[dist.Work], failed: Failed) -> None:
         """Let the host wait or, where it does not, the stream, whose deadline is kept aside."""

@@ -103,12 +103,12 @@ def _own_address(host: str) -> bytes:
 
 
 class Attempt:
-    """A start of all ranks by torchrun. `store`: torchrun's, None for a process that it did not start."""
+    """A start of all ranks by torchrun, whose `store` outlives it."""
 
-    def __init__(self, world: World, store: Store | None) -> None:
+    def __init__(self, world: World, store: Store) -> None:
         self._world = world
-        self._store = store and PrefixStore("pipetrain", store)
-        self._start = self._store.add(f"starts of rank {world.rank}", 1) if self._store else 1
+        self._store = PrefixStore("pipetrain", store)
+        self._start = self._store.add(f"starts of rank {world.rank}", 1)
         self._met: Store | None = None
 
     @property
@@ -118,21 +118,18 @@ class Attempt:
 
     def remember(self, key: str, text: str) -> None:
         """Keep a text for later attempts."""
-        if self._store:
-            self._store.set(key, text)
+        self._store.set(key, text)
 
     def recall(self, key: str) -> str | None:
         """Return what an earlier attempt has kept, None if nothing."""
-        if self._store and self._store.check([key]):
-            return self._store.get(key).decode()
-        return None
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
     def meet(self, limit_s: float) -> Store | None:
         """Return this attempt's store once all ranks have come; None without others. Raises ChannelError."""
         store, rank = self._store, self._world.rank
-        if self._met is None and store and self._world.size > 1:
+        if self._met is None and self._world.size > 1:
+            number = self._start
             if rank == 0:
-                number = self._start
                 self._lead(store, limit_s)
             else:
                 key = f"attempt of rank {rank}, start {self._start}"
@@ -182,10 +179,10 @@ def this_attempt(world: World) -> Attempt:
     return Attempt(world, _torchrun_store(world))
 
 
-def _torchrun_store(world: World) -> Store | None:
-    """Connect to torchrun's store, without the prefix of its agent's count."""
+def _torchrun_store(world: World) -> Store:
+    """Connect to torchrun's store, without the prefix of its agent's count; alone, one of this process."""
     if world.size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
+        return dist.HashStore()  # type: ignore[attr-defined]
     store: Store = next(rendezvous("env://", timeout=timedelta(seconds=START_S)))[0]
     while isinstance(store, PrefixStore):
         store = store.underlying_store

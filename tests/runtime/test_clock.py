@@ -54,9 +54,6 @@ class Event:
     def synchronize(self) -> None:
         self.device.host = max(self.device.host, self.at - 1000.0)
 
-    def query(self) -> bool:
-        return self.device.host >= self.at - 1000.0
-
     def elapsed_time(self, other: Event) -> float:
         return 1000 * (other.at - self.at)
 
@@ -70,22 +67,7 @@ def device(monkeypatch) -> Device:
     return Device(monkeypatch)
 
 
-def test_events_are_told_in_the_host_s_seconds_and_only_read_at_the_end(device):
-    clock = Clock(GPU)
-    began = clock.begin()
-    start = clock.mark()
-    device.compute(2.0)
-    end, ended = clock.mark(), clock.mark()
-    assert device.host == pytest.approx(50.001)  # the host did not wait
-    assert not ended.query()
-    row = clock.resolve(Row(began, ended, [Span(FORWARD, start, end), Span(None, 50.001, 50.001)]))
-    assert device.host == pytest.approx(52.0)
-    assert ended.query()
-    assert times(row) == [pytest.approx([50.0, 52.0, 0.0]), pytest.approx([52.0, 52.0, 0.0])]
-    assert (row.began, row.ended) == pytest.approx((50.0, 52.0))
-
-
-def test_windows_follow_each_other_without_a_wait_and_are_read_later(device):
+def test_events_are_told_in_the_host_s_seconds_and_windows_follow_each_other_without_a_wait(device):
     """The second one begins on the stream, two seconds after the host has begun it."""
     clock = Clock(GPU)
     unread = []
@@ -93,11 +75,12 @@ def test_windows_follow_each_other_without_a_wait_and_are_read_later(device):
         began, start = clock.begin(), clock.mark()
         device.compute(seconds)
         unread.append(Row(began, clock.mark(), [Span(FORWARD, start, clock.mark())]))
-    assert device.host == pytest.approx(50.002)
+    assert device.host == pytest.approx(50.002)  # the host did not wait
     rows = [clock.resolve(row) for row in unread]
-    assert [(row.began, row.ended) for row in rows] == [
-        pytest.approx((50.0, 52.0)),
-        pytest.approx((52.0, 53.0)),
+    assert device.host == pytest.approx(53.0)
+    assert [(row.began, row.ended, *times(row)[0]) for row in rows] == [
+        pytest.approx((50.0, 52.0, 50.0, 52.0, 0.0)),
+        pytest.approx((52.0, 53.0, 52.0, 53.0, 0.0)),
     ]
 
 
@@ -135,29 +118,16 @@ def test_a_wait_counts_from_when_the_device_has_nothing_left_to_do(device):
     device.compute(1.0)
     marks.append(clock.mark())
     sent = device.host
-    row = clock.resolve(
-        Row(
-            began,
-            clock.mark(),
-            [
-                Span(FORWARD, marks[0], marks[1]),
-                Span(RECEIVE, waiting, 53.0, 53.0 - waiting),
-                Span(BACKWARD, marks[2], marks[3]),
-                Span(SEND, sent, sent + 0.5, 0.5),  # in the shadow of B: no wait at all
-                Span(None, sent + 0.5, sent + 0.5),
-            ],
-        )
-    )
-    assert times(row) == [
-        pytest.approx(moments)
-        for moments in (
-            [50.0, 52.0, 0.0],
-            [52.0, 53.0, 1.0],
-            [53.0, 54.0, 0.0],
-            [54.0, 54.0, 0.0],
-            [54.0, 54.0, 0.0],
-        )
+    spans = [
+        Span(FORWARD, marks[0], marks[1]),
+        Span(RECEIVE, waiting, 53.0, 53.0 - waiting),
+        Span(BACKWARD, marks[2], marks[3]),
+        Span(SEND, sent, sent + 0.5, 0.5),  # in the shadow of B: no wait at all
+        Span(None, sent + 0.5, sent + 0.5),
     ]
+    row = clock.resolve(Row(began, clock.mark(), spans))
+    expected = [(50.0, 52.0, 0.0), (52.0, 53.0, 1.0), (53.0, 54.0, 0.0), (54.0, 54.0, 0.0), (54.0, 54.0, 0.0)]
+    assert times(row) == [pytest.approx(moments) for moments in expected]
     assert row.waited == pytest.approx(1.0)
 
 

@@ -166,8 +166,7 @@ def test_what_an_attempt_remembers_the_next_one_recalls(size):
 
 
 def test_without_torchrun_there_is_nobody_to_meet():
-    alone = Attempt(World(), None)
-    alone.remember("run_dir", "here")
+    alone = Attempt(World(), ranks._torchrun_store(World()))
     assert (alone.restarted, alone.recall("run_dir"), alone.meet(0.1)) == (False, None, None)
 
 
