@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipetrain.data.sets import Data, Draw
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.rules import COUNT
+from pipetrain.rules import COUNT, SHARE
 
 SHAKESPEARE = Path(__file__).with_name("texts") / "shakespeare.txt"  # see README.md beside it
 BYTES = 256  # the vocabulary without a tokenizer
@@ -87,8 +87,7 @@ def load(
     """
     path = SHAKESPEARE if file is None else Path(file)
     COUNT.read("data.block", block)
-    if not 0 < test_share < 1:
-        raise ConfigError(f"data.test_share must be a fraction between 0 and 1; got {test_share}")
+    SHARE.read("data.test_share", test_share)
     for key, read in (("file", path), ("tokenizer", tokenizer)):
         if read is not None and not (Path(read).is_file() and os.access(read, os.R_OK)):
             raise ConfigError(f"data.{key}={read} cannot be read: give the path of a file")

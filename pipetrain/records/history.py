@@ -87,6 +87,8 @@ class History:
         self.simulated = about.plan.timeline()
         self.predicted = about.plan.stage_times(self.simulated)
         self.predicted_memory = memory(about.plan, self.simulated)
+        self._predicted_peaks = peaks(self.predicted_memory)  # once, as a window may have many actions
+        self._peaks: list[dict[str, int]] = []
 
     @property
     def last(self) -> EpochRecord:
@@ -101,6 +103,7 @@ class History:
         if held:
             self.held = {stage: rank for rank in held for stage in rank.stages}
             self.held_epoch = self.last.epoch
+            self._peaks = peaks([{stage: rank.stages[stage]} for stage, rank in self.held.items()])
 
     def stages(self, records: Sequence[EpochRecord]) -> list[dict[str, Any]]:
         """Return every number of each stage in some epochs; empty if another pipeline trained them."""
@@ -110,8 +113,6 @@ class History:
             return []
         stats = [total([stages[stage] for stages in parts]) for stage in range(plan.stages)]
         times = stage_times(plan.placement, stats, seconds)
-        held = peaks([{stage: rank.stages[stage]} for stage, rank in self.held.items()])
-        planned = peaks(self.predicted_memory)
         return [
             {
                 "stage": stage,
@@ -131,9 +132,9 @@ class History:
                 "skipped_updates": of.skipped,
                 **asdict(times[stage]),
                 **{f"predicted_{name}": value for name, value in asdict(self.predicted[stage]).items()},
-                "memory": held[stage] if held else None,
-                "predicted_memory": planned[stage],
-                "allocated_bytes": self.held[stage].allocated if held else None,
+                "memory": self._peaks[stage] if self.held else None,
+                "predicted_memory": self._predicted_peaks[stage],
+                "allocated_bytes": self.held[stage].allocated if self.held else None,
             }
             for stage, of in enumerate(stats)
         ]

@@ -58,7 +58,7 @@ class TensorBoard:
             if summary:
                 self._end(summary)
             for writer in self._writers:
-                writer.flush()
+                writer.close() if summary else writer.flush()
         except OSError:
             for writer in self._writers:
                 with suppress(OSError):

@@ -158,7 +158,7 @@ def test_more_than_65536_tokens_take_4_bytes(tmp_path, book):
     ("arguments", "says"),
     [
         ({"block": 0}, "data.block=0 must be a whole number of at least 1"),
-        ({"test_share": 1}, "data.test_share must be a fraction between 0 and 1; got 1"),
+        ({"test_share": 1}, "data.test_share=1 must be a number from 0 to below 1"),
         (
             {"file": "none.txt"},
             "data.file=none.txt cannot be read: give the path of a file",
