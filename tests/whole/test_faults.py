@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -49,30 +48,26 @@ FAILURES = {  # of rank 0: of how many, and what is said
 FAIL_AT = {kind: RANDOM.randint(50, 95) for kind in FAILURES}  # 24 microbatches an epoch
 
 
-@pytest.fixture(scope="module")
-def failed(tmp_path_factory) -> dict[str, Ended]:
+def test_a_rank_that_fails_ends_all_and_is_named_and_a_whole_checkpoint_is_left(tmp_path):
     """A run for each way to fail; all at once, because most of their time is the start."""
     with ExitStack() as stack:
         runs = {}
         for kind, (ranks, _) in FAILURES.items():
-            folder = tmp_path_factory.mktemp(kind)
+            (tmp_path / kind).mkdir()
             words = [FAULTY[0], f"+model.kind={kind}", "+model.rank=0", f"+model.at={FAIL_AT[kind]}"]
             words += ["partition=[2]"] if ranks == 2 else []
-            run = started(folder, [*words, "epochs=4", "run_dir=run"], ranks=ranks, launcher=LAUNCHER)
-            process = stack.enter_context(run)
-            runs[kind] = folder / "run", process
-        return {kind: Ended.of(process, run) for kind, (run, process) in runs.items()}
-
-
-@pytest.mark.parametrize("kind", FAILURES)
-def test_a_rank_that_fails_ends_all_and_is_named_and_a_whole_checkpoint_is_left(kind, failed):
-    at, end = FAIL_AT[kind], failed[kind]
-    assert end.status != 0
-    assert end.living == 0
-    assert "ChildFailedError" not in end.out
-    assert re.search(FAILURES[kind][1], said(end.out)), end.out
-    manifest, *_ = checkpoints(end.run).values()
-    assert manifest.position.epoch in ((at - 1) // 24, (at - 1) // 24 - 1)  # the last may be on its way
+            run = started(
+                tmp_path / kind, [*words, "epochs=4", "run_dir=run"], ranks=ranks, launcher=LAUNCHER
+            )
+            runs[kind] = stack.enter_context(run)
+        for kind, process in runs.items():
+            end, done = Ended.of(process, tmp_path / kind / "run"), (FAIL_AT[kind] - 1) // 24
+            assert end.status != 0
+            assert end.living == 0
+            assert "ChildFailedError" not in end.out
+            assert re.search(FAILURES[kind][1], said(end.out)), end.out
+            manifest, *_ = checkpoints(end.run).values()
+            assert manifest.position.epoch in (done, done - 1)  # the last may be on its way
 
 
 def test_a_rank_that_stands_still_is_waited_for_no_longer_than_the_timeout(tmp_path):
@@ -149,58 +144,6 @@ def test_of_runs_at_the_same_time_one_that_is_killed_and_stopped_ends_as_one_tha
 SLEEP_MS, SLOW_EPOCHS = 40, 14
 
 
-@dataclass(frozen=True)
-class Eventful:
-    """What was seen of the run."""
-
-    run: Path
-    out: str
-    status: int
-    intruder: str  # what a second run in its folder said
-    intruder_status: int
-    config: tuple[str, str]  # of the run, before the second one and after it
-    alone: bool  # whether the first went on when the second had ended
-    listening: list[str]  # addresses
-    asked: list[str]  # checkpoints after one was asked for
-    full: list[str]  # those that were whole when the disk was full
-    warning: str
-
-
-@pytest.fixture(scope="module")
-def eventful(tmp_path_factory) -> Eventful:
-    """A run whose rank 1 is slow: somebody starts another in its folder, asks it to save, fills its disk.
-
-    It does not end before the other has: see `hold` in tests.support.models.
-    """
-    folder = tmp_path_factory.mktemp("eventful")
-    run, hold = folder / "run", folder / "hold"
-    hold.touch()
-    words = [*FAULTY, "+model.kind=sleep", "+model.rank=1", f"+model.at={SLEEP_MS}", "run_dir=run"]
-    words += [f"epochs={SLOW_EPOCHS}", "checkpoint.every=null", f"timeout={DEADLINE_S:g}"]
-    with started(folder, words) as process, ExitStack() as stack:
-        await_line(process, "records in")
-        config = (run / "config.yaml").read_text()
-        second = stack.enter_context(started(folder, ["run_dir=run", "seed=1"], ranks=1))
-        await_epoch(process, 1)
-        ranks = [rank_of(process, rank) for rank in range(2)]
-        addresses = listening(ranks)
-        os.kill(ranks[1], signal.SIGUSR1)
-        asked = await_checkpoint(run)
-        with full_disk(ranks[1], room=4096):
-            os.kill(ranks[0], signal.SIGUSR1)
-            warning = await_line(process, "NOT saved")
-            whole = [*checkpoints(run)]
-        intruder = ended(second)
-        alone = process.poll() is None
-        hold.unlink()
-        configs = config, (run / "config.yaml").read_text()
-        out = ended(process)
-        return Eventful(
-            *(run, out, process.returncode, intruder, second.returncode, configs, alone, addresses, asked),
-            *(whole, warning),
-        )
-
-
 def await_checkpoint(run: Path) -> list[str]:
     end = time.monotonic() + DEADLINE_S
     while not (found := [*checkpoints(run)]):
@@ -225,47 +168,54 @@ def listening(pids: Sequence[int]) -> list[str]:
     return found
 
 
-def test_a_folder_in_use_is_refused_in_one_sentence_and_its_run_goes_on(eventful):
-    (sentence,) = lines_of(eventful.intruder)
-    assert re.fullmatch(
-        r"pipetrain: run_dir=\S+/run is in use by a run that is going on; choose another", sentence
-    )
-    assert eventful.intruder_status == 2
-    assert eventful.alone
-    assert eventful.status == 0, eventful.out
-    assert eventful.config[0] == eventful.config[1]
+def test_one_long_run_is_shared_asked_to_save_and_denied_the_disk_and_its_slow_stage_is_named(tmp_path):
+    """Somebody starts another run in its folder, asks it to save, fills its disk; it ends as it would have.
 
-
-@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are looked up as Linux shows them")
-def test_ranks_of_one_machine_listen_on_its_loopback_alone(eventful):
-    assert eventful.listening
-    assert set(eventful.listening) <= {"127.0.0.1", "::1"}
-
-
-def test_asked_to_save_it_saves_and_goes_on(eventful):
-    assert len(eventful.asked) == 1
-    assert (eventful.run / "summary.json").exists()
-
-
-def test_a_full_disk_is_named_and_the_checkpoint_before_is_left_and_the_run_goes_on(eventful):
+    It does not end before the other has: see `hold` in tests.support.models.
+    """
+    run, hold = tmp_path / "run", tmp_path / "hold"
+    hold.touch()
+    words = [*FAULTY, "+model.kind=sleep", "+model.rank=1", f"+model.at={SLEEP_MS}", "run_dir=run"]
+    words += [f"epochs={SLOW_EPOCHS}", "checkpoint.every=null", f"timeout={DEADLINE_S:g}"]
+    with started(tmp_path, words) as process, ExitStack() as stack:
+        await_line(process, "records in")
+        config = (run / "config.yaml").read_text()
+        second = stack.enter_context(started(tmp_path, ["run_dir=run", "seed=1"], ranks=1))
+        await_epoch(process, 1)
+        ranks = [rank_of(process, rank) for rank in range(2)]
+        addresses = listening(ranks)  # of the machine's loopback alone
+        assert addresses
+        assert set(addresses) <= {"127.0.0.1", "::1"}
+        os.kill(ranks[1], signal.SIGUSR1)
+        asked = await_checkpoint(run)
+        with full_disk(ranks[1], room=4096):
+            os.kill(ranks[0], signal.SIGUSR1)
+            warning = await_line(process, "NOT saved")
+            assert [*checkpoints(run)] == asked
+        (sentence,) = lines_of(ended(second))
+        assert process.poll() is None
+        hold.unlink()
+        assert (run / "config.yaml").read_text() == config
+        out = ended(process)
+    assert second.returncode == 2
+    in_use = r"pipetrain: run_dir=\S+/run is in use by a run that is going on; choose another"
+    assert re.fullmatch(in_use, sentence)
+    assert process.returncode == 0, out
     assert re.search(
         r"the checkpoint of update \d+ was NOT saved: rank 1 cannot write \S+/update-\d+\.partial: .*"
         r"File too large.*; training goes on, and the checkpoints before it are as they were",
-        eventful.warning,
+        warning,
     )
-    assert eventful.full == eventful.asked == [*checkpoints(eventful.run)]
-    assert not list((eventful.run / CHECKPOINTS).glob("*.partial"))
-    assert eventful.status == 0, eventful.out
-
-
-def test_a_slow_stage_is_named_with_what_it_cost(eventful):
-    straggler = json.loads((eventful.run / "summary.json").read_text())["straggler"]
+    assert [*checkpoints(run)] == asked
+    assert len(asked) == 1
+    assert not list((run / CHECKPOINTS).glob("*.partial"))
+    straggler = json.loads((run / "summary.json").read_text())["straggler"]
     assert straggler["rank"] == 1
     assert straggler["batch_s"] > 4 * SLEEP_MS / 1000
     assert straggler["mean_s"] < 0.75 * straggler["batch_s"]
     cost_s = (straggler["batch_s"] - straggler["mean_s"]) * 6 * SLOW_EPOCHS
     assert straggler["cost_s"] == pytest.approx(cost_s)
-    assert f"rank 1 is the straggler: {straggler['batch_s']:.4f} s a batch" in eventful.out
+    assert f"rank 1 is the straggler: {straggler['batch_s']:.4f} s a batch" in out
 
 
 # A disk without room

@@ -15,17 +15,8 @@ from tests.support.cases import SCHEDULES, Case, run_in_threads
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "40"))
-MODELS = [
-    "with_norm",
-    "without_norm",
-    "with_norm",
-    "without_norm",
-    "recomputing",
-    "dropping",
-    "tied",
-    "reused",
-]
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "25"))
+MODELS = ["with_norm", "without_norm"] * 2 + ["recomputing", "dropping", "tied", "reused"]
 MODELS += ["shared_statistics", "explode", "not_a_module", "frozen", "lazy", "complex_inside"]
 
 # Values that work, some of them with others only, and values that cannot be.
@@ -85,13 +76,10 @@ def cases(draw) -> Case:
 SEEN: Counter[str] = Counter()
 
 
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+every = list(HealthCheck)
+
+
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=every)
 @given(cases())
 def try_one(case: Case) -> None:
     said = "trained"
