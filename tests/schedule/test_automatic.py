@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from random import Random
-from typing import cast
+from typing import Any
 
 import pytest
 
@@ -88,15 +88,17 @@ def test_any_memory_from_one_microbatch_on_will_do(memory: float) -> None:
         simulate(lower(program), 6, buffer_size=1)
 
 
-def test_less_than_one_microbatch_is_refused() -> None:
-    with pytest.raises(
-        ScheduleError, match=r"^schedule zb_auto needs memory >= 1 microbatch; got memory=0.5$"
-    ):
-        ZeroBubbleAuto(0.5)(2, 1, 4)
-    with pytest.raises(ScheduleError, match=r"needs memory >= 1 microbatch; got memory=much$"):
-        ZeroBubbleAuto(cast(float, "much"))(2, 1, 4)
-    with pytest.raises(ScheduleError, match=r"^schedule zb_auto needs v to be true or false; got maybe$"):
-        ZeroBubbleAuto(v=cast(bool, "maybe"))(2, 1, 4)
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"memory": 0.5}, "memory >= 1 microbatch; got memory=0.5"),
+        ({"memory": "much"}, "memory >= 1 microbatch; got memory=much"),
+        ({"v": "maybe"}, "v to be true or false; got maybe"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ScheduleError, match=f"^schedule zb_auto needs {why}$"):
+        ZeroBubbleAuto(**options)(2, 1, 4)
 
 
 def test_a_long_window_goes_on_as_its_first_batches_do() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, parse_program, placement
+from pipetrain.schedule.asynchronous import AsynchronousV
+from pipetrain.schedule.automatic import ZeroBubbleAuto
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import (
     forward_only,
@@ -101,7 +103,7 @@ def test_pipedream_reads_as_oneflows_ring_of_four_versions_does() -> None:
     assert simulate(lower(pipedream(4, 7, 1)), 1).versions[0] == 4
 
 
-@pytest.mark.parametrize("schedule", [zb_h1, zb_h2, zbv, v_half, v_min])
+@pytest.mark.parametrize("schedule", [zb_h1, zb_h2, zbv, v_half, v_min, AsynchronousV(), ZeroBubbleAuto()])
 @pytest.mark.parametrize("size", [(1, 2, 3), (3, 2, 4), (6, 1, 8)])
 def test_the_first_stage_does_both_halves_at_once_and_a_v_comes_back_to_its_rank(
     schedule: Schedule, size: tuple[int, int, int]
