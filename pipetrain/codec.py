@@ -1,7 +1,7 @@
 """Codecs: pure pairs of encode and decode, for tensors on the wire.
 
 The sizes of an encoded tensor follow from its shape, so the receiver can post its receives ahead and there
-are no headers. A codec has no state: with error feedback runtime/coding.py keeps the error. The bounds hold
+are no headers. A codec has no state: with error feedback runtime/mailbox.py keeps the error. The bounds hold
 for finite tensors; others are refused, as beside an infinite step all else would be zero.
 
 Sources: top-k with error feedback, Deep Gradient Compression (Lin et al., 2018); stochastic rounding to few

@@ -26,8 +26,8 @@ from pipetrain.rate import Rate
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.records.tracer import Tracer
-from pipetrain.runtime.batches import Batches, ByNumber, counting
 from pipetrain.runtime.clock import Observe
+from pipetrain.runtime.feed import Batches, ByNumber, counting
 from pipetrain.runtime.held import Measured, Meter
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import Ends

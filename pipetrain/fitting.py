@@ -50,7 +50,7 @@ from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.records.trackers import Trackers, check_loggers
 from pipetrain.rules import COUNT
-from pipetrain.runtime.batches import Batches, OfLoader
+from pipetrain.runtime.feed import Batches, OfLoader
 
 log = logging.getLogger("pipetrain")
 

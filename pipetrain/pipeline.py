@@ -55,8 +55,8 @@ from pipetrain.records.bar import Bar
 from pipetrain.rules import COUNT
 from pipetrain.runtime.alike import level, prove_same
 from pipetrain.runtime.allocator import keep_freed_memory
-from pipetrain.runtime.batches import Batches, OfLoader
 from pipetrain.runtime.engine import Progress as Tick
+from pipetrain.runtime.feed import Batches, OfLoader
 from pipetrain.runtime.mesh import Mesh, choose_device
 from pipetrain.runtime.optimizer import Configured, Function
 from pipetrain.runtime.ranks import World

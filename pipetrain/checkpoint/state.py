@@ -18,7 +18,7 @@ from pipetrain.checkpoint.files import stage_file
 from pipetrain.checkpoint.resume import Source
 from pipetrain.checkpoint.tensors import EMA, MODEL, OPTIMIZER, Tensors, names_of
 from pipetrain.network.numerics import numbers_of
-from pipetrain.runtime.coding import Slot
+from pipetrain.runtime.mailbox import Slot
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.session import Session, slots
 from pipetrain.runtime.stage import Stage

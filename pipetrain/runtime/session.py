@@ -20,17 +20,15 @@ from pipetrain.plan.cut import homes
 from pipetrain.plan.memory import explained, is_out_of_memory
 from pipetrain.plan.plan import Plan, outputs_of
 from pipetrain.rate import Rate
-from pipetrain.runtime.batches import Batches, Sizes
 from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.channel import ALL, Channel
 from pipetrain.runtime.clock import Clock, Observe
-from pipetrain.runtime.coding import Coding, Slot
 from pipetrain.runtime.engine import Engine, Take
 from pipetrain.runtime.engine import Progress as Tick
-from pipetrain.runtime.feed import WindowFeed
+from pipetrain.runtime.feed import Batches, Sizes, WindowFeed
 from pipetrain.runtime.finite import SkipOnNaN, StopOnNaN
 from pipetrain.runtime.graphs import GraphedStage
-from pipetrain.runtime.mailbox import Mailbox
+from pipetrain.runtime.mailbox import Coding, Mailbox, Slot
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.microbatch import Observer
 from pipetrain.runtime.order import Ends, Order, order_of

@@ -24,7 +24,7 @@ from pipetrain.network.values import TensorSpec, specs_of
 from pipetrain.plan.costs import Profile, profile_conditions
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.channel import ALL, ChannelError, Message
-from pipetrain.runtime.coding import Coding
+from pipetrain.runtime.mailbox import Coding
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.optimizer import make_optimizer
 from pipetrain.runtime.ranks import Ranks, World, make_group

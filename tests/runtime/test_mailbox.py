@@ -14,7 +14,7 @@ from pipetrain.codec import Codec, Codecs, Half, Identity, Int8, TopK, TopKInt8
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.values import specs_of
 from pipetrain.runtime.channel import Message
-from pipetrain.runtime.coding import Coding
+from pipetrain.runtime.mailbox import Coding
 from pipetrain.schedule.actions import COMMUNICATION, SENDS
 from tests.support.cases import Case, Listener, run_in_threads
 from tests.support.codecs import Signs
