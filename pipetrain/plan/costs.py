@@ -51,9 +51,7 @@ class LayerTime:
     kept_s: float  # a forward that keeps dear results, and
     again_s: float  # the one that takes them, see runtime/recompute.py
     backward_s: float  # for the gradients of inputs and parameters
-    input_s: (
-        float  # its half for the inputs, and what of the parameters is not put off; 0 without such inputs
-    )
+    input_s: float  # its half for the inputs, with what is not put off; 0 if none of them needs a gradient
     weight_s: float  # the other half
     step_s: float  # the optimizer's step, once a batch; of a shared parameter at the first layer that has it
 
