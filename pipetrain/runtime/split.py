@@ -75,12 +75,18 @@ class Deferred:
         """Differentiate to the weights, and add their gradients to their `.grad`."""
         kept, at_once = self.kept, self._at_once
         self.kept, self._at_once = [], []
-        # Those of I come first: one sum of each weight for the microbatch, as in a whole backward.
-        edges = [*(get_gradient_edge(leaf) for leaf, _ in at_once), *(one.edge for one in kept)]
-        grads = [*(grad for _, grad in at_once), *(one.grad for one in kept)]
-        weights = [*(leaf for leaf, _ in at_once), *(weight for one in kept for weight in one.weights)]
+        wanted = {id(weight): weight for one in kept for weight in one.weights}
+        edges, grads = [one.edge for one in kept], [one.grad for one in kept]
+        for leaf, grad in at_once:
+            if id(leaf) in wanted:  # one sum for the microbatch, as in a whole backward
+                edges.insert(0, get_gradient_edge(leaf))
+                grads.insert(0, grad)
+            elif leaf.grad is None or leaf.grad.is_sparse:
+                leaf.grad = grad if leaf.grad is None else grad + leaf.grad
+            else:  # autograd would copy what is held here
+                leaf.grad += grad
         if edges:
-            _run(edges, grads, list({id(weight): weight for weight in weights}.values()), accumulate=True)
+            _run(edges, grads, list(wanted.values()), accumulate=True)
 
     @property
     def held(self) -> list[Tensor]:
