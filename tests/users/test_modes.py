@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -182,53 +184,9 @@ def test_a_model_that_is_all_in_evaluation_mode_is_trained_so_with_a_warning(ran
 # What is changed between two passes
 
 
-def unfrozen(model: nn.Module) -> None:
-    layers_of(model)[4].weight.requires_grad_(True)
-
-
-def frozen(model: nn.Module) -> None:
-    for p in layers_of(model)[0].parameters():
-        p.requires_grad_(False)
-
-
 def other_attributes(model: nn.Module) -> None:
     layers_of(model)[5].temperature = 0.5
     layers_of(model)[4].momentum = 0.3
-
-
-def another_config(model: nn.Module) -> None:
-    model.config.scale = 3.0
-
-
-def one_of_the_class(model: nn.Module) -> None:
-    vars(model)["shift"] = 0.5
-
-
-def another_layer(model: nn.Module) -> None:
-    vars(model)["before"] = layers_of(model)[2]
-    layers_of(model)[2] = nn.Tanh()
-
-
-def one_more_layer(model: nn.Module) -> None:
-    vars(model)["longer"] = True
-    layers_of(model).append(nn.Tanh())
-
-
-def a_hook(model: nn.Module) -> None:
-    module = model.layers[2] if isinstance(model, Blocks) else model
-    vars(model)["hook"] = module.register_forward_hook(lambda _, __, output: 2 * output)
-
-
-def another_forward(model: nn.Module) -> None:
-    layer = layers_of(model)[2]
-    vars(layer)["forward"] = torch.relu
-    vars(model)["undo"] = lambda: vars(layer).pop("forward")
-
-
-def another_tensor(model: nn.Module) -> None:
-    norm = layers_of(model)[4]
-    before, norm.running_mean = norm.running_mean, torch.ones_like(norm.running_mean, device="cpu")
-    vars(model)["undo"] = lambda: setattr(norm, "running_mean", before)
 
 
 def other_modes(model: nn.Module) -> None:
@@ -236,96 +194,92 @@ def other_modes(model: nn.Module) -> None:
     layers_of(model)[4].eval()
 
 
-def refusals(
-    change: Callable[[nn.Module], object], undo: Callable[[nn.Module], object], traced: bool
-) -> list[str]:
+@pytest.mark.parametrize("change", [other_attributes, other_modes])
+def test_the_layers_of_a_sequential_follow_what_a_program_changes(ranks, change):
+    for each in ranks(apart, some_in_evaluation, change):
+        assert each < 1e-12
+
+
+@contextmanager
+def having(target: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(target, name)
+    setattr(target, name, value)
+    yield
+    setattr(target, name, before)
+
+
+@contextmanager
+def longer(layers: nn.Sequential) -> Iterator[None]:
+    layers.append(nn.Tanh())
+    yield
+    del layers[-1]
+
+
+def doubled(module: nn.Module, given: object, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+CHANGES: dict[str, Callable[[Any, Any], AbstractContextManager[object]]] = {
+    "unfrozen": lambda model, layers: having(layers[4].weight, "requires_grad", True),
+    "frozen": lambda model, layers: having(layers[0].weight, "requires_grad", False),
+    "attribute": lambda model, layers: having(layers[4], "momentum", 0.3),
+    "mode": lambda model, layers: having(layers[1], "training", True),
+    "layer": lambda model, layers: having(layers, "2", nn.Tanh()),
+    "tensor": lambda model, layers: having(layers[4], "running_mean", torch.ones(6, dtype=torch.float64)),
+    "forward": lambda model, layers: patch.object(layers[2], "forward", torch.relu),
+    "config": lambda model, layers: having(model.config, "scale", 3.0),
+    "of the class": lambda model, layers: patch.object(model, "shift", 0.5),
+    "one more": lambda model, layers: longer(layers),
+    "hook": lambda model, layers: (layers[2] if layers is not model else model).register_forward_hook(
+        doubled
+    ),
+}
+
+
+def refusals(change: str, traced: bool) -> list[str]:
     """Return what is said of a change before a training and before an evaluation; undone, it goes on."""
     model, said = normed(traced), []
     some_in_evaluation(model)
     with Pipeline(model, mse_loss, sgd, microbatches=MICROBATCHES, device="cpu") as pipe:
         list(pipe.train(batches()))
-        change(model)
-        for goes_on in (lambda: pipe.step(*batches()[0]), lambda: pipe.evaluate(batches())):
-            try:
-                goes_on()
-            except ConfigError as error:
-                said.append(str(error))
-            else:
-                said.append("")
-        undo(model)
+        with CHANGES[change](model, layers_of(model)):
+            for goes_on in (lambda: pipe.step(*batches()[0]), lambda: pipe.evaluate(batches())):
+                try:
+                    goes_on()
+                except ConfigError as error:
+                    said.append(str(error))
+                else:
+                    said.append("")
         pipe.step(*batches()[0])
     return said
 
 
-@pytest.mark.parametrize("traced", [False, True])
+WAS, SINCE = "of the model was", "since it was cut into stages"
+
+
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "traced", "sentence"),
     [
-        (unfrozen, "layers.4.weight of the model was frozen .*requires_grad=True now"),
-        (frozen, "layers.0.weight of the model was trained .*requires_grad=False now"),
+        ("unfrozen", False, f"4.weight {WAS} frozen .*requires_grad=True now"),
+        ("unfrozen", True, f"layers.4.weight {WAS} frozen .*requires_grad=True now"),
+        ("frozen", False, f"0.weight {WAS} trained .*requires_grad=False now"),
+        ("frozen", True, f"layers.0.weight {WAS} trained .*requires_grad=False now"),
+        ("mode", True, f"layers.1.training {WAS} False when it was traced and has been changed"),
+        ("attribute", True, f"layers.4.momentum {WAS} 0.1 when it was traced and has been changed"),
+        ("config", True, f"config.scale {WAS} 2.0 when it was traced and has been changed since"),
+        ("of the class", True, f"shift {WAS} 0.0 when it was traced and has been changed since"),
+        ("layer", True, f"layers.2 of the model has been replaced {SINCE}"),
+        ("layer", False, f"2 of the model has been replaced {SINCE}"),
+        ("forward", True, f"layers.2.forward of the model has been replaced {SINCE}"),
+        ("tensor", True, f"layers.4.running_mean of the model has been replaced {SINCE}"),
+        ("one more", True, f"of the model has been added {SINCE}"),
+        ("one more", False, f"of the model has been added {SINCE}"),
+        ("hook", True, f"the hooks of layers.2 have been changed {SINCE}"),
+        ("hook", False, f"the hooks of the model have been changed {SINCE}"),
     ],
 )
-def test_weights_that_are_frozen_or_unfrozen_later_are_refused(ranks, change, sentence, traced):
-    sentence = sentence if traced else sentence.removeprefix("layers.")
-    for rank, (trained, tested) in enumerate(ranks(refusals, change, restored, traced)):
-        assert re.search(sentence, trained)
-        assert not tested
+def test_what_cannot_be_followed_is_refused_on_all_ranks(ranks, change, traced, sentence):
+    for rank, (trained, tested) in enumerate(ranks(refusals, change, traced)):
+        assert re.search(sentence, trained), trained
+        assert tested == ("" if change in ("unfrozen", "frozen", "mode") else trained)
         assert trained.startswith("rank 0 stopped") == bool(rank)
-
-
-def restored(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.requires_grad_(True)
-    layers = layers_of(model)
-    some_in_evaluation(model)
-    layers[4].train()
-    layers[4].momentum, layers[5].temperature = 0.1, 1.0
-    if replaced := getattr(model, "before", None):
-        layers[2] = replaced
-    if getattr(model, "longer", False):
-        del layers[-1]
-    if hook := getattr(model, "hook", None):
-        hook.remove()
-    vars(model).pop("undo", lambda: None)()
-    if isinstance(model, Blocks):
-        model.config.scale = 2.0
-        vars(model).pop("shift", None)
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (other_attributes, "layers.4.momentum of the model was 0.1 when it was traced and has been changed"),
-        (another_config, " config.scale of the model was 2.0 when it was traced and has been changed since"),
-        (one_of_the_class, "shift of the model was 0.0 when it was traced and has been changed since"),
-        (another_layer, "layers.2 of the model has been replaced since it was cut into stages"),
-        (another_forward, "layers.2.forward of the model has been replaced since it was cut into stages"),
-        (another_tensor, "layers.4.running_mean of the model has been replaced since it was cut into stages"),
-        (one_more_layer, "of the model has been added since it was cut into stages"),
-        (a_hook, "the hooks of layers.2 have been changed since it was cut into stages"),
-        (other_modes, "layers.1.training of the model was False when it was traced and has been changed"),
-    ],
-)
-def test_attributes_of_a_traced_model_that_change_later_are_refused(ranks, change, sentence):
-    for trained, tested in ranks(refusals, change, restored, True):
-        assert sentence in f" {trained}"
-        assert tested == ("" if change is other_modes else trained)
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (another_layer, "2 of the model has been replaced since it was cut into stages"),
-        (one_more_layer, "of the model has been added since it was cut into stages"),
-        (a_hook, "the hooks of the model have been changed since it was cut into stages"),
-    ],
-)
-def test_a_sequential_that_is_changed_later_is_refused(ranks, change, sentence):
-    for said in ranks(refusals, change, restored, False):
-        assert all(sentence in one for one in said)
-
-
-@pytest.mark.parametrize("change", [other_attributes, other_modes])
-def test_the_layers_of_a_sequential_follow_what_a_program_changes(ranks, change):
-    for each in ranks(apart, some_in_evaluation, change):
-        assert each < 1e-12
