@@ -100,7 +100,7 @@ def test_what_is_not_finite_is_refused_with_the_message_s_name(bad, codec):
 def test_with_on_nan_skip_a_gradient_that_is_not_finite_is_refused_where_it_would_travel():
     explode = (
         "model._target_=tests.support.models.explode",
-        "partition=[3]",
+        "partition=[2]",
         "microbatches=2",
         "on_nan=skip",
     )
