@@ -36,13 +36,12 @@ def unet(
         whole(least).read(f"model.{name}", size)
     model = nn.Sequential()
     stashes = [Stash() for _ in range(levels - 1)]
-    entry: nn.Module | None = Divisible(levels)
     for level, stash in enumerate(stashes, start=1):
-        _add_convolutions(model, f"down{level}", entry, channels, width, convolutions)
+        _add_convolutions(model, f"down{level}", None, channels, width, convolutions)
         model.add_module(f"down{level}_skip", stash)
         model.add_module(f"down{level}_pool", nn.MaxPool2d(2))
-        entry, channels, width = None, width, 2 * width
-    _add_convolutions(model, "bottom", entry, channels, width, convolutions)
+        channels, width = width, 2 * width
+    _add_convolutions(model, "bottom", None, channels, width, convolutions)
     for level in range(levels - 1, 0, -1):
         channels, width = width, width // 2
         model.add_module(f"up{level}_grow", Growing(channels, width, kernel_size=2, stride=2))
@@ -84,24 +83,6 @@ class Growing(nn.ConvTranspose2d):
         nn.init.normal_(self.weight, std=self.in_channels**-0.5)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
-
-
-class Divisible(nn.Module):
-    """Hands images (n, c, h, w) on if they can be halved between `levels` levels. Raises ValueError."""
-
-    def __init__(self, levels: int) -> None:
-        super().__init__()
-        self.levels = levels
-
-    def forward(self, images: Tensor) -> Tensor:
-        height, width = images.shape[-2:]
-        factor = 2 ** (self.levels - 1)
-        if height % factor or width % factor:
-            raise ValueError(
-                f"{height} x {width} pixels cannot be halved {self.levels - 1} times: make both multiples of "
-                f"{factor}, or model.levels={self.levels} smaller"
-            )
-        return images
 
 
 class Concatenate(nn.Module):

@@ -36,9 +36,6 @@ def changed(change):
     return factory
 
 
-# The model
-
-
 def test_the_model_is_that_of_the_factory_without_its_parameters():
     def factory():
         weight = nn.Parameter(torch.ones(4, 4))
@@ -50,8 +47,7 @@ def test_the_model_is_that_of_the_factory_without_its_parameters():
         head.scale = torch.arange(3) * 2
         return nn.Sequential(nn.LSTM(3, 4), norm, head).double()
 
-    model, _ = build(factory, 0)
-    real = factory()
+    (model, _), real = build(factory, 0), factory()
     assert str(model) == str(real)
     for name, tensor in named_tensors(real).items():
         mine = named_tensors(model)[name]
@@ -87,33 +83,33 @@ def test_a_model_that_is_there_already_stays_as_it_is():
 # The initial numbers
 
 
-class Rooted(nn.Module):
-    """Initialises its layers itself, by a method of one of the usual names."""
+class Applied(nn.Module):
+    """Initialises its layers itself, as those of Hugging Face do."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(30, 30), nn.Embedding(40, 30)])
         self.scale = nn.Parameter(torch.empty(30))
-        self.init_weights()
-
-    def init_weights(self) -> None:
-        self.layers[0].weight.data.uniform_(-3, 3)
-        self.layers[1].weight.data.mul_(5)
-        init.trunc_normal_(self.scale)
-        init.zeros_(self.layers[0].bias)
-
-
-class Applied(Rooted):
-    """Initialises each module, as those of Hugging Face do."""
-
-    def init_weights(self) -> None:
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             init.orthogonal_(module.weight)
-        if isinstance(module, Applied):
-            init.constant_(module.scale, 2.0)
+        if isinstance(module, nn.Embedding):
+            module.weight.data.mul_(5)
+        if module is self:
+            init.trunc_normal_(self.scale)
+
+
+class Plain(nn.Module):
+    """Its parameters are made by nobody else, one of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 7.0))
+        self.drawn = nn.Parameter(torch.randn(20, 20))
+        self.norm = nn.Parameter(self.scale.detach().square().sum())
+        self.register_buffer("places", torch.arange(3, device=self.scale.device))
 
 
 def of_torch() -> nn.Module:
@@ -130,70 +126,61 @@ def tied() -> nn.Module:
     return nn.Sequential(first, second, third, fourth)
 
 
-class Plain(nn.Module):
-    """Its parameters are made by nobody else, one of the other."""
+def encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 2, 40), 2, enable_nested_tensor=False)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((3,), 7.0))
-        self.drawn = nn.Parameter(torch.randn(20, 20))
-        self.norm = nn.Parameter(self.scale.detach().square().sum())
-        self.register_buffer("places", torch.arange(3, device=self.scale.device))
+
+def tied_gpt() -> nn.Module:
+    return gpt(depth=2, heads=2, width=16, sequence=30, vocabulary=60, tied=True)
+
+
+def spectral() -> nn.Module:
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(30, 30))
+
+
+def first_row(layer):
+    init.ones_(layer.weight)
+    layer.weight.data[0] = 0
 
 
 def loaded(layer):
     layer.load_state_dict({"weight": torch.ones(3, 3), "bias": torch.ones(3)})
 
 
-def first_row(layer):
-    init.ones_(layer.weight)
-    init.ones_(layer.bias)
-    layer.weight.data[0] = 0
-
-
-FACTORIES = [
-    of_torch,
-    tied,
-    Rooted,
-    Applied,
-    lambda: nn.Transformer(12, 2, 1, 1, 40),
-    lambda: gpt(depth=8, heads=2, width=16, sequence=30, vocabulary=60, tied=True),
+FACTORIES = [of_torch, tied, Applied, Plain, encoder, tied_gpt, spectral]
+OTHERS = [
     lambda: unet(levels=2, width=8),
-    changed(lambda layer: layer.reset_parameters()),
+    lambda: nn.utils.parametrizations.weight_norm(nn.Linear(30, 30)),
     changed(lambda layer: layer.bfloat16()),
-    Plain,
     changed(first_row),
     changed(loaded),
-    changed(lambda layer: init.trunc_normal_(layer.weight, std=0.02)),
     changed(lambda layer: layer.weight.requires_grad_(False).copy_(torch.eye(3))),
     changed(lambda layer: functional.normalize(layer.weight.data, out=layer.weight.data)),
     changed(lambda layer: setattr(layer, "weight", nn.Parameter(torch.eye(3)))),
-    lambda: nn.utils.parametrizations.weight_norm(nn.Linear(30, 30)),
-    lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(30, 30)),
 ]
 
 
-@pytest.mark.parametrize("factory", FACTORIES)
+@pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")
+@pytest.mark.parametrize("factory", FACTORIES + OTHERS)
 def test_numbers_are_those_that_the_factory_would_make(factory):
     """In distribution: exactly where nothing is drawn."""
     torch.manual_seed(0)
-    real = {n: t.detach() for n, t in named_tensors(factory()).items()}
-    mine = made(factory)
-    assert mine.keys() >= {name for name, _ in factory().named_parameters()}
-    real = {name: real[name] for name in mine}
-    for name, tensor in real.items():
-        assert mine[name].dtype == tensor.dtype
-        assert mine[name].isfinite().all(), name
-        if tensor.unique().numel() == 1:
-            assert torch.equal(mine[name], tensor), name
-        elif tensor.numel() > 200:
-            assert mine[name].std().item() == pytest.approx(tensor.std().item(), rel=0.3), name
-            assert mine[name].abs().mean().item() == pytest.approx(tensor.abs().mean().item(), rel=0.3), name
+    real, mine = named_tensors(factory()), made(factory)
+    assert mine.keys() >= {name for name, tensor in real.items() if isinstance(tensor, nn.Parameter)}
+    for name, tensor in mine.items():
+        wanted = real[name].detach()
+        assert tensor.dtype == wanted.dtype
+        assert tensor.isfinite().all(), name
+        if wanted.unique().numel() <= 2:
+            assert torch.equal(tensor, wanted), name
+        elif wanted.numel() > 200:
+            assert tensor.std().item() == pytest.approx(wanted.std().item(), rel=0.3), name
+            assert tensor.abs().mean().item() == pytest.approx(wanted.abs().mean().item(), rel=0.3), name
 
 
-@pytest.mark.parametrize("factory", [tied, Rooted, *FACTORIES[4:6], Plain, FACTORIES[-1]])
+@pytest.mark.parametrize("factory", FACTORIES[1:])
 def test_they_are_the_same_whichever_others_are_made(factory):
-    """Also where one module makes those of others."""
+    """Also where one is made of others."""
     model, initial = build(factory, 3)
     whole = initial.tensors(named_tensors(model))
     torch.manual_seed(len(whole))
@@ -203,15 +190,13 @@ def test_they_are_the_same_whichever_others_are_made(factory):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_they_are_of_the_seed_and_the_module():
-    two, more, other = (made(lambda n=n: gpt(depth=n, **SIZES), seed) for n, seed in ((2, 3), (5, 3), (2, 4)))
+def test_they_are_of_the_seed_and_the_place():
+    sizes = {"heads": 2, "width": 8, "sequence": 5, "vocabulary": 11}
+    two, more, other = (made(lambda n=n: gpt(depth=n, **sizes), seed) for n, seed in ((2, 3), (5, 3), (2, 4)))
     name = "block2.expand.weight"
     assert torch.equal(two[name], more[name])
     assert not torch.equal(two[name], two["block1.expand.weight"])
     assert not torch.equal(two[name], other[name])
-
-
-SIZES = {"heads": 2, "width": 8, "sequence": 5, "vocabulary": 11}
 
 
 def test_copies_begin_alike_as_in_one_process():
@@ -219,31 +204,28 @@ def test_copies_begin_alike_as_in_one_process():
         student = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         teacher, other = deepcopy(student), deepcopy(student)
         other[0].reset_parameters()
-        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 2, enable_nested_tensor=False)
-        return nn.ModuleList([student, teacher, other, encoder]).double()
-
-    def alike(tensors, name, copy):
-        return torch.equal(tensors[name], tensors[copy])
+        return nn.ModuleList([student, teacher, other, encoder()]).double()
 
     pairs = [
         ("0.0.weight", "1.0.weight"),
         ("0.1.bias", "1.1.bias"),
-        ("3.layers.0.linear1.weight", "3.layers.1.linear1.weight"),
         ("3.layers.0.self_attn.in_proj_weight", "3.layers.1.self_attn.in_proj_weight"),
         ("0.1.weight", "2.1.weight"),
         ("0.0.weight", "2.0.weight"),
         ("0.0.weight", "0.1.weight"),
     ]
-    mine, real = made(factory), named_tensors(factory())
-    assert (
-        [alike(mine, *pair) for pair in pairs]
-        == [alike(real, *pair) for pair in pairs]
-        == [True] * 5 + [False] * 2
-    )
+    for tensors in (made(factory), named_tensors(factory())):
+        alike = [torch.equal(tensors[name], tensors[copy]) for name, copy in pairs]
+        assert alike == [True] * 4 + [False] * 2
 
 
-def test_only_what_is_wanted_takes_memory():
-    model, initial = build(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(10))), 0)
+@pytest.mark.parametrize("copies", [False, True])
+def test_only_what_is_wanted_takes_memory(copies):
+    def factory():
+        layer = nn.Linear(64, 64)
+        return nn.Sequential(*(deepcopy(layer) if copies else nn.Linear(64, 64) for _ in range(10)))
+
+    model, initial = build(factory, 0)
     with Live() as live:
         found = initial.tensors([name for name in named_tensors(model) if name.startswith("3.")])
     held = sum(tensor.nbytes for tensor in found.values())
@@ -255,7 +237,7 @@ def test_the_digest_tells_other_making_apart():
         lambda layer: init.uniform_(layer.weight, 0, 1),
         lambda layer: init.uniform_(layer.weight, 0, 1),
         lambda layer: init.uniform_(layer.weight, 0.5, 1),
-        lambda layer: init.orthogonal_(layer.weight),
+        lambda layer: init.normal_(layer.weight),
     )
     first, same, *others = (build(changed(change), 0)[1].digest for change in changes)
     assert first == same
@@ -287,12 +269,11 @@ def another_each_time():
     [
         (lambda: 3, "factory must return an nn.Module, not int"),
         (lambda: Looks(3, 3), "<lambda>, which was called to make the model, failed: .* if it needs"),
-        (changed(lambda layer: layer.weight.detach().numpy()), "factory, which .* failed: .* if it needs"),
         (
             as_one_that_was_there(),
             "0.weight of the model has no numbers when the function .* is called again",
         ),
-        (another_each_time(), "0.weight of the model has no numbers when the function .* is called again"),
+        (another_each_time(), "0.weight of the model has no numbers when .* is called again"),
     ],
 )
 def test_a_function_that_makes_no_model_of_its_own_is_refused_in_one_sentence(factory, sentence):
@@ -314,23 +295,21 @@ class Given:
         return {name: self.values[name] for name in names if name in self.values}
 
 
-def network_of(factory, values=None):
+def network_of(factory):
     model, initial = build(factory, 0)
     network = Chain(model)
-    network.values = values or initial
-    return network, initial
+    network.values = initial
+    return network
 
 
 def test_only_the_layers_asked_for_and_what_is_named_get_their_numbers():
-    network, initial = network_of(lambda: nn.Sequential(*(nn.LayerNorm(3) for _ in range(4))))
-    wanted = {name: t.clone() for name, t in initial.tensors(["1.weight", "1.bias", "3.bias"]).items()}
+    network = network_of(lambda: nn.Sequential(*(nn.LayerNorm(3) for _ in range(4))))
     materialise(network, [1], ["3.bias"])
     held = {name: t for name, t in named_tensors(network.model).items() if not t.is_meta}
-    assert held.keys() == wanted.keys()
+    assert held.keys() == {"1.weight", "1.bias", "3.bias"}
     assert network.values is None
-    for name, tensor in held.items():
-        assert torch.equal(tensor, wanted[name])
-        assert type(tensor) is nn.Parameter
+    assert torch.equal(held["1.weight"], torch.ones(3))
+    assert {type(tensor) for tensor in held.values()} == {nn.Parameter}
 
 
 def test_what_is_shared_stays_shared_and_keeps_its_attributes():
@@ -341,7 +320,7 @@ def test_what_is_shared_stays_shared_and_keeps_its_attributes():
         model[2].also = [model[0].weight.requires_grad_(False)]
         return model
 
-    network, _ = network_of(factory)
+    network = network_of(factory)
     materialise(network, [2])
     weight = network.model[2].weight
     assert weight is network.model[0].weight is network.model[2].also[0]
@@ -360,7 +339,7 @@ def test_a_model_with_numbers_is_overwritten_in_place():
 
 
 def test_numbers_become_the_dtype_of_the_model_but_are_not_rounded():
-    network, _ = network_of(lambda: nn.Sequential(nn.Linear(1, 1).double()))
+    network = network_of(lambda: nn.Sequential(nn.Linear(1, 1).double()))
     network.model[0].bias.data = network.model[0].bias.float()
     tenth = torch.full((1,), 0.1, dtype=torch.float64)
     network.values = Given(**{"0_weight": tenth.float().view(1, 1), "0_bias": tenth})

@@ -70,12 +70,6 @@ def test_bf16_of_float64_is_refused():
         make_run(Case("1f1b", 2, (NORM, "precision=bf16")))
 
 
-def test_what_leaves_a_stage_is_narrowed_and_integers_are_not():
-    narrow = [*map(Numerics(autocast=True).narrow, (torch.ones(2), torch.ones(2, dtype=torch.int64)))]
-    assert [t.dtype for t in narrow] == [torch.bfloat16, torch.int64]
-    assert Numerics().narrow(one := torch.ones(2)) is one
-
-
 class Scaled(nn.Module):
     """Uses its second input last."""
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetrain.network import draws
 from pipetrain.network.network import INPUT, Made, Slice
 from pipetrain.network.tracing.trace import trace
 from pipetrain.network.tracing.traced import Traced
@@ -238,17 +237,6 @@ def test_layers_one_by_one_are_the_part(branches):
     torch.testing.assert_close(part.observed((X,), see), part(X), rtol=0, atol=0)
     assert seen == [("trunk", 1), ("left.0", 1), ("left.1", 1), ("right", 1), ("head", 2)]
     assert part.pack(part(X)).keys() == {"y", "extra", "k"}
-
-
-def test_a_layer_draws_by_its_number(branches):
-    h = torch.ones(2, 16)
-    drawn = []
-    for update, before in ((2, 0), (2, 1), (3, 0)):
-        torch.manual_seed(before)
-        with draws.drawing(draws.Seeds(1, update, 3)):
-            drawn += branches.modules[1](h)
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
 
 
 def test_the_model_and_the_generators_are_as_before():

@@ -67,10 +67,8 @@ def _fakes(model: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
         return {id(tensor): fake(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
 
-def exported(
-    model: nn.Module, example: ValueSpec, training: bool, autocast: bool
-) -> tuple[ExportedProgram, torch.device]:
-    """Return a model as torch.export traces it in a mode, and the device of the trace. Raises ConfigError."""
+def exported(model: nn.Module, example: ValueSpec, training: bool, autocast: bool) -> ExportedProgram:
+    """Return a model as torch.export traces it in a mode. Raises ConfigError."""
     device, others, batch = device_of(model), dict[int, Tensor](), Dim("batch")
     if device.type == "meta":
         device = torch.device("cpu")
@@ -86,7 +84,7 @@ def exported(
         ):
             args, kwargs = as_arguments(example, [made_up(t, device) for t in example.of(SAMPLES).specs])
             shapes = tree_map(lambda _: {0: batch}, bound(model, args, kwargs))
-            return export(model, args, kwargs, dynamic_shapes=shapes, strict=False), device
+            return export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
     except ConfigError:
         raise
     except Exception as error:  # the user's forward may raise anything

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 BULK = 1 / 3  # of all operations: a module that holds more wraps the model, and is divided further
 BULK_IN_LIST = 2 / 3  # if it is an element of a list of modules
@@ -36,8 +37,7 @@ class Item:
         return max(self.uses, default=-1)
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """Operations `start` to `end` (exclusive), as one layer."""
 
     name: str
@@ -45,21 +45,15 @@ class Group:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Modules:
-    """What the grouping knows of the module tree. `lists`: names of modules with a list of modules inside.
+def group(
+    items: Sequence[Item], elements: Collection[str], forbidden: Collection[int], root: str
+) -> list[Group]:
+    """Return the layers of a model.
 
-    `elements`: names of the elements of such lists; `root`: the class of the model, as a name.
+    `elements`: the names of the modules in lists of modules; `forbidden`: positions before which it must not
+    be cut; `root`: the class of the model, as the name of what is in no module.
     """
-
-    lists: Collection[str]
-    elements: Collection[str]
-    root: str = "model"
-
-
-def group(items: Sequence[Item], modules: Modules, forbidden: Collection[int]) -> list[Group]:
-    """Return the layers of a model. `forbidden`: positions before which it must not be cut."""
-    tree = _Tree(items, modules)
+    tree = _Tree(items, elements)
     cuts: list[int] = []
     for (_, end), (start, _) in pairwise(tree.atoms.values()):
         if between := [p for p in range(end, start + 1) if p not in forbidden]:
@@ -68,10 +62,9 @@ def group(items: Sequence[Item], modules: Modules, forbidden: Collection[int]) -
     groups: list[Group] = []
     taken: Counter[str] = Counter()
     for start, end in pairwise([0, *cuts, len(items)]):
-        name = tree.name(start, end)
+        name = tree.name(start, end) or root
         taken[name] += 1
-        name = name if taken[name] == 1 else f"{name}#{taken[name]}"
-        groups.append(Group(name, start, end))
+        groups.append(Group(name if taken[name] == 1 else f"{name}#{taken[name]}", start, end))
     return groups
 
 
@@ -92,9 +85,11 @@ class _Tree:
     Each with its operations, from one to another (exclusive).
     """
 
-    def __init__(self, items: Sequence[Item], modules: Modules) -> None:
+    def __init__(self, items: Sequence[Item], elements: Collection[str]) -> None:
         self._items = items
-        self._modules = modules
+        self._elements = elements
+        paths = [element.split(".")[:-1] for element in elements]
+        lists = {".".join(path[:depth]) for path in paths for depth in range(1, len(path) + 1)}
         self._count = Counter(call for item in items for call in item.calls)
         inner = {pair for item in items for pair in pairwise(item.calls)}
         self._inside = Counter(outer for outer, _ in inner)  # the calls directly inside each
@@ -102,9 +97,10 @@ class _Tree:
         for index, item in enumerate(items):
             for call in item.calls:
                 self._span[call] = self._span.get(call, (index, 0))[0], index + 1
+        divided = {call for call in self._count if module_of(call) in lists or self._is_bulk(call)}
         self.atoms: dict[tuple[str, ...], tuple[int, int]] = {}
         for index, item in enumerate(items):
-            whole = [depth for depth, call in enumerate(item.calls) if not self._is_divided(call)]
+            whole = [depth for depth, call in enumerate(item.calls) if call not in divided]
             if whole:
                 calls = item.calls[: whole[0] + 1]
                 start = self.atoms.get(calls, (index, 0))[0]
@@ -112,11 +108,8 @@ class _Tree:
                 self.atoms = {each: span for each, span in self.atoms.items() if span[0] < start}
                 self.atoms[calls] = start, index + 1
 
-    def _is_divided(self, call: str) -> bool:
-        return module_of(call) in self._modules.lists or self._is_bulk(call)
-
     def _is_bulk(self, call: str) -> bool:
-        most = BULK_IN_LIST if module_of(call) in self._modules.elements else BULK
+        most = BULK_IN_LIST if module_of(call) in self._elements else BULK
         return self._inside[call] > 1 and self._count[call] > most * len(self._items)
 
     def inside_a_block(self, cut: int) -> bool:
@@ -141,14 +134,14 @@ class _Tree:
     def name(self, start: int, end: int) -> str:
         """Return the outermost module around all that works in a layer, if it is in there whole.
 
-        Otherwise the first module that works.
+        Otherwise the first module that works; "" if there is none.
         """
         inside = [(calls, span) for calls, span in self.atoms.items() if start <= span[0] < end]
         busy = [calls for calls, span in inside if any(item.works for item in self._items[slice(*span)])]
         stacks = busy or [calls for calls, _ in inside]
         common = [level[0] for level in zip(*stacks, strict=False) if len(set(level)) == 1]
         whole = [c for c in common if start <= self._span[c][0] and self._span[c][1] <= end]
-        return next((module_of(call) for call in (*whole[:1], *(s[-1] for s in stacks))), self._modules.root)
+        return module_of((whole or [stack[-1] for stack in stacks] or [""])[0])
 
 
 def _joined(items: Sequence[Item], cuts: list[int]) -> list[int]:

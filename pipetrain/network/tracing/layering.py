@@ -24,11 +24,10 @@ from pipetrain.network.tracing.reading import Constant, Held, Input, Region
 
 
 class Code(NamedTuple):
-    """A function of the tensors that enter, `held` ones, `constants` and a device; it returns a tuple."""
+    """A function of the tensors that enter and of `held` ones on a device; it returns a tuple."""
 
     function: Callable[..., tuple[Tensor, ...]]
     held: tuple[str, ...]
-    constants: tuple[str, ...]
 
 
 class Layers:
@@ -57,33 +56,31 @@ class Layers:
             self.slices.append(Slice(index, index + 1, enters, leaves))
             self.values |= zip(leaves, makes, strict=True)
             numbers |= zip(makes, leaves, strict=True)
-        self._codes: dict[Slice, Code] = {}
+        self._codes: dict[tuple[Slice, torch.device], Code] = {}
 
-    def code(self, slice: Slice) -> Code:
+    def code(self, slice: Slice, device: torch.device) -> Code:
         """Return the code of some layers, from the values that enter to those that leave."""
-        if slice not in self._codes:
-            self._codes[slice] = self._code(slice)
-        return self._codes[slice]
+        if (slice, device) not in self._codes:
+            self._codes[slice, device] = self._code(slice, device)
+        return self._codes[slice, device]
 
-    def _code(self, slice: Slice) -> Code:
+    def _code(self, slice: Slice, device: torch.device) -> Code:
         graph, enters = fx.Graph(), [self.values[made] for made in slice.enters]
         leaves = [self.values[made] for made in slice.leaves]
         made = {node: graph.placeholder(f"x{number}") for number, node in enumerate(enters)}
         nodes = [(index, node) for index in range(slice.start, slice.end) for node in self.nodes[index]]
         used = dict.fromkeys([*(given for _, node in nodes for given in node.all_input_nodes), *leaves])
-        sources = {
-            node: node.meta["source"] for node in used if node.op == "placeholder" and node not in made
-        }
-        held = {node: source.name for node, source in sources.items() if isinstance(source, Held)}
-        constants = {node: source.name for node, source in sources.items() if isinstance(source, Constant)}
-        made |= {node: graph.placeholder(node.name) for node in (*held, *constants)}
-        device, traced_on = graph.placeholder("device"), self.flow.operations.device.type
+        sources = [(node, node.meta.get("source")) for node in used]
+        held = {node: source.name for node, source in sources if isinstance(source, Held)}
+        others = {node: source.tensor for node, source in sources if isinstance(source, Constant)}
+        made |= {node: graph.placeholder(node.name) for node in held}
+        made |= {node: graph.get_attr(node.name) for node in others}
         _add_sizes(graph, [node for node in used if is_size(node)], enters, made)
 
         def argument(value: Any) -> Any:
-            if isinstance(value, torch.device) and value.type == traced_on:
-                return device
-            return made[value] if isinstance(value, fx.Node) else value
+            if isinstance(value, fx.Node):
+                return made[value]
+            return device if isinstance(value, torch.device) else value
 
         seeded = set[int]()
         for index, node in nodes:
@@ -100,8 +97,8 @@ class Layers:
                 target, args = in_region, (node.target, *region, *args)
             made[node] = graph.call_function(target, args, kwargs)
         graph.output(tuple(made[leaf] for leaf in leaves))
-        function = type(fx.GraphModule({}, graph)).forward
-        return Code(lambda *args: function(None, *args), tuple(held.values()), tuple(constants.values()))
+        constants = {node.name: tensor.to(device) for node, tensor in others.items()}
+        return Code(fx.GraphModule(constants, graph).forward, tuple(held.values()))
 
 
 def _needs(

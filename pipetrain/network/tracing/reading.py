@@ -42,6 +42,7 @@ class Constant(NamedTuple):
     """The source of a placeholder that stands for another tensor that the trace has found."""
 
     name: str
+    tensor: Tensor
 
 
 class Region(NamedTuple):
@@ -54,7 +55,7 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """The operations of a model in one mode. `outputs`: flat, nodes or constants; `device`: of the trace.
+    """The operations of a model in one mode. `outputs`: flat, nodes or constants.
 
     A placeholder has its `source` in meta, and an operation its `region`.
     """
@@ -62,20 +63,16 @@ class Operations:
     graph: fx.Graph
     outputs: list[Any]
     tree: TreeSpec
-    constants: dict[str, Tensor]
-    device: torch.device
 
 
-def read(
-    program: ExportedProgram, model: nn.Module, order: Sequence[int], device: torch.device
-) -> Operations:
-    """Return the operations of a model that was exported on `device`.
+def read(program: ExportedProgram, model: nn.Module, order: Sequence[int]) -> Operations:
+    """Return the operations of a model that was exported.
 
     `order`: the number, among the tensors of a microbatch, of each tensor input of the program. Raises
     ConfigError for what cannot be trained.
     """
-    graph, constants = fx.Graph(), dict[str, Tensor]()
-    inputs, names, env = iter(order), canonical(model), dict[fx.Node, Any]()
+    graph, inputs, env = fx.Graph(), iter(order), dict[fx.Node, Any]()
+    names = canonical(model)
     placeholders = program.graph.find_nodes(op="placeholder")
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         if isinstance(spec.arg, ConstantArgument):
@@ -91,14 +88,15 @@ def read(
         if id(tensor) in names:
             is_parameter = isinstance(tensor, nn.Parameter)
             made.meta["source"] = Held(names[id(tensor)], is_parameter, tensor.requires_grad)
-        elif tensor.requires_grad or tensor.is_meta:
-            raise ConfigError(
-                f"the model uses {target}, a tensor that is trained or on the meta device, and is neither a "
-                f"parameter nor a buffer of it: register it"
-            )
         else:
-            made.meta["source"], constants[target] = Constant(target), tensor
+            made.meta["source"] = Constant(target, tensor)
     returned = _unfold(program.graph_module, graph, env, Region())
+    for source in (node.meta.get("source") for node in graph.find_nodes(op="placeholder")):
+        if isinstance(source, Constant) and (source.tensor.requires_grad or source.tensor.is_meta):
+            raise ConfigError(
+                f"the model uses {source.name}, a tensor that is trained or on the meta device, and no "
+                f"parameter or buffer of it: register it"
+            )
     outputs = [
         spec.arg.value if isinstance(spec.arg, ConstantArgument) else output
         for spec, output in zip(program.graph_signature.output_specs, returned, strict=True)
@@ -108,7 +106,7 @@ def read(
     graph.eliminate_dead_code()
     tree = program.call_spec.out_spec
     assert tree is not None
-    return Operations(graph, outputs, tree, constants, device)
+    return Operations(graph, outputs, tree)
 
 
 def _unfold(module: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], region: Region) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from difflib import SequenceMatcher
 from itertools import pairwise
 from typing import Any
@@ -15,7 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from pipetrain.errors import ConfigError
 from pipetrain.network.tracing.dataflow import Dataflow
 from pipetrain.network.tracing.exporting import device_of, exported
-from pipetrain.network.tracing.grouping import Item, Modules, group, module_of
+from pipetrain.network.tracing.grouping import Item, group, module_of
 from pipetrain.network.tracing.proving import MOST_WORK, prove, try_alone
 from pipetrain.network.tracing.reading import Held, Operations, calls_of, place_of, read
 from pipetrain.network.tracing.traced import Traced
@@ -43,7 +42,8 @@ def trace(model: nn.Module, example: ValueSpec, autocast: bool = False) -> Trace
         Item(calls_of(node), tuple(trained.uses(node)), trained.nbytes(node), both and trained.works(node))
         for node, both in zip(trained.items, in_both, strict=True)
     ]
-    groups = group(items, _modules(model, items), forbidden)
+    called = {module_of(call) for item in items for call in item.calls}
+    groups = group(items, _elements(model) & called, forbidden, type(model).__name__)
     cuts = [each.start for each in groups[1:]]
     modes = {True: (trained, cuts), False: (evaluated, [there[cut] for cut in cuts])}
     network = Traced(model, modes, groups)
@@ -53,11 +53,11 @@ def trace(model: nn.Module, example: ValueSpec, autocast: bool = False) -> Trace
 
 
 def _in_mode(model: nn.Module, example: ValueSpec, training: bool, autocast: bool) -> Dataflow:
-    program, device = exported(model, example, training, autocast)
+    program = exported(model, example, training, autocast)
     names = example.names
     spec: Any = program.call_spec.in_spec
     order = range(len(example.specs)) if names is None else map(names.index, spec.child(1).context)
-    return Dataflow(read(program, model, list(order), device))
+    return Dataflow(read(program, model, list(order)))
 
 
 def _refuse_outputs(training: Operations, evaluation: Operations) -> None:
@@ -99,17 +99,12 @@ def _key(node: fx.Node) -> Any:
     return node.target, calls_of(node), tuple(source for source in sources if isinstance(source, Held))
 
 
-def _modules(model: nn.Module, items: Sequence[Item]) -> Modules:
-    """Return what the grouping needs to know of a model's modules; only lists of called modules count."""
-    called = {module_of(call) for item in items for call in item.calls}
-    lists: set[str] = set()
-    elements: set[str] = set()
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
-            continue
-        held = {f"{name}.{key}".lstrip(".") for key in module._modules} & called
-        if held and not isinstance(module, ParametrizationList):
-            elements |= held
-            parts = name.split(".")
-            lists |= {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
-    return Modules(lists, elements, type(model).__name__)
+def _elements(model: nn.Module) -> set[str]:
+    """Return the names of the modules in lists of modules."""
+    lists = nn.Sequential | nn.ModuleList | nn.ModuleDict
+    return {
+        f"{name}.{key}".lstrip(".")
+        for name, module in model.named_modules()
+        if isinstance(module, lists) and not isinstance(module, ParametrizationList)
+        for key in module._modules
+    }

@@ -7,14 +7,14 @@ cut at the same places; the values that cross there may differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy, deepcopy
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from pipetrain.network.network import LastLayer, Made, Network, Part, See, Slice, Tensors
 from pipetrain.network.tracing.dataflow import Dataflow, spec_of
@@ -66,17 +66,13 @@ class Traced(Network):
         flat = [next(tensors) if isinstance(out, fx.Node) else out for out in operations.outputs]
         return tree_unflatten(flat, operations.tree)
 
-    def code(self, slice: Slice, training: bool) -> Code:
+    def code(self, slice: Slice, training: bool, device: torch.device) -> Code:
         """Return the code of some layers in a mode."""
-        return self._modes[training].code(slice)
+        return self._modes[training].code(slice, device)
 
     def spec(self, made: Made, samples: int) -> TensorSpec:
         """Return what a value is in evaluation, for a number of samples."""
         return spec_of(self._modes[False].values[made].meta["val"], samples)
-
-    def constants(self) -> dict[bool, dict[str, Tensor]]:
-        """Return the tensors that are neither parameters nor buffers, by mode and name."""
-        return {training: mode.flow.operations.constants for training, mode in self._modes.items()}
 
     def __deepcopy__(self, memo: object) -> Traced:
         return self  # copies of a part share it
@@ -88,7 +84,6 @@ class TracedPart(Part):
     def __init__(self, network: Traced, slice: Slice, evaluated: Slice | None = None) -> None:
         super().__init__(slice, evaluated)
         self._network = network
-        self._constants = network.constants()
         names = chain(*network.placed[slice.start : slice.end])
         self._held = {name: _hold(self, network.model, name) for name in names}
         """By name the registry, which copies have of their own, and the key in it."""
@@ -97,10 +92,11 @@ class TracedPart(Part):
         return self._run(self.slice, tensors)
 
     def _run(self, slice: Slice, tensors: Sequence[Tensor]) -> Tensors:
-        code = self._network.code(slice, self.training)
-        held = [registry[key] for registry, key in map(self._held.__getitem__, code.held)]
-        given = [*tensors, *held, *map(self._constants[self.training].__getitem__, code.constants)]
-        return code.function(*given, given[0].device if given else torch.device("cpu"))
+        first = tensors[0] if tensors else next(self.parameters(), None)
+        device = torch.device("cpu") if first is None else first.device
+        code = self._network.code(slice, self.training, device)
+        registries = map(self._held.__getitem__, code.held)
+        return code.function(*tensors, *(registry[key] for registry, key in registries))
 
     def observed(self, tensors: Tensors, see: See) -> Tensors:
         network, values = self._network, dict(zip(self.slice.enters, tensors, strict=True))
@@ -118,11 +114,6 @@ class TracedPart(Part):
         network = self._network
         alone = network.alone(len(network.names) - 1, training=False)
         return LastLayer(alone.enters, network.spec, lambda tensors: self.pack(self._run(alone, tensors)))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TracedPart:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._constants = tree_map(fn, self._constants)
-        return self
 
 
 def _placed(model: nn.Module, used: Sequence[Collection[str]]) -> list[list[str]]:
