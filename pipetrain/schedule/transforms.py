@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from pipetrain.schedule.actions import (
     COMPUTE,
@@ -56,18 +57,15 @@ def with_recompute(program: Program, stages: Collection[int]) -> Program:
     So `lower` puts it before the RECV_B, and it runs while the gradient is awaited. There is none where a
     backward is what its rank computes next after the forward, as the activations are needed at once.
     """
-    return [_with_recompute(actions, stages) for actions in program]
-
-
-def _with_recompute(actions: Sequence[Action], stages: Collection[int]) -> list[Action]:
-    made: list[Action] = []
-    computed: Action | None = None  # last
-    for action in actions:
-        again = action.op in (Op.B, Op.I) and action.stage in stages
-        if again and computed != replace(action, op=Op.F):
-            made.append(replace(action, op=Op.R))
-        made.append(action)
-        computed = action if action.op in COMPUTE else computed
+    made: Program = []
+    for actions in program:
+        made.append([])
+        computed: Action | None = None  # last
+        for action in actions:
+            again = action.op in (Op.B, Op.I) and action.stage in stages
+            made[-1] += [replace(action, op=Op.R)] if again and computed != replace(action, op=Op.F) else []
+            made[-1].append(action)
+            computed = action if action.op in COMPUTE else computed
     return made
 
 
@@ -111,7 +109,9 @@ def _arranged(actions: Sequence[Action], tied: Collection[int], norms: bool) -> 
 
     def step(stage: int) -> None:
         action = waiting.pop(stage)
-        made.extend(norm for norm in sorted(untold, key=_stage) if norm.version <= action.version)
+        made.extend(
+            norm for norm in sorted(untold, key=attrgetter("stage")) if norm.version <= action.version
+        )
         untold[:] = [norm for norm in untold if norm.version > action.version]
         made.append(action)
 
@@ -147,7 +147,3 @@ def _last_backwards(actions: Sequence[Action]) -> dict[int, int]:
         elif action.op is Op.STEP:
             ends[last.pop(action.stage, position)] = action.version
     return ends
-
-
-def _stage(action: Action) -> int:
-    return action.stage

@@ -45,7 +45,6 @@ def by_rank(by_stage: list[int]) -> float:
     [
         (4, (0.0141, 0.0229), (2, 3), (2.5, 4)),
         (8, (0.0340, 0.0519), (5, 7), (4, 8)),
-        (16, (0.0713, 0.1049), (10, 15), (6.5, 16)),
     ],
 )
 def test_less_stale_and_less_held_than_pipedream_at_its_speed(
@@ -84,7 +83,7 @@ def test_unequal_stages_and_messages_cost_only_what_the_busiest_rank_takes() -> 
         assert (lengths[1] - lengths[0]) / 40 == pytest.approx(busy, rel=0.01)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     ranks=st.integers(1, 6),
     batches=st.integers(1, 9),
@@ -107,7 +106,7 @@ def test_a_window_may_end_early_and_one_of_another_length_reads_the_same_weights
     assert forwards == [[a for a in actions if a.op is Op.F and a.mb < kept * m] for actions in program]
 
 
-@pytest.mark.parametrize("ranks", [6, 9])
+@pytest.mark.parametrize("ranks", [6])
 def test_a_multiple_of_three_ranks_is_about_as_deep(ranks: int) -> None:
     """There the way back meets the way there, and some works wait: bounds in the place of formulas."""
     for batches, m in product((1, 2, 5, 16), (1, 2, 4)):
