@@ -204,8 +204,4 @@ def status_after(number: int) -> int:
 
 
 def _limit_s() -> float:
-    try:
-        limit_s = float(os.environ.get(LIMIT, LIMIT_S))
-    except ValueError:
-        limit_s = LIMIT_S
-    return max(0.0, limit_s - MARGIN_S)
+    return max(0.0, float(os.environ.get(LIMIT, LIMIT_S)) - MARGIN_S)

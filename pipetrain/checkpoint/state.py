@@ -8,6 +8,7 @@ the tensors of its stages; what several ranks give is written once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -117,12 +118,12 @@ def _name(slot: Slot) -> str:
 # torch.distributed.checkpoint
 
 
+@dataclass(frozen=True, slots=True)
 class Part:
     """A Stateful of that library, which overwrites in place what `state_dict` returns, then hands it back."""
 
-    def __init__(self, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], None]) -> None:
-        self.state_dict = state_dict
-        self.load_state_dict = load_state_dict
+    state_dict: Callable[[], Any]
+    load_state_dict: Callable[[Any], None]
 
 
 def parts_of(session: Session, keys: Mapping[str, str], optimizer: OptimizerFactory) -> dict[str, Part]:

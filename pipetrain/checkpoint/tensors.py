@@ -42,12 +42,19 @@ class Loaded:
         self._path = path
         self._tensors = tensors
         self._keys: dict[str, list[str]] = {name: [] for name in keys.values()}
-        mine = named_tensors(model)
         for key in tensors.keys() & keys.keys():
             self._keys[keys[key]].append(key)
-            self._refuse_other(key, tensors[key], mine[keys[key]])
-        self._refuse_names("lacks", [name for name, known in self._keys.items() if not known])
-        self._refuse_names("has also", sorted(tensors.keys() - keys.keys()))
+        lacks = [name for name, known in self._keys.items() if not known]
+        for has, names in (("lacks", lacks), ("has also", sorted(tensors.keys() - keys.keys()))):
+            if names:
+                raise ConfigError(
+                    f"{path} is of another model: it {has} {names[0]}{' and others' if names[1:] else ''}; "
+                    f"give weights= whose names are those of the model's state_dict"
+                )
+        mine = named_tensors(model)
+        for key, name in keys.items():
+            if key in tensors:
+                self._refuse_other(key, tensors[key], mine[name])
 
     def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
         found = {}
@@ -60,13 +67,6 @@ class Loaded:
                 )
             found[name] = first.clone()
         return found
-
-    def _refuse_names(self, has: str, names: list[str]) -> None:
-        if names:
-            raise ConfigError(
-                f"{self._path} is of another model: it {has} {names[0]}{' and others' if names[1:] else ''}; "
-                f"give weights= whose names are those of the model's state_dict"
-            )
 
     def _refuse_other(self, key: str, theirs: Tensor, mine: Tensor) -> None:
         same_kind = theirs.is_floating_point() == mine.is_floating_point()
