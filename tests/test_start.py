@@ -6,11 +6,10 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -74,36 +73,30 @@ def test_a_process_is_of_one_attempt():
 # Ranks that are started one by one, as other launchers do
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
-    """A function that starts a rank for each list of words, and returns (status, what was said) of each."""
+def start(
+    folder: Path, *commands: Sequence[str], module: Sequence[str] = ("-m", "pipetrain")
+) -> list[tuple[int, str]]:
+    """Start a rank for each list of words; return (status, what was said) of each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    processes = []
     with ExitStack() as left:
-
-        def run(
-            *commands: Sequence[str], module: Sequence[str] = ("-m", "pipetrain")
-        ) -> list[tuple[int, str]]:
-            processes = []
-            for rank, words in enumerate(commands):
-                world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-                world["TORCHELASTIC_RESTART_COUNT"] = 3 - rank  # each agent has its own
-                variables = {name: str(value) for name, value in world.items()}
-                variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-                command = [*module, *SMALL, "epochs=1", *words]
-                processes.append(left.enter_context(running(tmp_path, command, variables)))
-            return [(process.wait(), out) for process in processes for out in [ended(process)]]
-
-        yield run
+        for rank, words in enumerate(commands):
+            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+            world["TORCHELASTIC_RESTART_COUNT"] = 3 - rank  # each agent has its own
+            variables = {name: str(value) for name, value in world.items()} | meeting
+            command = [*module, *SMALL, "epochs=1", *words]
+            processes.append(left.enter_context(running(folder, command, variables)))
+        return [(process.wait() or 0, out) for process in processes for out in [ended(process)]]
 
 
 SAME = "give all ranks the same arguments, code and files"
 
 
 @pytest.mark.processes
-def test_a_rank_with_another_command_line_is_named_once_and_all_end_alike(start, tmp_path):
-    (status, said), other = start(["seed=0"], ["seed=1"])
+def test_a_rank_with_another_command_line_is_named_once_and_all_end_alike(tmp_path):
+    (status, said), other = start(tmp_path, ["seed=0"], ["seed=1"])
     (line,) = lines_of(said)
     assert re.fullmatch(r"pipetrain: rank 1 has command line=\[.*seed=1.\], and rank 0 has .*seed=0.*", line)
     assert line.endswith(f": {SAME}")
@@ -133,8 +126,8 @@ train.main()
         ("data.Data.fingerprint = 'other'", 'rank 1 has data set="other", and rank 0 has "digits '),
     ],
 )
-def test_what_one_rank_alone_refuses_or_has_otherwise_is_said_by_rank_0(start, tmp_path, change, said):
-    (status, out), other = start([], [], module=("-c", OTHERWISE.format(change=change)))
+def test_what_one_rank_alone_refuses_or_has_otherwise_is_said_by_rank_0(tmp_path, change, said):
+    (status, out), other = start(tmp_path, [], [], module=("-c", OTHERWISE.format(change=change)))
     (line,) = lines_of(out)
     assert line.startswith(f"pipetrain: {said}")
     assert (status, other) == (2, (2, ""))

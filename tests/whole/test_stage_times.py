@@ -5,24 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
-from pipetrain.building import make_model, make_schedule
-from pipetrain.network.values import TensorSpec, ValueSpec
-from pipetrain.plan.plan import Plan, Samples, make_plan
+from pipetrain.plan.plan import Plan
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.timeline import Costs
-from pipetrain.settings import Settings
-from tests.support.cases import config
-
-IMAGE = ValueSpec((TensorSpec((3, 32, 32), torch.float32),))
+from tests.support import plans
 
 
 def planned(schedule: str, *words: str, batches: int = 1) -> Plan:
-    cfg = config(["data=digits", "model=mlp", f"schedule={schedule}", "stages=2", "microbatches=4", *words])
-    read = Settings.composed(cfg, schedule, None)
-    samples = Samples([read.batch_size] * batches, [read.batch_size])
-    return make_plan(read, make_schedule(cfg), make_model(cfg, 0, read.dtype), IMAGE, samples)
+    return plans.planned(schedule, 2, 4, batches, "model=mlp", *words)
 
 
 def predicted(plan):
@@ -47,7 +38,7 @@ def test_without_costs_shares_of_time_follow_the_work_and_seconds_are_not_known(
 
 
 def test_without_costs_w_is_the_work_on_weights_and_all_of_it_at_the_first_stage():
-    plan = planned("zb_h1", "partition=[3]", "model=mlp")
+    plan = planned("zb_h1", "partition=[3]")
     costs = plan.stage_costs.seconds
     held = plan.stage_layers(1)
     share = sum(layer.weight_flops for layer in held) / sum(layer.flops for layer in held)
