@@ -9,6 +9,7 @@ stage's rank reads inputs and the last one's targets, and nothing travels.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,7 @@ from pipetrain.tasks import Task, counted_for
 
 log = logging.getLogger("pipetrain")
 
+UNTAKEN = 256  # tensors of targets that are kept, as gloo tells only who waits that one has been taken
 Weight = Callable[[Value], Tensor | float]
 Sizes = Sequence[Sequence[int]]  # the samples of each microbatch of each batch
 Told = Callable[[Callable[[Reader], Any]], Any]
@@ -165,7 +167,7 @@ class WindowSource:
 
     inputs: Iterator[Value] | None = None
     targets: Iterator[Value] | None = None
-    sent: list[tuple[Any, Tensor]] = field(default_factory=list)
+    sent: deque[tuple[Any, Tensor]] = field(default_factory=deque)
 
     def close(self) -> None:
         """Wait until what was sent has arrived."""
@@ -284,13 +286,14 @@ class OfLoader:
         return source
 
     def _sending(
-        self, batches: Iterator[tuple[Value, Value]], last: int, sent: list[tuple[Any, Tensor]]
+        self, batches: Iterator[tuple[Value, Value]], last: int, sent: deque[tuple[Any, Tensor]]
     ) -> Iterator[tuple[Value, Value]]:
         """Yield batches whose targets are on their way to the last stage."""
         for inputs, targets in batches:
-            sent[:] = [one for one in sent if not one[0].is_completed()]
             for tensor in map(Tensor.contiguous, as_tuple(targets)):
                 sent.append((self._mesh.post_tensor(tensor, last), tensor))
+            while len(sent) > UNTAKEN:  # of a whole pass they would be all targets
+                sent.popleft()[0].wait()
             yield inputs, targets
 
     def _received(self, size: int) -> Value:

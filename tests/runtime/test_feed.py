@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from pipetrain.network.values import Value
-from pipetrain.runtime.feed import Weight, WindowFeed
+from pipetrain.runtime.feed import UNTAKEN, OfLoader, Weight, WindowFeed
+from pipetrain.runtime.ranks import World
 from pipetrain.tasks import Classification
 
 # Two batches: one of 5 samples in pieces of 3 and 2, one of 4 in pieces of 1 and 3.
@@ -95,6 +98,20 @@ def test_two_windows_share_one_iterator_and_neither_takes_ahead_what_is_the_othe
     assert [given(second, mb) for mb in range(2)] == [2, 3]
     with pytest.raises(StopIteration):
         second.input(2)
+
+
+def test_the_targets_of_a_long_window_are_not_all_kept():
+    waited = []
+    mesh: Any = SimpleNamespace(
+        world=World(0, 2), post_tensor=lambda tensor, rank: SimpleNamespace(wait=lambda: waited.append(rank))
+    )
+    reader: Any = SimpleNamespace(take=lambda size: (torch.zeros(size, 1), torch.zeros(size)))
+    batches: Any = None
+    source = OfLoader(mesh, reader, batches, batches).open([[2, 1]] * 1000, last=1)
+    assert [len(inputs) for inputs in source.inputs] == [2, 1] * 1000
+    assert (len(source.sent), len(waited), source.targets) == (UNTAKEN, 1000 - UNTAKEN, None)
+    source.close()
+    assert len(waited) == 1000
 
 
 def test_a_rank_gives_only_what_its_stages_need():
