@@ -118,24 +118,6 @@ def chain() -> nn.Sequential:
 VIEWS = nn.Sequential(nn.Linear(48, 12), nn.Unflatten(1, (3, 4)), nn.Identity(), nn.Linear(4, 4))
 
 
-@pytest.mark.parametrize(
-    ("model", "start", "end", "elements"),
-    [
-        # A linear layer saves its input, tanh and ReLU their output, which is also what leaves.
-        (chain(), 0, 4, 48 + 12 + 10),
-        (chain(), 0, 2, 48 + 12),
-        (chain(), 2, 4, 12 + 10),
-        # What the first layer makes leaves and is not saved; it is held all the same.
-        (chain(), 0, 1, 48 + 12),
-        # A view is the storage that it is of.
-        (VIEWS, 0, 4, 48 + 12),
-        (VIEWS, 1, 4, 12),
-    ],
-)
-def test_each_storage_counts_once(model, start, end, elements):
-    assert held(model, (2, 48), start, end).saved == 2 * elements * FLOAT
-
-
 def test_the_last_stage_holds_the_targets_and_what_the_loss_saves():
     whole = held(chain(), (2, 48), 2, 4)
     with_loss = held(chain(), (2, 48), 2, 4, loss=1000, targets=10)
@@ -143,29 +125,42 @@ def test_the_last_stage_holds_the_targets_and_what_the_loss_saves():
     assert held(chain(), (2, 48), 0, 2, loss=1000, targets=10) == held(chain(), (2, 48), 0, 2)
 
 
-def test_before_its_recomputation_a_microbatch_holds_its_inputs():
-    assert held(chain(), (2, 48), 2, 4).before_r == 2 * 12 * FLOAT
-    assert held(chain(), (2, 48), 2, 4, SELECTIVE).before_r == 2 * (12 + 10) * FLOAT
-    norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    assert held(norm, (2, 8), 0, 2).before_r == 2 * 8 * FLOAT + 2 * 8 * FLOAT + 8  # and its statistics
+NORM = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+INTO = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8))
 
 
-@pytest.mark.parametrize(("inplace", "kept"), [(False, 16), (True, 8)])
-def test_what_is_overwritten_is_not_kept_by_a_selective_recomputation(inplace, kept):
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU(inplace=inplace), nn.Linear(8, 8))
-    assert held(model, (2, 8), 1, 4, SELECTIVE).before_r == 2 * (8 + kept) * FLOAT
+def overwritten(inplace: bool) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU(inplace=inplace), nn.Linear(8, 8))
 
 
-def test_after_i_it_holds_the_inputs_and_output_gradients_of_products():
-    assert held(chain(), (2, 48), 2, 4).after_i == 2 * (12 + 10) * FLOAT
-    assert held(chain(), (2, 48), 1, 4).after_i == 2 * (12 + 10) * FLOAT
-    # The first stage has no I, and holds what it has until W, with the gradient that came.
-    assert held(chain(), (2, 48), 0, 2).after_i == 2 * (48 + 12) * FLOAT + 2 * 12 * FLOAT
-
-
-def test_a_layer_that_writes_into_what_enters_gets_a_copy():
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8))
-    assert held(model, (2, 8), 1, 3).saved == 2 * (8 + 8) * FLOAT
+@pytest.mark.parametrize(
+    ("model", "start", "end", "mode", "item", "elements"),
+    [
+        # A linear layer saves its input, tanh and ReLU their output, which is also what leaves.
+        (chain(), 0, 4, NEVER, "saved", 2 * (48 + 12 + 10)),
+        (chain(), 2, 4, NEVER, "saved", 2 * (12 + 10)),
+        # What the first layer makes leaves and is not saved; it is held all the same.
+        (chain(), 0, 1, NEVER, "saved", 2 * (48 + 12)),
+        # A view is the storage that it is of.
+        (VIEWS, 0, 4, NEVER, "saved", 2 * (48 + 12)),
+        (VIEWS, 1, 4, NEVER, "saved", 2 * 12),
+        # Before its recomputation a microbatch holds its inputs, and a norm's statistics with their count.
+        (chain(), 2, 4, ALWAYS, "before_r", 2 * 12),
+        (NORM, 0, 2, ALWAYS, "before_r", 2 * 8 + 2 * 8 + 2),
+        # A selective one keeps the results of products that nothing overwrites, too.
+        (chain(), 2, 4, SELECTIVE, "before_r", 2 * (12 + 10)),
+        (overwritten(False), 1, 4, SELECTIVE, "before_r", 2 * (8 + 16)),
+        (overwritten(True), 1, 4, SELECTIVE, "before_r", 2 * (8 + 8)),
+        # After I: inputs and output gradients of products. The first stage has no I: all, and what came.
+        (chain(), 1, 4, NEVER, "after_i", 2 * (12 + 10)),
+        (chain(), 0, 2, NEVER, "after_i", 2 * (48 + 12) + 2 * 12),
+        # A layer that writes into what enters gets a copy.
+        (INTO, 1, 3, NEVER, "saved", 2 * (8 + 8)),
+    ],
+)
+def test_what_a_microbatch_holds_by_hand(model, start, end, mode, item, elements):
+    found = held(model, (2, model[0].in_features), start, end, mode)  # each storage counts once
+    assert getattr(found, item) == elements * FLOAT
 
 
 def test_attention_hides_nothing_of_what_a_layer_saves():
