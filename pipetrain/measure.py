@@ -21,8 +21,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.network import INPUT, Made, Network, Tensors
@@ -69,8 +67,7 @@ def measure(
             for module in (network.model, *network.modules):
                 module.to(device)
             x = draft.example.pack(tuple(made_up(spec, device) for spec in draft.example.of(size).specs))
-            ratio, times = measure_layers(network, x, draft.layers, optimizer, draft.numerics)
-            mine = ratio, list(map(asdict, times))
+            mine = [*map(asdict, measure_layers(network, x, draft.layers, optimizer, draft.numerics))]
     except (ConfigError, RuntimeError) as error:  # a layer failed, or out of memory
         mine = one_line(error)
     if cuda:
@@ -87,8 +84,8 @@ def measure(
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
     }
-    layers = average([[LayerTime(**layer) for layer in layers] for _, layers in told])
-    return Profile(conditions, machine, latency_s, s_per_byte, told[0][0], layers)
+    layers = average([[LayerTime(**layer) for layer in layers] for layers in told])
+    return Profile(conditions, machine, latency_s, s_per_byte, layers)
 
 
 def twin_of(network: Network) -> Network:
@@ -165,12 +162,11 @@ def _one_way(channel: Channel, mesh: Mesh, stage: int, nbytes: int) -> float:
 
 def measure_layers(
     network: Network, x: Value, layers: Sequence[Layer], optimizer: OptimizerFactory, numerics: Numerics
-) -> tuple[float, list[LayerTime]]:
+) -> list[LayerTime]:
     """Measure every layer for the microbatch `x`, in its own modes, on the device of both.
 
-    Returns the bytes of the optimizer's state for each byte of the parameters, and the times. This changes
-    the network, which must not be trained afterwards, and the random generators. `layers`: its estimates.
-    Raises ConfigError with the name of a layer that fails.
+    This changes the network, which must not be trained afterwards, and the random generators. `layers`: its
+    estimates. Raises ConfigError with the name of a layer that fails.
     """
     bench = _Bench(network, layers, optimizer, numerics, as_tuple(x)[0].device)
     for _ in range(WARM_UP):
@@ -181,7 +177,7 @@ def measure_layers(
         if done >= REPEATS and time.perf_counter() - began > ENOUGH_S:
             break
         bench.run(x)
-    return bench.state_ratio, [
+    return [
         LayerTime(layer.name, layer.output.nbytes, **{name: bench.seconds(name, i) for name in SECONDS})
         for i, layer in enumerate(layers)
     ]
@@ -301,10 +297,3 @@ class _Bench:
         """
         times, empty = ([s for _, s in self._clock.durations(self.spans[part, n])] for n in (index, EMPTY))
         return max(median(times) - min(empty, default=0.0), median(times) / 10) if times else 0.0
-
-    @property
-    def state_ratio(self) -> float:
-        """The bytes of the optimizer's state for each byte of its parameters."""
-        state = tree_leaves([list(optimizer.state.values()) for optimizer in self._optimizers.values()])
-        weights = {id(p): p.nbytes for of_layer in self._weights for p in of_layer}
-        return sum(t.nbytes for t in state if isinstance(t, Tensor)) / max(sum(weights.values()), 1)

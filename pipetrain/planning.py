@@ -56,7 +56,10 @@ def _made(
     asked: Asked, settings: Settings, network: Network, form: Form, samples: Samples, together: Together
 ) -> Plan:
     """Return the plan; for partition=profile, by a profile that is read or measured now."""
-    make = partial(make_plan, schedule=asked.schedule, example=form.inputs, samples=samples)
+    state_of = optimizer_state(asked.optimizer)
+    make = partial(
+        make_plan, schedule=asked.schedule, example=form.inputs, samples=samples, state_of=state_of
+    )
     profile, mesh = None, together.mesh
     if settings.partition == PROFILE:
         conditions = profile_conditions(settings, asked.optim)

@@ -1,4 +1,4 @@
-"""What is measured: bytes of layers by hand, times by a clock that a test holds, messages, all together."""
+"""What is measured: times by a clock that a test holds, messages, all together."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ from tests.support.runs import check_early
 from tests.support.worlds import run_world
 
 SGD: OptimizerFactory = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
-FLOAT = 4
 WORDS = ["data=digits", "batch_size=12", "microbatches=4", "epochs=2", "timeout=60", "threads=1"]
 CPU = torch.device("cpu")
 
@@ -58,12 +57,6 @@ def entry(*shape: int) -> ValueSpec:
 def measured(
     model: nn.Sequential, shape: tuple[int, ...] = (2, 3, 32, 32), optimizer: OptimizerFactory = SGD
 ) -> list[LayerTime]:
-    return with_ratio(model, shape, optimizer)[1]
-
-
-def with_ratio(
-    model: nn.Sequential, shape: tuple[int, ...], optimizer: OptimizerFactory
-) -> tuple[float, list[LayerTime]]:
     """Measure; so that numbers stay ordinary, inputs and weights stay what they are."""
     layers, x = estimate(deepcopy(model), entry(*shape)), torch.randn(shape)
     given = [t.detach().clone() for t in (x, *model.parameters())]
@@ -74,23 +67,6 @@ def with_ratio(
 
 def column(name: str, layers: list[LayerTime]) -> list[int]:
     return [getattr(layer, name) for layer in layers]
-
-
-# Bytes
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "ratio"),
-    [
-        (partial(torch.optim.SGD, lr=0.1), 0),
-        (SGD, 1),
-        (partial(torch.optim.AdamW, lr=0.1), 2 + 2 / (49 * 12)),
-    ],
-)
-def test_what_the_optimizer_remembers_is_counted(optimizer, ratio):
-    """Of AdamW also two steps."""
-    found, _ = with_ratio(nn.Sequential(nn.Linear(48, 12), nn.Tanh()), (2, 48), optimizer)
-    assert found == pytest.approx(ratio)
 
 
 # Times

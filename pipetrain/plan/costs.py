@@ -35,7 +35,7 @@ from pipetrain.schedule.memory import Items
 from pipetrain.schedule.timeline import Costs, Kind
 from pipetrain.settings import Mode, Settings
 
-VERSION = 3
+VERSION = 4
 ANEW = "make one with partition=profile"
 Facts = Mapping[str, Any]
 
@@ -67,7 +67,6 @@ class Profile:
     machine: Facts
     latency_s: float  # per message; 0 if not measured
     s_per_byte: float
-    state_ratio: float  # the optimizer's state, in bytes for each byte of the parameters
     layers: list[LayerTime]
 
     def to_json(self) -> dict[str, Any]:
@@ -80,7 +79,7 @@ class Profile:
             raise ValueError(f"it is no profile of version {VERSION}")
         values = {key: value for key, value in data.items() if key != "pipetrain_profile"}
         profile: Profile = read_as(cls, values, "its content")
-        times = [profile.latency_s, profile.s_per_byte, profile.state_ratio]
+        times = [profile.latency_s, profile.s_per_byte]
         times += [getattr(layer, name) for layer in profile.layers for name in SECONDS]
         if not all(isfinite(time) and time >= 0 for time in times):
             raise ValueError("it has a time that is negative or not finite")
@@ -161,13 +160,8 @@ class Table:
     _entering: dict[tuple[int, int], dict[Made, bool]] = field(default_factory=dict, init=False)
 
     def measured(self, profile: Profile) -> Table:
-        return replace(
-            self,
-            times=profile.layers,
-            latency_s=profile.latency_s,
-            s_per_byte=profile.s_per_byte,
-            state_of=lambda spec: profile.state_ratio * spec.nbytes,
-        )
+        latency_s, s_per_byte = profile.latency_s, profile.s_per_byte
+        return replace(self, times=profile.layers, latency_s=latency_s, s_per_byte=s_per_byte)
 
     # Times
 

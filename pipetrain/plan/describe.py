@@ -102,7 +102,7 @@ def planned(cfg: DictConfig, schedule: str, epoch: int = BATCHES) -> Plan:
         print(
             "partition=profile measures when a run starts; this is its draft, cut by flops", file=sys.stderr
         )
-    return make_plan(settings, make_schedule(cfg), network, example, samples, profile)
+    return make_plan(settings, make_schedule(cfg), network, example, samples, profile, _state_of(cfg))
 
 
 def by_model(name: str, cfg: DictConfig) -> tuple[str, list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,7 +15,7 @@ from pipetrain.network.network import Network
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.places import named_tensors
 from pipetrain.network.proving import MOST_WORK, prove_parts
-from pipetrain.network.values import Value, ValueSpec, cast_floats
+from pipetrain.network.values import TensorSpec, Value, ValueSpec, cast_floats
 from pipetrain.plan.balance import Prediction, choose_cuts, cut_by_times, predictor_of
 from pipetrain.plan.costs import Profile, Table, by_work, refuse_other_layers
 from pipetrain.plan.cut import Cut, Estimates, cut_layers, cuts_that_may_be, refuse_cuts, shared_weights
@@ -194,11 +194,13 @@ def make_plan(
     example: ValueSpec,
     samples: Samples,
     profile: Profile | None = None,
+    state_of: Callable[[TensorSpec], float] = lambda spec: 0,
 ) -> Plan:
     """Cut the model, and make and check every program. Raises ConfigError and ScheduleError.
 
     This changes `model`, which must not be trained afterwards. `example`: of the input; `profile`: for
-    partition=profile, which is a draft without: cut by flops, whatever the memory_limit.
+    partition=profile, which is a draft without: cut by flops, whatever the memory_limit; `state_of`: the
+    bytes of the optimizer's state of a parameter.
     """
     if settings.partition == PROFILE and profile is None:
         settings = replace(settings, partition="flops", memory_limit=None)
@@ -217,6 +219,7 @@ def make_plan(
         example.of(settings.full),
         by_work(layers, settings.ranks),
         codecs=settings.codecs,
+        state_of=state_of,
         loss=sum(spec.numel * (dtype or spec.dtype).itemsize for spec in outputs),  # as a cross-entropy saves
         averaged=settings.ema is not None,
     )

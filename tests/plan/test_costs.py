@@ -266,8 +266,8 @@ COMPILED = changed("conditions", {**CONDITIONS, "compile": 1})
     ("data", "conditions", "says"),
     [
         ("{", CONDITIONS, "holds no profile: Expecting property name"),
-        ([], CONDITIONS, "holds no profile: it is no profile of version 3"),
-        (changed("pipetrain_profile", 1), CONDITIONS, "holds no profile: it is no profile of version 3"),
+        ([], CONDITIONS, "holds no profile: it is no profile of version 4"),
+        (changed("pipetrain_profile", 1), CONDITIONS, "holds no profile: it is no profile of version 4"),
         (
             changed("latency_s", math.nan),
             CONDITIONS,

@@ -28,7 +28,7 @@ def layer(name: str = "layer", forward_s: float = 1, backward_s: float = 2, **ot
 
 
 def profile(layers: Sequence[LayerTime], latency_s: float = 0, s_per_byte: float = 0) -> Profile:
-    return Profile({"model": "fake"}, {"device": "paper"}, latency_s, s_per_byte, 0.0, list(layers))
+    return Profile({"model": "fake"}, {"device": "paper"}, latency_s, s_per_byte, list(layers))
 
 
 @dataclass(frozen=True)
