@@ -65,10 +65,7 @@ class PassesByNumber:
         self._mesh = mesh
 
     def train(self, epoch: int, done: int) -> Batches:
-        batches = self._train.epoch(epoch)
-        if (draw := self._train.draw(epoch)) is not None:
-            last = self._placement[-1]
-            batches = counting(batches, self._train.split, draw, self._task, self._mesh, last)
+        batches = counting(self._train, epoch, self._task, self._mesh, self._placement[-1])
         return ByNumber(self._train, epoch, batches, self._placement, self._mesh.world.rank, done)
 
     def evaluate(self) -> Batches:

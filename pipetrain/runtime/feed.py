@@ -21,7 +21,6 @@ from torch import Tensor
 
 from pipetrain.data.loader import Sampled, loaded
 from pipetrain.data.loading import Form, Reader
-from pipetrain.data.sets import Draw, Split
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.values import Value, ValueSpec, as_tuple, on_each
 from pipetrain.runtime.mesh import Mesh
@@ -175,21 +174,15 @@ class WindowSource:
             work.wait()
 
 
-def counting(
-    batches: Sequence[list[Tensor]],
-    split: Split | None,
-    draw: Draw,
-    task: Task,
-    mesh: Mesh,
-    last: int,
-) -> list[list[Tensor]]:
-    """Return the batches of an epoch in which something counts, alike on all ranks.
+def counting(samples: Sampled, epoch: int, task: Task, mesh: Mesh, last: int) -> list[list[Tensor]]:
+    """Return the batches of an epoch in which something counts, alike on all ranks: see Sampled.epoch.
 
-    `batches`: the sample ids of the microbatches of each; `last`: the rank of the last stage, whose `split`
-    says; it reads samples of a batch until one counts. Raises TrainingStopped if nothing does.
+    `last`: the rank of the last stage, which reads samples of a batch until one counts. Raises
+    TrainingStopped if nothing does.
     """
-    if task.counts_samples:
-        return [*batches]
+    batches, split, draw = samples.epoch(epoch), samples.split, samples.draw(epoch)
+    if task.counts_samples or draw is None:
+        return batches
     left: list[int] = []
     if mesh.world.rank == last:
         assert split is not None, "the rank of the last stage needs the samples"
@@ -199,7 +192,7 @@ def counting(
                 left.append(number)
     left = mesh.tell("the batches in which something counts", left, last)
     skipped = len(batches) - len(left)
-    what = f"epoch {draw.epoch + 1}: none of the targets counts in {skipped} of {len(batches)} batches"
+    what = f"epoch {epoch + 1}: none of the targets counts in {skipped} of {len(batches)} batches"
     if not left:
         raise TrainingStopped(f"{what}: there is nothing to learn")
     if skipped and mesh.world.rank == 0:
