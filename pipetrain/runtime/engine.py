@@ -31,7 +31,7 @@ from pipetrain.schedule.actions import RECEIVES, SENDS, Action, Op
 from pipetrain.schedule.policy import Bounds, Wait
 from pipetrain.schedule.timeline import Row, StageStats
 
-Progress = Callable[[int], None]
+Tick = Callable[[int], None]
 """Called with a stage after each counted action (an update, or a microbatch of an evaluation)."""
 Take = Callable[[Tensors], None]
 """Called with the outputs of each microbatch of a prediction."""
@@ -100,7 +100,7 @@ class Engine:
         order: Order,
         feed: Feed,
         microbatches: int,
-        progress: Progress = lambda stage: None,
+        progress: Tick = lambda stage: None,
         observe: Observe | None = None,
     ) -> None:
         """Run this rank's actions of one window, with batches of `microbatches` each, and drain.
@@ -115,7 +115,7 @@ class Engine:
         self._times.add(row, microbatches, mail.raw_bytes, observe)
 
     def evaluate(
-        self, order: Order, feed: Feed, progress: Progress = lambda stage: None, take: Take | None = None
+        self, order: Order, feed: Feed, progress: Tick = lambda stage: None, take: Take | None = None
     ) -> None:
         """Run forwards with the newest weights; the last stage counts them, or `take` gets its outputs."""
         self._rehearse(order, feed, 1, training=False)
@@ -159,7 +159,7 @@ class Engine:
             total = order.batches * microbatches
             self._rehearsal.before(self.stages.values(), play, feed, total, training)
 
-    def _run(self, window: _Window, progress: Progress, watcher: Meter | None = None) -> Row:
+    def _run(self, window: _Window, progress: Tick, watcher: Meter | None = None) -> Row:
         order, mail, sums, methods = window.order, window.mail, window.sums, self._methods
         counted = Op.STEP if window.trains else Op.F
         for stage in self.stages.values() if window.trains else ():

@@ -23,8 +23,7 @@ from pipetrain.rate import Rate
 from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.channel import ALL, Channel
 from pipetrain.runtime.clock import Clock, Observe
-from pipetrain.runtime.engine import Engine, Take
-from pipetrain.runtime.engine import Progress as Tick
+from pipetrain.runtime.engine import Engine, Take, Tick
 from pipetrain.runtime.feed import Batches, Sizes, WindowFeed
 from pipetrain.runtime.finite import SkipOnNaN, StopOnNaN
 from pipetrain.runtime.graphs import GraphedStage

@@ -130,7 +130,7 @@ class _Noting(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(zip(_NORMS.get(func, ()), args, strict=False)) | dict(kwargs or {})
+        given = dict(zip(_NORMS[func], args, strict=False)) | dict(kwargs or {}) if func in _NORMS else {}
         key = id(given.get("running_mean"))
         if key not in self._running or not given.get("training"):
             return func(*args, **(kwargs or {}))
