@@ -52,7 +52,7 @@ def as_text(
     are. `unit_of_time`: of the costs, as s.
     """
     unit, total, ranks = unit_of(timeline), cells_of(timeline), len(timeline.rows)
-    several = len(stages_of(timeline)[0]) > 1
+    several = any(len(on_rank) > 1 for on_rank in stages_of(timeline))
     bars = bars_of(timeline)
     names = [f"rank {rank}  ".ljust(len(f"rank {ranks - 1}  ")) for rank in range(ranks)]
     cell = 1 + max((len(_label(bar.action, several)) for bar in bars), default=1)

@@ -43,11 +43,11 @@ rank 1  .  F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---|.  .
 rank 2  .  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3---|.  .  .  .
 rank 3  .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3---|.  .  .  .  .  .
 """: (run(one_f_one_b(4, 1, 4), 4), {}),
-    """several stages a rank:
-2 ranks, makespan 5, bubble 20.0%
-rank 0  0F0 0F1 2F0 2F1 .
-rank 1  .   1F0 1F1 3F0 3F1
-""": (run(forward_only([0, 1, 0, 1], 2), 2), {}),
+    """several stages on some rank:
+2 ranks, makespan 5, bubble 40.0%
+rank 0  0F0 0F1 .   .   .
+rank 1  .   1F0 1F1 2F0 2F1
+""": (run(forward_only([0, 1, 1], 2), 2), {}),
     """halves of a backward:
 2 ranks, makespan 7, bubble 14.3%
 rank 0  F0 F1 .  I0 W0 I1 W1|
