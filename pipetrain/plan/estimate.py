@@ -156,8 +156,10 @@ class _Trial:
         dear = max(positions, default=1) * weights > CHEAP or self._meta
         try:
             return run(fake_mode() if dear else None)
+        except _Wrong:
+            raise
         except Exception as error:
-            if dear and not isinstance(error, _Wrong):
+            if dear:
                 return run(None)
             if not any(word in str(error) for word in ("dtype", "scalar type")):
                 with suppress(Exception):  # such as a layer that only a GPU can run
