@@ -166,7 +166,13 @@ def cut_layers(
 
     def specs(size: int, of: Sequence[Layer]) -> Specs:
         outputs = [*(layer.output for layer in of), example.of(size)]  # layer INPUT is the last
-        return {value: outputs[value.layer].specs[value.number] for value in used}
+        try:
+            return {value: outputs[value.layer].specs[value.number] for value in used}
+        except IndexError as error:
+            raise ConfigError(
+                f"a layer before a cut returns fewer tensors for {size} samples than for others: let it give "
+                f"as many for every size of a microbatch, or choose another partition"
+            ) from error
 
     return Cut(
         slices=tuple(_slices(layers, cuts, enters, routes, example)),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipetrain.building import make_schedule
 from pipetrain.data import Sampler
@@ -26,6 +26,7 @@ from pipetrain.schedule.transforms import with_recompute
 from pipetrain.settings import Mode, Settings
 from pipetrain.tasks import Regression, Task
 from tests.support.cases import config
+from tests.support.edges import Lambda
 from tests.support.models import complex_inside, shared_statistics, tied, with_norm
 from tests.support.profiles import profile_of
 from tests.support.refusals import refusal
@@ -241,6 +242,30 @@ def tied_by_way_of_another() -> nn.Sequential:
     return model
 
 
+class Splits(nn.Linear):
+    """Returns a pair, but one tensor for few samples or in an evaluation."""
+
+    def __init__(self, few: int) -> None:
+        super().__init__(48, 10)
+        self.few = few
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        return (y, y) if self.training and len(x) > self.few else y
+
+
+def splitting(few: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Sequential(FLAT, Splits(few)), Lambda(lambda x: x if isinstance(x, Tensor) else x[0])
+    )
+
+
+def test_an_evaluation_may_hand_on_fewer_tensors_than_training():
+    made = plan("partition=[1]", model=splitting(0))
+    routes = [cut.routes[0].values for cut in (made.cut, made.evaluation_cut)]
+    assert list(map(len, routes)) == [2, 1]
+
+
 def given_program(text: str) -> Schedule:
     """A schedule of one batch of four microbatches that is written by hand."""
 
@@ -295,6 +320,11 @@ BY_HAND = {"samples": ONE_BATCH}
             [],
             {"schedule": lambda *sizes: [["0F0"]]},
             "schedule 1f1b cannot be made: TypeError: a program is a",
+        ),
+        (
+            ["partition=[1]"],
+            {"model": splitting(2), "samples": Samples([12, 8], [11])},
+            "a layer before a cut returns fewer tensors for 2 samples than for others",
         ),
         (["recompute=[always]"], {}, "recompute=[always] has modes of 1 stages, and there are 2:"),
         (
