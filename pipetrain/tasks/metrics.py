@@ -31,8 +31,8 @@ class Metric:
         raise NotImplementedError
 
     def value(self, sums: Sequence[float], loss: float) -> float:
-        """Return the metric, from the sums over all microbatches and the mean loss."""
-        raise NotImplementedError
+        """Return the metric, from the sums over all microbatches and the mean loss: by default a ratio."""
+        return sums[0] / sums[1] if sums[1] else math.nan
 
     def text(self, value: float) -> str:
         """Format a value for people."""
@@ -53,9 +53,6 @@ class Mean(Metric):
         if mean.dim():
             raise ValueError(f"it must return one number, not {list(mean.shape)}")
         return torch.stack([mean * n, torch.full_like(mean, n)])
-
-    def value(self, sums: Sequence[float], loss: float) -> float:
-        return _ratio(sums)
 
 
 class Accuracy(Metric):
@@ -83,9 +80,6 @@ class Accuracy(Metric):
         if self._ignored >= 0:  # otherwise no class is ignored, and none hits
             hits &= counted
         return torch.stack([hits, counted]).flatten(1).sum(1)
-
-    def value(self, sums: Sequence[float], loss: float) -> float:
-        return _ratio(sums)
 
 
 class Perplexity(Metric):
@@ -141,13 +135,6 @@ class SquaredError(Metric):
         errors = (_first(outputs) - as_tuple(targets)[0]).double()
         return torch.stack([errors.square().sum(), errors.new_tensor(errors.numel())])
 
-    def value(self, sums: Sequence[float], loss: float) -> float:
-        return _ratio(sums)
-
 
 def _first(outputs: Value) -> Tensor:
     return leaves_of(scores_of(outputs))[0]
-
-
-def _ratio(sums: Sequence[float]) -> float:
-    return sums[0] / sums[1] if sums[1] else math.nan
