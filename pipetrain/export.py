@@ -68,10 +68,9 @@ def _best(run_dir: Path, newest: Source) -> Source:
     update = best_update(newest.manifest.progress.history)
     folder = run_dir / CHECKPOINTS / folder_name(update or 0)
     if not folder.is_dir():
-        raise ConfigError(
-            f"the best epoch of {run_dir} ended with update {update}, which is not in this folder: not "
-            f"saved, or in the folder of the run that it went on from"
-        )
+        elsewhere = f"update {update} was not saved, or is in the folder of the run that it went on from"
+        why = elsewhere if update is not None else "no epoch has a score"
+        raise ConfigError(f"{run_dir} has no checkpoint of the best epoch: {why}")
     return saved_in(folder) or newest
 
 

@@ -68,9 +68,8 @@ def test_shared_complex_and_left_out_ones_come_back_as_they_are(factory, tmp_pat
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.named_parameters())
 
 
-BEST_OF_FIVE = Case(
-    "1f1b", 1, ("microbatches=2", "epochs=5", "seed=1"), 48
-)  # epoch 3, which two others equal
+# Epoch 3 is the best, which two others equal.
+BEST_OF_FIVE = Case("1f1b", 1, ("microbatches=2", "epochs=5", "seed=1"), 48)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +108,7 @@ def test_weights_of_a_best_epoch_that_are_not_in_the_folder_are_said_to_be_missi
     run_in_threads(BEST_OF_FIVE, saved=other, source=run / CHECKPOINTS / "update-00000016")
     shutil.rmtree(run / CHECKPOINTS / "update-00000012")
     for folder in ("other", "run"):
-        says = f"the best epoch of {folder} ended with update 12, which is not in this folder"
+        says = f"{folder} has no checkpoint of the best epoch: update 12 was not saved, or is in"
         assert says in refusal(capsys, folder, "--best")
         assert main([folder]) == 0
 
@@ -117,7 +116,7 @@ def test_weights_of_a_best_epoch_that_are_not_in_the_folder_are_said_to_be_missi
 def test_without_a_score_there_is_no_best_and_no_code_is_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run_in_threads(BEST_OF_FIVE, saved=Saved(tmp_path / "run", every=None, at=2, asked="stop"))
-    assert "the best epoch of run ended with update None, which is not" in refusal(capsys, "run", "--best")
+    assert "run has no checkpoint of the best epoch: no epoch has a score" in refusal(capsys, "run", "--best")
     (newest,) = (tmp_path / "run" / CHECKPOINTS).glob("update-*")
     for place in ("config", "conditions"):
         forge(newest, put(place, "model", to={"_target_": "os.mkdir", "path": "made"}))
