@@ -67,7 +67,7 @@ def results(
         wanted = [tensor for tensor in outputs if tensor.requires_grad]
         if wanted and named:
             torch.default_generator.manual_seed(1)
-            weights = [torch.rand_like(tensor) for tensor in wanted]
+            weights = [_drawn(tensor) for tensor in wanted]
             grads = torch.autograd.grad(wanted, list(named), weights, allow_unused=True)
             for name, grad in zip(named.values(), grads, strict=True):
                 if grad is not None:
@@ -76,6 +76,12 @@ def results(
     for module in modules:
         found |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
     return found
+
+
+def _drawn(tensor: Tensor) -> Tensor:
+    """Return random numbers like a tensor, the same in every precision: autocast may choose another one."""
+    exact = torch.complex128 if tensor.is_complex() else torch.float64
+    return torch.rand_like(tensor, dtype=exact).to(tensor.dtype)
 
 
 def difference(wanted: Results, found: Results, tolerance: float = TOLERANCE, dtypes: bool = True) -> str:
