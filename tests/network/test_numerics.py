@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import Store
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.numerics import Numerics
@@ -18,7 +15,6 @@ from pipetrain.network.tracing.trace import trace
 from pipetrain.network.values import TensorSpec, ValueSpec, specs_of
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
-from pipetrain.runtime.ranks import World
 from pipetrain.runtime.stage import Stage
 from tests.support.cases import Case, compare, make_run, run_in_threads
 from tests.support.jobs import train_cases
@@ -99,17 +95,11 @@ def test_data_that_crosses_a_cut_is_not_narrowed():
 # Layout
 
 
-def train_both(world: World, store: Store, layout: Sequence[Case], bf16: Case) -> None:
-    train_cases(world, dist.PrefixStore("layout", store), layout, 1e-10)
-    train_cases(world, dist.PrefixStore("bf16", store), [bf16], 1e-5)
-
-
-def test_channels_last_and_bf16_over_gloo_equal_one_process():
+def test_channels_last_over_gloo_equals_one_process():
     words = ("memory_format=channels_last", "microbatches=2", "partition=[3]")
     layout = [Case("pipedream", 2, (NORM, *words, "epochs=2"))]
-    bf16 = Case("pipedream", 2, (NORM, "partition=[3]", "microbatches=2", *BF16))
     assert make_run(layout[0]).plan.numerics.channels_last
-    run_world(train_both, 2, layout, bf16)
+    run_world(train_cases, 2, layout)
 
 
 def test_auto_is_channels_last_in_float32_unless_a_layer_does_not_take_it():
