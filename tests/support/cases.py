@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -386,6 +386,3 @@ def drawing_in_turn() -> Iterator[None]:
 
     with patch.object(engine, "drawing", alone), patch.object(Stage, "_differentiate", differentiate_alone):
         yield
-
-
-Work = Callable[[int, int], None]
