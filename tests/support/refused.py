@@ -215,7 +215,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
     ),
     "no actions": (
         lambda rank: step(schedule=lambda ranks, batches, microbatches: [["0F0"]] * ranks),
-        "schedule <lambda> gives '0F0' as an action: a program is a list of Action for each rank",
+        "schedule <lambda> .*a program is a list of Action for each rank",
     ),
     "a dict": (lambda rank: step(NAMED), r"a dict of x, y: say which are the targets, as in .*='label'\)"),
     "a triple": (lambda rank: step((*batch(), batch()[1])), r"a tuple of 3: let the loader give \(\(FIRST,"),
