@@ -40,7 +40,8 @@ Summary = dict[str, Any]
 class Outcome:
     """What became of a run. A failed one has no summary and says why.
 
-    `curves`: columns of metrics.csv. `made`: when, and on what.
+    `curves`: columns of metrics.csv. `made`: when, and on what. `others`: the cores that other programs kept
+    busy meanwhile, in the mean.
     """
 
     spec: Spec
@@ -50,6 +51,7 @@ class Outcome:
     failure: str = ""
     kept: bool = False
     made: dict[str, str] = field(default_factory=dict)
+    others: float = 0.0
 
 
 def words(spec: Spec, folder: Path) -> list[str]:
@@ -101,7 +103,7 @@ class Runs:
             return None
         with suppress(ValueError):
             summary, curves = read_records(self._folder / spec.name)
-            return Outcome(spec, mark["wall_s"], summary, curves, "", True, mark["made"])
+            return Outcome(spec, mark["wall_s"], summary, curves, "", True, mark["made"], mark["others"])
         return None
 
     def start(self, spec: Spec, lock: int) -> Outcome:
@@ -111,17 +113,18 @@ class Runs:
         folder.mkdir()
         asked = {"overrides": spec.arguments, "nproc": spec.nproc}
         _write(folder, asked)
-        made, begin = describe_machine(), time.perf_counter()
+        made, others_s, begin = describe_machine(), _others_s(), time.perf_counter()
         status = run([*self._command, *words(spec, folder)], spec.nproc, self.log(spec), [lock])
         wall_s = round(time.perf_counter() - begin, 1)
+        others = round(max(0.0, _others_s() - others_s) / max(wall_s, 0.1), 2)
         try:
             if status:
                 raise ValueError(f"status {status}")
             summary, curves = read_records(folder)
         except ValueError as error:
             return Outcome(spec, wall_s, failure=str(error), made=made)
-        _write(folder, {**asked, "wall_s": wall_s, "made": made})
-        return Outcome(spec, wall_s, summary, curves, made=made)
+        _write(folder, {**asked, "wall_s": wall_s, "made": made, "others": others})
+        return Outcome(spec, wall_s, summary, curves, made=made, others=others)
 
     def forget(self, spec: Spec) -> None:
         """Remove a run and its output."""
@@ -168,6 +171,16 @@ def read_records(folder: Path) -> tuple[Summary, dict[str, list[float]]]:
         return summary, {key: [float(row[key]) for row in rows] for key in keys}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"it left no whole summary.json and metrics.csv: {error}") from error
+
+
+def _others_s() -> float:
+    """Return the seconds that others than our ended processes kept cores busy so far; 0 but on Linux."""
+    if not Path("/proc/stat").exists():
+        return 0.0
+    user, nice, system, _, _, irq, softirq, steal, *_ = Path("/proc/stat").read_text().split()[1:]
+    ours = os.times()
+    busy = sum(map(int, (user, nice, system, irq, softirq, steal))) / os.sysconf("SC_CLK_TCK")
+    return busy - ours.children_user - ours.children_system
 
 
 def describe_machine() -> dict[str, str]:

@@ -18,6 +18,7 @@ from comparison.figures import duration
 from comparison.table import Row, by_model
 
 TIE = 0.05
+BUSY = 0.25  # cores that other programs may take before it is said
 TOO_FEW = "too few seeds to say what of it is noise"
 
 
@@ -28,6 +29,13 @@ def verdict(rows: Sequence[Row], failed: int, missing: int, total: int) -> list[
         said.append(f"{failed} of {total} runs failed, so what stands here is of the others.")
     if missing:
         said.append(f"The comparison is not finished: {missing} of {total} runs are not made yet.")
+    runs = [outcome for row in rows for outcome in row.outcomes]
+    if disturbed := [run for run in runs if run.others > BUSY]:
+        most = max(disturbed, key=lambda run: run.others)
+        said.append(
+            f"Other programs ran beside {len(disturbed)} of {len(runs)} runs and make their times uncertain: "
+            f"they kept {most.others:.1f} cores busy at most, during {most.spec.title}."
+        )
     return said
 
 

@@ -163,4 +163,5 @@ def test_overrides_may_stand_anywhere_and_a_method_of_one_s_own_is_a_row(out, ca
     own = ["schedule=gpipe", "optim.lr=0.001"]
     assert mark["overrides"] == ["data=digits", "epochs=4", "batch_size=32", *own, "seed=0"]
     assert {"date", "machine", "python", "torch", "pipetrain"} <= set(mark["made"])
+    assert 0 <= mark["others"] <= (os.cpu_count() or 1)
     assert "| slow + steady | digits  | vgg16 " in capsys.readouterr().out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from comparison.runs import Outcome
@@ -103,6 +105,15 @@ def test_what_is_missing_is_said():
         "1 of 6 runs failed, so what stands here is of the others.",
         "The comparison is not finished: 2 of 6 runs are not made yet.",
     ]
+
+
+def test_other_programs_beside_the_runs_are_said():
+    quiet, busy = runs("gpipe", 10, 0.9), [replace(one, others=1.53) for one in runs("fbp", 10, 0.9, 0.9)]
+    assert verdict(make_rows([*quiet, *busy]), 0, 0, 3)[-1] == (
+        "Other programs ran beside 2 of 3 runs and make their times uncertain: they kept 1.5 cores busy at "
+        f"most, during {busy[0].spec.title}."
+    )
+    assert len(verdict(make_rows(quiet), 0, 0, 3)) == 1
 
 
 def row(deviation: float, n: int) -> list[float]:
