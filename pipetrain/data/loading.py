@@ -162,7 +162,7 @@ def kind(batch: Any) -> str:
     """Return what something is that should be a batch, or several of them."""
     if isinstance(batch, Mapping):
         return f"{type(batch).__name__} of {_listed(batch)}"
-    return f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
+    return f"{type(batch).__name__} of {len(batch)}" if has_length(batch) else type(batch).__name__
 
 
 def _listed(names: Iterable[Any]) -> str:
@@ -337,15 +337,15 @@ def _all_count(weight: Callable[[Value], Tensor | float], targets: Value) -> boo
 
 
 def _refused_other(loader: Any) -> Loader:
-    what = f"the class {loader.__name__}" if isinstance(loader, type) else kind(loader)
     if isinstance(loader, type) or not (isinstance(loader, Iterable) or hasattr(loader, "__getitem__")):
+        what = f"the class {loader.__name__}" if isinstance(loader, type) else kind(loader)
         raise ConfigError(
             f"the loader must be an iterable of batches, such as a DataLoader or a list; it is {what}"
         )
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise ConfigError(
-            f"the loader is a Dataset, {what}, which gives samples: let a DataLoader make batches of them, "
-            f"DataLoader(dataset, batch_size=...), or None if it gives batches"
+            f"the loader is a Dataset, {kind(loader)}, which gives samples: let a DataLoader make batches of "
+            f"them, DataLoader(dataset, batch_size=...), or None if it gives batches"
         )
     return loader  # type: ignore[no-any-return]
 

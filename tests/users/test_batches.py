@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, default_collate
 
 from pipetrain import Pipeline, TrainingStopped
 from pipetrain.schedule.asynchronous import AsynchronousV
@@ -93,6 +93,17 @@ def test_a_loader_may_fill_one_buffer_again(ranks):
         wanted = plain(OneBuffer(5), schedule == "pipedream")
         for losses in ranks(train_one_buffer, schedule, window):
             assert losses == pytest.approx(wanted, rel=1e-12)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from OneBuffer(3)
+
+
+def test_a_dataloader_may_have_no_length():
+    with pipe_of(partition="even") as pipe:
+        losses = list(pipe.train(DataLoader(Stream(), batch_size=None)))
+    assert losses == pytest.approx(plain(OneBuffer(3)), rel=1e-12)
 
 
 # Batches of an evaluation
