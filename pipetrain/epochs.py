@@ -123,6 +123,7 @@ class Epochs:
         self._ran: list[list[Action]] = []  # in each window of the epoch, where a policy decides
         self._losses: list[float] = []  # of the epoch's updates so far, on the last stage's rank
         self._metered = False
+        self._begun = False  # whether a window has been trained
         self._held: Measured | None = None
 
     @property
@@ -230,6 +231,7 @@ class Epochs:
             observe = self._observer(tracer.observer(epoch, sizes) if tracer else None)
             ends = self._ends(len(sizes), *batch_s)
             trained, losses = self.session.train(sizes, batches, tick, observe, ends)
+            self._begun = True
             self._losses += losses
             if meter:
                 self._held, self.session.engine.watcher = meter.close(), None
@@ -289,11 +291,12 @@ class Epochs:
         return self._keeper.asking.ends_window
 
     def _meter(self, last: bool) -> Meter | None:
-        """Return what measures the memory of the next window: once, and if it can, after an update.
+        """Return what measures the memory of the next window: once, and if it can, not of the first one.
 
-        Then the optimizer has its state. `last`: there is no window after it. CUDA graphs do not tell.
+        Then there are gradients and the optimizer's state. `last`: there is no window after it. CUDA graphs
+        do not tell.
         """
-        if self._metered or self._about.settings.cuda_graphs or not (self._position.update or last):
+        if self._metered or self._about.settings.cuda_graphs or not (self._begun or last):
             return None
         self._metered = True
         return Meter(self.session.stages, self._mesh.device)

@@ -79,12 +79,15 @@ class Recorder:
         about, settings, data, plan = self._about, self._about.settings, self._about.data, self._about.plan
         bubble = f"{self._history.simulated.bubble:.1%} by the stages' {'times' if plan.costs else 'work'}"
         where, threads = f"; records in {self._folder}" if self._folder else "", torch.get_num_threads()
+        dtype = (
+            settings.precision if settings.dtype == torch.float32 else str(settings.dtype).partition(".")[2]
+        )
         lines = [
             f"pipetrain: {settings.model} on {data.name} ({data.train} train, {data.test} test samples), "
             f"schedule {settings.schedule}, {about.device}",
             f"{plan.stages} stages, cut before layers {plan.cuts}; batch {settings.batch_size} in "
             f"{settings.microbatches} microbatches; bubble {bubble}",
-            f"{settings.precision}, {plan.numerics.memory_format}, threads a process: {threads}",
+            f"{dtype}, {plan.numerics.memory_format}, threads a process: {threads}",
             f"{settings.epochs} epochs, {about.updates} updates, seed {settings.seed}{where}",
         ]
         if about.room is not None:
