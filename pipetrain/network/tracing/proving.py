@@ -53,7 +53,8 @@ def try_alone(model: nn.Module, example: ValueSpec) -> int:
         now = _attributes(model)
     changed = [name for name, value in seen.items() if now.get(name) != value]
     if functions:
-        why = f"uses the autograd Function {functions[0]}, whose backward a trace would leave out"
+        why = f"uses the autograd Function {functions[0]}, whose backward a trace would leave out: "
+        why += "write it with torch's operations"
     elif changed:
         why = f"changes its attribute {changed[0]} when it runs: keep such state in a buffer"
     elif before != _random_states():
