@@ -143,7 +143,7 @@ def unlabelled(batch: Any, what: str, form: Form, named: NamedTargets | None) ->
     for one in tried:
         try:
             value = _value(one, f"inputs of {what}")
-            targets = torch.zeros(samples(value))
+            targets = torch.zeros(samples(value), dtype=torch.float32)
             form.refuse_other(value, targets, what)
         except BadBatch:
             if one is tried[-1]:

@@ -90,7 +90,8 @@ def difference(wanted: Results, found: Results, tolerance: float = TOLERANCE, dt
         one, other = wanted.get(name), found.get(name)
         if one is None or other is None:
             return f"{name} is not there {'in one process' if one is None else 'over stages'}"
-        scale = one.abs().nan_to_num(0, 0, 0).max().item() if one.numel() else 0.0
+        counts = one.numel() and one.dtype != torch.bool
+        scale = one.abs().nan_to_num(0, 0, 0).max().item() if counts else 0.0
         close = partial(torch.testing.assert_close, equal_nan=True, check_dtype=dtypes)
         try:
             close(other, one, rtol=tolerance, atol=tolerance * scale)

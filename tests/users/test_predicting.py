@@ -42,7 +42,9 @@ def predicted(schedule: str) -> Any:
         DataLoader(TensorDataset(x, y), batch_size=7),
         list(torch.split(x, 7)),
     ]
+    torch.set_default_dtype(torch.float64)
     found = [list(pipe.predict(loader)) for loader in loaders]
+    torch.set_default_dtype(torch.float32)
     assert net.training
     whole = pipe.collect()
     pipe.close()

@@ -31,6 +31,7 @@ class Model(nn.Module):
         super().__init__()
         self.layer = nn.Linear(4, 4)
         self.register_buffer("seen", torch.zeros(4))
+        self.register_buffer("masked", torch.tensor([True, False, False, True]))
         self.calls = 0
         self.history: list[int] = []
         self.scale = torch.ones(4)
@@ -221,7 +222,12 @@ def reads_a_number(self: Model, x: Tensor) -> Tensor:
     return self.layer(x) * x.sum().item()
 
 
+def masks_by_its_buffer(self: Model, x: Tensor) -> Tensor:
+    return self.layer(x).masked_fill(self.masked, 0)
+
+
 CARRIED = [settles, writes_its_buffer, keeps_what_it_made, writes_a_view, completes_itself, reads_a_number]
+CARRIED.append(masks_by_its_buffer)
 
 
 @pytest.mark.parametrize("function", CARRIED)
