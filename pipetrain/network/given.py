@@ -10,7 +10,8 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from pipetrain.errors import ConfigError
 
 _OF_TORCH = ("_parameters", "_buffers", "_modules")
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, partial)  # an activation, for example
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 log = logging.getLogger("pipetrain")
 
@@ -113,6 +115,10 @@ def _facts(model: nn.Module, traced: bool) -> dict[tuple[str, str], Any]:
         found["hooks", name] = [list(vars(module).get(kind, ())) for kind in _HOOKS]
         if traced:
             found["part", f"{name}.forward".lstrip(".")] = vars(module).get("forward")
+            called = {key: value for key, value in vars(module).items() if isinstance(value, _FUNCTIONS)}
+            found |= {("part", f"{name}.{key}".lstrip(".")): value for key, value in called.items()}
+    for name, p in model.named_parameters():
+        found["hooks", name] = bool(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
     return found | {("plain", name): value for name, value in _attributes(model) if traced}
 
 

@@ -155,7 +155,9 @@ class SkipOnNaN(Observer):
 
     def after_reduce(self, batch: Batch) -> None:
         gradients = [numbers_of(gradient) for gradient in self._stage.weights.gradients().values()]
-        batch.skipped = not self._stage.rehearses and not all_finite(gradients)
+        before = self._before[batch.mbs[0]] if not gradients else ()  # without any the buffers tell
+        spoilt = any(not torch.equal(now.isfinite(), old.isfinite()) for now, old in before)
+        batch.skipped = not self._stage.rehearses and (spoilt or not all_finite(gradients))
         if batch.losses is not None:
             finite = map(math.isfinite, batch.losses.tolist())
             batch.counted = [one for one, counts in zip(batch.counted, finite, strict=True) if counts]

@@ -318,6 +318,15 @@ def test_an_update_whose_norm_is_not_finite_elsewhere_is_skipped_with_its_statis
     assert (final.skipped, {*unchanged(final, before)}) == (1, {False})
 
 
+def test_a_stage_that_trains_nothing_puts_spoilt_statistics_back():
+    final = last(nn.BatchNorm1d(3, affine=False), skips=True)
+    before = copied(final)
+    updated(final, 0, x=randn(3, 3) / 0)
+    assert (final.skipped, {*unchanged(final, before)}) == (1, {True})
+    updated(final, 1)
+    assert (final.skipped, {*unchanged(final, before)}) == (1, {False})
+
+
 def test_a_sparse_gradient_is_clipped_as_the_dense_one_of_its_sum():
     ended = []
     for sparse in (False, True):

@@ -33,12 +33,13 @@ class Blocks(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.temperature = 1.0
+        self.final = torch.clone
         self.config = layers[5].config = SimpleNamespace(scale=2.0, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        return x / self.temperature * self.config.scale / 2 + self.shift
+        return self.final(x / self.temperature * self.config.scale / 2 + self.shift)
 
 
 class Scaled(nn.Module):
@@ -230,6 +231,8 @@ CHANGES: dict[str, Callable[[Any, Any], AbstractContextManager[object]]] = {
     "config": lambda model, layers: having(model.config, "scale", 3.0),
     "of the class": lambda model, layers: patch.object(model, "shift", 0.5),
     "one more": lambda model, layers: longer(layers),
+    "function": lambda model, layers: having(model, "final", torch.tanh),
+    "weight's hook": lambda model, layers: layers[0].weight.register_hook(torch.abs),
     "hook": lambda model, layers: (layers[2] if layers is not model else model).register_forward_hook(
         doubled
     ),
@@ -274,6 +277,9 @@ WAS, SINCE = "of the model was", "since it was cut into stages"
         ("tensor", True, f"layers.4.running_mean of the model has been replaced {SINCE}"),
         ("one more", True, f"of the model has been added {SINCE}"),
         ("one more", False, f"of the model has been added {SINCE}"),
+        ("function", True, f"final of the model has been replaced {SINCE}"),
+        ("weight's hook", True, f"the hooks of layers.0.weight have been changed {SINCE}"),
+        ("weight's hook", False, f"the hooks of 0.weight have been changed {SINCE}"),
         ("hook", True, f"the hooks of layers.2 have been changed {SINCE}"),
         ("hook", False, f"the hooks of the model have been changed {SINCE}"),
     ],

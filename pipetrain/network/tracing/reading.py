@@ -92,6 +92,11 @@ def read(program: ExportedProgram, model: nn.Module, order: Sequence[int]) -> Op
             made.meta["source"] = Constant(target, tensor)
     returned = _unfold(program.graph_module, graph, env, Region())
     for source in (node.meta.get("source") for node in graph.find_nodes(op="placeholder")):
+        if isinstance(source, Constant) and not isinstance(source.tensor, Tensor):
+            raise ConfigError(
+                f"the model makes a {type(source.tensor).__name__} when it runs, which a trace would keep: "
+                f"draw from torch's own generator"
+            )
         if isinstance(source, Constant) and (source.tensor.requires_grad or source.tensor.is_meta):
             raise ConfigError(
                 f"the model uses {source.name}, a tensor that is trained or on the meta device, and no "

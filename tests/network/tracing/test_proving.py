@@ -149,6 +149,7 @@ REFUSED: list[tuple[Forward, str]] = [
     (writes_a_constant, "writes scale in place .*register it as a buffer"),
     (trains_a_constant, "uses scale, a tensor that is trained"),
     (draws_in_python, "draws from Python's .*draw by torch"),
+    (lambda self, x: self.layer(x) + torch.rand(4, generator=torch.Generator()), "makes a Generator when"),
     (has_its_own_backward, "autograd Function Seven, whose backward"),
     (recomputes, "Function CheckpointFunction"),
     (hooks_its_layer, "Function BackwardHookFunction, whose backward a trace would"),
