@@ -282,8 +282,9 @@ class Pipeline:
         return math.nan
 
     def evaluate(self, loader: Loader) -> dict[str, float]:
-        """Return the mean loss and the metrics over a loader, with the newest weights, on every rank.
+        """Return the mean loss and the metrics over a loader, on every rank.
 
+        With the newest weights, or with their moving average where the option `ema` keeps one.
         Raises ConfigError for a loader without batches, and TrainingStopped for a bad batch.
         """
         with self._together():
