@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -52,6 +52,7 @@ def end_by_sentence() -> None:
     """Let each of our errors end this Python program by its sentence alone, which one rank prints for all."""
     before = sys.excepthook
 
+    @wraps(before)  # by its name torch's own hook is known, which has named the rank already
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, EXPECTED) or os.environ.get(TRACEBACK) == "1":
             before(kind, error, trace)
