@@ -1,4 +1,4 @@
-"""`python -m pipetrain.timelines RUN ...`: what traced runs really did, one above the other, as an HTML page.
+"""`python -m pipetrain.timelines RUN ...`: what traced runs really did, one above the other, as one picture.
 
 RUN is the folder of a run that had trace=true, or its trace.json. Of each the window that took the median
 time is drawn, all on one axis of time.
@@ -15,20 +15,20 @@ from pipetrain.ending import guarded
 from pipetrain.errors import ConfigError
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Op
-from pipetrain.schedule.page import Shown, page
+from pipetrain.schedule.figure import as_stack
 from pipetrain.schedule.timeline import Timeline, TracedWindow
 
 TRACE = "trace.json"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Write the page; return the exit status."""
+    """Draw the picture; return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m pipetrain.timelines", description="Draw what traced runs really did as an HTML page."
+        prog="python -m pipetrain.timelines", description="Draw what traced runs really did, as one picture."
     )
-    out = Path("timelines.html")
+    out = Path("timelines.svg")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or its trace.json")
-    parser.add_argument("--out", type=Path, default=out, metavar="FILE", help="%(default)s")
+    parser.add_argument("--out", type=Path, default=out, metavar="FILE", help=".svg or .png; %(default)s")
     parser.add_argument("--batches", type=int, default=2, metavar="N", help="drawn of a window; %(default)s")
     given = parser.parse_args(words)
     return guarded(lambda: _write(given.runs, given.out, given.batches))
@@ -37,39 +37,28 @@ def main(words: Sequence[str] | None = None) -> int:
 def _write(runs: Sequence[Path], out: Path, batches: int) -> int:
     if batches < 1:
         raise ConfigError(f"--batches {batches} must be a whole number of batches, 1 or more")
-    drawn = [shown(run / TRACE if run.is_dir() else run, batches) for run in runs]
-    names = dict.fromkeys(one.name for one in drawn)
-    text = page(
-        f"Timelines, measured: {'; '.join(names)}",
-        f"Drawn from the spans that the engine recorded, all on the same axis of time: of each run the "
-        f"window that took the median time, and of that the first {batches} batches at most.",
-        drawn,
-    )
+    traced = [_median_window(run / TRACE if run.is_dir() else run, batches) for run in runs]
+    first_s = _batch_s(traced[0][1])
+    titled = [(_title(name, one, first_s), one.timeline, end) for name, one, end in traced]
     try:
-        out.write_text(text)
+        as_stack(titled, out)
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from error
     print(f"written to {out}")
     return 0
 
 
-def shown(path: Path, batches: int) -> Shown:
-    """Return what is to be drawn of a trace. Raises ConfigError."""
+def _median_window(path: Path, batches: int) -> tuple[str, TracedWindow, float]:
+    """Return what a trace is of, of its longest windows that of median time, and when to end its drawing."""
     try:
         about, windows = chrome.read(path)
         whole = [window for window in windows if _batches(window) == max(map(_batches, windows))]
         window = sorted(whole, key=lambda one: one.timeline.makespan)[len(whole) // 2]
-        length = _batches(window)
-        return Shown(
-            name=f"{about['model']}, {about['schedule']}",
-            says=f"{about['ranks']} ranks on {about['device']}, a batch of {about['batch_size']} in "
-            f"{about['microbatches']} microbatches, window {1 + windows.index(window)} of {len(windows)}, in "
-            f"epoch {1 + window.epoch}.",
-            timeline=window.timeline,
-            note=f" for {length} batch{'es' * (length > 1)}",
-            batches=length,
-            until=_end(window.timeline, batches),
+        name = (
+            f"{about['model']}, {about['schedule']}  ·  {about['ranks']} ranks on {about['device']}  ·  "
+            f"batch {about['batch_size']} in {about['microbatches']} microbatches"
         )
+        return name, window, _end(window.timeline, batches)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror}; give the folder of a run that had trace=true"
@@ -81,8 +70,22 @@ def shown(path: Path, batches: int) -> Shown:
         ) from error
 
 
+def _title(name: str, window: TracedWindow, first_s: float) -> str:
+    """Say what is drawn, and how fast it is; `first_s`: seconds of a batch of the first run."""
+    batches, gain = _batches(window), first_s / _batch_s(window)
+    return (
+        f"{name}  ·  epoch {1 + window.epoch}\n"
+        f"{window.timeline.makespan:.3f} s for {batches} batch{'es' * (batches > 1)}  ·  "
+        f"{gain:.2f} times the first one's speed  ·  bubble {window.timeline.bubble:.1%}"
+    )
+
+
 def _batches(window: TracedWindow) -> int:
     return -(-len(window.samples) // window.timeline.microbatches)
+
+
+def _batch_s(window: TracedWindow) -> float:
+    return window.timeline.makespan / _batches(window)
 
 
 def _end(timeline: Timeline, batches: int) -> float:

@@ -1,4 +1,4 @@
-"""Draws a timeline as SVG or PNG: a row per rank, time to the right, a microbatch's number on each bar.
+"""Draws timelines as SVG or PNG: a row per rank, time to the right, a microbatch's number on each bar.
 
 Matplotlib is used through its object interface, which leaves pyplot's global state alone, and is imported
 only when needed.
@@ -6,6 +6,7 @@ only when needed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,10 +49,23 @@ def as_figure(
     `span`: the first and the last cell to draw; None for the first CELLS. `memory`: what each rank holds over
     time, drawn below.
     """
-    suffix = Path(path).suffix.lower()
-    if suffix not in (".svg", ".png"):
-        raise ScheduleError(f"a timeline is written as .svg or .png; got {path}")
-    _figure(timeline, title, unit_of_time, span, memory).savefig(path, format=suffix[1:])
+    _save(_figure(timeline, title, unit_of_time, span, memory), path)
+
+
+def as_stack(titled: Sequence[tuple[str, Timeline, float]], path: Path | str) -> None:
+    """Write timelines in seconds one above the other, on one axis of time. Raises ScheduleError.
+
+    Of each its title, and until when it is drawn, from its start.
+    """
+    ends = [min(timeline.makespan, until) for _, timeline, until in titled]
+    cells = max(ends) / min(unit_of(timeline) for _, timeline, _ in titled)
+    figure, panels = _empty(cells, [1.5 + 0.4 * len(timeline.rows) for _, timeline, _ in titled])
+    for axes, (title, timeline, _), end in zip(panels, titled, ends, strict=True):
+        axes.set_title(title, loc="left", pad=20, fontsize=9.5, color=_INK)
+        _frame(axes, len(timeline.rows), 0.0, end)
+        _draw_actions(axes, timeline, 0.0, end, "s")
+        axes.set_xlim(0.0, 1.004 * max(ends))
+    _save(figure, path)
 
 
 def as_png(timeline: Timeline, title: str = "", unit_of_time: str = "", memory: Memory = ()) -> bytes:
@@ -62,16 +76,10 @@ def as_png(timeline: Timeline, title: str = "", unit_of_time: str = "", memory: 
 
 
 def _figure(timeline: Timeline, title: str, unit_of_time: str, span: Cells | None, memory: Memory) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     unit, ranks = unit_of(timeline), len(timeline.rows)
     since, until = (min(at * unit, timeline.makespan) for at in span or (0, CELLS))
     heights = [1.15 + 0.4 * ranks] + ([0.55 + 0.5 * ranks] if memory else [])
-    width = min(max(6.5, 1.1 + 0.25 * (until - since) / unit), 100.0)
-    figure = Figure(figsize=(width, sum(heights)), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes, *below = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    figure, (axes, *below) = _empty((until - since) / unit, heights)
     facts = [*([title] if title else []), *facts_of(timeline, unit_of_time)]
     if (since, until) != (0, timeline.makespan):
         facts.append(f"{since / unit:.0f} to {until / unit:.0f} of {cells_of(timeline)} cells")
@@ -82,6 +90,24 @@ def _figure(timeline: Timeline, title: str, unit_of_time: str, span: Cells | Non
     if memory:
         _draw_memory(below[0], timeline, memory, since, until)
     return figure
+
+
+def _empty(cells: float, heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
+    """Return a figure as wide as so many cells need, and its axes of these heights, in inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    width = min(max(6.5, 1.1 + 0.25 * cells), 100.0)
+    figure = Figure(figsize=(width, sum(heights)), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
+
+
+def _save(figure: Figure, path: Path | str) -> None:
+    suffix = Path(path).suffix.lower()
+    if suffix not in (".svg", ".png"):
+        raise ScheduleError(f"a timeline is written as .svg or .png; got {path}")
+    figure.savefig(path, format=suffix[1:])
 
 
 def _frame(axes: Axes, ranks: int, since: float, until: float) -> None:

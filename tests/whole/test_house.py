@@ -40,7 +40,6 @@ SEEN_IN = {
     "runtime/session": "whole/test_equivalence",
     "runtime/sums": "runtime/test_tied",
     "schedule/figure": "schedule/test_draw",
-    "schedule/page": "test_timelines",
     "schedule/timeline": "schedule/test_simulate",
     "schedule/waits": "schedule/test_simulate",
     "stopping": "users/test_stopping",
