@@ -7,14 +7,16 @@ Source: Radford et al., "Language models are unsupervised multitask learners", 2
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from pipetrain.errors import ConfigError
+from pipetrain.models.layers import NormalEmbedding, NormalLinear, stack
 from pipetrain.rules import COUNT
+
+STD = 0.02  # of the weights; that of those added to a stream of 2 depth such is smaller
 
 
 def gpt(
@@ -43,33 +45,14 @@ def gpt(
     if not 0 <= dropout < 1:
         raise ConfigError(f"model.dropout must be a fraction, at least 0 and less than 1; got {dropout}")
     embedding = Embedding(vocabulary, sequence, width, dropout)
-    blocks = {f"block{index}": Block(width, heads, dropout, depth) for index in range(1, depth + 1)}
-    head = Linear(width, vocabulary, bias=False)
-    layers = OrderedDict(embedding=embedding, **blocks, norm=nn.LayerNorm(width), head=head)
-    model = nn.Sequential(layers)
+    blocks = {
+        f"block{index}": TransformerBlock(width, heads, dropout, depth) for index in range(1, depth + 1)
+    }
+    head = NormalLinear(width, vocabulary, std=STD, bias=False)
+    model = stack(embedding=embedding, **blocks, norm=nn.LayerNorm(width), head=head)
     if tied:
         head.weight = embedding.tokens.weight
     return model
-
-
-class Linear(nn.Linear):
-    """A linear layer that begins as GPT-2's do. `added`: how many such are added to what they are given."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool = True, added: int = 1) -> None:
-        self.std = 0.02 / math.sqrt(added)
-        super().__init__(inputs, outputs, bias)
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-
-class Table(nn.Embedding):
-    """An embedding that begins as GPT-2's do."""
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
 
 
 class Embedding(nn.Module):
@@ -77,8 +60,8 @@ class Embedding(nn.Module):
 
     def __init__(self, vocabulary: int, sequence: int, width: int, dropout: float) -> None:
         super().__init__()
-        self.tokens = Table(vocabulary, width)
-        self.positions = Table(sequence, width)
+        self.tokens = NormalEmbedding(vocabulary, width, std=STD)
+        self.positions = NormalEmbedding(sequence, width, std=STD)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -90,7 +73,7 @@ class Embedding(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Causal attention and a perceptron, each added to its input: (n, t, width) to (n, t, width).
 
     `depth`: of the model.
@@ -101,8 +84,8 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(width)
         self.attention = Attention(width, heads, dropout, depth)
         self.norm2 = nn.LayerNorm(width)
-        self.expand = Linear(width, 4 * width)
-        self.contract = Linear(4 * width, width, added=2 * depth)
+        self.expand = NormalLinear(width, 4 * width, std=STD)
+        self.contract = NormalLinear(4 * width, width, std=STD / math.sqrt(2 * depth))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,8 +102,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = heads
         self.dropout = dropout
-        self.project = Linear(width, 3 * width)  # queries, keys and values
-        self.contract = Linear(width, width, added=2 * depth)
+        self.project = NormalLinear(width, 3 * width, std=STD)  # queries, keys and values
+        self.contract = NormalLinear(width, width, std=STD / math.sqrt(2 * depth))
 
     def forward(self, x: Tensor) -> Tensor:
         split = self.project(x).unflatten(-1, (3, self.heads, -1))  # (n, t, 3, heads, width / heads)

@@ -2,7 +2,8 @@
 
 Source: Ronneberger, Fischer and Brox, "U-Net: convolutional networks for biomedical image segmentation",
 2015, figure 1. As has become usual, the convolutions are padded, so that the scores have the size of the
-image and no skip is cropped, and each has BatchNorm.
+image and no skip is cropped, and each has BatchNorm. Weights begin as in the paper, with a variance of 2 / N
+for N inputs to an output before a ReLU.
 
 A level is a resolution. The way down has a max-pool between two levels, and the way up a transposed
 convolution. Each level of the way up joins what the same level made on the way down. Its Stash keeps this
@@ -11,11 +12,10 @@ skip for its Pop: it travels straight from the stage of the one to the stage of 
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import torch
 from torch import Tensor, nn
 
+from pipetrain.models.layers import NormalConvolution, NormalTransposed, before_relu, stack
 from pipetrain.network.chain import Pop, Stash
 from pipetrain.rules import whole
 
@@ -44,10 +44,11 @@ def unet(
     _add_convolutions(model, "bottom", None, channels, width, convolutions)
     for level in range(levels - 1, 0, -1):
         channels, width = width, width // 2
-        model.add_module(f"up{level}_grow", Growing(channels, width, kernel_size=2, stride=2))
+        grow = NormalTransposed(channels, width, std=channels**-0.5, kernel_size=2, stride=2)
+        model.add_module(f"up{level}_grow", grow)  # an output has one weight a channel, and no ReLU
         model.add_module(f"up{level}_skip", Pop(stashes[level - 1]))
         _add_convolutions(model, f"up{level}", Concatenate(), 2 * width, width, convolutions)
-    model.add_module("head", Convolution(width, num_classes, kernel_size=1))
+    model.add_module("head", NormalConvolution(width, num_classes, std=width**-0.5, kernel_size=1))
     return model
 
 
@@ -56,33 +57,12 @@ def _add_convolutions(
 ) -> None:
     """Add `count` layers of a 3x3 convolution, BatchNorm and ReLU; `entry` comes first in the first one."""
     for index in range(1, count + 1):
-        layer: OrderedDict[str, nn.Module] = OrderedDict(entry=entry) if entry else OrderedDict()
-        layer["conv"] = Convolution(channels, width, kernel_size=3, padding=1, bias=False)
-        layer["norm"] = nn.BatchNorm2d(width)
-        layer["relu"] = nn.ReLU()
-        model.add_module(f"{name}_conv{index}", nn.Sequential(layer))
+        std = before_relu(9 * channels)
+        conv = NormalConvolution(channels, width, std=std, kernel_size=3, padding=1, bias=False)
+        layer = {"entry": entry} if entry else {}
+        layer |= {"conv": conv, "norm": nn.BatchNorm2d(width), "relu": nn.ReLU()}
+        model.add_module(f"{name}_conv{index}", stack(**layer))
         entry, channels = None, width
-
-
-class Convolution(nn.Conv2d):
-    """A convolution that begins as in the paper: a variance of 2 / N for N inputs to an output, before ReLU.
-
-    The head, which alone has a bias, has no ReLU behind it.
-    """
-
-    def reset_parameters(self) -> None:
-        nn.init.kaiming_normal_(self.weight, nonlinearity="relu" if self.bias is None else "linear")
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-
-class Growing(nn.ConvTranspose2d):
-    """A transposed convolution with a variance of 1 / N: an output has one weight a channel, and no ReLU."""
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.in_channels**-0.5)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
 
 class Concatenate(nn.Module):

@@ -1,12 +1,15 @@
-"""Models for images of 32x32 pixels: a perceptron, VGG and ResNet."""
+"""Models for images of 32x32 pixels: a perceptron, VGG and ResNet.
+
+Weights begin as He et al. have them before a ReLU, those of convolutions by fan-out.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from pipetrain.models.layers import NormalConvolution, NormalLinear, before_relu, stack
 from pipetrain.rules import COUNT, whole
 
 
@@ -18,19 +21,14 @@ def mlp(num_classes: int = 10, depth: int = 6, width: int = 128) -> nn.Sequentia
     """
     whole(2).read("model.depth", depth)
     COUNT.read("model.width", width)
-    model = _stack(hidden1=_stack(flatten=nn.Flatten(), linear=Linear(3 * 32 * 32, width), relu=nn.ReLU()))
+    first, others = 3 * 32 * 32, before_relu(width)
+    linear = NormalLinear(first, width, std=before_relu(first))
+    model = stack(hidden1=stack(flatten=nn.Flatten(), linear=linear, relu=nn.ReLU()))
     for index in range(2, depth):
-        model.add_module(f"hidden{index}", _stack(linear=Linear(width, width), relu=nn.ReLU()))
-    model.add_module("head", Linear(width, num_classes))
+        linear = NormalLinear(width, width, std=others)
+        model.add_module(f"hidden{index}", stack(linear=linear, relu=nn.ReLU()))
+    model.add_module("head", NormalLinear(width, num_classes, std=others))
     return model
-
-
-class Linear(nn.Linear):
-    """A linear layer before a ReLU (He et al., "Delving deep into rectifiers", 2015)."""
-
-    def reset_parameters(self) -> None:
-        nn.init.kaiming_normal_(self.weight, nonlinearity="relu")
-        nn.init.zeros_(self.bias)
 
 
 # VGG
@@ -75,16 +73,9 @@ def _vgg(depths: tuple[int, ...], num_classes: int, width: int) -> nn.Sequential
             if index == depth:
                 layer.add_module("pool", nn.MaxPool2d(2))
             model.add_module(f"conv{block}_{index}", layer)
-    model.add_module("head", _stack(flatten=nn.Flatten(), linear=Scores(channels, num_classes)))
+    scores = NormalLinear(channels, num_classes, std=0.01)
+    model.add_module("head", stack(flatten=nn.Flatten(), linear=scores))
     return model
-
-
-class Scores(nn.Linear):
-    """VGG's last layer, of small weights."""
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.01)
-        nn.init.zeros_(self.bias)
 
 
 # ResNet
@@ -132,7 +123,7 @@ def _resnet(
     channels = 64
     stem = _convolution(3, channels)
     stem.add_module("relu", nn.ReLU())
-    model = _stack(stem=stem)
+    model = stack(stem=stem)
     for group, (depth, width) in enumerate(zip(depths, (64, 128, 256, 512), strict=True), start=1):
         for index in range(depth):
             stride = 2 if group > 1 and index == 0 else 1
@@ -140,19 +131,19 @@ def _resnet(
             model.add_module(f"layer{group}_{index}", block)
             channels = width * expansion
     pool, linear = nn.AdaptiveAvgPool2d(1), nn.Linear(channels, num_classes)
-    model.add_module("head", _stack(pool=pool, flatten=nn.Flatten(), linear=linear))
+    model.add_module("head", stack(pool=pool, flatten=nn.Flatten(), linear=linear))
     return model
 
 
 def _basic(channels: int, width: int, stride: int) -> nn.Sequential:
     """Two 3x3 convolutions, a ReLU between them."""
     first = _convolution(channels, width, stride=stride)
-    return _stack(first=first, relu=nn.ReLU(), second=_convolution(width, width))
+    return stack(first=first, relu=nn.ReLU(), second=_convolution(width, width))
 
 
 def _bottleneck(channels: int, width: int, stride: int) -> nn.Sequential:
     """1x1, 3x3, 1x1; the stride is at the 3x3, as in torchvision."""
-    return _stack(
+    return stack(
         reduce=_convolution(channels, width, kernel=1),
         relu1=nn.ReLU(),
         conv=_convolution(width, width, stride=stride),
@@ -164,21 +155,9 @@ def _bottleneck(channels: int, width: int, stride: int) -> nn.Sequential:
 # Shared
 
 
-class Convolution(nn.Conv2d):
-    """A convolution before a ReLU (He et al., 2015, by fan-out)."""
-
-    def reset_parameters(self) -> None:
-        nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-
-def _stack(**layers: nn.Module) -> nn.Sequential:
-    return nn.Sequential(OrderedDict(layers))
-
-
 def _convolution(
     channels: int, width: int, kernel: int = 3, stride: int = 1, bias: bool = False
 ) -> nn.Sequential:
-    conv = Convolution(channels, width, kernel, stride, padding=kernel // 2, bias=bias)
-    return _stack(conv=conv, norm=nn.BatchNorm2d(width))
+    std = before_relu(width * kernel**2)
+    conv = NormalConvolution(channels, width, kernel, stride, padding=kernel // 2, std=std, bias=bias)
+    return stack(conv=conv, norm=nn.BatchNorm2d(width))

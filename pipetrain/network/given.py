@@ -38,44 +38,34 @@ class Given:
         self._model = weakref.ref(model)  # what a program has dropped it does not change
         self._traced = traced
         facts = _facts(model, traced).items()
-        self._facts = {key: deepcopy(fact) if key[0] == "plain" else fact for key, fact in facts}
+        self._facts = {name: deepcopy(fact) if _is_plain(fact) else fact for name, fact in facts}
         self._warned = False
 
     def prove(self, training: bool) -> None:
-        """Refuse what has changed before a window, of training or of evaluation. Raises ConfigError.
-
-        An evaluation needs no gradients, and puts all modules into evaluation mode.
-        """
+        """Refuse what has changed before a window, of training or of evaluation. Raises ConfigError."""
         model = self._model()
         if model is None:
             return
         if training:
             self._warn(model)
-        if change := next(self._changes(model, training), ""):
+        if name := next(self._changed(model, training), None) or self._replaced(self._traced):
             raise ConfigError(
-                f"{change}, which the stages do not follow: do so before the first batch; to go on so, end "
-                f"this Pipeline by collect() and close(), and make another of the model"
+                f"since the model was cut into stages, which do not follow, this has changed: {name}; do so "
+                f"before the first batch; to go on so, end this Pipeline by collect() and close(), and make "
+                f"another of the model"
             )
 
-    def _changes(self, model: nn.Module, training: bool) -> Iterator[str]:
-        now, cut = _facts(model, self._traced), "since it was cut into stages"
-        for (kind, name), before in self._facts.items():
-            after = now.get((kind, name), None if kind == "part" else before)
-            if kind == "trained" and training and after != before:
-                was = "trained" if before else "frozen"
-                yield f"{name} of the model was {was} when it was cut, with requires_grad={after} now"
-            if kind == "part" and after != before:
-                yield f"{name} of the model has been replaced {cut}"
-            if kind == "hooks" and after != before:
-                yield f"the hooks of {name or 'the model'} have been changed {cut}"
-            if kind == "plain" and (training or not name.endswith("training")) and _differs(before, after):
-                yield f"{name} of the model was {before!r} when it was traced and has been changed since"
-        if other := self._replaced(self._traced):
-            yield f"{other} of the model has been replaced {cut}"
-        for kind, name in now.keys() - self._facts.keys():
+    def _changed(self, model: nn.Module, training: bool) -> Iterator[str]:
+        now = _facts(model, self._traced)
+        for name, before in self._facts.items():
+            if not training and name.rpartition(".")[2] in ("training", "requires_grad"):
+                continue  # an evaluation needs no gradients, and puts all modules into evaluation mode
+            if _differs(before, now.get(name, None if isinstance(before, weakref.ref) else before)):
+                yield name
+        for name in now.keys() - self._facts.keys():
             # Beside lists a new module is a part that no forward calls.
-            if kind == "part" and isinstance(model.get_submodule(name.rpartition(".")[0]), _LISTS):
-                yield f"{name} of the model has been added {cut}"
+            if isinstance(now[name], weakref.ref) and isinstance(_holder(model, name), _LISTS):
+                yield name
 
     def _warn(self, model: nn.Module) -> None:
         if not self._warned and not any(module.training for module in model.modules()):
@@ -106,20 +96,23 @@ def _trained(model: nn.Module) -> dict[str, bool]:
     return {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def _facts(model: nn.Module, traced: bool) -> dict[tuple[str, str], Any]:
-    """Return what must not change, by kind and name."""
-    found: dict[tuple[str, str], Any] = {("trained", name): t for name, t in _trained(model).items()}
+def _facts(model: nn.Module, traced: bool) -> dict[str, Any]:
+    """Return what must not change, by name: a module, by a weak reference, or a value."""
+    found: dict[str, Any] = {f"{name}.requires_grad": trained for name, trained in _trained(model).items()}
     parts = model.named_modules(remove_duplicate=False) if traced else model._modules.items()
-    found |= {("part", name): weakref.ref(part) for name, part in parts if part is not None}
+    found |= {name: weakref.ref(part) for name, part in parts if part is not None}
     for name, module in model.named_modules() if traced else [("", model)]:
-        found["hooks", name] = [list(vars(module).get(kind, ())) for kind in _HOOKS]
+        found[f"hooks of {name or 'it'}"] = [list(vars(module).get(kind, ())) for kind in _HOOKS]
         if traced:
-            found["part", f"{name}.forward".lstrip(".")] = vars(module).get("forward")
             called = {key: value for key, value in vars(module).items() if isinstance(value, _FUNCTIONS)}
-            found |= {("part", f"{name}.{key}".lstrip(".")): value for key, value in called.items()}
+            found |= {f"{name}.{key}".lstrip("."): f for key, f in ({"forward": ""} | called).items()}
     for name, p in model.named_parameters():
-        found["hooks", name] = bool(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
-    return found | {("plain", name): value for name, value in _attributes(model) if traced}
+        found[f"hooks of {name}"] = bool(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
+    return found | dict(_attributes(model) if traced else ())
+
+
+def _holder(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -165,7 +158,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _differs(value: Any, now: Any) -> bool:
-    """Return whether a plain value is another one now. What was None may be made when it is first used."""
+    """Return whether a value is another one now. What was None may be made when it is first used."""
     if value is now or (value is None and not _is_plain(now)):
         return False
     return type(now) is not type(value) or bool(now != value)

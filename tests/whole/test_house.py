@@ -23,6 +23,7 @@ SEEN_IN = {
     "planning": "test_pipeline",
     "runtime/together": "test_pipeline",
     "fitting": "users/test_fitting",
+    "models/layers": "models/test_vision",
     "network/given": "users/test_modes",
     "network/network": "network/test_chain",
     "network/places": "runtime/test_weights",
