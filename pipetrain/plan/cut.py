@@ -7,13 +7,13 @@ that they return are added. Across a cut that is refused, layers would behave ot
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, pairwise, product, repeat
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.network import INPUT, Made, Network, Slice, Tensors
@@ -238,28 +238,26 @@ def stage_of(layer: int, cuts: Sequence[int]) -> int:
 
 def homes(network: Network, cuts: Sequence[int]) -> dict[str, int]:
     """Return the first stage that holds each parameter and buffer, by its name in the model."""
-    holders = _holders(network, cuts, lambda module: (place.tensor for place in places(module)))
-    return {name: min(stages) for name, stages in holders.items()}
+    return {name: stages[0] for name, stages in _holders(network, cuts).items()}
 
 
 def shared_weights(network: Network, cuts: Sequence[int]) -> dict[str, Tie]:
     """Return the stages of each trained parameter that several have, by its name in the model."""
-    holders = _holders(network, cuts, lambda module: (p for p in module.parameters() if p.requires_grad))
-    return {name: tuple(sorted(stages)) for name, stages in holders.items() if len(stages) > 1}
+    trained = {name for name, weight in network.model.named_parameters() if weight.requires_grad}
+    holders = _holders(network, cuts)
+    return {name: of for name, of in holders.items() if name in trained and len(of) > 1}
 
 
-def _holders(
-    network: Network, cuts: Sequence[int], tensors_of: Callable[[nn.Module], Iterable[Tensor]]
-) -> dict[str, set[int]]:
-    """Return the stages whose layers have each parameter or buffer, by its name in the model."""
+def _holders(network: Network, cuts: Sequence[int]) -> dict[str, Tie]:
+    """Return the stages of each parameter and buffer, ascending, by its name in the model."""
     named = [*network.model.named_parameters(), *network.model.named_buffers()]
     names = {id(tensor): name for name, tensor in named}
     found: dict[str, set[int]] = {}
     for index, module in enumerate(network.modules):
-        for tensor in tensors_of(module):
-            if id(tensor) in names:
-                found.setdefault(names[id(tensor)], set()).add(stage_of(index, cuts))
-    return found
+        for place in places(module):
+            if id(place.tensor) in names:
+                found.setdefault(names[id(place.tensor)], set()).add(stage_of(index, cuts))
+    return {name: tuple(sorted(stages)) for name, stages in found.items()}
 
 
 def copies_input(layers: Sequence[Layer], enters: Iterable[Made], start: int, end: int) -> bool:
@@ -282,70 +280,59 @@ def copies_output(layers: Sequence[Layer], leaves: Iterable[Made], start: int) -
 
 def cuts_that_may_be(network: Network, layers: Sequence[Layer]) -> list[int]:
     """Return the possible cuts, as the first layers behind them."""
-    allowed = []
-    for cut in range(1, len(layers)):
-        try:
-            refuse_cuts(network, layers, [cut])
-        except ConfigError:
-            continue
-        allowed.append(cut)
-    return allowed
+    return [cut for cut in range(1, len(layers)) if not any(_inseparable(network, layers, [cut]))]
 
 
 def refuse_cuts(network: Network, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
     """Refuse a cut across which layers would behave otherwise than in one process. Raises ConfigError."""
+    for layer, other, why in _inseparable(network, layers, cuts):
+        raise ConfigError(
+            f"layer {layer} ({layers[layer].name}) {why}: choose a partition that keeps layers {layer} and "
+            f"{other} in one stage"
+        )
+
+
+def _inseparable(
+    network: Network, layers: Sequence[Layer], cuts: Sequence[int]
+) -> Iterator[tuple[int, int, str]]:
+    """Yield pairs of layers of two stages that belong into one, and why."""
     for user, layer in enumerate(layers):
-        stage = stage_of(user, cuts)
-        for value in layer.takes:
-            if value.layer != INPUT and stage_of(value.layer, cuts) != stage:
-                _refuse_value(layers, value, user, cuts[stage - 1])
-    _refuse_written(layers, cuts)
+        behind = [0, *cuts][stage_of(user, cuts)]
+        taken = [value for value in layer.takes if value.layer != INPUT]
+        for value in (value for value in taken if stage_of(value.layer, cuts) != stage_of(user, cuts)):
+            output = layers[value.layer].output
+            written = {origin(layers, of, behind) for later in layers[behind:] for of in later.writes}
+            if output.specs[value.number].dtype.is_complex:
+                yield value.layer, user, f"returns {output}, and complex tensors cannot cross a cut"
+            elif value in written and copies_output(layers, [value], 0):
+                yield value.layer, user, "keeps its output, which a later layer modifies"
+    yield from _unseen_writes(layers, cuts)
     if not network.shared_buffers_are_read_only:
-        _refuse_sharing(network, layers, cuts)
+        yield from _shared_tensors(network, layers, cuts)
 
 
-def _refuse_value(layers: Sequence[Layer], value: Made, user: int, cut: int) -> None:
-    """Refuse that a value, which layer `user` takes, crosses `cut`, before the stage of that layer."""
-    maker = layers[value.layer]
-    written = {origin(layers, of, cut) for layer in layers[cut:] for of in layer.writes}
-    if maker.output.specs[value.number].dtype.is_complex:
-        why = f"returns {maker.output}, and complex tensors cannot cross a cut"
-    elif value in written and copies_output(layers, [value], 0):
-        why = "keeps its output, which a later layer modifies"
-    else:
-        return
-    raise ConfigError(
-        f"layer {value.layer} ({maker.name}) {why}; choose a partition that does not cut between layers "
-        f"{value.layer} and {user}"
-    )
-
-
-def _refuse_written(layers: Sequence[Layer], cuts: Sequence[int]) -> None:
-    """Refuse a value that a layer modifies in place before a later one, which would not see it, uses it.
+def _unseen_writes(layers: Sequence[Layer], cuts: Sequence[int]) -> Iterator[tuple[int, int, str]]:
+    """Yield who modifies a value in place, and who uses it later and would not see that.
 
     It sees what its own stage does, and what the value's stage does before the value leaves, if the two
     layers have the same memory there. Over a cut each value is a tensor of its own.
     """
-    starts = [0, *cuts]
     writers = [index for index, layer in enumerate(layers) if layer.writes]
     for (user, layer), writer in product(enumerate(layers), writers):
         stage = stage_of(writer, cuts)
+        start = [0, *cuts][stage]
         for value, written in product(layer.takes, layers[writer].writes):
             if not value.layer < writer < user or origin(layers, value) != origin(layers, written):
                 continue
             seen = stage in (stage_of(user, cuts), stage_of(value.layer, cuts))
-            start = starts[stage]
             if not seen or origin(layers, value, start) != origin(layers, written, start):
-                maker = "the data" if value.layer == INPUT else f"layer {value.layer}"
-                raise ConfigError(
-                    f"layer {writer} ({layers[writer].name}) modifies in place what comes from {maker}, and "
-                    f"layer {user} ({layer.name}), which uses it later, would not see that over a cut: let "
-                    f"it make a new tensor, or keep both in one stage by partition="
-                )
+                yield writer, user, f"modifies in place what layer {user} uses later, behind a cut"
 
 
-def _refuse_sharing(network: Network, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
-    """Refuse a buffer that changes, or a parameter that is not registered where it is used, of two stages.
+def _shared_tensors(
+    network: Network, layers: Sequence[Layer], cuts: Sequence[int]
+) -> Iterator[tuple[int, int, str]]:
+    """Yield who uses a buffer that changes, or a parameter that is not registered there, of another stage.
 
     Each would have a copy of its own. Of a registered parameter that is right, see `shared_weights`.
     """
@@ -353,7 +340,7 @@ def _refuse_sharing(network: Network, layers: Sequence[Layer], cuts: Sequence[in
     tied = {_address(t) for t in model.parameters()}
     registered = {_address(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     user: dict[str, int] = {}
-    for index, (name, module) in enumerate(zip(network.names, network.modules, strict=True)):
+    for index, module in enumerate(network.modules):
         stage, own = stage_of(index, cuts), {id(t) for t in module.parameters()}
         used = {
             registered.get(_address(place.tensor), ""): place.name
@@ -361,11 +348,9 @@ def _refuse_sharing(network: Network, layers: Sequence[Layer], cuts: Sequence[in
             if _address(place.tensor) not in tied or id(place.tensor) not in own
         }
         for tensor, label in {**used, **{of: of for of in layers[index].borrows}}.items():
-            if tensor and user.setdefault(tensor, stage) != stage:
-                raise ConfigError(
-                    f"layer {index} ({name}) of stage {stage} shares its {label} with stage {user[tensor]}; "
-                    f"choose a partition that keeps both layers in one stage, or give each its own"
-                )
+            other = user.setdefault(tensor, index) if tensor else index
+            if stage_of(other, cuts) != stage:
+                yield index, other, f"of stage {stage} shares its {label} with stage {stage_of(other, cuts)}"
 
 
 def _address(tensor: Tensor) -> tuple[str, int]:
