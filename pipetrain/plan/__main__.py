@@ -1,21 +1,36 @@
 """`python -m pipetrain.plan`: the same configuration, on paper.
 
 Prints the cuts, the tensors that cross them, the timeline, and the schedule's memory and bubble beside the
-formulas. With `cost=` a run's trace.json, predicts real times from the durations measured there; with
-`compare=` several schedules stand in one table, for which torch is imported only if a model is given. Starts
-no process, and reads no data set whose configuration declares a sample.
+formulas. With `cost=` a run's trace.json, predicts real times from the durations measured there. Starts no
+process, and reads no data set whose configuration declares a sample.
+
+With `compare=[1f1b,zbv]` several schedules stand in one table, in one unit of time: what a rank computes for
+a microbatch. It is the same for all schedules, however many stages a rank has, so a batch of m microbatches
+takes m units and what the pipeline wastes. All figures are by rank, in parts of the model that a rank has.
+Torch is imported only where a model is given, to cut it.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from typing import Any
 
-from omegaconf import DictConfig
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig, ListConfig
 
 from pipetrain.cli import compose
 from pipetrain.ending import guarded, unread
+from pipetrain.errors import ConfigError
+from pipetrain.rules import COUNT
+from pipetrain.schedule.actions import ScheduleError, compute_program, most_open, placement
+from pipetrain.schedule.draw import aligned
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.timeline import Timeline
+from pipetrain.schedule.transforms import joined
 
 WITHOUT_FOLDER = [
     "hydra.run.dir=.",
@@ -23,6 +38,8 @@ WITHOUT_FOLDER = [
     "hydra/job_logging=none",
     "hydra/hydra_logging=none",
 ]
+BATCHES = 16  # of a window that is an epoch, the part that is simulated
+WORK = 3  # forwards that a rank's work for a microbatch takes, with its backward
 
 
 def main() -> None:
@@ -37,21 +54,108 @@ def main() -> None:
 
 
 def show(cfg: DictConfig) -> None:
-    """Print the plan of a configuration, or the table of several schedules."""
+    """Print the plan of a configuration, or the table of several schedules. Raises ConfigError."""
     if cfg.compare is not None:
-        from pipetrain.plan.comparing import show_table
-
-        show_table(cfg, _by_model)
+        show_table(cfg)
     else:
-        from pipetrain.plan.describe import show_plan
+        from pipetrain.plan.describe import show_plan  # imports torch
 
-        show_plan(cfg)
+        show_plan(cfg, BATCHES)
 
 
-def _by_model(name: str, cfg: DictConfig) -> tuple[str, Any]:
-    from pipetrain.plan.describe import by_model  # imports torch
+# Several schedules
 
-    return by_model(name, cfg)
+
+def show_table(cfg: DictConfig) -> None:
+    """Print a row for each schedule of `compare=`. Raises ConfigError."""
+    words = list(HydraConfig.get().overrides.task)
+    if unused := [key for key in ("out", "cost", "span") if cfg[key] is not None]:
+        raise ConfigError(f"compare= prints a table, which takes no {unused[0]}=: leave one of them out")
+    ranks, m = _count(cfg, "stages") or 2, _count(cfg, "microbatches") or 1
+    has_model = any(word.lstrip("+").startswith(("model", "experiment=")) for word in words)
+    shared = [word for word in words if not word.startswith("compare=")]
+    rows, notes, title = [], [], ""
+    for name in _names(cfg):
+        own = hydra.compose("plan", overrides=[*shared, f"schedule={name}", f"microbatches={m}"])
+        try:
+            times, held = _on_equal_stages(own, ranks, m)
+            if has_model:
+                title, more = _by_model(name, own)
+                times += more
+        except (ConfigError, ScheduleError) as error:
+            notes.append(f"{name}: {error}\n")
+            continue
+        rows.append([name, *times, *held])
+    if not rows:
+        raise ConfigError(
+            f"compare= has no schedule that can be planned with these settings; {notes[0].strip()}"
+        )
+    of_model = [f"{title} batch", f"{title} bubble"] if has_model else []
+    head = ["schedule", "batch", "bubble", *of_model, "activations", "versions", "staleness"]
+    part = f"1/{ranks} of the model" if ranks > 1 else "the model"
+    print(
+        f"{ranks} rank{'s' * (ranks > 1)}, {m} microbatch{'es' * (m > 1)} a batch; all stages equal, "
+        f"messages free\n\n{aligned([head, *rows])}\n\n"
+        f"batch: the time of one, where 1 is what a rank computes for a microbatch; {m} is no bubble\n"
+        f"the rest by rank: activations held, in microbatches of {part}; weight versions; updates late\n"
+        f"{''.join(f'without {note}' for note in notes)}",
+        end="",
+    )
+
+
+def _times(run: Timeline, cfg: DictConfig, unit: float) -> list[str]:
+    """Return the time of a batch of a simulated window, in this `unit`, and its bubble."""
+    return [f"{run.makespan / _batches(cfg) / unit:.4g}", f"{run.bubble:.1%}"]
+
+
+def _batches(cfg: DictConfig) -> int:
+    """Return how many batches of a schedule's window are simulated."""
+    return _count(cfg, "batches") or min(_count(cfg, "window") or BATCHES, BATCHES)
+
+
+def _by_model(name: str, cfg: DictConfig) -> tuple[str, list[str]]:
+    """Return a title, and the times of a schedule by the costs of a configuration's model."""
+    from pipetrain.plan.describe import planned  # imports torch
+
+    plan = planned(cfg, name, BATCHES)
+    title = f"{plan.settings.model}{' ms' if plan.costs else ''}"
+    return title, _times(plan.timeline(), cfg, 1e-3 if plan.costs else WORK)
+
+
+def _on_equal_stages(cfg: DictConfig, ranks: int, microbatches: int) -> tuple[list[str], list[str]]:
+    """Return the times of a schedule, and by rank its activations, weight versions and staleness."""
+    batches, buffer_size = _batches(cfg), _count(cfg, "buffer_size") or 1
+    schedule = instantiate(cfg.schedule)
+    compute = compute_program(schedule, ranks, batches, microbatches, buffer_size=buffer_size)
+    program = lower(joined(compute))
+    run = simulate(program, microbatches, buffer_size=buffer_size)
+    stages = [sorted({action.stage for action in row.actions}) for row in run.rows]
+    held = (
+        [most_open([row.actions]) / len(own) for row, own in zip(run.rows, stages, strict=True)],
+        [sum(run.versions[stage] for stage in own) / len(own) for own in stages],
+        [max(run.staleness[stage] for stage in own) for own in stages],
+    )
+    by_rank = [" ".join(f"{value:.3g}" for value in values) for values in held]
+    return _times(run, cfg, WORK * len(placement(program)) / ranks), by_rank
+
+
+def _names(cfg: DictConfig) -> list[str]:
+    """Return the names of the schedules to compare. Raises ConfigError."""
+    known = sorted(GlobalHydra.instance().config_loader().get_group_options("schedule"))
+    named = [str(name) for name in cfg.compare] if isinstance(cfg.compare, ListConfig) else [str(cfg.compare)]
+    if named == ["all"]:
+        return known
+    if not named or not set(named) <= {*known}:
+        raise ConfigError(
+            f"compare={cfg.compare} names a schedule that there is not, or none: write compare=all, or some "
+            f"of {', '.join(known)}, as compare=[1f1b,zbv]"
+        )
+    return list(dict.fromkeys(named))
+
+
+def _count(cfg: DictConfig, key: str) -> int | None:
+    """Return a whole number of at least 1, or None. Raises ConfigError."""
+    return COUNT.read(key, cfg[key], null=True)  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":

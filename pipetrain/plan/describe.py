@@ -22,7 +22,6 @@ from pipetrain.errors import ConfigError
 from pipetrain.network.chain import network_of
 from pipetrain.network.values import TensorSpec
 from pipetrain.plan.balance import Prediction
-from pipetrain.plan.comparing import BATCHES, WORK, aligned, batches_of, times
 from pipetrain.plan.costs import profile_conditions, read_profile
 from pipetrain.plan.cut import AnySize
 from pipetrain.plan.memory import gpu_bytes, known_state, memory, optimizer_state, says_whether_it_fits, sized
@@ -30,7 +29,7 @@ from pipetrain.plan.plan import Plan, Samples, make_plan, with_costs
 from pipetrain.plan.replay import compare, read_trace, refuse_other
 from pipetrain.rules import COUNT
 from pipetrain.schedule.actions import Op, has_norms, splits
-from pipetrain.schedule.draw import as_text
+from pipetrain.schedule.draw import aligned, as_text
 from pipetrain.schedule.figure import as_figure
 from pipetrain.schedule.memory import PARTS, Memory, peaks
 from pipetrain.schedule.theory import theory
@@ -58,11 +57,10 @@ class OpenPlan(Plan):
 # The command
 
 
-def show_plan(cfg: DictConfig) -> None:
-    """Print the plan of a configuration and, with `out`, draw its timeline."""
+def show_plan(cfg: DictConfig, epoch: int) -> None:
+    """Print the plan of a configuration and, with `out`, draw its timeline; `epoch`: see `planned`."""
     traced = read_trace(Path(str(cfg.cost))) if cfg.cost is not None else None
-    # A window that is an epoch is as long as the traced one, or BATCHES.
-    epoch = traced.about["epoch_batches"] if traced else BATCHES
+    epoch = traced.about["epoch_batches"] if traced else epoch
     plan = planned(cfg, str(HydraConfig.get().runtime.choices["schedule"]), epoch)
     if traced:
         plan = with_costs(plan, traced.costs)
@@ -77,15 +75,16 @@ def show_plan(cfg: DictConfig) -> None:
     room = gpu_bytes(plan.settings.device)
     print(describe(plan, get_terminal_size((100, 24)).columns, span, room), end="")
     if traced:
-        print(f"\n{compare(plan, traced, str(cfg.cost))}", end="")
+        print(f"\n{compare(plan, traced, str(cfg.cost))}")
     if cfg.out is not None:
         print(f"\ntimeline drawn in {cfg.out}")
 
 
-def planned(cfg: DictConfig, schedule: str, epoch: int = BATCHES) -> Plan:
-    """Plan a configuration whose schedule has this name; `epoch`: its batches. Raises ConfigError.
+def planned(cfg: DictConfig, schedule: str, epoch: int) -> Plan:
+    """Plan a configuration whose schedule has this name. Raises ConfigError.
 
-    On paper nothing is measured: without a file partition=profile is the draft that a run begins with.
+    `epoch`: its batches. On paper nothing is measured: without a file partition=profile is the draft that a
+    run begins with.
     """
     settings = Settings.composed(cfg, schedule, None)
     batches = COUNT.read("batches", cfg.batches, null=True) or min(settings.window or epoch, epoch)
@@ -103,13 +102,6 @@ def planned(cfg: DictConfig, schedule: str, epoch: int = BATCHES) -> Plan:
             "partition=profile measures when a run starts; this is its draft, cut by flops", file=sys.stderr
         )
     return make_plan(settings, make_schedule(cfg), network, example, samples, profile, _state_of(cfg))
-
-
-def by_model(name: str, cfg: DictConfig) -> tuple[str, list[str]]:
-    """Return a title, and the times of a schedule by the costs of a configuration's model."""
-    plan = planned(cfg, name)
-    title = f"{plan.settings.model}{' ms' if plan.costs else ''}"
-    return title, times(plan.timeline(), batches_of(cfg), 1e-3 if plan.costs else WORK)
 
 
 def _state_of(cfg: DictConfig) -> Callable[[TensorSpec], int]:
@@ -171,7 +163,7 @@ def _title(plan: Plan) -> str:
 
 
 def _partition(plan: Plan) -> str:
-    size, flops = plan.full, sum(layer.flops for layer in plan.layers)
+    size, flops = plan.settings.full, sum(layer.flops for layer in plan.layers)
     recomputes = any(mode is not Mode.NEVER for mode in plan.recompute)
     shown = [Op.F, *[Op.R] * recomputes, *([Op.I, Op.W] if splits(plan.window.program) else [Op.B])]
     codecs, rows = plan.settings.codecs, []
@@ -203,7 +195,7 @@ def _partition(plan: Plan) -> str:
             seconds |= {"messages": taken.messages_s, "batch": taken.batch_s}
             row |= {f"{name} ms": f"{1e3 * s:.2f}" for name, s in seconds.items()}
         rows.append(row)
-    return aligned([[*rows[0]], *([*row.values()] for row in rows)])
+    return aligned([[*rows[0]], *([*row.values()] for row in rows)]) + "\n"
 
 
 def _predicted(plan: Plan, prediction: Prediction, run: Timeline) -> str:
@@ -213,7 +205,7 @@ def _predicted(plan: Plan, prediction: Prediction, run: Timeline) -> str:
     return (
         f"F, B, I, W and messages of a microbatch, STEP and all of a batch; profiled on {machine}\n"
         f"messages {latency_ms:.3f} ms + {ms_per_mib:.3f} ms/MiB; the schedule at these times: "
-        f"{1e3 * run.makespan / max(plan.windows):.2f} ms a batch\n\n" + choices(prediction)
+        f"{1e3 * run.makespan / max(plan.windows):.2f} ms a batch\n\n{choices(prediction)}\n"
     )
 
 
@@ -237,7 +229,7 @@ def _memory(plan: Plan, held: Memory, room: int | None) -> str:
         note += f"memory_limit {plan.settings.memory_limit * 1024:.1f} MiB a {a}\n"
     if room is not None:
         note += f"{says_whether_it_fits(held, room)}\n"
-    return aligned(rows) + note
+    return f"{aligned(rows)}\n{note}"
 
 
 def _figures(plan: Plan, run: Timeline, batches: int) -> str:
@@ -263,4 +255,4 @@ def _figures(plan: Plan, run: Timeline, batches: int) -> str:
     note += "as do these details and the order\n" if plan.by_costs else "these details as if all were equal\n"
     if plan.policy:
         note += "the order is decided while it runs: this is how it goes if times are even\n"
-    return aligned(rows) + note
+    return f"{aligned(rows)}\n{note}"

@@ -68,10 +68,6 @@ class Plan:
         return self.table.layers
 
     @property
-    def full(self) -> int:
-        return self.settings.full
-
-    @property
     def policy(self) -> ForwardBackward | None:
         """What decides the order at run time; the windows' programs are then examples."""
         return self.schedule if isinstance(self.schedule, ForwardBackward) else None
@@ -84,7 +80,7 @@ class Plan:
     @property
     def stage_costs(self) -> Costs:
         """The costs of all stages: from a profile or a trace, or else by their estimated work."""
-        return self.costs or self.table.costs(self.cut, self.modes, False, self.full)
+        return self.costs or self.table.costs(self.cut, self.modes, False, self.settings.full)
 
     @property
     def recompute(self) -> list[Mode]:
@@ -335,7 +331,7 @@ def prove_targets(plan: Plan, task: Task, targets: Value, classes: int | None = 
 def prove_cut(plan: Plan, network: Network) -> None:
     """Compare the stages with the model, where they may differ and it is cheap. Raises ConfigError."""
     meta = any(tensor.is_meta for tensor in named_tensors(network.model).values())
-    work = sum(layer.flops for layer in plan.layers) / plan.full
+    work = sum(layer.flops for layer in plan.layers) / plan.settings.full
     if isinstance(network, Chain) and plan.cuts and not meta and work < MOST_WORK:
         slices = list(zip(plan.cut.slices, plan.evaluation_cut.slices, strict=True))
         prove_parts(network, slices, plan.example, [network.names[cut] for cut in plan.cuts])

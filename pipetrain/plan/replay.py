@@ -22,10 +22,10 @@ from statistics import mean, median
 from typing import Any
 
 from pipetrain.errors import ConfigError
-from pipetrain.plan.comparing import aligned
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import COMMUNICATION, COMPUTE, RECEIVES, TOLD, UPDATE, Action, Op
+from pipetrain.schedule.draw import aligned
 from pipetrain.schedule.timeline import Costs, Kind, TracedWindow
 
 CONDITIONS = {
@@ -123,29 +123,23 @@ def _lasted(windows: Sequence[TracedWindow], began: Sequence[float], ended: Sequ
 def refuse_other(plan: Plan, traced: Replay, path: str) -> None:
     """Refuse a plan for which a trace has no times. Raises ConfigError."""
     settings, about = plan.settings, traced.about
-    here = {
-        "model": settings.model,
-        "stages": settings.ranks,
-        "partition": plan.cuts,
-        "dtype": str(settings.dtype).removeprefix("torch."),
-        "precision": settings.precision,
-        "memory_format": plan.numerics.memory_format,
-        "batch_size": settings.full * settings.microbatches,  # the size of a microbatch is what counts
-        "codec.forward": str(settings.codecs.forward),
-        "codec.backward": str(settings.codecs.backward),
+    m = settings.microbatches
+    pairs = {  # here and there
+        "model": (settings.model, about["model"]),
+        "stages": (settings.ranks, about["ranks"]),
+        "partition": (plan.cuts, about["partition"]),
+        "dtype": (str(settings.dtype).removeprefix("torch."), about["dtype"]),
+        "precision": (settings.precision, about["precision"]),
+        "memory_format": (plan.numerics.memory_format, about["memory_format"]),
+        "batch_size": (settings.full * m, full_of(about) * m),  # the size of a microbatch is what counts
+        "codec.forward": (str(settings.codecs.forward), about.get("codec_forward", "identity")),
+        "codec.backward": (str(settings.codecs.backward), about.get("codec_backward", "identity")),
     }
-    there = dict(about) | {
-        "stages": about["ranks"],
-        "batch_size": full_of(about) * settings.microbatches,
-        "codec.forward": about.get("codec_forward", "identity"),
-        "codec.backward": about.get("codec_backward", "identity"),
-    }
-    other = [f"{key}={there[key]}".replace(" ", "") for key in here if there[key] != here[key]]
+    other = [f"{key}={there}".replace(" ", "") for key, (here, there) in pairs.items() if here != there]
     used = {(a.stage, a.op) for actions in plan.window.program for a in actions if _is_own(a)}
-    unknown = used - traced.costs.seconds.keys()
     if other:
         way = f"pass {' '.join(other)}, or trace a run of this plan"
-    elif unknown or sum(layer.params for layer in plan.layers) != about["parameters"]:
+    elif used - traced.costs.seconds.keys() or sum(of.params for of in plan.layers) != about["parameters"]:
         way = f"trace a run of this model by {settings.schedule}, or one with the same kinds of actions"
     else:
         return

@@ -6,17 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipetrain.records.history import MIB, History
+from pipetrain.schedule.draw import aligned
 from pipetrain.schedule.memory import PARTS
 
 MOST_ROWS = 40  # of the table of epochs
 STAGES = "stage  bubble  (plan)  seconds a batch  (plan)  wait  (plan)  updates late  (most)"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as text, each column as wide as its longest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = ([cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
-    return "\n".join(map("  ".join, cells))
 
 
 def epoch_table(history: History) -> str:
@@ -31,7 +25,7 @@ def epoch_table(history: History) -> str:
         for values in (record.trained, record.evaluated):
             row += [f"{values['loss']:.4f}", *(metric.text(values[metric.name]) for metric in metrics)]
         rows.append([*row, f"{record.samples_per_s:.1f}", f"{record.train_s:.1f}"])
-    head, *lines = aligned(rows).splitlines()
+    head, *lines = aligned(rows, right=True).splitlines()
     marks = ("  best" if record is best else "" for record in shown)
     return "\n".join([head, *map("".join, zip(lines, marks, strict=True))])
 
@@ -49,7 +43,7 @@ def stage_table(stages: Sequence[dict[str, Any]]) -> str:
         ratio = "-" if stage["ratio"] is None else f"{stage['ratio']:.1f}"
         sent = [f"{stage['bytes_sent'] / MIB:.1f}", ratio, f"{stage['codec_s']:.2f}"]
         rows.append([str(stage["stage"]), *times, *late, *sent])
-    return aligned(rows)
+    return aligned(rows, right=True)
 
 
 def memory_table(stages: Sequence[dict[str, Any]]) -> str:
@@ -59,4 +53,4 @@ def memory_table(stages: Sequence[dict[str, Any]]) -> str:
         held, planned, allocated = (stage[key] for key in ("memory", "predicted_memory", "allocated_bytes"))
         parts = [f"{held[name] / MIB:.1f} ({planned[name] / MIB:.1f})" for name in ("total", *PARTS)]
         rows.append([str(stage["stage"]), *parts, "-" if allocated is None else f"{allocated / MIB:.1f}"])
-    return aligned(rows)
+    return aligned(rows, right=True)

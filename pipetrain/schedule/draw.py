@@ -150,3 +150,10 @@ def cells_of(timeline: Timeline) -> int:
 def stages_of(timeline: Timeline) -> list[list[int]]:
     """Return the stages of each rank."""
     return [sorted({action.stage for action in row.actions}) for row in timeline.rows]
+
+
+def aligned(rows: Sequence[Sequence[str]], right: bool = False) -> str:
+    """Return the rows of a table as text, each column as wide as its longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pad = str.rjust if right else str.ljust
+    return "\n".join("  ".join(map(pad, row, widths)).rstrip() for row in rows)

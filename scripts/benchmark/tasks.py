@@ -72,7 +72,7 @@ class Job:
     @property
     def size(self) -> int:
         """Samples in a microbatch."""
-        return self.plan.full
+        return self.plan.settings.full
 
     def stage(self, index: int) -> nn.Sequential:
         """Return the layers of a stage."""

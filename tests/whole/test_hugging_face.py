@@ -40,7 +40,7 @@ def test_plans_on_two_stages(name):
     plan = check_early(config(small(name, "batch_size=8", "schedule=1f1b")), "1f1b", 2)
     assert plan.stages == 2
     assert len(plan.layers) >= 4
-    assert all(spec.shape[0] == 2 for spec in plan.cut.entering(1, plan.full))  # of a microbatch
+    assert all(spec.shape[0] == 2 for spec in plan.cut.entering(1, plan.settings.full))  # of a microbatch
 
 
 def test_the_vocabulary_and_the_length_are_those_of_the_data():

@@ -45,7 +45,7 @@ def test_equals_the_reference(case, tolerance):
     """Four updates, with dropout and BatchNorm; the last batch is shorter, its microbatches uneven."""
     compare(case, *run_in_threads(case), tolerance)
     plan = make_run(case).plan
-    narrow = {spec.dtype for stage in (1, 2) for spec in plan.cut.entering(stage, plan.full)} == {
+    narrow = {spec.dtype for stage in (1, 2) for spec in plan.cut.entering(stage, plan.settings.full)} == {
         torch.bfloat16
     }
     assert narrow == (BF16[0] in case.overrides)
