@@ -54,10 +54,9 @@ from pipetrain.rate import Rate
 from pipetrain.records.bar import Bar
 from pipetrain.rules import COUNT
 from pipetrain.runtime.alike import level, prove_same
-from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.engine import Tick
 from pipetrain.runtime.feed import Batches, OfLoader
-from pipetrain.runtime.mesh import Mesh, choose_device
+from pipetrain.runtime.mesh import Mesh, choose_device, keep_freed_memory
 from pipetrain.runtime.optimizer import Configured, Function
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.session import Session

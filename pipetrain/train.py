@@ -36,8 +36,7 @@ from pipetrain.fitting import RunFolder, fit
 from pipetrain.pipeline import Pipeline
 from pipetrain.records import folder
 from pipetrain.records.trackers import check_loggers
-from pipetrain.runtime.allocator import keep_freed_memory
-from pipetrain.runtime.mesh import choose_device
+from pipetrain.runtime.mesh import choose_device, keep_freed_memory
 from pipetrain.runtime.optimizer import Configured
 from pipetrain.runtime.ranks import World
 from pipetrain.schedule.actions import ScheduleError

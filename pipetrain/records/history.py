@@ -13,8 +13,8 @@ from pipetrain.checkpoint.progress import EpochRecord, best_epoch
 from pipetrain.data.sets import DataFacts
 from pipetrain.plan.memory import memory
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.allocator import keep_freed_memory
 from pipetrain.runtime.held import Measured
+from pipetrain.runtime.mesh import keep_freed_memory
 from pipetrain.schedule.memory import peaks
 from pipetrain.schedule.timeline import StageStats, StageTimes, total
 from pipetrain.settings import Settings
@@ -88,7 +88,6 @@ class History:
         self.predicted = about.plan.stage_times(self.simulated)
         self.predicted_memory = memory(about.plan, self.simulated)
         self._predicted_peaks = peaks(self.predicted_memory)  # once, as a window may have many actions
-        self._peaks: list[dict[str, int]] = []
 
     @property
     def last(self) -> EpochRecord:
@@ -103,7 +102,6 @@ class History:
         if held:
             self.held = {stage: rank for rank in held for stage in rank.stages}
             self.held_epoch = self.last.epoch
-            self._peaks = peaks([{stage: rank.stages[stage]} for stage, rank in self.held.items()])
 
     def stages(self, records: Sequence[EpochRecord]) -> list[dict[str, Any]]:
         """Return every number of each stage in some epochs; empty if another pipeline trained them."""
@@ -132,7 +130,7 @@ class History:
                 "skipped_updates": of.skipped,
                 **asdict(times[stage]),
                 **{f"predicted_{name}": value for name, value in asdict(self.predicted[stage]).items()},
-                "memory": self._peaks[stage] if self.held else None,
+                "memory": self.held[stage].stages[stage] if self.held else None,
                 "predicted_memory": self._predicted_peaks[stage],
                 "allocated_bytes": self.held[stage].allocated if self.held else None,
             }

@@ -168,7 +168,7 @@ class Engine:
         profiled = torch.autograd.profiler._is_profiler_enabled  # naming an action takes 10 us
         action: Action | Wait | None = None
         try:
-            mail.begin(window.feed, order.receives(), order.decided)
+            mail.begin(window.feed, order.receives(), watched=order.decide is not None)
             for action in order.actions(mail):
                 if isinstance(action, Wait) or action.op in RECEIVES:
                     window.feed.prepare()

@@ -1,32 +1,34 @@
 """Numbers that are not finite: they stop the training, or leave out the update.
 
 In host memory each activation and gradient is looked at before it is sent on, and each loss and weight's
-gradient before the update. On a GPU one reduction checks the gradient of a batch; its result is looked at
-with the losses when they have come to the host, for which nothing waits within a window, unless updates are
-left out.
+gradient before the update. The layer where a forward stopped being finite is found by running it again, layer
+by layer, with the same weights but other random numbers. On a GPU one reduction checks the gradient of a
+batch; its result is looked at with the losses when they have come to the host, for which nothing waits within
+a window, unless updates are left out.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipetrain.errors import TrainingStopped
+from pipetrain.network.network import INPUT
 from pipetrain.network.numerics import numbers_of
-from pipetrain.network.values import differentiable
+from pipetrain.network.values import as_tuple, differentiable
 from pipetrain.runtime.buffers import Buffers, Copies
 from pipetrain.runtime.microbatch import Batch, Microbatch, Observer, Tensors
-from pipetrain.runtime.origin import DATA, NOTHING, origin_of_gradient, origin_of_loss, origin_of_outputs
 from pipetrain.runtime.stage import Stage
 
+DATA = "what came from the data"
+NOTHING = "the loss itself, as where no target counts"
 LOWER = "try a lower optim.lr, or a warmup"
 WAYS_OUT = {
     DATA: "look for NaN and infinite numbers there",
@@ -55,6 +57,37 @@ def _finite_in_host_memory(tensor: Tensor) -> bool:
     return bool(np.isfinite(tensor.numpy()).all())
 
 
+def _numbers(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [numbers_of(t.detach()) for t in tensors]
+
+
+def origin(stage: Stage, microbatch: Microbatch) -> str:
+    """Say where the outputs of a forward in host memory stopped being finite; "" if that is not found."""
+    for value, tensor in zip(stage.module.slice.enters, microbatch.inputs, strict=True):
+        if not all_finite(_numbers([tensor])):
+            return (
+                DATA if value.layer == INPUT else f"what came from layer {value.layer}, in an earlier stage"
+            )
+    found: list[str] = []
+
+    def see(name: str, layer: nn.Module, outputs: Tensors) -> Tensors:
+        if not found and not all_finite(_numbers(outputs)):
+            found.append(f"layer {name}")
+        return outputs
+
+    with (
+        stage.weights.installed(microbatch.version),
+        stage.buffers.replaced(stage.buffers.copies()),
+        stage.numerics.context(stage.device),
+        torch.no_grad(),
+    ):
+        stage.module.observed(microbatch.inputs, see)
+    target = microbatch.target
+    if not found and target is not None and not all_finite(_numbers(as_tuple(target.value))):
+        return f"the targets, {DATA}"
+    return next(iter(found), "")
+
+
 class StopOnNaN(Observer):
     """Stops the training at a number of a stage that is not finite, and names the layer where it began."""
 
@@ -74,17 +107,21 @@ class StopOnNaN(Observer):
         return nullcontext()
 
     def after_forward(self, microbatch: Microbatch, outputs: Tensors) -> None:
-        if self._stage.objective is not None:
-            origin = partial(origin_of_loss, self._stage, microbatch, outputs[0])
-            self._check(f"the loss of microbatch {microbatch.mb} is {{}}", outputs, origin)
+        objective = self._stage.objective
+        seen = [t for t in outputs if objective or t.requires_grad]  # not, for example, a mask of -inf
+        if self._fine(seen):
             return
-        made = tuple(t for t in outputs if t.requires_grad)  # not, for example, a mask of -inf
-        origin = partial(origin_of_outputs, self._stage, microbatch)
-        self._check(f"the activation of microbatch {microbatch.mb} is not finite", made, origin)
+        what = f"the loss of microbatch {microbatch.mb} is {outputs[0].item()}" if objective else ""
+        what = what or f"the activation of microbatch {microbatch.mb} is not finite"
+        where = origin(self._stage, microbatch)
+        if not where and objective and objective.counts_samples and bool(outputs[0].isnan()):
+            where = NOTHING
+        self._judge([what + f" (first in {where})" * bool(where)], [math.nan], self._stage.weights.updates)
 
-    def after_backward(self, microbatch: Microbatch, grads: Tensors, back: Tensors) -> None:
-        origin = partial(origin_of_gradient, self._stage, microbatch, grads)
-        self._check(f"the gradient of microbatch {microbatch.mb} is not finite", back, origin)
+    def after_backward(self, microbatch: Microbatch, back: Tensors) -> None:
+        if not self._fine(back):
+            what = f"the gradient of microbatch {microbatch.mb} is not finite"
+            self._judge([what], [math.nan], self._stage.weights.updates)
 
     def after_reduce(self, batch: Batch) -> None:
         gradients = {name: numbers_of(grad) for name, grad in self._stage.weights.gradients().items()}
@@ -116,17 +153,13 @@ class StopOnNaN(Observer):
         arrived.record()
         self._coming.append((what, self._stage.weights.updates, host, arrived))
 
-    def _check(self, what: str, tensors: Tensors, origin: Callable[[], str]) -> None:
-        """Stop the training if tensors in host memory are not finite; `origin` then finds the layer.
+    def _fine(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether tensors in host memory are finite.
 
         On a GPU each check would be kernels, and the numbers would come when the weights have changed.
         """
-        numbers = [numbers_of(t.detach()) for t in tensors if differentiable(t)]
-        if self._stage.rehearses or any(t.is_cuda for t in numbers) or all_finite(numbers):
-            return
-        said, where = what.format(numbers[0].sum().item()), origin()
-        first = f" (first in {where})" if where else ""
-        self._judge([said + first], [math.nan], self._stage.weights.updates)
+        numbers = _numbers([t for t in tensors if differentiable(t)])
+        return self._stage.rehearses or any(t.is_cuda for t in numbers) or all_finite(numbers)
 
     def _judge(self, what: Sequence[str], values: Sequence[float], update: int) -> None:
         """Stop the training at the first of an update's numbers that is not finite."""

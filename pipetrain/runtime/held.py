@@ -30,14 +30,14 @@ MOST = 1000  # actions that are measured; an asynchronous window repeats itself 
 _Storages = dict[int, int]  # the bytes of each, by the identity of its Python object
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Measured:
-    """What the stages of one rank held after each action of a window.
+    """The most that each stage of a rank held in a window, in `total` and of each part, in bytes.
 
-    `allocated`: the peak of the GPU's allocator in that window, in bytes; None on a CPU.
+    `allocated`: the peak of the GPU's allocator; None on a CPU.
     """
 
-    stages: dict[int, list[Held]]
+    stages: dict[int, dict[str, int]]
     allocated: int | None = None
 
 
@@ -49,7 +49,7 @@ class Meter:
         self._device = device
         self._saved: dict[int, _Storages] = {stage: {} for stage in stages}  # by autograd
         self._refs: dict[tuple[int, int], weakref.ref[torch.UntypedStorage]] = {}
-        self._measured = Measured({stage: [] for stage in stages})
+        self._peaks: dict[int, dict[str, int]] = {stage: {} for stage in stages}
         self._left = MOST
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -60,25 +60,27 @@ class Meter:
             return nullcontext()
         return saved_tensors_hooks(partial(self._note, action.stage), lambda tensor: tensor)
 
-    def after(self, action: Action, messages: Iterable[tuple[Sequence[int], Tensor]]) -> None:
-        """Measure after an action. `messages`: the tensors of messages, with the stages between them.
+    def after(self, action: Action, messages: Iterable[tuple[Sequence[int], Tensor]]) -> dict[int, Held]:
+        """Measure after an action, and return what each stage holds now.
 
-        One between two stages of the rank counts at the last of them.
+        `messages`: their tensors, with the stages between them; of two of this rank it counts at the last.
         """
         if not self._left:
-            return
+            return {}
         self._left -= 1
         by_stage: dict[int, list[Tensor]] = {stage: [] for stage in self._stages}
         for between, tensor in messages:
             by_stage[next(stage for stage in reversed(between) if stage in by_stage)].append(tensor)
-        for stage, held in self._measured.stages.items():
-            held.append(self._held(stage, by_stage[stage]))
+        now = {stage: self._held(stage, tensors) for stage, tensors in by_stage.items()}
+        for stage, peak in self._peaks.items():
+            for part, nbytes in {"total": sum(now[stage].values()), **now[stage]}.items():
+                peak[part] = max(peak.get(part, 0), nbytes)
+        return now
 
     def close(self) -> Measured:
         """End the measurement after the window."""
-        if self._device.type == "cuda":
-            self._measured.allocated = torch.cuda.max_memory_allocated(self._device)
-        return self._measured
+        cuda = self._device.type == "cuda"
+        return Measured(self._peaks, torch.cuda.max_memory_allocated(self._device) if cuda else None)
 
     def _note(self, stage: int, tensor: Tensor) -> Tensor:
         if tensor.layout is torch.strided:

@@ -185,9 +185,6 @@ class Mailbox:
     def room(self, send: Action) -> bool:
         return self.channel.room(self._message(send))
 
-    def forget(self, mb: int) -> None:
-        self.channel.forget(mb)
-
     def wait(self, wait: Wait) -> None:
         self.channel.wait([*map(self._message, wait.receives)], [*map(self._message, wait.sends)])
 

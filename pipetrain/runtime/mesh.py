@@ -1,4 +1,4 @@
-"""The ranks' devices, and the process groups between them.
+"""The ranks' devices and memory, and the process groups between them.
 
 There is one process group per directed edge, because two directions on one communicator deadlock when both
 ends send first. Every rank creates and warms up all groups in the same order. A separate gloo group over all
@@ -8,6 +8,7 @@ ranks carries the collectives (an epoch's figures), and another one the gradient
 from __future__ import annotations
 
 import atexit
+import ctypes
 import itertools
 import os
 import signal
@@ -26,6 +27,9 @@ from pipetrain.runtime.loopback import LoopbackChannel
 from pipetrain.runtime.ranks import Ranks, World, choose_interface, make_group, this_attempt
 from pipetrain.schedule.actions import Edge, Tie
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
+_ALLOCATOR = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
+
 
 def choose_device(world: World, device: str) -> torch.device:
     """Return the device for `device` = auto, cpu or cuda. Raises ConfigError if there is no GPU."""
@@ -40,6 +44,23 @@ def shares_gpu(world: World, device: torch.device) -> bool:
     """Return whether ranks share a GPU, which NCCL refuses but where each has an NCCL_HOSTID of its own."""
     several = device.type == "cuda" and world.local_size > torch.cuda.device_count()
     return several and "NCCL_HOSTID" not in os.environ
+
+
+def keep_freed_memory() -> str:
+    """Let glibc keep freed blocks of up to 32 MiB in this process; return a phrase that says what was done.
+
+    It returns them to the system otherwise, and the next one of the same size is page-faulted in again. Each
+    step frees and allocates the same blocks: VGG16 with a batch of 64 has 35,000 to 50,000 page faults a
+    step, a tenth of its time. The peak stays as it is. Nothing is done with another C library, or where the
+    environment has settings of its own. Call it early.
+    """
+    if chosen := [name for name in _ALLOCATOR if os.environ.get(name)]:
+        return f"allocator as {', '.join(chosen)} says"
+    with suppress(OSError, TypeError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        if mallopt(_M_TRIM_THRESHOLD, 2**31 - 1) and mallopt(_M_MMAP_THRESHOLD, 32 * 2**20):
+            return "glibc's allocator keeps freed blocks of up to 32 MiB"
+    return "the system's allocator"
 
 
 _meetings = itertools.count()
@@ -147,10 +168,6 @@ class Mesh(Ranks):
         """Return a channel for a rehearsal: like `channel`, to nobody."""
         how = bounds, self._timeout, self.device, self.staged, channels_last
         return LoopbackChannel(dict.fromkeys(bounds), *how, dict.fromkeys([ALL, *ties]))
-
-    def meet(self) -> None:
-        """Wait for all ranks to call it. Raises ChannelError."""
-        self.gather("the rehearsal", None)
 
     def close(self) -> None:
         """Destroy the process groups, after a successful run; one that the program made itself stays."""

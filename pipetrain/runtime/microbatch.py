@@ -74,8 +74,8 @@ class Observer:
     def after_forward(self, microbatch: Microbatch, outputs: Tensors) -> None:
         """Look at the outputs, or the loss."""
 
-    def after_backward(self, microbatch: Microbatch, grads: Tensors, back: Tensors) -> None:
-        """Look at a backward or I, from the gradients of the outputs to those of the inputs."""
+    def after_backward(self, microbatch: Microbatch, back: Tensors) -> None:
+        """Look at the gradients of the inputs that a backward or I has made."""
 
     def after_reduce(self, batch: Batch) -> None:
         """Look at a batch's gradient and losses; `batch.skipped` leaves the update out."""

@@ -252,7 +252,7 @@ def make_engine(
         if norms and mesh.world.size > 1:
             channel.tell(ALL, torch.zeros(plan.stages, dtype=torch.float64))
             channel.hear(ALL)
-        mesh.meet()
+        mesh.gather("the rehearsal", None)
 
     def capture() -> None:
         for index, stage in stages.items():

@@ -273,7 +273,7 @@ class Stage:
                 raise self._unplanned(one.mb, f"{found} gradient reaches input {number}")
         back = tuple(t.grad for t in one.inputs if t.grad is not None)
         for observer in self.observers:
-            observer.after_backward(one, grads, back)
+            observer.after_backward(one, back)
         return back
 
     # Update

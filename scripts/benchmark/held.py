@@ -101,9 +101,7 @@ def measure(mesh: Mesh, say: Say, case: Case) -> list[tuple[int, Held, Held]]:
         order = order_of(plan, max(plan.windows), mesh.world.rank)
         engine.train(order, Feed(job, mesh.device), job.microbatches)
     predicted = peaks(memory(plan, plan.timeline()))
-    stages_held = meter.close().stages
-    measured = zip(sorted(stages_held), peaks([stages_held]), strict=True)
-    return [(stage, held, predicted[stage]) for stage, held in measured]
+    return [(stage, held, predicted[stage]) for stage, held in meter.close().stages.items()]
 
 
 def row(benchmark: str, stage: int, measured: Held, predicted: Held) -> Row:

@@ -27,8 +27,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.allocator import keep_freed_memory
-from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.mesh import Mesh, keep_freed_memory
 from pipetrain.runtime.ranks import World
 
 TIMEOUT_S = 300.0  # of any wait between ranks

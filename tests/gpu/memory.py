@@ -23,6 +23,7 @@ from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
 from pipetrain.schedule.actions import Action
+from pipetrain.schedule.memory import Held as Parts
 from pipetrain.schedule.memory import totals
 from tests.gpu.rows import MIB, Row, Setting, judged
 
@@ -93,11 +94,11 @@ class ByAction(Meter):
         self._before = allocated()
         return super().during(action)
 
-    def after(self, action: Action, messages: Iterable[tuple[Sequence[int], Tensor]]) -> None:
+    def after(self, action: Action, messages: Iterable[tuple[Sequence[int], Tensor]]) -> dict[int, Parts]:
         peak = torch.cuda.max_memory_allocated()
         self.peak = max(self.peak, peak)
         self.needed = max(self.needed, peak - max(self._before, torch.cuda.memory_allocated()))
-        super().after(action, messages)
+        return super().after(action, messages)
 
 
 def allocated() -> int:

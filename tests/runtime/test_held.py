@@ -71,8 +71,7 @@ def run(stage: Stage, meter: Meter, op: Op, mb: int, saving: Saving) -> Held:
     }
     with meter.during(action):
         does[op]()
-    meter.after(action, [])
-    return meter.close().stages[STAGE][-1]
+    return meter.after(action, [])[STAGE]
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -93,8 +92,7 @@ def test_each_state_of_a_microbatch_holds_what_was_predicted(split, recomputed):
     assert (held["versions"], held["optimizer"], held["messages"]) == (0, 0, 0)
     stage.reduce()
     stage.step(keep=True)
-    meter.after(Action(STAGE, Op.STEP, version=1), [])
-    after = meter.close().stages[STAGE][-1]
+    after = meter.after(Action(STAGE, Op.STEP, version=1), [])[STAGE]
     assert after["gradients"] == 0
     assert after["optimizer"] == after["versions"] == held["gradients"]
 
@@ -107,8 +105,7 @@ def test_nothing_that_stays_alive_is_missed():
     with Live() as live, meter.during(action):
         outputs = stage.forward(0, x, 0)
         alive = live.now
-    meter.after(action, [])
-    held = meter.close().stages[STAGE][-1]["activations"]
+    held = meter.after(action, [])[STAGE]["activations"]
     assert outputs[0].nbytes < alive
     assert held - x[0].nbytes == pytest.approx(
         alive, rel=0.02
@@ -131,8 +128,8 @@ def test_a_message_counts_at_its_stage_unless_the_stage_holds_it_anyway():
     stage, _, _ = made()
     meter = Meter({STAGE: stage}, torch.device("cpu"))
     own = torch.rand(10)
-    meter.after(Action(STAGE, Op.RECV_F, 0), [((0, STAGE), own), ((0, STAGE), own[:5])])
-    assert meter.close().stages[STAGE][-1]["messages"] == 40
+    messages = [((0, STAGE), own), ((0, STAGE), own[:5])]
+    assert meter.after(Action(STAGE, Op.RECV_F, 0), messages)[STAGE]["messages"] == 40
     outputs: tuple[Tensor, ...] = stage.forward(0, (torch.rand(4, 4, 8, 8),), 0)
-    meter.after(Action(STAGE, Op.F, 0), [((STAGE, 2), outputs[0])])
-    assert meter.close().stages[STAGE][-1]["messages"] == 0
+    assert meter.after(Action(STAGE, Op.F, 0), [((STAGE, 2), outputs[0])])[STAGE]["messages"] == 0
+    assert meter.close().stages[STAGE]["messages"] == 40  # the most

@@ -1,7 +1,9 @@
-"""Which device a rank has, and a mesh of one."""
+"""Which device a rank has, how it allocates, and a mesh of one."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -84,3 +86,28 @@ def test_the_backend_follows_the_device(monkeypatch, world, device, asked, backe
     with_gpus(monkeypatch, 1)
     made = Mesh(world, [0] * world.size, [], device, None, 30, staged=asked)
     assert (made.backend, made.staged) == (backend, staged)
+
+
+FAULTS = """
+import resource, torch
+from pipetrain.runtime.mesh import keep_freed_memory
+torch.set_num_threads(1)
+print(keep_freed_memory())
+for _ in range(20):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(4 * 2**20)  # 16 MiB, given back at once
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.processes
+def test_a_block_that_comes_again_is_not_faulted_in_again_unless_the_environment_says_otherwise(monkeypatch):
+    for name in mesh._ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    command = [sys.executable, "-c", FAULTS]
+    said, *faults = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    if said != "the system's allocator":  # not glibc: nothing was promised
+        assert said == "glibc's allocator keeps freed blocks of up to 32 MiB"
+        assert int(faults[-1]) < 16 * 2**20 / 4096 / 10
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
+    assert mesh.keep_freed_memory() == "allocator as MALLOC_TRIM_THRESHOLD_ says"

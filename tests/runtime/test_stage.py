@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -156,19 +155,6 @@ def test_what_goes_against_the_plan_stops_the_training(module, known, says):
         trained()
 
 
-class Trimmed(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return (x, x + 1) if self.training else (x,)
-
-
-def test_an_evaluation_may_hand_on_fewer_tensors():
-    middle = stage(Trimmed(), leaves=2, leaving=Gradients((True, True), (True, True)))
-    slice = middle.module.slice
-    middle.module._evaluated = replace(slice, leaves=slice.leaves[:1], leaves_grad=None)
-    assert len(middle.forward(0, (randn(2),), 0)) == 2
-    assert len(middle.predict((randn(2),))) == 1
-
-
 class Counts(nn.Module):
     """Hands on a tensor of its own, and changes it at its next forward."""
 
@@ -217,7 +203,7 @@ def test_a_first_layer_that_works_in_place_gets_a_copy():
 # Loss and evaluation
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_stops_before_the_update_and_says_where(value):
     final = stage(nn.Linear(3, 3), 3, task=Task(lambda output, labels: output.mean() * 0 + value))
     before = copied(final)
@@ -227,7 +213,6 @@ def test_a_loss_that_is_not_finite_stops_before_the_update_and_says_where(value)
     assert str(stop.value).startswith(
         f"the loss of microbatch 7 is {value}{first} at stage 3, update 0: stopped before the update"
     )
-    assert "\n" not in str(stop.value)
     assert final.weights.updates == 0
     assert all(unchanged(final, before))
 
@@ -259,7 +244,6 @@ LOSS, ACTIVATION = r"loss of microbatch 4 is nan \(", r"activation of microbatch
 @pytest.mark.parametrize(
     ("make", "x", "says"),
     [
-        (lambda: last(spoilt(nn.Linear(3, 3)), 2), 1, rf"{LOSS}first in layer bad\) at stage 2, update 0"),
         (lambda: last(nn.Linear(3, 3), 2), math.inf, f"{LOSS}first in what came from layer 4, in an earlier"),
         (lambda: stage(spoilt(nn.ReLU(inplace=True))), 1, f"{ACTIVATION}first in layer bad"),
         (lambda: stage(nn.Linear(3, 3), 0), math.inf, f"{ACTIVATION}first in what came from the data"),
@@ -268,17 +252,6 @@ LOSS, ACTIVATION = r"loss of microbatch 4 is nan \(", r"activation of microbatch
 def test_what_is_not_finite_never_leaves_its_stage_and_its_layer_is_named(make, x, says):
     with pytest.raises(TrainingStopped, match=says):
         make().forward(4, (randn(3, 3) * x,), 0, WHOLE_BATCH)
-
-
-def test_a_gradient_of_the_first_stage_names_the_weight():
-    first = stage(nn.Linear(3, 3), 0)
-    first.forward(0, (randn(3, 3),), 0)
-    first.backward(0, (randn(3, 3),), 0)
-    first.weights.leaves(0)[0].grad[0, 0] = math.inf
-    with pytest.raises(
-        TrainingStopped, match=r"^the gradient of 0\.weight is not finite at stage 0, update 0: "
-    ):
-        first.reduce()
 
 
 class Masked(nn.Linear):
@@ -356,23 +329,11 @@ def test_predict_is_in_evaluation_mode_and_leaves_training_mode():
     assert Classification().values(evaluated)["acc"] == pytest.approx(accuracy)
 
 
-def test_smoothing_is_for_training_alone():
-    smooth, x = stage(nn.Linear(3, 3), task=Classification(label_smoothing=0.5)), randn(3, 3)
-    smooth.predict((x,), WHOLE_BATCH)
-    (output,) = smooth.module(x)
-    updated(smooth, x=x)
-    wanted = [functional.cross_entropy(output, LABELS, label_smoothing=by).item() for by in (0.5, 0.0)]
-    assert [tally.mean_loss for tally in tallies(smooth)] == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize("halves", [False, True])
-def test_a_microbatch_whose_targets_are_all_ignored_trains_nothing_and_stops_nothing(halves):
+def test_a_microbatch_whose_targets_are_all_ignored_trains_nothing_and_stops_nothing():
     """Its mean loss is NaN in torch, as that of no target."""
     final, ignored = last(nn.Linear(3, 3)), torch.full((3,), -100)
-    final.forward(0, (randn(3, 3),), 0, Target(ignored, 0.0, 0.0), Saving(split=halves))
-    (back,) = final.backward_input(0, (), 0) if halves else final.backward(0, (), 0)
-    if halves:
-        final.backward_weight(0, 0)
+    final.forward(0, (randn(3, 3),), 0, Target(ignored, 0.0, 0.0))
+    (back,) = final.backward(0, (), 0)
     assert not back.any()
     assert not any(gradient.any() for gradient in gradients(final))
     final.reduce()
@@ -400,24 +361,17 @@ def test_a_compiled_stage_finds_each_version_in_forward_and_backward(monkeypatch
 
     def run(compile: bool) -> list[Tensor]:
         torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh())
-        middle = stage(module, compile=compile)
-        seen = []
-        for version in range(3):  # microbatch 0 stays open over an update
-            (output,) = middle.forward(version, (randn(5, 4) + version,), version)
-            seen.append(output)
-            if version < 2:
-                seen += middle.backward(version, (randn(5, 3),), version) if version else ()
-                for leaf in middle.weights.leaves(version):
-                    leaf.grad = leaf.grad if leaf.grad is not None else torch.ones_like(leaf)
-                middle.reduce()
-                middle.step(keep=version == 0)
-        seen += middle.backward(0, (randn(5, 3),), 0)
-        seen += middle.backward(2, (randn(5, 3),), 2)
-        seen += [*gradients(middle, 0), *gradients(middle, 2), *middle.predict((randn(5, 4),))]
-        return [*seen, *(buffer.double() for buffer in module.buffers())]
+        middle = stage(nn.Sequential(nn.Linear(4, 3), nn.Tanh()), compile=compile)
+        seen = [middle.forward(mb, (randn(5, 4) + mb,), 0)[0] for mb in range(2)]
+        seen += middle.backward(1, (randn(5, 3),), 0)
+        middle.reduce()
+        middle.step(keep=True)  # microbatch 0 stays open
+        seen += middle.forward(2, (randn(5, 4),), 1)
+        for mb, version in ((0, 0), (2, 1)):
+            seen += [*middle.backward(mb, (randn(5, 3),), version), *gradients(middle, version)]
+        return [*seen, *middle.predict((randn(5, 4),))]
 
     plain, compiled = run(False), run(True)
-    assert len(plain) == len(compiled) > 8
+    assert len(plain) == len(compiled) == 11
     for a, b in zip(plain, compiled, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)

@@ -254,9 +254,6 @@ class LocalMesh:
         how = bounds, DEADLINE_S, self.device, False, channels_last
         return LoopbackChannel(dict.fromkeys(bounds), *how, dict.fromkeys([ALL, *ties]))
 
-    def meet(self) -> None:
-        self._barrier.wait(DEADLINE_S)
-
 
 class Told(Asking):
     """Hears no signals: asks for what it is told, after so many windows.

@@ -37,7 +37,6 @@ SEEN_IN = {
     "runtime/loopback": "runtime/test_channel",
     "runtime/microbatch": "runtime/test_stage",
     "runtime/objective": "runtime/test_stage",
-    "runtime/origin": "runtime/test_finite",
     "runtime/session": "whole/test_equivalence",
     "runtime/sums": "runtime/test_tied",
     "schedule/figure": "schedule/test_draw",
