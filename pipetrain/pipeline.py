@@ -34,7 +34,7 @@ from pipetrain.checkpoint.resume import (
     transformers_config,
     weights_of,
 )
-from pipetrain.checkpoint.state import Part, parts_of, restore, restore_random
+from pipetrain.checkpoint.state import StatefulPart, parts_of, restore, restore_random
 from pipetrain.checkpoint.writer import save_now
 from pipetrain.cli import conf_dir
 from pipetrain.data.loader import Sampled
@@ -514,7 +514,7 @@ class Pipeline:
             self._whole.take_back()
             restore(source, self._begun, self._mesh)
 
-    def dcp(self) -> dict[str, Part]:
+    def dcp(self) -> dict[str, StatefulPart]:
         """Return what torch.distributed.checkpoint saves and loads: `dcp.save(pipe.dcp(), checkpoint_id=)`.
 
         Entries are `model`, `state` (of the optimizer) and `updates`, with the names of plain PyTorch.

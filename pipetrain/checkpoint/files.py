@@ -32,7 +32,7 @@ _NAME = re.compile("update-([0-9]+)(?:-([0-9]+))?")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartFile:
     """A file of a checkpoint."""
 
     sha256: str
@@ -62,7 +62,7 @@ class Manifest:
     pipeline: Mapping[str, list[int]]
     config: Mapping[str, Any]
     progress: Progress = field(default_factory=Progress)
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, PartFile] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON data for `read_manifest`, with its checksum."""
@@ -83,7 +83,7 @@ def stage_file(stage: int) -> str:
 # Writing
 
 
-def write_part(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Part:
+def write_part(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> PartFile:
     """Write contiguous CPU tensors into a file of an unfinished checkpoint, and flush it. Raises OSError."""
     from safetensors import SafetensorError  # here: a run without checkpoints works without the library
     from safetensors.torch import save_file
@@ -201,9 +201,9 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _part(path: Path) -> Part:
+def _part(path: Path) -> PartFile:
     with open(path, "rb") as file:
-        return Part(hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size)
+        return PartFile(hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size)
 
 
 def _flush(path: Path) -> None:

@@ -119,14 +119,16 @@ def _name(slot: Slot) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StatefulPart:
     """A Stateful of that library, which overwrites in place what `state_dict` returns, then hands it back."""
 
     state_dict: Callable[[], Any]
     load_state_dict: Callable[[Any], None]
 
 
-def parts_of(session: Session, keys: Mapping[str, str], optimizer: OptimizerFactory) -> dict[str, Part]:
+def parts_of(
+    session: Session, keys: Mapping[str, str], optimizer: OptimizerFactory
+) -> dict[str, StatefulPart]:
     """Return what to save or load. `keys`: the tensor behind each entry of the model's state_dict.
 
     Before the first update the optimizer's state has the form that one would give it, to be overwritten.
@@ -169,9 +171,9 @@ def parts_of(session: Session, keys: Mapping[str, str], optimizer: OptimizerFact
             stage.weights.updates = int(number)
 
     return {
-        "model": Part(model, load_model),
-        "state": Part(state, load_state),
-        "updates": Part(updates, load_updates),
+        "model": StatefulPart(model, load_model),
+        "state": StatefulPart(state, load_state),
+        "updates": StatefulPart(updates, load_updates),
     }
 
 

@@ -28,7 +28,7 @@ from pipetrain.checkpoint.files import (
     CHECKPOINTS,
     PARTIAL,
     Manifest,
-    Part,
+    PartFile,
     Position,
     folder_name,
     prune,
@@ -88,7 +88,7 @@ class Writer:
 
     def _save(self, manifest: Manifest, files: Files, failure: str) -> Path:
         unfinished, final = self._folder / (folder_name(manifest.position.update) + PARTIAL), ""
-        parts: dict[str, Part] = {}
+        parts: dict[str, PartFile] = {}
         try:
             if self._rank == 0:
                 remove_unfinished(self._folder, without=unfinished)
@@ -109,14 +109,14 @@ class Writer:
             raise TrainingStopped(failure)
         return Path(final)
 
-    def _publish(self, unfinished: Path, manifest: Manifest, parts: dict[str, Part]) -> Path:
+    def _publish(self, unfinished: Path, manifest: Manifest, parts: dict[str, PartFile]) -> Path:
         """Give a checkpoint its name once all ranks have written it, remove older ones. Raises OSError."""
         end = time.monotonic() + self._timeout
         for rank in sorted(set(manifest.pipeline["placement"]) - {self._rank}):
             failure, theirs = self._hear(rank, end - time.monotonic())
             if failure:
                 raise OSError(failure)
-            parts |= {name: Part(**part) for name, part in theirs.items()}
+            parts |= {name: PartFile(**part) for name, part in theirs.items()}
         seen = time.monotonic() + min(SEEN_S, self._timeout)
         for name, part in parts.items():
             path = unfinished / name

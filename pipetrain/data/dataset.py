@@ -57,7 +57,7 @@ def as_split(
             f"{what} is a {type(made).__name__}, which has no length and no samples by number: give a "
             "map-style Dataset, or pass a loader of your own to pipetrain.Pipeline"
         )
-    return Items(made, what, columns or {}, dtype)
+    return DatasetSplit(made, what, columns or {}, dtype)
 
 
 def _is_of_tensors(part: object) -> bool:
@@ -65,7 +65,7 @@ def _is_of_tensors(part: object) -> bool:
     return all(isinstance(t, Tensor | np.ndarray) for t in parts)
 
 
-class Items:
+class DatasetSplit:
     """A map-style Dataset as a split: item i is sample i, which is read whenever it is needed."""
 
     def __init__(self, dataset: Any, what: str, columns: Columns, dtype: torch.dtype) -> None:
@@ -100,7 +100,7 @@ class Items:
     def targets(self, ids: Tensor, draw: Draw | None) -> Value:
         return self._microbatch(1, ids, draw)
 
-    def first(self, n: int) -> Items:
+    def first(self, n: int) -> DatasetSplit:
         cut = copy(self)
         cut._length = min(n, self._length)
         return cut

@@ -26,7 +26,7 @@ from pipetrain.network.numerics import Numerics
 from pipetrain.network.places import places, standing_in
 from pipetrain.network.tensors import made_up, quiet, storage_of
 from pipetrain.network.values import Packing, TensorSpec, ValueSpec, leaves_of, specs_of
-from pipetrain.plan.observed import NOTHING, Kept, Saving, Spy
+from pipetrain.plan.observed import NOTHING, Kept, SavedWatch, Spy
 
 CHEAP = 2.5e9  # most multiplications of a cheap layer, about a tenth of a second
 
@@ -193,7 +193,7 @@ class _Trial:
             with (
                 self._numerics.context("cpu"),
                 Spy(self._names, known, trained) as spy,
-                Saving(others.values()) as saving,
+                SavedWatch(others.values()) as saving,
             ):
                 result = self._network.call(index, inputs, made)
             packing = Packing.of(result)

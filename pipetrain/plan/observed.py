@@ -113,7 +113,7 @@ class Kept(NamedTuple):
 NOTHING = Kept({}, 0)
 
 
-class Saving(Watching):
+class SavedWatch(Watching):
     """A context that notes what stays behind a forward over `weights`, which are not counted."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
@@ -127,7 +127,7 @@ class Saving(Watching):
         self._within = False  # a product
         self._hooks: list[saved_tensors_hooks] = []  # one each time that it is entered, as within attention
 
-    def __enter__(self) -> Saving:
+    def __enter__(self) -> SavedWatch:
         super().__enter__()  # type: ignore[no-untyped-call]
         self._hooks.append(saved_tensors_hooks(self._pack, lambda tensor: tensor))
         self._hooks[-1].__enter__()

@@ -66,7 +66,7 @@ def run_stages(network: Traced, tensors: list[Tensor], cuts: list[int]) -> Any:
 
 def drawing(network: Traced) -> set[int]:
     """The layers that draw random numbers in training."""
-    return {index for index, nodes in enumerate(network._modes[True].nodes) if any(map(draws, nodes))}
+    return {index for index, nodes in enumerate(network.modes[True].nodes) if any(map(draws, nodes))}
 
 
 def gradients(model: nn.Module, outputs: list[Tensor]) -> dict[str, Tensor]:

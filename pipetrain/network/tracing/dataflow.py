@@ -20,11 +20,10 @@ from torch.utils.flop_counter import flop_registry
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.tensors import storage_of, strided
-from pipetrain.network.tracing.reading import Constant, Held, Input, Operations, Region, place_of
+from pipetrain.network.tracing.exporting import SAMPLES, Constant, Held, Input, Operations, Region, place_of
 from pipetrain.network.values import TensorSpec, differentiable
 
 _ATEN = torch.ops.aten
-SAMPLES = 3  # of a microbatch in the trace, which holds for any number
 _WORK = {*flop_registry, _ATEN.linear, _ATEN.matmul, _ATEN.einsum, _ATEN.scaled_dot_product_attention}
 _WORK |= {_ATEN.lstm, _ATEN.gru, _ATEN.rnn_tanh, _ATEN.rnn_relu, _ATEN.conv1d, _ATEN.conv2d, _ATEN.conv3d}
 _NORMS = {_ATEN.batch_norm, _ATEN.layer_norm, _ATEN.group_norm, _ATEN.instance_norm, _ATEN.rms_norm}

@@ -1,33 +1,42 @@
-"""Exports a module by torch.export, and says in one sentence why one cannot be."""
+"""Exports a module by torch.export as one flat torch.fx graph of its operations, in one mode.
+
+torch.export gives a graph of ATen operations with the weights as inputs. Here the weights are places in the
+user's module, regions without gradients or under autocast, which are graphs within it, are unfolded so that a
+cut may lie inside, and assertions are left out. Why a module cannot be exported is said in one sentence.
+"""
 
 from __future__ import annotations
 
 import inspect
 import io
 import logging
+import operator
 import re
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
 from torch.export import Dim, ExportedProgram, export
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.network import evaluating
-from pipetrain.network.places import standing_in
+from pipetrain.network.places import named_tensors, standing_in
 from pipetrain.network.tensors import made_up
-from pipetrain.network.tracing.dataflow import SAMPLES
 from pipetrain.network.values import ValueSpec
 
+SAMPLES = 3  # of a microbatch in the trace, which holds for any number
 WAY_OUT = "make the model an nn.Sequential of its layers, and what cannot be traced stays inside one"
 
 
@@ -67,8 +76,7 @@ def _fakes(model: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
         return {id(tensor): fake(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
 
-def exported(model: nn.Module, example: ValueSpec, training: bool, autocast: bool) -> ExportedProgram:
-    """Return a model as torch.export traces it in a mode. Raises ConfigError."""
+def _exported(model: nn.Module, example: ValueSpec, training: bool, autocast: bool) -> ExportedProgram:
     device, others, batch = device_of(model), dict[int, Tensor](), Dim("batch")
     if device.type == "meta":
         device = torch.device("cpu")
@@ -193,3 +201,158 @@ def _with_zeros(
     if getattr(encoder, "mask_check", True):
         zero = zero & (kept[:, 1:] <= kept[:, :-1]).all()
     return output.masked_fill(zero.unsqueeze(-1), 0.0)
+
+
+# The operations
+
+
+class Input(NamedTuple):
+    """The source of a placeholder that stands for a tensor of the model's input."""
+
+    number: int
+
+
+class Held(NamedTuple):
+    """The source of a placeholder that stands for a parameter or buffer, under its first name."""
+
+    name: str
+    is_parameter: bool
+    trained: bool
+
+
+class Constant(NamedTuple):
+    """The source of a placeholder that stands for another tensor that the trace has found."""
+
+    name: str
+    tensor: Tensor
+
+
+class Region(NamedTuple):
+    """What the user's code has set around an operation: gradients, and autocast; None: nothing."""
+
+    grad: bool | None = None
+    autocast: bool | None = None
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """The operations of a model in one mode. `outputs`: flat, nodes or constants.
+
+    A placeholder has its `source` in meta, and an operation its `region`.
+    """
+
+    graph: fx.Graph
+    outputs: list[Any]
+    tree: TreeSpec
+
+
+def operations_of(model: nn.Module, example: ValueSpec, training: bool, autocast: bool) -> Operations:
+    """Return the operations of a model in a mode. Raises ConfigError for what cannot be trained so."""
+    program, given = _exported(model, example, training, autocast), example.names
+    spec: Any = program.call_spec.in_spec
+    inputs = iter(range(len(example.specs)) if given is None else map(given.index, spec.child(1).context))
+    graph, env = fx.Graph(), dict[fx.Node, Any]()
+    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    placeholders = program.graph.find_nodes(op="placeholder")
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+        if isinstance(spec.arg, ConstantArgument):
+            env[node] = spec.arg.value
+            continue
+        env[node] = made = graph.node_copy(node)
+        if spec.kind is InputKind.USER_INPUT:
+            made.meta["source"] = Input(next(inputs))
+            continue
+        target = str(spec.target)
+        registered = spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+        tensor = attrgetter(target)(model) if registered else program.constants[target]
+        if id(tensor) in names:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made.meta["source"] = Held(names[id(tensor)], is_parameter, tensor.requires_grad)
+        else:
+            made.meta["source"] = Constant(target, tensor)
+    returned = _unfold(program.graph_module, graph, env, Region())
+    for source in (node.meta.get("source") for node in graph.find_nodes(op="placeholder")):
+        if isinstance(source, Constant) and not isinstance(source.tensor, Tensor):
+            raise ConfigError(
+                f"the model makes a {type(source.tensor).__name__} when it runs, which a trace would keep: "
+                f"draw from torch's own generator"
+            )
+        if isinstance(source, Constant) and (source.tensor.requires_grad or source.tensor.is_meta):
+            raise ConfigError(
+                f"the model uses {source.name}, a tensor that is trained or on the meta device, and no "
+                f"parameter or buffer of it: register it"
+            )
+    outputs = [
+        spec.arg.value if isinstance(spec.arg, ConstantArgument) else output
+        for spec, output in zip(program.graph_signature.output_specs, returned, strict=True)
+        if spec.kind is OutputKind.USER_OUTPUT
+    ]
+    graph.output(tuple(output for output in outputs if isinstance(output, fx.Node)))
+    graph.eliminate_dead_code()
+    tree = program.call_spec.out_spec
+    assert tree is not None
+    return Operations(graph, outputs, tree)
+
+
+def _unfold(module: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], region: Region) -> Any:
+    """Copy a graph whose placeholders are in `env`, and the regions in it; return its outputs."""
+    for node in module.graph.nodes:
+        if node.op == "output":
+            return fx.map_arg(node.args[0], env.__getitem__)
+        if node.op == "get_attr":
+            env[node] = getattr(module, node.target)
+        elif node.op == "call_function":
+            env[node] = _call(node, graph, env, region)
+    raise AssertionError("a graph without output")
+
+
+def _call(node: fx.Node, graph: fx.Graph, env: dict[fx.Node, Any], region: Region) -> Any:
+    name = str(node.target)
+    args: list[Any] = [env[arg] if isinstance(arg, fx.Node) else arg for arg in node.args]
+    if name.startswith(("aten._assert", "aten.sym_constrain_range")):
+        return None
+    if name == "wrap_with_set_grad_enabled":
+        return _inside(args[1], args[2:], graph, region._replace(grad=args[0]))
+    if name == "wrap_with_autocast":
+        _, dtype, enabled, _, inner, *given = args
+        return _inside(inner, given, graph, region._replace(autocast=enabled, dtype=dtype))
+    if node.target is operator.getitem and not isinstance(args[0], fx.Node):
+        return args[0][args[1]]  # of what a region returns
+    if node.target is _ATEN.detach_.default and args[0].target is _ATEN.lift_fresh_copy.default:
+        return args[0]  # a copy of a constant, which has no gradient anyway
+    in_functorch = getattr(node.target, "__module__", "").startswith("torch._functorch")
+    if in_functorch or any(isinstance(leaf, fx.GraphModule) for leaf in tree_leaves(args)):
+        what = "torch.vmap or torch.func" if in_functorch else name
+        calls = calls_of(node)
+        inside = f" around {calls[-1]}" if calls else ""
+        raise ConfigError(
+            f"the model uses {what} at {place_of(node)}, which cannot be cut: write it for the whole batch, "
+            f"or make the model an nn.Sequential of layers, so that the code{inside} stays inside one of them"
+        )
+    made = graph.node_copy(node, env.__getitem__)
+    is_tensor = any(isinstance(leaf, Tensor) for leaf in tree_leaves(node.meta.get("val")))
+    made.meta["region"] = region if is_tensor and node.target is not operator.getitem else Region()
+    return made
+
+
+def _inside(inner: fx.GraphModule, given: Sequence[Any], graph: fx.Graph, region: Region) -> Any:
+    placeholders = inner.graph.find_nodes(op="placeholder")
+    return _unfold(inner, graph, dict(zip(placeholders, given, strict=True)), region)
+
+
+_ATEN = torch.ops.aten
+
+
+def calls_of(node: fx.Node) -> tuple[str, ...]:
+    """Return the calls of submodules in which a node was made, outermost first, as grouping.Item has them."""
+    stack = node.meta.get("nn_module_stack") or {}
+    named = ((path, key.partition("@")[2]) for key, (path, _) in stack.items())
+    return tuple(f"{path}@{n}" if n else path for path, n in named if path and not path.startswith("_empty"))
+
+
+def place_of(node: fx.Node) -> str:
+    """Return the file and line of the user's code that made a node, as `model.py:12`, or ""."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [frame for frame in frames if "/torch/" not in frame[0]] or frames
+    return f"{own[-1][0].rpartition('/')[2]}:{own[-1][1]}" if own else ""

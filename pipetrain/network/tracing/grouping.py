@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 BULK = 1 / 3  # of all operations: a module that holds more wraps the model, and is divided further
 BULK_IN_LIST = 2 / 3  # if it is an element of a list of modules
@@ -37,18 +36,10 @@ class Item:
         return max(self.uses, default=-1)
 
 
-class Group(NamedTuple):
-    """Operations `start` to `end` (exclusive), as one layer."""
-
-    name: str
-    start: int
-    end: int
-
-
 def group(
     items: Sequence[Item], elements: Collection[str], forbidden: Collection[int], root: str
-) -> list[Group]:
-    """Return the layers of a model.
+) -> dict[str, int]:
+    """Return the layers of a model in order: by name the position of the first operation.
 
     `elements`: the names of the modules in lists of modules; `forbidden`: positions before which it must not
     be cut; `root`: the class of the model, as the name of what is in no module.
@@ -59,13 +50,13 @@ def group(
         if between := [p for p in range(end, start + 1) if p not in forbidden]:
             cuts.append(min(between, key=lambda p: (*_sent(items, p, since=max(cuts, default=0)), -p)))
     cuts = _joined(items, [cut for cut in cuts if not tree.inside_a_block(cut)])
-    groups: list[Group] = []
+    starts: dict[str, int] = {}
     taken: Counter[str] = Counter()
     for start, end in pairwise([0, *cuts, len(items)]):
         name = tree.name(start, end) or root
         taken[name] += 1
-        groups.append(Group(name if taken[name] == 1 else f"{name}#{taken[name]}", start, end))
-    return groups
+        starts[name if taken[name] == 1 else f"{name}#{taken[name]}"] = start
+    return starts
 
 
 def module_of(call: str) -> str:

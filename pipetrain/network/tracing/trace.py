@@ -13,10 +13,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.tracing.dataflow import Dataflow
-from pipetrain.network.tracing.exporting import device_of, exported
+from pipetrain.network.tracing.exporting import Held, Operations, calls_of, device_of, operations_of, place_of
 from pipetrain.network.tracing.grouping import Item, group, module_of
 from pipetrain.network.tracing.proving import MOST_WORK, prove, try_alone
-from pipetrain.network.tracing.reading import Held, Operations, calls_of, place_of, read
 from pipetrain.network.tracing.traced import Traced
 from pipetrain.network.values import ValueSpec
 
@@ -29,7 +28,9 @@ def trace(model: nn.Module, example: ValueSpec, autocast: bool = False) -> Trace
     ConfigError with the place and a way out for a model that cannot be traced or cut.
     """
     work = try_alone(model, example)
-    trained, evaluated = (_in_mode(model, example, training, autocast) for training in (True, False))
+    trained, evaluated = (
+        Dataflow(operations_of(model, example, training, autocast)) for training in (True, False)
+    )
     _refuse_outputs(trained.operations, evaluated.operations)
     there = _places(trained, evaluated)
     elsewhere = evaluated.forbidden()
@@ -43,21 +44,13 @@ def trace(model: nn.Module, example: ValueSpec, autocast: bool = False) -> Trace
         for node, both in zip(trained.items, in_both, strict=True)
     ]
     called = {module_of(call) for item in items for call in item.calls}
-    groups = group(items, _elements(model) & called, forbidden, type(model).__name__)
-    cuts = [each.start for each in groups[1:]]
+    starts = group(items, _elements(model) & called, forbidden, type(model).__name__)
+    _, *cuts = starts.values()
     modes = {True: (trained, cuts), False: (evaluated, [there[cut] for cut in cuts])}
-    network = Traced(model, modes, groups)
+    network = Traced(model, modes, list(starts))
     if work <= MOST_WORK and device_of(model).type != "meta":
         prove(network, example, autocast)
     return network
-
-
-def _in_mode(model: nn.Module, example: ValueSpec, training: bool, autocast: bool) -> Dataflow:
-    program = exported(model, example, training, autocast)
-    names = example.names
-    spec: Any = program.call_spec.in_spec
-    order = range(len(example.specs)) if names is None else map(names.index, spec.child(1).context)
-    return Dataflow(read(program, model, list(order)))
 
 
 def _refuse_outputs(training: Operations, evaluation: Operations) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from pipetrain.network.tracing.grouping import Group, Item, group
+import pytest
 
-PLAIN: set[str] = set()  # elements of lists
+from pipetrain.network.tracing.grouping import Item, group
 
 
 def item(path: str, *uses: int, nbytes: int = 10, works: bool = True) -> Item:
@@ -16,77 +16,80 @@ def item(path: str, *uses: int, nbytes: int = 10, works: bool = True) -> Item:
     return Item(tuple(names), uses, nbytes, works)
 
 
-def named(groups: Sequence[Group]) -> list[tuple[str, int, int]]:
-    return [(g.name, g.start, g.end) for g in groups]
+def layers(items: Sequence[Item], elements: Collection[str] = (), forbidden: Collection[int] = ()) -> str:
+    """The layers, each with its first operation. `elements`: of lists."""
+    return " ".join(f"{name}:{start}" for name, start in group(items, elements, forbidden, "Model").items())
 
 
-def test_children_of_the_model_are_layers():
-    items = [item("a", 1), item("b", 2), item("c", 3)]
-    assert named(group(items, PLAIN, (), "Model")) == [("a", 0, 1), ("b", 1, 2), ("c", 2, 3)]
-
-
-def test_a_residual_sum_and_what_follows_in_line_join_what_comes_before():
-    items = [item("a", 1, 2), item("b", 2), item("", 3), item("", 4), item("c", 5)]
+AROUND_A_SUM = [item("a", 1), item("", 2), item("b", 3), item("c", 4)]
+WRAPPED = [
+    item("net.stem", 1),
+    item("net.blocks.0.x", 2),
+    item("net.blocks.0.y", 3),
+    item("net.blocks.1.x", 4),
+    item("net.blocks.1.y", 5),
+    item("head", 6),
+]
+WIDE_INSIDE = [
+    item("stem", 1, 4),
+    item("blocks.0.f.0", 2, 4),
+    item("blocks.0.f.1", 3),
+    item("blocks.0.f.2", 4),
+    item("blocks.0", 5),
+    item("blocks.1.f.0", 6),
+    item("blocks.1.f.1", 7),
+    item("head", 8),
+]
+CASES: dict[str, tuple[list[Item], str]] = {
+    "children of the model": ([item("a", 1), item("b", 2), item("c", 3)], "a:0 b:1 c:2"),
     # Behind b two values are alive, behind the sum (2) and what follows it (3) one.
-    assert named(group(items, PLAIN, (), "Model")) == [("a", 0, 1), ("b", 1, 4), ("c", 4, 5)]
-
-
-def test_a_skip_is_joined_behind_the_cut():
-    items = [item("a", 1, 2), item("b", 2), item("", 3, nbytes=20), item("c", 4)]
+    "a residual sum and what follows in line join what comes before": (
+        [item("a", 1, 2), item("b", 2), item("", 3), item("", 4), item("c", 5)],
+        "a:0 b:1 c:4",
+    ),
     # The sum of both in bytes is alive before and behind the join (2); only before it half of it is b's.
-    assert named(group(items, PLAIN, (), "Model")) == [("a", 0, 1), ("b", 1, 2), ("c", 2, 4)]
+    "a skip is joined behind the cut": (
+        [item("a", 1, 2), item("b", 2), item("", 3, nbytes=20), item("c", 4)],
+        "a:0 b:1 c:2",
+    ),
+    "the smaller side of a pooling crosses": (
+        [item("a", 1), item("", 2, nbytes=2), item("", 3, nbytes=8), item("b", 4)],
+        "a:0 b:2",
+    ),
+    "an idle layer joins the neighbour to which more is sent": (
+        [item("a", 1), item("pool", 2, nbytes=2, works=False), item("b", 3)],
+        "a:0 b:2",
+    ),
+    "or the one behind it": (
+        [item("a", 1, nbytes=2), item("up", 2, works=False), item("b", 3)],
+        "a:0 b:1",
+    ),
+    "a module that is called twice has two names": (
+        [item("a", 1), item("b", 2), Item(("a@1",), (3,))],
+        "a:0 b:1 a#2:2",
+    ),
+    "a model without modules is one layer": ([item("", 1), item("", 2)], "Model:0"),
+}
 
 
-def test_the_smaller_side_of_a_pooling_crosses():
-    items = [item("a", 1), item("", 2, nbytes=2), item("", 3, nbytes=8), item("b", 4)]
-    assert named(group(items, PLAIN, (), "Model")) == [("a", 0, 2), ("b", 2, 4)]
+@pytest.mark.parametrize("name", CASES)
+def test_where_a_layer_begins(name):
+    items, wanted = CASES[name]
+    assert layers(items) == wanted
 
 
 def test_no_cut_where_it_is_forbidden():
-    items = [item("a", 1), item("", 2), item("b", 3), item("c", 4)]
-    assert named(group(items, PLAIN, {1, 2}, "Model")) == [("a", 0, 3), ("c", 3, 4)]
-    assert named(group(items, PLAIN, {1, 2, 3}, "Model")) == [("a", 0, 4)]
+    assert layers(AROUND_A_SUM, forbidden={1, 2}) == "a:0 c:3"
+    assert layers(AROUND_A_SUM, forbidden={1, 2, 3}) == "a:0"
 
 
 def test_a_wrapper_and_a_module_with_a_list_are_divided():
-    inside = [
-        item("net.stem", 1),
-        item("net.blocks.0.x", 2),
-        item("net.blocks.0.y", 3),
-        item("net.blocks.1.x", 4),
-    ]
-    items = [*inside, item("net.blocks.1.y", 5), item("head", 6)]
-    modules = {"net.blocks.0", "net.blocks.1"}
-    cut = [("net.stem", 0, 1), ("net.blocks.0", 1, 3), ("net.blocks.1", 3, 5), ("head", 5, 6)]
-    assert named(group(items, modules, (), "Model")) == cut
+    blocks = {"net.blocks.0", "net.blocks.1"}
+    assert layers(WRAPPED, blocks) == "net.stem:0 net.blocks.0:1 net.blocks.1:3 head:5"
     # Without a list, net is divided because it holds most operations, and then what holds a third of all.
-    assert next(g.name for g in group(items, PLAIN, (), "Model")) == "net.stem"
+    assert layers(WRAPPED).startswith("net.stem:0 ")
 
 
 def test_a_block_in_which_more_travels_than_at_its_ends_stays_whole():
-    block = [
-        item("blocks.0.f.0", 2, 4),
-        item("blocks.0.f.1", 3),
-        item("blocks.0.f.2", 4),
-        item("blocks.0", 5),
-    ]
-    items = [item("stem", 1, 4), *block, item("blocks.1.f.0", 6), item("blocks.1.f.1", 7), item("head", 8)]
-    modules = {"blocks.0", "blocks.1", *(f"blocks.{i}.f.{j}" for i in range(2) for j in range(3))}
-    names = [g.name for g in group(items, modules, (), "Model")]
-    assert names == ["stem", "blocks.0", "blocks.1.f.0", "blocks.1.f.1", "head"]
-
-
-def test_idle_layers_join_the_neighbour_to_which_more_is_sent():
-    items = [item("a", 1), item("pool", 2, nbytes=2, works=False), item("b", 3)]
-    assert named(group(items, PLAIN, (), "Model")) == [("a", 0, 2), ("b", 2, 3)]
-    items = [item("a", 1, nbytes=2), item("up", 2, works=False), item("b", 3)]
-    assert named(group(items, PLAIN, (), "Model")) == [("a", 0, 1), ("b", 1, 3)]
-
-
-def test_a_module_that_is_called_twice_has_two_names():
-    items = [item("a", 1), item("b", 2), Item(("a@1",), (3,))]
-    assert [g.name for g in group(items, PLAIN, (), "Model")] == ["a", "b", "a#2"]
-
-
-def test_a_model_without_modules_is_one_layer():
-    assert named(group([item("", 1), item("", 2)], PLAIN, (), "Model")) == [("Model", 0, 2)]
+    elements = {"blocks.0", "blocks.1", *(f"blocks.{i}.f.{j}" for i in range(2) for j in range(3))}
+    assert layers(WIDE_INSIDE, elements) == "stem:0 blocks.0:1 blocks.1.f.0:5 blocks.1.f.1:6 head:7"
