@@ -126,16 +126,3 @@ def edges(program: Program, routes: Sequence[Edge] | None = None) -> list[Edge]:
         if any(lowering.apart(source, to, mb) for mb in range(lowering.cycle))
         for edge in ([(source, to), (to, source)] if backward else [(source, to)])
     ]
-
-
-def replicated(program: Program, replicas: Sequence[int]) -> Program:
-    """Spread each stage of a compute-only program with one stage per rank over `replicas[stage]` ranks.
-
-    Microbatch k runs on replica k % replicas; every replica makes each update, from a gradient that REDUCE
-    sums over all of them.
-    """
-    return [
-        [action for action in actions if action.op is Op.STEP or action.mb % count == index]
-        for actions, count in zip(program, replicas, strict=True)
-        for index in range(count)
-    ]

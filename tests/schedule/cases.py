@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from pipetrain.schedule.actions import Program, Schedule, ScheduleError, ranks_of
+from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, ranks_of
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.theory import Theory, theory
@@ -32,6 +32,9 @@ class Case:
     def virtual(self) -> int:
         """The stages of each rank."""
         return len(ranks_of(self.schedule(2, 1, 2))) // 2
+
+    def __str__(self) -> str:
+        return self.name
 
     def theory(self, ranks: int, batches: int, microbatches: int) -> Theory | None:
         return theory(self.name, ranks, batches, microbatches, self.virtual)
@@ -61,3 +64,16 @@ def accepted(
         program = lower(made)
         check(program, *size[1:])
         yield size, program
+
+
+def replicated(program: Program, replicas: Sequence[int]) -> Program:
+    """Spread each stage of a compute-only program with one stage per rank over `replicas[stage]` ranks.
+
+    Microbatch k runs on replica k % replicas; every replica makes each update, from a gradient that REDUCE
+    sums over all of them.
+    """
+    return [
+        [action for action in actions if action.op is Op.STEP or action.mb % count == index]
+        for actions, count in zip(program, replicas, strict=True)
+        for index in range(count)
+    ]

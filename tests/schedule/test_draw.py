@@ -9,18 +9,16 @@ from typing import Any
 
 import pytest
 
-from pipetrain.schedule.actions import Action, Op, ScheduleError, parse_program
+from pipetrain.schedule.actions import Action, Op, Program, ScheduleError
 from pipetrain.schedule.draw import as_text
 from pipetrain.schedule.figure import as_figure, as_png
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.memory import Items, over_time
-from pipetrain.schedule.programs import forward_only, gpipe, interleaved_1f1b, one_f_one_b, pipedream, zbv
+from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream, zbv
 from pipetrain.schedule.simulate import Cost, simulate, unit_cost
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import joined, with_norms
 from tests.schedule.cases import CASES, NAMES, Case, accepted
-
-SPLIT = "0F0@0 0F1@0 0I0@0 0W0@0 0I1@0 0W1@0 0STEP@1\n1F0@0 1I0@0 1F1@0 1I1@0 1W0@0 1W1@0 1STEP@1"
 
 
 def slowed(by: float, stages: tuple[int, ...] = (0, 1), factor: float = 1.0) -> Cost:
@@ -31,7 +29,7 @@ def first_slow(action: Action) -> float:
     return 1e-6 if action == Action(0, Op.F, 0, 0) else unit_cost(action)
 
 
-def run(program: list, microbatches: int, cost: Cost = unit_cost) -> Timeline:
+def run(program: Program, microbatches: int, cost: Cost = unit_cost) -> Timeline:
     return simulate(lower(program), microbatches, cost=cost)
 
 
@@ -43,17 +41,7 @@ rank 1  .  F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---|.  .
 rank 2  .  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3---|.  .  .  .
 rank 3  .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3---|.  .  .  .  .  .
 """: (run(one_f_one_b(4, 1, 4), 4), {}),
-    """several stages on some rank:
-2 ranks, makespan 5, bubble 40.0%
-rank 0  0F0 0F1 .   .   .
-rank 1  .   1F0 1F1 2F0 2F1
-""": (run(forward_only([0, 1, 1], 2), 2), {}),
-    """halves of a backward:
-2 ranks, makespan 7, bubble 14.3%
-rank 0  F0 F1 .  I0 W0 I1 W1|
-rank 1  .  F0 I0 F1 I1 W0 W1|
-""": (run(parse_program(SPLIT), 2), {}),
-    """a V:
+    """a V, with halves of backwards:
 2 ranks, makespan 19, bubble 5.3%
 rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0B0---- 3F2 3I2 3W2|0B1---- 0B2----|.
 rank 1  .   1F0 2F0 1F1 2F1 2B0---- 1F2 1I0 1W0 2F2 2B1---- 1I1 2I2 1I2 1W1 2W2|1W2|
@@ -91,13 +79,14 @@ def test_as_text(picture: str) -> None:
     assert as_text(timeline, **options) == picture.partition(":\n")[2]
 
 
-@pytest.mark.parametrize("width", [20, 41, 173])
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_text_never_leaves_its_width(case: Case, width: int) -> None:
-    for size, program in accepted(case, [(1, 1, 1), (3, 2, 3), (4, 3, 12)]):
-        rows = as_text(simulate(program, size[2]), width).splitlines()[1:]
-        assert len(rows) in [n * size[0] + n - 1 for n in (1, 2)]
-        assert max(map(len, rows)) <= width
+def test_text_never_leaves_its_width(case: Case) -> None:
+    for size, program in accepted(case, [(1, 1, 1), (3, 2, 3)]):
+        run = simulate(program, size[2])
+        for width in (20, 41, 173):
+            rows = as_text(run, width).splitlines()[1:]
+            assert len(rows) in [n * size[0] + n - 1 for n in (1, 2)]
+            assert max(map(len, rows)) <= width
 
 
 def test_actions_of_next_to_no_time_do_not_blow_up_the_drawing() -> None:
@@ -130,27 +119,25 @@ def test_a_figure_shows_every_microbatch_its_legend_and_the_bubble(
 
 
 def test_a_figure_names_the_stages_of_a_rank_and_the_halves_of_a_backward(tmp_path: Path) -> None:
-    as_figure(run(interleaved_1f1b(2, 1, 2), 2), tmp_path / "a.svg")
-    assert {"stages 0, 2", "stages 1, 3"} <= set(texts(tmp_path / "a.svg"))
-    as_figure(run(parse_program("0F0@0 0I0@0 0W0@0 0STEP@1"), 1), tmp_path / "b.svg")
-    seen = set(texts(tmp_path / "b.svg"))
-    assert {"input gradient", "weight gradient"} <= seen
+    as_figure(run(zbv(2, 1, 2), 2), tmp_path / "a.svg")
+    seen = set(texts(tmp_path / "a.svg"))
+    assert {"stages 0, 3", "stages 1, 2", "input gradient", "weight gradient"} <= seen
     assert "backward" not in seen
 
 
 def test_of_a_long_figure_the_first_cells_are_drawn(tmp_path: Path) -> None:
-    as_figure(run(pipedream(2, 500, 4), 4), tmp_path / "long.svg")
+    as_figure(run(pipedream(2, 50, 4), 4), tmp_path / "long.svg")
     seen = texts(tmp_path / "long.svg")
-    assert "0 to 64 of 6003 cells" in " ".join(seen)
+    assert "0 to 64 of 603 cells" in " ".join(seen)
     assert "20" in seen
-    assert not {"23", "1999"} & set(seen)
+    assert not {"23", "199"} & set(seen)
     width = re.search(r'width="([\d.]+)pt"', (tmp_path / "long.svg").read_text())
     assert width
     assert float(width[1]) < 1300
 
 
 def test_a_png_can_be_had_without_a_file_and_another_suffix_is_refused(tmp_path: Path) -> None:
-    timeline = run(gpipe(2, 1, 2), 2)
+    timeline = run(gpipe(2, 1, 1), 1)
     as_figure(timeline, str(tmp_path / "gpipe.PNG"))
     assert as_png(timeline) == (tmp_path / "gpipe.PNG").read_bytes()
     assert as_png(timeline).startswith(b"\x89PNG")

@@ -17,9 +17,7 @@ def test_a_program_of_one_batch_serves_any_number_of_them():
     assert FixedProgram("mine.txt", three)(2, 3, 4) == three
 
 
-@pytest.mark.parametrize("size", [(3, 3, 4), (2, 2, 4), (2, 6, 4), (2, 3, 2)])
-def test_a_program_of_another_size_is_refused(size):
-    with pytest.raises(
-        ScheduleError, match=r"mine.txt is of 2 ranks, 3 batches and 12 .* set microbatches=4"
-    ):
-        FixedProgram("mine.txt", one_f_one_b(2, 3, 4))(*size)
+def test_a_program_of_another_size_is_refused():
+    for size in [(3, 3, 4), (2, 2, 4), (2, 6, 4), (2, 3, 2)]:
+        with pytest.raises(ScheduleError, match=r"mine.txt is of 2 ranks, 3 batches and 12 .*=4"):
+            FixedProgram("mine.txt", one_f_one_b(2, 3, 4))(*size)

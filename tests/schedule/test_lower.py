@@ -2,16 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from pipetrain.schedule.actions import (
-    COMMUNICATION,
-    Op,
-    Program,
-    ScheduleError,
-    parse_program,
-)
-from pipetrain.schedule.lower import compute_only, edges, lower, replicated
-from pipetrain.schedule.programs import forward_only, gpipe, interleaved_1f1b, one_f_one_b
-from tests.schedule.cases import CASES, NAMES, Case, accepted
+from pipetrain.schedule.actions import COMMUNICATION, RECEIVES, SENDS, Program, ScheduleError, parse_program
+from pipetrain.schedule.lower import compute_only, edges, lower
+from pipetrain.schedule.programs import forward_only, gpipe, one_f_one_b
+from tests.schedule.cases import CASES, NAMES, Case, accepted, replicated
 
 SPLIT = parse_program("0F0@0 0I0@0 0W0@0 0STEP@1\n1F0@0 1I0@0 1W0@0 1STEP@1")
 PICTURES: dict[str, Program] = {
@@ -45,23 +39,14 @@ def test_a_lowered_program(picture: str) -> None:
     assert parse_program(picture.partition(":")[2]) == PICTURES[picture]
 
 
-@pytest.mark.parametrize("word", ["0SEND_F0", "0RECV_B0", "0REDUCE@1"])
-def test_a_program_that_communicates_already_is_refused(word: str) -> None:
-    with pytest.raises(
-        ScheduleError, match=f"rank 0 has {word}: a schedule gives F, B, I, W, R and STEP alone"
-    ):
-        lower(parse_program(f"0F0@0 {word} 0B0@0 0STEP@1"))
+def test_a_program_that_communicates_already_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="rank 0 has 0RECV_B0: a schedule gives F, B, I, W, R and STEP"):
+        lower(parse_program("0F0@0 0RECV_B0 0B0@0 0STEP@1"))
 
 
-def test_edges_come_in_one_order_forward_then_backward() -> None:
-    assert edges(gpipe(3, 1, 2)) == [(0, 1), (1, 0), (1, 2), (2, 1)]
-    assert edges(lower(gpipe(3, 1, 2))) == edges(gpipe(3, 1, 2))
-    assert edges(interleaved_1f1b(2, 1, 2)) == [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
-
-
-def test_only_boundaries_between_ranks_are_edges_and_evaluation_has_no_way_back() -> None:
+def test_edges_between_ranks_come_in_one_order_and_an_evaluation_has_no_way_back() -> None:
+    assert edges(lower(gpipe(3, 1, 2))) == edges(gpipe(3, 1, 2)) == [(0, 1), (1, 0), (1, 2), (2, 1)]
     assert edges(forward_only([0, 0, 1, 1, 2], 2)) == [(1, 2), (3, 4)]
-    assert edges(interleaved_1f1b(1, 1, 1, virtual=4)) == []
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
@@ -73,19 +58,15 @@ def test_lowering_adds_and_compute_only_takes_away_the_same(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_both_ends_of_an_edge_speak_of_the_same_microbatches_in_the_same_order(case: Case) -> None:
-    for _, program in accepted(case, [(2, 2, 2), (3, 2, 5), (4, 3, 4)]):
-        order = {
-            (stage, op): [a.mb for actions in program for a in actions if (a.stage, a.op) == (stage, op)]
-            for stage in range(max(a.stage for actions in program for a in actions) + 1)
-            for op in COMMUNICATION
-        }
-        for source, target in edges(program):
-            send, recv = (Op.SEND_F, Op.RECV_F) if source < target else (Op.SEND_B, Op.RECV_B)
-            assert order[source, send] == order[target, recv] != []
+    for _, program in accepted(case, [(2, 2, 2), (3, 2, 5)]):
+        every = [action for actions in program for action in actions]
+        for edge in edges(program):
+            sent = [a.mb for a in every if a.op in SENDS and a.edge == edge]
+            assert sent == [a.mb for a in every if a.op in RECEIVES and a.edge == edge] != []
 
 
 def test_a_route_leads_to_a_later_stage() -> None:
-    for route in [(1, 0), (1, 1), (1, 3), (-1, 1)]:
+    for route in [(1, 1), (1, 3), (-1, 1)]:
         with pytest.raises(ScheduleError, match=r"route .* must lead from a stage to a later one, of 3"):
             lower(one_f_one_b(3, 1, 1), [route])
 

@@ -26,11 +26,10 @@ def random_times(seed: int, ranks: int) -> WorkTimes:
     return WorkTimes.of(Costs(seconds), v_placement(ranks))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("ranks", range(1, 5))
 @pytest.mark.parametrize("hop", [0.0, 0.25])
-def test_no_two_works_of_a_rank_overlap_and_none_comes_before_its_input(seed: int, hop: float) -> None:
-    ranks = 1 + seed % 5
-    where, times = v_placement(ranks), random_times(seed, ranks)
+def test_no_two_works_of_a_rank_overlap_and_none_comes_before_its_input(ranks: int, hop: float) -> None:
+    where, times = v_placement(ranks), random_times(ranks, ranks)
     found = offsets(where, times, hop)
     start = {node: at / found.period for node, at in found.start.items()}
     period = max(times.busy(where))
@@ -54,7 +53,7 @@ def test_no_two_works_of_a_rank_overlap_and_none_comes_before_its_input(seed: in
 
 def test_equal_times_give_the_offsets_of_v_min() -> None:
     """Qi et al. 2024: in slots, F_a at r, F_b at 2S-1-r, I_b at 2S+r, and I_a, but of stage 0, at 4S-1-r."""
-    for ranks in (2, 4, 5, 7, 8):
+    for ranks in (2, 4, 5):
         found = offsets(v_placement(ranks), WorkTimes.of(unit_cost, v_placement(ranks)))
         for r in range(ranks):
             b = 2 * ranks - 1 - r
@@ -72,15 +71,12 @@ def test_fewer_microbatches_come_in_the_same_order() -> None:
         assert few == [work for work in many if work[2] < 5]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_stages_without_weights_have_works_of_no_length(seed: int) -> None:
+def test_stages_without_weights_have_works_of_no_length() -> None:
     """Such as an activation alone in a stage: its W takes no time, and may begin inside of another work."""
-    draw = Random(seed)
     seconds: dict[Kind, float] = {}
-    for s in range(12):
-        size = 1.0 if s % 2 else draw.choice((0.0, 1e-9, 1e-3))
+    for s, size in enumerate((0.0, 1.0, 1e-9, 1.0, 1e-3, 1.0, 0.0, 1.0)):
         seconds |= {(s, Op.F): size, (s, Op.I): 1.1 * size, (s, Op.W): s % 2}
-    times = WorkTimes.of(Costs(seconds), v_placement(6))
+    times = WorkTimes.of(Costs(seconds), v_placement(4))
     for hop in (0.0, 0.125, 0.25):
-        orders = offsets(v_placement(6), times, hop).orders(v_placement(6), 5)
+        orders = offsets(v_placement(4), times, hop).orders(v_placement(4), 5)
         check(lower([versioned(order, 1, newest) for order in orders]), 5, 1)

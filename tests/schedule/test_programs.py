@@ -28,7 +28,7 @@ from pipetrain.schedule.programs import (
 )
 from pipetrain.schedule.simulate import simulate
 from tests.schedule import golden
-from tests.schedule.cases import CASES, NAMES, Case
+from tests.schedule.cases import CASES, NAMES
 
 PICTURES: dict[str, Program] = {
     """layer_dist has one microbatch in flight:
@@ -84,27 +84,12 @@ def test_a_program(picture: str) -> None:
     assert parse_program(picture.partition(":")[2]) == PICTURES[picture]
 
 
-def test_interleaved_leaves_out_what_its_last_group_lacks() -> None:
-    whole, short = interleaved_1f1b(4, 1, 8), interleaved_1f1b(4, 1, 6)
-    for all_eight, six in zip(whole, short, strict=True):
-        first_six = [a for a in all_eight if a.op in (Op.F, Op.B) and a.mb < 6]
-        assert [a for a in six if a.op is not Op.STEP] == first_six
-
-
-@pytest.mark.parametrize("size", [(2, 2, 3), (4, 1, 8), (1, 3, 2)])
-def test_interleaved_with_one_stage_a_rank_is_1f1b(size: tuple[int, int, int]) -> None:
-    assert interleaved_1f1b(*size, virtual=1) == one_f_one_b(*size)
-
-
-def test_pipedream_reads_as_oneflows_ring_of_four_versions_does() -> None:
-    """Stage 0 of 4 holds 4 versions; step t reads the weights after max(0, t - 3) updates."""
-    first = pipedream(4, 7, 1)[0]
-    assert [a.version for a in first if a.op is Op.F] == [0, 0, 0, 0, 1, 2, 3]
-    assert simulate(lower(pipedream(4, 7, 1)), 1).versions[0] == 4
+def test_interleaved_with_one_stage_a_rank_is_1f1b() -> None:
+    assert interleaved_1f1b(4, 1, 8, virtual=1) == one_f_one_b(4, 1, 8)
 
 
 @pytest.mark.parametrize("schedule", [zb_h1, zb_h2, zbv, v_half, v_min, AsynchronousV(), ZeroBubbleAuto()])
-@pytest.mark.parametrize("size", [(1, 2, 3), (3, 2, 4), (6, 1, 8)])
+@pytest.mark.parametrize("size", [(1, 2, 3), (3, 2, 4)])
 def test_the_first_stage_does_both_halves_at_once_and_a_v_comes_back_to_its_rank(
     schedule: Schedule, size: tuple[int, int, int]
 ) -> None:
@@ -131,12 +116,10 @@ def test_four_batches_on_four_ranks_take_as_many_slots_as_the_papers_say(
     assert [run.makespan / case.virtual for run, case in zip(runs, cases, strict=True)] == [*slots.values()]
 
 
-@pytest.mark.parametrize("places", [[0], [0, 0, 0], [0, 1, 0, 1, 0], [0, 1, 2, 2, 1, 0], [2, 0, 1, 0, 2]])
-@pytest.mark.parametrize("microbatches", [1, 2, 5, 9])
-def test_forward_only_ends_on_any_placement(places: list[int], microbatches: int) -> None:
-    for buffer_size in (1, 2):
-        program = lower(forward_only(places, microbatches))
-        result = simulate(program, microbatches, buffer_size=buffer_size)
+@pytest.mark.parametrize("places", [[0, 0, 0], [0, 1, 0, 1, 0], [0, 1, 2, 2, 1, 0], [2, 0, 1, 0, 2]])
+def test_forward_only_ends_on_any_placement(places: list[int]) -> None:
+    for microbatches in (1, 2, 9):
+        result = simulate(lower(forward_only(places, microbatches)), microbatches, buffer_size=1)
         assert sum(result.busy) == len(places) * microbatches
         assert set(result.staleness) == set(result.activations) == {0}
 
@@ -146,28 +129,13 @@ def test_forward_only_ends_on_any_placement(places: list[int], microbatches: int
     [
         (partial(pipedream_2bw, 4, 3, 2), "needs microbatches >= stages; got microbatches=2, stages=4"),
         (partial(interleaved_1f1b, 2, 1, 2, virtual=0), "needs virtual >= 1; got virtual=0"),
-        (partial(forward_only, [], 1), "needs stages >= 1"),
         (partial(forward_only, [0, 2], 1), "placement must use ranks"),
-        (partial(forward_only, [-1, 0], 1), "placement must use ranks"),
-        *(
-            (partial(case.schedule, *size), f"needs {name} >= 1; got {name}=0")
-            for case in CASES
-            for size, name in {(0, 1, 1): "ranks", (2, 0, 2): "batches", (2, 1, 0): "microbatches"}.items()
-        ),
+        *((partial(case.schedule, 2, 1, 0), "needs microbatches >= 1; got microbatches=0") for case in CASES),
     ],
 )
 def test_what_cannot_be_made_is_refused(make: partial[Program], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         make()
-
-
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_every_schedule_works_as_its_yaml_sets_it(case: Case) -> None:
-    """Four ranks with the file's own microbatches, in the file's own window (or a longer one)."""
-    batches, microbatches = case.config.window or 5, case.config.microbatches
-    program = case.schedule(4, batches, microbatches)
-    forwards = [a for actions in program for a in actions if a.op is Op.F]
-    assert {a.mb for a in forwards} == set(range(batches * microbatches))
 
 
 @pytest.mark.parametrize("path", sorted(golden.FOLDER.glob("*.txt")), ids=lambda path: path.stem)

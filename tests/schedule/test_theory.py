@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
+from itertools import chain, product
 
 import pytest
 from hypothesis import given, settings
@@ -20,44 +20,38 @@ pytestmark = pytest.mark.slow
 
 
 def assert_as_the_theory_says(program: Program, microbatches: int, expected: Theory | None) -> None:
-    """At both bounds: with equal stages and free messages a single buffer already costs no time."""
-    for buffer_size in (1, 2):
-        result = simulate(program, microbatches, buffer_size=buffer_size)
-        if expected is not None:
-            assert result.activations == expected.activations
-            assert result.versions == expected.versions
-            assert result.staleness == expected.staleness
-            assert expected.bubble is None or result.bubble == pytest.approx(expected.bubble, abs=1e-12)
+    """With equal stages and free messages a single buffer already costs no time."""
+    result = simulate(program, microbatches, buffer_size=1)
+    if expected is not None:
+        assert result.activations == expected.activations
+        assert result.versions == expected.versions
+        assert result.staleness == expected.staleness
+        assert expected.bubble is None or result.bubble == pytest.approx(expected.bubble, abs=1e-12)
 
 
 def sizes(ranks: int) -> Iterator[tuple[int, int, int]]:
     """Small batches, those about as large as the pipeline is long, and large ones."""
-    yield from ((ranks, batches, m) for batches in (1, 3) for m in (1, 2, 3, 5, 8, 9, 24))
-    yield from ((ranks, 6, m) for m in (1, 3))
+    yield from ((ranks, batches, m) for batches in (1, 3) for m in (1, 2, 3, 5, 9))
 
 
-@pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_every_program_is_sound_and_as_the_theory_says(case: Case, ranks: int) -> None:
-    tried = sizes(ranks)
-    if case.name == "zb_auto":  # which no formula describes, and which takes longest to make
-        tried = islice(tried, ranks % 5, None, 5)
-    for size, program in accepted(case, tried):
+def test_every_program_is_sound_and_as_the_theory_says(case: Case) -> None:
+    ranks = (3,) if case.name == "zb_auto" else range(1, 6)  # no formula describes it, and it takes longest
+    for size, program in accepted(case, chain.from_iterable(map(sizes, ranks))):
         assert_as_the_theory_says(program, size[2], case.theory(*size))
 
 
-@pytest.mark.parametrize("virtual", [1, 3, 4])
-@pytest.mark.parametrize("ranks", range(1, 9))
-def test_interleaved_with_other_numbers_of_stages_a_rank(ranks: int, virtual: int) -> None:
-    for batches, m in [(1, 1), (1, 2), (1, 3), (1, 5), (2, 7), (1, 8), (1, 12), (1, 23), (1, 24)]:
+@pytest.mark.parametrize("virtual", [1, 3])
+def test_interleaved_with_other_numbers_of_stages_a_rank(virtual: int) -> None:
+    for ranks, (batches, m) in product((1, 2, 4, 5), [(1, 1), (1, 3), (1, 5), (2, 7), (1, 12)]):
         program = sound(partial(interleaved_1f1b, virtual=virtual), ranks, batches, m)
         assert_as_the_theory_says(program, m, theory("interleaved_1f1b", ranks, batches, m, virtual))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     case=st.sampled_from(CASES),
-    size=st.tuples(st.integers(1, 8), st.integers(1, 6), st.integers(1, 24)),
+    size=st.tuples(st.integers(1, 8), st.integers(1, 4), st.integers(1, 20)),
 )
 def test_any_size_is_sound_and_as_the_theory_says(case: Case, size: tuple[int, int, int]) -> None:
     for _, program in accepted(case, [size]):
@@ -92,7 +86,7 @@ def test_where_no_formula_is_known() -> None:
     assert theory("mine", 4, 1, 8) is None
 
 
-@pytest.mark.parametrize("ranks", range(2, 9))
+@pytest.mark.parametrize("ranks", range(2, 7))
 def test_the_memory_of_a_rank(ranks: int) -> None:
     """In microbatches of its part of the model: a stage of a V is half of it."""
     for name, held in {"zbv": ranks, "v_half": ranks // 2 + 1, "v_min": (ranks + 4) // 3}.items():

@@ -18,7 +18,6 @@ from pipetrain.schedule.programs import (
     v_min,
     zb_h1,
     zb_h2,
-    zbv,
 )
 from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.schedule.timeline import Costs
@@ -83,17 +82,14 @@ def test_a_flush_schedule_waits_for_nothing_that_it_would_not_wait_for_anyway(
 def test_what_is_held_and_read_stays_the_same(case: Case) -> None:
     """Except where a stage steps before others of its rank have their gradients: there updates block."""
     program = case.schedule(3, 4, 4)
-    plain = simulate(lower(program), 4)
+    plain, clipped_too = simulate(lower(program), 4), clipped(program)
     if case.virtual > 1 and any(plain.staleness):
         with pytest.raises(Deadlock, match="waits for the norm of stage"):
-            simulate(lower(with_norms(program)), 4)
+            simulate(clipped_too, 4)
         return
-    run = simulate(lower(with_norms(program)), 4)
-    assert (run.activations, run.versions, run.staleness) == (
-        plain.activations,
-        plain.versions,
-        plain.staleness,
-    )
+    run = simulate(clipped_too, 4)
+    for name in ("activations", "versions", "staleness"):
+        assert getattr(run, name) == getattr(plain, name)
 
 
 def test_a_norm_that_travels_holds_up_every_step() -> None:
@@ -142,15 +138,11 @@ def test_halves_between_which_nothing_is_sent_are_joined() -> None:
     # With a skip from stage 0 straight to stage 2, whose gradient goes to another rank.
     assert joined(program, [(0, 1), (0, 2), (1, 2), (2, 3)])[1] == program[1]
     assert joined(program, [(0, 1), (1, 2), (0, 3)])[0][2] == parse_program("3B0@0")[0][0]
+    apart = parse_program("0F0@0 0F1@0 0I0@0 0I1@0 0W0@0 0W1@0 0STEP@1")
+    assert joined(apart) == apart  # halves of other microbatches
 
 
-def test_halves_of_other_microbatches_stay_apart() -> None:
-    program = parse_program("0F0@0 0F1@0 0I0@0 0I1@0 0W0@0 0W1@0 0STEP@1")
-    assert joined(program) == program
-    assert joined(one_f_one_b(3, 2, 4)) == one_f_one_b(3, 2, 4)
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(
     st.sampled_from(CASES), sizes, st.integers(1, 2), st.sampled_from([(1.0, 1.0), (1.2, 0.8), (0.8, 1.2)])
 )
@@ -170,8 +162,7 @@ def test_joining_halves_changes_no_time_and_nothing_that_is_held(case, size, buf
 def test_clipping_over_the_model_takes_what_a_window_of_several_batches_gains() -> None:
     """A step that waits for all stages cannot come before the drain."""
     taken = {}
-    for schedule, stages in ((zb_h1, 1), (zb_h2, 1), (zbv, 2)):
+    for schedule in (zb_h1, zb_h2):
         program = schedule(4, 4, 8)
-        runs = (simulate(lower(made), 8) for made in (program, with_norms(program)))
-        taken[schedule.__name__] = [run.makespan / stages for run in runs]
-    assert taken == {"zb_h1": [108, 108], "zb_h2": [99, 108], "zbv": [97.5, 102]}
+        taken[schedule.__name__] = [simulate(lower(p), 8).makespan for p in (program, with_norms(program))]
+    assert taken == {"zb_h1": [108, 108], "zb_h2": [99, 108]}

@@ -23,7 +23,7 @@ from pipetrain.schedule.actions import (
 )
 from pipetrain.schedule.check import check
 from pipetrain.schedule.draw import as_text
-from pipetrain.schedule.lower import lower, replicated
+from pipetrain.schedule.lower import lower
 from pipetrain.schedule.policy import ForwardBackward
 from pipetrain.schedule.programs import (
     gpipe,
@@ -38,7 +38,7 @@ from pipetrain.schedule.programs import (
 from pipetrain.schedule.simulate import Deadlock, simulate, unit_cost
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import with_norms, with_ties
-from tests.schedule.cases import CASES, NAMES, Case
+from tests.schedule.cases import CASES, NAMES, Case, replicated
 from tests.schedule.mutants import mutants
 
 FLUSHED = ("layer_dist", "gpipe", "1f1b", "interleaved_1f1b")
