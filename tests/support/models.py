@@ -223,7 +223,7 @@ class Fault(nn.Module):
     them it waits as long as there is a file `hold`.
     """
 
-    SAID, HELD = 12, 288
+    SAID, HELD = 12, 120
 
     def __init__(self, kind: str, rank: int, at: int) -> None:
         super().__init__()

@@ -25,13 +25,11 @@ from pipetrain.data.loader import pieces
 from pipetrain.network.chain import network_of
 from pipetrain.network.draws import Seeds, drawing
 from pipetrain.network.network import Network
-from pipetrain.network.tracing.traced import Traced
 from pipetrain.network.values import Value, ValueSpec, as_tuple, on_each
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.ranks import World
 from pipetrain.tasks import Task
-from tests.support import tracing
 from tests.support.reference import DELAYS, Loop, average_of, grouped
 
 Batch = tuple[Value, Value]
@@ -133,7 +131,7 @@ def train(subject: Subject, way: Way, tolerance: float = 1e-11) -> dict[str, Any
         else:
             losses = list(pipe.train(batches, window=way.window))
         told = {"losses": losses, "evaluation": pipe.evaluate(batches), "updates": pipe.updates}
-        told["metrics"] = pipe.metrics
+        told["metrics"], told["layers"] = pipe.metrics, [layer.name for layer in pipe.plan.layers]
         state, averaged = pipe.state_dict(), pipe.state_dict(ema=True) if "ema" in way.options else {}
         if rank:
             assert not initial | state | averaged, "only rank 0 has the whole state"
@@ -190,13 +188,13 @@ class Reference:
     ) -> None:
         self.subject, self.model, self.plan, self.way = subject, model, plan, way
         self._windows = windows
-        self._network = network_of(model, ValueSpec.in_batch(subject.batches[0][0]))
-        network = self._network
-        self._draws = isinstance(network, Traced) and bool(tracing.drawing(network))
+        self._network: Network | None = None
+        if any(layer.draws for layer in plan.layers):
+            self._network = network_of(model, ValueSpec.in_batch(subject.batches[0][0]))
         delay_of = DELAYS[way.schedule]
         flushes = delay_of is DELAYS["1f1b"]
         self._m = 1 if subject.whole and flushes else way.microbatches
-        delay, stages = delay_of(plan.stages, self._m), stages_of(model, plan, network)
+        delay, stages = delay_of(plan.stages, self._m), stages_of(model, plan)
         self._read = {alias: (name, partial(delay, stage)) for alias, (name, stage) in stages.items()}
         live = dict(model.named_parameters())
         optimizer = optimizer_of(model, way)
@@ -246,7 +244,7 @@ class Reference:
         return self.subject.task.loss(outputs, y) if self.subject.task.weight(y) else torch.zeros(())
 
     def _outputs(self, weights: dict[str, Tensor], inputs: Value) -> Any:
-        if not self._draws:
+        if self._network is None:
             return functional_call(self.model, weights, *_arguments(self.model, inputs), tie_weights=False)
         (whole,) = cut_layers({1: self.plan.layers}, [], self.plan.example).slices
         part, tensors = self._network.part(whole), as_tuple(inputs)
@@ -255,18 +253,20 @@ class Reference:
         return part.pack(outputs)
 
 
-def stages_of(model: nn.Module, plan: Plan, network: Network) -> dict[str, tuple[str, int]]:
+def stages_of(model: nn.Module, plan: Plan) -> dict[str, tuple[str, int]]:
     """Return the first name and the stage of each parameter; of a shared one by each of its names."""
-    users: dict[int, list[int]] = {}
-    for stage, slice in enumerate(plan.cut.slices):
-        for parameter in network.part(slice).parameters():
-            users.setdefault(id(parameter), []).append(stage)
+    users: dict[str, list[int]] = {}
+    for stage in range(plan.stages):
+        layers = plan.stage_layers(stage)
+        for name in dict.fromkeys(name for layer in layers for name in (*layer.weights, *layer.frozen)):
+            users.setdefault(name, []).append(stage)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     found = {}
-    for key, aliases in names.items():
-        stages = users[key] if len(users[key]) > 1 else users[key] * len(aliases)
+    for aliases in names.values():
+        using = users[aliases[0]]
+        stages = using if len(using) > 1 else using * len(aliases)
         found |= {alias: (aliases[0], stage) for alias, stage in zip(aliases, stages, strict=True)}
     return found
 

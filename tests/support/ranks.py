@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable
+from itertools import count
 from multiprocessing.connection import Connection, wait
 from time import monotonic
 from typing import Any
@@ -16,8 +17,11 @@ import torch
 import torch.distributed as dist
 
 from pipetrain import pipeline
+from pipetrain.runtime.ranks import World
 from tests.support.deadlines import DEADLINE_S
 from tests.support.processes import context
+
+WORLDS = count()  # alike on the ranks of one set
 
 
 class Ranks:
@@ -72,6 +76,13 @@ class Ranks:
             process.kill()
             process.join()
         self._processes, self._pipes = [], []
+
+
+def in_world(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Call `work`(world, store, *arguments) on a rank that stays, with a store of its own."""
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
+    return work(World.current(), dist.PrefixStore(f"world {next(WORLDS)}", store), *arguments)
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from threading import Lock
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.nn import functional
 from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset
 
-from pipetrain import ConfigError, Metric, Pipeline, ScheduleError, TrainingStopped
+from pipetrain import ConfigError, Pipeline, ScheduleError, TrainingStopped
 from pipetrain.errors import ChannelError
 from pipetrain.runtime.ranks import World
 from pipetrain.schedule.programs import one_f_one_b
@@ -80,15 +79,6 @@ class Ending(Dataset[tuple[Tensor, Tensor]]):
         return torch.ones(4), torch.tensor(0)
 
 
-class Loud(Metric):
-    """Fails."""
-
-    name = "loud"
-
-    def sums(self, outputs: Any, targets: Any) -> Tensor:
-        raise RuntimeError("not a number in sight")
-
-
 class Coupled(SGD):
     """Divides every gradient by the norm of all."""
 
@@ -103,33 +93,6 @@ def twice(rank: int) -> None:
         pipe()
     finally:
         first.close()
-
-
-class Locked(nn.Linear):
-    """Cannot be copied."""
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.lock = Lock()
-
-
-class Failing(Metric):
-    """Fails when there was no label 0, so not before the start."""
-
-    name = "failing"
-
-    def sums(self, outputs: Any, targets: Any) -> Tensor:
-        return (targets == 0).sum().reshape(1)
-
-    def value(self, sums: Sequence[float], loss: float) -> float:
-        if not sums[0]:
-            raise TypeError("no label 0, no metric")
-        return 1.0
-
-
-def failing_metric(rank: int) -> None:
-    made = pipe(metrics=[Failing()], sample=batch())
-    list(made.train([(torch.ones(8, 4), torch.ones(8, dtype=torch.int64))]))
 
 
 def closed(rank: int) -> str:
@@ -162,18 +125,7 @@ def reversed_1f1b(ranks: int, batches: int, microbatches: int) -> Any:
 NAMED = dict(zip("xy", batch(), strict=True))
 WEIGHT = r"weight\(targets\) must be one number that is not negative, what they count for together; got "
 ALIKE: dict[str, tuple[Program, str]] = {
-    "a vector": (
-        lambda rank: step(loss=lambda o, t: functional.cross_entropy(o, t, reduction="none")),
-        r"the loss of task <lambda> must be one number.*, the mean over what counts; it returns float32\[8\]",
-    ),
-    "integers": (
-        lambda rank: step(batch()[0].long(), batch()[1]),
-        r"layer 0 \(0\) of the model cannot take int64\[2, 4\]: mat1 and mat2 must have the same dtype",
-    ),
-    "a metric": (lambda rank: step(metrics=[Loud()]), "metric loud of .* not a number in sight"),
     "shapes": (lambda rank: train([batch(), batch(8, 5)]), r"batch 1 has inputs float32\[5\] a sample, and"),
-    "length": (lambda rank: step(batch()[0], batch(7)[1]), "batch 0 has 8 inputs and 7 targets"),
-    "meta": (lambda rank: step(model=model().to("meta")), "0.weight .* is on the meta .* Pipeline.lambda"),
     "two": (twice, r"this process has a Pipeline already: call close\(\)"),
     "no optimizer": (lambda rank: step(optimizer=None), "Pipeline needs optimizer="),
     "no optimizer returned": (
@@ -181,27 +133,12 @@ ALIKE: dict[str, tuple[Program, str]] = {
         "optim cannot be built by .*: 'NoneType' object has no attribute 'param_groups'",
     ),
     "no loss": (lambda rank: step(loss=None), "Pipeline needs loss="),
-    "no module": (lambda rank: step(model=sgd), "sgd, which was called to make the model, failed: TypeError"),
     "loss class": (
         lambda rank: step(loss=nn.CrossEntropyLoss),
         r"loss=CrossEntropyLoss is a class: give an object of it, CrossEntropyLoss\(\)",
     ),
     "optimizer name": (lambda rank: step(optimizer="adam"), r"such as lambda p: torch.optim.SGD\(p, "),
-    "schedule": (lambda rank: step(schedule="1fb"), "schedule=1fb is neither a file nor one of 1f1b, fbp"),
-    "uncopied profile": (
-        lambda rank: step(model=nn.Sequential(Locked(4, 4), nn.Linear(4, 3)), partition="profile"),
-        "partition=profile measures a copy of the model, which copy.deepcopy cannot make",
-    ),
-    "rate": (lambda rank: step(lr_schedule="cosine"), "lr_schedule fails for update 0: TypeError: 'str'"),
-    "window": (lambda rank: train([batch()], 0), "window=0 must be a whole number of at least 1 or null"),
-    "small": (lambda rank: train([batch(), batch(3)]), "a batch of 3 samples cannot be cut"),
-    "empty": (lambda rank: train([]), "the loader has no batch"),
-    "no pair": (lambda rank: train([torch.ones(8, 4)]), "batch 0 must be a pair .*; it is a Tensor"),
     "no tensor": (lambda rank: step([[1.0]], batch()[1]), "inputs of batch 0 must be a tensor .* got list"),
-    "float64 targets": (
-        lambda rank: step(torch.ones(8, 4), torch.ones(8, 3).double(), loss=functional.mse_loss),
-        r"the targets are float64\[3\] a sample, and with dtype=float32 float64 numbers would be rounded",
-    ),
     "a class as loader": (lambda rank: train(DataLoader), "the loader must be an iterable of batches, .*; i"),
     "a number as targets": (
         lambda rank: step(batch()[0], torch.tensor(1)),
@@ -217,7 +154,6 @@ ALIKE: dict[str, tuple[Program, str]] = {
         lambda rank: step(schedule=lambda ranks, batches, microbatches: [["0F0"]] * ranks),
         "schedule <lambda> .*a program is a list of Action for each rank",
     ),
-    "a dict": (lambda rank: step(NAMED), r"a dict of x, y: say which are the targets, as in .*='label'\)"),
     "a triple": (lambda rank: step((*batch(), batch()[1])), r"a tuple of 3: let the loader give \(\(FIRST,"),
     "targets alone": (
         lambda rank: step({"y": batch()[1]}, targets="y"),
@@ -229,38 +165,25 @@ ALIKE: dict[str, tuple[Program, str]] = {
     ),
     "a model's loss": (lambda rank: step(loss="model"), "a dict with labels, that goes to the model, as it"),
     "weight a sample": (lambda rank: step(weight=lambda t: (t >= 0).double()), rf"{WEIGHT}float64\[8\]: su"),
-    "weight nan": (lambda rank: step(weight=lambda t: math.nan), f"{WEIGHT}nan"),
-    "weights": (lambda rank: step(weights=5), "weights=5 must be the path of a file or a folder"),
     "state_dict": (
         lambda rank: step(weights=model().state_dict()),
         r"weights must be the path of a file .*; got OrderedDict: .* call model.load_state_dict\(...\) ",
     ),
     "save": (lambda rank: pipe(sample=batch()).save(None), "folder=None must be the path of a file or"),  # type: ignore[arg-type]
     "closed": (closed, "this Pipeline has been closed: call clo"),
-    "nothing to save": (lambda rank: pipe().save("nowhere"), "the plan is made with the first batch"),
-    "nothing to load": (lambda rank: pipe().load("/nowhere"), "/nowhere is no checkpoint: give the folder"),
 }  # fmt: skip
 """By name: a program, and what all of its ranks are told."""
 
 APART: dict[str, tuple[Program, str, str]] = {
-    "models": (
-        lambda rank: step(model=model() if rank else nn.Sequential(*model(), nn.Linear(3, 3))),
-        *['rank 1 has model.3=nothing, and rank 0 has "Linear": give all ranks the same arguments'] * 2,
-    ),
     "stage 0 elsewhere": (
         lambda rank: step(schedule=reversed_1f1b),
         *["schedule reversed_1f1b has stage 0 on rank 1, and rank 0 reads the batches"] * 2,
     ),
-    "a metric, later": (failing_metric, "rank 0 (lost rank 1|could not)", "no label 0, no metric"),
     "coupled": (
         lambda rank: step(optimizer=lambda p: Coupled(p, 0.1)),
         *["lets the step of one parameter depend"] * 2,
     ),
     "asynchronous": (lambda rank: step(schedule="pipedream"), *["schedule pipedream is asynchronous"] * 2),
-    "no length": (
-        lambda rank: train(iter([batch()]), schedule="pipedream"),
-        *["a loader without length does not say how long that is"] * 2,
-    ),
     "raises": (lambda rank: train(raising()), "the disk is gone", "rank 0 stopped: the disk is gone"),
     "ends early": (
         lambda rank: train(DataLoader(Ending(), 8), schedule="pipedream"),

@@ -210,12 +210,12 @@ def hugging(
 
 
 def transformer() -> Subject:
-    model = nn.Transformer(8, 2, 2, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
     return subject(model, (random(3, 8), random(4, 8)), random(4, 8), Task(functional.mse_loss))
 
 
 class TwoInputs(nn.Module):
-    """An image and some numbers, which are used in the last layers alone; frozen weights, BatchNorm."""
+    """An image and some numbers, which are used in the last layers alone; frozen and shared weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,6 +223,7 @@ class TwoInputs(nn.Module):
             nn.Sequential(nn.Conv2d(a, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
             for a in (3, 4, 4)
         )
+        self.convolutions[2][0].weight = self.convolutions[1][0].weight
         self.embed = nn.Linear(6, 8)
         self.embed.bias.requires_grad_(False)
         self.head = nn.Linear(4 + 8, 5)
@@ -296,16 +297,16 @@ def encoder() -> Subject:
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout_prob": 0.0}
 NO_PDROP = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-RESNET50 = {"hidden_sizes": [8, 8, 16, 16], "depths": [3, 4, 6, 3], "embedding_size": 4}
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "gpt2": partial(text, hugging_face.gpt2, **NO_PDROP),
-    "gpt2 untied, with dropout": partial(text, hugging_face.gpt2, tie_word_embeddings=False),
-    "llama": partial(text, hugging_face.llama, num_key_value_heads=1),
-    "llama tied": partial(text, hugging_face.llama, num_key_value_heads=1, tie_word_embeddings=True),
+    "gpt2 untied, with dropout": partial(text, hugging_face.gpt2, n_layer=1, tie_word_embeddings=False),
+    "llama": partial(
+        text, hugging_face.llama, num_hidden_layers=1, num_key_value_heads=1, tie_word_embeddings=True
+    ),
     "bert": partial(bert, **NO_DROPOUT),
-    "vit": partial(images, hugging_face.vit, 16),
-    "resnet50": partial(images, hugging_face.resnet, 32, **RESNET50),
-    "convnext": partial(images, hugging_face.convnext, 32, drop_path_rate=0.0),
+    "vit": partial(images, hugging_face.vit, 16, num_hidden_layers=1),
+    "resnet": partial(images, hugging_face.resnet, 16, depths=[1, 1], embedding_size=4),
+    "convnext": partial(images, hugging_face.convnext, 16, depths=[1, 1], drop_path_rate=0.0),
     "segformer": partial(segformer, drop_path_rate=0.0, **NO_DROPOUT),
     "transformer": transformer,
     "two inputs": two_inputs,

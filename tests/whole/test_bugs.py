@@ -22,12 +22,11 @@ def _equals_the_reference(case: Case) -> None:
     compare(case, *run_in_threads(case))
 
 
-@pytest.mark.parametrize(("schedule", "cut"), [("1f1b", "[3]"), ("pipedream", "[2]"), ("pipedream", "[4]")])
-def test_a_layer_that_is_used_twice_is_run_twice(schedule, cut):
+def test_a_layer_that_is_used_twice_is_run_twice():
     """`named_children` names an object once: every further use of a shared activation was left out."""
-    case = _case(schedule, "models.reused", f"partition={cut}")
+    case = _case("pipedream", "models.reused", "partition=[4]")
     assert len(make_run(case).plan.layers) == 7
-    compare(case, *run_in_threads(case))
+    _equals_the_reference(case)
 
 
 def test_statistics_that_two_stages_share_are_refused():
@@ -37,7 +36,7 @@ def test_statistics_that_two_stages_share_are_refused():
     make_run(_case("1f1b", "models.shared_statistics", "partition=[3]"))
 
 
-@pytest.mark.parametrize("cut", ["[1]", "[2]", "[3]", "[4]", "[5]"])
+@pytest.mark.parametrize("cut", ["[2]", "[4]"])
 def test_a_layer_that_works_in_place_behind_a_view(cut):
     """Only a stage's first layer was asked whether it writes: a Flatten or an Identity before it hid it."""
     _equals_the_reference(_case("pipedream", "models.in_place_behind_a_view", f"partition={cut}"))
@@ -54,7 +53,7 @@ def test_a_boundary_that_is_another_in_training():
     case = _case("1f1b", "models.wider_in_training", *words, train_samples=33)
     plan = make_run(case).plan
     assert plan.cut.entering(1, 11) != plan.evaluation_cut.entering(1, 11)
-    compare(case, *run_in_threads(case))
+    _equals_the_reference(case)
 
 
 def test_a_message_that_is_not_what_was_planned_is_not_sent():
@@ -78,13 +77,10 @@ EDGES = [
     ("unused", "[2]", ""),  # an output that nobody uses got zeros, and its weights decayed
     ("half_a_gradient", "[2]", ""),
     ("hands_on_a_buffer", "[2]", ""),  # the buffer was overwritten while it was being sent
-    ("hands_on_a_buffer", "[3]", ""),
     ("recurrent", "[2]", ""),  # a list of weights read the live ones, and `reduce` lost their gradient
     ("recurrent", "[3]", ""),
-    ("tied", "[1]", "tied_registered"),
     ("tied", "[4]", "tied_registered"),
-    ("fourier", "[2]", ""),  # the cast to the run's dtype dropped imaginary parts
-    ("fourier", "[3]", ""),
+    ("fourier", "[3]", ""),  # the cast to the run's dtype dropped imaginary parts
     ("sparse", "[2]", ""),  # refused by the fused optimizer
     ("reads", "[2]", ""),  # reading a number was refused
 ]
@@ -94,19 +90,19 @@ EDGES = [
     ("schedule", "model", "cut", "twin"),
     [("pipedream_2bw", *edge) for edge in EDGES]
     # Where weights and messages keep their storage.
-    + [("gpipe", name, "[2]", "") for name in ("hands_on_a_buffer", "recurrent", "sparse")],
+    + [("gpipe", name, "[2]", "") for name in ("hands_on_a_buffer", "recurrent")],
 )
 def test_a_model_at_the_edge_trains_as_one_process_would_train_it(schedule, model, cut, twin):
-    words = ["microbatches=4", f"partition={cut}", "buffer_size=4"]
+    words = ["microbatches=4", f"partition={cut}", "buffer_size=4", "epochs=2"]
     words += ["optim.weight_decay=0"] if model == "sparse" else []
     words += ["optim.fused=false"] if model == "reads" else []  # in which the reference itself would fail
     twin = twin and f"edges.{twin}"
     _equals_the_reference(_case(schedule, f"edges.{model}", *words, reference_model=twin))
 
 
-@pytest.mark.parametrize("optim", ["optim=sgd", "optim=adamw"])
-def test_complex_weights_go_on_from_a_checkpoint(optim, tmp_path):
-    case = _case("pipedream", "edges.fourier", optim, "partition=[2]", "window=2", "optim.lr=0.01")
+def test_complex_weights_go_on_from_a_checkpoint(tmp_path):
+    words = ("optim=adamw", "partition=[2]", "window=2", "optim.lr=0.01", "epochs=2")
+    case = _case("pipedream", "edges.fourier", *words)
     wanted, _ = run_in_threads(case, saved=Saved(tmp_path))
     source = sorted((tmp_path / "checkpoints").glob("update-*"))[3]
     state, _ = run_in_threads(case, source=source)
@@ -121,7 +117,7 @@ def test_only_gradients_that_are_needed_travel():
         assert [spec.shape for spec in joined.message((1, 0), 3)] == [(3, 12)]
 
 
-@pytest.mark.parametrize(("schedule", "cut"), [("1f1b", "[1]"), ("1f1b", "[3]"), ("gpipe", "[2]")])
+@pytest.mark.parametrize(("schedule", "cut"), [("1f1b", "[1]"), ("gpipe", "[3]")])
 def test_a_skipped_update_leaves_no_trace_in_running_statistics(schedule, cut):
     """One infinite microbatch left NaN there for good."""
     case = _case(schedule, "edges.strikes", f"partition={cut}", "microbatches=4", "on_nan=skip")
@@ -130,7 +126,7 @@ def test_a_skipped_update_leaves_no_trace_in_running_statistics(schedule, cut):
     compare(case, state, figures)
 
 
-@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw", "fbp"])
+@pytest.mark.parametrize("schedule", ["pipedream", "fbp"])
 def test_without_a_flush_a_skipped_update_leaves_none_either(schedule):
     words = ("partition=[2,3]", "microbatches=4", "on_nan=skip")
     state, _ = run_in_threads(replace(_case(schedule, "edges.strikes", *words), ranks=3))
@@ -154,5 +150,4 @@ def test_a_complex_boundary_is_refused_and_may_lie_inside_a_stage():
     """Its gradient was left out, in silence: no complex number is floating-point."""
     with pytest.raises(ConfigError, match="complex tensors cannot cross a cut"):
         make_run(_case("1f1b", "models.complex_inside", "partition=[2]"))
-    case = _case("1f1b", "models.complex_inside", "partition=[3]")
-    compare(case, *run_in_threads(case))
+    _equals_the_reference(_case("1f1b", "models.complex_inside", "partition=[3]"))

@@ -35,26 +35,18 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def test_regression_comes_near_to_the_noise(monkeypatch, tmp_path):
-    words = ("data.train_limit=2048", "data.test_limit=512", "optim.lr=0.01", "microbatches=1", "epochs=3")
+    words = ("data.train_limit=2048", "data.test_limit=256", "optim.lr=0.01", "microbatches=1", "epochs=3")
     train_here(monkeypatch, tmp_path, "experiment=regression", *words)
     assert 0.1**2 / 3 < summary(tmp_path)["val_mse"] < 0.05
 
 
 def test_inputs_and_targets_of_an_augmented_data_set_fit(monkeypatch, tmp_path):
     """They are read apart; with other random numbers, the targets could not be learned: an mse of 0.67."""
-    target = f"_target_={__name__}.Noisy"
-    train_here(
-        monkeypatch,
-        tmp_path,
-        "experiment=regression",
-        "data=custom",
-        *(
-            f"data.{word}"
-            for word in (f"train.{target}", f"test.{target}", "train.length=512", "test.length=64")
-        ),
-        "optim.lr=0.01",
-        "epochs=5",
-    )
+    sizes = {"train": 512, "test": 64}
+    words = [f"data.{split}._target_={__name__}.Noisy" for split in sizes]
+    words += [f"data.{split}.length={size}" for split, size in sizes.items()]
+    words += ["data=custom", "optim.lr=0.01", "epochs=5"]
+    train_here(monkeypatch, tmp_path, "experiment=regression", *words)
     assert summary(tmp_path)["val_mse"] < 0.1
 
 

@@ -97,7 +97,7 @@ def same(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
 
 
-EPOCHS = 20
+EPOCHS = 12
 LONG = [f"epochs={EPOCHS}", "schedule=pipedream", "window=2", "checkpoint.every=3", "checkpoint.unit=updates"]
 
 
@@ -116,10 +116,10 @@ def test_of_runs_at_the_same_time_one_that_is_killed_and_stopped_ends_as_one_tha
         started(tmp_path, [*LONG, "resume=auto"], restarts=3) as process,
         started(tmp_path, [*LONG, f"run_dir={unharmed}"]) as other,
     ):
-        for rank, epoch in enumerate((3, 7)):
+        for rank, epoch in enumerate((2, 4)):
             await_epoch(process, epoch)
             os.kill(rank_of(process, rank), signal.SIGKILL)
-        seen = await_epoch(process, 8)
+        seen = await_epoch(process, 5)
         os.kill(process.pid, signal.SIGTERM)  # torchrun's, which passes it on to every rank
         out = ended(process)
         assert "got SIGTERM: saving when the pipeline is drained, then stopping" in out
@@ -141,7 +141,7 @@ def test_of_runs_at_the_same_time_one_that_is_killed_and_stopped_ends_as_one_tha
 # One long run, with a slow stage, to which much happens
 
 
-SLEEP_MS, SLOW_EPOCHS = 40, 14
+SLEEP_MS, SLOW_EPOCHS = 40, 6
 
 
 def await_checkpoint(run: Path) -> list[str]:

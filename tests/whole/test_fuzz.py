@@ -53,12 +53,11 @@ POOL: dict[str, list[object]] = {
         "half",
         "int8",
         "topk",
-        *(f"int8 codec.forward.scale={x}" for x in ("channel", "pixel")),
+        "int8 codec.forward.scale=channel",
+        "int8 codec.forward.scale=x",
     ],
-    "codec.backward": [
-        *("half", "int8", "topk_int8", "int8 codec.backward.stochastic=true"),
-        *(f"topk codec.backward.fraction={x}" for x in (0.5, 1, 0, 2, "x", "null")),
-    ],
+    "codec.backward": ["topk_int8", "int8 codec.backward.stochastic=true"]
+    + [f"topk codec.backward.fraction={x}" for x in (0.5, 0, 2, "x", "null")],
     "data.drop_last": ["true", "false", "maybe"],
     "data.augment.flip": ["true", "false"],
     "model._target_": [f"tests.support.models.{name}" for name in MODELS],
@@ -76,10 +75,13 @@ def cases(draw) -> Case:
 SEEN: Counter[str] = Counter()
 
 
-every = list(HealthCheck)
-
-
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=every)
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
 @given(cases())
 def try_one(case: Case) -> None:
     said = "trained"

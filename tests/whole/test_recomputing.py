@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.schedule.actions import SENDS, Action, Op, Program, parse_program, ranks_of, shortened
+from pipetrain.schedule.actions import Op, parse_program, ranks_of, shortened
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.policy import ForwardBackward, play
 from pipetrain.schedule.programs import layer_dist, one_f_one_b
-from pipetrain.schedule.simulate import simulate, unit_cost
+from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.transforms import joined, with_recompute
 from tests.schedule.cases import CASES, Case
 
@@ -53,7 +51,7 @@ def test_a_split_backward_is_recomputed_before_its_first_half() -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name != "fbp"], ids=lambda case: case.name)
 def test_every_schedule_stays_sound_holds_no_more_and_may_end_early(case: Case) -> None:
-    for size in ((2, 2, 4), (3, 3, 3), (4, 1, 8)):
+    for size in ((2, 2, 4), (3, 3, 3)):
         _, batches, microbatches = size
         schedule = case.schedule
         program = schedule(*size)
@@ -71,54 +69,12 @@ def test_every_schedule_stays_sound_holds_no_more_and_may_end_early(case: Case) 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(2, 8), st.integers(2, 16))
 def test_1f1b_pays_for_what_its_waits_do_not_cover(stages: int, microbatches: int) -> None:
-    """Directly before the receive it costs m - 2 forwards; after it the waits of all other stages too."""
+    """Directly before the receive it costs m - 2 forwards."""
     program = one_f_one_b(stages, 1, microbatches)
-    before = lower(with_recompute(program, range(stages)))
-
-    def makespan(program: Program, travel: float = 0) -> float:
-        cost = Costs(travel)
-        return simulate(program, microbatches, cost=cost).makespan
-
-    plain = 3 * (microbatches + stages - 1)
-    assert makespan(lower(program)) == plain
-    assert makespan(before) == plain + microbatches - 2
-    assert makespan(_with_gradient(before)) == plain + microbatches + stages - 3
-    for travel in (0, 0.2, 1):
-        assert makespan(before, travel) <= makespan(lower(_before_the_forward(program)), travel)
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Unit costs, and the time in which a message travels."""
-
-    travel: float
-
-    def __call__(self, action: Action) -> float:
-        return self.travel if action.op in SENDS else unit_cost(action)
-
-
-def _with_gradient(program: Program) -> Program:
-    """Put each R between its RECV_B and its backward, where `lower` would not have it."""
-    made: Program = []
-    for actions in program:
-        made.append([])
-        for action in actions:
-            again = replace(action, op=Op.R)
-            if action.op is Op.B and again in made[-1]:
-                made[-1].remove(again)
-                made[-1].append(again)
-            made[-1].append(action)
-    return made
-
-
-def _before_the_forward(program: Program) -> Program:
-    """Put each R before the forward that its backward follows."""
-    made = with_recompute(program, range(len(program)))
-    for actions in made:
-        for position, (first, second) in enumerate(pairwise(actions)):
-            if first.op is Op.F and second.op is Op.R:
-                actions[position : position + 2] = second, first
-    return made
+    plain = simulate(lower(program), microbatches).makespan
+    assert plain == 3 * (microbatches + stages - 1)
+    again = lower(with_recompute(program, range(stages)))
+    assert simulate(again, microbatches).makespan == plain + microbatches - 2
 
 
 # Policies

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from pipetrain.network.network import Made
 from tests.support.cases import Case, Saved, compare, make_run, run_in_threads
@@ -31,7 +33,7 @@ BF16 = ("precision=bf16", "dtype=float32", "memory_format=contiguous", "optim.lr
                 Case(name, 3, (*DROPS, "microbatches=3", TWO_CUTS, *[ONE] * (name == "interleaved_1f1b"))),
                 1e-12,
             )
-            for name in ("fbp", "gpipe", "interleaved_1f1b", "pipedream", "pipedream_2bw", "zb_h1")
+            for name in ("fbp", "interleaved_1f1b", "pipedream_2bw", "zb_h1")
         ),
         (Case("v_half", 3, (*DROPS, "microbatches=3", FIVE_CUTS)), 1e-12),
         (Case("pipedream", 3, (*DROPS, "microbatches=3", "partition=[6,11]")), 1e-12),
@@ -80,8 +82,7 @@ def test_the_cut_changes_neither_what_is_dropped_nor_what_is_learned():
         state, _ = run_in_threads(Case("1f1b", ranks, plain))
         ended.append(state)
     for state in ended[1:]:
-        for name, tensor in ended[0].items():
-            torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(state, ended[0], rtol=1e-12, atol=1e-12)
 
 
 def test_a_layer_that_recomputes_drops_the_same_again():
@@ -136,20 +137,24 @@ def test_a_codec_is_used_on_every_route(codec, more):
     assert all(record.raw_bytes == ratio * record.bytes_sent for record in records.values())
 
 
+DROPPED = Case("pipedream", 3, (*DROPS, "partition=[3,9]", "microbatches=3", "window=1"), 48)
+
+
+def continued(case: Case, other: Case, folder: Path) -> list[dict[str, Tensor]]:
+    """Return the end of a case, and that of another one which goes on from its second checkpoint."""
+    wanted, _ = run_in_threads(case, saved=Saved(folder))
+    source = sorted((folder / "checkpoints").glob("update-*"))[1]
+    state, _ = run_in_threads(other, source=source)
+    return [wanted, state]
+
+
 def test_what_codecs_owe_goes_on_from_a_checkpoint(tmp_path):
-    case = Case("pipedream", 3, (*DROPS, "partition=[3,9]", "microbatches=3", "window=1", *LOSSY), 48)
-    wanted, _ = run_in_threads(case, saved=Saved(tmp_path))
-    source = sorted((tmp_path / "checkpoints").glob("update-*"))[1]
-    state, _ = run_in_threads(case, source=source)
+    case = replace(DROPPED, overrides=(*DROPPED.overrides, *LOSSY))
+    wanted, state = continued(case, case, tmp_path)
     assert all(state[name].equal(tensor) for name, tensor in wanted.items())
 
 
-@pytest.mark.parametrize(("ranks", "cuts"), [(2, "[6]"), (3, "[5,11]")])
-def test_a_checkpoint_goes_on_on_another_cut(ranks, cuts, tmp_path):
-    case = Case("1f1b", 3, (*DROPS, "partition=[3,9]", "microbatches=3", "window=1"), 48)
-    wanted, _ = run_in_threads(case, saved=Saved(tmp_path))
-    source = sorted((tmp_path / "checkpoints").glob("update-*"))[1]
-    other = replace(case, ranks=ranks, overrides=(*case.overrides, f"partition={cuts}"))
-    state, _ = run_in_threads(other, source=source)
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)
+def test_a_checkpoint_goes_on_on_another_cut(tmp_path):
+    case = replace(DROPPED, schedule="1f1b")
+    other = replace(case, ranks=2, overrides=(*case.overrides, "partition=[6]"))
+    torch.testing.assert_close(*continued(case, other, tmp_path), rtol=1e-12, atol=1e-12)

@@ -40,20 +40,9 @@ def test_without_costs_shares_of_time_follow_the_work_and_seconds_are_not_known(
 def test_without_costs_w_is_the_work_on_weights_and_all_of_it_at_the_first_stage():
     plan = planned("zb_h1", "partition=[3]")
     costs = plan.stage_costs.seconds
-    held = plan.stage_layers(1)
-    share = sum(layer.weight_flops for layer in held) / sum(layer.flops for layer in held)
-    assert 0.9 < share < 1  # what is not products with weights is differentiated in I alone
-    assert costs[1, Op.W] == pytest.approx(share * costs[1, Op.F])
+    assert 0.9 < costs[1, Op.W] / costs[1, Op.F] < 1  # what is not products with weights is in I alone
     assert costs[1, Op.I] + costs[1, Op.W] == costs[1, Op.B] == 2 * costs[1, Op.R]
     assert (costs[0, Op.I], costs[0, Op.W]) == (0, costs[0, Op.B])
-
-
-def test_with_costs_seconds_are_known_too():
-    costs = {(0, Op.F): 1.0, (0, Op.B): 2.0, (1, Op.F): 1.0, (1, Op.B): 2.0, (0, Op.STEP): 0.5}
-    first, second = predicted(replace(planned("gpipe"), costs=Costs(costs)))
-    assert (first.stage_time_s, second.stage_time_s) == pytest.approx((12.5, 12.0))
-    assert (first.bubble, second.bubble) == pytest.approx((3 / 15.5, 3.5 / 15.5))
-    assert (first.wait, second.wait) == pytest.approx((3 / 15.5, 3.5 / 15.5))
 
 
 def test_seconds_are_of_a_batch_and_the_end_of_an_epoch_is_no_wait():
@@ -63,9 +52,3 @@ def test_seconds_are_of_a_batch_and_the_end_of_an_epoch_is_no_wait():
     assert (first.stage_time_s, second.stage_time_s) == pytest.approx((12.0, 12.0))
     assert (first.bubble, second.bubble) == pytest.approx((3 / makespan, 3 / makespan))
     assert (first.wait, second.wait) == pytest.approx((3 / makespan, 1 / makespan))  # it ends 2 earlier
-
-
-def test_stages_of_one_rank_share_its_bubble():
-    stages = predicted(planned("interleaved_1f1b"))
-    assert len(stages) == 4
-    assert (stages[0].bubble, stages[1].bubble) == (stages[2].bubble, stages[3].bubble)

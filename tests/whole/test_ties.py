@@ -38,15 +38,11 @@ from pipetrain.schedule.programs import (
 from pipetrain.schedule.simulate import Deadlock, simulate, unit_cost
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import with_norms, with_ties
-from tests.schedule.cases import CASES, NAMES, Case, replicated
+from tests.schedule.cases import CASES, Case
 from tests.schedule.mutants import mutants
 
 FLUSHED = ("layer_dist", "gpipe", "1f1b", "interleaved_1f1b")
-FLUSH = (layer_dist, gpipe, one_f_one_b, interleaved_1f1b)
-# v_async may have to refuse: a rank steps its late stage before the other's gradient of the batch.
-DECIDED = [
-    case for case in CASES if not isinstance(case.schedule, ForwardBackward) and case.name != "v_async"
-]
+DECIDED = [case for case in CASES if not isinstance(case.schedule, ForwardBackward)]
 ENDS = [(0, 1)]
 
 
@@ -64,13 +60,10 @@ def updates(program: Program) -> list[str]:
 
 def test_a_tie_follows_the_last_backward_and_a_step_comes_as_late_as_it_may() -> None:
     program = parse_program(
-        "0F0@0 0B0@0 0STEP@1 0F1@0 0F2@1 0B1@0 0STEP@2 0B2@1 0STEP@3\n1F0@0 1F1@0 1F2@0 1B0@0 1STEP@1"
+        "0F0@0 0B0@0 0STEP@1 0F1@0 0F2@1 0B1@0 0STEP@2 0B2@1 0STEP@3\n1F0@0 1B0@0 1STEP@1"
     )
-    assert (
-        with_ties(program, ENDS)[0]
-        == parse_program("0F0@0 0B0@0 0TIE@1 0F1@0 0STEP@1 0F2@1 0B1@0 0TIE@2 0STEP@2 0B2@1 0TIE@3 0STEP@3")[
-            0
-        ]
+    assert format_program(with_ties(program, ENDS)[:1]).strip() == (
+        "0F0@0 0B0@0 0TIE@1 0F1@0 0STEP@1 0F2@1 0B1@0 0TIE@2 0STEP@2 0B2@1 0TIE@3 0STEP@3"
     )
     halves = parse_program("0F0@0 1F0@0 0I0@0 0W0@0 0STEP@1 0I1@0 0W1@0 0STEP@2")
     assert with_ties(halves, ENDS) == parse_program(
@@ -88,11 +81,6 @@ def test_a_norm_is_of_the_summed_gradient_and_waits_as_late_as_its_step() -> Non
     ]
 
 
-def test_a_stage_that_shares_nothing_steps_where_it_did() -> None:
-    program = one_f_one_b(3, 2, 2)
-    assert with_ties(program, [(0, 2)])[1] == program[1]
-
-
 def test_a_rank_of_several_stages_has_told_all_before_it_waits() -> None:
     """The norm of stage 3 waits, and stage 1's STEP waits for it: it comes first."""
     ties = [(0, 3), (0, 2)]
@@ -104,40 +92,20 @@ def test_a_rank_of_several_stages_has_told_all_before_it_waits() -> None:
     assert second == ["3TIE@1", "1NORM@1", "3NORM@1", "1STEP@1", "3STEP@1"]
 
 
-@pytest.mark.parametrize(
-    ("norms", "ends"),
-    [
-        (False, ["0REDUCE@1 0TIE@1 0STEP@1", "1REDUCE@1 1STEP@1", "2REDUCE@1 2TIE@1 2STEP@1"]),
-        (
-            True,
-            [
-                "0REDUCE@1 0TIE@1 0NORM@1 0STEP@1",
-                "1REDUCE@1 1NORM@1 1STEP@1",
-                "2REDUCE@1 2TIE@1 2NORM@1 2STEP@1",
-            ],
-        ),
-    ],
-)
-def test_the_gradient_of_replicas_is_summed_before_it_is_told(norms: bool, ends: list[str]) -> None:
-    lines = format_program(tied(gpipe(3, 1, 1), [(0, 2)], norms)).splitlines()
-    assert [line[-len(end) :] for line, end in zip(lines, ends, strict=True)] == ends
-    assert all(line.count("REDUCE") == 1 for line in lines)
+def test_ties_and_norms_may_come_in_any_order_once_or_twice() -> None:
+    for case in CASES:
+        program, ties = case.schedule(3, 3, 3), [(0, 2), (1, 2)]
+        both = with_norms(with_ties(program, ties))
+        assert with_ties(with_norms(program), ties) == both, case.name
+        assert with_ties(with_norms(both), ties) == both
+        assert with_ties(both, ()) == with_norms(program)
+        assert with_ties(with_ties(program, ties), ties) == with_ties(program, ties)
 
 
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_ties_and_norms_may_come_in_any_order_once_or_twice(case: Case) -> None:
-    program, ties = case.schedule(3, 3, 3), [(0, 2), (1, 2)]
-    both = with_norms(with_ties(program, ties))
-    assert with_ties(with_norms(program), ties) == both
-    assert with_ties(with_norms(both), ties) == both
-    assert with_ties(both, ()) == with_norms(program)
-    assert with_ties(with_ties(program, ties), ties) == with_ties(program, ties)
-
-
-@pytest.mark.parametrize("tie", [(), (1,), (1, 1), (0, 3), (-1, 0)])
-def test_stages_that_cannot_be_tied_are_refused(tie: tuple[int, ...]) -> None:
-    with pytest.raises(ScheduleError, match="a tie joins two or more stages of 0 to 2; got"):
-        with_ties(gpipe(3, 1, 1), [tie])
+def test_stages_that_cannot_be_tied_are_refused() -> None:
+    for tie in ((), (1, 1), (0, 3), (-1, 0)):
+        with pytest.raises(ScheduleError, match="a tie joins two or more stages of 0 to 2; got"):
+            with_ties(gpipe(3, 1, 1), [tie])
 
 
 # What it does to any schedule
@@ -159,7 +127,7 @@ def tied_runs(draw: st.DrawFn) -> tuple[Case, tuple[int, int, int], Program, Tie
     return case, size, program, draw(ties) if len(ranks_of(program)) > 1 else ()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(tied_runs(), st.booleans(), st.integers(1, 3), st.sampled_from([0.0, 0.5, 4.0]))
 def test_no_schedule_deadlocks_and_nothing_is_read_before_the_ties_have_come(
     drawn: tuple[Case, tuple[int, int, int], Program, Ties], norms: bool, buffer_size: int, travel: float
@@ -171,7 +139,12 @@ def test_no_schedule_deadlocks_and_nothing_is_read_before_the_ties_have_come(
     def cost(action: Action) -> float:
         return travel if action.op is Op.TIE else unit_cost(action)
 
-    run = simulate(made, m, buffer_size=buffer_size, cost=cost, ties=ties)
+    try:
+        run = simulate(made, m, buffer_size=buffer_size, cost=cost, ties=ties)
+    except Deadlock as error:  # a rank steps its late stage before the other's gradient of the batch
+        if case.name != "v_async":
+            raise AssertionError(case.name) from error
+        return
     plain = simulate(lower(program), m, buffer_size=buffer_size)
     assert [row.actions for row in run.rows] == made
     for name in ("activations", "versions", "staleness"):
@@ -184,26 +157,6 @@ def test_no_schedule_deadlocks_and_nothing_is_read_before_the_ties_have_come(
         short = [shortened(actions, left, m) for actions in made]
         check(short, left, m, norms=norms, ties=ties)
         simulate(short, m, buffer_size=buffer_size, ties=ties)
-
-
-@pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("tie", [{0, 1}, {0, 3}, {1, 2}, {2, 3}, {0, 1, 2, 3}])
-@pytest.mark.parametrize("size", [(2, 2, 1), (2, 3, 1), (2, 3, 2)])
-def test_v_async_runs_with_ties_or_deadlocks_on_paper(
-    size: tuple[int, int, int], tie: set[int], norms: bool
-) -> None:
-    """Where it runs, so do windows that end early."""
-    (case,) = [case for case in CASES if case.name == "v_async"]
-    _, batches, m = size
-    made = tied(case.schedule(*size), [tie], norms)
-    check(made, batches, m, norms=norms, ties=[tie])
-    try:
-        simulate(made, m, buffer_size=1, ties=[tie])
-    except Deadlock as error:
-        assert "waits for the" in str(error)  # noqa: PT017 - either is right
-        return
-    for left in range(1, batches):
-        simulate([shortened(actions, left, m) for actions in made], m, buffer_size=1, ties=[tie])
 
 
 def _assert_ties_are_awaited(run: Timeline, ties: Ties, norms: bool, travel: float) -> None:
@@ -219,48 +172,12 @@ def _assert_ties_are_awaited(run: Timeline, ties: Ties, norms: bool, travel: flo
             assert span.waited == 0
 
 
-@pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("replicas", [[2, 1, 3], [3, 2, 1]])
-@pytest.mark.parametrize("m", [1, 4])
-def test_replicas_all_tell_and_all_wait(norms: bool, replicas: list[int], m: int) -> None:
-    """With one microbatch a batch some replicas have no backward of it, and still take part."""
-    ties = [(0, 2)]
-    for schedule in (gpipe, one_f_one_b, pipedream):
-        made = tied(replicated(schedule(3, 3, m), replicas), ties, norms)
-        check(made, 3, m, norms=norms, ties=ties)
-        run = simulate(made, m, ties=ties)
-        _assert_ties_are_awaited(run, ties, norms, 0.0)
-        told = [a for actions in made for a in actions if a.op is Op.TIE]
-        assert len(told) == 3 * (replicas[0] + replicas[2])
-
-
-@pytest.mark.parametrize(
-    ("schedule", "free", "waits"), [(pipedream, 0.0448, 0.3402), (pipedream_2bw, 0.0448, 0.3043)]
-)
-@pytest.mark.parametrize(("ties", "norms"), [([(0, 3)], False), ([], True)])
-def test_what_it_costs_an_asynchronous_schedule(
-    schedule: Schedule, free: float, waits: float, ties: Ties, norms: bool
-) -> None:
-    """A tie of the ends as much as clipping over the model; docs/schedules.md says it."""
-    program = schedule(4, 16, 4)
-    bubbles = [simulate(lower(program), 4).bubble, simulate(tied(program, ties, norms), 4, ties=ties).bubble]
-    assert bubbles == pytest.approx([free, waits], abs=1e-4)
-
-
-def test_a_tied_gradient_that_travels_holds_up_the_steps_that_it_is_for() -> None:
-    def cost(action: Action) -> float:
-        return 0.5 if action.op is Op.TIE else unit_cost(action)
-
-    run = simulate(tied(gpipe(3, 2, 1), [(0, 2)]), 1, cost=cost, ties=[(0, 2)])
-    waited = {str(s.action): s.waited for row in run.rows for s in row.spans if s.action.op is Op.STEP}
-    assert waited == {
-        "0STEP@1": 0.5,
-        "1STEP@1": 0,
-        "2STEP@1": 4.5,
-        "0STEP@2": 0.5,
-        "1STEP@2": 0,
-        "2STEP@2": 4.5,
-    }
+@pytest.mark.parametrize(("schedule", "waits"), [(pipedream, 0.3402), (pipedream_2bw, 0.3043)])
+def test_what_it_costs_an_asynchronous_schedule(schedule: Schedule, waits: float) -> None:
+    """A tie of the ends, as much as clipping over the model; docs/schedules.md says it."""
+    program, ties = schedule(4, 16, 4), [(0, 3)]
+    bubbles = [simulate(lower(program), 4).bubble, simulate(tied(program, ties), 4, ties=ties).bubble]
+    assert bubbles == pytest.approx([0.0448, waits], abs=1e-4)
 
 
 def test_a_tied_program_is_drawn_as_what_it_computes() -> None:
@@ -304,14 +221,10 @@ def test_a_v_has_the_first_and_the_last_stage_on_one_rank_so_that_they_share_for
     assert shared.makespan == simulate(lower(program), 8).makespan
 
 
-@pytest.mark.parametrize("schedule", [*FLUSH, zb_h1, pipedream, pipedream_2bw])
+@pytest.mark.parametrize("schedule", [layer_dist, gpipe, one_f_one_b, interleaved_1f1b, zb_h1, pipedream])
 @pytest.mark.parametrize(
     ("size", "ties", "norms"),
-    [
-        *(((2, 2, 2), [(0, 1)], norms) for norms in (False, True)),
-        *(((3, 1, 3), [(0, 2), (1, 2)], norms) for norms in (False, True)),
-        *((size, [], True) for size in ((2, 2, 2), (3, 1, 3), (1, 1, 1))),
-    ],
+    [((2, 2, 2), ENDS, True), ((3, 1, 3), [(0, 2), (1, 2)], False), ((3, 1, 2), [], True)],
 )
 def test_no_mutant_survives(schedule: Schedule, size: tuple[int, int, int], ties: Ties, norms: bool) -> None:
     _, batches, m = size
