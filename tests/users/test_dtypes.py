@@ -56,7 +56,7 @@ def wide() -> nn.Sequential:
 
 
 MODELS = {"traced": Traced, "sequential": sequential, "narrow": narrow, "wide": wide}
-CUTS = {"traced": ["even"], "sequential": [[2], [3], [5], [6]], "narrow": [[1]], "wide": [[1]]}
+CUTS = {"traced": ["even"], "sequential": [[3], [6]], "narrow": [[1]], "wide": [[1]]}
 
 
 def made(name: str) -> nn.Module:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from pipetrain import Pipeline
+from pipetrain import ConfigError, Pipeline
 from tests.support.processes import TWO, finished
 
 INPUTS, TARGETS = torch.ones(8, 4), torch.ones(8, 2)
@@ -29,10 +29,9 @@ class Own(nn.Module):
         return x
 
 
-def pipeline(**options: object) -> Pipeline:
+def pipeline() -> Pipeline:
     model = nn.Sequential(nn.Linear(4, 4), Own(), nn.Linear(4, 2))
-    given = {"partition": [1], **options}
-    return Pipeline(model, mse_loss, lambda p: torch.optim.SGD(p, 0.1), threads=1, **given)
+    return Pipeline(model, mse_loss, lambda p: torch.optim.SGD(p, 0.1), threads=1, partition=[1])
 
 
 def no_batch() -> None:
@@ -76,13 +75,10 @@ def test_what_all_ranks_are_told_is_one_sentence_of_one_of_them(ranks):
     assert "pipetrain: the loader has no batch: give one that has" in said
 
 
-def test_each_line_names_its_rank_once_however_many_pipelines_there_were(ranks):
+def test_the_traceback_is_shown_to_who_asks_for_it_and_each_line_names_its_rank_once(ranks):
+    """However many Pipelines there were."""
     for said in ranks(shown, after_others, "1"):
         assert {line.count("[rank") for line in said.splitlines() if line} == {1}
-
-
-def test_the_traceback_is_shown_to_who_asks_for_it(ranks):
-    for said in ranks(shown, no_batch, "1"):
         assert "Traceback" in said
         assert "in no_batch" in said
 
@@ -114,3 +110,15 @@ def test_under_torchrun_a_refusal_is_one_sentence_and_no_rank_s_traceback(tmp_pa
     assert done.status == 1
     assert done.out.count("pipetrain: microbatches") == 1, done.out
     assert "Pipeline(model" not in done.out
+
+
+@pytest.mark.parametrize("chosen", [lambda model, p: model.parameters(), lambda model, p: [*p][1:]])
+def test_a_function_for_an_optimizer_that_does_not_use_its_parameters_is_refused(chosen):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    says = r"holds other parameters than .* was given.* as in lambda p: SGD\(p, \.\.\.\)"
+    with pytest.raises(ConfigError, match=says):
+        Pipeline(model, mse_loss, lambda p: torch.optim.SGD(chosen(model, p), 0.1))
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())

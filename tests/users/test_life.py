@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import sys
-from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,45 +15,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from pipetrain import ConfigError, Pipeline
+from pipetrain import Pipeline
 from tests.support import plain
 from tests.support.plain import of_pairs, plainly
-from tests.support.processes import TWO, finished
-
-
-def small() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)).double()
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(8, 4, generator=generator, dtype=torch.float64), torch.arange(8) % 3
+from tests.support.processes import Ended, running
+from tests.users.programs import batch, ended, mlp, sgd
 
 
 def pipe_of(model: Any, schedule: str = "1f1b", **options: Any) -> Pipeline:
-    return Pipeline(
-        model,
-        cross_entropy,
-        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-        schedule,
-        microbatches=2,
-        device="cpu",
-        threads=1,
-        **options,
-    )
+    return Pipeline(model, cross_entropy, sgd, schedule, microbatches=2, device="cpu", threads=1, **options)
 
 
 PROGRAM = """
 import os
-import torch
-from tests.users.test_life import batch, pipe_of, small
+from tests.users.test_life import batch, mlp, pipe_of
 
 for schedule in ("1f1b", "gpipe"):
-    with pipe_of(small(), schedule) as pipe:
+    with pipe_of(mlp(), schedule) as pipe:
         pipe.step(*batch())
-        print(f"rank {pipe.rank} {schedule} {pipe.updates}\\n", end="")
-pipe = pipe_of(small())
+        print(f"rank {pipe.rank} {schedule} {pipe.updates}")
+pipe = pipe_of(mlp())
 pipe.step(*batch())
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 for thread in map(int, os.listdir("/proc/self/task")):
@@ -65,24 +47,29 @@ pipe.evaluate([batch()])
 
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux")
-def test_torchrun_runs_a_program_to_its_end_with_a_pipeline_that_is_open_or_none(tmp_path: Path) -> None:
+def test_ranks_run_a_program_to_its_end_with_a_pipeline_that_is_open_or_none(tmp_path: Path) -> None:
     """A thread of gloo that dropped a tensor while Python ended aborted the process."""
-    script = tmp_path / "mine.py"
-    script.write_text(PROGRAM)
-    done = finished(tmp_path, [*TWO, script], cold=True)
-    assert done.status == 0, done.out
-    said = sorted(line for line in done.out.splitlines() if line.startswith("rank"))
-    assert said == [f"rank {rank} {schedule} 1" for rank in (0, 1) for schedule in ("1f1b", "gpipe")]
+    (tmp_path / "mine.py").write_text(PROGRAM)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    with ExitStack() as left:
+        processes = []
+        for rank in ("0", "1"):
+            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **meeting}
+            processes.append(left.enter_context(running(tmp_path, ["mine.py"], world, cold=True)))
+        for rank, process in enumerate(processes):
+            done = Ended.of(process, tmp_path)
+            assert done.status == 0, done.out
+            assert done.out == f"rank {rank} 1f1b 1\nrank {rank} gpipe 1\n"
 
 
 def made_and_closed(times: int) -> list[tuple[int, int]]:
     """Return the descriptors and threads of this process after each of so many Pipelines."""
     counts = []
     for _ in range(times):
-        pipe = pipe_of(small())
-        list(pipe.train([batch()]))
-        pipe.evaluate([batch()])
-        pipe.close()
+        with pipe_of(mlp()) as pipe:
+            pipe.step(*batch())
         counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
     return counts
 
@@ -90,7 +77,7 @@ def made_and_closed(times: int) -> list[tuple[int, int]]:
 @pytest.mark.skipif(sys.platform != "linux", reason="counts what Linux lists")
 def test_a_pipeline_that_is_closed_leaves_no_descriptors_and_no_threads(ranks) -> None:
     """What each one left would add up; torch makes a few threads of its own when it likes."""
-    times = 10
+    times = 8
     for counts in ranks(made_and_closed, times):
         grown = [last - second for second, last in zip(counts[1], counts[-1], strict=True)]
         assert max(grown) < (times - 2) / 2, counts
@@ -99,16 +86,20 @@ def test_a_pipeline_that_is_closed_leaves_no_descriptors_and_no_threads(ranks) -
 # Whose the weights are
 
 
+def normed() -> nn.Sequential:
+    return mlp(nn.BatchNorm1d(8))
+
+
 class Skipping(nn.Module):
     """Traced: a weight that two layers share, a constant buffer, and one frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 3)
+        self.first, self.second, self.third = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 5)
         self.third.weight = self.first.weight
         self.second.requires_grad_(False)
-        self.register_buffer("scale", torch.linspace(0.5, 1.5, 4), persistent=False)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 6), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x) * self.scale
@@ -121,17 +112,17 @@ def shared() -> nn.Module:
     return Skipping().double()
 
 
-MODELS = {"sequential": small, "traced": shared}
+MODELS = {"sequential": normed, "traced": shared}
 
 
-def plainly_trained(model: nn.Module, schedules: int) -> list[float]:
-    """Train 2 updates for each schedule, with an optimizer of its own, and evaluate."""
+def plainly_trained(model: nn.Module) -> Any:
+    """Train 2 updates for each of two schedules, with an optimizer of its own, and evaluate."""
     losses = []
-    for _ in range(schedules):
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1, momentum=0.9)
+    for _ in range(2):
+        optimizer = sgd([p for p in model.parameters() if p.requires_grad])
         plainly(model, optimizer, of_pairs(cross_entropy, 2), [batch()] * 2)
         losses.append(evaluated(model))
-    return losses
+    return pytest.approx(losses, rel=1e-12)
 
 
 def evaluated(model: nn.Module) -> float:
@@ -139,10 +130,10 @@ def evaluated(model: nn.Module) -> float:
     return loss
 
 
-def one_after_another(kind: str, schedules: Sequence[str]) -> dict[str, Any]:
+def one_after_another(kind: str) -> dict[str, Any]:
     """Train one model object with one Pipeline after another; return losses, and what was seen meanwhile."""
     model, losses, meanwhile, after = MODELS[kind](), [], [], []
-    for schedule in schedules:
+    for schedule in ("zbv", "1f1b"):
         with pipe_of(model, schedule) as pipe:
             list(pipe.train([batch()]))
             meanwhile.append(sum(t.is_meta for t in [*model.parameters(), *model.buffers()]))
@@ -164,42 +155,37 @@ def one_after_another(kind: str, schedules: Sequence[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_one_model_goes_from_pipeline_to_pipeline_and_ends_in_plain_pytorch(ranks, kind) -> None:
-    first, second = ranks(one_after_another, kind, ("zbv", "1f1b"))
-    wanted = plainly_trained(MODELS[kind](), 2)
-    assert first["losses"] == second["losses"] == pytest.approx(wanted, rel=1e-12)
-    assert first["after"] == pytest.approx(wanted, rel=1e-12)
+    first, second = ranks(one_after_another, kind)
+    wanted = plainly_trained(MODELS[kind]())
+    assert first["losses"] == second["losses"] == first["after"] == wanted
     assert (first["whole"], second["whole"]) == (True, False)
     assert all(first["released"] + second["released"])
     frozen = [name for name, p in MODELS[kind]().named_parameters() if not p.requires_grad]
     assert first["frozen"] == second["frozen"] == frozen
 
 
-def test_one_process_trains_its_model_in_place() -> None:
-    for kind in MODELS:
-        model = MODELS[kind]()
-        weights, losses = [*model.parameters()], []
-        for schedule in ("1f1b", "gpipe"):
-            with pipe_of(model, schedule) as pipe:
-                list(pipe.train([batch()] * 2))
-                losses.append(evaluated(model))
-            assert evaluated(model) == losses[-1]
-        assert losses == pytest.approx(plainly_trained(MODELS[kind](), 2), rel=1e-12)
-        assert all(p is q for p, q in zip(weights, model.parameters(), strict=True))
+@pytest.mark.parametrize("kind", MODELS)
+def test_one_process_trains_its_model_in_place(kind) -> None:
+    model = MODELS[kind]()
+    weights, losses = [*model.parameters()], []
+    for schedule in ("1f1b", "gpipe"):
+        with pipe_of(model, schedule) as pipe:
+            list(pipe.train([batch()] * 2))
+            losses.append(evaluated(model))
+    assert losses == plainly_trained(MODELS[kind]())
+    assert evaluated(model) == losses[-1]
+    assert all(p is q for p, q in zip(weights, model.parameters(), strict=True))
 
 
 def refused_again(collecting: bool) -> str:
     """Give a model to a second Pipeline, with other layers around its own; return what is said."""
-    model = small()
+    model = mlp()
     with pipe_of(model) as pipe:
-        list(pipe.train([batch()]))
+        pipe.step(*batch())
         if collecting:
             pipe.collect()
-            list(pipe.train([batch()]))  # after which it is not whole again
-    try:
-        pipe_of(nn.Sequential(nn.Linear(4, 4).double(), *model)).close()
-    except ConfigError as error:
-        return str(error)
-    return "nothing"
+            pipe.step(*batch())  # after which it is not whole again
+    return ended(lambda: pipe_of(nn.Sequential(nn.Linear(6, 6).double(), *model)).close())
 
 
 @pytest.mark.parametrize("collecting", [False, True])
@@ -209,7 +195,7 @@ def test_a_model_that_was_not_collected_is_refused_on_all_ranks_alike(ranks, col
         assert "where another Pipeline has trained it, call its collect(), on all ranks" in said
 
 
-def bytes_held(traced: bool) -> tuple[int, int]:
+def bytes_held() -> tuple[int, int]:
     """Return the bytes of all tensors with data in this process, before a large model and while it is cut."""
 
     def held() -> int:
@@ -218,10 +204,8 @@ def bytes_held(traced: bool) -> tuple[int, int]:
         return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
     layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.ReLU())]
-    model: nn.Module = nn.Sequential(*layers)
+    model = Wrapped(nn.Sequential(*layers))
     whole = sum(p.nbytes for p in model.parameters())
-    if traced:
-        model = Wrapped(model)
     before = held() - whole
     sample = torch.ones(8, 256), torch.ones(8, 256)
     with Pipeline(model, mse_loss, lambda p: torch.optim.SGD(p, 0.1), sample=sample, device="cpu", threads=1):
@@ -229,6 +213,8 @@ def bytes_held(traced: bool) -> tuple[int, int]:
 
 
 class Wrapped(nn.Module):
+    """A model that is traced."""
+
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
@@ -238,15 +224,14 @@ class Wrapped(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("traced", [False, True])
-def test_a_rank_holds_its_share_of_a_model(ranks, traced) -> None:
-    for whole, held in ranks(bytes_held, traced):
+def test_a_rank_holds_its_share_of_a_model(ranks) -> None:
+    for whole, held in ranks(bytes_held):
         assert held < 0.52 * whole + 100_000
 
 
 def collected_at_once(weights: str | None) -> tuple[list[float], float]:
     """Collect a model of a function before its first batch, and after training."""
-    model = (lambda: small()) if weights is None else small()
+    model = mlp if weights is None else mlp()
     with pipe_of(model, weights=weights) as pipe:
         found = []
         for batches in ([], [batch()]):
@@ -259,7 +244,7 @@ def collected_at_once(weights: str | None) -> tuple[list[float], float]:
 
 def test_the_model_of_a_function_and_of_a_file_is_collected_too(ranks, tmp_path) -> None:
     torch.manual_seed(5)
-    twin = small()
+    twin = mlp()
     for p in twin.parameters():
         nn.init.normal_(p)
     torch.save(twin.state_dict(), tmp_path / "weights.pt")

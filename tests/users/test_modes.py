@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from pipetrain import ConfigError, Pipeline
-from tests.support.plain import evaluated, of_pairs, plainly
-
-BATCHES = 3
-MICROBATCHES = 2
+from tests.users import programs
+from tests.users.programs import sgd
 
 
 class Blocks(nn.Module):
@@ -70,53 +68,18 @@ def layers_of(model: nn.Module) -> Any:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    made = torch.Generator().manual_seed(1)
-    of = partial(torch.randn, generator=made, dtype=torch.float64)
-    return [(of(8, 4), of(8, 2)) for _ in range(BATCHES)]
+    of = partial(torch.randn, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [(of(8, 4), of(8, 2)) for _ in range(2)]
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.05, momentum=0.9)
-
-
-def in_two_passes(model: nn.Module, between: Callable[[nn.Module], object]) -> tuple[list[float], float]:
-    """Train two passes in this process, with an evaluation between them; return losses and its loss."""
-    optimizer, loss = sgd(model.parameters()), of_pairs(mse_loss, MICROBATCHES)
-    losses = plainly(model, optimizer, loss, batches())
-    test = sum(evaluated(model, of_pairs(mse_loss), batches())) / BATCHES
-    between(model)
-    return losses + plainly(model, optimizer, loss, batches()), test
+def unchanged(model: nn.Module) -> None:
+    """Leave a model as it is."""
 
 
 def some_in_evaluation(model: nn.Module) -> None:
     layers_of(model)[1].eval()  # a BatchNorm
     layers_of(model)[2].eval()  # a Dropout within
     layers_of(model)[4].weight.requires_grad_(False)
-
-
-def apart(
-    prepare: Callable[[nn.Module], object], between: Callable[[nn.Module], object], **options: Any
-) -> float:
-    """Return the most by which a pipeline differs from one process: losses, weights, buffers and modes."""
-    model = normed(options.pop("traced", False))
-    prepare(model)
-    twin = deepcopy(model)
-    modes = [module.training for module in model.modules()]
-    with Pipeline(model, mse_loss, sgd, microbatches=MICROBATCHES, device="cpu", **options) as pipe:
-        losses = list(pipe.train(batches()))
-        test = pipe.evaluate(batches())["loss"]
-        assert [module.training for module in model.modules()] == modes
-        between(model)
-        losses += list(pipe.train(batches()))
-        state = pipe.state_dict()
-    wanted, wanted_test = in_two_passes(twin, between)
-    other = twin.state_dict()
-    differences = [abs(a - b) for a, b in zip([*losses, test], [*wanted, wanted_test], strict=True)]
-    return max(*differences, *(float((state[name] - other[name]).abs().max()) for name in state), 0.0)
-
-
-def unchanged(model: nn.Module) -> None:
-    """Leave a model as it is."""
 
 
 class Kept(nn.Sequential):
@@ -128,28 +91,44 @@ class Kept(nn.Sequential):
         return self
 
 
-def in_training(model: nn.Module) -> None:
+def with_a_train_of_its_own(model: nn.Module) -> None:
     model.__class__ = Kept
     model.train()
 
 
-def test_a_sequential_may_have_a_train_of_its_own(ranks):
-    for each in ranks(apart, in_training, in_training):
-        assert each < 1e-12
+def other_attributes_and_modes(model: nn.Module) -> None:
+    layers = layers_of(model)
+    layers[5].temperature, layers[4].momentum = 0.5, 0.3
+    layers[1].train()
+    layers[4].eval()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-@pytest.mark.parametrize("traced", [False, True])
-def test_what_is_in_evaluation_mode_is_trained_so(ranks, traced, schedule):
-    for each in ranks(partial(apart, some_in_evaluation, unchanged, traced=traced, schedule=schedule)):
-        assert each < 1e-12
+def apart(before: Callable[[nn.Module], object], between: Any, traced: bool, **options: Any) -> float:
+    model = normed(traced)
+    before(model)
+    return programs.apart(model, mse_loss, batches(), between, **options)
+
+
+@pytest.mark.parametrize(
+    ("before", "between", "traced", "schedule"),
+    [
+        (some_in_evaluation, unchanged, False, "1f1b"),
+        (some_in_evaluation, unchanged, True, "zb_h1"),
+        (some_in_evaluation, other_attributes_and_modes, False, "1f1b"),
+        (with_a_train_of_its_own, with_a_train_of_its_own, False, "1f1b"),
+    ],
+)
+def test_what_a_program_puts_into_evaluation_mode_and_what_it_changes_is_trained_so(
+    ranks, before, between, traced, schedule
+):
+    assert max(ranks(partial(apart, schedule=schedule), before, between, traced)) < 1e-12
 
 
 def statistics(traced: bool) -> list[int]:
     """Return how many microbatches each BatchNorm has counted, the first one of which is in evaluation."""
     model = normed(traced)
     some_in_evaluation(model)
-    with Pipeline(model, mse_loss, sgd, microbatches=MICROBATCHES, device="cpu", partition="profile") as pipe:
+    with Pipeline(model, mse_loss, sgd, microbatches=2, device="cpu", partition="profile") as pipe:
         list(pipe.train(batches()))
         pipe.evaluate(batches())
         state = pipe.state_dict()
@@ -158,46 +137,29 @@ def statistics(traced: bool) -> list[int]:
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_neither_planning_nor_measuring_puts_a_layer_into_training_mode(ranks, traced):
-    assert ranks(statistics, traced) == [[0, BATCHES * MICROBATCHES], []]
+    assert ranks(statistics, traced) == [[0, 4], []]
 
 
-def warnings_of(prepare: Callable[[nn.Module], object], traced: bool) -> tuple[float, list[str]]:
+def warnings_of(traced: bool) -> tuple[float, list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("pipetrain").addHandler(handler)
     try:
-        return apart(prepare, unchanged, traced=traced), said
+        return apart(nn.Module.eval, unchanged, traced), said
     finally:
         logging.getLogger("pipetrain").removeHandler(handler)
 
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_model_that_is_all_in_evaluation_mode_is_trained_so_with_a_warning(ranks, traced):
-    (first, said), (second, silent) = ranks(warnings_of, nn.Module.eval, traced)
+    (first, (warning,)), (second, silent) = ranks(warnings_of, traced)
     assert max(first, second) < 1e-12
-    assert len(said) == 1
-    assert "call model.train() before" in said[0]
+    assert "call model.train() before" in warning
     assert not silent
 
 
-# What is changed between two passes
-
-
-def other_attributes(model: nn.Module) -> None:
-    layers_of(model)[5].temperature = 0.5
-    layers_of(model)[4].momentum = 0.3
-
-
-def other_modes(model: nn.Module) -> None:
-    layers_of(model)[1].train()
-    layers_of(model)[4].eval()
-
-
-@pytest.mark.parametrize("change", [other_attributes, other_modes])
-def test_the_layers_of_a_sequential_follow_what_a_program_changes(ranks, change):
-    for each in ranks(apart, some_in_evaluation, change):
-        assert each < 1e-12
+# What is changed between two passes, and cannot be followed
 
 
 @contextmanager
@@ -219,68 +181,70 @@ def doubled(module: nn.Module, given: object, output: Tensor) -> Tensor:
     return 2 * output
 
 
-CHANGES: dict[str, Callable[[Any, Any], AbstractContextManager[object]]] = {
-    "unfrozen": lambda model, layers: having(layers[4].weight, "requires_grad", True),
-    "frozen": lambda model, layers: having(layers[0].weight, "requires_grad", False),
-    "attribute": lambda model, layers: having(layers[4], "momentum", 0.3),
-    "mode": lambda model, layers: having(layers[1], "training", True),
-    "layer": lambda model, layers: having(layers, "2", nn.Tanh()),
-    "tensor": lambda model, layers: having(layers[4], "running_mean", torch.ones(6, dtype=torch.float64)),
-    "forward": lambda model, layers: patch.object(layers[2], "forward", torch.relu),
-    "config": lambda model, layers: having(model.config, "scale", 3.0),
-    "of the class": lambda model, layers: patch.object(model, "shift", 0.5),
-    "one more": lambda model, layers: longer(layers),
-    "function": lambda model, layers: having(model, "final", torch.tanh),
-    "weight's hook": lambda model, layers: layers[0].weight.register_hook(torch.abs),
-    "hook": lambda model, layers: (layers[2] if layers is not model else model).register_forward_hook(
-        doubled
+ONES = torch.ones(6, dtype=torch.float64)
+Change = Callable[[Any, Any], AbstractContextManager[object]]
+CHANGES: list[tuple[Change, str, str]] = [
+    (
+        lambda _, layers: having(layers[4].weight, "requires_grad", True),
+        "4.weight.requires_grad",
+        "both tests",
     ),
-}
+    (
+        lambda _, layers: having(layers[0].weight, "requires_grad", False),
+        "0.weight.requires_grad",
+        "both tests",
+    ),
+    (lambda _, layers: having(layers[1], "training", True), "1.training", "tests"),
+    (lambda _, layers: having(layers[4], "momentum", 0.3), "4.momentum", ""),
+    (lambda model, _: having(model.config, "scale", 3.0), "config.scale", ""),
+    (lambda model, _: patch.object(model, "shift", 0.5), "shift", ""),
+    (lambda _, layers: having(layers, "2", nn.Tanh()), "2", "both"),
+    (lambda _, layers: patch.object(layers[2], "forward", torch.relu), "2.forward", ""),
+    (lambda _, layers: having(layers[4], "running_mean", ONES), "4.running_mean", ""),
+    (lambda _, layers: longer(layers), "7", "both"),
+    (lambda model, _: having(model, "final", torch.tanh), "final", ""),
+    (lambda _, layers: layers[0].weight.register_hook(torch.abs), "0.weight", "both"),
+    (
+        lambda model, layers: (layers[2] if layers is not model else model).register_forward_hook(doubled),
+        "(2|it)",
+        "both",
+    ),
+]
+"""A change, and what is named; `both`: of an nn.Sequential too; `tests`: an evaluation may go on."""
 
 
-def refusals(change: str, traced: bool) -> list[str]:
-    """Return what is said of a change before a training and before an evaluation; undone, it goes on."""
+def changes(traced: bool) -> list[tuple[Change, str, str]]:
+    return [change for change in CHANGES if traced or "both" in change[2]]
+
+
+def refusals(traced: bool) -> list[list[str]]:
+    """Return what is said of each change before a training and an evaluation; undone, it goes on."""
     model, said = normed(traced), []
     some_in_evaluation(model)
-    with Pipeline(model, mse_loss, sgd, microbatches=MICROBATCHES, device="cpu") as pipe:
+    with Pipeline(model, mse_loss, sgd, microbatches=2, device="cpu") as pipe:
         list(pipe.train(batches()))
-        with CHANGES[change](model, layers_of(model)):
-            for goes_on in (lambda: pipe.step(*batches()[0]), lambda: pipe.evaluate(batches())):
-                try:
-                    goes_on()
-                except ConfigError as error:
-                    said.append(str(error))
-                else:
-                    said.append("")
-        pipe.step(*batches()[0])
+        for change, *_ in changes(traced):
+            with change(model, layers_of(model)):
+                said.append(
+                    [said_of(lambda: pipe.step(*batches()[0])), said_of(lambda: pipe.evaluate(batches()))]
+                )
+            pipe.step(*batches()[0])
     return said
 
 
-@pytest.mark.parametrize(
-    ("change", "traced", "named"),
-    [
-        ("unfrozen", False, "4.weight.requires_grad"),
-        ("unfrozen", True, "layers.4.weight.requires_grad"),
-        ("frozen", True, "layers.0.weight.requires_grad"),
-        ("mode", True, "layers.1.training"),
-        ("attribute", True, "layers.4.momentum"),
-        ("config", True, "config.scale"),
-        ("of the class", True, "shift"),
-        ("layer", True, "layers.2"),
-        ("layer", False, "2"),
-        ("forward", True, "layers.2.forward"),
-        ("tensor", True, "layers.4.running_mean"),
-        ("one more", True, "layers.7"),
-        ("one more", False, "7"),
-        ("function", True, "final"),
-        ("weight's hook", True, "hooks of layers.0.weight"),
-        ("weight's hook", False, "hooks of 0.weight"),
-        ("hook", True, "hooks of layers.2"),
-        ("hook", False, "hooks of it"),
-    ],
-)
-def test_what_cannot_be_followed_is_refused_on_all_ranks(ranks, change, traced, named):
-    for rank, (trained, tested) in enumerate(ranks(refusals, change, traced)):
-        assert f"cut into stages, which do not follow, this has changed: {named};" in trained
-        assert tested == ("" if change in ("unfrozen", "frozen", "mode") else trained)
-        assert trained.startswith("rank 0 stopped") == bool(rank)
+def said_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_what_cannot_be_followed_is_refused_on_all_ranks(ranks, traced):
+    for rank, found in enumerate(ranks(refusals, traced)):
+        for (trained, tested), (_, named, where) in zip(found, changes(traced), strict=True):
+            wanted = rf"which do not follow, this has changed: (hooks of )?(layers\.)?{named};"
+            assert re.search(wanted, trained), trained
+            assert tested == ("" if "tests" in where else trained)
+            assert trained.startswith("rank 0 stopped") == bool(rank)

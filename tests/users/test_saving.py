@@ -11,26 +11,20 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from pipetrain import ConfigError, Pipeline
+from tests.users.programs import batch, ended, mlp, sgd
 
 
 def dropping(seed: int | None) -> Pipeline:
     """Two stages, each with a dropout."""
-    torch.manual_seed(0)
-    half = nn.Linear(6, 12), nn.Dropout(), nn.Tanh()
-    model = nn.Sequential(*half, nn.Linear(12, 12), nn.Dropout(), nn.Linear(12, 3)).double()
+    model = mlp(nn.Dropout())
+    model.insert(2, nn.Dropout())
     given = {} if seed is None else {"seed": seed}
     torch.manual_seed(1)
-    return Pipeline(
-        model, cross_entropy, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), partition=[3], **given
-    )
+    return Pipeline(model, cross_entropy, sgd, partition=[3], **given)
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    drawn = torch.Generator().manual_seed(2)
-    return [
-        (torch.randn(8, 6, generator=drawn).double(), torch.randint(3, (8,), generator=drawn))
-        for _ in range(6)
-    ]
+    return [batch(8, seed) for seed in range(6)]
 
 
 def uninterrupted(folder: str, seed: int | None) -> list[float]:
@@ -54,13 +48,13 @@ def gone_on(folder: str, seed: int | None, begun: bool) -> list[float]:
         return losses + list(pipe.train(batches()[5:]))
 
 
-@pytest.mark.parametrize(("seed", "begun"), [(None, False), (5, True)])
-def test_dropout_goes_on_as_it_would_have_whatever_the_seed_of_the_program(ranks, tmp_path, seed, begun):
+@pytest.mark.parametrize(("seed", "other", "begun"), [(None, 6, False), (5, None, True)])
+def test_dropout_goes_on_as_it_would_have_whatever_the_seed_of_the_program(
+    ranks, tmp_path, seed, other, begun
+):
     whole, _ = ranks(uninterrupted, str(tmp_path), seed)
     assert len(set(whole)) == 6
-    for other in (None, 6):
-        first, second = ranks(gone_on, str(tmp_path), other, begun)
-        assert first == second == whole[3:]
+    assert ranks(gone_on, str(tmp_path), other, begun) == [whole[3:]] * 2
 
 
 def names(folder: Path) -> list[str]:
@@ -116,8 +110,7 @@ def test_after_a_first_save_that_was_cut_short_a_program_begins_anew(ranks, tmp_
 @pytest.mark.processes
 def test_killed_while_an_update_is_saved_again_there_is_one_to_go_on_from(tmp_path):
     """Whichever of its renames is the last."""
-    model = nn.Linear(6, 3).double()
-    with Pipeline(model, cross_entropy, lambda p: torch.optim.SGD(p, 0.1), threads=1) as pipe:
+    with Pipeline(mlp(), cross_entropy, sgd, threads=1) as pipe:
         pipe.step(*batches()[0])
         pipe.save(tmp_path)
         renames = 0
@@ -131,18 +124,11 @@ def test_killed_while_an_update_is_saved_again_there_is_one_to_go_on_from(tmp_pa
 
 
 def by_adam(folder: str) -> str:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 3)).double()
-    with Pipeline(model, cross_entropy, lambda p: torch.optim.SGD(p, 0.1), partition=[1]) as pipe:
-        list(pipe.train(batches()))
+    with Pipeline(mlp(), cross_entropy, sgd, partition=[1]) as pipe:
+        pipe.step(*batch())
         pipe.save(folder)
-    model = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 3)).double()
-    with Pipeline(model, cross_entropy, torch.optim.Adam, partition=[1], sample=batches()[0]) as pipe:
-        try:
-            pipe.load(folder)
-        except ConfigError as error:
-            return str(error)
-    return ""
+    with Pipeline(mlp(), cross_entropy, torch.optim.Adam, partition=[1], sample=batch()) as pipe:
+        return ended(lambda: pipe.load(folder))
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(ranks, tmp_path):
