@@ -20,8 +20,8 @@ from pipetrain.network.model import own_dtype, prove_model
 from pipetrain.network.values import Value
 from pipetrain.plan.program import draft_program, make_program, prove_window, settle_clipping
 from pipetrain.rate import Rate, rate_of
-from pipetrain.runtime.alike import conditions
 from pipetrain.runtime.optimizer import Configured, Function, prove_optimizer, small_copies
+from pipetrain.runtime.together import conditions
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.schedule.actions import Program, Schedule, parse_program, placement
 from pipetrain.schedule.fixed import FixedProgram

@@ -53,7 +53,6 @@ from pipetrain.planning import first_plan
 from pipetrain.rate import Rate
 from pipetrain.records.bar import Bar
 from pipetrain.rules import COUNT
-from pipetrain.runtime.alike import level, prove_same
 from pipetrain.runtime.engine import Tick
 from pipetrain.runtime.feed import Batches, OfLoader
 from pipetrain.runtime.mesh import Mesh, choose_device, keep_freed_memory
@@ -61,7 +60,7 @@ from pipetrain.runtime.optimizer import Configured, Function
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import Stage
-from pipetrain.runtime.together import Together
+from pipetrain.runtime.together import Together, level, prove_same
 from pipetrain.runtime.whole import WholeModel, brought, owners
 from pipetrain.schedule.actions import Schedule
 from pipetrain.schedule.lower import edges

@@ -14,8 +14,7 @@ from pipetrain.plan.costs import Facts, Profile, profile_conditions, read_profil
 from pipetrain.plan.describe import OpenPlan
 from pipetrain.plan.memory import optimizer_state, sized
 from pipetrain.plan.plan import Plan, Samples, make_plan, prove_cut
-from pipetrain.runtime.alike import digest, level, prove_same
-from pipetrain.runtime.together import Together
+from pipetrain.runtime.together import Together, digest, level, prove_same
 from pipetrain.settings import PROFILE, Settings
 from pipetrain.tasks import Task
 

@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipetrain.errors import ChannelError, ConfigError, Refused, one_line
-from pipetrain.runtime.alike import prove_same
 from pipetrain.runtime.ranks import START_S, Ranks, World, make_group, this_attempt
+from pipetrain.runtime.together import prove_same
 from pipetrain.schedule.actions import ScheduleError
 
 REFUSED_S = 5.0  # for the others to hear that rank 0 refuses; torchrun ends those that come later

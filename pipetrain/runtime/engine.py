@@ -164,7 +164,7 @@ class Engine:
         counted = Op.STEP if window.trains else Op.F
         for stage in self.stages.values() if window.trains else ():
             stage.begin_window()
-        watch = Stopwatch(self._clock, mail.channel, lambda: mail.coded)
+        watch = Stopwatch(self._clock, mail.channel, lambda: mail.coding.seconds)
         profiled = torch.autograd.profiler._is_profiler_enabled  # naming an action takes 10 us
         action: Action | Wait | None = None
         try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,9 +112,9 @@ class Mailbox:
         self.placement = placement
         self._cut = cut
         self._mine = mine
-        self._coding = coding or Coding(Codecs())
+        self.coding = coding or Coding(Codecs())
         self._specs: dict[tuple[Edge, int], tuple[_Specs, _Specs]] = {}  # by samples: encoded, and plain
-        self._feed: Feed | None = None
+        self._feed: Any = None  # of the window
         self._arrived: dict[tuple[Edge, int], Tensors] = {}  # (edge, microbatch) -> its message
         self._to_send: dict[tuple[Edge, int], Tensors] = {}
         self.raw_bytes: Counter[int] = Counter()
@@ -133,7 +134,7 @@ class Mailbox:
     def inputs(self, stage: int, mb: int) -> Tensors:
         """Return what enters a stage, the first one from the feed."""
         if stage == 0:
-            return self._given.input(mb)
+            return tuple(self._feed.input(mb))
         routes = self._cut.routes_into[stage]
         return merge((route.values, self._arrived.pop((route.edge, mb))) for route in routes)
 
@@ -159,17 +160,12 @@ class Mailbox:
                 f"stage {action.stage} made {made} for {message.name}, and the plan says {planned}: what a "
                 f"layer returns must depend only on the number of samples"
             )
-        self.channel.send(message, self._coding.encode(message, tensors))
+        self.channel.send(message, self.coding.encode(message, tensors))
         self.raw_bytes[action.stage] += sum(spec.nbytes for spec in message.plain)
 
     def recv(self, action: Action) -> None:
         message = self._message(action)
-        self._arrived[message.edge, action.mb] = self._coding.decode(message, self.channel.recv(message))
-
-    @property
-    def coded(self) -> float:
-        """Seconds of encoding and decoding so far."""
-        return self._coding.seconds
+        self._arrived[message.edge, action.mb] = self.coding.decode(message, self.channel.recv(message))
 
     def held(self) -> Iterator[tuple[Sequence[int], Tensor]]:
         """Yield the tensors of messages that this rank holds, with the stages between which they travel."""
@@ -188,21 +184,16 @@ class Mailbox:
     def wait(self, wait: Wait) -> None:
         self.channel.wait([*map(self._message, wait.receives)], [*map(self._message, wait.sends)])
 
-    @property
-    def _given(self) -> Feed:
-        assert self._feed is not None, "only within a window"
-        return self._feed
-
     def _put(self, mb: int, edges: Sequence[Edge], parts: Sequence[Tensors]) -> None:
         for edge, tensors in zip(edges, parts, strict=True):
             (self._arrived if edge[1] in self._mine else self._to_send)[edge, mb] = tensors
 
     def _message(self, action: Action) -> Message:
         edge = source, target = action.edge
-        key = edge, self._given.size(action.mb)
+        key = edge, self._feed.size(action.mb)
         if key not in self._specs:
             plain = self._cut.message(*key)
-            self._specs[key] = self._coding.specs(edge, plain), plain
+            self._specs[key] = self.coding.specs(edge, plain), plain
         encoded, plain = self._specs[key]
         ranks = self.placement[source], self.placement[target]
         return Message(source, target, action.mb, encoded, ranks, plain)

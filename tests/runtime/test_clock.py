@@ -15,17 +15,6 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FORWARD, RECEIVE, BACKWARD, SEND = parse_program("1F0@0 1RECV_B0 1B0@0 1SEND_B0")[0]
 
 
-def test_on_a_cpu_nothing_asks_for_a_gpu(monkeypatch):
-    def refuse(*arguments: object) -> None:
-        raise AssertionError("a GPU was asked for")
-
-    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
-    monkeypatch.setattr(torch.cuda, "Event", refuse)
-    clock = Clock(CPU)
-    began = clock.begin()
-    clock.resolve(Row(began, began, [Span(FORWARD, clock.mark(), clock.mark())]))
-
-
 # A device of its own
 
 

@@ -15,14 +15,12 @@ from pipetrain.runtime.session import Session
 from tests.support.cases import Case, config, prepared, run_in_threads
 
 TWO = ("microbatches=3", "epochs=2", "window=2")
-
-
 MORE = ("clip_grad_norm=0.1", "optim=adamw", "ema=0.9")
 
 
 @pytest.mark.parametrize(
     ("schedule", "options"),
-    [("1f1b", ()), ("gpipe", MORE), ("pipedream", MORE), ("pipedream_2bw", ())],
+    [("1f1b", MORE), ("pipedream", MORE)],
 )
 def test_gradients_and_versions_at_fixed_addresses_train_alike(schedule, options):
     case = Case(schedule, 2, (*TWO, *options))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -45,13 +46,8 @@ def made() -> tuple[Stage, ValueSpec, list]:
     layers = estimate(model.train(), entry)
     joined = cut_layers({SHAPE[0]: layers}, [1, 6], example)
     part = Chain(model).part(joined.slices[STAGE])
-    stage = Stage(
-        STAGE,
-        part,
-        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-        lambda update: 1.0,
-    )
-    return stage, entry, layers
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    return Stage(STAGE, part, sgd, lambda update: 1.0), entry, layers
 
 
 def numbers() -> tuple[Tensor]:

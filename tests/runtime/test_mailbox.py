@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipetrain.codec import Codec, Codecs, Half, Identity, Int8, TopK, TopKInt8
+from pipetrain.codec import Codec, Codecs, Half, Int8, TopK, TopKInt8
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.values import specs_of
 from pipetrain.runtime.channel import Message
@@ -70,44 +70,14 @@ def test_a_message_arrives_in_its_own_dtype_and_layout_and_whole_numbers_as_they
             torch.testing.assert_close(y[y != 0], x[y != 0], rtol=0.05, atol=0.05)
 
 
-def test_what_was_carried_is_counted_and_the_time_of_codecs_is_no_wait():
-    ends = Ends(Codecs(forward=Int8()))
-    ends.up(torch.randn(100))
-    assert [end.carried for end in ends.ends] == [104, 104]
-    assert all(coding.seconds > 0 for coding in ends.codings)
-    coded = [coding.seconds for coding in ends.codings]
-    ends.down(torch.randn(100))
-    assert [end.carried for end in ends.ends] == [504, 504]
-    assert [coding.seconds for coding in ends.codings] == coded  # the identity is free
-    assert all(end.waited < 0.1 for end in ends.ends)
-
-
 @pytest.mark.parametrize(("bad", "codec"), [(math.inf, TopK()), (math.nan, Int8()), (-math.inf, Half())])
 def test_what_is_not_finite_is_refused_with_the_message_s_name(bad, codec):
     ends = Ends(Codecs(codec, codec))
-    with pytest.raises(TrainingStopped) as error:
+    says = "the activation of microbatch 7 from stage 0 to stage 1 has an infinity or NaN, which codec"
+    with pytest.raises(TrainingStopped, match=f"^{says} .* or codec.forward=identity"):
         ends.up(torch.tensor([1.0, bad]), mb=7)
-    assert str(error.value) == (
-        f"the activation of microbatch 7 from stage 0 to stage 1 has an infinity or NaN, which codec {codec} "
-        f"cannot carry; try a lower optim.lr, or a warmup, or codec.forward=identity, with which on_nan=skip "
-        f"can leave such an update out"
-    )
     with pytest.raises(TrainingStopped, match=r"the gradient of microbatch 2 .* or codec.backward=identity"):
         ends.down(torch.tensor([bad]), mb=2)
-
-
-@pytest.mark.slow
-def test_with_on_nan_skip_a_gradient_that_is_not_finite_is_refused_where_it_would_travel():
-    explode = (
-        "model._target_=tests.support.models.explode",
-        "partition=[2]",
-        "microbatches=2",
-        "on_nan=skip",
-    )
-    with pytest.raises(
-        TrainingStopped, match=r"the gradient of .* codec int8 cannot .* codec.backward=identity"
-    ):
-        run_in_threads(Case("1f1b", 2, (*explode, "codec.backward=int8")))
 
 
 # Error feedback
@@ -138,14 +108,6 @@ def test_the_sum_holds_in_every_dtype_and_the_residual_of_16_bits_is_kept_in_32(
         assert torch.equal(sum(arrived) + residual, sum(x.float() for x in xs))
 
 
-def test_a_small_number_comes_through_in_the_end():
-    x = torch.tensor([1.0, 0.3, 0.2])
-    with_it, without = Ends(Codecs(TopK(0.3, "fp32"))), Ends(Codecs(TopK(0.3, "fp32", error_feedback=False)))
-    total = sum(with_it.up(x)[0] for _ in range(60)) / 60
-    torch.testing.assert_close(total, x, rtol=0, atol=0.05)
-    assert torch.equal(sum(without.up(x)[0] for _ in range(60)), torch.tensor([60.0, 0, 0]))
-
-
 def test_residuals_are_of_an_edge_a_tensor_and_a_shape():
     ends = Ends(Codecs(TopK(0.5), TopK(0.5)))
     ends.up(torch.tensor([4.0, 1.0]), torch.tensor([2.0, 8.0]))
@@ -162,53 +124,29 @@ def test_residuals_are_of_an_edge_a_tensor_and_a_shape():
 
 # Training
 
-PLAIN = "model._target_=tests.support.models.without_norm"
-SAME = (
-    "codec.forward._target_=tests.support.codecs.Same",
-    "codec.backward._target_=tests.support.codecs.Same",
-)
+WORDS = ("model._target_=tests.support.models.without_norm", "microbatches=2", "epochs=1", "trace=true")
+SAME = [f"codec.{way}._target_=tests.support.codecs.Same" for way in ("forward", "backward")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["pipedream", "interleaved_1f1b"])
-def test_a_codec_that_changes_nothing_trains_as_none_to_the_last_bit(schedule):
-    """And the identity in both directions is none at all."""
-    overrides = (PLAIN, "microbatches=2", "dtype=float32", "epochs=2")
-    wanted, epochs = run_in_threads(Case(schedule, 2, overrides))
-    state, figures = run_in_threads(Case(schedule, 2, (*overrides, *SAME)))
+def test_a_codec_that_changes_nothing_trains_as_none_and_an_evaluation_is_not_encoded():
+    wanted, (plain,) = run_in_threads(Case("interleaved_1f1b", 2, WORDS))
+    state, (coded,) = run_in_threads(Case("interleaved_1f1b", 2, (*WORDS, *SAME)))
     assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
-    assert [(f.trained, f.evaluated) for f in figures] == [(f.trained, f.evaluated) for f in epochs]
-    plain, coded = (
-        {stage: (r.bytes_sent, r.raw_bytes) for stage, r in f[-1].stages.items()} for f in (epochs, figures)
-    )
-    assert coded == plain
-    assert all(record.codec_s > 0 for record in figures[-1].stages.values())
-    assert all(record.codec_s == 0 for record in epochs[-1].stages.values())
+    assert (coded.trained, coded.evaluated) == (plain.trained, plain.evaluated)
+    for mine, others in zip(coded.stages.values(), plain.stages.values(), strict=True):
+        assert (mine.bytes_sent, mine.raw_bytes) == (others.bytes_sent, others.raw_bytes)
+        assert mine.codec_s > others.codec_s == 0
+    still = (*WORDS, "optim.lr=1e-9")
+    _, (plain,) = run_in_threads(Case("gpipe", 2, still))
+    _, (coded,) = run_in_threads(Case("gpipe", 2, (*still, "codec.forward=topk")))
+    assert coded.evaluated["loss"] == pytest.approx(plain.evaluated["loss"], rel=1e-6)
+    assert abs(coded.trained["loss"] / plain.trained["loss"] - 1) > 1e-4
 
 
-@pytest.mark.slow
-def test_an_evaluation_is_not_encoded():
-    """Otherwise stage 1 would be evaluated on a hundredth of its activations."""
-    case = Case("gpipe", 2, (PLAIN, "microbatches=2", "epochs=1", "optim.lr=1e-9", "codec.forward=topk"))
-    _, (figures,) = run_in_threads(case)
-    plain = Case("gpipe", 2, (PLAIN, "microbatches=2", "epochs=1", "optim.lr=1e-9"))
-    _, (wanted,) = run_in_threads(plain)
-    assert figures.evaluated["loss"] == pytest.approx(wanted.evaluated["loss"], rel=1e-6)
-    assert abs(figures.trained["loss"] / wanted.trained["loss"] - 1) > 1e-4
-
-
-@pytest.mark.slow
 def test_bytes_of_training_are_those_of_the_codecs_in_the_trace_too():
-    overrides = (
-        PLAIN,
-        "microbatches=2",
-        "epochs=1",
-        "trace=true",
-        "codec.forward=half",
-        "codec.backward=int8",
-    )
     listener = Listener()
-    _, (figures,) = run_in_threads(Case("1f1b", 2, overrides), listener)
+    words = (*WORDS, "codec.forward=half", "codec.backward=int8")
+    _, (figures,) = run_in_threads(Case("1f1b", 2, words), listener)
     up, down = (record for _, record in sorted(figures.stages.items()))
     assert up.raw_bytes == 4 * up.bytes_sent  # float64 to 16 bits
     steps = 8 * 2 * 8  # bytes: 8 messages of 2 tensors, each with a step of 8 bytes
@@ -227,5 +165,5 @@ def test_bytes_of_training_are_those_of_the_codecs_in_the_trace_too():
 
 @pytest.mark.processes
 def test_codecs_over_gloo():
-    codecs = [Codecs(Half(), TopKInt8(0.2)), Codecs(Int8("channel"), TopK(0.1)), Codecs(Identity(), Int8())]
+    codecs = [Codecs(Half(), TopKInt8(0.2)), Codecs(Int8("channel"), TopK(0.1))]
     assert run_world(exchange_coded, 2, codecs) == [len(codecs)] * 2

@@ -43,7 +43,7 @@ def sgd() -> tuple[nn.Parameter, torch.optim.Optimizer]:
     return weight, torch.optim.SGD([weight], lr=0.1, momentum=0.5)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(state=st.dictionaries(st.text(), TREES, max_size=3), option=TREES)
 def test_any_tree_and_any_option_come_back(state, option):
     weight, optimizer = sgd()
@@ -69,10 +69,7 @@ def test_options_that_a_person_set_are_not_remembered():
     assert (again.param_groups[0]["momentum"], again.param_groups[0]["lr"]) == (0.9, 0.1)
 
 
-@pytest.mark.parametrize(
-    ("thing", "says"),
-    [(object(), "type object"), ({1: 2}, "type dict"), ([{1, 2}], "type set"), (1j, "type complex")],
-)
+@pytest.mark.parametrize(("thing", "says"), [(object(), "type object"), ([{1: 2}], "type dict")])
 def test_what_cannot_be_told_is_named(thing, says):
     weight, optimizer = sgd()
     memory = Memory(optimizer)

@@ -24,17 +24,11 @@ def with_gpus(monkeypatch, count: int) -> None:
     monkeypatch.delenv("NCCL_HOSTID", raising=False)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "asked", "device"),
-    [(2, "auto", GPU), (2, "cuda", GPU), (2, "cpu", CPU), (0, "auto", CPU), (0, "cpu", CPU)],
-)
-def test_auto_takes_a_gpu_where_there_is_one(monkeypatch, gpus, asked, device):
-    with_gpus(monkeypatch, gpus)
-    assert choose_device(World(), asked) == device
-
-
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+def test_auto_takes_a_gpu_where_there_is_one_and_one_that_is_not_there_is_refused(monkeypatch):
+    with_gpus(monkeypatch, 2)
+    assert [choose_device(World(), asked) for asked in ("auto", "cuda", "cpu")] == [GPU, GPU, CPU]
     with_gpus(monkeypatch, 0)
+    assert [choose_device(World(), asked) for asked in ("auto", "cpu")] == [CPU, CPU]
     with pytest.raises(ConfigError, match=r"device=cuda needs a GPU that torch can use, .*; use device=auto"):
         choose_device(World(), "cuda")
 

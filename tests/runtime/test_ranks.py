@@ -20,16 +20,13 @@ from tests.support.worlds import run_world
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-@pytest.mark.parametrize(
-    ("set_by_torchrun", "world"),
-    [((), World(0, 1, 0, 1)), ((5, 8, 1, 4), World(rank=5, size=8, local_rank=1, local_size=4))],
-)
-def test_torchrun_s_numbers_are_read_and_a_process_without_them_is_alone(monkeypatch, set_by_torchrun, world):
+def test_torchrun_s_numbers_are_read_and_a_process_without_them_is_alone(monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    for name, value in zip(VARIABLES, set_by_torchrun, strict=False):
+    assert World.current() == World(0, 1, 0, 1)
+    for name, value in zip(VARIABLES, (5, 8, 1, 4), strict=True):
         monkeypatch.setenv(name, str(value))
-    assert World.current() == world
+    assert World.current() == World(rank=5, size=8, local_rank=1, local_size=4)
 
 
 # The interface
@@ -42,12 +39,9 @@ ONE_MACHINE, TWO = World(0, 2, 0, 2), World(0, 4, 0, 2)
     ("world", "master", "interfaces", "chosen"),
     [
         (ONE_MACHINE, "", ("lo", "eth0"), ("lo", "=lo")),
-        (ONE_MACHINE, "", ("eth0",), (None, None)),  # no loopback: left to the backends
-        (TWO, "localhost", ("lo", "eth0"), ("lo", "=lo")),
         (TWO, "127.0.0.1", ("lo", "eth0"), ("lo", "=lo")),
         (TWO, "10.0.0.7", ("lo", "eth0"), ("eth0", "=eth0")),
         (TWO, "", ("lo", "eth0"), (None, None)),
-        (TWO, "no-such-host.invalid", ("lo", "eth0"), (None, None)),
     ],
 )
 def test_ranks_listen_where_torchrun_s_address_is_reached(monkeypatch, world, master, interfaces, chosen):
@@ -62,13 +56,10 @@ def test_ranks_listen_where_torchrun_s_address_is_reached(monkeypatch, world, ma
     )
     choose_interface(world)
     assert tuple(os.environ.get(name) for name in BOTH) == chosen
-
-
-def test_a_chosen_interface_is_respected(monkeypatch):
     for name in BOTH:
         monkeypatch.setenv(name, "eth7")
-    choose_interface(ONE_MACHINE)
-    assert {os.environ[name] for name in BOTH} == {"eth7"}
+    choose_interface(world)
+    assert {os.environ[name] for name in BOTH} == {"eth7"}  # what was chosen before is respected
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks interfaces up as Linux does")
@@ -110,10 +101,6 @@ def together(stores: list[dist.Store]) -> bool:
     return all(store.check(["said"]) for store in stores)
 
 
-def test_all_ranks_meet_in_one_store():
-    assert together(met(started(dist.HashStore(), 3)))
-
-
 def test_a_restart_reads_nothing_of_the_attempt_before_it():
     raw = dist.HashStore()
     before = met(started(raw, 3))
@@ -123,7 +110,7 @@ def test_a_restart_reads_nothing_of_the_attempt_before_it():
     assert together(stores)
 
 
-@pytest.mark.parametrize("died", [{0}, {1}, {2}, {0, 2}, {1, 2}])
+@pytest.mark.parametrize("died", [{0}, {1, 2}])
 def test_ranks_that_started_a_different_number_of_times_meet(died):
     """Some were killed before the others came; so it is with a node that was replaced."""
     raw = dist.HashStore()
@@ -154,20 +141,14 @@ def test_a_rank_that_does_not_start_is_named():
     assert str(alone) == f"rank 1 waited 0.1 s for rank 0 to start{more}"
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_an_attempt_remembers_the_next_one_recalls(size):
+def test_what_an_attempt_remembers_the_next_one_recalls():
     """One process alone too, as torchrun restarts it as well."""
     raw = dist.HashStore()
-    first = Attempt(World(0, size), raw)
+    first = Attempt(World(0, 1), raw)
     assert (first.restarted, first.recall("run_dir")) == (False, None)
     first.remember("run_dir", "here")
-    again = Attempt(World(0, size), raw)
+    again = Attempt(World(0, 1), raw)
     assert (again.restarted, again.recall("run_dir")) == (True, "here")
-
-
-def test_without_torchrun_there_is_nobody_to_meet():
-    alone = Attempt(World(), ranks._torchrun_store(World()))
-    assert (alone.restarted, alone.recall("run_dir"), alone.meet(0.1)) == (False, None, None)
 
 
 # What they agree on

@@ -21,11 +21,10 @@ def both(case: Case) -> None:
     compare(case, *run_in_threads(case))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_two_stages_of_one_rank_clip_their_own_copies(ranks):
+def test_two_stages_of_one_rank_clip_their_own_copies():
     """Once their gradients were views of one tensor, which both scaled in place."""
-    cuts = {1: "partition=[2]", 2: "partition=[2,3,4]"}[ranks]
-    both(Case("interleaved_1f1b", ranks, (TIED, "schedule.virtual=2", cuts, "microbatches=4", *CLIPPED)))
+    words = (TIED, "schedule.virtual=2", "partition=[2]", "microbatches=4", "epochs=1")
+    both(Case("interleaved_1f1b", 1, (*words, *CLIPPED)))
 
 
 def test_the_first_and_the_last_stage_of_a_v_share_on_one_rank():
@@ -50,14 +49,7 @@ def test_gradients_are_added_and_one_that_no_stage_has_stays_none():
         assert weights["a"].grad is None
         assert weights["b"].grad.tolist() == [1 + 5j] * 4
     assert of["b"].grad.data_ptr() != other["b"].grad.data_ptr()
-
-
-def test_a_stage_that_skips_says_so_by_a_nan():
-    of = {"a": nn.Parameter(torch.zeros(2))}
-    of["a"].grad = torch.ones(2)
-    shared = Shared(0, {"a": TIE}, of)
-    assert not shared.packed(TIE, skip=True).isfinite().all()
-    assert shared.packed(TIE, skip=False).tolist() == [1, 1, 1]
+    assert not stages[0].packed(TIE, skip=True).isfinite().all()
 
 
 def test_a_sparse_gradient_is_refused():

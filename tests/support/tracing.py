@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pipetrain.network.network import INPUT, Made, Slice
+from pipetrain.network.network import INPUT, Made, Part, Slice
 from pipetrain.network.tracing.dataflow import draws
 from pipetrain.network.tracing.trace import trace
 from pipetrain.network.tracing.traced import Traced
@@ -62,6 +62,13 @@ def run_stages(network: Traced, tensors: list[Tensor], cuts: list[int]) -> Any:
         outputs = part(*[values[made] for made in enters])
         values.update(zip(leaves, outputs, strict=True))
     return network.pack(outputs)
+
+
+def whole(network: Traced) -> Part:
+    """All layers of a model of one input, as one part in training."""
+    end = len(network.names)
+    slice = Slice(0, end, (Made(INPUT, 0),), network.alone(end - 1, True).leaves)
+    return network.part(slice, slice).train()
 
 
 def drawing(network: Traced) -> set[int]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipetrain.errors import ConfigError
-from pipetrain.runtime.alike import conditions, level, prove_same
+from pipetrain.runtime.together import conditions, level, prove_same
 from pipetrain.schedule.programs import gpipe, one_f_one_b
 from pipetrain.settings import Settings
 
