@@ -10,16 +10,13 @@ from torch import nn
 from torch.nn import functional
 
 from pipetrain.building import build
-from pipetrain.data import Split, load_data
 from pipetrain.errors import ConfigError
 from pipetrain.models import gpt
 from pipetrain.network.chain import Chain
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.cut import refuse_cuts, shared_weights
 from pipetrain.plan.estimate import estimate
-from tests.support import cases
 from tests.support.cases import config
-from tests.support.runs import prepare
 
 SMALL = {"depth": 2, "heads": 2, "width": 8, "sequence": 16, "vocabulary": 11}
 ENTRY = ValueSpec((TensorSpec((16,), torch.int64),)).of(3)  # a microbatch of 3 samples
@@ -46,11 +43,9 @@ def tokens(n: int, length: int = 16) -> torch.Tensor:
 )
 def test_config_takes_vocabulary_and_sequence_from_the_data(name, blocks):
     cfg = config([f"model={name}", "data=text", "data.block=64"])
-    assert (cfg.model.sequence, cfg.model.vocabulary) == (64, 256)
     with torch.device("meta"):
         model = build(cfg, "model")
-    width, published = cfg.model.width, PUBLISHED[blocks]
-    assert parameters(model) == published + (256 * 2 - 50257 + 64 - 1024) * width
+    assert parameters(model) == PUBLISHED[blocks] + (256 * 2 - 50257 + 64 - 1024) * cfg.model.width
     assert [name for name, _ in model.named_children()][-3:] == [f"block{blocks}", "norm", "head"]
 
 
@@ -66,17 +61,16 @@ def test_a_tied_head_has_no_weight_of_its_own():
     assert shared_weights(chain, []) == shared_weights(Chain(small()), [2]) == {}
 
 
-@pytest.mark.parametrize("length", [1, 7, 16])
 @torch.no_grad()
-def test_tokens_of_any_length_to_logits_and_no_layer_writes_its_input(length):
+def test_tokens_of_any_length_to_logits_and_no_layer_writes_its_input():
     model = small().double()
-    out = given = tokens(3, length)
+    out = given = tokens(3, 7)
     for layer in model:
         before, given = out.clone(), out
         out = layer(given)
         assert torch.equal(given, before)
-    assert out.shape == (3, length, 11)
-    torch.testing.assert_close(out, model(tokens(3, length)))
+    torch.testing.assert_close(out, model(tokens(3, 7)))
+    assert model(tokens(3, 1)).shape == (3, 1, 11)
 
 
 @torch.no_grad()
@@ -140,35 +134,8 @@ def test_too_long_a_sample_is_refused_before_the_start():
         estimate(small(sequence=8), ENTRY)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_the_work_of_a_block_counts_its_attention(dropout):
+def test_the_work_of_a_block_counts_its_attention():
     """Twice the multiplications: 12 width^2 a token in the linear layers, and 2 width a pair of tokens."""
     n, length, width = 3, 16, 8
-    work = estimate(small(dropout=dropout), ENTRY)[1].flops
+    work = estimate(small(dropout=0.1), ENTRY)[1].flops
     assert work - n * length * width == 2 * n * length * 12 * width**2 + 2 * n * 2 * width * length**2
-
-
-def test_a_pipeline_trains_it_on_text_as_one_process_does(monkeypatch):
-    shape = [f"model.{name}={SMALL[name]}" for name in ("depth", "heads", "width")]
-    limits = ["data.block=16", "data.train_limit=20", "data.test_limit=6", "batch_size=8", "epochs=1"]
-    chosen = ["model.vocabulary=256", "dtype=float64", "optim.lr=0.01", "lr_schedule=constant", "warmup=0"]
-    cfg = config(["experiment=gpt", *chosen, *shape, *limits])
-    data = load_data(cfg.data, torch.float64)
-    run = prepare(cfg, "1f1b", 2, data.facts, data)
-    monkeypatch.setattr(cases, "make_run", lambda case, resumed: run)
-    state, (figures,) = cases.run_in_threads(cases.Case("1f1b", 2))
-
-    model = run.take_network().model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=cfg.optim.weight_decay)
-
-    def loss_of(split: Split, ids: torch.Tensor) -> torch.Tensor:
-        scores, targets = model(split.inputs(ids, None)), split.targets(ids, None)
-        return functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
-
-    for batch in run.sampler.epoch(0):  # of 8, 8 and 4 samples
-        optimizer.zero_grad()
-        loss_of(data.train, torch.cat(batch)).backward()
-        optimizer.step()
-    torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-12, atol=1e-12)
-    assert figures.evaluated["loss"] == pytest.approx(loss_of(data.test, torch.arange(6)).item(), rel=1e-10)
-    assert figures.score == pytest.approx(-math.exp(figures.evaluated["loss"]))

@@ -112,7 +112,7 @@ def test_layers_that_draw_are_found():
     assert [n for n, layer in enumerate(evaluated) if layer.draws] == [3, 4]  # RReLU as far as can be seen
 
 
-@pytest.mark.parametrize("cuts", [[1], [2], [3], [4, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9]])
+@pytest.mark.parametrize("cuts", [[3], [4, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9]])
 def test_the_cut_does_not_change_what_is_drawn(cuts):
     model, x = noisy(), torch.randn(5, 6)
     wanted = run(model, [], x)

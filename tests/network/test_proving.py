@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from pipetrain import ConfigError, Pipeline, Pop, Stash
-from pipetrain.models import gpt, unet
+from pipetrain.models import gpt
 from pipetrain.network.chain import Chain
 from pipetrain.network.proving import prove_parts
 from pipetrain.network.values import TensorSpec, ValueSpec
@@ -110,10 +110,8 @@ def with_a_function() -> nn.Sequential:
 @pytest.mark.parametrize(
     ("make", "cuts", "example"),
     [
-        (tied, [3, 5], NUMBERS),
         (skipping, [2, 4], IMAGES),
-        (lambda: unet(levels=2, width=2), [3, 5], IMAGES),
-        (lambda: gpt(2, 2, 8, 5, 11, dropout=0.5, tied=True), [1, 3], TOKENS),
+        (lambda: gpt(1, 2, 8, 5, 11, dropout=0.5, tied=True), [1, 3], TOKENS),
         (with_a_function, [2], NUMBERS),
     ],
 )
@@ -122,10 +120,10 @@ def test_a_model_whose_layers_return_all_is_the_same_over_stages(make, cuts, exa
 
 
 def test_the_model_stays_as_it_is():
-    model = tied().train()
+    model = tied()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     random = torch.get_rng_state()
-    prove(model, [3])
+    prove(model, [3, 5])
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
     assert all(p.grad is None for p in model.parameters())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from pipetrain.network.values import TensorSpec, ValueSpec, as_tuple
 
@@ -39,11 +38,6 @@ def test_as_tuple():
     for value in (x, (x,), [x]):
         (only,) = as_tuple(value)
         assert only is x
-
-
-@pytest.mark.parametrize(
-    ("value", "named"), [((), "tuple"), ([torch.zeros(1), 3], "list"), ({"a": 1}, "dict"), ("", "str")]
-)
-def test_what_is_no_tensor_is_refused(value: Tensor, named: str):
-    with pytest.raises(TypeError, match=f"a tensor or a tuple of tensors, not {named}"):
-        as_tuple(value)
+    for wrong, named in (((), "tuple"), ([x, 3], "list"), ({"a": 1}, "dict")):
+        with pytest.raises(TypeError, match=f"a tensor or a tuple of tensors, not {named}"):
+            as_tuple(wrong)
