@@ -116,11 +116,10 @@ def slowest_link(mesh: Mesh, buffer_size: int) -> tuple[float, float]:
     if mesh.world.size == 1:
         return 0.0, 0.0
     channel = mesh.channel(buffer_size)
-    pairs = {frozenset(ranks): stage for stage, ranks in enumerate(pairwise(mesh.placement))}
     mine = [
         [_one_way(channel, mesh, stage, nbytes) for nbytes in (SMALL, LARGE)]
-        for ranks, stage in sorted(pairs.items(), key=lambda pair: pair[1])
-        if len(ranks) == 2 and mesh.world.rank in ranks
+        for stage, ranks in enumerate(pairwise(mesh.placement))
+        if len(set(ranks)) == 2 and mesh.world.rank in ranks
     ]
     told = [pair for found in mesh.gather("the times of messages", mine) for pair in found]
     return line(*max(told, key=lambda pair: pair[1], default=(0.0, 0.0)))
@@ -172,11 +171,10 @@ def measure_layers(
     for _ in range(WARM_UP):
         bench.run(x)
     bench.spans.clear()
-    began = time.perf_counter()
-    for done in range(MOST):
-        if done >= REPEATS and time.perf_counter() - began > ENOUGH_S:
-            break
+    began, done = time.perf_counter(), 0
+    while done < REPEATS or (done < MOST and time.perf_counter() - began < ENOUGH_S):
         bench.run(x)
+        done += 1
     return [
         LayerTime(layer.name, layer.output.nbytes, **{name: bench.seconds(name, i) for name in SECONDS})
         for i, layer in enumerate(layers)
@@ -197,14 +195,11 @@ class _Bench:
         numerics.arrange_weights(network.model)
         self._network, self._layers, self._numerics = network, layers, numerics
         self._clock, self._device = Clock(device), device.type
-        self.spans: dict[tuple[str, int], list[tuple[int, Mark, Mark]]] = defaultdict(
-            list
-        )  # of SECONDS, layer
+        # By a name of SECONDS and the number of a layer:
+        self.spans: dict[tuple[str, int], list[tuple[int, Mark, Mark]]] = defaultdict(list)
         self._weights = [[p for p in module.parameters() if p.requires_grad] for module in network.modules]
         met: set[int] = set()
-        self._optimizers: dict[
-            int, torch.optim.Optimizer
-        ] = {}  # that of a shared weight is the first layer's
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}  # a shared weight is the first layer's
         for index, module in enumerate(network.modules):
             own = [(name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) not in met]
             met.update(id(p) for _, p in own)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -177,22 +177,17 @@ class Predictor:
     modes: Sequence[Mapping[Mode, InSchedule]]
     microbatches: int
     split: bool = False
-    _known: dict[tuple[int, int, int, Mode], StageCost] = field(default_factory=dict, init=False)
 
     def stage(self, stage: int, start: int, end: int, mode: Mode) -> StageCost:
-        key = stage, start, end, mode
-        if key not in self._known:
-            seconds, sizes = (
-                self.table.seconds(start, end, self.split, mode),
-                self.table.sizes(start, end, mode),
-            )
-            backward_s = seconds[Op.I] + seconds[Op.W] if self.split else seconds[Op.B]
-            messages_s, of = self._messages_s(stage, start, end), self.modes[stage][mode]
-            each_s = seconds[Op.F] + backward_s + of.share * seconds[Op.R] + messages_s
-            batch_s = self.microbatches * each_s + seconds[Op.STEP]
-            held = max(held_bytes(items, sizes) for items in of.counts)
-            self._known[key] = StageCost(mode, seconds, messages_s, batch_s, held)
-        return self._known[key]
+        seconds = self.table.seconds(start, end, self.split, mode)
+        sizes, of = self.table.sizes(start, end, mode), self.modes[stage][mode]
+        backward_s = seconds[Op.I] + seconds[Op.W] if self.split else seconds[Op.B]
+        messages_s = self._messages_s(stage, start, end)
+        each_s = seconds[Op.F] + backward_s + of.share * seconds[Op.R] + messages_s
+        batch_s = self.microbatches * each_s + seconds[Op.STEP]
+        return StageCost(
+            mode, seconds, messages_s, batch_s, max(held_bytes(items, sizes) for items in of.counts)
+        )
 
     def _messages_s(self, stage: int, start: int, end: int) -> float:
         """Return the time of the messages to and from other ranks: one each way at each end."""
@@ -229,9 +224,7 @@ def predictor_of(
     asked = [[mode] for mode in modes_of(settings.recompute, len(where))]
     if settings.recompute == AUTO and settings.memory_limit is not None:
         # torch.compile leaves no operations to choose from.
-        asked = [
-            [mode for mode in Mode if mode is not Mode.SELECTIVE or not settings.compile] for _ in stages
-        ]
+        asked = [[mode for mode in Mode if mode != "selective" or not settings.compile]] * len(where)
     again = programs(stages) if any(modes != [Mode.NEVER] for modes in asked) else plain
     ways: list[dict[Mode, InSchedule]] = []
     for stage, modes in enumerate(asked):

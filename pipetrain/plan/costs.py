@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate, zip_longest
-from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +26,7 @@ from pipetrain.documents import read_as
 from pipetrain.errors import ConfigError
 from pipetrain.network.network import INPUT, Made
 from pipetrain.network.values import TensorSpec, ValueSpec
-from pipetrain.plan.cut import Cut, copies_input, entering
+from pipetrain.plan.cut import Cut, copies_input, entering, requires_grad
 from pipetrain.plan.estimate import Layer, origin
 from pipetrain.plan.observed import Kept
 from pipetrain.schedule.actions import Op
@@ -78,12 +77,7 @@ class Profile:
         if not isinstance(data, dict) or data.get("pipetrain_profile") != VERSION:
             raise ValueError(f"it is no profile of version {VERSION}")
         values = {key: value for key, value in data.items() if key != "pipetrain_profile"}
-        profile: Profile = read_as(cls, values, "its content")
-        times = [profile.latency_s, profile.s_per_byte]
-        times += [getattr(layer, name) for layer in profile.layers for name in SECONDS]
-        if not all(isfinite(time) and time >= 0 for time in times):
-            raise ValueError("it has a time that is negative or not finite")
-        return profile
+        return read_as(cls, values, "its content")  # type: ignore[no-any-return]
 
 
 def profile_conditions(settings: Settings, optim: Mapping[Any, Any]) -> Facts:
@@ -104,10 +98,9 @@ def read_profile(path: str, conditions: Facts) -> Profile:
     """Read a profile measured under `conditions`. Raises ConfigError."""
     try:
         profile = Profile.from_json(json.loads(Path(path).expanduser().read_text()))
-    except OSError as error:
-        raise ConfigError(f"partition.profile={path} cannot be read: {error.strerror}; {ANEW}") from error
-    except ValueError as error:  # not JSON, not text, or not a profile
-        raise ConfigError(f"partition.profile={path} holds no profile: {error}; {ANEW}") from error
+    except (OSError, ValueError) as error:  # such as a file that is not JSON, not text, or not a profile
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"partition.profile={path} cannot be read: {why}; {ANEW}") from error
     for key in sorted(conditions.keys() | profile.conditions.keys()):
         theirs, ours = profile.conditions.get(key), conditions.get(key)
         if theirs != ours:
@@ -120,13 +113,13 @@ def read_profile(path: str, conditions: Facts) -> Profile:
 
 def refuse_other_layers(profile: Profile, layers: Sequence[Layer]) -> None:
     """Refuse a profile whose layers have other names or outputs than the model's. Raises ConfigError."""
-    theirs = [f"{layer.name} and returns {layer.output_bytes} bytes" for layer in profile.layers]
-    ours = [f"{layer.name} and returns {layer.output.nbytes} bytes" for layer in layers]
-    for index, (there, here) in enumerate(zip_longest(theirs, ours, fillvalue="missing")):
+    theirs = [(layer.name, layer.output_bytes) for layer in profile.layers]
+    ours = [(layer.name, layer.output.nbytes) for layer in layers]
+    for index, (there, here) in enumerate(zip_longest(theirs, ours)):
         if there != here:
             raise ConfigError(
-                f"the profile is of another model: its layer {index} is {there}, and the model's is {here}; "
-                f"{ANEW}"
+                f"the profile is of another model: its layer {index} (name, bytes of the output) is {there}, "
+                f"and the model's is {here}; {ANEW}"
             )
 
 
@@ -251,7 +244,7 @@ class Table:
         saved = together((layer.saved for layer in layers), held) + self.loss * last + targets
         saved += inputs * copies_input(self.layers, taken, start, end)
         after_i = together(layer.for_w for layer in layers) + targets
-        if not any(map(self._requires_grad, enters)):  # W is then the whole backward
+        if not any(requires_grad(self.layers, value) for value in enters):  # W is then the whole backward
             after_i = saved + arrived
         weights, buffers, frozen = (_named(layers, kind) for kind in ("weights", "buffers", "frozen"))
         products = together(layer.products for layer in layers) if mode is Mode.SELECTIVE else 0
@@ -272,10 +265,6 @@ class Table:
             returned=self.wire_bytes(far_in)[1],
             tied=_nbytes({name: spec for name, spec in weights.items() if name in elsewhere}),
         )
-
-    def _requires_grad(self, value: Made) -> bool:
-        known = () if value.layer == INPUT else self.layers[value.layer].requires_grad
-        return known is None or bool(known and known[value.number])
 
 
 def _named(layers: Iterable[Layer], kind: str) -> dict[str, TensorSpec]:

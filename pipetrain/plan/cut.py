@@ -166,13 +166,7 @@ def cut_layers(
 
     def specs(size: int, of: Sequence[Layer]) -> Specs:
         outputs = [*(layer.output for layer in of), example.of(size)]  # layer INPUT is the last
-        try:
-            return {value: outputs[value.layer].specs[value.number] for value in used}
-        except IndexError as error:
-            raise ConfigError(
-                f"a layer before a cut returns fewer tensors for {size} samples than for others: let it give "
-                f"as many for every size of a microbatch, or choose another partition"
-            ) from error
+        return {value: outputs[value.layer].specs[value.number] for value in used}
 
     return Cut(
         slices=tuple(_slices(layers, cuts, enters, routes, example)),
@@ -227,8 +221,12 @@ def _gradients(layers: Sequence[Layer], needs: Mapping[Made, bool]) -> Gradients
     """Return which of these values have gradients; None if the layers do not tell, as in an evaluation."""
     if layers[-1].requires_grad is None:
         return None
-    requires = [v.layer != INPUT and (layers[v.layer].requires_grad or ())[v.number] for v in needs]
-    return Gradients(tuple(requires), tuple(needs.values()))
+    return Gradients(tuple(requires_grad(layers, value) for value in needs), tuple(needs.values()))
+
+
+def requires_grad(layers: Sequence[Layer], value: Made) -> bool:
+    """Return whether a value of a training depends on weights."""
+    return value.layer != INPUT and (layers[value.layer].requires_grad or ())[value.number]
 
 
 def stage_of(layer: int, cuts: Sequence[int]) -> int:

@@ -105,17 +105,15 @@ def _joined(layers: Sequence[Layer]) -> list[Layer]:
     """Name what is kept by the origins of values; what another layer overwrites is kept by no product."""
     written = {origin(layers, value) for layer in layers for value in layer.writes}
 
-    def of(kept: Kept, without: set[Made]) -> Kept:
-        values = {origin(layers, value): nbytes for value, nbytes in kept.values.items()}
-        return Kept({value: n for value, n in values.items() if value not in without}, kept.inside)
+    def of(kept: Kept) -> Kept:
+        return Kept({origin(layers, value): nbytes for value, nbytes in kept.values.items()}, kept.inside)
+
+    def products(layer: Layer) -> Kept:
+        values, inside = of(layer.products)
+        return Kept({value: nbytes for value, nbytes in values.items() if value not in written}, inside)
 
     return [
-        replace(
-            layer,
-            saved=of(layer.saved, set()),
-            for_w=of(layer.for_w, set()),
-            products=of(layer.products, written),
-        )
+        replace(layer, saved=of(layer.saved), for_w=of(layer.for_w), products=products(layer))
         for layer in layers
     ]
 
@@ -255,10 +253,9 @@ class _Trial:
         """Return a copy; of a tensor on meta one with its form or, without a mode, with its numbers."""
         with torch.no_grad():
             if tensor.is_meta and mode is not None:
+                shape, strides = tensor.shape, tensor.stride()
                 with mode:
-                    other = torch.empty_strided(
-                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-                    )
+                    other = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="cpu")
             elif tensor.is_meta:
                 name, values = self._ids[id(tensor)], self._network.values
                 assert values is not None

@@ -60,11 +60,9 @@ def read_trace(path: Path) -> Replay:
     """Read a run's trace.json. Raises ConfigError."""
     try:
         return replay(*chrome.read(path))
-    except OSError as error:
-        raise ConfigError(f"cost={path} cannot be read: {error.strerror}; give a run's trace.json") from error
-    except (LookupError, AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (OSError, LookupError, AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(
-            f"cost={path} is not a whole trace.json of this version ({type(error).__name__}: {error}); "
+            f"cost={path} cannot be read as a trace.json of this version ({type(error).__name__}: {error}); "
             f"write one with trace=true"
         ) from error
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from pipetrain.schedule.actions import NO_PEER, Action, Op
 from pipetrain.schedule.memory import Items
 from pipetrain.schedule.timeline import Costs
 from pipetrain.settings import Mode
-from tests.support.profiles import Skip, layer, profile, table_of
+from tests.support.profiles import Skip, bytes_of, layer, profile, table_of
 from tests.support.refusals import refusal
 
 FLOAT = 4
@@ -48,26 +48,20 @@ def costs_of(table: Table, cuts: list[int], split: bool = False, mode: Mode = NE
     return table.costs(cut, [mode] * (len(cuts) + 1), split, 1)
 
 
-@pytest.mark.parametrize(
-    ("split", "mode", "seconds"),
-    [
+def test_each_action_costs_what_was_measured_of_it():
+    for split, mode, seconds in (
         # F R B I W of b as a stage: a forward is recorded where its backward is split.
         (False, NEVER, [2, 2, 3, 3, 0.25]),
         (True, NEVER, [2.5, 2.5, 3, 3, 0.25]),
         (True, ALWAYS, [2, 2.5, 3, 3, 0.25]),
         (True, SELECTIVE, [2, 0.5 + 2.5 - 2, 3, 3, 0.25]),
-    ],
-)
-def test_each_action_costs_what_was_measured_of_it(split, mode, seconds):
-    costs = costs_of(TABLE, [1, 2], split, mode)
-    assert [costs(Action(1, op)) for op in (Op.F, Op.R, Op.B, Op.I, Op.W)] == pytest.approx(seconds)
-    # The first stage has no I, so that its W is a whole backward, and nothing is recorded for it.
-    assert [costs(Action(0, op)) for op in (Op.F, Op.B, Op.I, Op.W, Op.STEP)] == [1, 2, 0, 2, 10]
-
-
-def test_a_stage_before_which_nothing_is_trained_has_no_i():
-    costs = costs_of(table_of(LAYERS, without_gradient=[0]), [1, 2], split=True)
-    assert [costs(Action(1, op)) for op in (Op.F, Op.B, Op.I, Op.W)] == [2, 3, 0, 3]
+    ):
+        costs = costs_of(TABLE, [1, 2], split, mode)
+        assert [costs(Action(1, op)) for op in (Op.F, Op.R, Op.B, Op.I, Op.W)] == pytest.approx(seconds)
+        # The first stage has no I, so that its W is a whole backward, and nothing is recorded for it.
+        assert [costs(Action(0, op)) for op in (Op.F, Op.B, Op.I, Op.W, Op.STEP)] == [1, 2, 0, 2, 10]
+    frozen = costs_of(table_of(LAYERS, without_gradient=[0]), [1, 2], split=True)
+    assert [frozen(Action(1, op)) for op in (Op.F, Op.B, Op.I, Op.W)] == [2, 3, 0, 3]
 
 
 def test_messages_cost_what_their_routes_carry():
@@ -184,16 +178,6 @@ def test_under_autocast_the_casts_of_weights_are_saved_and_bf16_crosses():
     assert there.inputs == 2 * 8 * 2
 
 
-def test_fake_tensors_are_counted_as_real_ones(monkeypatch):
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
-    shape = (2, 3, 8, 8)
-    real = held(model, shape, 0, 5)
-    monkeypatch.setattr("pipetrain.plan.estimate.CHEAP", -1)
-    assert held(model, shape, 0, 5) == real
-    own = 2 * 3 * 64 + 2 * 4 * 36 * 2 + 2 * 4  # input, convolution, ReLU; mean and deviation
-    assert real.saved == own * FLOAT + 2 * 4 * 9 * 8  # and the pool's indices
-
-
 def test_weights_are_counted_by_name():
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4), nn.BatchNorm1d(4))
     model[1].weight = model[0].weight
@@ -209,23 +193,16 @@ def test_weights_are_counted_by_name():
 # The optimizer
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "kept"),
-    [
-        ("SGD", {}, 0),
-        ("SGD", {"momentum": 0.9}, 1),
-        ("Adam", {}, 2),
-        ("AdamW", {"amsgrad": True}, 3),
-        ("Adafactor", {}, None),
-    ],
-)
-def test_the_state_of_an_optimizer_is_known_or_found_by_a_step_on_small_parameters(name, options, kept):
+def test_the_state_of_an_optimizer_is_known_or_found_by_a_step_on_small_parameters():
     spec = TensorSpec((30, 20), torch.float32)
-    found = optimizer_state(lambda params: getattr(torch.optim, name)(params, lr=0.1, **options))(spec)
-    assert known_state(f"torch.optim.{name}", options) == kept
-    assert found == (600 * FLOAT * kept if kept is not None else pytest.approx(0, abs=600 * FLOAT))
+    for name, options, kept in (("SGD", {}, 0), ("SGD", {"momentum": 1}, 1), ("Adam", {"amsgrad": True}, 3)):
+        factory = partial(getattr(torch.optim, name), lr=0.1, **options)
+        assert known_state(f"torch.optim.{name}", options) == kept
+        assert optimizer_state(factory)(spec) == 600 * FLOAT * kept
     assert known_state("somebody.SGD", {}) is None
 
+
+# A profile and its file
 
 TWO = profile([layer("a", output_bytes=40), layer("b", output_bytes=8, forward_s=0.1)], 1e-5, 1e-9)
 CONDITIONS = {"model": "fake"}
@@ -238,13 +215,6 @@ def written(tmp_path, data: object) -> str:
     return str(file)
 
 
-def changed(key: str, value: object, where: int | None = None) -> dict:
-    """The JSON of TWO with another value: of the profile, or of one of its layers."""
-    data = TWO.to_json()
-    (data if where is None else data["layers"][where])[key] = value
-    return data
-
-
 @settings(derandomize=True, deadline=None)
 @given(st.lists(st.tuples(SECONDS, SECONDS, st.integers(0, 2**50)), max_size=5), SECONDS)
 def test_what_is_written_is_read_to_the_last_bit(layers, latency_s):
@@ -253,78 +223,43 @@ def test_what_is_written_is_read_to_the_last_bit(layers, latency_s):
 
 
 def test_a_file_is_read_also_one_of_another_machine(tmp_path):
-    assert read_profile(written(tmp_path, TWO.to_json()), CONDITIONS) == TWO
-    data = changed("machine", {"device": "another", "threads": 7})
-    assert read_profile(written(tmp_path, data), CONDITIONS).machine["threads"] == 7
+    data = TWO.to_json() | {"machine": {"device": "another", "threads": 7}}
+    assert read_profile(written(tmp_path, data), CONDITIONS) == replace(TWO, machine=data["machine"])
 
 
 BF16 = {**CONDITIONS, "precision": "bf16"}
-COMPILED = changed("conditions", {**CONDITIONS, "compile": 1})
+COMPILED = TWO.to_json() | {"conditions": {**CONDITIONS, "compile": 1}}
 
 
-@pytest.mark.parametrize(
-    ("data", "conditions", "says"),
-    [
-        ("{", CONDITIONS, "holds no profile: Expecting property name"),
-        ([], CONDITIONS, "holds no profile: it is no profile of version 4"),
-        (changed("pipetrain_profile", 1), CONDITIONS, "holds no profile: it is no profile of version 4"),
-        (
-            changed("latency_s", math.nan),
-            CONDITIONS,
-            "holds no profile: it has a time that is negative or not",
-        ),
-        (changed("step_s", -0.5, 1), CONDITIONS, "holds no profile: it has a time that is negative or not"),
-        (
-            changed("step_s", "1", 1),
-            CONDITIONS,
-            "holds no profile: its content: layers: 1: step_s must be of",
-        ),
-        (
-            changed("colour", "red"),
-            CONDITIONS,
-            "holds no profile: its content must be an object of conditions",
-        ),
+def test_what_is_no_profile_or_was_taken_otherwise_is_refused(tmp_path):
+    for data, conditions, says in (
+        ("{", CONDITIONS, "cannot be read: Expecting property name"),
+        ({"pipetrain_profile": 1}, CONDITIONS, "cannot be read: it is no profile of version 4"),
+        (TWO.to_json() | {"colour": "red"}, CONDITIONS, "cannot be read: its content must be an object of"),
         # One that either knows nothing of is another condition too.
-        (
-            TWO.to_json(),
-            {"model": "vgg16"},
-            "was taken with model=fake, and this run has model=vgg16; make one",
-        ),
         (TWO.to_json(), BF16, "was taken with precision=None, and this run has precision=bf16"),
         (COMPILED, CONDITIONS, "was taken with compile=1, and this run has compile=None"),
-    ],
-)
-def test_what_is_no_profile_or_was_taken_otherwise_is_refused(tmp_path, data, conditions, says):
-    path = written(tmp_path, data)
-    said = refusal(lambda: read_profile(path, conditions))
-    assert said.startswith(f"partition.profile={path} {says}")
-    assert said.endswith("make one with partition=profile")
+    ):
+        path = written(tmp_path, data)
+        said = refusal(partial(read_profile, path, conditions))
+        assert said.startswith(f"partition.profile={path} {says}")
+        assert said.endswith("make one with partition=profile")
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path):
-    for path in (tmp_path, tmp_path / "none"):
-        said = refusal(lambda path=path: read_profile(str(path), CONDITIONS))
-        assert "cannot be read: " in said
+def test_layers_must_have_the_names_and_outputs_of_the_model_s():
+    def model(*outputs: tuple[str, int]) -> list[Layer]:
+        return [Layer(name, 1, 1, ValueSpec((bytes_of(nbytes),))) for name, nbytes in outputs]
 
-
-def estimated(*outputs: tuple[str, int]) -> list[Layer]:
-    return [
-        Layer(name, 1, 1, ValueSpec((TensorSpec((nbytes // 4,), torch.float32),))) for name, nbytes in outputs
-    ]
-
-
-@pytest.mark.parametrize(
-    ("layers", "says"),
-    [
-        ([("a", 40), ("c", 8)], "1 is b and returns 8 bytes, and the model's is c and returns 8 bytes"),
-        ([("a", 80), ("b", 8)], "0 is a and returns 40 bytes, and the model's is a and returns 80 bytes"),
-        ([("a", 40)], "1 is b and returns 8 bytes, and the model's is missing"),
-    ],
-)
-def test_layers_must_have_the_names_and_outputs_of_the_model_s(layers, says):
-    refuse_other_layers(TWO, estimated(("a", 40), ("b", 8)))
-    said = refusal(lambda: refuse_other_layers(TWO, estimated(*layers)))
-    assert said.startswith(f"the profile is of another model: its layer {says}; make one with")
+    refuse_other_layers(TWO, model(("a", 40), ("b", 8)))
+    for layers, says in (
+        (
+            model(("a", 40), ("c", 8)),
+            "1 (name, bytes of the output) is ('b', 8), and the model's is ('c', 8)",
+        ),
+        (model(("a", 80)), "0 (name, bytes of the output) is ('a', 40), and the model's is ('a', 80)"),
+        (model(("a", 40)), "1 (name, bytes of the output) is ('b', 8), and the model's is None"),
+    ):
+        assert says in refusal(partial(refuse_other_layers, TWO, layers))
 
 
 def test_ranks_are_averaged_by_the_median_of_each_time():

@@ -10,28 +10,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
 from torch.distributed.distributed_c10d import Store
 
 from benchmark.worlds import gather_objects
-from pipetrain.building import make_model
 from pipetrain.codec import Codecs
-from pipetrain.errors import ConfigError, Refused
-from pipetrain.measure import measure
-from pipetrain.network.chain import network_of
-from pipetrain.network.network import Network
+from pipetrain.errors import Refused
 from pipetrain.network.values import TensorSpec, specs_of
-from pipetrain.plan.costs import Profile, profile_conditions
-from pipetrain.plan.plan import Plan
 from pipetrain.runtime.channel import ALL, ChannelError, Message
 from pipetrain.runtime.mailbox import Coding
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.runtime.optimizer import make_optimizer
 from pipetrain.runtime.ranks import Ranks, World, make_group
-from pipetrain.runtime.weights import OptimizerFactory
-from tests.support.cases import Case, Listener, compare, config, make_run, state_of, tiny_data
+from tests.support.cases import Case, Listener, compare, make_run, state_of
 from tests.support.deadlines import DEADLINE_S
-from tests.support.runs import check_early, epochs_of, prepare
+from tests.support.runs import epochs_of
 
 CPU = torch.device("cpu")
 
@@ -137,64 +128,6 @@ def _complaint(action: Callable[[], object]) -> str:
     try:
         action()
     except ChannelError as error:
-        return str(error)
-    return "no error"
-
-
-def profiled(world: World, store: Store, cfg: DictConfig, draft: Plan) -> Profile:
-    """Measure a configuration's model on all ranks."""
-
-    def make() -> tuple[Network, OptimizerFactory]:
-        model = make_model(cfg, draft.settings.seed, draft.settings.dtype)
-        return network_of(model, draft.example), make_optimizer(cfg, model)
-
-    mesh = Mesh(world, draft.placement, list(draft.cut.bounds), CPU, store, DEADLINE_S)
-    profile = measure(mesh, draft, profile_conditions(draft.settings, cfg.optim), make)
-    mesh.close()
-    return profile
-
-
-def profile_then_train(world: World, store: Store, words: Sequence[str]) -> tuple[object, list[int]]:
-    """Train by the cuts of a profile that is taken now, then by the same cuts as they are given.
-
-    Returns the profile and the cuts, once the two have ended alike to the last bit.
-    """
-    torch.set_num_threads(1)
-    cfg = config([*words, "partition=profile"])
-    draft = check_early(cfg, "1f1b", world.size)
-    profile = profiled(world, dist.PrefixStore("profile", store), cfg, draft)
-    data = tiny_data(44, cfg=cfg)
-    cuts = prepare(cfg, "1f1b", world.size, data.facts, data, profile).plan.cuts
-    ended = []
-    for name, partition in (("measured", "profile"), ("given", str(cuts))):
-        cfg = config([*words, f"partition={partition}"])
-        used = profile if name == "measured" else None
-        run = prepare(cfg, "1f1b", world.size, data.facts, data, used)
-        mesh = Mesh(
-            world,
-            run.plan.placement,
-            list(run.plan.cut.bounds),
-            CPU,
-            dist.PrefixStore(name, store),
-            DEADLINE_S,
-        )
-        epochs = epochs_of(run, mesh, Listener() if world.rank == 0 else None)  # type: ignore[arg-type]
-        epochs.run()
-        ended.append(state_of(epochs, run))
-        mesh.close()
-    measured, given = ended
-    assert measured.keys() == given.keys()
-    assert all(torch.equal(tensor, given[name]) for name, tensor in measured.items())
-    return profile.to_json(), cuts
-
-
-def profile_that_fails(world: World, store: Store, words: Sequence[str]) -> str:
-    """Profile a model that cannot be; return what is said."""
-    cfg = config([*words, "partition=profile"])
-    draft = check_early(cfg, "1f1b", world.size)
-    try:
-        profiled(world, store, cfg, draft)
-    except ConfigError as error:
         return str(error)
     return "no error"
 

@@ -180,19 +180,6 @@ def skipping_struck() -> nn.Sequential:
     return model
 
 
-class NoNumbers(nn.Module):
-    """Can be planned, and fails when it runs."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not is_planned():
-            raise RuntimeError("no numbers")
-        return x
-
-
-def no_numbers() -> nn.Sequential:
-    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 12), NoNumbers(), nn.Linear(12, CLASSES))
-
-
 def explode() -> nn.Sequential:
     """Its loss is not finite."""
     return nn.Sequential(*flat(), nn.Linear(12, CLASSES), Lambda(lambda x: x * float("inf")))
