@@ -67,68 +67,49 @@ class SetClock:
         return ((key, end - start) for key, start, end in spans)
 
 
-class Takes(nn.Linear):
-    """A layer whose forward takes so long, and its backward ten times that."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(12, 12)
-        self.seconds = seconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        SetClock.now += self.seconds
-        made = super().forward(x)
-        made.register_hook(lambda grad: setattr(SetClock, "now", SetClock.now + 10 * self.seconds))
-        return made
-
-
 class Steps(torch.optim.SGD):
     def step(self) -> None:
         super().step()
         SetClock.now += 7
 
 
-def test_each_layer_s_times_are_its_own_without_what_starting_a_backward_costs(monkeypatch):
-    """A stage starts one for all its layers."""
-    run = torch.autograd.backward
-
-    def started(*args: object, **options: object) -> None:
-        SetClock.now += 3
-        run(*args, **options)
-
-    monkeypatch.setattr(measure, "Clock", SetClock)
-    monkeypatch.setattr(torch.autograd, "backward", started)
-    held = measured(nn.Sequential(Takes(1), Takes(2), nn.Tanh()), (2, 12), partial(Steps, lr=0.1))
-    assert column("forward_s", held) == [1, 2, 0]
-    assert column("backward_s", held) == pytest.approx([10, 20, 0.3])
-    assert column("input_s", held) == pytest.approx([0, 20, 0.3])
-    assert column("step_s", held) == [7, 7, 0]
-
-
 class Halves(nn.Linear):
-    """A layer whose forward takes 1 s, and the gradient of its input 2 s; of its weight, see below."""
+    """A forward takes 1 s, the gradient of its input 2 s, and that of its weight 5 s."""
+
+    def __init__(self) -> None:
+        super().__init__(12, 12)
+        self.weight.register_hook(lambda grad: None if grad is None else self.take(5))
+
+    def take(self, seconds: float) -> None:
+        SetClock.now += seconds
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * 1
         if x.requires_grad:
-            x.register_hook(lambda grad: setattr(SetClock, "now", SetClock.now + 2))
+            x.register_hook(lambda grad: self.take(2))
         made = super().forward(x)
         if not is_planned():
-            SetClock.now += 1
+            self.take(1)
         return made
 
 
-def test_the_halves_of_a_backward_are_measured_apart(monkeypatch):
+@pytest.mark.parametrize("start_s", [0, 3])
+def test_each_layer_s_times_are_its_own_without_what_starting_a_backward_costs(monkeypatch, start_s):
+    """A stage starts one for all its layers; a layer that takes no time is given a tenth of what it took."""
+    run = torch.autograd.backward
+
+    def started(*args: object, **options: object) -> None:
+        SetClock.now += start_s
+        run(*args, **options)
+
     monkeypatch.setattr(measure, "Clock", SetClock)
-    model = nn.Sequential(Halves(12, 12), nn.BatchNorm1d(12), Halves(12, 12))
-    for layer in (model[0], model[2]):
-        layer.weight.register_hook(
-            lambda grad: None if grad is None else setattr(SetClock, "now", SetClock.now + 5)
-        )
-    held = measured(model, (2, 12))
+    monkeypatch.setattr(torch.autograd, "backward", started)
+    held = measured(nn.Sequential(Halves(), nn.Tanh(), Halves()), (2, 12), partial(Steps, lr=0.1))
     assert column("forward_s", held) == column("recorded_s", held) == [1, 0, 1]
-    assert column("backward_s", held) == [5, 0, 7]
-    assert column("input_s", held) == [0, 0, 2]  # nothing before the first layer needs a gradient
-    assert column("weight_s", held) == [5, 0, 5]
+    assert column("backward_s", held) == pytest.approx([5, start_s / 10, 7])
+    assert column("input_s", held) == pytest.approx([0, start_s / 10, 2])  # none before the first
+    assert column("weight_s", held)[1:] == [0, 5]
+    assert column("step_s", held) == [7, 0, 7]
 
 
 # Any model
