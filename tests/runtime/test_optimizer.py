@@ -100,16 +100,6 @@ def test_from_python_an_unknown_option_is_said_as_python_says_it():
         prove_optimizer(lambda p: torch.optim.SGD(p, lrr=1), None, LINEAR, 2)
 
 
-def test_an_optimizer_is_built_anew_for_each_stage_and_its_rate_may_come_from_the_environment(monkeypatch):
-    monkeypatch.setenv("LR", "0.25")
-    words = ["data=digits", "optim=sgd", "optim.momentum=0.5", "optim.lr=${oc.env:LR}"]
-    factory = make_optimizer(config(words), LINEAR)
-    a, b = (factory([("0", nn.Parameter(torch.zeros(2)))]) for _ in range(2))
-    assert a is not b
-    assert isinstance(a, torch.optim.SGD)
-    assert (a.defaults["momentum"], a.defaults["weight_decay"], a.defaults["lr"]) == (0.5, 5e-4, 0.25)
-
-
 # Parameter groups
 
 

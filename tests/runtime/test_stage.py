@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.values import Gradients
@@ -163,16 +162,6 @@ def test_what_has_no_gradient_is_sent_as_a_copy():
     assert [float(count) for count in sent] == [1.0, 2.0, 3.0]
 
 
-def test_a_microbatch_goes_back_over_its_own_version_within_its_window():
-    middle = stage(nn.Linear(2, 2))
-    (output,) = middle.forward(0, (randn(1, 2),), 0)
-    with pytest.raises(AssertionError, match=r"microbatches \[0\] outlived their window"):
-        middle.begin_window()
-    middle.step(keep=True)
-    with pytest.raises(AssertionError, match="microbatch 0 ran forward over 0, not 1"):
-        middle.backward(0, (torch.ones_like(output),), 1)
-
-
 # What a stage must not touch
 
 
@@ -291,24 +280,6 @@ def test_a_sparse_gradient_is_clipped_as_the_dense_one_of_its_sum():
         updated(final, x=torch.tensor([1, 1, 2]))
         ended.append([float(p.detach().sum()) for p in module.parameters()])
     assert ended[1] == pytest.approx(ended[0], rel=1e-12)
-
-
-def test_predict_is_in_evaluation_mode_and_leaves_training_mode():
-    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
-    final = last(module)
-    final.forward(0, (randn(3, 3),), 0, WHOLE_BATCH)
-    final.backward(0, (), 0)
-    before = copied(final)
-    assert [final.predict((randn(3, 3),), WHOLE_BATCH) for _ in range(2)] == [(), ()]
-    assert all(layer.training for layer in (final.module, *final.module.children()))
-    assert all(unchanged(final, before))
-    assert final.in_flight == 0
-    (wanted,) = final.module.eval()(randn(3, 3))
-    evaluated = tallies(final)[1]
-    assert evaluated.samples == 6
-    assert evaluated.mean_loss == pytest.approx(functional.cross_entropy(wanted, LABELS).item())
-    accuracy = (wanted.argmax(1) == LABELS).double().mean().item()
-    assert Classification().values(evaluated)["acc"] == pytest.approx(accuracy)
 
 
 def test_a_microbatch_whose_targets_are_all_ignored_trains_nothing_and_stops_nothing():

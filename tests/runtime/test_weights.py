@@ -37,10 +37,10 @@ def forward(module: nn.Module, weights: Weights, version: int, x: Tensor | None 
         return module(torch.ones(1) if x is None else x)
 
 
-def backward(weights: Weights, version: int, output: Tensor, share: float = 1.0) -> None:
+def backward(weights: Weights, version: int, output: Tensor) -> None:
     weights.accumulate_on(version)
     with weights.installed(version):
-        torch.autograd.backward([output], [torch.full_like(output, share)])
+        torch.autograd.backward([output], [torch.ones_like(output)])
 
 
 def update(module: nn.Module, weights: Weights, keep: bool) -> None:
@@ -48,9 +48,6 @@ def update(module: nn.Module, weights: Weights, keep: bool) -> None:
     backward(weights, weights.newest, forward(module, weights, weights.newest))
     weights.reduce()
     weights.step(keep)
-
-
-# Versions
 
 
 def test_a_kept_version_is_read_beside_the_newest_and_another_is_gone():
@@ -64,21 +61,6 @@ def test_a_kept_version_is_read_beside_the_newest_and_another_is_gone():
     update(module, weights, keep=False)
     with pytest.raises(KeyError), weights.installed(2):
         pass
-    assert forward(module, weights, 3).item() == 0.25
-
-
-def test_a_window_begins_with_version_0_again():
-    module = Scale()
-    weights = versions_of(module)
-    update(module, weights, keep=True)
-    with pytest.raises(AssertionError, match=r"versions \[0, 1\] outlived their window"):
-        weights.begin_window()
-    weights.release(0)
-    with pytest.raises(KeyError):
-        weights.leaves(0)
-    weights.begin_window()
-    assert (weights.newest, weights.held, weights.updates) == (0, 1, 1)
-    assert forward(module, weights, 0).item() == 0.75
 
 
 # Storage
@@ -140,23 +122,6 @@ def test_a_kept_version_s_backward_is_over_its_own_weights(layer):
 
 
 # Gradients
-
-
-def test_a_batch_s_gradient_is_one_sum_whatever_versions_its_microbatches_read():
-    module = Scale(2.0)
-    weights = versions_of(module, rate=1.0)
-    early = forward(module, weights, 0)
-    weights.step(keep=True)
-    later = forward(module, weights, 1)
-    backward(weights, 0, early, share=0.25)
-    weights.release(0)
-    backward(weights, 1, later, share=0.5)
-    weights.reduce()
-    assert module.w.grad.item() == 0.75
-    weights.step(keep=False)
-    assert module.w.item() == 2.0 - 0.75
-    assert module.w.grad is None  # and the next batch starts from nothing
-    assert all(leaf.grad is None for leaf in weights.leaves(2))
 
 
 @pytest.mark.parametrize("optimizer", [partial(SGD, momentum=0.9), partial(torch.optim.AdamW, lr=1.0)])
