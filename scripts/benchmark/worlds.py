@@ -210,15 +210,6 @@ def meeting(world: World, path: str) -> Store:
     return dist.FileStore(path, world.size)  # type: ignore[attr-defined]
 
 
-def gather_objects(item: object) -> list[Any]:
-    """Return each rank's item, of any type: these are processes of one program on one machine."""
-    if not dist.is_initialized():
-        return [item]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, item)
-    return found
-
-
 def share_gpu(rank: int) -> None:
     """Prepare a process that has not touched CUDA yet for ranks that share a GPU and talk over NCCL.
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,6 @@ from pipetrain.errors import ConfigError, one_line
 
 FOLDER = Path(__file__).with_name("experiments")
 OWN = {"schedule": "--schedules", "seed": "--seeds", "run_dir": "--out", "model": "--models"}
-OF_ONE_VALUE = ("--method", "--experiment", "--nproc", "--out")
 OVERRIDE = re.compile(r"[+~]{0,2}[\w.@/]+=")
 
 
@@ -112,26 +110,24 @@ def parser() -> argparse.ArgumentParser:
     own = (
         "a row of your own, such as 'slow: schedule=gpipe optim.lr=0.001', or one of the experiment's by name"
     )
-    several: dict[str, Any] = {"nargs": "+", "default": []}
-    made.add_argument("--experiment", metavar="NAME", help=f"{', '.join(experiments())}, or FILE.yaml")
-    made.add_argument("--schedules", metavar="NAME", help=", ".join(names("schedule")), **several)
+    several: dict[str, Any] = {"metavar": "NAME", "nargs": "+", "default": []}
+    schedules, experiments = names(conf_dir() / "schedule"), ", ".join(names(FOLDER))
+    made.add_argument("--experiment", metavar="NAME", help=f"{experiments}, or FILE.yaml")
+    made.add_argument("--schedules", choices=schedules, help=", ".join(schedules), **several)
     made.add_argument("--method", action="append", default=[], metavar="'NAME: OVERRIDES'", help=own)
-    made.add_argument("--seeds", type=int, metavar="N", help="default: 0", **several)
-    made.add_argument("--models", metavar="NAME", help="rows for several models", **several)
+    made.add_argument("--seeds", type=int, help="default: 0", **several | {"metavar": "N"})
+    made.add_argument(
+        "--models", choices=names(conf_dir() / "model"), help="rows for several models", **several
+    )
     made.add_argument("--nproc", type=int, metavar="N", help="processes (default: stages= or 2)")
     made.add_argument("--out", type=Path, metavar="DIR", help="default: comparisons/ and what is compared")
     made.add_argument("--fresh", action="store_true", help="remove these runs where they are done")
     return made
 
 
-def names(group: str) -> list[str]:
-    """Return the choices of a group of the configuration."""
-    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
-
-
-def experiments() -> list[str]:
-    """Return the names of the experiments that come with the script."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+def names(folder: Path) -> list[str]:
+    """Return the names of the YAML files of a folder."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
 def read(arguments: Sequence[str]) -> Request:
@@ -148,12 +144,9 @@ def read(arguments: Sequence[str]) -> Request:
 def _apart(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Tell the overrides, which may stand anywhere, from the options."""
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    before: list[str] = []
-    words: list[str] = []
-    for word in arguments[:cut]:
-        is_value = bool(before) and before[-1] in OF_ONE_VALUE
-        (words if OVERRIDE.match(word) and not is_value else before).append(word)
-    return before, [*words, *arguments[cut + 1 :]]
+    before, behind = arguments[:cut], arguments[cut + 1 :]
+    words = [word for word in before if OVERRIDE.match(word)]
+    return [word for word in before if not OVERRIDE.match(word)], [*words, *behind]
 
 
 def load(name: str) -> Experiment:
@@ -163,46 +156,18 @@ def load(name: str) -> Experiment:
         data: Any = OmegaConf.merge(OmegaConf.structured(Experiment), OmegaConf.load(path))
         made: Any = OmegaConf.to_object(data)
     except Exception as error:  # whatever YAML raises
-        choices = f"choose from {', '.join(experiments())}, or FILE.yaml"
+        choices = f"choose from {', '.join(names(FOLDER))}, or FILE.yaml"
         raise ConfigError(f"--experiment {path}: {one_line(error)}; {choices}") from error
     assert isinstance(made, Experiment)
     made.title = made.title or path.stem
     if not made.methods or not made.seeds:
         raise ConfigError(f"{path}: an experiment needs methods, a list of overrides each, and seeds")
-    _check_overrides(
-        [*made.overrides, *(word for words in made.models.values() for word in words)], str(path)
-    )
-    for method, words in made.methods.items():
-        make_method(method, words, f"{path}: method {method}")
     return made
-
-
-def make_method(name: str, overrides: Sequence[str], where: str) -> Method:
-    """Make a method, or raise ConfigError, which says `where` it was written."""
-    _check_overrides(overrides, where)
-    method, keys = Method(name, tuple(overrides)), [key(word) for word in overrides]
-    if not method.slug:
-        raise ConfigError(f"{where}: a method needs a name with letters or digits, for its folder")
-    if keys.count("schedule") != 1 or {"seed", "model", "run_dir"} & {*keys}:
-        raise ConfigError(f"{where}: a method needs one schedule=NAME, and cannot set seed, model or run_dir")
-    return method
 
 
 def key(word: str) -> str:
     """Return an override's key, without a leading + or ~."""
     return word.partition("=")[0].lstrip("+~")
-
-
-def _check_overrides(words: Sequence[str], where: str) -> None:
-    for word in words:
-        if word.startswith("-") or "=" not in word:
-            raise ConfigError(f"{where}: {word} is no override, such as codec.backward=int8")
-
-
-def _check_names(option: str, given: Sequence[str], known: Sequence[str]) -> None:
-    for name, count in Counter(given).items():
-        if name not in known or count > 1:
-            raise ConfigError(f"{option}: give {name} once, and one of {', '.join(known)}")
 
 
 def _methods(options: argparse.Namespace, asked: Experiment) -> Iterator[Method]:
@@ -214,34 +179,54 @@ def _methods(options: argparse.Namespace, asked: Experiment) -> Iterator[Method]
         name, colon, words = (part.strip() for part in text.partition(":"))
         if not colon and name not in known:
             raise ConfigError(f"--method: there is no {name}; say what it is: '{name}: schedule=...'")
-        yield make_method(name, words.split(), f"--method {name}") if colon else known[name]
+        yield Method(name, tuple(words.split())) if colon else known[name]
     if not options.schedules and not options.method:
         yield from known.values()
 
 
+def _check(method: Method, for_all: Sequence[str]) -> None:
+    """Raise ConfigError for a method that lacks something, or says otherwise than what is `for_all`."""
+    where, said = f"method {method.name}", {key(word): word for word in method.overrides}
+    if wrong := [word for word in (*method.overrides, *for_all) if word.startswith("-") or "=" not in word]:
+        raise ConfigError(f"{where}: {wrong[0]} is no override, such as codec.backward=int8")
+    if not method.slug:
+        raise ConfigError(f"{where}: a method needs a name with letters or digits, for its folder")
+    schedules = [word.partition("=")[2] for word in method.overrides if key(word) == "schedule"]
+    known = names(conf_dir() / "schedule")
+    if len(schedules) != 1 or schedules[0] not in known:
+        raise ConfigError(f"{where}: a method needs one schedule=NAME, of {', '.join(known)}")
+    for word in for_all:
+        mine = said.get(key(word), word)
+        if mine.partition("=")[2] != word.partition("=")[2]:
+            raise ConfigError(f"{where}: it has {mine}, and {word} is for every run; leave one of them out")
+
+
 def _specs(options: argparse.Namespace, overrides: Sequence[str], asked: Experiment) -> Iterator[Spec]:
-    _check_names("--schedules", options.schedules, names("schedule"))
-    _check_names("--models", options.models, names("model"))
-    _check_overrides(overrides, "after --")
     methods, seeds = list(_methods(options, asked)), options.seeds or asked.seeds
     if not methods:
         raise ConfigError("there is nothing to compare: give --schedules, --method or --experiment")
-    if len({method.slug.lower() for method in methods}) < len(methods) or len({*seeds}) < len(seeds):
-        raise ConfigError("two runs would share a folder: give each seed and each method's name once")
     given = {key(word): word.partition("=")[2] for word in overrides}
     for word, option in OWN.items():
-        if word in given and (word != "model" or options.models):
-            raise ConfigError(f"{word} is set by {option}; leave {word}={given[word]} out of the overrides")
+        of_method = any(key(own) == word for method in methods for own in method.overrides)
+        if (word in given and (word != "model" or options.models)) or (of_method and word != "schedule"):
+            raise ConfigError(f"{word} is set by {option}; leave {word}= out of the overrides")
     stages = given.get("stages", "")
     nproc = options.nproc if options.nproc is not None else int(stages) if stages.isdecimal() else asked.nproc
     if nproc < 1:
         raise ConfigError(f"--nproc must be 1 or more; got {nproc}")
     models: list[str | None] = options.models or ([] if "model" in given else list(asked.models)) or [None]
+    folders: set[str] = set()
     for seed in seeds:
         for model in models:
             own = asked.models.get(model or given.get("model", ""), [])
             words = merged(asked.overrides, own, overrides)
-            yield from (Spec(method, seed, model, words, nproc) for method in methods)
+            for method in methods:
+                _check(method, words)
+                spec = Spec(method, seed, model, words, nproc)
+                if spec.name.lower() in folders:
+                    raise ConfigError(f"two runs would share the folder {spec.name}: name each one once")
+                folders.add(spec.name.lower())
+                yield spec
 
 
 def merged(*lists: Sequence[str]) -> tuple[str, ...]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import nn
 
 from benchmark import models, schedules
-from benchmark.contestants import BatchFeed, plain
+from benchmark.contestants import plain
 from benchmark.paced import task_of
 from benchmark.tasks import Task, prepare
 from benchmark.worlds import run_world
@@ -15,14 +14,8 @@ from tests.support.deadlines import DEADLINE_S
 
 GPT = models.SMALL["gpt"].extended("dtype=float64", "microbatches=4")
 CNN = Task(
-    (
-        "model._target_=tests.benchmark.test_contestants.small_cnn",
-        "dtype=float64",
-        "memory_format=channels_last",
-        "microbatches=4",
-        "batch_size=8",
-    )
-)
+    ("model._target_=tests.benchmark.test_contestants.small_cnn", "memory_format=channels_last")
+).extended("dtype=float64", "microbatches=4", "batch_size=8")
 BATCHES, WINDOW = 2, 4
 
 
@@ -94,14 +87,3 @@ def test_on_a_paced_machine():
         name: pytest.approx(first["plain"], rel=1e-6) for name in bounds
     }
     assert len(bounds) == 6
-
-
-def test_a_feed_shows_its_first_microbatch():
-    """To the rehearsal, which makes others of it."""
-    feed = BatchFeed(prepare(CNN, "1f1b", 2), torch.device("cpu"))
-    inputs, target = feed.first()
-    assert inputs is not None
-    assert target is not None
-    assert inputs[0].shape == (2, 3, 32, 32)
-    assert torch.equal(inputs[0], feed.input(0)[0])
-    assert (target.weight, target.share) == (2.0, 0.25)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from benchmark import worlds
 from benchmark.contestants import race
 from benchmark.worlds import WorldFailed, run_world, titled
 from tests.support.deadlines import DEADLINE_S
+from tests.support.processes import context
 
 pytestmark = pytest.mark.processes
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Napper:
@@ -57,7 +55,8 @@ def test_turns_are_timed_to_the_slowest_rank_on_every_rank_alike():
     assert said == [f"naps: {turn}: {name}" for turn, names in order.items() for name in names]
 
 
-def test_a_rank_that_dies_ends_all():
+def test_a_rank_that_dies_ends_all(monkeypatch):
+    monkeypatch.setattr(worlds, "LAST_WORDS_S", 0.2)
     start = time.monotonic()
     with pytest.raises(WorldFailed, match="rank 1 died without a word"):
         run_world(die_early, 2, print)
@@ -77,34 +76,23 @@ def test_the_rank_that_failed_first_is_named_first():
     assert last == "first rank 1: ValueError: no more; then rank 0: ValueError: Connection closed by peer"
 
 
-LINGER = f"""
-import sys
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "scripts")!r}]
-from benchmark.worlds import run_world
-from tests.benchmark.test_worlds import linger
-if __name__ == "__main__":
-    run_world(linger, 2, lambda text: print(text, flush=True))
-"""
+def parent_of(pipe):
+    run_world(linger, 2, pipe.send)
 
 
-def test_a_parent_that_is_killed_takes_its_ranks_with_it(tmp_path):
-    script = tmp_path / "linger.py"
-    script.write_text(LINGER)
-    with subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as parent:
-        try:
-            assert parent.stdout is not None
-            pids = [int(word) for word in parent.stdout.readline().split()]
-            assert len(pids) == 2
-            parent.kill()
-            parent.wait(DEADLINE_S / 2)
-            limit = time.monotonic() + DEADLINE_S / 2
-            while any(map(running, pids)):
-                assert time.monotonic() < limit
-                time.sleep(0.05)
-        finally:
-            parent.kill()
+def test_a_parent_that_is_killed_takes_its_ranks_with_it():
+    here, there = context().Pipe(duplex=False)
+    parent = context().Process(target=parent_of, args=(there,))
+    parent.start()
+    assert here.poll(DEADLINE_S / 2)
+    pids = [int(word) for word in here.recv().split()]
+    assert all(map(running, pids))
+    parent.kill()
+    parent.join()
+    limit = time.monotonic() + DEADLINE_S / 2
+    while any(map(running, pids)):
+        assert time.monotonic() < limit
+        time.sleep(0.05)
 
 
 def running(pid):

@@ -42,9 +42,7 @@ CASES = {
         *(outcome("gpipe", seed, [5.0, 4.0, 0.25], name="mse") for seed in range(2)),
         *(outcome("1f1b", seed, [9.0, v, 3.0], name="mse") for seed, v in enumerate([np.inf, np.nan])),
     ],
-    "odd names, all right and all wrong": [
-        outcome(name, 0, [value, value]) for name, value in {r"$\frac$": 0.0, "50 % & <b>": 1.0}.items()
-    ],
+    "odd names, all right and all wrong": [outcome(r"$\frac$", 0, [0.0]), outcome("50 % & <b>", 0, [1.0])],
 }
 
 
@@ -67,11 +65,6 @@ def test_every_comparison_can_be_drawn_and_shows_each_method(tmp_path, outcomes)
             assert (np.abs(image[:, :, :3] - wanted).max(axis=2) < 0.01).sum() > 20
 
 
-def test_nothing_is_drawn_of_what_did_not_finish(tmp_path):
-    assert draw(tmp_path, [Outcome(outcome("gpipe", 0, [0.5]).spec, 1.0, failure="status 1")]) == []
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_curves_can_be_told_apart_without_colours():
     names = [f"s{i}" for i in range(7)]
     rows = make_rows([outcome(name, 0, [0.9751, 0.97512, 0.97513] * 4) for name in names])
@@ -85,8 +78,7 @@ def test_curves_can_be_told_apart_without_colours():
 
 
 @pytest.mark.parametrize(
-    ("values", "scale"),
-    [([900.0, 30.0, 7.5], "log"), ([9.0, 8.0, 7.5], "linear"), ([0.004, 0.00399, 0.00398], "linear")],
+    ("values", "scale"), [([900.0, 30.0, 7.5], "log"), ([0.004, 0.00399, 0.00398], "linear")]
 )
 def test_an_axis_of_numbers_is_logarithmic_where_they_span_decades(values, scale):
     rows = make_rows([outcome("gpipe", 0, values, name="mse")])

@@ -28,18 +28,18 @@ CODECS = {"fbp + topk": "TopK", "fbp + int8": "Int8", "fbp + topk + int8": "TopK
     ("typed", "why"),
     {
         "": "there is nothing to compare: give --schedules, --method or --experiment",
-        "--schedules gpipe 1f2b": "--schedules: give 1f2b once, and one of 1f1b, ",
-        "--schedules gpipe gpipe": "--schedules: give gpipe once",
-        "--schedules gpipe --seeds 1 1": "two runs would share a folder",
+        "--schedules gpipe gpipe": "two runs would share the folder gpipe-seed0",
+        "--method 'a b: schedule=gpipe' --method 'a+b: schedule=gpipe'": "two runs would share the folder a",
         "--schedules gpipe --nproc 0": "--nproc must be 1 or more; got 0",
-        "--schedules gpipe -- seed=3": "seed is set by --seeds; leave seed=3 out of the overrides",
         "--schedules gpipe --models vgg16 -- model=mlp": "model is set by --models;",
-        "--schedules gpipe -- --multirun": "after --: --multirun is no override, such as codec.backward=int8",
+        "--method 'mine: schedule=gpipe seed=1'": "seed is set by --seeds;",
+        "--schedules gpipe -- --multirun": "method gpipe: --multirun is no override",
         "--method mine": "--method: there is no mine; say what it is: 'mine: schedule=...'",
-        "--method 'mine: optim.lr=1'": "--method mine: a method needs one schedule=NAME, and cannot set",
-        "--method 'mine: schedule=gpipe seed=1'": "--method mine: a method needs one schedule=NAME, and",
-        "--method '+: schedule=gpipe'": "--method +: a method needs a name with letters or digits",
-        "--method 'a b: schedule=gpipe' --method 'a+b: schedule=gpipe'": "two runs would share a folder",
+        "--method 'mine: optim.lr=1'": "method mine: a method needs one schedule=NAME, of 1f1b, fbp",
+        "--method 'mine: schedule=gpip'": "method mine: a method needs one schedule=NAME, of 1f1b, fbp",
+        "--method '+: schedule=gpipe'": "method +: a method needs a name with letters or digits",
+        "--method 'mine: schedule=gpipe +epochs=2' epochs=3": "method mine: it has +epochs=2, and epochs=3",
+        "--experiment xdypipe buffer_size=2": "method fbp: it has buffer_size=4, and buffer_size=2",
         "--experiment no/such.yaml": "--experiment no/such.yaml: [Errno 2] No such file",
     }.items(),
 )
@@ -50,17 +50,13 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts(tmp_path, monkey
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("typed", "folder"),
-    {
+def test_the_folder_is_named_after_what_is_compared():
+    for typed, folder in {
         "": "default",
-        "-- model=vgg16 data=digits epochs=5": "vgg16-digits-epochs_5",
         "--models vgg16 mlp -- ++optim.lr=0.1": "vgg16+mlp-optim.lr_0.1",
-        "--nproc 4 -- partition=[3,6,9]": "partition_3_6_9_-nproc_4",
-    }.items(),
-)
-def test_the_folder_is_named_after_what_is_compared(typed, folder):
-    assert request.read(["--schedules", "gpipe", *typed.split()]).out == Path("comparisons") / folder
+        "--nproc 4 -- model=vgg16 partition=[3,6,9]": "vgg16-partition_3_6_9_-nproc_4",
+    }.items():
+        assert request.read(["--schedules", "gpipe", *typed.split()]).out == Path("comparisons") / folder
 
 
 def test_runs_go_seed_by_seed_with_all_methods_of_a_seed_together():
@@ -102,23 +98,19 @@ def specs(*arguments: str) -> list[Spec]:
     return asked("--experiment", "xdypipe", *arguments)
 
 
-def test_the_experiment_is_the_issue_s():
+def test_every_run_of_the_experiment_has_the_record_s_recipe():
     found = load("xdypipe")
     assert [*found.methods] == ["layer_dist", "pipedream", "pipedream_2bw", "fbp", *CODECS]
     assert (list(found.models), found.nproc, len(found.seeds)) == (["vgg16", "resnet18"], 2, 3)
-
-
-@pytest.mark.parametrize("spec", specs("--seeds", "0", "--models", "vgg16")[3:], ids=lambda spec: spec.title)
-def test_every_run_has_the_record_s_recipe(spec):
-    cfg = config(spec.arguments)
-    assert (cfg.data.name, cfg.data.fallback, cfg.data.workers, cfg.batch_size) == ("cifar10", None, 0, 64)
-    assert (cfg.optim._target_, cfg.optim.lr, cfg.optim.momentum) == ("torch.optim.SGD", 0.01, 0.9)
-    assert (cfg.optim.weight_decay, cfg.lr_schedule, cfg.warmup) == (5e-4, "constant", 0)
-    assert (cfg.data.augment.crop, cfg.data.augment.flip) == (4, True)
-    assert cfg.schedule._target_.startswith("pipetrain.schedule.")
-    assert cfg.codec.forward._target_ == "pipetrain.codec.Identity"
-    name = CODECS.get(spec.method.name, "Identity")
-    assert cfg.codec.backward._target_ == f"pipetrain.codec.{name}"
+    for spec in specs("--seeds", "0", "--models", "vgg16")[-2:]:
+        cfg = config(spec.arguments)
+        data = (cfg.data.name, cfg.data.fallback, cfg.data.workers, cfg.batch_size)
+        assert data == ("cifar10", None, 0, 64)
+        assert (cfg.optim._target_, cfg.optim.lr, cfg.optim.momentum) == ("torch.optim.SGD", 0.01, 0.9)
+        assert (cfg.optim.weight_decay, cfg.lr_schedule, cfg.warmup) == (5e-4, "constant", 0)
+        assert (cfg.data.augment.crop, cfg.data.augment.flip) == (4, True)
+        assert cfg.codec.forward._target_ == "pipetrain.codec.Identity"
+        assert cfg.codec.backward._target_ == f"pipetrain.codec.{CODECS[spec.method.name]}"
 
 
 @pytest.mark.parametrize(
@@ -155,10 +147,6 @@ def test_the_command_line_changes_what_it_names_and_each_model_has_its_own_overr
     [
         ("title: x", "an experiment needs methods"),
         ("methods: {a: [schedule=gpipe]}\ncolour: red", "Key 'colour' not in 'Experiment'"),
-        ("methods: {a: schedule=gpipe}", "Value 'schedule=gpipe' (str) is incompatible with"),
-        ("methods: {a: [epochs=2]}", "method a: a method needs one schedule=NAME"),
-        ("methods: {a: [schedule=gpipe]}\noverrides: [epochs]", "epochs is no override"),
-        ("methods: {a: [schedule=gpipe]}\nnproc: two", "Value 'two' of type 'str' could not be conv"),
         ("methods: [", "--experiment "),
     ],
 )
@@ -167,6 +155,7 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_sentence(tmp_path: Path, 
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
         load(str(path))
-    assert why in str(error.value)
-    assert str(path) in str(error.value)
-    assert "\n" not in str(error.value)
+    said = str(error.value)
+    assert why in said
+    assert str(path) in said
+    assert "\n" not in said

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from comparison.request import Spec
 from comparison.runs import Outcome
 from comparison.table import make_rows, remarks, results, write
@@ -69,16 +67,6 @@ def test_another_metric_takes_the_place_of_accuracy_in_its_own_unit_and_directio
     assert said in results(make_rows(runs)).notes[0]
 
 
-def test_an_infinite_perplexity_does_not_stop_the_table():
-    values = [(10.0, 9.0), (float("inf"), float("nan"))]
-    runs = [
-        outcome("gpipe", seed, **PPL, epoch_s=1.0, val_ppl=last, best_val_ppl=best)
-        for seed, (last, best) in enumerate(values)
-    ]
-    (line,) = lines(runs)
-    assert (line["last_ppl"], line["epoch"], line["ppl"]) == ("inf ± nan", "2", "9.000")
-
-
 def test_nothing_is_faster_than_a_first_row_that_failed():
     assert not any(
         "speedup" in line for line in lines([outcome("layer_dist", 0), outcome("gpipe", 0, **DONE)])
@@ -103,13 +91,11 @@ def test_runs_of_other_settings_machines_or_revisions_are_not_averaged_in_silenc
     ]
 
 
-@pytest.mark.parametrize("failed", [0, 1])
-def test_a_failed_row_is_of_the_model_of_the_others_where_only_an_override_names_it(failed):
-    outcomes = [outcome(method, 0, **DONE) for method in ("layer_dist", "gpipe", "fbp")]
-    outcomes[failed] = outcome(outcomes[failed].spec.method.name, 0)
+def test_a_failed_row_is_of_the_model_of_the_others_where_only_an_override_names_it():
+    outcomes = [outcome("layer_dist", 0), outcome("gpipe", 0, **DONE)]
     unnamed = [replace(each, spec=replace(each.spec, model=None)) for each in outcomes]
-    assert [row.model for row in make_rows(unnamed)] == ["vgg16"] * 3
-    assert make_rows([unnamed[failed]])[0].model == ""
+    assert [row.model for row in make_rows(unnamed)] == ["vgg16"] * 2
+    assert make_rows(unnamed[:1])[0].model == ""
 
 
 def test_bytes_and_codecs_where_the_runs_say_them():

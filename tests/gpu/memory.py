@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmark.held import NEAR, WINDOWS, Case, Feed, job_of
-from benchmark.worlds import fitted, gather_objects
+from benchmark.worlds import fitted
 from pipetrain.plan.memory import memory as over_time
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.mesh import Mesh
@@ -26,6 +26,7 @@ from pipetrain.schedule.actions import Action
 from pipetrain.schedule.memory import Held as Parts
 from pipetrain.schedule.memory import totals
 from tests.gpu.rows import MIB, Row, Setting, judged
+from tests.support.worlds import gather_objects
 
 BATCH = "batch_size=128"  # in 4 microbatches
 RECOMPUTED = ("recompute=always",)

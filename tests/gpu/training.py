@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from benchmark.worlds import Say, fitted, gather_objects
+from benchmark.worlds import Say, fitted
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import Program
@@ -20,6 +20,7 @@ from tests.gpu.rows import SKIPPED, Row, Setting, judged
 from tests.gpu.speed import no_compiler
 from tests.support.cases import Case, Listener, expected, make_run, run_in_threads, state_of
 from tests.support.runs import epochs_of
+from tests.support.worlds import gather_objects
 
 TOLERANCE = 1e-9  # of weights and losses in float64
 NEAR = 0.05  # of a loss, relative, where something is rounded

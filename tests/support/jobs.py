@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from benchmark.worlds import gather_objects
 from pipetrain.codec import Codecs
 from pipetrain.errors import Refused
 from pipetrain.network.values import TensorSpec, specs_of
@@ -23,6 +22,7 @@ from pipetrain.runtime.ranks import Ranks, World, make_group
 from tests.support.cases import Case, Listener, compare, make_run, state_of
 from tests.support.deadlines import DEADLINE_S
 from tests.support.runs import epochs_of
+from tests.support.worlds import gather_objects
 
 CPU = torch.device("cpu")
 

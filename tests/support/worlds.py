@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from benchmark.worlds import Say, Work, meeting, run_ranks
@@ -24,3 +25,12 @@ def _meet(world: World, path: str) -> tuple[World, Store]:
 
 def _quietly(met: tuple[World, Store], say: Say, work: Work, *arguments: Any) -> Any:
     return work(*met, *arguments)
+
+
+def gather_objects(item: object) -> list[Any]:
+    """Return each rank's item, of any type: these are processes of one program on one machine."""
+    if not dist.is_initialized():
+        return [item]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, item)
+    return found
