@@ -16,7 +16,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.network.network import Network
 from pipetrain.network.places import in_place_of, named_tensors, places, replace
 from pipetrain.network.tensors import storage_of
-from pipetrain.network.values import differentiable
+from pipetrain.network.values import differentiable, name_of
 
 
 def prove_model(model: object, needs: str, dtype: torch.dtype | None) -> None:
@@ -36,8 +36,6 @@ def _refuse_parameters(model: nn.Module) -> None:
     """Refuse parameters that would be trained otherwise than in one process."""
     addresses: dict[object, str] = {}
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ConfigError(f"layer {name} of the model is lazy: give it its sizes")
         if type(parameter) is not nn.Parameter:
             raise ConfigError(
                 f"parameter {name} of the model is a {type(parameter).__name__}, and each weight "
@@ -94,14 +92,10 @@ def cast_exactly(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         exact = torch.allclose(cast.to(tensor.dtype), tensor, rtol=0, atol=0, equal_nan=True)
     if not exact:
         raise ConfigError(
-            f"{name} of the model is {_name(tensor.dtype)}, and dtype={_name(dtype)} would round it: choose "
-            f"dtype={_name(tensor.real.dtype)}, or let the factory make it {_name(dtype)}"
+            f"{name} of the model is {name_of(tensor.dtype)}, and dtype={name_of(dtype)} would round it: "
+            f"choose dtype={name_of(tensor.real.dtype)}, or let the factory make it {name_of(dtype)}"
         )
     return cast
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def own_dtype(model: object) -> torch.dtype | None:

@@ -7,7 +7,7 @@ connection, a mask) travels straight from the stage that makes it to those that 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -102,6 +102,16 @@ class Part(nn.Module, ABC):
     def last_layer(self) -> LastLayer | None:
         """Return the model's last layer, if it can be run alone with what is made up."""
         return None
+
+
+def run_parts(parts: Iterable[Part], inputs: Sequence[Tensor], copied: bool = False) -> Tensors:
+    """Return what the last part returns; `copied`: each has copies of what the others have made."""
+    values = {Made(INPUT, number): tensor for number, tensor in enumerate(inputs)}
+    outputs: Tensors = ()
+    for part in parts:
+        outputs = part(*(values[made].clone() if copied else values[made] for made in part.slice.enters))
+        values |= zip(part.slice.leaves, outputs, strict=True)
+    return outputs
 
 
 @contextmanager

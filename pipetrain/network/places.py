@@ -10,23 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-_CHILDREN = "_modules"
 
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One entry of a dict or list that holds a tensor. `name`: for messages."""
+class Place(NamedTuple):
+    """One entry of a dict or list that holds a tensor."""
 
     container: Any
     key: Any
-    name: str
 
     @property
     def tensor(self) -> Tensor:
@@ -57,8 +52,7 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 def places(module: nn.Module) -> list[Place]:
     """Return the places of all tensors of a module and of its children; a tensor may have several."""
-    modules = module.named_modules()
-    return [place for name, owner in modules for place in _of(owner, f"{name}." if name else "")]
+    return [place for owner in module.modules() for place in _of(owner)]
 
 
 def replace(modules: Iterable[nn.Module], others: Mapping[int, Tensor]) -> None:
@@ -68,16 +62,13 @@ def replace(modules: Iterable[nn.Module], others: Mapping[int, Tensor]) -> None:
             place.container[place.key] = others[id(place.tensor)]
 
 
-def _of(owner: nn.Module, prefix: str) -> Iterator[Place]:
+def _of(owner: nn.Module) -> Iterator[Place]:
     for key, value in vars(owner).items():
         if isinstance(value, Tensor):
-            yield Place(vars(owner), key, prefix + key)
-        elif isinstance(value, dict) and key != _CHILDREN:
-            within = prefix if value is owner._parameters or value is owner._buffers else f"{prefix}{key}."
-            yield from (Place(value, k, f"{within}{k}") for k, v in value.items() if isinstance(v, Tensor))
-        elif isinstance(value, list):
-            items = [i for i, v in enumerate(value) if isinstance(v, Tensor)]
-            yield from (Place(value, i, f"{prefix}{key}[{i}]") for i in items)
+            yield Place(vars(owner), key)
+        elif isinstance(value, dict | list) and key != "_modules":
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from (Place(value, k) for k, v in items if isinstance(v, Tensor))
 
 
 @contextmanager

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from functools import partial
+from itertools import product
 
 from torch import Tensor
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.chain import Chain
 from pipetrain.network.draws import Beginning, Seeds, drawing
-from pipetrain.network.network import INPUT, Made, Part, Slice, Tensors, evaluating
+from pipetrain.network.network import Part, Slice, Tensors, evaluating, run_parts
 from pipetrain.network.tensors import SIZES, Results, difference, made_up, results
 from pipetrain.network.values import ValueSpec
 
@@ -43,19 +43,22 @@ def prove_parts(
         return
     first: dict[Tensor, str] = {}
     known = {name: first.setdefault(p, name) for part in together for name, p in part.named_parameters()}
-    for training, samples in [(training, samples) for samples in SIZES for training in (True, False)]:
 
-        def of(parts: Sequence[Part], copied: bool, given: ValueSpec, training: bool = training) -> Results:
-            mode = nullcontext() if training else evaluating(*parts)
-            with Beginning().again(), drawing(Seeds(0, 0, 0)), mode:
-                return results(partial(_run, parts, given, copied), parts, training, known)
+    def of(parts: Sequence[Part], given: ValueSpec, training: bool) -> Results:
+        def run() -> Tensors:
+            return run_parts(parts, [made_up(spec) for spec in given.specs], copied=parts is apart)
 
+        mode = nullcontext() if training else evaluating(*parts)
+        with Beginning().again(), drawing(Seeds(0, 0, 0)), mode:
+            return results(run, parts, training, known)
+
+    for samples, training in product(SIZES, (True, False)):
         try:
-            wanted = of(together, False, example.of(samples))
+            wanted = of(together, example.of(samples), training)
         except Exception:  # it does not take these, or not on this device
             return
         try:
-            why = difference(wanted, of(apart, True, example.of(samples)))
+            why = difference(wanted, of(apart, example.of(samples), training))
         except Exception as error:
             why = one_line(error)[:200]
         if why:
@@ -65,13 +68,3 @@ def prove_parts(
                 f"exchange something that they do not return: let them return it, or keep them in one stage "
                 f"by partition="
             )
-
-
-def _run(parts: Sequence[Part], given: ValueSpec, copied: bool) -> Tensors:
-    """Run parts on made-up samples; `copied`: each has copies of what the others made."""
-    values = {Made(INPUT, number): made_up(spec) for number, spec in enumerate(given.specs)}
-    outputs: Tensors = ()
-    for part in parts:
-        outputs = part(*(values[made].clone() if copied else values[made] for made in part.slice.enters))
-        values |= zip(part.slice.leaves, outputs, strict=True)
-    return outputs

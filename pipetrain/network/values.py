@@ -19,6 +19,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_on
 Value = Tensor | tuple[Tensor, ...] | dict[str, Tensor]  # what a layer takes or returns, inputs or targets
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as float32."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Shape and dtype of one tensor."""
@@ -35,7 +40,7 @@ class TensorSpec:
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+        return f"{name_of(self.dtype)}[{', '.join(map(str, self.shape))}]"
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ class ValueSpec:
 
     def to_json(self) -> list[Any]:
         """Return JSON data of which `from_json` makes it again."""
-        specs = [[list(spec.shape), str(spec.dtype).removeprefix("torch.")] for spec in self.specs]
+        specs = [[list(spec.shape), name_of(spec.dtype)] for spec in self.specs]
         return [self.names or self.single, *specs]
 
     @classmethod
@@ -150,7 +155,7 @@ class ValueSpec:
             return self
         for spec in self.specs:
             if spec.dtype.is_floating_point and torch.promote_types(spec.dtype, dtype) != dtype:
-                raise ValueError(f"{str(spec.dtype).removeprefix('torch.')} numbers would be rounded")
+                raise ValueError(f"{name_of(spec.dtype)} numbers would be rounded")
         specs = (replace(s, dtype=dtype) if s.dtype.is_floating_point else s for s in self.specs)
         return replace(self, specs=tuple(specs))
 

@@ -340,15 +340,15 @@ def _shared_tensors(
     user: dict[str, int] = {}
     for index, module in enumerate(network.modules):
         stage, own = stage_of(index, cuts), {id(t) for t in module.parameters()}
-        used = {
-            registered.get(_address(place.tensor), ""): place.name
+        used = [
+            registered.get(_address(place.tensor), "")
             for place in places(module)
             if _address(place.tensor) not in tied or id(place.tensor) not in own
-        }
-        for tensor, label in {**used, **{of: of for of in layers[index].borrows}}.items():
-            other = user.setdefault(tensor, index) if tensor else index
+        ]
+        for name in filter(None, [*used, *layers[index].borrows]):
+            other = user.setdefault(name, index)
             if stage_of(other, cuts) != stage:
-                yield index, other, f"of stage {stage} shares its {label} with stage {stage_of(other, cuts)}"
+                yield index, other, f"of stage {stage} shares its {name} with stage {stage_of(other, cuts)}"
 
 
 def _address(tensor: Tensor) -> tuple[str, int]:

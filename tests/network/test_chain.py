@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from pipetrain.network.chain import Chain, Pop, Stash, is_chain
-from pipetrain.network.network import INPUT, Made, Part
+from pipetrain.network.network import Part, run_parts
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
@@ -74,11 +74,7 @@ def test_parts_with_skips_compute_what_the_whole_does_and_so_do_their_gradients(
     wanted.sum().backward()
     gradients = [p.grad for p in model.parameters()]
     model.zero_grad()
-    values = {Made(INPUT, 0): x}
-    for part in parts_of(model, cuts):
-        left = part(*(values[value] for value in part.slice.enters))
-        values |= zip(part.slice.leaves, left, strict=True)
-    (made,) = left
+    (made,) = run_parts(parts_of(model, cuts), [x])
     assert torch.equal(made, wanted)
     made.sum().backward()
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
@@ -88,9 +84,9 @@ def test_names_are_those_of_the_model():
     """A layer may be called as a part's own attributes are: `pack`, which add_module refused."""
     model, x = nn.Sequential(), torch.randn(2, 6, dtype=torch.float64)
     model._modules = {name: nn.Linear(6, 6).double() for name in ("slice", "pack", "observed", "train")}
-    first, second = parts_of(model, [2])
-    assert [*first.state_dict(), *second.state_dict()] == list(model.state_dict())
-    assert torch.equal(second(*first(x))[0], model(x))
+    parts = parts_of(model, [2])
+    assert [name for part in parts for name in part.state_dict()] == list(model.state_dict())
+    assert torch.equal(run_parts(parts, [x])[0], model(x))
 
 
 def test_a_part_says_what_each_layer_makes_and_may_be_given_something_else():

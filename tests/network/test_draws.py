@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pipetrain.network import draws
 from pipetrain.network.chain import Chain, Pop, Stash
 from pipetrain.network.draws import EVALUATION, Seeds, begin, drawing
+from pipetrain.network.network import run_parts
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
@@ -94,16 +95,10 @@ EXAMPLE = ValueSpec((TensorSpec((6,), torch.float32),))
 ENTRY = EXAMPLE.of(5)
 
 
-def run(model: nn.Sequential, cuts: list[int], x: Tensor, between: bool = False) -> Tensor:
-    joined = cut_layers({5: estimate(model, ENTRY)}, cuts, EXAMPLE)
-    left = dict.fromkeys(joined.slices[0].enters, x)
-    for slice in joined.slices:
-        if between:
-            torch.rand(11)
-        with drawing(Seeds(3, 1, 4)):
-            made = Chain(model).part(slice)(*(left[value] for value in slice.enters))
-        left |= zip(slice.leaves, made, strict=True)
-    return made[0]
+def run(model: nn.Sequential, cuts: list[int], x: Tensor) -> Tensor:
+    slices = cut_layers({5: estimate(model, ENTRY)}, cuts, EXAMPLE).slices
+    with drawing(Seeds(3, 1, 4)):
+        return run_parts([Chain(model).part(slice) for slice in slices], [x])[0]
 
 
 def test_layers_that_draw_are_found():
@@ -116,7 +111,7 @@ def test_layers_that_draw_are_found():
 def test_the_cut_does_not_change_what_is_drawn(cuts):
     model, x = noisy(), torch.randn(5, 6)
     wanted = run(model, [], x)
-    assert torch.equal(run(model, cuts, x, between=True), wanted)
+    assert torch.equal(run(model, cuts, x), wanted)
     assert not torch.equal(model(x), wanted)  # from the generators as they are
 
 

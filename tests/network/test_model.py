@@ -48,7 +48,7 @@ def taken(model: nn.Module, dtype: torch.dtype | None = torch.float32) -> nn.Mod
         (shared_memory(), "parameters 0.weight and 1.weight of the model share memory: use one nn.Para"),
         (nn.Sequential(nn.Linear(2, 2), Extra()), "the model keeps 1._extra_state in its state_dict, which"),
         (nn.Sequential(), "a model must be an nn.Module, not an empty nn.Sequential"),
-        (nn.Sequential(nn.LazyLinear(2)), "layer 0.weight of the model is lazy: give it its sizes"),
+        (nn.Sequential(nn.LazyLinear(2)), "parameter 0.weight of the model is a Uninit"),
         (nn.Sequential(nn.ReLU()), "the model has no parameter to train: let one require a gradient"),
     ],
 )

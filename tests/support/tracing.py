@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pipetrain.network.network import INPUT, Made, Part, Slice
+from pipetrain.network.network import INPUT, Made, Part, Slice, run_parts
 from pipetrain.network.tracing.dataflow import draws
 from pipetrain.network.tracing.trace import trace
 from pipetrain.network.tracing.traced import Traced
@@ -47,9 +47,8 @@ def run_module(model: nn.Module, example: ValueSpec, tensors: list[Tensor]) -> A
 
 def run_stages(network: Traced, tensors: list[Tensor], cuts: list[int]) -> Any:
     """The model's output, computed by one part for each stage."""
-    layers, training = len(network.names), network.model.training
+    layers, training, parts = len(network.names), network.model.training, []
     ends = [0, *cuts, layers]
-    values = {Made(INPUT, k): tensor for k, tensor in enumerate(tensors)}
     for start, end in pairwise(ends):
         taken = {made for index in range(start, end) for made in network.takes(index, ())}
         enters = tuple(sorted(made for made in taken if made.layer < start))
@@ -58,10 +57,8 @@ def run_stages(network: Traced, tensors: list[Tensor], cuts: list[int]) -> Any:
         if end == layers:
             leaves = network.alone(layers - 1, training).leaves
         slice = Slice(start, end, enters, leaves)
-        part = network.part(slice, slice).train(training)
-        outputs = part(*[values[made] for made in enters])
-        values.update(zip(leaves, outputs, strict=True))
-    return network.pack(outputs)
+        parts.append(network.part(slice).train(training))
+    return network.pack(run_parts(parts, tensors))
 
 
 def whole(network: Traced) -> Part:

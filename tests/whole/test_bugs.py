@@ -31,7 +31,9 @@ def test_a_layer_that_is_used_twice_is_run_twice():
 
 def test_statistics_that_two_stages_share_are_refused():
     """Each stage counted into a copy of its own."""
-    with pytest.raises(ConfigError, match=r"layer 2 \(2\) of stage 1 shares its 1.running_mean with stage 0"):
+    with pytest.raises(
+        ConfigError, match=r"layer 2 \(2\) of stage 1 shares its 0.3.running_mean with stage 0"
+    ):
         make_run(_case("1f1b", "models.shared_statistics", "partition=[1]"))
     make_run(_case("1f1b", "models.shared_statistics", "partition=[3]"))
 
@@ -137,7 +139,7 @@ def test_without_a_flush_a_skipped_update_leaves_none_either(schedule):
     ("model", "sentence"),
     [
         ("frozen", "the model has no parameter to train"),
-        ("lazy", "layer 1.weight of the model is lazy: give it its sizes"),
+        ("lazy", "parameter 1.weight of the model is a UninitializedParameter"),
         ("hooked", "parameter 1.0.weight of the model has a hook, which would not be called"),
     ],
 )

@@ -102,13 +102,7 @@ def _exported(model: nn.Module, example: ValueSpec, training: bool, autocast: bo
 def bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return arguments by the names in a forward's signature. Raises ConfigError if it takes others."""
     try:
-        signature = inspect.signature(model.forward)
-        taken = signature.bind(*args, **kwargs).arguments
-        if open_ended := [
-            p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD and p.name in taken
-        ]:
-            raise TypeError(f"torch.export traces no {open_ended[0]}")
-        return taken
+        return inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except TypeError as error:
         given = f"a dict of {', '.join(kwargs)}" if kwargs else f"{len(args)} without names"
         raise ConfigError(

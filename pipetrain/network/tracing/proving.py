@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network import draws
-from pipetrain.network.network import INPUT, Made, Tensors, evaluating
+from pipetrain.network.network import evaluating, run_parts
 from pipetrain.network.places import standing_in
 from pipetrain.network.tensors import SIZES, TOLERANCE, Results, difference, made_up, results
 from pipetrain.network.tracing.exporting import WAY_OUT, as_arguments, bound, device_of, without_numbers
@@ -115,7 +115,7 @@ def prove(network: Traced, example: ValueSpec, autocast: bool = False) -> None:
             for samples in SIZES:
                 tensors, whole = _alone(model, example.of(samples), device, of)
                 for training in (True, False):
-                    layers = of(partial(_chain, network, tensors), training)
+                    layers = of(partial(run_parts, network.modules, tensors), training)
                     half = any(t.dtype in _HALF for t in layers.values())
                     tolerance = COARSE if autocast or half else TOLERANCE
                     if why := difference(whole[training], layers, tolerance, dtypes=not autocast):
@@ -161,12 +161,3 @@ def _mixed(tensor: Tensor, end: int) -> Tensor:
     if tensor.dim() > 1 and tensor.shape[-1] > 1:
         mixed[..., 0], mixed[..., -1] = 0, end - 1
     return mixed
-
-
-def _chain(network: Traced, tensors: list[Tensor]) -> Tensors:
-    values = {Made(INPUT, number): tensor for number, tensor in enumerate(tensors)}
-    outputs: Tensors = ()
-    for index, layer in enumerate(network.modules):
-        outputs = layer(*[values[made] for made in network.takes(index, ())])
-        values |= {Made(index, number): tensor for number, tensor in enumerate(outputs)}
-    return outputs

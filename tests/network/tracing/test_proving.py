@@ -223,7 +223,6 @@ class Open(nn.Module):
     [
         (example((4,), names=("z",)), "a dict of z: missing a required argument: 'x'; choose and name"),
         (example((4,), (4,)), "2 without names: too many positional arguments; choose and name"),
-        (example((4,), (4,), names=("x", "mask")), r"a dict of x, mask: torch.export traces no \*\*others"),
     ],
 )
 def test_inputs_that_the_forward_does_not_take_are_refused(of, sentence):
