@@ -9,16 +9,13 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import signal
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache, wraps
 from pathlib import Path
-from threading import Thread
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -112,86 +109,6 @@ def terminate(error: object, status: int = TERMINATED) -> NoReturn:
         leave(status)
     finally:  # also where nobody reads what is said any more
         os._exit(status)
-
-
-ONE_S = 1.0  # within which what comes is the same Ctrl-C
-ACT_S = 5.0  # that what a signal started may take to its end
-
-
-@contextmanager
-def hearing(act: Callable[[int], None]) -> Iterator[None]:
-    """Call `act` with the number of each signal that has a handler, in a thread, while the block runs.
-
-    The handler itself runs in the main thread between two bytecodes. That thread may be in C++ for minutes,
-    where it compiles or waits for another rank.
-    """
-    heard, told = os.pipe()
-    os.set_blocking(told, False)
-    before = signal.set_wakeup_fd(told)
-    thread = Thread(target=_hear, args=(heard, act), daemon=True)
-    thread.start()
-    _told.append(told)
-    try:
-        yield
-    finally:
-        _told.remove(told)
-        signal.set_wakeup_fd(before)
-        os.close(told)
-        thread.join(ACT_S)  # one that comes out of C++ while Python ends would abort the process
-
-
-_told: list[int] = []
-
-
-def alone_in_children() -> None:
-    """Let the forked processes of this one handle signals for themselves, from now on."""
-    _told.append(-1)
-
-
-def _hear(heard: int, act: Callable[[int], None]) -> None:
-    with open(heard, "rb", buffering=0) as numbers:
-        while number := numbers.read(1):
-            act(number[0])
-
-
-def _let_go() -> None:
-    """Handle no signal for the parent in a forked process, such as a data worker: it is ended by SIGTERM.
-
-    What is for its parent's process group, as a signal of torchrun's, does not reach it.
-    """
-    if _told:
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
-        os.setpgid(0, 0)
-
-
-os.register_at_fork(after_in_child=_let_go)
-
-
-class Interrupted:
-    """Tells a second Ctrl-C from the first, which comes twice where all processes get it and torchrun too."""
-
-    def __init__(self) -> None:
-        self._first: float | None = None
-
-    def again(self, number: int) -> bool:
-        """Note a signal; return whether it follows a Ctrl-C."""
-        if self._first is not None:
-            return time.monotonic() - self._first > ONE_S
-        if number == signal.SIGINT:
-            self._first = time.monotonic()
-        return False
-
-
-def say(sentence: str) -> None:
-    """Print a sentence on standard error, from any thread or handler."""
-    os.write(2, f"pipetrain: {sentence}\n".encode())
-
-
-def name_of(number: int) -> str:
-    """Return what people call a signal."""
-    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def leave(status: int) -> NoReturn:

@@ -13,7 +13,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pipetrain.checkpoint.asking import Asked
 from pipetrain.checkpoint.files import Position
 from pipetrain.checkpoint.progress import EpochRecord, Progress, Stats, best_epoch, by_update
 from pipetrain.checkpoint.resume import Source
@@ -27,7 +26,7 @@ from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.records.tracer import Tracer
 from pipetrain.runtime.clock import Observe
-from pipetrain.runtime.feed import Batches, ByNumber, counting
+from pipetrain.runtime.feed import EVALUATED_AT_ONCE, Batches, ByNumber, counting
 from pipetrain.runtime.held import Measured, Meter
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import Ends
@@ -35,10 +34,9 @@ from pipetrain.runtime.session import Session
 from pipetrain.schedule.actions import Action, Op, Program, parse_action
 from pipetrain.schedule.check import check
 from pipetrain.schedule.timeline import Row
+from pipetrain.signals import Asked
 from pipetrain.tally import Tally
 from pipetrain.tasks import Task
-
-EVALUATED_AT_ONCE = 16  # batches of a loader in a window of an evaluation
 
 
 class Passes(Protocol):
@@ -321,7 +319,7 @@ class Epochs:
 
     def _tick(self, what: str, total: int, stage: int) -> None:
         if self._keeper:
-            self._keeper.asking.updated()
+            self._keeper.asking.updated = True
         if self._recorder and stage == min(self.session.stages):
             self._recorder.tick(what, total)
 

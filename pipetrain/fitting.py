@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from signal import SIGINT
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from pipetrain.arguments import read_path
 from pipetrain.building import names_of, shipped
-from pipetrain.checkpoint.asking import Asking, status_after
+from pipetrain.checkpoint.asking import Asking
 from pipetrain.checkpoint.files import CHECKPOINTS, folders
 from pipetrain.checkpoint.resume import (
     AUTO,
@@ -37,7 +36,7 @@ from pipetrain.checkpoint.writer import Keeper, Writer
 from pipetrain.data.loader import Sampled
 from pipetrain.data.loading import Loader, has_length
 from pipetrain.data.sets import DataFacts
-from pipetrain.ending import name_of, terminate
+from pipetrain.ending import terminate
 from pipetrain.epochs import Epochs, Passes, PassesByNumber
 from pipetrain.errors import ChannelError, ConfigError
 from pipetrain.pipeline import TRAINING, Pipeline
@@ -51,6 +50,7 @@ from pipetrain.records.recorder import Recorder
 from pipetrain.records.trackers import Trackers, check_loggers
 from pipetrain.rules import COUNT
 from pipetrain.runtime.feed import Batches, OfLoader
+from pipetrain.signals import name_of, status_after
 
 log = logging.getLogger("pipetrain")
 
@@ -289,38 +289,41 @@ def _trained(
     """Train to the end, or until stopped; return the rows of all epochs."""
     mesh, rank, session = pipe._mesh, pipe.rank, pipe._begun
     keeper = None if place is None else _keeper(pipe, about, place)
+    if keeper is not None:  # until all records are written
+        ending.enter_context(keeper.asking.handled())
     recorder = None if rank else _recorder(about, place, ending)
     epochs = Epochs(session, mesh, passes, about, pipe._asked.rate, recorder, keeper)
-    source = place.source if place else None
-    if source is not None:
-        epochs.restore(source)
+    if place is not None and place.source is not None:
+        epochs.restore(place.source)
     if pipe._given is not None and not rank:
         pipe._given.prove(training=True)
-    if keeper is None or place is None:
-        epochs.run()
-        if recorder:
-            recorder.close()
-        pipe.metrics = epochs.metrics() or pipe.metrics
-        return epochs.rows()
-    place.ready()
-    asking, saved = keeper.asking, partial(saved_so_far, place.path)
-    with asking.listening(saved):
-        try:
-            finished = epochs.run()
-        except ChannelError as error:
-            if by := asking.stopped_by:  # another rank has left
-                terminate(f"{error}, after {name_of(by)}; {saved()}", status_after(by))
-            raise
-        lost = keeper.not_saved
-        if recorder and finished and lost != epochs.updates:
-            recorder.close()
-        elif recorder:
-            recorder.stop(lost)
+    if place is not None:
+        place.ready()
+    finished = _run(epochs, keeper)
+    interrupted = keeper is not None and not finished and keeper.asking.interrupted()
+    lost = keeper.not_saved if keeper else None
+    if recorder and finished and lost != epochs.updates:
+        recorder.close()
+    elif recorder:
+        recorder.stop(lost)
     pipe._stopping = pipe._stopping or not finished
     pipe.metrics = epochs.metrics() or pipe.metrics
-    if asking.stopped_by == SIGINT and not finished:
-        raise KeyboardInterrupt(f"interrupted; {saved()}")
+    if interrupted and place is not None:
+        raise KeyboardInterrupt(f"interrupted; {saved_so_far(place.path)}")
     return epochs.rows()
+
+
+def _run(epochs: Epochs, keeper: Keeper | None) -> bool:
+    """Run the epochs; return False if a signal has stopped them."""
+    try:
+        return epochs.run()
+    except ChannelError as error:
+        if keeper and (by := keeper.asking.stopped_by):  # another rank has left
+            terminate(f"{error}, after {name_of(by)}; {keeper.asking.saved()}", status_after(by))
+        raise
+    finally:
+        if keeper:
+            keeper.asking.drained.set()
 
 
 def _keeper(pipe: Pipeline, about: About, place: RunFolder) -> Keeper:
@@ -334,7 +337,7 @@ def _keeper(pipe: Pipeline, about: About, place: RunFolder) -> Keeper:
     config: Any = OmegaConf.to_container(place.config, resolve=True)
     return Keeper(
         writer=Writer(place.path, rank, store, settings.checkpoint_keep, settings.timeout),
-        asking=Asking(pipe._mesh, store, first=about.plan.placement[0]),
+        asking=Asking(pipe._mesh, store, about.plan.placement[0], partial(saved_so_far, place.path)),
         every=settings.checkpoint_every,
         unit=settings.checkpoint_unit,
         run=place.run,

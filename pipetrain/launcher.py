@@ -34,10 +34,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser, parse_args, run
 
-from pipetrain.checkpoint.asking import LIMIT
 from pipetrain.ending import ENDED, FAILED, guarded
 from pipetrain.errors import ConfigError
 from pipetrain.settings import cores, share_of_cores
+from pipetrain.signals import LIMIT
 
 SHUTDOWN_S = "120"  # for ranks to save after a signal; torchrun's default is 30, which older ones always take
 MANY = 8  # with more processes than this and than cores, the plan is checked first

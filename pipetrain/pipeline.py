@@ -54,7 +54,7 @@ from pipetrain.rate import Rate
 from pipetrain.records.bar import Bar
 from pipetrain.rules import COUNT
 from pipetrain.runtime.engine import Tick
-from pipetrain.runtime.feed import Batches, OfLoader
+from pipetrain.runtime.feed import EVALUATED_AT_ONCE, Batches, OfLoader
 from pipetrain.runtime.mesh import Mesh, choose_device, keep_freed_memory
 from pipetrain.runtime.optimizer import Configured, Function
 from pipetrain.runtime.ranks import World
@@ -65,7 +65,7 @@ from pipetrain.runtime.whole import WholeModel, brought, owners
 from pipetrain.schedule.actions import Schedule
 from pipetrain.schedule.lower import edges
 from pipetrain.settings import Settings, share_of_cores
-from pipetrain.stopping import Stopping
+from pipetrain.signals import Stopping
 from pipetrain.tally import Tally
 from pipetrain.tasks import LossFunction, Metric, Task
 from pipetrain.tasks.metrics import MetricFunction
@@ -73,8 +73,7 @@ from pipetrain.tasks.metrics import MetricFunction
 TRAINING = "the training"
 NO_BATCH = "the loader has no batch: give one that has, and that can be read again"
 log = logging.getLogger("pipetrain")
-EVALUATED_AT_ONCE = 16  # batches of a window of an evaluation
-PREDICTED_AT_ONCE = 8  # and of a prediction, whose outputs are kept until its end
+PREDICTED_AT_ONCE = 8  # batches of a window of a prediction, whose outputs are kept until its end
 _open: weakref.ReferenceType[Pipeline] | None = None  # the pipeline of this process
 
 

@@ -19,12 +19,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipetrain.errors import ChannelError, ConfigError, Refused, one_line
-from pipetrain.runtime.ranks import START_S, Ranks, World, make_group, this_attempt
+from pipetrain.runtime.ranks import SILENCE_S, START_S, Ranks, World, make_group, this_attempt
 from pipetrain.runtime.together import prove_same
 from pipetrain.schedule.actions import ScheduleError
+from pipetrain.signals import Signals
 
 REFUSED_S = 5.0  # for the others to hear that rank 0 refuses; torchrun ends those that come later
-SILENCE_S = 10.0  # between two lines about what takes long
 _RUN_DIR = "run_dir"
 
 log = logging.getLogger("pipetrain")
@@ -36,8 +36,9 @@ class Start:
     `doing`: what it does, for `remind`; `trains`: set when training begins, which logs its own progress.
     """
 
-    def __init__(self, world: World, words: Sequence[str]) -> None:
+    def __init__(self, world: World, words: Sequence[str], signals: Signals) -> None:
         self.world = world
+        self.signals = signals
         self.doing = "start"
         self.trains = Event()
         self._words = list(words)

@@ -24,7 +24,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.building import make_schedule, make_task, model_of
 from pipetrain.checkpoint import resume
-from pipetrain.checkpoint.asking import idle, trained
 from pipetrain.checkpoint.resume import AUTO, Source, find_source, read_source
 from pipetrain.cli import compose, contained, quoted
 from pipetrain.data import Data, DataFacts, load_augment, load_data, obtain_data, with_fallback
@@ -41,6 +40,7 @@ from pipetrain.runtime.optimizer import Configured
 from pipetrain.runtime.ranks import World
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.settings import Settings
+from pipetrain.signals import Signals
 from pipetrain.start import Start
 
 log = logging.getLogger("pipetrain")
@@ -52,18 +52,19 @@ def main() -> None:
     """Run the command line as one of the ranks; exit with the run's status."""
     keep_freed_memory()
     world = World.current()
-    with idle(world.rank):
+    signals = Signals(world.rank)
+    with signals.handled():
         try:
-            status = guarded(lambda: run_command(world))
+            status = guarded(lambda: run_command(world, signals))
         except Exception:
             traceback.print_exc()
             status = FAILED
         leave(status)
 
 
-def run_command(world: World) -> int:
+def run_command(world: World, signals: Signals) -> int:
     """Compose the command line and run each of its jobs; return the exit status."""
-    start = Start(world, sys.argv[1:])
+    start = Start(world, sys.argv[1:], signals)
     leads = world.rank == 0
     if leads:
         Thread(target=start.remind, daemon=True).start()
@@ -101,7 +102,7 @@ def lead(composed: DictConfig, start: Start) -> None:
     """Run a job as rank 0: claim its folder, find its data and checkpoint, and tell the others."""
     cfg = contained(composed, Path(HydraConfig.get().runtime.output_dir))
     run_dir, resuming = Path(cfg.run_dir), cfg.resume == AUTO
-    settings = read(cfg, start.world)
+    settings = read(cfg, start)
     check_loggers(cfg)
     if resuming and folder.is_finished(run_dir, cfg if start.run_dir is None else None):
         start.begin(composed)
@@ -122,13 +123,13 @@ def lead(composed: DictConfig, start: Start) -> None:
         train(cfg, word, data, source, start)
 
 
-def read(cfg: DictConfig, world: World) -> Settings:
+def read(cfg: DictConfig, start: Start) -> Settings:
     """Read what every rank can of a configuration, and refuse it alike. Raises ConfigError."""
-    trained.clear()
-    settings = Settings.composed(cfg, str(HydraConfig.get().runtime.choices["schedule"]), world.size)
+    start.signals.drained.clear()  # as the job before has left it
+    settings = Settings.composed(cfg, str(HydraConfig.get().runtime.choices["schedule"]), start.world.size)
     make_task(cfg)
     load_augment(cfg.data)
-    choose_device(world, settings.device)
+    choose_device(start.world, settings.device)
     return settings
 
 
@@ -159,7 +160,7 @@ def find(cfg: DictConfig, settings: Settings, start: Start) -> tuple[DictConfig,
 def follow(composed: DictConfig, start: Start) -> None:
     """Run a job as one of the other ranks, by rank 0's word."""
     cfg = contained(composed, Path())
-    read(cfg, start.world)
+    read(cfg, start)
     importlib.import_module("torch._dynamo")  # needed for planning; takes a second while rank 0 works
     told = start.begin(composed)
     if told is None:
@@ -178,7 +179,7 @@ def follow(composed: DictConfig, start: Start) -> None:
 
 def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None, start: Start) -> None:
     """Build what the configuration names, and train it. `data`: on rank 0. Raises ConfigError."""
-    settings, facts, task = read(cfg, start.world), word.facts, make_task(cfg)
+    settings, facts, task = read(cfg, start), word.facts, make_task(cfg)
     start.doing = "build and check the model"
     sampler = Sampler(
         facts.train, settings.batch_size, settings.microbatches, settings.seed, settings.drop_last
@@ -225,6 +226,7 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
         Sampled(data.test if data else None, even(facts.test, settings.batch_size), None, *own),
         run_dir=run_folder,
     )
+    start.signals.drained.set()
     pipe.close()
     start.trains.clear()  # what comes is the next job of a sweep
 

@@ -14,8 +14,8 @@ import torch
 
 from pipetrain import launcher, settings
 from pipetrain.checkpoint.files import CHECKPOINTS
-from pipetrain.ending import ONE_S
 from pipetrain.schedule import chrome
+from pipetrain.signals import ONE_S
 from tests.support.processes import (
     FAULTY,
     LAUNCHER,

@@ -18,6 +18,7 @@ from pipetrain.cli import compose
 from pipetrain.errors import ConfigError
 from pipetrain.plan.replay import read_trace
 from pipetrain.runtime.ranks import World
+from pipetrain.signals import Signals
 from pipetrain.start import Start
 from pipetrain.train import discard_folder, lead
 from tests.support.processes import TWO as TORCHRUN
@@ -208,7 +209,7 @@ def train_here(monkeypatch, folder: Path, *words: str) -> None:
     quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none", f"run_dir={folder}/run"]
     monkeypatch.setattr("sys.argv", ["pipetrain", "threads=1", *words, *quiet])
     try:
-        compose("config", lambda cfg: lead(cfg, Start(World(), words)), discard_folder)
+        compose("config", lambda cfg: lead(cfg, Start(World(), words, Signals(0))), discard_folder)
     finally:
         GlobalHydra.instance().clear()
 
@@ -227,7 +228,7 @@ def test_cfg_job_prints_the_configuration_once_and_leaves_nothing(tmp_path):
 
 
 def test_multirun_is_one_run_after_another_each_in_one_folder(tmp_path):
-    words = [*SMALL, "epochs=1", "data.train_limit=256", "seed=1,2", "hydra.sweep.dir=swept"]
+    words = [*SMALL, "epochs=1", "data.train_limit=256", "seed=1,2", "run_dir=swept"]
     ended = finished(tmp_path, [*TWO, *words, "--multirun"])
     assert ended.status == 0, ended.out
     summaries = [json.loads((tmp_path / "swept" / name / "summary.json").read_text()) for name in ("0", "1")]

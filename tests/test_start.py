@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from pipetrain import start as module
 from pipetrain.errors import ConfigError, Refused
 from pipetrain.runtime.ranks import World, this_attempt
+from pipetrain.signals import Signals
 from pipetrain.start import Start, seconds
 from tests.support.processes import DEADLINE_S, SMALL, ended, lines_of, running
 
@@ -25,7 +26,7 @@ from tests.support.processes import DEADLINE_S, SMALL, ended, lines_of, running
 
 @pytest.fixture
 def alone() -> Start:
-    return Start(World(), ["seed=0"])
+    return Start(World(), ["seed=0"], Signals(0))
 
 
 def test_alone_there_is_nobody_to_tell(alone):

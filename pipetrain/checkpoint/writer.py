@@ -226,5 +226,5 @@ class Keeper:
             )
 
     def close(self) -> None:
-        self.asking.drained()
+        self.asking.drained.set()
         self.writer.close()

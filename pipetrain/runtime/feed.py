@@ -28,6 +28,7 @@ from pipetrain.tasks import Task, counted_for
 
 log = logging.getLogger("pipetrain")
 
+EVALUATED_AT_ONCE = 16  # batches of a loader in a window of an evaluation
 UNTAKEN = 256  # tensors of targets that are kept, as gloo tells only who waits that one has been taken
 Weight = Callable[[Value], Tensor | float]
 Sizes = Sequence[Sequence[int]]  # the samples of each microbatch of each batch

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import re
 import socket
@@ -36,7 +37,10 @@ from pipetrain.errors import ChannelError, Refused
 from pipetrain.network.values import TensorSpec, bytes_of
 from pipetrain.runtime.channel import cause_of
 
+log = logging.getLogger("pipetrain")
+
 START_S = 300.0  # that the ranks' imports may take
+SILENCE_S = 10.0  # between two lines about what takes long
 POLL_S = 0.02
 ROUNDS = 32  # messages to and fro to compare two clocks
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
@@ -183,10 +187,30 @@ def _torchrun_store(world: World) -> Store:
     """Connect to torchrun's store, without the prefix of its agent's count; alone, one of this process."""
     if world.size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         return dist.HashStore()  # type: ignore[attr-defined]
-    store: Store = next(rendezvous("env://", timeout=timedelta(seconds=START_S)))[0]
+    store = _connected(world)
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
+
+
+def _connected(world: World) -> Store:
+    """Connect to the store of the environment; without torchrun rank 0 keeps it. Raises ChannelError."""
+    where, end = (
+        f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
+        time.monotonic() + START_S,
+    )
+    limit = timedelta(seconds=SILENCE_S if world.rank else START_S)  # rank 0 waits for the others itself
+    while True:
+        try:
+            store: Store = next(rendezvous("env://", timeout=limit))[0]
+            return store
+        except RuntimeError as error:
+            if world.rank == 0 or time.monotonic() > end:
+                raise ChannelError(
+                    f"rank {world.rank} cannot meet the others at {where}: {cause_of(error)}; look at what "
+                    f"rank 0 says"
+                ) from error
+            log.warning("pipetrain: rank %d still waits for rank 0 at %s", world.rank, where)
 
 
 def make_group(world: World, store: Store, limit: timedelta) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
@@ -21,14 +22,25 @@ from tests.support.local import Wire
 STOP, SAVE = signal.SIGTERM, signal.SIGUSR1
 
 
-def alone(rank: int = 0) -> Asking:
-    return Asking(Ranks(World(rank), DEADLINE_S), None, 0)
+@pytest.fixture(autouse=True)
+def nobody_ends_this_process(monkeypatch):
+    monkeypatch.setattr(Asking, "outlast", lambda *_: None)
+
+
+def of(ranks: Any, store: dist.Store | None = None) -> Asking:
+    asking = Asking(ranks, store, 0, str)
+    asking.updated = True
+    return asking
+
+
+def alone() -> Asking:
+    return of(Ranks(World(), DEADLINE_S))
 
 
 def several(store: dist.Store) -> list[Asking]:
     barrier, board = Barrier(3), [None] * 3
     meshes: list[Any] = [LocalMesh(World(rank, 3), Wire(), barrier, board) for rank in range(3)]
-    return [Asking(mesh, store, first=0) for mesh in meshes]
+    return [of(mesh, store) for mesh in meshes]
 
 
 def acted(asked: list[tuple[int, int, int]], windows: int = 6) -> list[list[str]]:
@@ -40,7 +52,7 @@ def acted(asked: list[tuple[int, int, int]], windows: int = 6) -> list[list[str]
         for window in range(1, windows + 1):
             for when, who, number in asked:
                 if (when, who) == (window, rank):
-                    ranks[rank]._take(number, None)
+                    ranks[rank].hear(number)
             acts.append(ranks[rank].after_window())
         return acts
 
@@ -66,13 +78,12 @@ def test_all_ranks_act_after_the_window_in_which_one_was_asked(asked, acts):
 def test_alone_it_acts_at_once_and_the_old_handlers_come_back():
     before = signal.getsignal(STOP)
     asking = alone()
-    with asking.listening(str):
-        asking.updated()
+    with asking.handled():
         os.kill(os.getpid(), STOP)
-        assert asking.after_window() == "stop"
-        assert asking.after_window() == ""
+        while not asking.asked:  # a thread hears it
+            time.sleep(0.01)
+        assert [asking.after_window(), asking.after_window()] == ["stop", ""]
     assert signal.getsignal(STOP) is before
-    asking._outlast(STOP, 0.0, str)  # which ends the process only while it listens
 
 
 # Within a window
@@ -109,7 +120,7 @@ def ended(
     for batch in range(1, batches + 2):
         clock.now += batch_s
         if asked and asked[0] == batch:
-            ranks[asked[1]]._take(STOP, None)
+            ranks[asked[1]].hear(STOP)
         for rank, asking in enumerate(ranks):
             asks = batch if rank == 0 else batch - 2
             if found[rank] is None and 1 <= asks < batches and asking.ends_window(asks, batch):
@@ -137,7 +148,7 @@ def test_batches_that_have_not_begun_say_nothing_of_how_long_one_takes(clock):
     """With a large buffer_size it is asked of batches far ahead."""
     one = alone()
     one.begin_window(60)
-    one._take(STOP, None)
+    one.hear(STOP)
     clock.now = 8.0
     assert one.ends_window(52, begun=2)  # 4 s each, and 8 more
 
@@ -153,6 +164,6 @@ def test_alone_a_long_window_ends_with_the_next_batch(clock):
     one.begin_window(100)
     clock.now = 3.0
     assert not one.ends_window(3, 3)
-    one._take(STOP, None)
+    one.hear(STOP)
     assert one.ends_window(4, 4)
     assert (one.after_window(), one.after_window()) == ("stop", "stop")

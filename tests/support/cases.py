@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils import _python_dispatch
 
 from pipetrain.building import make_schedule
-from pipetrain.checkpoint.asking import Asked, Asking
+from pipetrain.checkpoint.asking import Asking
 from pipetrain.checkpoint.files import read_whole
 from pipetrain.checkpoint.progress import EpochRecord
 from pipetrain.checkpoint.resume import Source, tensors_of
@@ -42,6 +42,7 @@ from pipetrain.runtime.loopback import LoopbackChannel
 from pipetrain.runtime.ranks import Ranks, World
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import Edge, Op, Program, Tie, ranks_of
+from pipetrain.signals import Asked
 from pipetrain.tasks import IGNORED
 from tests.support import reference
 from tests.support.deadlines import DEADLINE_S
@@ -262,7 +263,7 @@ class Told(Asking):
     """
 
     def __init__(self, at: int = 0, asked: Asked = "", ends: tuple[int, int] = (0, 0)) -> None:
-        super().__init__(Ranks(World(), DEADLINE_S), None, 0)
+        super().__init__(Ranks(World(), DEADLINE_S), None, 0, str)
         self._at, self._told_to, self._count = at, asked, 0
         self._ends, self._begun = ends, 0
 

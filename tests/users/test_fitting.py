@@ -55,8 +55,8 @@ def unwritten(folder: str) -> tuple[int, list[str]]:
     return len(fitted(None, 1)), os.listdir(folder)
 
 
-def interrupted(folder: str) -> tuple[int, bool]:
-    """Get SIGTERM on rank 0 amid the first epoch; return how many rows there are."""
+def interrupted(folder: str, signalled: int = signal.SIGTERM) -> tuple[int, bool]:
+    """Get a signal on rank 0 amid the first epoch; return how many rows there are."""
     train, test = loaders()
 
     class Interrupting:
@@ -66,11 +66,23 @@ def interrupted(folder: str) -> tuple[int, bool]:
         def __iter__(self) -> Iterator[Any]:
             for number, one in enumerate(train):
                 if number == 1:
-                    os.kill(os.getpid(), signal.SIGTERM)
+                    os.kill(os.getpid(), signalled)
                 yield one
 
     with pipe_of() as pipe:
         return len(fit(pipe, Interrupting(), test, 2, folder)), pipe.stopping
+
+
+def by_ctrl_c(folder: str) -> str:
+    with pytest.raises(KeyboardInterrupt) as caught:
+        interrupted(folder, signal.SIGINT)
+    return str(caught.value)
+
+
+def test_ctrl_c_to_one_rank_interrupts_all(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(by_ctrl_c, str(tmp_path / "run"))
+    assert first == second
+    assert first.startswith("interrupted; update-0")
 
 
 def losses_of(rows: Any) -> list[tuple[float, float]]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from pipetrain import Pipeline, ending
+from pipetrain import Pipeline, signals
 from tests.docs.test_examples import EXAMPLES
 from tests.support.processes import TWO, await_line, checkpoints, ended, living, running
 
@@ -76,7 +76,7 @@ def as_usual() -> list[list[int]]:
             os.kill(os.getpid(), signal.SIGTERM)
             got.append([*called])
             assert not pipe.stopping
-            with patch.object(ending, "ONE_S", -1.0):
+            with patch.object(signals, "ONE_S", -1.0):
                 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
                     os.kill(os.getpid(), number)
             got.append([*called])

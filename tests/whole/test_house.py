@@ -42,7 +42,7 @@ SEEN_IN = {
     "schedule/figure": "schedule/test_draw",
     "schedule/timeline": "schedule/test_simulate",
     "schedule/waits": "schedule/test_simulate",
-    "stopping": "users/test_stopping",
+    "signals": "whole/test_stops",
     "train": "test_main",
 }
 """Modules without a test file of their own: what shows them."""

@@ -7,16 +7,13 @@ import re
 import signal
 import time
 from pathlib import Path
-from threading import Event
+from queue import Queue
 from unittest.mock import patch
 
 import pytest
 
-from pipetrain import ending
-from pipetrain.checkpoint import asking as module
-from pipetrain.checkpoint.asking import LIMIT, Asking
-from pipetrain.ending import Interrupted, hearing
-from pipetrain.runtime.ranks import Ranks, World
+from pipetrain import signals as module
+from pipetrain.signals import LIMIT, Interrupted, Signals
 from tests.support.deadlines import DEADLINE_S
 from tests.support.processes import FAULTY, LAUNCHER, Ended, await_line, finished, rank_of, started
 
@@ -69,8 +66,13 @@ def test_a_window_that_does_not_end_is_left_in_time_and_what_is_saved_is_said(tm
 # The rule itself
 
 
-def asking_of(rank: int) -> Asking:
-    return Asking(Ranks(World(rank), DEADLINE_S), None, 0)
+SAVED = "update-6 is saved"
+
+
+def training(rank: int, updated: bool = True) -> Signals:
+    signals = Signals(rank, lambda: SAVED)
+    signals.updated = updated
+    return signals
 
 
 class Left(Exception):
@@ -86,77 +88,77 @@ def quick(monkeypatch):
 
     monkeypatch.setattr(module, "terminate", leaves)
     monkeypatch.setattr(module, "leave", lambda status: leaves("", status))
-    monkeypatch.setattr(module, "trained", Event())
     monkeypatch.setattr(module, "interrupted", Interrupted())
-    monkeypatch.setattr(ending, "ONE_S", -1.0)
+    monkeypatch.setattr(module, "ONE_S", -1.0)
 
 
 @pytest.mark.parametrize(
     ("number", "name", "status"), [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGINT, "Ctrl-C", 130)]
 )
 def test_what_is_not_drained_in_time_is_left(quick, number, name, status):
-    says = rf"^{status}: rank 3 leaves without saving: .* {name}, 0.1 s ago, .*; nothing is$"
+    says = rf"^{status}: rank 3 leaves without saving: .* {name}, 0.1 s ago, .*; {SAVED}$"
     with pytest.raises(Left, match=says):
-        asking_of(3)._outlast(number, 0.1, lambda: "nothing is")
+        training(3).outlast(number, 0.1)
 
 
-def test_a_rank_that_is_drained_is_left_alone_and_so_is_one_that_is_to_save(quick, monkeypatch, capfd):
-    left = Event()
-    monkeypatch.setattr(Asking, "_outlast", lambda *_: left.set())
-    asking = asking_of(0)
-    asking._hear(signal.SIGUSR1, str)
-    assert not left.is_set()
-    asking._hear(signal.SIGTERM, str)
-    assert left.wait(DEADLINE_S)
-    asking.drained()
-    asking._hear(signal.SIGTERM, str)
+@pytest.mark.parametrize(("limit", "left_s"), [("8", 3.0), ("soon", 25.0)])
+def test_a_rank_that_is_drained_is_left_alone_and_so_is_one_that_is_to_save(
+    quick, monkeypatch, capfd, limit, left_s
+):
+    limits = Queue()
+    monkeypatch.setenv(LIMIT, limit)
+    monkeypatch.setattr(Signals, "outlast", lambda _, number, limit_s: limits.put(limit_s))
+    rank = training(0)
+    rank.hear(signal.SIGUSR1)
+    assert limits.empty()
+    rank.hear(signal.SIGTERM)
+    assert limits.get(timeout=DEADLINE_S) == left_s
+    rank.drained.set()
+    rank.hear(signal.SIGTERM)
     assert capfd.readouterr().err == (
         "pipetrain: rank 0 got SIGUSR1: saving at the end of this window, then going on\n"
         "pipetrain: rank 0 got SIGTERM: saving when the pipeline is drained, then stopping\n"
     )
 
 
-def test_while_it_trains_a_rank_without_an_update_ends_at_once(quick):
-    for number, sentence in (
-        (signal.SIGTERM, "143: rank 0 got SIGTERM with no update to save, so it ends now"),
-        (signal.SIGINT, "130: interrupted; nothing is"),
+TERMINATED = "143: rank 0 got SIGTERM with no update to save, so it ends now"
+
+
+def test_a_rank_without_an_update_ends_at_once_and_rank_0_says_so(quick):
+    for rank, number, says in (
+        (Signals(0), signal.SIGTERM, TERMINATED),
+        (Signals(1), signal.SIGTERM, "143: "),
+        (Signals(0), signal.SIGINT, "130: interrupted"),
+        (training(0, updated=False), signal.SIGTERM, TERMINATED),
+        (training(0, updated=False), signal.SIGINT, f"130: interrupted; {SAVED}"),
     ):
-        asking = asking_of(0)
-        with asking.listening(lambda: "nothing is"), pytest.raises(Left, match=f"^{sentence}$"):
-            asking._hear(number, lambda: "nothing is")
+        with patch.object(module, "interrupted", Interrupted()), pytest.raises(Left, match=f"^{says}$"):
+            rank.hear(number)
 
 
 @pytest.mark.parametrize("again", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_ctrl_c_ends_a_rank_at_once_also_as_torchrun_passes_it_on(quick, monkeypatch, again):
-    monkeypatch.setattr(Asking, "_outlast", lambda *_: None)
-    for rank, sentence in ((0, "130: interrupted; update-6 is saved"), (1, "130: ")):
+    monkeypatch.setattr(Signals, "outlast", lambda *_: None)
+    for number, sentence in ((0, f"130: interrupted; {SAVED}"), (1, "130: ")):
         monkeypatch.setattr(module, "interrupted", Interrupted())
-        asking = asking_of(rank)
-        asking._hear(signal.SIGINT, lambda: "update-6 is saved")
-        with patch.object(ending, "ONE_S", DEADLINE_S):  # torchrun passes the same one on
-            asking._hear(signal.SIGINT, str)
-        asking.drained()  # and saves
+        rank = training(number)
+        rank.hear(signal.SIGINT)
+        with patch.object(module, "ONE_S", DEADLINE_S):  # torchrun passes the same one on
+            rank.hear(signal.SIGINT)
+        rank.drained.set()  # and saves
         with pytest.raises(Left, match=f"^{sentence}$"):
-            asking._hear(again, lambda: "update-6 is saved")
+            rank.hear(again)
 
 
-def test_nothing_ends_what_has_trained_but_a_second_ctrl_c(quick, monkeypatch, capfd):
+def test_nothing_ends_what_has_trained_but_a_second_ctrl_c(quick, capfd):
     """The trackers may take long to close."""
-    for rank, number, says in (
-        (0, signal.SIGTERM, "143: rank 0 got SIGTERM with no update to save, so it ends now"),
-        (1, signal.SIGTERM, "143: "),
-        (0, signal.SIGINT, "130: interrupted"),
-    ):
-        monkeypatch.setattr(module, "interrupted", Interrupted())
-        with pytest.raises(Left, match=f"^{says}$"):
-            module._hear_idle(rank, number)
-    monkeypatch.setattr(module, "interrupted", Interrupted())
-    module.trained.set()
+    rank = Signals(0)
+    rank.drained.set()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-        module._hear_idle(0, number)
+        rank.hear(number)
     assert capfd.readouterr().err == ""
     with pytest.raises(Left, match=r"^130: interrupted$"):
-        module._hear_idle(0, signal.SIGINT)
+        rank.hear(signal.SIGINT)
 
 
 @pytest.mark.parametrize(("name", "end"), [("SIGUSR1", (0, "imported\n")), ("SIGINT", (-signal.SIGINT, ""))])
@@ -177,8 +179,7 @@ def test_a_signal_is_heard_while_the_main_thread_is_in_c(tmp_path):
 import os, signal
 from datetime import timedelta
 from torch.distributed import HashStore
-from pipetrain.ending import Interrupted, hearing
-from pipetrain.runtime.ranks import Ranks, World
+from pipetrain.signals import hearing
 store = HashStore()
 signal.signal(signal.SIGTERM, lambda *_: print("handled"))
 with hearing(lambda number: store.set(f"heard {{number}}", "")):
@@ -190,19 +191,16 @@ with hearing(lambda number: store.set(f"heard {{number}}", "")):
 
 
 def test_a_forked_process_is_ended_by_sigterm_and_its_parent_hears_nothing():
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    heard = []
+    parent, heard = Signals(0), []
+    parent.hear = heard.append
     waits, begun = os.pipe()
-    try:
-        with hearing(heard.append):
-            if not (child := os.fork()):
-                os.write(begun, b"!")
-                time.sleep(DEADLINE_S)
-                os._exit(0)
-            os.read(waits, 1)
-            os.kill(child, signal.SIGTERM)
-            _, status = os.waitpid(child, 0)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with parent.handled():
+        if not (child := os.fork()):
+            os.write(begun, b"!")
+            time.sleep(DEADLINE_S)
+            os._exit(0)
+        os.read(waits, 1)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
     assert signal.SIGTERM not in heard
