@@ -119,15 +119,12 @@ def read_task(
     targets: str | Sequence[str] | None = None,
 ) -> Task:
     """Return the task of Pipeline's arguments. Raises ConfigError."""
-    for name, given in (("loss", loss), ("task", task)):
-        if isinstance(given, type):
-            raise ConfigError(f"{name}={given.__name__} is a class: give an object of it, {given.__name__}()")
+    if isinstance(loss, type):
+        raise ConfigError(f"loss={loss.__name__} is a class: give an object of it, {loss.__name__}()")
     if task is not None and not isinstance(task, Task):
         raise ConfigError(f"task={task!r} must be a Task, such as pipetrain.Classification(); or give loss=")
-    if not _are_metrics(metrics):
+    if not (isinstance(metrics, Mapping) or all(isinstance(metric, Metric) for metric in metrics)):
         raise ConfigError("metrics must be a list of Metric or a dict of functions: metrics={NAME: function}")
-    if weight is not None and not callable(weight):
-        raise ConfigError(f"weight={weight!r} must be a function of targets: what they count for together")
     task = loss if isinstance(loss, Task) else task
     if task is not None:
         if metrics or weight or (loss is not None and loss is not task):
@@ -141,12 +138,6 @@ def read_task(
             f"the model computes it; got {loss!r}"
         )
     return Task(loss, metrics, weight)
-
-
-def _are_metrics(given: object) -> bool:
-    if isinstance(given, Mapping):
-        return all(isinstance(name, str) and callable(metric) for name, metric in given.items())
-    return isinstance(given, Sequence) and all(isinstance(metric, Metric) for metric in given)
 
 
 def read_path(name: str, given: object) -> Path:

@@ -111,10 +111,6 @@ def fit(
     (Ctrl-C raises KeyboardInterrupt once it is saved). SIGUSR1 saves and goes on. Raises ConfigError, before
     anything is written, for wrong values; for the rest see Pipeline.train.
     """
-    if not isinstance(pipe, Pipeline):
-        raise ConfigError(
-            f"fit needs a Pipeline, not {type(pipe).__name__}: pipetrain.fit(pipe, train, test)"
-        )
     options: dict[str, Any] = {}
     if not isinstance(run_dir, RunFolder):  # of which the settings have all
         options |= {"epochs": epochs, "log_every": log_every, **_checkpoints(checkpoint)}
@@ -175,9 +171,6 @@ def _logging(loggers: Sequence[str] | Mapping[str, Mapping[str, Any]]) -> DictCo
     """Return a configuration with the options of loggers. Raises ConfigError for an unknown one."""
     chosen: dict[str, Any] = {}
     loggers = [loggers] if isinstance(loggers, str) else loggers
-    by_name = isinstance(loggers, Mapping) and all(isinstance(one, Mapping) for one in loggers.values())
-    if not (by_name or isinstance(loggers, Sequence)):
-        raise ConfigError(f"loggers={loggers} must be a list of names, or a dict of their options by name")
     for name in loggers:
         known = shipped("logger", name)
         if known is None:
@@ -268,16 +261,13 @@ def _batches_in(pipe: Pipeline, loader: Loader | Sampled, name: str) -> int:
         return len(loader.sizes)
 
     def count() -> int:
-        if loader is None:
-            raise ConfigError(f"fit needs a {name} loader: it evaluates after each epoch")
-        if has_length(loader) and not len(loader):  # type: ignore[arg-type]
-            raise ConfigError(f"the {name} loader has no batch: give one that has")
-        if not has_length(loader):
+        batches = len(loader) if has_length(loader) else 0  # type: ignore[arg-type]
+        if not batches:
             raise ConfigError(
-                f"the {name} loader has no length, and fit needs to know when an epoch ends: give one with "
-                f"len(), or train in a loop of your own by pipe.train(loader)"
+                f"the {name} loader has no batch or no length, by which fit knows when an epoch ends: give "
+                f"one with len(), or train in a loop of your own by pipe.train(loader)"
             )
-        return len(loader)  # type: ignore[arg-type]
+        return batches
 
     batches: int = pipe._together.on_one(0, f"the length of the {name} loader", None if pipe.rank else count)
     return batches

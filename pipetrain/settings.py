@@ -289,26 +289,28 @@ def _refuse_together(settings: Settings) -> None:
             f"batch_size={settings.batch_size} cannot be cut into microbatches={settings.microbatches}: "
             f"choose fewer, or a larger batch_size"
         )
-    if settings.precision == "bf16" and settings.dtype != torch.float32:
-        dtype = str(settings.dtype).removeprefix("torch.")
-        raise ConfigError(f"precision=bf16 needs dtype=float32, for its weights; got dtype={dtype}")
-    if settings.precision == "bf16" and settings.as_given:
-        raise ConfigError(
-            "precision=bf16 needs float32 weights, and the parameters of the model have other dtypes: give "
-            "dtype=torch.float32"
-        )
-    if settings.compile and "selective" in settings.recompute:
-        raise ConfigError(
-            "recompute=selective looks at each operation, and torch.compile joins them: choose "
-            "recompute=always with compile=true, or compile=false"
-        )
-    if settings.compile and settings.batchnorm == "batch":
-        raise ConfigError(
-            "batchnorm=batch looks at each BatchNorm, which torch.compile joins with others: choose "
-            "batchnorm=microbatch with compile=true, or compile=false"
+    if settings.precision == "bf16" and (settings.as_given or settings.dtype != torch.float32):
+        raise ConfigError("precision=bf16 needs weights of float32: give dtype=float32")
+    if settings.cuda_graphs and (settings.device == "cpu" or not torch.cuda.is_available()):
+        raise ConfigError("cuda_graphs=true needs a GPU: set cuda_graphs=false")
+    by_batch = settings.batchnorm == "batch" and "microbatch"
+    if settings.compile:
+        why = "looks at single operations, which torch.compile joins"
+        selective = "selective" in settings.recompute
+        _refuse_beside(
+            "compile", why, settings, recompute=selective and "always", batchnorm=by_batch and "microbatch"
         )
     if settings.cuda_graphs:
-        _refuse_graphs(settings)
+        _refuse_beside(
+            "cuda_graphs",
+            "needs other passes than CUDA graphs have captured",
+            settings,
+            compile=settings.compile and "false",
+            on_nan=settings.on_nan == "skip" and "stop",
+            batchnorm=by_batch,
+            recompute=settings.recompute not in (AUTO, "never") and "never",
+            memory_limit=settings.memory_limit is not None and "null",
+        )
     if settings.build == "stages" and settings.partition == PROFILE and settings.profile is None:
         raise ConfigError(
             f"partition={PROFILE} measures the whole model in each process, which build=stages does not "
@@ -321,19 +323,9 @@ def _refuse_together(settings: Settings) -> None:
         )
 
 
-def _refuse_graphs(settings: Settings) -> None:
-    """Refuse options that look at numbers, or run other passes than were captured. Raises ConfigError."""
-    if settings.device == "cpu" or not torch.cuda.is_available():
-        raise ConfigError("cuda_graphs=true needs a GPU: set cuda_graphs=false")
-    for option, other, way in (
-        ("compile", settings.compile, "false"),
-        ("on_nan", settings.on_nan == "skip", "stop"),
-        ("batchnorm", settings.batchnorm == "batch", "microbatch"),
-        ("recompute", settings.recompute not in ("auto", "never"), "never"),
-        ("memory_limit", settings.memory_limit is not None, "null"),
-    ):
-        if other:
-            raise ConfigError(
-                f"cuda_graphs=true captures each pass once, and {option}={getattr(settings, option)} would "
-                f"have others: set {option}={way}, or cuda_graphs=false"
-            )
+def _refuse_beside(option: str, why: str, settings: Settings, **others: str | bool) -> None:
+    """Refuse other options beside one; each with the value to choose, or False where it does no harm."""
+    for other, choose in others.items():
+        if choose:
+            given = getattr(settings, other)
+            raise ConfigError(f"{other}={given} {why}: set {other}={choose}, or {option}=false")

@@ -63,11 +63,6 @@ def test_a_loss_and_a_task_are_given_once():
         read_task("modle", None, (), None)
 
 
-def test_a_weight_is_a_function():
-    with pytest.raises(ConfigError, match="weight=5 must be a function of targets: what they count for"):
-        read_task(functional.mse_loss, None, (), 5)
-
-
 def test_a_program_file_is_read_with_or_without_its_messages(tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text(format_program(one_f_one_b(2, 1, 4)))

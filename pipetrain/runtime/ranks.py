@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -195,22 +196,24 @@ def _torchrun_store(world: World) -> Store:
 
 def _connected(world: World) -> Store:
     """Connect to the store of the environment; without torchrun rank 0 keeps it. Raises ChannelError."""
-    where, end = (
-        f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
-        time.monotonic() + START_S,
-    )
-    limit = timedelta(seconds=SILENCE_S if world.rank else START_S)  # rank 0 waits for the others itself
-    while True:
-        try:
-            store: Store = next(rendezvous("env://", timeout=limit))[0]
-            return store
-        except RuntimeError as error:
-            if world.rank == 0 or time.monotonic() > end:
-                raise ChannelError(
-                    f"rank {world.rank} cannot meet the others at {where}: {cause_of(error)}; look at what "
-                    f"rank 0 says"
-                ) from error
-            log.warning("pipetrain: rank %d still waits for rank 0 at %s", world.rank, where)
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    come = Event()
+
+    def remind() -> None:
+        while not come.wait(SILENCE_S):
+            log.warning("pipetrain: rank %d still waits to meet the others at %s", world.rank, where)
+
+    Thread(target=remind, daemon=True).start()
+    try:
+        store: Store = next(rendezvous("env://", timeout=timedelta(seconds=START_S)))[0]
+    except RuntimeError as error:
+        raise ChannelError(
+            f"rank {world.rank} could not meet the others at {where}: {cause_of(error)}; look at what rank 0 "
+            f"says"
+        ) from error
+    finally:
+        come.set()
+    return store
 
 
 def make_group(world: World, store: Store, limit: timedelta) -> None:

@@ -58,7 +58,7 @@ def test_bf16_travels_in_bf16():
     whole = make_run(replace(case, overrides=(*case.overrides, "precision=fp32"))).plan
     (narrow,), (wide,) = plan.cut.entering(1, 6), whole.cut.entering(1, 6)
     assert narrow.nbytes * 2 == wide.nbytes
-    with pytest.raises(ConfigError, match="precision=bf16 needs dtype=float32"):
+    with pytest.raises(ConfigError, match="precision=bf16 needs weights of float32"):
         make_run(Case("1f1b", 2, (NORM, "precision=bf16")))
 
 

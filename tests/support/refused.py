@@ -144,7 +144,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
         lambda rank: step(batch()[0], torch.tensor(1)),
         r"the targets of batch 0 must be a tensor \[n, ...\], .*; got a number$",
     ),
-    "metrics": (lambda rank: step(metrics=5), "metrics must be a list of Metric or a dict of functions"),
+    "metrics": (lambda rank: step(metrics=[abs]), "metrics must be a list of Metric or a dict of functions"),
     "task": (lambda rank: step(loss=None, task=5), "task=5 must be a Task, such as pipetrain.Classificat"),
     "groups": (
         lambda rank: step(param_groups={"norms_and_biases": {"weight_dekay": 0}}),
