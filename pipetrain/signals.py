@@ -52,9 +52,6 @@ class Interrupted:
         return False
 
 
-interrupted = Interrupted()
-
-
 class Signals:
     """What the signals ask a rank for. `saved`: says which checkpoint there is; None where nothing trains.
 
@@ -67,6 +64,7 @@ class Signals:
     def __init__(self, rank: int, saved: Callable[[], str] | None = None) -> None:
         self._rank = rank
         self.saved = saved
+        self._interrupted = Interrupted()
         self.asked: Asked = ""
         self.stopped_by = 0
         self.updated = False
@@ -86,7 +84,7 @@ class Signals:
         """Act on a signal, in a thread of its own."""
         if number not in SIGNALS:
             return
-        asks, again, drained = SIGNALS[number], interrupted.again(number), self.drained.is_set()
+        asks, again, drained = SIGNALS[number], self._interrupted.again(number), self.drained.is_set()
         if asks == "stop" and (again or not (self.updated or drained)):
             self._end(number, again)
         elif drained:  # the trackers may take long to close

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from pipetrain import signals as module
-from pipetrain.signals import LIMIT, Interrupted, Signals
+from pipetrain.signals import LIMIT, Signals
 from tests.support.deadlines import DEADLINE_S
 from tests.support.processes import FAULTY, LAUNCHER, Ended, await_line, finished, rank_of, started
 
@@ -81,14 +81,13 @@ class Left(Exception):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Nobody ends this process, and no signal has come before."""
+    """Nobody ends this process."""
 
     def leaves(sentence: str, status: int = 143) -> None:
         raise Left(f"{status}: {sentence}")
 
     monkeypatch.setattr(module, "terminate", leaves)
     monkeypatch.setattr(module, "leave", lambda status: leaves("", status))
-    monkeypatch.setattr(module, "interrupted", Interrupted())
     monkeypatch.setattr(module, "ONE_S", -1.0)
 
 
@@ -132,7 +131,7 @@ def test_a_rank_without_an_update_ends_at_once_and_rank_0_says_so(quick):
         (training(0, updated=False), signal.SIGTERM, TERMINATED),
         (training(0, updated=False), signal.SIGINT, f"130: interrupted; {SAVED}"),
     ):
-        with patch.object(module, "interrupted", Interrupted()), pytest.raises(Left, match=f"^{says}$"):
+        with pytest.raises(Left, match=f"^{says}$"):
             rank.hear(number)
 
 
@@ -140,7 +139,6 @@ def test_a_rank_without_an_update_ends_at_once_and_rank_0_says_so(quick):
 def test_a_second_ctrl_c_ends_a_rank_at_once_also_as_torchrun_passes_it_on(quick, monkeypatch, again):
     monkeypatch.setattr(Signals, "outlast", lambda *_: None)
     for number, sentence in ((0, f"130: interrupted; {SAVED}"), (1, "130: ")):
-        monkeypatch.setattr(module, "interrupted", Interrupted())
         rank = training(number)
         rank.hear(signal.SIGINT)
         with patch.object(module, "ONE_S", DEADLINE_S):  # torchrun passes the same one on
