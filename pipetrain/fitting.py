@@ -289,7 +289,7 @@ def _trained(
         pipe._given.prove(training=True)
     if place is not None:
         place.ready()
-    finished = _run(epochs, keeper)
+    finished = _run(epochs, keeper, place)
     interrupted = keeper is not None and not finished and keeper.asking.interrupted()
     lost = keeper.not_saved if keeper else None
     if recorder and finished and lost != epochs.updates:
@@ -303,13 +303,13 @@ def _trained(
     return epochs.rows()
 
 
-def _run(epochs: Epochs, keeper: Keeper | None) -> bool:
+def _run(epochs: Epochs, keeper: Keeper | None, place: RunFolder | None) -> bool:
     """Run the epochs; return False if a signal has stopped them."""
     try:
         return epochs.run()
     except ChannelError as error:
-        if keeper and (by := keeper.asking.stopped_by):  # another rank has left
-            terminate(f"{error}, after {name_of(by)}; {keeper.asking.saved()}", status_after(by))
+        if keeper and place and (by := keeper.asking.stopped_by):  # another rank has left
+            terminate(f"{error}, after {name_of(by)}; {saved_so_far(place.path)}", status_after(by))
         raise
     finally:
         if keeper:
