@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from copy import deepcopy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -130,25 +131,22 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 2, 40), 2, enable_nested_tensor=False)
 
 
-def spectral() -> nn.Module:
-    return nn.utils.parametrizations.spectral_norm(nn.Linear(30, 30))
-
-
 def first_row(layer):
     init.ones_(layer.weight)
     layer.weight.data[0] = 0
 
 
-def loaded(layer):
-    layer.load_state_dict({"weight": torch.ones(3, 3), "bias": torch.ones(3)})
-
-
-FACTORIES = [of_torch, tied, Applied, Plain, encoder, spectral]
-OTHERS = [
+FACTORIES = [
+    of_torch,
+    tied,
+    Applied,
+    Plain,
+    encoder,
+    lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(30, 30)),
     lambda: nn.utils.parametrizations.weight_norm(nn.Linear(30, 30)),
     changed(lambda layer: layer.bfloat16()),
     changed(first_row),
-    changed(loaded),
+    changed(lambda layer: layer.load_state_dict({"weight": torch.ones(3, 3), "bias": torch.ones(3)})),
     changed(lambda layer: layer.weight.requires_grad_(False).copy_(torch.eye(3))),
     changed(lambda layer: functional.normalize(layer.weight.data, out=layer.weight.data)),
     changed(lambda layer: setattr(layer, "weight", nn.Parameter(torch.eye(3)))),
@@ -156,11 +154,12 @@ OTHERS = [
 
 
 @pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")
-@pytest.mark.parametrize("factory", FACTORIES + OTHERS)
+@pytest.mark.parametrize("factory", FACTORIES)
 def test_numbers_are_those_that_the_factory_would_make(factory):
-    """In distribution: exactly where nothing is drawn."""
+    """In distribution, exactly where nothing is drawn; whichever others are made."""
     torch.manual_seed(0)
-    real, mine = named_tensors(factory()), made(factory)
+    real, (model, initial) = named_tensors(factory()), build(factory, 0)
+    mine, state = initial.tensors(named_tensors(model)), torch.get_rng_state()
     assert mine.keys() >= {name for name, tensor in real.items() if isinstance(tensor, nn.Parameter)}
     for name, tensor in mine.items():
         wanted = real[name].detach()
@@ -171,16 +170,6 @@ def test_numbers_are_those_that_the_factory_would_make(factory):
         elif wanted.numel() > 200:
             assert tensor.std().item() == pytest.approx(wanted.std().item(), rel=0.3), name
             assert tensor.abs().mean().item() == pytest.approx(wanted.abs().mean().item(), rel=0.3), name
-
-
-@pytest.mark.parametrize("factory", FACTORIES[1:])
-def test_they_are_the_same_whichever_others_are_made(factory):
-    """Also where one is made of others."""
-    model, initial = build(factory, 3)
-    whole = initial.tensors(named_tensors(model))
-    torch.manual_seed(len(whole))
-    state = torch.get_rng_state()
-    for name, tensor in whole.items():
         assert torch.equal(initial.tensors([name])[name], tensor), name
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -264,60 +253,44 @@ def test_a_function_that_makes_no_model_of_its_own_is_refused_in_one_sentence(fa
 # A rank's own
 
 
-class Given:
-    """Values of some tensors."""
-
-    def __init__(self, **values):
-        self.values = {name.replace("_", "."): value for name, value in values.items()}
-
-    def tensors(self, names):
-        return {name: self.values[name] for name in names if name in self.values}
-
-
-def network_of(factory):
+def network_of(factory, **given):
     model, initial = build(factory, 0)
     network = Chain(model)
-    network.values = initial
+    values = {name.replace("_", "."): value for name, value in given.items()}
+    network.values = SimpleNamespace(tensors=lambda names: values) if given else initial
     return network
 
 
-def test_only_the_layers_asked_for_and_what_is_named_get_their_numbers():
-    network = network_of(lambda: nn.Sequential(*(nn.LayerNorm(3) for _ in range(4))))
-    materialise(network, [1], ["3.bias"])
-    held = {name: t for name, t in named_tensors(network.model).items() if not t.is_meta}
-    assert held.keys() == {"1.weight", "1.bias", "3.bias"}
-    assert network.values is None
-    assert torch.equal(held["1.weight"], torch.ones(3))
-
-
-def test_what_is_shared_stays_shared():
+def test_only_the_layers_asked_for_and_what_is_named_get_their_numbers_and_what_is_shared_stays_shared():
     def factory():
-        model = nn.Sequential(nn.Embedding(5, 4), nn.Identity(), nn.Linear(4, 5, bias=False))
+        model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 5), nn.LayerNorm(4))
         model[2].weight = model[0].weight
-        model[2].also = [model[0].weight.requires_grad_(False)]
+        model[2].also = [model[0].weight]
         return model
 
     network = network_of(factory)
-    materialise(network, [2])
-    weight = network.model[2].weight
-    assert weight is network.model[0].weight is network.model[2].also[0]
-    assert not weight.is_meta
+    materialise(network, [2], ["3.weight"])
+    held = {name: t for name, t in named_tensors(network.model).items() if not t.is_meta}
+    assert held.keys() == {"0.weight", "2.bias", "3.weight"}
+    assert held["0.weight"] is network.model[2].weight is network.model[2].also[0]
+    assert torch.equal(held["3.weight"], torch.ones(4))
+    assert network.values is None
 
 
 def test_a_model_with_numbers_is_overwritten_in_place():
-    network = Chain(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    weight, before = network.model[1].weight, network.model[1].bias.clone()
-    network.values = Given(**{"1_weight": torch.full((2, 2), 3.0)})
-    materialise(network, [1])
-    assert network.model[1].weight is weight
+    there = nn.Sequential(nn.Linear(2, 2))
+    weight, before = there[0].weight, there[0].bias.clone()
+    materialise(network_of(lambda: there, **{"0_weight": torch.full((2, 2), 3.0)}), [0])
+    assert there[0].weight is weight
     assert weight.sum() == 12
-    assert torch.equal(network.model[1].bias, before)
+    assert torch.equal(there[0].bias, before)
 
 
 def test_numbers_become_the_dtype_of_the_model_but_are_not_rounded():
-    network = network_of(lambda: nn.Sequential(nn.Linear(1, 1).double()))
-    network.model[0].bias.data = network.model[0].bias.float()
-    tenth = torch.full((1,), 0.1, dtype=torch.float64)
-    network.values = Given(**{"0_weight": tenth.float().view(1, 1), "0_bias": tenth})
-    with pytest.raises(ConfigError, match=r"0.bias of the model is float64, and .* would round"):
-        materialise(network, [0])
+    tenth = torch.full((1, 1), 0.1, dtype=torch.float64)
+    wide = network_of(lambda: nn.Sequential(nn.Linear(1, 1).double()), **{"0_weight": tenth.float()})
+    materialise(wide, [0])
+    assert wide.model[0].weight.item() == tenth.float().item()
+    narrow = network_of(lambda: nn.Sequential(nn.Linear(1, 1)), **{"0_weight": tenth})
+    with pytest.raises(ConfigError, match=r"0.weight of the model is float64, and .* would round"):
+        materialise(narrow, [0])

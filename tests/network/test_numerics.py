@@ -18,6 +18,7 @@ from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.stage import Stage
 from tests.support.cases import Case, compare, make_run, run_in_threads
 from tests.support.jobs import train_cases
+from tests.support.subjects import TwoInputs
 from tests.support.worlds import run_world
 
 pytestmark = pytest.mark.slow
@@ -62,28 +63,15 @@ def test_bf16_travels_in_bf16():
         make_run(Case("1f1b", 2, (NORM, "precision=bf16")))
 
 
-class Scaled(nn.Module):
-    """Uses its second input last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        return self.layers[1](self.layers[0](x)) * scale
-
-
 def test_data_that_crosses_a_cut_is_not_narrowed():
     """Neither is it in one process."""
-    example = ValueSpec((TensorSpec((4,), torch.float32),) * 2, single=False)
-    numerics = Numerics(autocast=True)
-    network, inputs = trace(Scaled(), example), example.of(2)
-    joined = cut_layers({2: estimate(network, inputs, numerics)}, [1], example)
-    part = network.part(joined.slices[0])
+    example = ValueSpec(tuple(TensorSpec(shape, torch.float32) for shape in ((3, 8, 8), (6,))), single=False)
+    numerics, network = Numerics(autocast=True), trace(TwoInputs(), example)
+    joined = cut_layers({2: estimate(network, example.of(2), numerics)}, [1], example)
     sgd = partial(torch.optim.SGD, lr=0.1)
-    stage = Stage(0, part, sgd, lambda update: 1.0, numerics=numerics)
-    made = stage.forward(0, (torch.ones(2, 4), torch.full((2, 4), 1.001)), 0)
-    assert [str(spec) for spec in specs_of(made)] == ["float32[2, 4]", "bfloat16[2, 4]"]
+    stage = Stage(0, network.part(joined.slices[0]), sgd, lambda update: 1.0, numerics=numerics)
+    made = stage.forward(0, (torch.ones(2, 3, 8, 8), torch.full((2, 6), 1.001)), 0)
+    assert [str(spec) for spec in specs_of(made)] == ["float32[2, 6]", "bfloat16[2, 4, 8, 8]"]
     assert specs_of(made) == joined.entering(1, 2)
     assert made[0].eq(1.001).all()
 
