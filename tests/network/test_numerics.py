@@ -18,8 +18,8 @@ from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.stage import Stage
 from tests.support.cases import Case, compare, make_run, run_in_threads
 from tests.support.jobs import train_cases
+from tests.support.ranks import in_world
 from tests.support.subjects import TwoInputs
-from tests.support.worlds import run_world
 
 pytestmark = pytest.mark.slow
 
@@ -79,11 +79,12 @@ def test_data_that_crosses_a_cut_is_not_narrowed():
 # Layout
 
 
-def test_channels_last_over_gloo_equals_one_process():
+@pytest.mark.processes
+def test_channels_last_over_gloo_equals_one_process(ranks):
     words = ("memory_format=channels_last", "microbatches=2", "partition=[3]")
     case = Case("pipedream", 2, (NORM, *words, "epochs=2"))
     assert make_run(case).plan.numerics.channels_last
-    run_world(train_cases, 2, [case])
+    assert ranks(in_world, train_cases, [case]) == [1, 1]
 
 
 def test_auto_is_channels_last_in_float32_unless_a_layer_does_not_take_it():
