@@ -60,8 +60,7 @@ def _lock(folder: Path, patience_s: float = 0.0) -> Iterator[bool]:
 
     A process that was forked off, such as a data worker, which may outlive this one, does not share the lock.
     """
-    # Follow no link, and do not block on a FIFO.
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     end, locked = time.monotonic() + patience_s, False
     try:
         while not locked:
@@ -134,12 +133,9 @@ def lengthens(run_dir: Path, cfg: DictConfig, settings: Settings) -> bool:
     """
     if not (folders(run_dir / CHECKPOINTS) and is_of(run_dir, cfg, {"resume", "epochs"})):
         return False
-    try:
-        summary = json.loads((run_dir / SUMMARY).read_text())
-        updates, epochs = int(summary["updates"]), int(summary["epochs"])
-        rate, other = settings.rate(updates), settings.rate(updates // epochs * settings.epochs)
-    except (OSError, LookupError, TypeError, ValueError, ZeroDivisionError):
-        return False
+    summary = json.loads((run_dir / SUMMARY).read_text())
+    updates, epochs = summary["updates"], summary["epochs"]
+    rate, other = settings.rate(updates), settings.rate(updates // epochs * settings.epochs)
     if settings.epochs > epochs and any(rate(update) != other(update) for update in range(updates)):
         raise ConfigError(
             f"run_dir={run_dir} holds a run that finished after {epochs} epochs, and with "

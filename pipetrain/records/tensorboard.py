@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import matplotlib.image
@@ -43,13 +44,9 @@ class TensorBoard:
 
         Raises OSError; files that it has harmed are begun anew.
         """
-        # PyTorch's writer has a thread, which a full disk ends with a traceback: so it is tried before.
-        room = self._folder / "room"
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            room.write_bytes(bytes(ROOM))
-        finally:
-            room.unlink(missing_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=self._folder) as room:  # as a full disk ends PyTorch's thread with a traceback
+            room.write(bytes(ROOM))
         try:
             if not self._writers:
                 self._begin()

@@ -1,8 +1,8 @@
 """Experiment trackers: a run's values in Weights & Biases and MLflow, beside the files in its folder.
 
-A tracker gets the values of an epoch at a time, in a thread, so that a slow or lost server neither delays nor
-stops the training: what it did not take is sent again with the next epoch. A resumed run continues the
-tracker's run, which is found by the run's unique name, and sends only what is not there yet.
+A tracker gets an epoch's values in a thread, so that a slow or lost server neither delays nor stops the
+training: what it did not take is sent again with the next epoch. A resumed run continues the tracker's run,
+which is found by the run's unique name, and sends only what is not there yet.
 
 The libraries are optional, and are imported on rank 0 only, if chosen.
 """
@@ -13,8 +13,9 @@ import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +28,6 @@ from pipetrain.errors import ConfigError, one_line
 from pipetrain.records.history import History
 
 FINISH_S = 30.0  # for the last values to arrive when a run ends
-UPDATES_AT_ONCE = 250  # MLflow takes at most 1000 values in one request
 
 log = logging.getLogger("pipetrain")
 
@@ -91,10 +91,9 @@ class MLflow:
         client.log_batch(self._id, params=[p for p in params if p.key not in run.data.params])
 
     def log(self, record: EpochRecord, values: Mapping[str, float]) -> None:
-        updates = record.update_values
-        new = sorted(updates.keys() - self._steps("loss/update"))
-        for start in range(0, len(new), UPDATES_AT_ONCE):
-            self._send({update: updates[update] for update in new[start : start + UPDATES_AT_ONCE]}, record)
+        new = record.update_values.keys() - self._steps("loss/update")
+        steps = {update: record.update_values[update] for update in sorted(new)}
+        self._send(steps, record)
         if record.epoch not in self._steps("loss/train"):
             self._send({record.epoch: values}, record)
 
@@ -121,19 +120,19 @@ LIBRARIES: dict[str, Any] = {"wandb": Wandb, "mlflow": MLflow}
 class Trackers:
     """The runs in the chosen trackers: new ones, or those of `run` in this folder, which go on.
 
-    Raises ConfigError if one cannot start; a later failure is a warning.
+    Raises ConfigError if one cannot start; a later failure is a warning, once.
     """
 
     def __init__(self, cfg: DictConfig, folder: Path, run: str) -> None:
-        self.started: dict[str, Any] = {}
+        self._started: dict[str, Any] = {}
         self._epochs: Counter[str] = Counter()  # that each has
-        self._failing: set[str] = set()
+        self._warned: set[str] = set()
         self._thread = ThreadPoolExecutor(1, "trackers")
         id = sha256(f"{run} {folder}".encode()).hexdigest()[:16]
         config: Any = OmegaConf.to_container(cfg, resolve=True)
         for name, options in _chosen(cfg):
             try:
-                self.started[name] = LIBRARIES[name](options, folder, config, id)
+                self._started[name] = LIBRARIES[name](options, folder, config, id)
             except Exception as error:
                 self.close()
                 raise ConfigError(
@@ -143,40 +142,31 @@ class Trackers:
 
     def write(self, history: History) -> None:
         """Send the epochs that they do not have, without waiting."""
-        if self.started:
-            self._thread.submit(self._send, history)
+        for name, tracker in self._started.items():
+            self._thread.submit(self._try, name, partial(self._send, name, tracker, history))
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
         """End the trackers' runs, once; without a summary they have failed or were stopped."""
-        if self.started:
-            try:
-                self._thread.submit(self._finish, dict(self.started), summary).result(2 * FINISH_S)
-            except TimeoutError:
-                log.warning("pipetrain: %s did not take the last values in time", ", ".join(self.started))
-        self.started.clear()
+        started, self._started = self._started, {}
+        for name, tracker in started.items():
+            self._thread.submit(self._try, name, partial(tracker.finish, summary))
+        if started and wait([self._thread.submit(int)], 2 * FINISH_S).not_done:
+            log.warning("pipetrain: %s did not take the last values in time", ", ".join(started))
         self._thread.shutdown(wait=False)
 
-    def _send(self, history: History) -> None:
-        for name, tracker in list(self.started.items()):
-            try:
-                for record in history.records[self._epochs[name] :]:
-                    tracker.log(record, history.values(record))
-                    self._epochs[name] += 1
-                self._failing.discard(name)
-            except Exception as error:
-                if name not in self._failing:
-                    says = "training goes on, and the values are sent again later"
-                    log.warning("pipetrain: logger=%s fails: %s; %s", name, one_line(error)[:300], says)
-                self._failing.add(name)
+    def _send(self, name: str, tracker: Any, history: History) -> None:
+        for record in history.records[self._epochs[name] :]:
+            tracker.log(record, history.values(record))
+            self._epochs[name] += 1
 
-    def _finish(self, trackers: Mapping[str, Any], summary: Mapping[str, Any] | None) -> None:
-        for name, tracker in trackers.items():
-            try:
-                tracker.finish(summary)
-            except Exception as error:
-                log.warning("pipetrain: logger=%s could not end its run: %s", name, one_line(error)[:300])
-            if name in self._failing:
-                log.warning("pipetrain: logger=%s lacks epoch %d and later", name, self._epochs[name] + 1)
+    def _try(self, name: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            if name not in self._warned:
+                says = "training goes on, and the values are sent again with the next epoch"
+                log.warning("pipetrain: logger=%s fails: %s; %s", name, one_line(error)[:300], says)
+            self._warned.add(name)
 
 
 def _chosen(cfg: DictConfig) -> list[tuple[str, dict[str, Any]]]:
@@ -191,19 +181,15 @@ def check_loggers(cfg: DictConfig) -> None:
             raise ConfigError(
                 f"logger={name} is not installed: pip install pipetrain[{name}], or leave it out"
             )
-        online = name == "wandb" and (options["mode"] or os.environ.get("WANDB_MODE", "online")) == "online"
-        if online and not _logged_in():
-            raise ConfigError(
-                "logger=wandb is not logged in: run `wandb login`, set WANDB_API_KEY, or give "
-                "logger.wandb.mode=offline"
-            )
+        if name == "wandb" and (options["mode"] or os.environ.get("WANDB_MODE", "online")) == "online":
+            os.environ.setdefault("WANDB_SILENT", "true")
+            import wandb
 
-
-def _logged_in() -> bool:
-    os.environ.setdefault("WANDB_SILENT", "true")
-    import wandb
-
-    return bool(wandb.login(prompt=False))
+            if not wandb.login(prompt=False):
+                raise ConfigError(
+                    "logger=wandb is not logged in: run `wandb login`, set WANDB_API_KEY, or give "
+                    "logger.wandb.mode=offline"
+                )
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

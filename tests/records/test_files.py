@@ -31,27 +31,22 @@ def test_a_full_disk_is_said_once_and_again_only_after_it_had_room(tmp_path, cap
     assert said(caplog) == [SAID.format(path, "File too large")] * 2
 
 
-def test_what_fails_stops_nothing_else_and_what_is_written_is_not_written_again(tmp_path, caplog):
-    files, written = Files(tmp_path), []
-    (tmp_path / "folder").mkdir()
-    files.text("folder", "a folder stands there")
-    files.due("fine", written.append)
-    files.write()
-    files.write()
-    assert written == [tmp_path / "fine"]
-    assert said(caplog) == [SAID.format(tmp_path / "folder", "Is a directory")]
-
-
-def test_a_file_is_the_old_one_or_the_new_one_and_no_half_takes_room(tmp_path):
+def test_what_fails_stops_nothing_else_leaves_the_old_file_and_is_not_written_twice(tmp_path, caplog):
     def half(new: Path) -> None:
         new.write_text("hal")
         raise OSError("no more room")
 
-    files, folder = Files(tmp_path / "removed"), tmp_path / "removed"  # which is made again
-    for write, content in (("old", "old"), (half, "old"), ("new", "new")):
-        files.text("a.txt", write) if isinstance(write, str) else files.whole("a.txt", write)
-        files.write()
-        assert [(file.name, file.read_text()) for file in folder.iterdir()] == [("a.txt", content)]
+    folder = tmp_path / "removed"  # which is made again
+    files, written = Files(folder), []
+    files.text("a.txt", "old")
+    files.write()
+    files.whole("a.txt", half)
+    files.due("fine", written.append)
+    files.write()
+    files.write()
+    assert written == [folder / "fine"]
+    assert [(file.name, file.read_text()) for file in folder.iterdir()] == [("a.txt", "old")]
+    assert said(caplog) == [SAID.format(folder / "a.txt", "no more room")]
 
 
 # The log

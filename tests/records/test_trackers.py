@@ -6,7 +6,6 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from time import monotonic, sleep
@@ -117,27 +116,8 @@ def _records(path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_tracker_has_the_values_the_configuration_and_the_results(name, tmp_path):
-    with started(name, tmp_path / "run") as trackers:
-        trackers.write(history(1))
-        trackers.write(history(1, 2))
-        trackers.close({"val_acc": 0.5, "model": "mlp"})
-    values, read, results, status = recorded(name, tmp_path / "run")
-    assert values == {
-        "loss/train": [(1, 2.0), (2, 1.0)],
-        "bubble/stage0": [(1, 0.25), (2, 0.25)],
-        "loss/update": [(2, 2.5), (4, 1.5), (6, 1.25), (8, 0.75)],
-        "lr/update": [(2, 0.2), (4, 0.1), (6, 0.1), (8, 0.05)],
-    }
-    assert str(read["batch_size"]) == "64"
-    assert "pipetrain.models.mlp" in (read.get("model._target_") or read["model"]["_target_"])
-    assert results["val_acc"] == 0.5
-    assert status == "FINISHED"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_resumed_run_continues_the_tracker_s_run_and_doubles_no_point(name, tmp_path):
-    """The first start was killed after epoch 2, and its checkpoint is that of epoch 1.
+def test_a_tracker_has_values_configuration_and_results_of_a_run_that_was_resumed(name, tmp_path):
+    """The first start was killed after epoch 2, and its checkpoint is that of epoch 1: no point is doubled.
 
     A run of another name in the same folder is another one for the tracker.
     """
@@ -148,24 +128,19 @@ def test_a_resumed_run_continues_the_tracker_s_run_and_doubles_no_point(name, tm
     with started(name, folder) as trackers:
         trackers.write(history(1))
         trackers.write(history(1, 2, 3))
-        trackers.close({})
-    values, _, _, status = recorded(name, folder)  # there is one run alone
-    assert [step for step, _ in values["loss/train"]] == [1, 2, 3]
+        trackers.close({"val_acc": 0.5, "model": "mlp"})
+    values, read, results, status = recorded(name, folder)  # there is one run alone
     assert [step for step, _ in values["loss/update"]] == [2, 4, 6, 8, 10, 12]
-    assert status == "FINISHED"
+    assert values["lr/update"][:4] == [(2, 0.2), (4, 0.1), (6, 0.1), (8, 0.05)]
+    assert values["loss/train"] == [(1, 2.0), (2, 1.0), (3, pytest.approx(2 / 3))]
+    assert values["bubble/stage0"] == [(1, 0.25), (2, 0.25), (3, 0.25)]
+    assert str(read["batch_size"]) == "64"
+    assert "pipetrain.models.mlp" in (read.get("model._target_") or read["model"]["_target_"])
+    assert (results["val_acc"], status) == (0.5, "FINISHED")
     with started(name, folder, "b"):
         pass
     with pytest.raises(ValueError, match="unpack"):  # two
         recorded(name, folder)
-
-
-def test_mlflow_gets_more_values_than_it_takes_at_once(tmp_path):
-    many = range(1, 1202)
-    with started("mlflow", tmp_path / "run") as trackers:
-        trackers.write(
-            history(replace(figures(1), losses=dict.fromkeys(many, 1.0), rates=dict.fromkeys(many, 0.1)))
-        )
-    assert len(recorded("mlflow", tmp_path / "run")[0]["lr/update"]) == 1201
 
 
 # Without a library: what is done with a tracker that fails
@@ -203,24 +178,19 @@ def both(folder: Path) -> Any:
     return closing(Trackers(configured("logger=[wandb,mlflow]"), folder, "a"))
 
 
-@pytest.mark.parametrize("comes_back", [True, False])
-def test_what_a_tracker_did_not_take_is_sent_again_and_the_other_has_it(fakes, tmp_path, caplog, comes_back):
+def test_what_a_tracker_did_not_take_is_sent_again_and_the_other_has_it(fakes, tmp_path, caplog):
     one, other = fakes.values()
-    summary = {"val_acc": 1.0} if comes_back else None
     with both(tmp_path) as trackers:
         one.fails = True
         trackers.write(history(1))
         trackers.write(history(1, 2))
-        if comes_back:
-            trackers._thread.submit(setattr, one, "fails", False)
-            trackers.write(history(1, 2, 3))
-            trackers.close(summary)
-    assert one.taken == ([1, 2, 3] if comes_back else [])
-    assert other.taken == [1, 2, 3][: 2 + comes_back]
-    assert one.ended == other.ended == [summary]  # once
-    said = "pipetrain: logger=wandb fails: no network; training goes on, and the values are sent again later"
-    lacks = [] if comes_back else ["pipetrain: logger=wandb lacks epoch 1 and later"]
-    assert [record.getMessage() for record in caplog.records] == [said, *lacks]
+        trackers._thread.submit(setattr, one, "fails", False)
+        trackers.write(history(1, 2, 3))
+        trackers.close({"val_acc": 1.0})
+    assert one.taken == other.taken == [1, 2, 3]
+    assert one.ended == other.ended == [{"val_acc": 1.0}]  # once
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("pipetrain: logger=wandb fails: no network; training goes on, and ")
 
 
 def test_a_tracker_that_hangs_delays_neither_the_training_nor_the_end(fakes, tmp_path, caplog, monkeypatch):
@@ -231,40 +201,24 @@ def test_a_tracker_that_hangs_delays_neither_the_training_nor_the_end(fakes, tmp
         trackers.write(history(1))
         trackers.close({})
         assert not free.is_set()
-        assert fakes["mlflow"].taken == []
     free.set()
     assert "wandb, mlflow did not take the last values in time" in caplog.text
 
 
 def test_one_that_cannot_start_is_refused_and_the_others_are_ended(fakes, tmp_path, monkeypatch):
-    def refuse(*_: object) -> Fake:
-        raise OSError("connection\nrefused")
-
-    monkeypatch.setitem(module.LIBRARIES, "mlflow", refuse)
-    with pytest.raises(ConfigError) as error:
+    monkeypatch.setitem(module.LIBRARIES, "mlflow", lambda *_: Path("/no\nwhere").read_text())
+    with pytest.raises(ConfigError, match=r"logger=mlflow cannot start: \[Errno 2\] No such .*; see logger"):
         both(tmp_path)
-    assert str(error.value) == (
-        "logger=mlflow cannot start: connection refused; see logger.mlflow in the configuration, or leave "
-        "it out"
-    )
     assert fakes["wandb"].ended == [None]
 
 
 # Refused before the start
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_not_installed_is_refused_with_its_remedy(name, monkeypatch):
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError) as error:
-        check_loggers(configured(f"logger={name}"))
-    assert f"logger={name} is not installed: pip install pipetrain[{name}], or" in str(error.value)
-
-
-def test_wandb_without_an_account_is_refused_and_offline_needs_none(monkeypatch):
-    pytest.importorskip("wandb", reason="pip install pipetrain[wandb]")
+def test_what_is_not_installed_or_has_no_account_is_refused_with_its_remedy(monkeypatch):
+    check_loggers(configured("logger=wandb", "logger.wandb.mode=offline"))
     with pytest.raises(ConfigError, match="logger=wandb is not logged in: run `wandb login`, set"):
         check_loggers(configured("logger=wandb"))
-    check_loggers(configured("logger=wandb", "logger.wandb.mode=offline"))
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    check_loggers(configured("logger=wandb"))
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"logger=mlflow is not installed: pip install pipetrain\[mlflow\]"):
+        check_loggers(configured("logger=mlflow"))
