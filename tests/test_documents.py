@@ -18,8 +18,6 @@ from pipetrain.documents import DamagedCheckpoint, read_as, read_json
     ("content", "says"),
     [
         (b"[" * 100_000, "is no JSON of ours"),
-        (b'"\xff"', "is no JSON of ours"),
-        (b"", "is no JSON of ours"),
         (b" " * 300_001, "is no JSON of ours: over 300000 bytes"),
         (None, "cannot be read: No such file"),
     ],
@@ -60,11 +58,8 @@ GOOD: dict[str, Any] = {"name": "x", "inner": [{"number": 0, "share": 1}], "coun
     ("change", "says"),
     [
         ({"name": 1}, "it: name must be of type str, and is 1"),
-        ({"inner": {}}, "it: inner must be of type list, and is {}"),
         ({"inner": [{"number": True, "share": 1}]}, "it: inner: 0: number must be of type int, and is True"),
-        ({"inner": [{"number": 1, "share": "1"}]}, "it: inner: 0: share must be of type float, and is '1'"),
         ({"inner": [{"number": 1}]}, "it: inner: 0 must be an object of number, share, and is "),
-        ({"counts": {"1": 1.0}}, "it: counts: 1 must be of type int"),
         ({"free": []}, "it: free must be of type Mapping"),
         ({"more": 1}, "it must be an object of name, inner, counts, free, and is "),
     ],

@@ -13,7 +13,15 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from pipetrain.checkpoint.files import CHECKPOINTS, MANIFEST, Manifest, folders, read_manifest, read_whole
+from pipetrain.checkpoint.files import (
+    CHECKPOINTS,
+    MANIFEST,
+    Manifest,
+    folders,
+    newest_first,
+    read_manifest,
+    read_whole,
+)
 from pipetrain.checkpoint.tensors import MODEL, Loaded, Tensors, open_plain, read_files
 from pipetrain.documents import DamagedCheckpoint
 from pipetrain.errors import ConfigError
@@ -82,12 +90,12 @@ def saved_in(folder: Path) -> Source | None:
 
 
 def _newest(run_dir: Path) -> Source | None:
-    damaged = folders(run_dir / CHECKPOINTS)
-    for folder in damaged:
-        try:
-            return Source(folder, read_whole(folder))
-        except DamagedCheckpoint as damage:
-            log.warning("pipetrain: checkpoint %s is damaged: %s; trying the one before", folder.name, damage)
+    damaged = False
+    for folder, found in newest_first(run_dir / CHECKPOINTS):
+        if isinstance(found, Manifest):
+            return Source(folder, found)
+        damaged = True
+        log.warning("pipetrain: checkpoint %s is damaged: %s; trying the one before", folder.name, found)
     if damaged:
         raise ConfigError(
             f"no checkpoint of {run_dir} is whole: train anew in another run_dir, or give resume= another "

@@ -24,7 +24,7 @@ from pipetrain.checkpoint.files import (
     write_part,
 )
 from pipetrain.checkpoint.progress import Progress
-from pipetrain.checkpoint.tensors import names_of, read_files
+from pipetrain.checkpoint.tensors import read_files
 from pipetrain.documents import DamagedCheckpoint
 from tests.support.damage import forge, put
 from tests.support.figures import figures
@@ -33,11 +33,11 @@ TENSORS = {"model/a": torch.arange(1000.0), "model/b": torch.tensor(3)}
 STAGE = "stage-0.safetensors"
 
 
-def saved(checkpoints: Path, update: int = 7, run: str = "r") -> Path:
+def saved(checkpoints: Path, update: int = 7) -> Path:
     partial = checkpoints / f"update-{update:08d}.partial"
-    part = write_part(partial, STAGE, TENSORS | {"run": torch.tensor(list(run.encode()))})
+    part = write_part(partial, STAGE, TENSORS)
     known = Progress([figures(1)], losses=[2.5, 1.5])
-    manifest = Manifest(run, Position(1, 2, update), {"a": 1}, {"placement": [0]}, {"seed": 1}, known)
+    manifest = Manifest("r", Position(1, 2, update), {"a": 1}, {"placement": [0]}, {"seed": 1}, known)
     return publish(partial, replace(manifest, parts={STAGE: part}))
 
 
@@ -48,50 +48,35 @@ def test_what_is_written_is_read(tmp_path):
     assert manifest.progress == Progress([figures(1)], losses=[2.5, 1.5])
     tensors = read_files(folder, manifest.parts)
     assert all(torch.equal(tensors[name], tensor) for name, tensor in TENSORS.items())
-    assert sorted(names_of(tensors, "model/")) == ["a", "b"]
 
 
 def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
-    data[at % len(data)] ^= 1
+    data[at] ^= 1
     path.write_bytes(data)
 
 
-def manifest_of(text: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / "manifest.json").write_text(text)
-
-
-def forged(*keys: str, to: object) -> Callable[[Path], object]:
-    return lambda folder: forge(folder, put(*keys, to=to))
-
-
 OTHER = "has another size or checksum than its manifest says"
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a flipped bit": (lambda f: flip(f / STAGE, 2000), OTHER),
-    "a missing file": (lambda f: (f / STAGE).unlink(), "cannot be read: No such file"),
-    "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json cannot be read"),
-    "half a manifest": (manifest_of('{"run": '), "is no JSON"),
-    "a newer version": (
-        manifest_of('{"pipetrain_checkpoint": 99}'),
-        "is no manifest of version 5",
+DAMAGE: list[tuple[Callable[[Path], object], str]] = [
+    (lambda f: flip(f / STAGE, 2000), OTHER),
+    (lambda f: (f / STAGE).unlink(), "cannot be read: No such file"),
+    (lambda f: (f / "manifest.json").unlink(), "manifest.json cannot be read"),
+    (lambda f: (f / "manifest.json").write_text("{}"), "is no manifest of version 5"),
+    (
+        lambda f: flip(f / "manifest.json", (f / "manifest.json").read_text().index('"r"') + 1),
+        "has another chec",
     ),
-    "a bit of the manifest": (
-        lambda f: manifest_of((f / "manifest.json").read_text().replace('"r"', '"s"'))(f),
-        "has another checksum than it says",
-    ),
-    "a position in words": (forged("position", "epoch", to="1"), "position: epoch must be of type int"),
-    "the progress of nothing": (forged("progress", to={}), "progress must be an object of history"),
-    "a file elsewhere": (
-        forged("parts", to={"../../secret": {"sha256": "", "nbytes": 1}}),
+    (lambda f: forge(f, put("position", "epoch", to="1")), "position: epoch must be of type int"),
+    (
+        lambda f: forge(f, put("parts", to={"../../secret": {"sha256": "", "nbytes": 1}})),
         "names files outside of its folder",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_named_and_the_one_before_is_found(name, tmp_path):
+@pytest.mark.parametrize(("harm", "says"), DAMAGE)
+def test_damage_is_named_and_the_one_before_is_found(harm, says, tmp_path):
     earlier, folder = saved(tmp_path, 3), saved(tmp_path, 7)
-    harm, says = DAMAGE[name]
     harm(folder)
     with pytest.raises(DamagedCheckpoint, match=says):
         read_whole(folder)
@@ -99,13 +84,6 @@ def test_damage_is_named_and_the_one_before_is_found(name, tmp_path):
     assert (newest, older) == (folder, earlier)
     assert isinstance(damage, DamagedCheckpoint)
     assert isinstance(manifest, Manifest)
-
-
-def test_the_manifest_of_another_run_is_no_manifest_of_these_files(tmp_path):
-    other, mine = saved(tmp_path / "other", run="s"), saved(tmp_path / "mine")
-    (mine / "manifest.json").write_bytes((other / "manifest.json").read_bytes())
-    with pytest.raises(DamagedCheckpoint, match=OTHER):
-        read_whole(mine)
 
 
 def test_no_code_runs_from_a_file(tmp_path):
@@ -124,12 +102,12 @@ def test_the_newest_and_the_best_are_kept_and_what_this_run_has_not_come_to_yet(
     folders = [saved(tmp_path, update) for update in (1, 2, 3, 5, 8, 9)]
     for damaged in folders[4:]:
         (damaged / "manifest.json").unlink()
-    others = ["update-7-", "update-7.partial", "update-7.old", "update-", "update-x", "my-update-7"]
+    others = {"update-7.partial", "update-7.old", "update-x"}
     for name in others:
         os.rename(saved(tmp_path / "other"), tmp_path / name)
     prune(folders[3], 1, folders[1].name)
     assert files.folders(tmp_path) == [folders[i] for i in (5, 4, 3, 1)]
-    assert {path.name for path in tmp_path.iterdir()} >= set(others)
+    assert {path.name for path in tmp_path.iterdir()} >= others
 
 
 def test_the_newest_is_that_of_the_most_updates_and_one_that_is_saved_again_replaces_itself(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, read_whole
-from pipetrain.checkpoint.progress import best_update
 from pipetrain.checkpoint.resume import (
     Source,
     find_source,
@@ -31,7 +31,7 @@ from tests.support.cases import Case, Epochs, Saved, compare, config, make_run, 
 
 pytestmark = pytest.mark.slow
 
-ONE_OF_A_KIND = ("1f1b", "fbp", "interleaved_1f1b", "pipedream", "pipedream_2bw", "v_async", "zb_h2")
+ONE_OF_A_KIND = ("1f1b", "fbp", "interleaved_1f1b", "pipedream_2bw", "v_async", "zb_h2")
 WINDOWS = dict.fromkeys(("pipedream", "pipedream_2bw", "v_async", "zb_h2"), "window=2")
 
 
@@ -61,12 +61,20 @@ class Whole:
         same = all(torch.equal(state[name], tensor) for name, tensor in self.state.items())
         return same and losses(epochs) == losses(self.epochs)
 
+    def nearly(self, state: dict[str, Tensor], epochs: Epochs) -> None:
+        """Assert that one on other stages has ended as this one."""
+        close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+        for name, tensor in self.state.items():
+            close(state[name], tensor)
+        close([f.evaluated["loss"] for f in epochs], [f.evaluated["loss"] for f in self.epochs])
+
 
 def whole(case: Case, folder: Path) -> Whole:
     return Whole(folder, *run_in_threads(case, saved=Saved(folder)))
 
 
 PLAIN, OWING = a_case("1f1b", 2), a_case("1f1b", 2, "codec.backward=topk")
+CODECS = ("codec.forward=int8", "codec.backward=topk", "codec.forward.error_feedback=true")
 
 
 @pytest.fixture(scope="module")
@@ -80,33 +88,23 @@ def owing(tmp_path_factory) -> Whole:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks", "optimizer"),
+    ("schedule", "ranks", "words"),
     [
-        *((schedule, 2, "optim=sgd") for schedule in ONE_OF_A_KIND),
-        ("1f1b", 1, "optim=sgd"),
-        ("pipedream", 3, "optim=adamw"),
-        ("1f1b", 2, "optim._target_=tests.runtime.test_optimizer.Rich"),
-        ("pipedream", 2, "ema=0.9"),
+        ("1f1b", 1, ["model._target_=tests.support.models.dropping"]),
+        ("1f1b", 2, ["optim._target_=tests.runtime.test_optimizer.Rich"]),
+        ("interleaved_1f1b", 2, CODECS),
+        ("pipedream", 2, ["ema=0.9"]),
+        ("pipedream", 3, ["optim=adamw", *CODECS]),
+        *((schedule, 2, []) for schedule in ("fbp", "pipedream_2bw", "v_async", "zb_h2")),
     ],
 )
-def test_a_resumed_run_is_bit_equal_from_every_checkpoint(schedule, ranks, optimizer, tmp_path):
-    case = a_case(schedule, ranks, optimizer)
+def test_a_resumed_run_is_bit_equal_from_every_checkpoint(schedule, ranks, words, tmp_path):
+    case = a_case(schedule, ranks, *words)
     wanted = whole(case, tmp_path)
     found = checkpoints(tmp_path)
     assert len(found) == 3 * (2 if schedule in WINDOWS else 4)
     for source in (found[1], found[-4]):
-        again = run_in_threads(case, saved=Saved(tmp_path / "again"), source=source)
-        assert wanted.ends_alike(*again), source.name
-
-
-@pytest.mark.parametrize(("schedule", "ranks"), [("pipedream", 3), ("interleaved_1f1b", 2)])
-def test_what_codecs_still_owe_goes_on_where_it_was(schedule, ranks, tmp_path):
-    codecs = ("codec.forward=int8", "codec.backward=topk", "codec.backward.fraction=0.1")
-    case = a_case(schedule, ranks, *codecs, "codec.forward.error_feedback=true")
-    wanted = whole(case, tmp_path)
-    found = checkpoints(tmp_path)
-    for source in (found[1], found[-4]):
-        assert len(residuals(source)) >= 2 * (ranks - 1)
+        assert len(residuals(source)) >= (2 * (ranks - 1) if words[-3:] == list(CODECS) else 0)
         state, resumed = run_in_threads(case, saved=Saved(tmp_path / "again"), source=source)
         assert wanted.ends_alike(state, resumed), source.name
         assert sent(resumed) == sent(wanted.epochs), source.name
@@ -139,27 +137,16 @@ def test_codecs_may_differ_and_a_residual_that_does_not_fit_is_left_out(
     assert not owing.ends_alike(*again)
 
 
-def test_saving_changes_nothing(tmp_path):
-    case = a_case("pipedream", 2)
-    assert whole(case, tmp_path).ends_alike(*run_in_threads(case))
-
-
-def test_random_numbers_go_on_where_they_were(tmp_path):
-    case = a_case("1f1b", 1, "model._target_=tests.support.models.dropping")
-    wanted = whole(case, tmp_path)
-    assert wanted.ends_alike(*run_in_threads(case, source=checkpoints(tmp_path)[5]))
+def test_saving_changes_nothing(plain):
+    assert plain.ends_alike(*run_in_threads(PLAIN))
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks", "partition"),
-    [("1f1b", 1, "flops"), ("gpipe", 3, "even"), ("interleaved_1f1b", 2, "even")],
+    ("schedule", "ranks", "partition"), [("1f1b", 1, "flops"), ("interleaved_1f1b", 2, "even")]
 )
 def test_another_partition_and_synchronous_schedule_ends_the_same(schedule, ranks, partition, plain):
     other = a_case(schedule, ranks, f"partition={partition}", "microbatches=2")
-    state, resumed = run_in_threads(other, source=checkpoints(plain.folder)[5])
-    for name, tensor in plain.state.items():
-        torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)
-    assert [f.evaluated["acc"] for f in resumed] == [f.evaluated["acc"] for f in plain.epochs]
+    plain.nearly(*run_in_threads(other, source=checkpoints(plain.folder)[5]))
 
 
 def test_groups_and_the_moving_average_go_with_their_parameters_to_other_stages(tmp_path):
@@ -168,11 +155,7 @@ def test_groups_and_the_moving_average_go_with_their_parameters_to_other_stages(
     wanted = whole(a_case("1f1b", 2, "partition=[3]", *words), tmp_path)
     for ranks, partition in ((1, "flops"), (3, "[2,8]")):
         other = a_case("gpipe", ranks, f"partition={partition}", "microbatches=2", *words)
-        state, resumed = run_in_threads(other, source=checkpoints(tmp_path)[5])
-        for name, tensor in wanted.state.items():
-            torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)
-        ended, evaluated = ([f.evaluated["loss"] for f in epochs] for epochs in (wanted.epochs, resumed))
-        torch.testing.assert_close(ended, evaluated, rtol=1e-12, atol=1e-12)
+        wanted.nearly(*run_in_threads(other, source=checkpoints(tmp_path)[5]))
 
 
 def test_a_moving_average_may_begin_and_end_with_a_restart(tmp_path, plain):
@@ -207,7 +190,7 @@ def test_a_run_that_is_asked_to_stop_saves_at_that_window_and_goes_on_later(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "microbatches"), [*((schedule, 3) for schedule in ONE_OF_A_KIND), ("pipedream", 1)]
+    ("schedule", "microbatches"), [("pipedream", 1), *((schedule, 3) for schedule in ONE_OF_A_KIND)]
 )
 def test_a_window_that_ends_early_trains_as_two_windows(schedule, microbatches, tmp_path):
     """Held against the reference, which drains there too; of fbp nobody knows what it has read before."""
@@ -234,31 +217,21 @@ def test_an_evaluation_that_ends_early_is_made_again(tmp_path):
     assert wanted.ends_alike(*run_in_threads(case, source=source))
 
 
-def test_epochs_between_checkpoints_and_how_many_are_kept(tmp_path):
-    run_in_threads(a_case("1f1b", 2, "epochs=5"), saved=Saved(tmp_path, every=2, unit="epochs", keep=1))
-    best = best_update(read_whole(checkpoints(tmp_path)[-1]).progress.history)
-    assert {path.name for path in checkpoints(tmp_path)} == {f"update-{best:08d}", "update-00000020"}
-
-
-# The best one
-
-ONE_BEST = a_case("1f1b", 1, "epochs=5", "seed=1")  # of which epoch 3 is the best, and two others equal it
+# Epoch 3 is the best, and two others equal it.
+ONE_BEST = a_case("1f1b", 1, "epochs=5", "seed=1")
 
 
 @pytest.mark.parametrize(
-    ("ranks", "every", "unit", "names"),
-    [
-        (1, 5, "epochs", ["update-00000012", "update-00000020"]),
-        (1, 3, "updates", ["update-00000012", "update-00000020"]),
-        (3, 1000, "updates", ["update-00000012", "update-00000020"]),
-        (1, None, "epochs", []),
-    ],
+    ("ranks", "every", "unit", "updates"),
+    [(1, 2, "epochs", [12, 20]), (3, 1000, "updates", [12, 20]), (1, None, "epochs", [])],
 )
-def test_the_best_epoch_is_saved_even_where_no_checkpoint_is_due(ranks, every, unit, names, tmp_path):
-    case = replace(ONE_BEST, ranks=ranks)
-    _, epochs = run_in_threads(case, saved=Saved(tmp_path, every=every, unit=unit, keep=1))
+def test_the_last_and_the_best_are_kept_even_where_no_checkpoint_was_due(
+    ranks, every, unit, updates, tmp_path
+):
+    saved = Saved(tmp_path, every=every, unit=unit, keep=1)
+    _, epochs = run_in_threads(replace(ONE_BEST, ranks=ranks), saved=saved)
     assert [round(11 * record.evaluated["acc"]) for record in epochs] == [1, 1, 4, 4, 4]
-    assert [path.name for path in checkpoints(tmp_path)] == names
+    assert [path.name for path in checkpoints(tmp_path)] == [f"update-{n:08d}" for n in updates]
 
 
 # Which checkpoint
@@ -286,18 +259,14 @@ def test_the_newest_whole_one_is_taken_and_damage_is_named(folder, tmp_path, cap
 def test_an_older_one_is_gone_on_from_in_another_folder(folder, tmp_path):
     older, newest = checkpoints(folder)[-2:]
     (tmp_path / "link").symlink_to(folder)
-    for same in (folder, tmp_path / "link"):
-        says = f"is older than {newest.name} in the same run_dir, from which resume=auto would go on"
-        with pytest.raises(ConfigError, match=says):
-            find_source(older, same)
+    with pytest.raises(ConfigError, match=f"is older than {newest.name} in the same run_dir, from which"):
+        find_source(older, tmp_path / "link")
     for path, run_dir in ((older, tmp_path / "another"), (newest, folder)):
         assert find_source(path, run_dir) == Source(path, read_whole(path))
 
 
 def test_nothing_to_go_on_from_or_nothing_whole(folder, tmp_path):
     assert find_source("auto", tmp_path) is None
-    with pytest.raises(ConfigError, match="is no checkpoint: give the folder of a run"):
-        find_source(tmp_path, tmp_path)
     (tmp_path / CHECKPOINTS).mkdir()
     with pytest.raises(ConfigError, match="has saved no checkpoint"):
         find_source(tmp_path, tmp_path)
@@ -313,7 +282,6 @@ def test_nothing_to_go_on_from_or_nothing_whole(folder, tmp_path):
         (["optim=adamw", "optim._target_=torch.optim.Adafactor"], []),  # sums of rows and columns
         (["optim.momentum=0"], ["optim.momentum=0.9"]),
         (["optim=adamw", "+optim.amsgrad=true", "optim.fused=true"], ["+optim.amsgrad=false"]),
-        (["optim=adamw", "optim.fused=false"], ["optim.fused=true"]),
     ],
 )
 def test_optimizers_remember_what_they_like_and_settings_may_change(before, after, tmp_path):
@@ -340,12 +308,10 @@ def source_of(epochs: int = 1, **pipeline: list[int]) -> Source:
     ("mine", "says"),
     [
         ({"seed": 1}, "it has seed=0, and this run has seed=1"),
-        ({"model": {"_target_": "b"}}, "it has model._target_=models.a, and this run has model._target_=b"),
         (
             {"tensors": {}},
             r"it has tensors.0.weight=\['float32', 3\], and this run has tensors.0.weight=None",
         ),
-        ({"state_dict": {}}, "it has state_dict.0.weight=0.weight, and this run has state_d"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_differs(mine, says):
@@ -371,42 +337,30 @@ def test_a_run_that_is_done_is_not_begun():
 
 
 def test_a_profiled_run_keeps_its_cuts_and_what_it_recomputes():
-    limited = config(["partition=profile", "memory_limit=1"])
-    assert with_cuts_of(limited, source_of(), 2).recompute == ["always", "never"]
-    assert with_cuts_of(limited, source_of(), 2).memory_limit is None
-    profiled = config(["partition=profile"])
-    assert with_cuts_of(profiled, source_of(), 2).partition == [1]
+    limited, profiled = config(["partition=profile", "memory_limit=1"]), config(["partition=profile"])
+    kept = with_cuts_of(limited, source_of(), 2)
+    assert (kept.partition, kept.recompute, kept.memory_limit) == ([1], ["always", "never"], None)
     assert with_cuts_of(profiled, source_of(), 3).partition == "profile"
     assert with_cuts_of(config([]), source_of(), 2).partition == "flops"
 
 
 # More epochs than a finished run had
 
-FINISHED = '{"updates": 8, "epochs": 2}'
 
-
-def lengthened(
-    folder: Path, *overrides: str, more: str = "epochs=3", summary: str = FINISHED, saved: bool = True
-) -> bool:
+def lengthened(folder: Path, *overrides: str, more: str = "epochs=3", saved: bool = True) -> bool:
     """Make the records of a run of two epochs, four updates each; return whether another lengthens it."""
     if saved:
         (folder / CHECKPOINTS / "update-00000008").mkdir(parents=True)
     mine = ["data=digits", "lr_schedule=constant", "warmup=0", *overrides]
     OmegaConf.save(contained(config([*mine, "epochs=2"]), folder), folder / "config.yaml", resolve=True)
-    (folder / "summary.json").write_text(summary)
+    (folder / "summary.json").write_text('{"updates": 8, "epochs": 2}')
     cfg = contained(config([*mine, more, "resume=auto"]), folder)
     return lengthens(folder, cfg, Settings.composed(cfg, "1f1b", 2))
 
 
 @pytest.mark.parametrize(
     ("others", "longer"),
-    [
-        ({}, True),
-        ({"saved": False}, False),
-        ({"more": "epochs=2"}, False),
-        ({"more": "seed=1"}, False),
-        *(({"summary": summary}, False) for summary in ("", "[]", '{"updates": [], "epochs": 2}')),
-    ],
+    [({}, True), ({"saved": False}, False), ({"more": "epochs=2"}, False), ({"more": "seed=1"}, False)],
 )
 def test_a_finished_run_goes_on_where_its_rates_stay(others, longer, tmp_path):
     assert lengthened(tmp_path, **others) == longer
@@ -414,8 +368,5 @@ def test_a_finished_run_goes_on_where_its_rates_stay(others, longer, tmp_path):
 
 @pytest.mark.parametrize("word", ["lr_schedule=cosine", "warmup=0.3"])
 def test_where_its_rates_would_have_been_others_it_is_told_how_to(word, tmp_path):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=f"run_dir={tmp_path} holds a run that finished .*with resume="):
         lengthened(tmp_path, word)
-    said = str(error.value)
-    assert said.startswith(f"run_dir={tmp_path} holds a run that finished after 2 epochs, and with lr_sch")
-    assert said.endswith(f"or go on there from its last weights with resume={tmp_path}")

@@ -8,14 +8,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.nn.functional import cross_entropy
 
-from pipetrain import ConfigError, Pipeline
+from pipetrain import ConfigError
 from pipetrain.checkpoint.resume import open_weights
 from pipetrain.network.factory import build
 from pipetrain.network.places import named_tensors
-from tests.support.parity import MOMENTUM as momentum
-from tests.support.subjects import mlp
 
 
 def tied(width: int = 4) -> nn.Sequential:
@@ -29,7 +26,8 @@ def tied(width: int = 4) -> nn.Sequential:
 @pytest.fixture
 def state():
     torch.manual_seed(5)
-    return {key: tensor.clone() for key, tensor in tied().state_dict().items()}
+    halves = tied().bfloat16().state_dict()
+    return {key: tensor.clone() for key, tensor in halves.items()}
 
 
 def as_torch(folder, state):
@@ -60,7 +58,7 @@ def test_each_form_is_read(tmp_path, state, write):
     loaded = open_weights(write(tmp_path, state), model)
     made = loaded.tensors(named_tensors(model))
     assert made.keys() == state.keys() - {"2.weight"}
-    assert all(torch.equal(tensor, state[name]) for name, tensor in made.items())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in made.items())  # halves lose nothing
     made["0.weight"].zero_()
     assert torch.equal(loaded.tensors(["0.weight"])["0.weight"], state["0.weight"])
 
@@ -74,32 +72,13 @@ def test_a_tied_tensor_is_found_under_any_name_and_two_different_ones_are_refuse
         loaded.tensors(["0.weight"])
 
 
-def test_a_checkpoint_of_ours_is_read(tmp_path):
-    with Pipeline(mlp(), cross_entropy, momentum, device="cpu", threads=1) as pipe:
-        pipe.step(torch.ones(4, 6), torch.arange(4))
-        folder, state = pipe.save(tmp_path), pipe.state_dict()
-    for path in (tmp_path, folder):
-        loaded = open_weights(path, mlp())
-        assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.tensors(state).items())
-
-
-def test_it_may_be_of_another_dtype_that_loses_nothing(tmp_path, state):
-    halves = {
-        key: tensor.bfloat16() if tensor.is_floating_point() else tensor for key, tensor in state.items()
-    }
-    loaded = open_weights(as_torch(tmp_path, halves), build(tied, 0)[0])
-    assert loaded.tensors(["2.bias"])["2.bias"].dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"2.bias": None}, "is of another model: it lacks 2.bias; give weights= whose names are those of"),
         ({"2.bias": None, "1.bias": None}, "is of another model: it lacks 1.bias and others"),
         ({"mask": torch.zeros(1)}, "is of another model: it has also mask; give weights= whose names"),
         ({"2.bias": torch.zeros(3)}, r"has float32\[3\] as 2.bias, which is float32\[6\] here; give other"),
         ({"2.bias": torch.zeros(6).double()}, r"has float64\[6\] as 2.bias, which is float32\[6\] here"),
-        ({"2.bias": torch.zeros(6).long()}, r"has int64\[6\] as 2.bias, which is float32\[6\] here"),
         ({"lr": 0.1}, "cannot be read as a state_dict: it has other values than tensors; save one by"),
         (tied, "weights.pt cannot be read as a state_dict: Weights only load failed"),
     ],
@@ -113,17 +92,17 @@ def test_what_is_not_the_models_is_refused_in_one_sentence(tmp_path, state, chan
     assert "\n" not in str(raised.value)
 
 
-MISSING = '{"weight_map": {"a": "a.safetensors"}}'
-
-
 @pytest.mark.parametrize(
     ("file", "text", "sentence"),
     [
         ("none.pt", None, "weights=.*none.pt is no file, and no folder with model.safetensors"),
-        ("a.safetensors", "no", "a.safetensors cannot be read"),
         ("a.pt", "no", "a.pt cannot be read as a state_dict"),
         ("model.safetensors.index.json", "{}", "index.json: its weight_map must be of type dict"),
-        ("model.safetensors.index.json", MISSING, "a.safetensors cannot be read: No such file"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"a": "a.safetensors"}}',
+            "a.safetensors cannot be read: No such file",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_one_sentence(tmp_path, file, text, sentence):
