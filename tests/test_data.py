@@ -16,7 +16,6 @@ from pipetrain.data import (
     Draw,
     Images,
     declared_example,
-    digits,
     load_augment,
     load_data,
 )
@@ -47,15 +46,6 @@ def test_configs_have_the_keys_of_every_data_set(name):
     assert set(data) >= set(digits_) - {"augment", "source"}
     assert "source" in data or {"train", "test"} <= set(data)
     assert set(data.recipe) == set(digits_.recipe)
-
-
-def test_digits_are_loaded_and_cut():
-    loaded = load_data(data_config("digits", train_limit=100, test_limit=30))
-    whole = digits.load()
-    assert (loaded.name, len(loaded.train), len(loaded.test)) == ("digits", 100, 30)
-    assert loaded.train.targets(torch.arange(100), None).tolist() == whole.train.labels[:100].tolist()
-    assert loaded.train.mean == whole.train.mean
-    assert len(load_data(data_config("digits", train_limit=99_999)).train) == 1437
 
 
 def test_what_cannot_be_had_comes_through_for_the_fallback_and_without_one_names_the_ways_out(tmp_path):
@@ -129,24 +119,15 @@ def test_a_data_set_is_two_splits_or_a_source_of_both():
     assert (len(own.train), len(own.test), own.classes) == (5, 10, 10)
 
 
-CANNOT = "data.{} cannot be made: {}"
-
-
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
         ({}, "data=own has no train: give data.source, a function that returns both splits, or"),
-        ({"train": SPLITS["train"]}, "data=own has no test: give data.source"),
-        ({**SPLITS, "test": {"_target_": "builtins.dict"}}, "data.test has no sample"),
         ({**SPLITS, "train": made_by("Numbers", n=0)}, "data.train has no sample"),
-        ({**SPLITS, "train": made_by("Numbers", colour=1)}, CANNOT.format("train", "")),
-        (
-            {**SPLITS, "train": made_by("Nmbers")},
-            CANNOT.format("train", "Error loading "),
-        ),
+        ({**SPLITS, "train": made_by("Nmbers")}, "data.train cannot be made: Error loading "),
         (
             {**SPLITS, "train": {"_target_": "builtins.open", "file": "nowhere.jsonl"}},
-            CANNOT.format("train", "FileNotFoundError: "),
+            "data.train cannot be made: FileNotFoundError: ",
         ),
         ({"source": {"_target_": "builtins.dict"}}, "data.source must give a pipetrain.data.Data; got dict"),
         (  # proven whole, and then cut
@@ -154,7 +135,6 @@ CANNOT = "data.{} cannot be made: {}"
             "the data set own cannot be used: train labels[9] is 9",
         ),
         ({**SPLITS, "train_limit": 0}, "data.train_limit=0 must be a whole number"),
-        ({**SPLITS, "test_limit": 1.5}, "data.test_limit=1.5 must be a whole number"),
     ],
 )
 def test_what_is_no_data_set_is_refused_in_one_sentence(fields, says):
@@ -185,25 +165,19 @@ def test_a_declaration_says_what_one_input_is(data, dtype, spec):
     assert declared_example(data, dtype) == (spec and ValueSpec((spec,)))
 
 
-@pytest.mark.parametrize(
-    "sample",
-    [{"shape": [3, 32, 32]}, {"shape": 3, "dtype": "float"}, {"shape": [3], "dtype": "nn"}, "float"],
-)
+@pytest.mark.parametrize("sample", [{"shape": [3, 32, 32]}, {"shape": [3], "dtype": "nn"}, "float"])
 def test_a_declaration_that_is_none_is_refused(sample):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(
+        ConfigError, match=r"data.sample=.* must be the shape and dtype of one input, su"
+    ):
         declared_example(DictConfig({"sample": sample}), torch.float32)
-    assert str(error.value) == (
-        f"data.sample={sample} must be the shape and dtype of one input, such as "
-        "{shape: [3, 32, 32], dtype: float}, or null"
-    )
 
 
 @pytest.mark.parametrize(
     ("sample", "pair", "says"),
     [
         ({"shape": [4], "dtype": "float"}, False, "float64[3], and data.sample says float32[4]"),
-        ({"shape": [3], "dtype": "float"}, True, "float64[3] + int64[], and data.sample says float32[3]"),
-        ({"shape": [3], "dtype": "int64"}, False, "float64[3], and data.sample says int64[3]"),
+        ({"shape": [3], "dtype": "int64"}, True, "float64[3] + int64[], and data.sample says int64[3]"),
         ({"shape": [3], "dtype": "float"}, False, ""),  # any floating-point numbers become the run's dtype
     ],
 )

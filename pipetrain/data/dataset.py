@@ -43,6 +43,8 @@ def as_split(
     dict. `dtype`: of what are Python's floats.
     Raises ConfigError, also for a sample that cannot be read or has another shape, when it is read.
     """
+    if hasattr(made, "__len__") and not len(made):
+        raise ConfigError(f"{what} has no sample")
     if isinstance(made, Split):
         return made
     if isinstance(made, TensorDataset):
@@ -79,8 +81,6 @@ class DatasetSplit:
                 "data.columns={inputs: NAME, targets: NAME}"
             )
         self._columns = columns and [columns[half] for half in _HALVES]
-        if not self._length:
-            raise ConfigError(f"{what} has no sample")
         first = enumerate(self._read(torch.tensor([0]), None)[0])
         self._forms = [ValueSpec.like(self._value(0, half, part)) for half, part in first]
         # A data set with a random generator of its own would give one rank other inputs than another.
@@ -171,8 +171,6 @@ class DatasetSplit:
 
 def _taken(item: Any, column: str | Sequence[str] | Mapping[str, str]) -> object:
     if isinstance(column, str):
-        if not isinstance(item, Mapping) or column not in item:
-            raise LookupError(f"no column {column}: data.columns can name {', '.join(map(str, item))}")
         return item[column]
     if isinstance(column, Mapping):
         return {name: _taken(item, of) for name, of in column.items()}

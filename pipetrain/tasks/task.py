@@ -146,11 +146,6 @@ class Classification(Task):
 
     def _cross_entropy(self, outputs: Value, targets: Value, smoothing: float) -> Tensor:
         scores, labels = _tensor(outputs, "scores [n, classes]"), _tensor(targets, "labels")
-        if not labels.is_floating_point() and scores.shape[2:] != labels.shape[1:]:
-            raise ValueError(
-                f"scores {list(scores.shape)} are for labels {[len(scores), *scores.shape[2:]]}, with the "
-                f"classes along dimension 1 (for tokens [n, t] there is task=language_modelling)"
-            )
         return functional.cross_entropy(scores, labels, ignore_index=self._ignored, label_smoothing=smoothing)
 
 

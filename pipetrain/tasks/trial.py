@@ -7,9 +7,9 @@ show wrong weights even where the losses of the parts are alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,25 +40,39 @@ def prove_task(
     batch has several `microbatches`; ModelTrial tries that of a model that computes its loss.
     """
     given, wanted = _made_up(outputs, targets)
-    if isinstance(task, ModelLoss):
-        _tried(task.loss, given, wanted, f"loss=model cannot use the outputs {outputs} (layer {layer})")
-        _prove_metrics(task, given, wanted, f"the model's {outputs} (layer {layer})")
-        return
-    where = (
-        f"task {task} cannot take the model's {outputs} (layer {layer}) with targets "
-        f"{' + '.join(map(str, specs_of(as_tuple(wanted))))}"
-    )
     known = task.classes_of(outputs)
     if classes is not None and known is not None and known < classes:
         raise ConfigError(
             f"the model gives {outputs} (layer {layer}), scores of {known} classes, and the data set has "
             f"{classes}: give the last layer at least {classes} outputs"
         )
-    _prove_loss(task, given, wanted, where)
-    _tried(lambda _, some: counted_for(task.weight, some), given, wanted, where)
-    _prove_metrics(task, given, wanted, where)
-    if microbatches > 1:
-        prove_sum(f"task {task}", task.loss, task.weight, given, wanted)
+    of = " + ".join(map(str, specs_of(as_tuple(wanted))))
+    where = f"task {task} cannot take the model's {outputs} (layer {layer}) with targets {of}"
+    with _said_of(where):
+        if isinstance(task, ModelLoss):
+            task.loss(given, wanted)
+        else:
+            _prove_loss(task, given, wanted)
+            if microbatches > 1:
+                prove_sum(f"task {task}", task.loss, task.weight, given, wanted)
+    names = ["loss", *(metric.name for metric in task.metrics)]
+    for number, metric in enumerate(task.metrics, 1):
+        with _said_of(f"metric {metric.name} of {where}"):
+            if metric.name in names[:number]:
+                raise ValueError(f"two values are named {metric.name}: give them different names")
+            tally = Tally(1.0, 1.0, 1, {metric.name: metric.sums(given, wanted).tolist()})
+            Task(metrics=[metric]).values(tally)
+
+
+@contextmanager
+def _said_of(where: str) -> Iterator[None]:
+    """Say what fails in a trial, where a user's function may raise anything, in one sentence."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{where}: {one_line(error) or type(error).__name__}") from error
 
 
 def prove_batch(task: Task, outputs: ValueSpec, targets: Value, device: torch.device) -> None:
@@ -148,29 +162,23 @@ def _sloped(loss_of: LossFunction, given: Value, wanted: Value, device: torch.de
     return [loss.detach(), *slopes]
 
 
-def _prove_loss(task: Task, given: Value, wanted: Value, where: str) -> None:
+def _prove_loss(task: Task, given: Value, wanted: Value) -> None:
     """Refuse a loss that is not one number with a gradient for the outputs alone."""
     outputs = on_each(given, lambda t: t.detach().requires_grad_(differentiable(t)))
-    whole = _tried(task.loss, outputs, wanted, where)
-    for loss in (whole, _tried(task.evaluation_loss, given, wanted, where)):
+    whole = task.loss(outputs, wanted)
+    for loss in (whole, task.evaluation_loss(given, wanted)):
         if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
             returned = specs_of([loss])[0] if isinstance(loss, Tensor) else type(loss).__name__
-            raise ConfigError(
-                f"the loss of task {task} must be one number in a tensor, the mean over what counts; it "
-                f"returns {returned}"
-            )
+            raise TypeError(f"its loss must be a tensor of one number, the mean; it returns {returned}")
     if not whole.requires_grad:
-        raise ConfigError(
-            f"the loss of task {task} has no gradient with respect to the outputs: compute it from them by "
-            f"differentiable operations, without detach() or item()"
-        )
+        raise TypeError("its loss has no gradient with respect to the outputs, as after detach() or item()")
     ours = {id(t) for t in leaves_of(outputs)}
     if others := [leaf for leaf in _leaves(whole) if id(leaf) not in ours]:
-        raise ConfigError(
-            f"the loss of task {task} has a gradient for a {specs_of(others)[0]} that is not among the "
-            f"model's outputs, which no stage would train: put it into a layer, or give it "
-            f"requires_grad_(False)"
+        raise TypeError(
+            f"its loss has a gradient for a {specs_of(others)[0]} that is not among the outputs, which no "
+            f"stage would train: put it into a layer, or give it requires_grad_(False)"
         )
+    counted_for(task.weight, wanted)
 
 
 def _leaves(root: Tensor) -> Iterator[Tensor]:
@@ -183,30 +191,6 @@ def _leaves(root: Tensor) -> Iterator[Tensor]:
             if isinstance(leaf := getattr(node, "variable", None), Tensor):
                 yield leaf
             nodes += [following for following, _ in node.next_functions]
-
-
-def _prove_metrics(task: Task, given: Value, wanted: Value, where: str) -> None:
-    """Refuse metrics that fail, or whose names are taken."""
-    names = ["loss"]
-    for metric in task.metrics:
-        if metric.name in names:
-            raise ConfigError(f"task {task} has two values named {metric.name}: give them different names")
-        names.append(metric.name)
-        of = f"metric {metric.name} of {where}"
-        sums = _tried(metric.sums, given, wanted, of)
-        if not isinstance(sums, Tensor) or sums.dim() != 1:
-            raise ConfigError(f"metric {metric.name} of task {task} must return sums, a tensor [k]")
-        tally = Tally(1.0, 1.0, 1, {metric.name: sums.tolist()})
-        _tried(lambda *_, one=metric, tally=tally: Task(metrics=[one]).values(tally), given, wanted, of)
-
-
-def _tried(call: Callable[[Value, Value], Any], outputs: Value, targets: Value, where: str) -> Any:
-    try:
-        return call(outputs, targets)
-    except ConfigError:
-        raise
-    except Exception as error:  # a user's function may raise anything
-        raise ConfigError(f"{where}: {one_line(error) or type(error).__name__}") from error
 
 
 class ModelTrial:

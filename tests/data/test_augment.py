@@ -6,14 +6,12 @@ import zlib
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipetrain.data import Augment, Draw, Images
 from pipetrain.data.augment import draw, key
-from pipetrain.errors import ConfigError
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 SAMPLES = 200
@@ -32,12 +30,6 @@ def test_any_order_and_any_batch_gives_the_same_images(order, size):
     assert whole.is_contiguous()
     for ids in torch.tensor(order).split(size):
         assert torch.equal(SPLIT.inputs(ids, DRAW), whole[ids])
-
-
-@pytest.mark.parametrize("other", [Draw(4, 5), Draw(3, 6)])
-def test_another_seed_or_epoch_gives_other_images(other):
-    same = (SPLIT.inputs(IDS, DRAW) == SPLIT.inputs(IDS, other)).flatten(1).all(1)
-    assert same.float().mean() < 0.05
 
 
 def position(image: torch.Tensor, augmented: torch.Tensor, crop: int) -> list[tuple[int, int, bool]]:
@@ -84,21 +76,13 @@ def test_the_images_of_a_seed_never_change():
     assert zlib.crc32(Augment(4, True)(IMAGES, IDS, Draw(7, 2)).contiguous().numpy()) == 1494605681
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_evaluation_only_normalises(dtype):
-    out = replace(SPLIT, dtype=dtype).inputs(IDS, None)
-    mean, std = (torch.tensor(x, dtype=dtype)[:, None, None] for x in (MEAN, STD))
-    assert out.dtype == dtype
-    assert torch.equal(out, (IMAGES.to(dtype) / 255 - mean) / std)
-
-
-def test_nothing_to_do_changes_nothing_the_source_is_left_alone_and_a_negative_crop_is_refused():
+def test_evaluation_only_normalises_and_the_source_is_left_alone():
     before = IMAGES.clone()
-    assert torch.equal(Augment(0, False)(IMAGES, IDS, DRAW), IMAGES)
     SPLIT.inputs(IDS, DRAW)
     assert torch.equal(IMAGES, before)
-    with pytest.raises(ConfigError, match=r"augment\.crop"):
-        Augment(-1, True)
+    out = replace(SPLIT, dtype=torch.float64).inputs(IDS, None)
+    mean, std = (torch.tensor(x, dtype=torch.float64)[:, None, None] for x in (MEAN, STD))
+    assert torch.equal(out, (IMAGES.double() / 255 - mean) / std)
 
 
 def test_draw_is_splitmix64():
@@ -114,6 +98,5 @@ def test_draw_is_splitmix64():
 
 @given(st.integers(-(2**63), 2**63), st.integers(0, 2**40))
 def test_key_tells_every_number_and_order_apart(seed, epoch):
-    assert 0 <= key(seed, epoch) < 2**64
     assert len({key(seed, epoch), key(seed, epoch + 1), key(seed + 1, epoch), key(seed)}) == 4
     assert seed == epoch or key(seed, epoch) != key(epoch, seed)

@@ -9,7 +9,6 @@ import pickle
 import tarfile
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from http.client import RemoteDisconnected
 from pathlib import Path
 
 import numpy as np
@@ -66,14 +65,6 @@ def at(folder: Path, content: bytes = ARCHIVE) -> str:
     return f"file://{folder}/archive"
 
 
-def write_files(root: Path) -> Path:
-    folder = root / FOLDER
-    folder.mkdir()
-    for name, content in FILES.items():
-        (folder / name).write_bytes(content)
-    return folder
-
-
 def assert_is_the_data(data: Data) -> None:
     assert (data.name, data.classes) == ("cifar10", 10)
     assert data.train.images.shape == (20, 3, 32, 32)
@@ -84,54 +75,35 @@ def assert_is_the_data(data: Data) -> None:
     assert data.train.images[:, :, 5, 5].unique(dim=0).tolist() == [[10, 20, 30]]
 
 
-def test_files_that_are_there_are_read_without_a_network_also_from_a_relative_root(tmp_path, monkeypatch):
+def test_what_is_missing_is_downloaded_once_and_nothing_else_is_left(tmp_path, monkeypatch):
+    """By several at once, where a killed one has left something; then it is there without a network."""
     monkeypatch.chdir(tmp_path)
-    write_files(tmp_path)
-    assert_is_the_data(load(".", url="http://127.0.0.1:1/none"))
-
-
-def test_what_is_missing_is_downloaded_once_and_nothing_else_is_left(root, tmp_path):
-    assert_is_the_data(load(str(root), at(tmp_path)))
-    assert_is_the_data(load(str(root), "http://127.0.0.1:1/none"))
-    written = sorted(file.name for file in root.rglob("*"))
-    assert written == sorted([FOLDER, *FILES, "batches.meta"])
-
-
-def test_several_at_once_do_not_disturb_each_other_nor_does_what_a_killed_one_left(root, tmp_path):
-    (root / ".cifar-10-killed").mkdir(parents=True)
+    (tmp_path / "data" / ".cifar-10-killed").mkdir(parents=True)
     url = at(tmp_path)
     with ThreadPoolExecutor(4) as pool:
-        for job in [pool.submit(load, str(root), url) for _ in range(4)]:
+        for job in [pool.submit(load, "data", url) for _ in range(4)]:
             assert_is_the_data(job.result(30))
-    assert sorted(path.name for path in root.iterdir()) == [".cifar-10-killed", FOLDER]
-
-
-ALTERED = bytes(len(ARCHIVE))
+    assert_is_the_data(load("data", "http://127.0.0.1:1/none"))
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [".cifar-10-killed", FOLDER]
 
 
 @pytest.mark.parametrize(
     ("content", "limits", "says"),
     [
         (ARCHIVE[:500], {}, "the download of 500 bytes has MD5"),
-        (ALTERED, {}, f"has MD5 {md5(ALTERED)}, not "),
         (ARCHIVE, {"max_bytes": 500}, "the server sends more than the 500 bytes that may come"),
         (ARCHIVE, {"total_timeout": 1e-9}, "the download took longer than 1e-09 s"),
-        (TimeoutError("timed out"), {"timeout": 0.5}, "timed out"),  # of a server that is silent
-        (RemoteDisconnected("closed\nby it"), {}, "closed by it"),
+        (TimeoutError("timed\nout"), {"timeout": 0.5}, "timed out"),  # of a server that is silent
         ("http://127.0.0.1:1/x", {}, "Connection refused"),
-        ("no url at all", {}, "unknown url type"),
-        ("file:///no/such/file", {}, "No such file"),
     ],
 )
 def test_a_download_that_fails_says_what_and_why(root, tmp_path, monkeypatch, content, limits, says):
     """Whatever the server does, it is bounded in time and size, and leaves nothing."""
-    url = at(tmp_path, content) if isinstance(content, bytes) else "http://there"
-    if isinstance(content, str):
-        url = content
-    elif isinstance(content, Exception):
+    url = at(tmp_path, content) if isinstance(content, bytes) else "http://127.0.0.1:1/x"
+    if isinstance(content, Exception):
 
         def fail(url: str, timeout: float) -> None:
-            assert timeout == limits.get("timeout", 20.0)
+            assert timeout == limits["timeout"]
             raise content
 
         monkeypatch.setattr(urllib.request, "urlopen", fail)
@@ -140,22 +112,20 @@ def test_a_download_that_fails_says_what_and_why(root, tmp_path, monkeypatch, co
     for part in (says, str(root / FOLDER), url):
         assert part in str(missing.value)
     assert "\n" not in str(missing.value)
-    assert "<urlopen" not in str(missing.value)
     assert not root.exists()
 
 
-def test_a_root_that_cannot_be_written_and_seconds_that_are_none(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(DataMissing, match="could not be had"):
-        load(str(tmp_path / "file" / "data"), at(tmp_path))
-    for name, seconds in (("timeout", 0), ("total_timeout", math.inf)):
-        with pytest.raises(ConfigError, match=f"data.source.{name}=.* must be a finite number above 0"):
-            load(str(tmp_path), **{name: seconds})
+def test_seconds_that_are_none_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"data.source.total_timeout=.* must be a finite number above 0"):
+        load(str(tmp_path), total_timeout=math.inf)
 
 
-@pytest.mark.parametrize("content", [FILES["data_batch_2"][:-1], pickle.dumps({}), None])
+@pytest.mark.parametrize("content", [FILES["data_batch_2"][:-1], None])
 def test_a_file_that_is_not_the_official_one_is_named_and_no_reason_for_a_fallback(tmp_path, content):
-    path = write_files(tmp_path) / "data_batch_2"
+    (tmp_path / FOLDER).mkdir()
+    for name, whole in FILES.items():
+        (tmp_path / FOLDER / name).write_bytes(whole)
+    path = tmp_path / FOLDER / "data_batch_2"
     path.unlink() if content is None else path.write_bytes(content)
     with pytest.raises(ConfigError, match=f"{path} is missing.*delete the folder {path.parent}") as refusal:
         load(str(tmp_path))

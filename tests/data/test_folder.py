@@ -60,15 +60,8 @@ def test_an_evaluation_sees_the_middle(root):
     assert image[0, 0, [0, -1]].tolist() == pytest.approx([2.5 / 39, 36.5 / 39], abs=0.01)
     assert image[1, [0, -1], 0].tolist() == pytest.approx([27.5 / 89, 61.5 / 89], abs=0.01)
     assert not image[2].any()
-
-
-def test_images_are_normalised_by_channel(root):
-    ids = torch.arange(4)
-    plain = load(str(root), size=32, **PLAIN).train.inputs(ids, None)
-    imagenet = load(str(root), size=32).train.inputs(ids, None)
-    mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])[:, :, None, None]
-    expected = (plain - mean) / std
-    torch.testing.assert_close(imagenet, expected)
+    imagenet = load(str(root), size=35).train.inputs(torch.tensor([1]), None)[0]
+    torch.testing.assert_close(imagenet[0], (image[0] - 0.485) / 0.229)
 
 
 def test_training_crops_and_mirrors_by_the_sample_s_own_draw(root):
@@ -85,12 +78,11 @@ def test_training_crops_and_mirrors_by_the_sample_s_own_draw(root):
     tops = drawn[:, 1, 1].amin((1, 2))  # of 90 pixels, of which 35 are seen
     assert tops.min() < 0.05
     assert 0.55 < tops.max() < 0.62
-    never = load(str(root), size=32, flip=False).train
-    kept = torch.stack([never.inputs(ids, Draw(0, epoch)) for epoch in range(5)])[:, :, 0, 16]
-    assert (kept[:, :, 0] < kept[:, :, -1]).all()
+    kept = load(str(root), size=32, flip=False).train.inputs(ids, Draw(0, 5))[:, 0, 16]
+    assert (kept[:, 0] < kept[:, -1]).all()
 
 
-@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1"])
+@pytest.mark.parametrize("mode", ["L", "RGBA", "CMYK"])
 def test_every_image_of_any_size_and_shape_becomes_a_square_of_rgb(root, mode):
     suffix = "jpg" if mode == "CMYK" else "png"
     picture(root / f"train/ant/0.{suffix}", 40, 40, mode)
@@ -120,29 +112,15 @@ def test_the_checksum_tells_files_and_sizes_apart_and_not_places(root, tmp_path_
     assert len({before, *others}) == 5
 
 
-def damage(path: Path, how: str) -> None:
+@pytest.mark.parametrize("keeps", [None, 0.5])
+def test_a_file_that_cannot_be_read_is_named(root, keeps):
+    train, path = load(str(root)).train, root / "train/cat/1.jpg"
     content = path.read_bytes()
-    if how == "missing":
-        path.unlink()
-    else:
-        path.write_bytes(content[: len(content) // 2] if how == "truncated" else b"")
-
-
-@pytest.mark.parametrize(
-    ("number", "name", "how"),
-    [
-        *[(2, "train/cat/1.jpg", how) for how in ("missing", "truncated")],
-        *[(3, "train/cat/2.png", how) for how in ("truncated", "empty")],
-    ],
-)
-def test_a_file_that_cannot_be_read_is_named(root, how, number, name):
-    train = load(str(root)).train
-    damage(root / name, how)
+    path.write_bytes(content[: int(len(content) * keeps)]) if keeps else path.unlink()
     with pytest.raises(ConfigError) as refusal:
-        train.inputs(torch.tensor([number]), None)
-    assert str(refusal.value).startswith(f"{root / name} cannot be read as an image (")
+        train.inputs(torch.tensor([2]), None)
+    assert str(refusal.value).startswith(f"{path} cannot be read as an image (")
     assert "\n" not in str(refusal.value)
-    train.inputs(torch.tensor([0, 1]), None)
 
 
 def without(*names: str) -> Callable[[Path], list[None]]:
@@ -154,7 +132,6 @@ def without(*names: str) -> Callable[[Path], list[None]]:
     [
         (without("train"), {}, "train has no images (.jpg .jpeg .png"),
         (without("test/ant"), {}, "has ant in only one of its folders train and test: both need the same"),
-        (without("test/ant", "test/cat"), {}, "test has no images (.jpg .jpeg .png"),
         (lambda root: (root / "train/dog").mkdir(), {}, "train/dog has no images (.jpg .jpeg .png"),
         (without(), {"size": 0}, "data.size=0 must be a whole number of at least 1"),
     ],

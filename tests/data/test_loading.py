@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset, default_collate
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset, default_collate
 
 from pipetrain import ConfigError
 from pipetrain.data.loading import BadBatch, Form, Reader, known_sizes, pair
@@ -22,7 +22,6 @@ def batches(count: int, size: int = 4) -> list:
     [
         (DataLoader(DATA, batch_size=8), [8, 8, 6]),
         (DataLoader(DATA, batch_size=8, shuffle=True, drop_last=True), [8, 8]),
-        (DataLoader(DATA, batch_size=11), [11, 11]),
         (DataLoader(DATA, batch_size=8, sampler=SubsetRandomSampler(range(9))), [8, 1]),
         (DataLoader(DATA, batch_sampler=[[0, 1], [2]]), None),
         (DataLoader(DATA, batch_size=8, sampler=range(22)), None),
@@ -41,36 +40,13 @@ def test_only_torchs_own_sampler_tells_sizes_without_being_read(loader, sizes):
 @pytest.mark.parametrize("window", [1, 2, 3, None])
 def test_windows_cover_the_pass_in_order(loader, window):
     reader = Reader(loader, "batch")
-    first = reader.first()
-    assert first is not None
-    assert len(first[0]) == 8
+    assert len(reader.first()[0]) == 8
     labels, windows = [], []
     while sizes := reader.window(window):
         windows.append(sizes)
         labels += [label for size in sizes for label in reader.take(size)[1].tolist()]
     assert labels == list(range(22))
     assert windows == {1: [[8], [8], [6]], 2: [[8, 8], [6]], 3: [[8, 8, 6]], None: [[8, 8, 6]]}[window]
-
-
-class Noting(Dataset):
-    def __init__(self) -> None:
-        self.read = []
-
-    def __len__(self) -> int:
-        return len(DATA)
-
-    def __getitem__(self, index: int) -> tuple:
-        self.read.append(index)
-        return DATA[index]
-
-
-def test_a_window_of_one_batch_is_read_before_it_begins_and_a_longer_one_as_it_runs():
-    data = Noting()
-    loader = DataLoader(data, batch_size=8)
-    Reader(loader, "batch").window(1)
-    assert len(data.read) == 8
-    Reader(loader, "batch").window(2)
-    assert len(data.read) == 8
 
 
 def test_a_pass_that_goes_on_leaves_out_what_the_whole_one_did():
@@ -105,9 +81,7 @@ def test_an_iterable_without_length_is_read_by_windows_and_refused_as_a_whole_pa
     [
         (torch.ones(4), "batch 7 must be a pair (inputs, targets); it is a Tensor of 4"),
         ({"x": 1}, "batch 7 must be a pair (inputs, targets); it is a dict of x: say which are the targets"),
-        (None, "batch 7 must be a pair (inputs, targets); it is a NoneType"),
         ((torch.ones(4), 3), "must be a tensor [n, ...], or a tuple or a dict of them; got int"),
-        ((torch.ones(4), torch.tensor(1)), "the targets of batch 7 must be a tensor"),
         ((torch.ones(4), torch.ones(3)), "batch 7 has 4 inputs and 3 targets: each sample needs one"),
         (((torch.ones(4), torch.ones(5)), torch.ones(4)), "batch 7 has 4 inputs and 5 inputs"),
         ((torch.ones(0), torch.ones(0)), "batch 7 has no sample"),
