@@ -167,9 +167,7 @@ def test_a_declaration_says_what_one_input_is(data, dtype, spec):
 
 @pytest.mark.parametrize("sample", [{"shape": [3, 32, 32]}, {"shape": [3], "dtype": "nn"}, "float"])
 def test_a_declaration_that_is_none_is_refused(sample):
-    with pytest.raises(
-        ConfigError, match=r"data.sample=.* must be the shape and dtype of one input, su"
-    ):
+    with pytest.raises(ConfigError, match=r"data.sample=.* must be the shape and dtype of one input, su"):
         declared_example(DictConfig({"sample": sample}), torch.float32)
 
 

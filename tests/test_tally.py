@@ -42,18 +42,6 @@ def test_counting_goes_on_from_what_was_restored():
     assert again.take() == whole.take() == Tally(14.5, 6.5, 7, {"acc": [4.0, 6.0], "ppl": []})
 
 
-def test_what_is_counted_is_not_the_metric_s_own_tensor():
-    sums, counter = torch.ones(2, dtype=torch.float64), Counter()
-    counter.add(torch.tensor(1.0), 1, 1, {"own": sums})
-    counter.add(torch.tensor(1.0), 1, 1, {"own": sums})
-    assert (sums.tolist(), counter.take().sums) == ([1.0, 1.0], {"own": [2.0, 2.0]})
-
-
-def test_of_nothing_there_is_no_mean():
-    """As of an epoch in which every loss was skipped."""
-    assert math.isnan(Tally().mean_loss)
-
-
 @pytest.mark.parametrize("together", [1, 3])
 def test_a_loss_is_weighted_in_float64(together):
     """However many are added up at once."""
