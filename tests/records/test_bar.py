@@ -33,7 +33,6 @@ def test_on_a_terminal_a_bar_counts_and_is_gone_at_the_end(bar, monkeypatch):
     bar.tick("epoch 1", 3)
     assert bar._bar is None
     bar.tick("evaluation 1", 2)
-    assert (bar._bar.n, bar._bar.total) == (1, 2)
     bar.close()  # as a pass that failed
     bar.tick("evaluation 2", 4)
     assert (bar._bar.n, bar._bar.total) == (1, 4)
