@@ -62,17 +62,12 @@ class NamedTargets:
     def pair(self, batch: Any, what: str) -> tuple[Any, Any]:
         """Return a batch's inputs and targets. Raises BadBatch."""
         if not isinstance(batch, Mapping):
-            says = "that goes to the model, as it computes its loss" if self.kept else "as targets= says"
             raise BadBatch(
-                f"{what} must be a dict with {_listed(self.listed)}, {says}; it is a {kind(batch)}"
+                f"{what} must be a dict with the targets {_listed(self.listed)}; it is a {kind(batch)}"
             )
         if missing := [name for name in self.listed if name not in batch]:
             raise BadBatch(f"{what} has no {missing[0]}: targets= can name {_listed(batch)}")
         inputs, targets = self.inputs(batch), tuple(batch[name] for name in self.listed)
-        if isinstance(inputs, dict) and not inputs:
-            raise BadBatch(
-                f"{what} has nothing but the targets {_listed(self.listed)}: add the model's inputs"
-            )
         return inputs, targets[0] if isinstance(self.names, str) else targets
 
     def completed(self, batch: Mapping[str, Any], form: Form) -> dict[str, Any]:
@@ -112,12 +107,10 @@ def pair(batch: Any, what: str, named: NamedTargets | None = None) -> tuple[Valu
     if named is not None:
         batch = named.pair(batch, what)
     if not isinstance(batch, tuple | list) or len(batch) != 2:
-        way_out = ""
-        if isinstance(batch, Mapping):
-            way_out = ": say which are the targets, as in Pipeline(..., targets='label')"
-        elif isinstance(batch, tuple | list):
-            way_out = ": let the loader give ((FIRST, SECOND), TARGETS), or a dict, and targets=NAME"
-        raise BadBatch(f"{what} must be a pair (inputs, targets); it is a {kind(batch)}{way_out}")
+        raise BadBatch(
+            f"{what} must be a pair (inputs, targets); it is a {kind(batch)}: let the loader give ((FIRST, "
+            f"SECOND), TARGETS), or a dict and say which are the targets, as in Pipeline(..., targets='label')"
+        )
     inputs, targets = (_value(part, f"{half} of {what}") for part, half in zip(batch, HALVES, strict=True))
     for half, part in zip(HALVES, (inputs, targets), strict=True):
         for tensor in as_tuple(part):

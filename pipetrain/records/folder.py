@@ -131,7 +131,8 @@ def lengthens(run_dir: Path, cfg: DictConfig, settings: Settings) -> bool:
 
     Raises ConfigError if the learning rates of its finished updates would have been different.
     """
-    if not (folders(run_dir / CHECKPOINTS) and is_of(run_dir, cfg, {"resume", "epochs"})):
+    finished = (run_dir / SUMMARY).exists() and folders(run_dir / CHECKPOINTS)
+    if not (finished and is_of(run_dir, cfg, {"resume", "epochs"})):
         return False
     summary = json.loads((run_dir / SUMMARY).read_text())
     updates, epochs = summary["updates"], summary["epochs"]
