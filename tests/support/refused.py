@@ -155,15 +155,11 @@ ALIKE: dict[str, tuple[Program, str]] = {
         "schedule <lambda> .*a program is a list of Action for each rank",
     ),
     "a triple": (lambda rank: step((*batch(), batch()[1])), r"a tuple of 3: let the loader give \(\(FIRST,"),
-    "targets alone": (
-        lambda rank: step({"y": batch()[1]}, targets="y"),
-        "batch 0 has nothing but the targets y: add the model's inputs",
-    ),
     "text": (
         lambda rank: step({**NAMED, "text": ["a"] * 8}, targets="y"),
         r"text of the inputs of batch 0 must be a tensor \[n, ...\]; got list: leave it out, or make it one",
     ),
-    "a model's loss": (lambda rank: step(loss="model"), "a dict with labels, that goes to the model, as it"),
+    "a model's loss": (lambda rank: step(loss="model"), "batch 0 must be a dict with the targets labels;"),
     "weight a sample": (lambda rank: step(weight=lambda t: (t >= 0).double()), rf"{WEIGHT}float64\[8\]: su"),
     "state_dict": (
         lambda rank: step(weights=model().state_dict()),
