@@ -109,7 +109,7 @@ def pair(batch: Any, what: str, named: NamedTargets | None = None) -> tuple[Valu
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise BadBatch(
             f"{what} must be a pair (inputs, targets); it is a {kind(batch)}: let the loader give ((FIRST, "
-            f"SECOND), TARGETS), or a dict and say which are the targets, as in Pipeline(..., targets='label')"
+            f"SECOND), TARGETS), or a dict, and say which are the targets: Pipeline(..., targets='label')"
         )
     inputs, targets = (_value(part, f"{half} of {what}") for part, half in zip(batch, HALVES, strict=True))
     for half, part in zip(HALVES, (inputs, targets), strict=True):
