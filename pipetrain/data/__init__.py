@@ -60,8 +60,8 @@ def load_data(data: DictConfig, dtype: torch.dtype = torch.float32) -> Data:
         if data.get("fallback") is not None:
             raise
         raise DataMissing(
-            f"{error}; put the files there (data.root says where), or give a network or a data.source.url "
-            "that answers, or train on the digits with data=digits or data.fallback=digits"
+            f"{error}; put the files there (data.root says where), give a network or a data.source.url that "
+            "answers, or train on the digits with data=digits or data.fallback=digits"
         ) from error
     cut = {split: getattr(whole, split).first(limit) for split, limit in limits.items() if limit is not None}
     whole = replace(whole, **cut)
@@ -131,10 +131,9 @@ def _make(data: DictConfig, part: str, kind: type[T]) -> T:
         made = instantiate(data[part], _partial_=True, _convert_="all")()
     except ConfigError:
         raise
-    except InstantiationException as error:
-        raise ConfigError(f"data.{part} cannot be made: {one_line(error.__cause__ or error)}") from error
-    except (TypeError, ValueError, OSError) as error:  # a wrong argument, a file that is not there
-        raise ConfigError(f"data.{part} cannot be made: {type(error).__name__}: {one_line(error)}") from error
+    except (InstantiationException, TypeError, ValueError, OSError) as error:
+        why = error.__cause__ or error
+        raise ConfigError(f"data.{part} cannot be made: {type(why).__name__}: {one_line(why)}") from error
     if not isinstance(made, kind):
         raise ConfigError(
             f"data.{part} must give a pipetrain.data.{kind.__name__}; got {type(made).__name__}"

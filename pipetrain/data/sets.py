@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -164,11 +163,10 @@ class Images:
         """Return what is wrong, as its effect might go unnoticed; else "". `classes`: of the labels."""
         if type(classes) is not int or classes < 1:
             return f"classes must be a whole number, 1 or more; got {classes!r}"
-        for name, numbers, least in (("mean", self.mean, -math.inf), ("std", self.std, 0.0)):
+        for name, numbers in (("mean", self.mean), ("std", self.std)):
             values = torch.as_tensor(numbers, dtype=torch.float64)
-            if values.shape != (3,) or not (values.isfinite() & (values > least)).all():
-                above = " above 0" if name == "std" else ""
-                return f"{name} must be three finite numbers{above}; got {one_line(numbers)}"
+            if values.shape != (3,) or not values.isfinite().all() or (name == "std" and values.min() <= 0):
+                return f"{name} must be three finite numbers, and std above 0; got {one_line(numbers)}"
         image, label = ValueSpec.in_batch((self.images, self.labels)).specs
         if image.dtype is not torch.uint8 or len(image.shape) != 3 or image.shape[0] != 3:
             return f"images must be uint8[3, h, w] a sample; they are {image}"

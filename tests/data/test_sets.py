@@ -42,8 +42,8 @@ def test_first_keeps_the_first_samples_at_most_all():
         ({"labels": torch.arange(4)}, "has 5 images and 4 labels: each image needs one label", 5),
         ({"images": SPLIT.images.float()}, "images must be uint8[3, h, w] a sample; they are float32[3", 5),
         ({"labels": SPLIT.labels.int()}, "labels must be int64[] a sample; they are int32[]", 5),
-        ({"mean": (0.5, 0.5)}, "mean must be three finite numbers; got (0.5, 0.5)", 5),
-        ({"std": (0.5, 0.0, 0.5)}, "std must be three finite numbers above 0; got (0.5, 0.0, 0.5)", 5),
+        ({"mean": (0.5, 0.5)}, "mean must be three finite numbers, and std above 0; got (0.5, 0.5)", 5),
+        ({"std": (0.5, 0.0, 0.5)}, "std must be three finite numbers, and std above 0; got (0.5, 0.0", 5),
         ({}, "classes must be a whole number, 1 or more; got 0", 0),
     ],
 )
