@@ -63,8 +63,6 @@ def acted(asked: list[tuple[int, int, int]], windows: int = 6) -> list[list[str]
 @pytest.mark.parametrize(
     ("asked", "acts"),
     [
-        ([(2, 0, STOP)], {2: "stop"}),
-        ([(2, 2, SAVE)], {2: "save"}),
         ([(1, 1, SAVE), (2, 2, STOP)], {1: "save", 2: "stop"}),
         ([(3, 1, SAVE), (3, 2, STOP)], {3: "stop"}),
         ([(2, 1, SAVE), (2, 1, STOP), (2, 1, SAVE)], {2: "stop"}),
@@ -129,8 +127,8 @@ def ended(
         return list(zip(found, threads.map(Asking.after_window, ranks), strict=True))
 
 
-@pytest.mark.parametrize("rank", range(3))
-@pytest.mark.parametrize("at", [1, 5, 60])
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("at", [1, 60])
 def test_a_long_window_ends_early_on_all_ranks_after_the_same_batch(clock, at, rank):
     first, *others = ended(clock, (at, rank), 100, 1.0)
     assert all(other == first for other in others)
@@ -148,22 +146,14 @@ def test_batches_that_have_not_begun_say_nothing_of_how_long_one_takes(clock):
     """With a large buffer_size it is asked of batches far ahead."""
     one = alone()
     one.begin_window(60)
-    one.hear(STOP)
     clock.now = 8.0
+    assert not one.ends_window(52, begun=2)
+    one.hear(STOP)
     assert one.ends_window(52, begun=2)  # 4 s each, and 8 more
+    assert (one.after_window(), one.after_window()) == ("stop", "stop")
 
 
 def test_it_asks_about_twice_a_second_once_it_knows_how_long_a_batch_takes(clock):
     """So that quick batches do not pay for it."""
     first, *others = ended(clock, (7, 0), 3000, 0.05, known=True)
     assert first == others[0] == others[1] == (10, "stop")
-
-
-def test_alone_a_long_window_ends_with_the_next_batch(clock):
-    one = alone()
-    one.begin_window(100)
-    clock.now = 3.0
-    assert not one.ends_window(3, 3)
-    one.hear(STOP)
-    assert one.ends_window(4, 4)
-    assert (one.after_window(), one.after_window()) == ("stop", "stop")

@@ -213,10 +213,3 @@ OWN_GENERATOR = np.random.default_rng(0)
 )
 def test_what_is_no_data_set_is_refused_in_one_sentence(made, columns, says):
     assert says in refusal(made, columns)
-
-
-def test_a_shape_that_differs_later_is_said_with_the_same_sentence():
-    split = split_of(lambda i: (X.flatten()[: 1 + (i == 50)], i), length=60)
-    with pytest.raises(ConfigError, match=r"inputs of sample 50 are float32\[2\], and of sample 0 float32\["):
-        split.inputs(torch.tensor([50]), None)  # also in a microbatch of its own
-    split.targets(torch.tensor([50]), None)

@@ -72,7 +72,7 @@ STOPPED = "where the run was stopped"
     ("windows", "most", "traced", "cut"),
     [
         *[(None, 10**6, 8, ""), (5, 10**6, 5, ""), (99, 10**6, 8, STOPPED)],
-        *[(None, 18, 3, "at 18 actions of a rank"), (5, 17, 2, "at 17 actions of a rank")],
+        (None, 18, 3, "at 18 actions of a rank"),
         (None, 1, 1, "at 1 actions of a rank"),
     ],
 )
