@@ -80,7 +80,7 @@ def test_an_iterable_without_length_is_read_by_windows_and_refused_as_a_whole_pa
     ("batch", "sentence"),
     [
         (torch.ones(4), "batch 7 must be a pair (inputs, targets); it is a Tensor of 4"),
-        ({"x": 1}, "batch 7 must be a pair (inputs, targets); it is a dict of x: say which are the targets"),
+        ({"x": 1}, "batch 7 must be a pair (inputs, targets); it is a dict of x: let the loader give"),
         ((torch.ones(4), 3), "must be a tensor [n, ...], or a tuple or a dict of them; got int"),
         ((torch.ones(4), torch.ones(3)), "batch 7 has 4 inputs and 3 targets: each sample needs one"),
         (((torch.ones(4), torch.ones(5)), torch.ones(4)), "batch 7 has 4 inputs and 5 inputs"),
