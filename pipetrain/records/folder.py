@@ -135,7 +135,7 @@ def lengthens(run_dir: Path, cfg: DictConfig, settings: Settings) -> bool:
     if not (finished and is_of(run_dir, cfg, {"resume", "epochs"})):
         return False
     summary = json.loads((run_dir / SUMMARY).read_text())
-    updates, epochs = summary["updates"], summary["epochs"]
+    updates, epochs = int(summary["updates"]), int(summary["epochs"])
     rate, other = settings.rate(updates), settings.rate(updates // epochs * settings.epochs)
     if settings.epochs > epochs and any(rate(update) != other(update) for update in range(updates)):
         raise ConfigError(
