@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from pipetrain.errors import ConfigError
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.balance import InSchedule, Predictor, balance, balance_times, choose_cuts
-from pipetrain.plan.costs import LayerTime
 from pipetrain.plan.estimate import Layer
 from pipetrain.schedule.memory import GIB, Items
 from pipetrain.settings import STRATEGIES, Mode
@@ -95,25 +94,14 @@ def size(weights: list[float], cuts: Sequence[int], where: Sequence[int]) -> flo
     return max(held.values()) + max(sums)
 
 
-def test_the_two_stages_of_a_rank_of_a_v_add_up() -> None:
-    """Nearly equal stages would leave rank 0 with 9 of 16."""
-    weights = [3.0, 1.0, 4.0, 1.0, 2.0, 5.0]
-    assert loads(weights, balance(weights, range(4))) == [4, 4, 3, 5]
-    assert loads(weights, balance(weights, [0, 1, 1, 0])) == [3, 5, 3, 5]
-    assert balance(weights, [0, 0, 0, 0]) == balance(weights, range(4))
-
-
 @steady
 @given(st.data(), st.integers(2, 3), st.booleans())
-def test_ranks_of_several_stages_are_nearly_as_even_as_any_cuts_make_them(
-    data: st.DataObject, ranks: int, v: bool
-) -> None:
+def test_ranks_of_several_stages_are_nearly_as_even_as_any_cuts_make_them(data, ranks, v):
     weights = data.draw(st.lists(st.floats(0, 5), min_size=2 * ranks, max_size=10))
     where = [*range(ranks), *(reversed(range(ranks)) if v else range(ranks))]
     cuts = balance(weights, where)
     found = size(weights, cuts, where)
-    every = combinations(range(1, len(weights)), len(where) - 1)
-    least = min(size(weights, other, where) for other in every)
+    least = min(size(weights, other, where) for other in combinations(range(1, len(weights)), len(where) - 1))
     assert found <= size(weights, balance(weights, range(len(where))), where) + 1e-12
     assert found <= 1.15 * least + 1e-12
 
@@ -201,19 +189,10 @@ def test_cuts_by_times_are_the_best_of_all_that_may_be(predictor, data):
             balance_times(predictor, allowed, limit)
 
 
-def two_stages(held: Sequence[LayerTime], saved: Sequence[int] = (), s_per_byte: float = 0) -> Predictor:
-    return predictor_of(table_of(held, saved, s_per_byte=s_per_byte), [0, 1], [1, 1], microbatches=1)
-
-
-def test_messages_move_a_cut():
-    """1 1 2 by compute alone is cut in the middle; where that sends a lot, before it."""
-    held = [layer("small", 1, 0, output_bytes=1), layer("big", 1, 0, output_bytes=100), layer("slow", 2, 0)]
-    assert [balance_times(two_stages(held, s_per_byte=each), {1, 2}) for each in (0, 0.1)] == [[2], [1]]
-
-
 def test_a_memory_limit_moves_a_cut_and_says_how_small_it_may_be():
     held = [layer(str(i), seconds, 0) for i, seconds in enumerate([1, 1, 1, 3])]
-    eighths = two_stages(held, [n * GIB // 8 for n in (4, 4, 1, 1)])
+    table = table_of(held, [n * GIB // 8 for n in (4, 4, 1, 1)])
+    eighths = predictor_of(table, [0, 1], [1, 1], microbatches=1)
     for limit, cuts in ((math.inf, [3]), (1.0 * GIB, [2]), (0.75 * GIB, [1])):  # first 9/8 GiB and 1/8
         assert balance_times(eighths, {1, 2, 3}, limit) == cuts
     said = refusal(lambda: balance_times(eighths, {1, 2, 3}, limit=0.7 * GIB))

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pipetrain.errors import ConfigError
-from pipetrain.network.network import Made
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan import estimate as module
-from pipetrain.plan.estimate import Layer, estimate
+from pipetrain.plan.estimate import estimate
 from tests.support import models
 from tests.support.edges import Lambda
 from tests.support.models import Fork, Join, Recompute, Through, tied
@@ -28,19 +26,6 @@ def spec(*shape: int, dtype: torch.dtype = torch.float32) -> ValueSpec:
 
 
 IMAGES = spec(2, 3, 8, 8)
-
-
-def needed(layers: list[Layer]) -> list[tuple[bool, ...]]:
-    """Which outputs of each layer get a gradient, as the layers behind it return it."""
-    last = Made(len(layers) - 1, 0)
-    reached = {last: layers[-1].requires_grad[0]}
-    for layer in layers:
-        for value, reaches in zip(layer.takes, layer.reached, strict=True):
-            reached[value] = reached.get(value, False) or reaches
-    return [
-        tuple(reached.get(Made(index, number), False) for number in range(len(layer.output.specs)))
-        for index, layer in enumerate(layers)
-    ]
 
 
 def conv() -> nn.Conv2d:
@@ -85,7 +70,7 @@ def test_tuples_are_boundaries_of_their_own_kind():
     assert fork.requires_grad == through.requires_grad == (True, False)  # the skip is the data
     assert through.output == ValueSpec((pair[1], pair[1]), single=False)
     assert join.output == spec(2, 3, 8, 8)
-    assert needed(made) == [(True, False), (True, False), (True,)]
+    assert [layer.reached for layer in made] == [(False,), (True, False), (True, False)]
     assert fork.flops == 2 * 3 * (2 * 4 * 64) + 2 * 4 * 64 + 2 * 3 * 64  # both its tensors are counted
 
 
@@ -100,33 +85,20 @@ def test_a_list_and_a_tuple_of_one_are_tuples():
     assert once.output == ValueSpec((one,), single=False)
 
 
-def test_dtypes_are_those_that_the_model_makes():
-    labels, dtype = Lambda(lambda x: (x, x.flatten(1).argmax(1))), torch.float64
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), labels).to(dtype)
-    made = estimate(model, spec(2, 3, 8, 8, dtype=dtype))
-    assert made[1].output == spec(2, 4, 6, 6, dtype=dtype)
-    assert made[2].output.specs == (TensorSpec((2, 4, 6, 6), dtype), TensorSpec((2,), torch.int64))
-    assert made[2].requires_grad == (True, False)
-
-
-@pytest.mark.parametrize(
-    ("layer", "writes"),
-    [
+def test_a_layer_that_writes_into_its_input_is_seen():
+    for layer, writes in (
         (nn.Sequential(nn.Flatten(), nn.Dropout(inplace=True)), True),  # a view first
         (Lambda(lambda x: (x.view(-1).mul_(2), x)[1]), True),
         (nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(inplace=True)), False),
-    ],
-)
-def test_a_layer_that_writes_into_its_input_is_seen(layer, writes):
-    before, seen = estimate(nn.Sequential(nn.Identity(), layer), IMAGES)
-    assert (bool(before.writes), bool(seen.writes)) == (False, writes)
+    ):
+        before, seen = estimate(nn.Sequential(nn.Identity(), layer), IMAGES)
+        assert (bool(before.writes), bool(seen.writes)) == (False, writes)
 
 
 def test_batchnorm_over_one_value_a_channel_is_refused_in_training_alone():
     model = nn.Sequential(nn.Conv2d(3, 4, 8), nn.BatchNorm2d(4))
     one = spec(1, 3, 8, 8)
-    with pytest.raises(ConfigError, match=r"layer 1 \(1\) .* float32\[1, 4, 1, 1\].*more than 1 value"):
-        estimate(model, one)
+    assert "layer 1 (1) of the model cannot take float32[1, 4, 1, 1]" in refusal(lambda: estimate(model, one))
     assert estimate(model, one, training=False)[1].output == spec(1, 4, 1, 1)
 
 
@@ -214,18 +186,18 @@ DROP = Lambda(lambda triple: triple[0] + triple[1].log().clamp(min=-9))
 
 
 @pytest.mark.parametrize(
-    ("layers", "needs"),
+    ("layers", "reached"),
     [
-        ((nn.ReLU(), conv(), nn.ReLU()), [(False,), (True,), (True,)]),
-        ((conv().requires_grad_(False), nn.ReLU(), conv()), [(False,), (False,), (True,)]),
-        ((Keep(), DROP, conv()), [(True, False, False), (True,), (True,)]),
-        ((conv(), Lambda(NoGradient.apply), conv()), [(False,), (True,), (True,)]),
-        ((conv(), Recompute(nn.Sequential(conv(), nn.Tanh()), True), nn.ReLU()), [(True,)] * 3),
+        ((nn.ReLU(), conv(), nn.ReLU()), [(False,), (True,)]),
+        ((conv().requires_grad_(False), nn.ReLU(), conv()), [(False,), (False,)]),
+        ((Keep(), DROP, conv()), [(True, False, False), (True,)]),
+        ((conv(), Lambda(NoGradient.apply), conv()), [(False,), (True,)]),
+        ((conv(), Recompute(nn.Sequential(conv(), nn.Tanh()), True), nn.ReLU()), [(True,), (True,)]),
     ],
 )
-def test_a_gradient_is_needed_where_it_leads_from_the_loss_to_a_weight(layers, needs):
+def test_a_gradient_is_needed_where_it_leads_from_the_loss_to_a_weight(layers, reached):
     model = nn.Sequential(*layers)
-    assert needed(estimate(model, IMAGES)) == needs
+    assert [layer.reached for layer in estimate(model, IMAGES)] == [(False,), *reached]
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -233,7 +205,7 @@ def test_a_gradient_is_needed_where_it_leads_from_the_loss_to_a_weight(layers, n
 
 
 class State(nn.Module):
-    """Hands on its own buffer beside what it is given, and changes it each time."""
+    """Hands on what it keeps, and changes it each time."""
 
     def __init__(self, how: Callable[[State, Tensor], Tensor]) -> None:
         super().__init__()
@@ -242,29 +214,22 @@ class State(nn.Module):
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
+        self.last = x * 2
         return self.how(self, x)
 
 
-def cached(self: State, x: Tensor) -> Tensor:
-    self.last = x * 2
-    return self.last
-
-
-@pytest.mark.parametrize(
-    ("how", "keeps"),
-    [
+def test_a_layer_that_hands_on_what_it_keeps_is_seen():
+    for how, keeps in (
         (lambda self, x: self.state + x, False),
         (lambda self, x: self.state.add_(1), True),
         (lambda self, x: self.kept[0].copy_(x), True),
-        (cached, True),
-    ],
-)
-def test_a_layer_that_hands_on_what_it_keeps_is_seen(how, keeps):
-    layer = State(how)
-    (seen,) = estimate(nn.Sequential(layer), IMAGES, training=False)
-    assert seen.keeps_output is keeps
-    assert bool((layer.state == 0).all())
-    assert not hasattr(layer, "last")  # it is as it was
+        (lambda self, x: self.last, True),
+    ):
+        layer = State(how)
+        (seen,) = estimate(nn.Sequential(layer), IMAGES, training=False)
+        assert seen.keeps_output is keeps
+        assert bool((layer.state == 0).all())
+        assert not hasattr(layer, "last")  # it is as it was
 
 
 def borrows(tensor: Tensor) -> Lambda:
@@ -298,14 +263,8 @@ HIDES, FINDS = Lambda(lambda x: KEPT.append(x) or x), Lambda(lambda x: x + KEPT.
     ("layers", "says"),
     [
         ((nn.Conv2d(3, 4, 3), nn.Conv2d(5, 4, 3)), "1 (1) of the model cannot take float32[2, 4, 6, 6]: "),
-        (
-            (SHARED, borrows(SHARED.weight.detach())),
-            "1 (1) of the model uses parameter 0.weight, which is not",
-        ),
-        (
-            (conv(), borrows(nn.Parameter(torch.ones(3)))),
-            "1 (1) of the model uses a parameter [3] of no layer",
-        ),
+        ((SHARED, borrows(SHARED.weight.detach())), "1 (1) of the model uses parameter 0.weight, which is"),
+        ((conv(), borrows(nn.Parameter(torch.ones(3)))), "1 (1) of the model uses a parameter [3] of no"),
         ((conv(), HIDES, FINDS), "2 (2) of the model uses a tensor [2, 3, 8, 8] that a layer before it has"),
         ((Renormed(3, 3, 1),), "0 (0) of the model replaces the data of a parameter or of its input"),
         ((conv(), Late()), "1 (1) of the model makes its seen when it first runs; make it when"),
@@ -336,4 +295,4 @@ def test_a_parameter_in_a_list_or_a_plain_attribute_is_a_registered_one():
 
     first = conv()
     made = estimate(nn.Sequential(first, Tied(first.weight), nn.ReLU()), IMAGES)
-    assert needed(made) == [(True,)] * 3
+    assert [layer.reached for layer in made] == [(False,), (True,), (True,)]

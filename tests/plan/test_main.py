@@ -10,7 +10,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
 
+from pipetrain.plan import __main__ as command
 from pipetrain.plan import describe as printing
 from pipetrain.plan.replay import read_trace, refuse_other
 from pipetrain.schedule.actions import Op, Program
@@ -24,6 +26,22 @@ from tests.support.refusals import refusal
 from tests.support.traces import about, as_measured
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    """Give a function that runs the command in this process: (status, out, err)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+
+    def call(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["pipetrain.plan", *words])
+        with pytest.raises(SystemExit) as end:
+            command.main()
+        return int(end.value.code or 0), *capsys.readouterr()
+
+    yield call
+    GlobalHydra.instance().clear()
 
 
 def test_batches_are_played_through_instead_of_the_window(run):
