@@ -11,24 +11,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipetrain.errors import ActionFailed, ChannelError, ConfigError, TrainingStopped
-    from pipetrain.fitting import fit
-    from pipetrain.network.chain import Pop, Stash
-    from pipetrain.pipeline import Pipeline, schedules
-    from pipetrain.schedule.actions import Action, Op, ScheduleError
-    from pipetrain.tasks import (
-        Classification,
-        LanguageModelling,
-        Metric,
-        ModelLoss,
-        Regression,
-        Segmentation,
-        Task,
-    )
+    from pipetrain.errors import ActionFailed as ActionFailed
+    from pipetrain.errors import ChannelError as ChannelError
+    from pipetrain.errors import ConfigError as ConfigError
+    from pipetrain.errors import TrainingStopped as TrainingStopped
+    from pipetrain.fitting import fit as fit
+    from pipetrain.network.chain import Pop as Pop
+    from pipetrain.network.chain import Stash as Stash
+    from pipetrain.pipeline import Pipeline as Pipeline
+    from pipetrain.pipeline import schedules as schedules
+    from pipetrain.schedule.actions import Action as Action
+    from pipetrain.schedule.actions import Op as Op
+    from pipetrain.schedule.actions import ScheduleError as ScheduleError
+    from pipetrain.tasks import Classification as Classification
+    from pipetrain.tasks import LanguageModelling as LanguageModelling
+    from pipetrain.tasks import Metric as Metric
+    from pipetrain.tasks import ModelLoss as ModelLoss
+    from pipetrain.tasks import Regression as Regression
+    from pipetrain.tasks import Segmentation as Segmentation
+    from pipetrain.tasks import Task as Task
 
 _HOMES = {
-    "pipetrain.pipeline": ("Pipeline", "schedules"),
+    "pipetrain.errors": ("ActionFailed", "ChannelError", "ConfigError", "TrainingStopped"),
     "pipetrain.fitting": ("fit",),
+    "pipetrain.network.chain": ("Pop", "Stash"),
+    "pipetrain.pipeline": ("Pipeline", "schedules"),
+    "pipetrain.schedule.actions": ("Action", "Op", "ScheduleError"),
     "pipetrain.tasks": (
         "Classification",
         "LanguageModelling",
@@ -38,31 +46,8 @@ _HOMES = {
         "Segmentation",
         "Task",
     ),
-    "pipetrain.network.chain": ("Pop", "Stash"),
-    "pipetrain.errors": ("ActionFailed", "ChannelError", "ConfigError", "TrainingStopped"),
-    "pipetrain.schedule.actions": ("Action", "Op", "ScheduleError"),
 }
-__all__ = [
-    "Action",
-    "ActionFailed",
-    "ChannelError",
-    "Classification",
-    "ConfigError",
-    "LanguageModelling",
-    "Metric",
-    "ModelLoss",
-    "Op",
-    "Pipeline",
-    "Pop",
-    "Regression",
-    "ScheduleError",
-    "Segmentation",
-    "Stash",
-    "Task",
-    "TrainingStopped",
-    "fit",
-    "schedules",
-]
+__all__ = sorted(name for names in _HOMES.values() for name in names)
 
 
 def __getattr__(name: str) -> Any:

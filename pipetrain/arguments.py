@@ -142,13 +142,8 @@ def read_task(
 
 def read_path(name: str, given: object) -> Path:
     """Return the path of a file or a folder. Raises ConfigError."""
-    if isinstance(given, Mapping):
-        raise ConfigError(
-            f"{name} must be the path of a file or a folder; got {type(given).__name__}: to begin with a "
-            f"state_dict, call model.load_state_dict(...) before Pipeline(model, ...)"
-        )
     if not isinstance(given, str | PathLike) or not str(given):
-        raise ConfigError(f"{name}={given!r} must be the path of a file or a folder")
+        raise ConfigError(f"{name}={str(given)[:40]} must be the path of a file or a folder")
     return Path(given)
 
 
@@ -204,14 +199,10 @@ def read_schedule(schedule: str | Path | Schedule) -> tuple[str, Schedule, dict[
     if isinstance(schedule, str) and (chosen := shipped("schedule", schedule)) is not None:
         return schedule, make_schedule(chosen), {key: chosen[key] for key in own}
     names = names_of("schedule")
-    if not isinstance(schedule, str | Path):
-        raise ConfigError(f"schedule={schedule} must be one of {names}, a function or the path of a file")
     try:
         program = parse_program(Path(schedule).read_text())
-    except OSError as error:
-        raise ConfigError(
-            f"schedule={schedule} is neither a file nor one of {names}: {error.strerror}"
-        ) from error
+    except (OSError, TypeError) as error:
+        raise ConfigError(f"schedule={schedule} is neither a function, a file nor one of {names}") from error
     program = [[action for action in actions if action.op not in ADDED] for actions in program]
     return Path(schedule).stem, FixedProgram(str(schedule), program), own
 

@@ -74,20 +74,17 @@ class PassesByNumber:
 
 
 @dataclass(frozen=True, slots=True)
-class _Counted:
-    """What the last stage's rank has counted in an epoch so far. `losses`: one an update."""
+class _Figures:
+    """One rank's figures of an epoch, so far or as a whole.
 
+    `trained`, `losses` (one an update), `evaluated`: what the last stage's rank has counted. `ran`: each window's
+    actions, as text.
+    """
+
+    stages: Stats
     trained: Tally
     losses: list[float]
-    evaluated: Tally | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Figures:
-    """One rank's figures of an epoch, so far or as a whole. `ran`: the actions of each window, as text."""
-
-    counted: _Counted | None
-    stages: Stats
+    evaluated: Tally = field(default_factory=Tally)
     train_s: float = 0.0
     eval_s: float = 0.0
     ran: list[list[str]] = field(default_factory=list)
@@ -258,10 +255,11 @@ class Epochs:
     def _save(self, train_s: float) -> None:
         """Start to save a checkpoint; on all ranks at the same window, with the pipeline drained."""
         assert self._keeper is not None
-        session = self.session
-        counted = None if session.last is None else _Counted(session.last.counts.trained.peek(), self._losses)
-        ranks = self._gather("what is known of the epoch", _Figures(counted, session.engine.stats))
-        known = next(one.counted for one in ranks if one.counted is not None)
+        session, last = self.session, self.session.last
+        trained = last.counts.trained.peek() if last else Tally()
+        mine = _Figures(session.engine.stats, trained, self._losses)
+        ranks = self._gather("what is known of the epoch", mine)
+        known = ranks[session.plan.placement[-1]]
         progress = replace(
             self._progress,
             trained=known.trained,
@@ -325,21 +323,17 @@ class Epochs:
 
     def _report(self, epoch: int, train_s: float, eval_s: float) -> None:
         """Gather an epoch's figures from all ranks, and record them."""
-        counted = None
         last = self.session.last
-        if last is not None:
-            tallies = last.take_trained(), last.take_evaluated()
-            counted, self._losses = _Counted(tallies[0], self._losses, tallies[1]), []
-        ran = [list(map(str, actions)) for actions in self._ran]
-        mine = _Figures(counted, self.session.engine.take_stats(), train_s, eval_s, ran, self._held)
-        self._ran, self._held = [], None
+        trained, evaluated = (last.take_trained(), last.take_evaluated()) if last else (Tally(), Tally())
+        ran, stats = [list(map(str, actions)) for actions in self._ran], self.session.engine.take_stats()
+        mine = _Figures(stats, trained, self._losses, evaluated, train_s, eval_s, ran, self._held)
+        self._ran, self._held, self._losses = [], None, []
         ranks = self._gather(f"the figures of epoch {epoch + 1}", mine)
         if self._mesh.world.rank == 0:
             windows = zip(*(figures.ran for figures in ranks), strict=True)
             self._prove(epoch, [[list(map(parse_action, actions)) for actions in ran] for ran in windows])
-        known = next(figures.counted for figures in ranks if figures.counted is not None)
+        known = ranks[self.session.plan.placement[-1]]
         trained, evaluated, losses = known.trained, known.evaluated, known.losses
-        assert evaluated is not None
         if self._about.settings.on_nan == "stop" and math.isnan(evaluated.mean_loss):
             raise TrainingStopped(
                 f"the loss of the evaluation after update {self._position.update} is nan: the weights "

@@ -68,7 +68,7 @@ def test_a_program_file_is_read_with_or_without_its_messages(tmp_path):
     path.write_text(format_program(one_f_one_b(2, 1, 4)))
     name, schedule, _ = read_schedule(path)
     assert (name, schedule(2, 1, 4)) == ("mine", parse_program(path.read_text()))
-    with pytest.raises(ConfigError, match=r"schedule=none.txt is neither a file nor one of 1f1b, fbp"):
+    with pytest.raises(ConfigError, match=r"schedule=none.txt is neither a function, a file nor one of 1f1b"):
         read_schedule("none.txt")
 
 

@@ -163,7 +163,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
     "weight a sample": (lambda rank: step(weight=lambda t: (t >= 0).double()), rf"{WEIGHT}float64\[8\]: su"),
     "state_dict": (
         lambda rank: step(weights=model().state_dict()),
-        r"weights must be the path of a file .*; got OrderedDict: .* call model.load_state_dict\(...\) ",
+        r"weights=OrderedDict.* must be the path of a file or a folder",
     ),
     "save": (lambda rank: pipe(sample=batch()).save(None), "folder=None must be the path of a file or"),  # type: ignore[arg-type]
     "closed": (closed, "this Pipeline has been closed: call clo"),
