@@ -77,8 +77,8 @@ class PassesByNumber:
 class _Figures:
     """One rank's figures of an epoch, so far or as a whole.
 
-    `trained`, `losses` (one an update), `evaluated`: what the last stage's rank has counted. `ran`: each window's
-    actions, as text.
+    `trained`, `losses` (one an update), `evaluated`: what the last stage's rank has counted. `ran`: the
+    actions of each window, as text.
     """
 
     stages: Stats
