@@ -31,9 +31,8 @@ def train_cases(world: World, store: Store, cases: Sequence[Case]) -> int:
     """Train each case over gloo and hold it against the reference on rank 0."""
     for number, case in enumerate(cases):
         run = make_run(case)
-        settings = run.settings
         prefix = dist.PrefixStore(str(number), store)
-        mesh = Mesh(world, run.plan.placement, list(run.plan.cut.bounds), CPU, prefix, settings.timeout)
+        mesh = Mesh(world, run.plan.placement, list(run.plan.cut.bounds), CPU, prefix, DEADLINE_S)
         listener = Listener()
         epochs = epochs_of(run, mesh, listener if world.rank == 0 else None)  # type: ignore[arg-type]
         epochs.run()

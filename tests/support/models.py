@@ -255,15 +255,15 @@ class Spoil(nn.Module):
         self._left, self._gradient, self._once = at, gradient, once
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and not is_planned():
-            self._left -= 1
-            if self._once and self._left < 0:
-                return x
-            if self._left <= 0 and self._gradient:
-                x = x * 1
-                x.register_hook(lambda grad: grad * float("nan"))
-            elif self._left <= 0:
-                return x * float("nan")
+        if not self.training or is_planned():
+            return x
+        self._left -= 1
+        if self._left > 0 or (self._once and self._left < 0):
+            return x
+        if not self._gradient:
+            return x * float("nan")
+        x = x * 1
+        x.register_hook(lambda grad: grad * float("nan"))
         return x
 
 
@@ -357,23 +357,12 @@ def fickle() -> nn.Sequential:
     return nn.Sequential(*flat(), Lambda(lambda x: x if is_planned() else x[:, :6]), nn.Linear(12, CLASSES))
 
 
-def frozen() -> nn.Sequential:
-    model = without_norm()
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    return model
-
-
 def frozen_end() -> nn.Sequential:
     """The last stage may have nothing to train; what is before it has."""
     model = without_norm()
     for parameter in model[-2:].parameters():
         parameter.requires_grad_(False)
     return model
-
-
-def lazy() -> nn.Sequential:
-    return nn.Sequential(nn.Flatten(), nn.LazyLinear(CLASSES))
 
 
 def hooked() -> nn.Sequential:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from pipetrain.models import unet
 from pipetrain.network.values import Value, as_tuple
-from pipetrain.tasks import Classification, LanguageModelling, Regression, Segmentation, Task
+from pipetrain.tasks import Classification, LanguageModelling, Segmentation, Task
 from tests.support import hugging_face
 from tests.support.hugging_face import VOCABULARY
 from tests.support.parity import Subject, cut_batches
@@ -116,10 +116,6 @@ def tuples() -> Subject:
     targets = random(4), random(3), random().abs() + 0.1
     model = nn.Sequential(*(Mixing() for _ in range(6)))
     return subject(model, (random(4), random(3)), targets, Both(), whole=True)
-
-
-def regression() -> Subject:
-    return subject(mlp(), random(6), random(5), Regression(), whole=True)
 
 
 def u_net() -> Subject:
@@ -318,7 +314,6 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "normed": lambda: classified(normed()),
     "gpt": gpt,
     "tuples": tuples,
-    "regression": regression,
     "factory": lambda: classified(scaled(), factory=scaled),
     "traced factory": lambda: classified(ways(), factory=ways),
 }

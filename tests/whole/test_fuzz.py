@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "25"))
 MODELS = ["with_norm", "without_norm"] * 2 + ["recomputing", "dropping", "tied", "reused"]
-MODELS += ["shared_statistics", "explode", "not_a_module", "frozen", "lazy", "complex_inside"]
+MODELS += ["shared_statistics", "explode", "not_a_module", "complex_inside"]
 
 # Values that work, some of them with others only, and values that cannot be.
 POOL: dict[str, list[object]] = {
