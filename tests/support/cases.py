@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import repeat
 from pathlib import Path
-from threading import Barrier, Lock, Thread
-from time import monotonic, sleep
+from threading import Barrier, Lock
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +22,6 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 from torch import Tensor
-from torch.utils import _python_dispatch
 
 from pipetrain.building import make_schedule
 from pipetrain.checkpoint.asking import Asking
@@ -46,7 +44,7 @@ from pipetrain.signals import Asked
 from pipetrain.tasks import IGNORED
 from tests.support import reference
 from tests.support.deadlines import DEADLINE_S
-from tests.support.local import LocalChannel, Wire
+from tests.support.local import LocalChannel, Wire, in_threads
 from tests.support.runs import Run, epochs_of, prepare
 
 GROUPS = {path.name for path in conf_dir().iterdir() if path.is_dir()}
@@ -330,7 +328,7 @@ def run_in_threads(
         saved.keepers(case.ranks, tensors_of(run.take_network().model)) if saved else [None] * case.ranks
     )
     wire, barrier, board = Wire(run.plan.placement), Barrier(case.ranks), [None] * case.ranks
-    listener, state, errors = listener or Listener(), {}, []
+    listener, state = listener or Listener(), {}
 
     meshes = [LocalMesh(World(rank, case.ranks), wire, barrier, board) for rank in range(case.ranks)]
     # Here, one after the other: a model's weights come from the process's one random generator.
@@ -342,26 +340,11 @@ def run_in_threads(
         trainer.restore(Source(source, manifest))  # type: ignore[arg-type]
 
     def work(rank: int) -> None:
-        try:
-            trainers[rank].run()
-            state.update(state_of(trainers[rank], run))
-        except BaseException as error:
-            errors.append(error)
-            barrier.abort()
+        trainers[rank].run()
+        state.update(state_of(trainers[rank], run))
 
-    threads: list[Thread] = [Thread(target=partial(work, rank), daemon=True) for rank in range(case.ranks)]
-    end = monotonic() + DEADLINE_S
     with drawing_in_turn() if any(layer.draws for layer in run.plan.layers) else nullcontext():
-        for thread in threads:
-            thread.start()
-        while not errors and any(thread.is_alive() for thread in threads) and monotonic() < end:
-            threads[-1].join(0.02)
-            sleep(0.002)
-    # Torch notes for all threads together that one has a mode, as recompute=selective does.
-    _python_dispatch._is_in_torch_dispatch_mode = False
-    if errors:
-        raise errors[0]  # the other threads, which wait for this one, end at their deadline
-    assert not any(thread.is_alive() for thread in threads), f"{case} did not end in {DEADLINE_S:g} s"
+        in_threads(work, barrier)
     return state, listener.epochs
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from threading import Condition
+from threading import Barrier, Condition, Thread
 
 import torch
 from torch import Tensor
+from torch.utils import _python_dispatch
 
 from pipetrain.runtime.channel import ChannelError, Message, failed
 from pipetrain.schedule.actions import Edge, Tie
+from tests.support.deadlines import DEADLINE_S
 
 
 class LocalChannel:
@@ -117,6 +119,31 @@ class LocalChannel:
         if not self._wire.changed.wait_for(ready, self._timeout):
             raise failed(receives, sends, self._timeout, "")
         self.waited += time.monotonic() - start
+
+
+def in_threads(work: Callable[[int], object], barrier: Barrier) -> None:
+    """Call `work` for each rank, in as many threads as meet at a barrier; raise what one of them raises."""
+    errors: list[BaseException] = []
+
+    def guarded(rank: int) -> None:
+        try:
+            work(rank)
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads = [Thread(target=guarded, args=(rank,), daemon=True) for rank in range(barrier.parties)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + DEADLINE_S
+    while not errors and any(thread.is_alive() for thread in threads) and time.monotonic() < end:
+        threads[-1].join(0.02)
+        time.sleep(0.002)
+    # Torch notes for all threads together that one has a mode.
+    _python_dispatch._is_in_torch_dispatch_mode = False
+    if errors:
+        raise errors[0]  # the other threads, which wait for this one, end at their deadline
+    assert not any(thread.is_alive() for thread in threads), f"it did not end in {DEADLINE_S:g} s"
 
 
 class Wire:

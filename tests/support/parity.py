@@ -30,7 +30,7 @@ from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.ranks import World
 from pipetrain.tasks import Task
-from tests.support.reference import DELAYS, Loop, average_of, grouped
+from tests.support.reference import DELAYS, Loop, average_of, drops, grouped
 
 Batch = tuple[Value, Value]
 SEED = 5
@@ -189,7 +189,7 @@ class Reference:
         self.subject, self.model, self.plan, self.way = subject, model, plan, way
         self._windows = windows
         self._network: Network | None = None
-        if any(layer.draws for layer in plan.layers):
+        if drops(model):
             self._network = network_of(model, ValueSpec.in_batch(subject.batches[0][0]))
         delay_of = DELAYS[way.schedule]
         flushes = delay_of is DELAYS["1f1b"]

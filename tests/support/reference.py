@@ -137,6 +137,11 @@ class Loop:
         self.updates += 1
 
 
+def drops(module: nn.Module) -> bool:
+    """Whether it draws random numbers in training."""
+    return any(isinstance(inner, nn.Dropout) and inner.p for inner in module.modules())
+
+
 def average_of(model: nn.Module, decay: float | None) -> AveragedModel | None:
     return None if decay is None else AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
 
@@ -167,7 +172,7 @@ def train(model: nn.Sequential, run: Run, delays: Iterable[Delay], early: Mappin
     if settings.precision == "bf16":
         _narrow_at(model, cuts)
     for number, (_, layer) in enumerate(named_layers(model)):
-        if any(isinstance(inner, nn.Dropout) and inner.p for inner in layer.modules()):
+        if drops(layer):
             layer.register_forward_pre_hook(partial(_draw, number))
     live, average = dict(model.named_parameters()), average_of(model, settings.ema)
     norms = () if has_norms(run.plan.window.program) else cuts

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Barrier, Thread
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +19,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmark import contestants
@@ -28,7 +27,7 @@ from benchmark.tasks import Job, Task, prepare
 from pipetrain.runtime.channel import Message
 from pipetrain.runtime.ranks import World
 from tests.support.deadlines import DEADLINE_S
-from tests.support.local import LocalChannel, Wire
+from tests.support.local import LocalChannel, Wire, in_threads
 
 MOST = 8  # kernels a microbatch
 FURTHER_STAGE = 3  # of a second stage on a rank, a batch: two check its gradients, one is its optimizer's
@@ -103,7 +102,6 @@ def second_window(task: Task, schedule: str, ranks: int) -> Second:
     """Train two windows with a thread a rank, and count in the second one."""
     meeting = Barrier(ranks)
     counted = [Launches() for _ in range(ranks)]
-    errors: list[BaseException] = []
     jobs = [prepare(task, schedule, ranks, 2) for _ in counted]
     wire, ours = Wire(jobs[0].plan.placement), []
     with patch.object(contestants, "fitted", lambda mesh, plan: mesh):
@@ -113,24 +111,12 @@ def second_window(task: Task, schedule: str, ranks: int) -> Second:
             ours.append(Ours(schedule, job, mesh, channel=channel))
 
     def work(rank: int) -> None:
-        try:
+        ours[rank].run()
+        meeting.wait(DEADLINE_S)
+        with counted[rank]:
             ours[rank].run()
-            meeting.wait(DEADLINE_S)
-            with counted[rank]:
-                ours[rank].run()
-        except BaseException as error:
-            errors.append(error)
-            meeting.abort()
 
-    threads = [Thread(target=work, args=(rank,), daemon=True) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    # Torch notes for all threads together that one has a mode.
-    _python_dispatch._is_in_torch_dispatch_mode = False
-    if errors:
-        raise errors[0]
+    in_threads(work, meeting)
     return Second([launches.kernels for launches in counted], ours[0].batches, jobs[0])
 
 
