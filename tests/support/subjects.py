@@ -267,11 +267,11 @@ def branches(dropout: float = 0.0) -> Subject:
 
 
 class Encoder(nn.Module):
-    """Recurrent layers, attention with its weights as a second output, and weights that are computed."""
+    """A recurrent layer, attention with its weights as a second output, and weights that are computed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(8, 16, 2, batch_first=True)
+        self.lstm = nn.LSTM(8, 16, batch_first=True)
         self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
         self.dense = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
         self.head = nn.Linear(16, 3)

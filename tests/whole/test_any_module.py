@@ -37,7 +37,7 @@ WAYS: dict[str, tuple[Way, ...]] = {
     "two inputs": (FLUSH_3, STASH_2),
     "branches": (STASH, VIRTUAL),
     "branches with dropout": (Way("pipedream", ranks=3),),
-    "encoder": (STASH,),
+    "encoder": (ALONE,),
     "unet": (FLUSH_3, STASH_2, VIRTUAL),
 }
 SMALL: dict[str, tuple[Way, ...]] = {
