@@ -60,21 +60,14 @@ def _near(edge: Edge) -> bool:
 
 
 def _ahead(run: Timeline) -> dict[Edge, int]:
-    """Return, by edge, the most messages that are sent and not yet received when another one is sent."""
-    sent: dict[tuple[Edge, int], tuple[int, float]] = {}  # of each message: its rank and time
-    for rank, row in enumerate(run.rows):
-        for span in row.spans:
-            if span.action is not None and span.action.op in SENDS:
-                sent[span.action.edge, span.action.mb] = rank, span.end
-    times: dict[tuple[Edge, int, int], list[tuple[float, float]]] = defaultdict(list)  # by edge and ranks
-    for rank, row in enumerate(run.rows):
-        for span in row.spans:
-            if span.action is not None and span.action.op in COMMUNICATION - SENDS:
-                source, at = sent[span.action.edge, span.action.mb]
-                times[span.action.edge, source, rank].append((at, span.end))
-    most: dict[Edge, int] = defaultdict(int)
-    for (edge, _, _), messages in times.items():
-        received = [end for _, end in messages]
-        for index, (at, _) in enumerate(messages):
-            most[edge] = max(most[edge], index - bisect_right(received, at, hi=index))
-    return most
+    """Return, by edge, the most messages on the way when another one is sent. Stages have no replicas."""
+    sent: dict[Edge, list[float]] = defaultdict(list)  # when, in order
+    received: dict[Edge, list[float]] = defaultdict(list)
+    for row in run.rows:
+        for action, _, end, *_ in row.spans:
+            if action is not None and action.op in COMMUNICATION:
+                (sent if action.op in SENDS else received)[action.edge].append(end)
+    return {
+        edge: max(index - bisect_right(received[edge], at, hi=index) for index, at in enumerate(times))
+        for edge, times in sent.items()
+    }

@@ -95,16 +95,17 @@ def events(windows: Sequence[TracedWindow], placement: Sequence[int], origin: fl
         arrows += len(sent_at)
         for rank, row in enumerate(window.timeline.rows):
             for span in row.spans:
-                track, action, ready = _track(span.action), span.action, span.start + span.waited
-                args = _args(span, number, window.samples)
+                action, args = span.action, _args(span, number, window.samples)
                 if span.waited > 0:
                     yield _event(rank, _WAIT, action, span.start - origin, span.waited, args)
                 if action is None:
                     continue
-                if track == _COMPUTE:
-                    yield _event(rank, track, action, span.start - origin, span.end - span.start, args)
+                if action.op not in COMMUNICATION:
+                    yield _event(rank, _COMPUTE, action, span.start - origin, span.end - span.start, args)
                     continue
-                start, end, message = ready, span.end, (action.edge, action.mb)
+                track = _RECEIVE if action.op in RECEIVES else _SEND
+                ready, message = span.start + span.waited, (action.edge, action.mb)
+                start, end = ready, span.end
                 if track == _RECEIVE:
                     start, end = min(max(sent_at[message], last_received[rank]), ready), ready
                     last_received[rank] = ready
@@ -124,41 +125,27 @@ def sent(timeline: Timeline) -> dict[Message, float]:
     }
 
 
-def _track(action: Action | None) -> int:
-    if action is None:
-        return _WAIT
-    if action.op not in COMMUNICATION:
-        return _COMPUTE
-    return _RECEIVE if action.op in RECEIVES else _SEND
-
-
 def _names(rank: int, stages: list[int]) -> Iterator[Event]:
     of = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
-    yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank} ({of})"}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
-    for track, name in enumerate(TRACKS):
+    named = [("process", 0, f"rank {rank} ({of})", rank)]
+    named += [("thread", track, name, track) for track, name in enumerate(TRACKS)]
+    for kind, track, name, index in named:
         where = {"ph": "M", "pid": rank, "tid": track}
-        yield {**where, "name": "thread_name", "args": {"name": name}}
-        yield {**where, "name": "thread_sort_index", "args": {"sort_index": track}}
+        yield {**where, "name": f"{kind}_name", "args": {"name": name}}
+        yield {**where, "name": f"{kind}_sort_index", "args": {"sort_index": index}}
 
 
 def _args(span: Span, window: int, samples: list[int]) -> dict[str, Any]:
     action = span.action
-    args: dict[str, Any] = {"window": window}
     if action is None:
-        return args
-    args |= {"stage": action.stage, "op": action.op}
+        return {"window": window}
+    args: dict[str, Any] = {"window": window, "stage": action.stage, "op": action.op}
     if action.op not in UPDATE:
         args |= {"mb": action.mb, "samples": samples[action.mb]}
     if action.op not in COMMUNICATION:
         args |= {"version": action.version}
-    if span.waited:
-        args |= {"waited_us": _us(span.waited)}
-    if span.nbytes:
-        args |= {"bytes": span.nbytes}
-    if span.codec_s:
-        args |= {"codec_ms": round(1e3 * span.codec_s, 6)}
-    return args
+    measured = {"bytes": span.nbytes, "waited_us": _us(span.waited), "codec_ms": round(1e3 * span.codec_s, 6)}
+    return args | {name: value for name, value in measured.items() if value}
 
 
 def _event(

@@ -157,9 +157,8 @@ def _first(lowering: Lowering, view: View, *actions: Action | None) -> Action | 
 
 def _goes_back(chosen: Action | Wait) -> bool:
     """Return whether a stage does a backward next, or waits for a gradient."""
-    if isinstance(chosen, Wait):
-        return any(receive.op is Op.RECV_B for receive in chosen.receives)
-    return chosen.op is Op.B
+    next_ones = chosen.receives if isinstance(chosen, Wait) else (chosen,)
+    return any(action.op in (Op.B, Op.RECV_B) for action in next_ones)
 
 
 def play(

@@ -65,12 +65,6 @@ def test_equal_times_give_the_offsets_of_v_min() -> None:
             assert slots == pytest.approx(wanted[: len(slots)], abs=1e-3)
 
 
-def test_fewer_microbatches_come_in_the_same_order() -> None:
-    found = offsets(v_placement(3), random_times(1, 3))
-    for few, many in zip(found.orders(v_placement(3), 5), found.orders(v_placement(3), 9), strict=True):
-        assert few == [work for work in many if work[2] < 5]
-
-
 def test_stages_without_weights_have_works_of_no_length() -> None:
     """Such as an activation alone in a stage: its W takes no time, and may begin inside of another work."""
     seconds: dict[Kind, float] = {}

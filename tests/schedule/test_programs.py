@@ -48,13 +48,10 @@ PICTURES: dict[str, Program] = {
     0F0@0 0F1@0 2F0@0 2F1@0 0F2@0 2B0@0 2B1@0 2F2@0 0B0@0 0B1@0 2B2@0 2STEP@1 0B2@0 0STEP@1
     1F0@0 1F1@0 3F0@0 3B0@0 3F1@0 3B1@0 1F2@0 1B0@0 1B1@0 3F2@0 3B2@0 3STEP@1 1B2@0 1STEP@1
     """: interleaved_1f1b(2, 1, 3),
-    """on one rank it finishes a microbatch before the next:
-    0F0@0 1F0@0 1B0@0 0B0@0 0F1@0 1F1@0 1B1@0 1STEP@1 0B1@0 0STEP@1
-    """: interleaved_1f1b(1, 1, 2),
     """pipedream stashes what its forwards read:
-    0F0@0 0F1@0 0B0@0 0STEP@1 0F2@1 0B1@0 0STEP@2 0F3@2 0B2@1 0STEP@3 0B3@2 0STEP@4
-    1F0@0 1B0@0 1STEP@1 1F1@1 1B1@1 1STEP@2 1F2@2 1B2@2 1STEP@3 1F3@3 1B3@3 1STEP@4
-    """: pipedream(2, 4, 1),
+    0F0@0 0F1@0 0B0@0 0STEP@1 0F2@1 0B1@0 0STEP@2 0B2@1 0STEP@3
+    1F0@0 1B0@0 1STEP@1 1F1@1 1B1@1 1STEP@2 1F2@2 1B2@2 1STEP@3
+    """: pipedream(2, 3, 1),
     """pipedream never flushes, 2 and 3 are of one batch, and read two versions on stage 0:
     0F0@0 0F1@0 0B0@0 0F2@0 0B1@0 0STEP@1 0F3@1 0B2@0 0B3@1 0STEP@2
     1F0@0 1B0@0 1F1@0 1B1@0 1STEP@1 1F2@1 1B2@1 1F3@1 1B3@1 1STEP@2
@@ -101,19 +98,13 @@ def test_the_first_stage_does_both_halves_at_once_and_a_v_comes_back_to_its_rank
 
 
 @pytest.mark.parametrize(
-    ("microbatches", "slots"),
-    [
-        (8, {"1f1b": 132, "zb_h1": 108, "zb_h2": 99, "zbv": 97.5, "v_half": 114, "v_min": 118}),
-        (16, {"1f1b": 228, "zb_h1": 204, "zb_h2": 195, "zbv": 193.5, "v_half": 210, "v_min": 214}),
-    ],
+    ("name", "slots"),
+    {"1f1b": 132, "zb_h1": 108, "zb_h2": 99, "zbv": 97.5, "v_half": 114, "v_min": 118}.items(),
 )
-def test_four_batches_on_four_ranks_take_as_many_slots_as_the_papers_say(
-    microbatches: int, slots: dict[str, float]
-) -> None:
-    """In forwards of a fourth of the model; a window has all four batches."""
-    cases = [CASES[NAMES.index(name)] for name in slots]
-    runs = [simulate(lower(case.schedule(4, 4, microbatches)), microbatches) for case in cases]
-    assert [run.makespan / case.virtual for run, case in zip(runs, cases, strict=True)] == [*slots.values()]
+def test_four_batches_on_four_ranks_take_as_many_slots_as_the_papers_say(name: str, slots: float) -> None:
+    """In forwards of a fourth of the model; a window has all four batches, of 8 microbatches."""
+    case = CASES[NAMES.index(name)]
+    assert simulate(lower(case.schedule(4, 4, 8)), 8).makespan / case.virtual == slots
 
 
 @pytest.mark.parametrize("places", [[0, 0, 0], [0, 1, 0, 1, 0], [0, 1, 2, 2, 1, 0], [2, 0, 1, 0, 2]])
