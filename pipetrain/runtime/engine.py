@@ -17,12 +17,12 @@ from torch.profiler import record_function
 
 from pipetrain.errors import ActionFailed, TrainingStopped
 from pipetrain.network.draws import EVALUATION, Seeds, drawing
+from pipetrain.network.network import Tensors
 from pipetrain.runtime.channel import ChannelError
 from pipetrain.runtime.clock import Clock, Observe, Stopwatch, Times
 from pipetrain.runtime.feed import Feed
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.mailbox import Mailbox
-from pipetrain.runtime.microbatch import Tensors
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.rehearsal import Rehearsal
 from pipetrain.runtime.stage import Stage

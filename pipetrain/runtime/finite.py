@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.errors import TrainingStopped
-from pipetrain.network.network import INPUT
+from pipetrain.network.network import INPUT, Tensors
 from pipetrain.network.numerics import numbers_of
 from pipetrain.network.values import as_tuple, differentiable
 from pipetrain.runtime.buffers import Buffers, Copies
-from pipetrain.runtime.microbatch import Batch, Microbatch, Observer, Tensors
+from pipetrain.runtime.microbatch import Batch, Microbatch, Observer
 from pipetrain.runtime.stage import Stage
 
 DATA = "what came from the data"
@@ -89,12 +89,13 @@ def origin(stage: Stage, microbatch: Microbatch) -> str:
 
 
 class StopOnNaN(Observer):
-    """Stops the training at a number of a stage that is not finite, and names the layer where it began."""
+    """Stops the training at a number of a stage that is not finite; in a forward, names the layer too."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        # What numbers of an update are, the numbers on the host, and the torch.cuda.Event of their arrival.
-        self._coming: deque[tuple[list[str], int, Tensor, Any]] = deque()
+        # Microbatches of an update, their losses with whether the gradient is bad, on the host, and the
+        # torch.cuda.Event of their arrival.
+        self._coming: deque[tuple[list[int], int, Tensor, Any]] = deque()
 
     def around_forward(self, microbatch: Microbatch) -> AbstractContextManager[object]:
         target = microbatch.target
@@ -108,50 +109,49 @@ class StopOnNaN(Observer):
 
     def after_forward(self, microbatch: Microbatch, outputs: Tensors) -> None:
         objective = self._stage.objective
-        seen = [t for t in outputs if objective or t.requires_grad]  # not, for example, a mask of -inf
-        if self._fine(seen):
+        if self._fine([t for t in outputs if objective or t.requires_grad]):  # not, say, a mask of -inf
             return
-        what = f"the loss of microbatch {microbatch.mb} is {outputs[0].item()}" if objective else ""
-        what = what or f"the activation of microbatch {microbatch.mb} is not finite"
+        what = f"the activation of microbatch {microbatch.mb} is not finite"
         where = origin(self._stage, microbatch)
-        if not where and objective and objective.counts_samples and bool(outputs[0].isnan()):
-            where = NOTHING
-        self._judge([what + f" (first in {where})" * bool(where)], [math.nan], self._stage.weights.updates)
+        if objective is not None:
+            what = f"the loss of microbatch {microbatch.mb} is {outputs[0].item()}"
+            if not where and objective.task.counts_samples and bool(outputs[0].isnan()):
+                where = NOTHING
+        self._stop(what + f" (first in {where})" * bool(where))
 
     def after_backward(self, microbatch: Microbatch, back: Tensors) -> None:
         if not self._fine(back):
-            what = f"the gradient of microbatch {microbatch.mb} is not finite"
-            self._judge([what], [math.nan], self._stage.weights.updates)
+            self._stop(f"the gradient of microbatch {microbatch.mb} is not finite")
 
     def after_reduce(self, batch: Batch) -> None:
         gradients = {name: numbers_of(grad) for name, grad in self._stage.weights.gradients().items()}
         losses = [] if batch.losses is None else [batch.losses.detach()]
-        what = [f"the loss of microbatch {mb} is {{}}" for mb in batch.mbs] if losses else []
-        if any(grad.is_cuda for grad in gradients.values()):
-            spoilt = not_finite([*gradients.values()]).atanh()  # of 1, infinite
-            numbers = torch.cat([*losses, spoilt.reshape(1)])
-            self._await([*what, "the gradient is not finite"], numbers)
+        if any(t.is_cuda for t in (*losses, *gradients.values())):
+            bad = not_finite([*gradients.values()] or losses).reshape(1)
+            self._await(batch.mbs if losses else [], torch.cat([*losses, bad]))
             self.settle(wait=False)
             return
-        values = [number for loss in losses for number in loss.tolist()]
         for name, grad in reversed(gradients.items()):  # a backward begins at the last one
             if not all_finite([grad]):
-                what.append(f"the gradient of {name} is not finite")
-                values.append(math.nan)
-        self._judge(what, values, self._stage.weights.updates)
+                self._stop(f"the gradient of {name} is not finite")
 
     def settle(self, wait: bool) -> None:
         while self._coming and (wait or self._coming[0][-1].query()):
-            what, update, numbers, arrived = self._coming.popleft()
+            mbs, update, numbers, arrived = self._coming.popleft()
             arrived.synchronize()
-            self._judge(what, numbers.tolist(), update)
+            *losses, bad = numbers.tolist()
+            for mb, loss in zip(mbs, losses, strict=True):
+                if not math.isfinite(loss):
+                    self._stop(f"the loss of microbatch {mb} is {loss}", update)
+            if bad:
+                self._stop("the gradient is not finite", update)
 
-    def _await(self, what: list[str], numbers: Tensor) -> None:
+    def _await(self, mbs: list[int], numbers: Tensor) -> None:
         host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         host.copy_(numbers, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-        self._coming.append((what, self._stage.weights.updates, host, arrived))
+        self._coming.append((mbs, self._stage.weights.updates, host, arrived))
 
     def _fine(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether tensors in host memory are finite.
@@ -161,16 +161,16 @@ class StopOnNaN(Observer):
         numbers = _numbers([t for t in tensors if differentiable(t)])
         return self._stage.rehearses or any(t.is_cuda for t in numbers) or all_finite(numbers)
 
-    def _judge(self, what: Sequence[str], values: Sequence[float], update: int) -> None:
-        """Stop the training at the first of an update's numbers that is not finite."""
-        bad = [said.format(v) for said, v in zip(what, values, strict=True) if not math.isfinite(v)]
-        if not bad or self._stage.rehearses:
+    def _stop(self, what: str, update: int | None = None) -> None:
+        """Stop the training at an update's number, by default one of the next update."""
+        if self._stage.rehearses:
             return
-        late = self._stage.weights.updates - update
-        when = f"{late} updates later" if late else "before the update"
-        way_out = next((way for cause, way in WAYS_OUT.items() if cause in bad[0]), LOWER)
+        updates = self._stage.weights.updates
+        update = updates if update is None else update
+        when = f"{updates - update} updates later" if updates > update else "before the update"
+        way_out = next((way for cause, way in WAYS_OUT.items() if cause in what), LOWER)
         raise TrainingStopped(
-            f"{bad[0]} at stage {self._stage.index}, update {update}: stopped {when}; {way_out}"
+            f"{what} at stage {self._stage.index}, update {update}: stopped {when}; {way_out}"
         )
 
 

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from pipetrain.errors import ConfigError, one_line
+from pipetrain.network.network import Tensors
 from pipetrain.network.values import ValueSpec, as_tuple
 from pipetrain.runtime.feed import Target
-from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Saving, Tensors
+from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Saving
 from pipetrain.runtime.objective import Counted
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.weights import Weights

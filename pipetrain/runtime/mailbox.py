@@ -19,11 +19,11 @@ from torch import Tensor
 
 from pipetrain.codec import Codec, Codecs, Identity, NotFinite, on_wire
 from pipetrain.errors import TrainingStopped
+from pipetrain.network.network import Tensors
 from pipetrain.network.values import TensorSpec, specs_of
 from pipetrain.plan.cut import Cut, divide, merge
 from pipetrain.runtime.channel import Channel, Message
 from pipetrain.runtime.feed import Feed
-from pipetrain.runtime.microbatch import Tensors
 from pipetrain.schedule.actions import Action, Edge
 from pipetrain.schedule.policy import Wait
 

@@ -9,13 +9,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from pipetrain.network.network import Tensors
 from pipetrain.network.values import as_tuple
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.objective import Counted
 from pipetrain.runtime.recompute import Recompute
 from pipetrain.runtime.split import Deferred
-
-Tensors = tuple[Tensor, ...]
 
 
 class Saving(NamedTuple):

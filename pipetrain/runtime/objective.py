@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipetrain.network.network import Tensors
 from pipetrain.network.values import as_tuple, cast_floats, differentiable
 from pipetrain.runtime.feed import Target
 from pipetrain.tally import Counter
 from pipetrain.tasks import Task
-
-Tensors = tuple[Tensor, ...]
 
 
 class Counted(NamedTuple):
@@ -33,7 +32,7 @@ class Objective:
     """
 
     def __init__(self, task: Task, pack: Callable[[Tensors], Any], autocast: bool) -> None:
-        self._task, self._pack, self._autocast = task, pack, autocast
+        self.task, self._pack, self._autocast = task, pack, autocast
         self.start_counting()
 
     def start_counting(self) -> None:
@@ -44,11 +43,6 @@ class Objective:
         losses, self.losses = self.losses, []
         return torch.stack(losses).tolist() if losses else []
 
-    @property
-    def counts_samples(self) -> bool:
-        """Whether nobody has said what targets count for."""
-        return self._task.counts_samples
-
     def loss(self, outputs: Tensors, target: Target | None) -> Tensor:
         """Return the mean loss of a microbatch; without targets that count it has no mean, and is 0."""
         assert target is not None, "the last stage needs the targets"
@@ -56,17 +50,17 @@ class Objective:
             # A loss among the outputs may be a mean over nothing.
             numbers = (t if t.dim() else t.nan_to_num() for t in outputs if differentiable(t))
             return torch.stack([(t * 0).sum() for t in numbers]).sum()
-        return self._task.loss(self.made(outputs), target.value)
+        return self.task.loss(self.made(outputs), target.value)
 
     @torch.no_grad()
     def counted(self, loss: Tensor, outputs: Tensors, target: Target | None) -> Counted:
         assert target is not None, "the last stage needs the targets"
         made = self.made(tuple(t.detach() for t in outputs))
-        sums = {metric.name: metric.sums(made, target.value) for metric in self._task.metrics}
+        sums = {metric.name: metric.sums(made, target.value) for metric in self.task.metrics}
         return Counted(target.share, loss.detach(), target.weight, target.samples, sums)
 
     def evaluate(self, outputs: Tensors, target: Target) -> None:
-        loss = self._task.evaluation_loss(self.made(outputs), target.value)
+        loss = self.task.evaluation_loss(self.made(outputs), target.value)
         self.evaluated.add(*self.counted(loss, outputs, target)[1:])
 
     def count(self, losses: Tensor, counted: Sequence[Counted]) -> None:

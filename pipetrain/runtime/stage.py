@@ -19,13 +19,13 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from pipetrain.errors import TrainingStopped
 from pipetrain.network import draws
-from pipetrain.network.network import INPUT, Part, evaluating
+from pipetrain.network.network import INPUT, Part, Tensors, evaluating
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import Value, as_tuple, leaves_of, needs_grad, requires_grad
 from pipetrain.rate import Rate
 from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.feed import Target
-from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Observer, Saving, Tensors
+from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Observer, Saving
 from pipetrain.runtime.objective import Objective, weighted
 from pipetrain.runtime.recompute import Recompute
 from pipetrain.runtime.split import Deferred

@@ -58,9 +58,8 @@ def test_on_a_gpu_it_stops_when_the_loss_has_arrived():
     stage: Any = SimpleNamespace(index=1, rehearses=False, weights=SimpleNamespace(updates=2))
     stage.name, stage.module = str, nn.Linear(1, 1)
     observer, events = StopOnNaN(stage), [Event(), Event()]
-    losses = [torch.tensor(1.0), torch.tensor(float("nan"))]
-    said = [[f"the loss of microbatch {mb} is {{}}"] for mb in range(2)]
-    observer._coming = deque((said[mb], mb, losses[mb].reshape(1), events[mb]) for mb in range(2))
+    losses = [torch.tensor([1.0, 0.0]), torch.tensor([float("nan"), 0.0])]  # and whether the gradient is bad
+    observer._coming = deque(([mb], mb, losses[mb], events[mb]) for mb in range(2))
     observer.settle(wait=False)  # nothing has arrived
     events[1].happened = True
     observer.settle(wait=False)  # in order: the first has not
