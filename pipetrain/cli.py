@@ -59,6 +59,8 @@ def conf_dir() -> Path:
 
 def as_hydra(words: Sequence[str]) -> list[str]:
     """Return a command line's arguments in Hydra's syntax."""
+    if {"-m", "--multirun"} & {*words}:  # a sweep has a folder for each job in that of the sweep
+        words = [re.sub(r"^\+*run_dir=", "hydra.sweep.dir=", word) for word in words]
     return [f"++{word}" if _ADDED.match(word) else _CODEC.sub(r"\1codec@\2", word) for word in words]
 
 
