@@ -140,9 +140,9 @@ class _ChainPart(Part):
         self._pack: Callable[[Tensors], Any] = tuple  # as what the last layer has returned
 
     def forward(self, *tensors: Tensor) -> Tensors:
-        return self.observed(tensors, None)
+        return self.observed(tensors)
 
-    def observed(self, tensors: Tensors, see: See | None) -> Tensors:
+    def observed(self, tensors: Tensors, see: See | None = None) -> Tensors:
         slice = self.slice
         kept: dict[int, tuple[Tensor, ...]] = {}  # of the layer before, and of stashes
         for made, tensor in zip(slice.enters, tensors, strict=True):
@@ -154,12 +154,12 @@ class _ChainPart(Part):
                 draws.begin(index)
             if isinstance(layer, Pop):
                 value = (*as_tuple(value), *kept[self._stashes[index]])
-            elif not isinstance(layer, Stash):
+            elif isinstance(layer, Stash):
+                kept[index] = as_tuple(value)
+            else:
                 value = layer(value)
             if see is not None:
-                value = packer(value)(see(name, layer, leaves_of(value)))
-            if isinstance(layer, Stash):
-                kept[index] = as_tuple(value)
+                see(name, leaves_of(value))
         self._pack, kept[slice.end - 1] = packer(value), leaves_of(value)
         return tuple(tensor for layer in self._leaving for tensor in kept[layer])
 

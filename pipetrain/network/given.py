@@ -63,8 +63,9 @@ class Given:
             if _differs(before, now.get(name, None if isinstance(before, weakref.ref) else before)):
                 yield name
         for name in now.keys() - self._facts.keys():
+            holder, _, _ = name.rpartition(".")
             # Beside lists a new module is a part that no forward calls.
-            if isinstance(now[name], weakref.ref) and isinstance(_holder(model, name), _LISTS):
+            if isinstance(now[name], weakref.ref) and isinstance(model.get_submodule(holder), _LISTS):
                 yield name
 
     def _warn(self, model: nn.Module) -> None:
@@ -109,10 +110,6 @@ def _facts(model: nn.Module, traced: bool) -> dict[str, Any]:
     for name, p in model.named_parameters():
         found[f"hooks of {name}"] = bool(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
     return found | dict(_attributes(model) if traced else ())
-
-
-def _holder(model: nn.Module, name: str) -> nn.Module:
-    return model.get_submodule(name.rpartition(".")[0])
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -27,8 +27,8 @@ class Made(NamedTuple):
     number: int
 
 
-See = Callable[[str, nn.Module, Tensors], Tensors]
-"""Called with a layer's name, its module and what it returned; returns what goes on in place of that."""
+See = Callable[[str, Tensors], None]
+"""Called with a layer's name and what it returned."""
 
 
 class Values(Protocol):

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.network import INPUT, Tensors
@@ -70,10 +70,9 @@ def origin(stage: Stage, microbatch: Microbatch) -> str:
             )
     found: list[str] = []
 
-    def see(name: str, layer: nn.Module, outputs: Tensors) -> Tensors:
+    def see(name: str, outputs: Tensors) -> None:
         if not found and not all_finite(_numbers(outputs)):
             found.append(f"layer {name}")
-        return outputs
 
     with (
         stage.weights.installed(microbatch.version),

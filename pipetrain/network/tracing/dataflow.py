@@ -57,8 +57,11 @@ class Dataflow:
         for node in nodes:
             if node.op == "call_function" and not is_size(node):
                 given = [each for each in node.all_input_nodes if not is_size(each)]
-                free = all(each in self.free or not _is_data(each) for each in given) and not draws(node)
-                if free and changing.isdisjoint((node, *given)):
+                free = all(
+                    each in self.free or isinstance(each.meta.get("source"), Held | Constant)
+                    for each in given
+                )
+                if free and not draws(node) and changing.isdisjoint((node, *given)):
                     self.free.add(node)
                 else:
                     self.items.append(node)
@@ -126,10 +129,6 @@ class Dataflow:
                 last = max(self.position[node] for node in writers)
             first = 0 if any(isinstance(source, Input) for source in sources) else min(inside)
             yield first, min(last, len(self.items) - 1)
-
-
-def _is_data(node: fx.Node) -> bool:
-    return node.op != "placeholder" or isinstance(node.meta["source"], Input)
 
 
 def is_size(node: fx.Node) -> bool:

@@ -62,10 +62,10 @@ def _refuse_outputs(training: Operations, evaluation: Operations) -> None:
             "the model returns something else in evaluation than in training: let it return the same kind "
             "of value in both"
         )
-    outputs = [(out, out.meta["val"]) for out in training.outputs if isinstance(out, fx.Node)]
-    if not outputs:
+    if not (outputs := [out for out in training.outputs if isinstance(out, fx.Node)]):
         raise ConfigError("the model returns no tensor: return what the loss takes")
-    for node, value in outputs:
+    for node in outputs:
+        value = node.meta["val"]
         if not isinstance(value, Tensor) or free_unbacked_symbols(value):
             raise ConfigError(
                 f"the model returns {value} ({place_of(node)}), which is no tensor, or one whose size "

@@ -105,7 +105,7 @@ class TracedPart(Part):
         for index in range(self.slice.start, self.slice.end):
             layer = network.alone(index, self.training)
             outputs = self._run(layer, [values[made] for made in layer.enters])
-            outputs = see(network.names[index], network.modules[index], outputs)
+            see(network.names[index], outputs)
             values |= {Made(index, number): tensor for number, tensor in enumerate(outputs)}
         return tuple(values[made] for made in self.slice.leaves)
 
@@ -260,14 +260,9 @@ def _add_sizes(
     samples = {symbol: read // each if each > 1 else read}
     for node in sizes:
         value = node.meta["val"]
-        number = (
-            sympy_interp(PythonReferenceAnalysis, samples, value.node.expr) if _symbolic(value) else value
-        )
-        made[node] = number.node if isinstance(number, fx.Proxy) else number
-
-
-def _symbolic(value: object) -> bool:
-    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            value = sympy_interp(PythonReferenceAnalysis, samples, value.node.expr)
+        made[node] = value.node if isinstance(value, fx.Proxy) else value
 
 
 def in_region(
