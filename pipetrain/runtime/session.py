@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipetrain.data.loader import pieces
 from pipetrain.data.loading import BadBatch
-from pipetrain.errors import ActionFailed
+from pipetrain.errors import ActionFailed, ConfigError, TrainingStopped
 from pipetrain.network.chain import network_of
 from pipetrain.network.model import materialise
 from pipetrain.network.network import Network
@@ -170,10 +170,13 @@ class Session:
         if alone or not self._task.is_own or self._batches.bit_count() > 1:
             return
         targets = cast_floats(targets, self.plan.settings.data_dtype)
-        if self._trial is not None:
-            self._trial.prove(targets)
-        elif self._batches > 1:
-            prove_batch(self._task, outputs_of(self.plan), targets, self._mesh.device)
+        try:
+            if self._trial is not None:
+                self._trial.prove(targets)
+            elif self._batches > 1:
+                prove_batch(self._task, outputs_of(self.plan), targets, self._mesh.device)
+        except ConfigError as error:
+            raise TrainingStopped(str(error)) from error
 
 
 def make_stages(

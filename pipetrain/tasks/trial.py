@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from pipetrain.errors import ConfigError, TrainingStopped, one_line
+from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.network import INPUT, Made, Part, evaluating
 from pipetrain.network.values import Value, ValueSpec, as_tuple, differentiable, leaves_of, on_each, specs_of
 from pipetrain.tally import Tally
@@ -78,13 +78,9 @@ def _said_of(where: str) -> Iterator[None]:
 def prove_batch(task: Task, outputs: ValueSpec, targets: Value, device: torch.device) -> None:
     """Refuse a loss that those of parts of a batch do not add up to: of its `targets`, in host memory.
 
-    What counts, such as padding, may first show in a later batch. Raises TrainingStopped.
+    What counts, such as padding, may first show in a later batch. Raises ConfigError.
     """
-    given, wanted = _made_up(outputs, targets)
-    try:
-        prove_sum(f"task {task}", task.loss, task.weight, given, wanted, device)
-    except ConfigError as error:
-        raise TrainingStopped(str(error)) from error
+    prove_sum(f"task {task}", task.loss, task.weight, *_made_up(outputs, targets), device)
 
 
 def _made_up(outputs: ValueSpec, targets: Value) -> tuple[Value, Value]:
@@ -264,13 +260,10 @@ class ModelTrial:
         )
 
     def prove(self, targets: Value) -> None:
-        """Try a batch's targets, in host memory. Raises TrainingStopped."""
+        """Try a batch's targets, in host memory. Raises ConfigError."""
         n = few(self._outputs, targets)
         wanted = part_of(targets, 0, n)
-        try:
-            prove_sum("the model", self._loss, self._task.weight, self._made_up(n), wanted, self._device)
-        except ConfigError as error:
-            raise TrainingStopped(str(error)) from error
+        prove_sum("the model", self._loss, self._task.weight, self._made_up(n), wanted, self._device)
 
     def _made_up(self, samples: int) -> tuple[Tensor, ...]:
         made = tuple(self._tensor(value, samples) for value in self._by_sample)
