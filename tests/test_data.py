@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,12 +13,12 @@ from pipetrain.cli import conf_dir
 from pipetrain.data import (
     Data,
     DataMissing,
-    Draw,
     Images,
     declared_example,
     load_augment,
     load_data,
 )
+from pipetrain.data.sets import Tensors
 from pipetrain.errors import ConfigError
 from pipetrain.network.values import TensorSpec, Value, ValueSpec
 
@@ -61,32 +61,15 @@ def test_what_cannot_be_had_comes_through_for_the_fallback_and_without_one_names
 # Data sets of any kind
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """Samples of two tensors, or of one."""
-
-    n: int = 6
-    pair: bool = False
-
-    def __len__(self) -> int:
-        return self.n
-
-    def inputs(self, ids: torch.Tensor, draw: Draw | None) -> Value:
-        x = ids[:, None].double().expand(-1, 3)
-        return (x, ids) if self.pair else x
-
-    def targets(self, ids: torch.Tensor, draw: Draw | None) -> Value:
-        return ids % 2
-
-    def first(self, n: int) -> Numbers:
-        return replace(self, n=min(n, self.n))
-
-    def checksum(self) -> int:
-        return self.n
+def numbers(n: int = 6, pair: bool = False) -> tuple[Value, torch.Tensor]:
+    """Samples of two tensors, or of one, and their targets."""
+    ids = torch.arange(n)
+    x = ids[:, None].double().expand(-1, 3)
+    return (x, ids) if pair else x, ids % 2
 
 
 def whole(pair: bool = False) -> Data:
-    return Data("whole", Numbers(6, pair), Numbers(3, pair), classes=2)
+    return Data("whole", Tensors(*numbers(6, pair)), Tensors(*numbers(3, pair)), classes=2)
 
 
 def own_config(**fields: Any) -> DictConfig:
@@ -105,7 +88,7 @@ def made_by(name: str, **arguments: Any) -> dict[str, Any]:
     return {"_target_": f"{__name__}.{name}", **arguments}
 
 
-SPLITS = {"train": made_by("Numbers"), "test": made_by("Numbers", n=3, pair=True)}
+SPLITS = {"train": made_by("numbers"), "test": made_by("numbers", n=3, pair=True)}
 
 
 def test_a_data_set_is_two_splits_or_a_source_of_both():
@@ -123,8 +106,8 @@ def test_a_data_set_is_two_splits_or_a_source_of_both():
     ("fields", "says"),
     [
         ({}, "data=own has no train: give data.source, a function that returns both splits, or"),
-        ({**SPLITS, "train": made_by("Numbers", n=0)}, "data.train has no sample"),
-        ({**SPLITS, "train": made_by("Nmbers")}, "data.train cannot be made: "),
+        ({**SPLITS, "train": made_by("numbers", n=0)}, "data.train has no sample"),
+        ({**SPLITS, "train": made_by("nmbers")}, "data.train cannot be made: "),
         (
             {**SPLITS, "train": {"_target_": "builtins.open", "file": "nowhere.jsonl"}},
             "data.train cannot be made: FileNotFoundError: ",

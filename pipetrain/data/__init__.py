@@ -97,7 +97,10 @@ def _from_splits(data: DictConfig, dtype: torch.dtype) -> Data:
                 f"data={data.get('name')} has no {name}: give data.source, a function that returns both "
                 f"splits, or data.train and data.test, each with the _target_ of a Dataset"
             )
-        splits.append(as_split(_make(data, name, object), f"data.{name}", columns, dtype))
+        split = as_split(_make(data, name, object), f"data.{name}", columns, dtype)
+        if not len(split):
+            raise ConfigError(f"data.{name} has no sample")
+        splits.append(split)
     return Data(str(data.name), splits[0], splits[1], data.get("classes"))
 
 

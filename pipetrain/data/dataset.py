@@ -43,8 +43,6 @@ def as_split(
     dict. `dtype`: of what are Python's floats.
     Raises ConfigError, also for a sample that cannot be read or has another shape, when it is read.
     """
-    if hasattr(made, "__len__") and not len(made):
-        raise ConfigError(f"{what} has no sample")
     if isinstance(made, Split):
         return made
     if isinstance(made, TensorDataset):

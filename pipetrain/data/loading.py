@@ -128,21 +128,15 @@ def unlabelled(batch: Any, what: str, form: Form, named: NamedTargets | None) ->
 
     Targets beside the inputs are left out. A model that computes its loss gets zeros where they are missing.
     """
-    tried = [batch]
+    given = batch
     if named is not None and isinstance(batch, Mapping) and batch:
-        tried = [named.inputs(named.completed(batch, form) if named.kept else batch)]
+        given = named.inputs(named.completed(batch, form) if named.kept else batch)
     elif isinstance(batch, tuple | list) and batch:
-        tried = [batch, batch[0]]
-    for one in tried:
-        try:
-            value = _value(one, f"inputs of {what}")
-            targets = torch.zeros(samples(value), dtype=torch.float32)
-            form.refuse_other(value, targets, what)
-        except BadBatch:
-            if one is tried[-1]:
-                raise
-        else:
-            break
+        several = not form.inputs.single and len(batch) == len(form.inputs.specs)
+        given = batch if several and all(isinstance(t, Tensor) for t in batch) else batch[0]
+    value = _value(given, f"inputs of {what}")
+    targets = torch.zeros(samples(value), dtype=torch.float32)
+    form.refuse_other(value, targets, what)
     return value, targets
 
 

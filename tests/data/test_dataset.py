@@ -191,7 +191,7 @@ OWN_GENERATOR = np.random.default_rng(0)
     ("made", "columns", "says"),
     [
         (((X, X[:4]), Y), None, "holds tensors of several lengths: give a row of each for each sample"),
-        ([], None, "has no sample"),
+        ([], None, "sample 0 cannot be read (IndexError: list index out of range)"),
         (TensorDataset(X, X, Y), None, "sample 0 must be (inputs, targets); got a Tensor: return two values"),
         (Stream(), None, "is a Stream, which has no length and no samples by number: give a map-style"),
         (Own(as_dicts), None, "got a dict of x, label: return two values from its __getitem__, or name"),

@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset, default_collate
 
 from pipetrain import ConfigError
-from pipetrain.data.loading import BadBatch, Form, Reader, known_sizes, pair
-from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.data.loading import BadBatch, Form, Reader, known_sizes, pair, unlabelled
+from pipetrain.network.values import TensorSpec, ValueSpec, as_tuple
 
 DATA = TensorDataset(torch.arange(22.0).reshape(22, 1), torch.arange(22))
 
@@ -97,6 +97,18 @@ def test_lists_of_tensors_as_dataloader_makes_them_are_tuples():
     inputs, targets = pair([[torch.ones(2), torch.zeros(2, 3)], torch.ones(2)], "batch")
     assert isinstance(inputs, tuple)
     assert isinstance(targets, torch.Tensor)
+
+
+def test_a_prediction_takes_the_inputs_with_targets_or_without():
+    a, b, y = torch.ones(4, 2), torch.ones(4, 3), torch.ones(4)
+    for inputs, batches in ((a, [a, [a], (a, y)]), ((a, b), [(a, b), [a, b], ([a, b], y)])):
+        form = Form(ValueSpec.in_batch(inputs), ValueSpec.in_batch(y))
+        for batch in batches:
+            value, targets = unlabelled(batch, "batch", form, None)
+            assert as_tuple(value) == as_tuple(inputs)
+            assert targets.tolist() == [0] * 4
+    with pytest.raises(BadBatch, match=r"batch has inputs float32\[3\] a sample"):
+        unlabelled((b, y), "batch", Form(ValueSpec.in_batch(a), ValueSpec.in_batch(y)), None)
 
 
 def test_a_form_survives_json_and_refuses_another():
