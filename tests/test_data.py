@@ -124,8 +124,7 @@ def test_what_is_no_data_set_is_refused_in_one_sentence(fields, says):
     assert refusal(own_config(**fields)).startswith(says)
 
 
-def test_augment_may_be_none_and_must_be_sound():
-    assert load_augment(data_config("digits", augment=None)) is None
+def test_augment_must_be_sound():
     with pytest.raises(ConfigError, match="crop must be 0"):
         load_augment(data_config("digits", **{"augment.crop": -1}))
     with pytest.raises(ConfigError, match=r"must give a pipetrain\.data\.Augment; got dict"):

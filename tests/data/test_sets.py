@@ -96,9 +96,8 @@ def test_the_checksum_tells_contents_shapes_and_dtypes_apart():
     assert len({split.checksum() for split in others}) == len(others)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float64, torch.uint8])
-def test_the_checksum_is_of_the_content_and_not_of_how_it_lies_in_memory(dtype):
-    tensor = (torch.arange(24).reshape(2, 3, 4) % 2).to(dtype)
+def test_the_checksum_is_of_the_content_and_not_of_how_it_lies_in_memory():
+    tensor = torch.arange(24).reshape(2, 3, 4).bfloat16()
     turned = tensor.transpose(0, 2).contiguous().transpose(0, 2)
     assert not turned.is_contiguous()
     assert checksum([turned]) == checksum([tensor])
