@@ -23,7 +23,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pipetrain.errors import ConfigError
 from pipetrain.runtime.channel import ALL, Channel
-from pipetrain.runtime.loopback import LoopbackChannel
 from pipetrain.runtime.ranks import Ranks, World, choose_interface, make_group, this_attempt
 from pipetrain.schedule.actions import Edge, Tie
 
@@ -161,13 +160,6 @@ class Mesh(Ranks):
         how = buffer_size, self._timeout, self.device, self.staged, channels_last
         self._channels.append(Channel(self._groups, *how, self._sums))
         return self._channels[-1]
-
-    def loopback(
-        self, bounds: Mapping[Edge, int], ties: Sequence[Tie], channels_last: bool = False
-    ) -> LoopbackChannel:
-        """Return a channel for a rehearsal: like `channel`, to nobody."""
-        how = bounds, self._timeout, self.device, self.staged, channels_last
-        return LoopbackChannel(dict.fromkeys(bounds), *how, dict.fromkeys([ALL, *ties]))
 
     def close(self) -> None:
         """Destroy the process groups, after a successful run; one that the program made itself stays."""

@@ -31,7 +31,7 @@ from pipetrain.runtime.mailbox import Coding, Mailbox, Slot
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.microbatch import Observer
 from pipetrain.runtime.order import Ends, Order, order_of
-from pipetrain.runtime.rehearsal import Rehearsal, rehearses
+from pipetrain.runtime.rehearsal import LoopbackChannel, Rehearsal, rehearses
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.statistics import BatchStatistics
 from pipetrain.runtime.weights import OptimizerFactory
@@ -249,7 +249,9 @@ def make_engine(
         return Mailbox(over, plan.cut, plan.placement, stages, coding)
 
     def loopback(training: bool) -> Mailbox:
-        return mailbox(mesh.loopback(plan.cut.bounds, plan.cut.ties, channels_last), training)
+        edges, ties = plan.cut.bounds, dict.fromkeys([ALL, *plan.cut.ties])
+        how = edges, plan.settings.timeout, mesh.device, mesh.staged, channels_last
+        return mailbox(LoopbackChannel(dict.fromkeys(edges), *how, ties), training)
 
     def meet(norms: bool) -> None:
         if norms and mesh.world.size > 1:

@@ -11,7 +11,7 @@ import torch
 from pipetrain.network.values import TensorSpec
 from pipetrain.runtime import channel as module
 from pipetrain.runtime.channel import Channel, Message, cause_of, failed
-from pipetrain.runtime.loopback import LoopbackChannel
+from pipetrain.runtime.rehearsal import LoopbackChannel
 
 SPECS = (TensorSpec((2, 3), torch.float64), TensorSpec((2,), torch.int64))
 CPU = torch.device("cpu")

@@ -35,11 +35,9 @@ from pipetrain.epochs import Epochs
 from pipetrain.network.draws import Seeds, drawing
 from pipetrain.records.tracer import Trace
 from pipetrain.runtime import engine
-from pipetrain.runtime.channel import ALL
-from pipetrain.runtime.loopback import LoopbackChannel
 from pipetrain.runtime.ranks import Ranks, World
 from pipetrain.runtime.stage import Stage
-from pipetrain.schedule.actions import Edge, Op, Program, Tie, ranks_of
+from pipetrain.schedule.actions import Op, Program, ranks_of
 from pipetrain.signals import Asked
 from pipetrain.tasks import IGNORED
 from tests.support import reference
@@ -225,7 +223,7 @@ class LocalMesh:
 
     def __init__(self, world: World, wire: Wire, barrier: Barrier, board: list[Any]) -> None:
         self.world = world
-        self.device = torch.device("cpu")
+        self.device, self.staged = torch.device("cpu"), False
         self._wire, self._barrier, self._board = wire, barrier, board
 
     def channel(self, buffer_size: int, channels_last: bool = False) -> LocalChannel:
@@ -246,12 +244,6 @@ class LocalMesh:
 
     def clock_offset(self) -> tuple[float, float]:
         return 0.0, 0.0
-
-    def loopback(
-        self, bounds: dict[Edge, int], ties: Sequence[Tie], channels_last: bool = False
-    ) -> LoopbackChannel:
-        how = bounds, DEADLINE_S, self.device, False, channels_last
-        return LoopbackChannel(dict.fromkeys(bounds), *how, dict.fromkeys([ALL, *ties]))
 
 
 class Told(Asking):

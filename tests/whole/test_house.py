@@ -33,7 +33,6 @@ SEEN_IN = {
     "records/tables": "records/test_history",
     "records/tensorboard": "records/test_recorder",
     "runtime/buffers": "runtime/test_weights",
-    "runtime/loopback": "runtime/test_channel",
     "runtime/microbatch": "runtime/test_stage",
     "runtime/objective": "runtime/test_stage",
     "runtime/session": "whole/test_equivalence",
