@@ -79,8 +79,10 @@ def test_simulated_and_formula_agree_for_every_schedule(schedule):
 def test_what_clipping_costs_is_seen(schedule, over, by, bubble):
     words = ("clip_grad_norm=0.5", f"clip_grad_norm_over={over}")
     text = describe(planned(schedule, 4, 4, 16, "model=mlp", *words))
+    simulated, formula = figures(text)["bubble"]
     assert f"\nclip_grad_norm 0.5 by the norm of {by}\n" in text
-    assert figures(text)["bubble"] == (bubble, bubble if schedule == "zb_h2" else figures(text)["bubble"][1])
+    assert simulated == bubble
+    assert schedule != "zb_h2" or formula == bubble
 
 
 def test_codecs_and_what_they_make_of_each_cut_are_said():
@@ -124,16 +126,12 @@ def test_a_profile_s_prediction_stands_beside_the_partition():
     assert "messages 0.000 ms + 0.000 ms/MiB; the schedule at these times: 60000.00 ms" in text
     assert "bubble 20.0%" in text
     shown = choices(text)
-    assert (shown["profile"][:2], shown["even"][:2]) == (("[4]", "48000.00"), ("[3]", "60000.00"))
     assert set(shown) == {"profile", "even", "params", "flops"}
-
-
-def test_a_profile_s_table_says_which_cut_does_not_fit():
-    free = choices(by_profile())
-    assert {of[3] for of in free.values()} == {""}
-    held = float(free["even"][2])
-    assert float(free["params"][2]) < held - 0.2
+    assert (shown["profile"][:2], shown["even"][:2]) == (("[4]", "48000.00"), ("[3]", "60000.00"))
+    assert {of[3] for of in shown.values()} == {""}
+    held = float(shown["even"][2])
+    assert float(shown["params"][2]) < held - 0.2
     limited = choices(by_profile("recompute=never", f"memory_limit={(held - 0.1) / 1024}"))
-    assert [(name, of[3]) for name, of in limited.items() if of[3]] == [
-        ("even", "does not fit into memory_limit")
-    ]
+    assert {name: of[3] for name, of in limited.items() if of[3]} == {
+        "even": "does not fit into memory_limit"
+    }
