@@ -164,7 +164,7 @@ def trained(partition: object) -> tuple[Plan, list[float], dict[str, Tensor]]:
     )
     with pipe:
         losses = list(pipe.train(batches))
-        return pipe.plan, losses, pipe.state_dict()
+        return pipe.plan, losses, pipe.state_dict() | {"random": torch.get_rng_state()}
 
 
 def by_measured_cuts() -> dict:

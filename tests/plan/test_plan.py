@@ -285,8 +285,9 @@ def test_what_cannot_be_planned_is_refused(words, arguments, says):
     assert says in refusal(lambda: plan(*words.split(), **arguments))
 
 
-def test_what_is_shared_within_a_stage_or_clipped_by_one_norm_may_be():
+def test_what_is_shared_within_a_stage_or_not_trained_or_clipped_by_one_norm_may_be():
     assert plan("partition=[3]", model=shared_statistics()).stages == 2
+    assert not plan("partition=[2]", model=tied().requires_grad_(False)).cut.ties
     together = {"ranks": 3, "model": tied_by_way_of_another()}
     assert len(plan("partition=[2,4]", "on_nan=skip", "clip_grad_norm=1", **together).cut.ties) == 2
 
