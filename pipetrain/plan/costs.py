@@ -152,10 +152,6 @@ class Table:
     averaged: bool = False
     _entering: dict[tuple[int, int], dict[Made, bool]] = field(default_factory=dict, init=False)
 
-    def measured(self, profile: Profile) -> Table:
-        latency_s, s_per_byte = profile.latency_s, profile.s_per_byte
-        return replace(self, times=profile.layers, latency_s=latency_s, s_per_byte=s_per_byte)
-
     # Times
 
     @cached_property

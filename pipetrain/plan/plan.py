@@ -222,7 +222,8 @@ def make_plan(
     prediction = None
     if profile is not None and settings.partition == PROFILE:
         refuse_other_layers(profile, layers)
-        table = table.measured(profile)
+        latency_s, s_per_byte = profile.latency_s, profile.s_per_byte
+        table = replace(table, times=profile.layers, latency_s=latency_s, s_per_byte=s_per_byte)
         predictor = predictor_of(settings, schedule, where, lengths, table)
         prediction = cut_by_times(settings, predictor, cuts_that_may_be(network, layers), profile)
         cuts, modes = prediction.chosen.cuts, [stage.mode for stage in prediction.chosen.stages]

@@ -11,7 +11,7 @@ from statistics import median
 import torch
 
 from comparison.runs import describe_machine
-from comparison.table import aligned
+from comparison.table import markdown_table
 
 Series = Mapping[str, Sequence[float]]
 """By contestant: what each round gave, in the order of the rounds."""
@@ -110,7 +110,7 @@ def table(rows: Sequence[Row]) -> str:
         ]
         for row in rows
     ]
-    return aligned([head, *cells], ("benchmark", "contestant", "target", "met"))
+    return markdown_table([head, *cells], ("benchmark", "contestant", "target", "met"))
 
 
 def figure(value: float) -> str:

@@ -160,7 +160,7 @@ class Table:
     text: Collection[str] = ("method", "dataset", "model", "device")
 
 
-def aligned(lines: Sequence[Sequence[str]], text: Collection[str]) -> str:
+def markdown_table(lines: Sequence[Sequence[str]], text: Collection[str]) -> str:
     """Return lines of cells, the head first, as a Markdown table. `text`: the columns that hold words."""
     words = [name in text for name in lines[0]]
     widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
@@ -183,7 +183,7 @@ def results(rows: Sequence[Row]) -> Table:
 def write(out: Path, rows: Sequence[Row]) -> str:
     """Write table.md and runs.csv; return the Markdown."""
     table = results(rows)
-    text = aligned([table.head, *table.lines], table.text) + "\n" + "\n".join(table.notes) + "\n"
+    text = markdown_table([table.head, *table.lines], table.text) + "\n" + "\n".join(table.notes) + "\n"
     (out / "table.md").write_text(text)
     lines = [_run(outcome) for row in rows for outcome in row.outcomes]
     with (out / "runs.csv").open("w", newline="") as file:

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmark.report import gpu, machine
 from benchmark.worlds import Place, Say, Work, WorldFailed, run_world
-from comparison.table import aligned
+from comparison.table import markdown_table
 from pipetrain.runtime.mesh import Mesh
 
 PASS, FAIL, SKIPPED, SEEN = "pass", "**FAIL**", "skipped", ""
@@ -159,7 +159,7 @@ def markdown(about: Mapping[str, str], lines: Sequence[Line]) -> str:
     return (
         "# GPU check\n\n"
         + "\n".join(f"- {key}: {value}" for key, value in about.items())
-        + f"\n\n{aligned([TITLES, *escaped], TITLES[:-1])}\n"
+        + f"\n\n{markdown_table([TITLES, *escaped], TITLES[:-1])}\n"
         + f"{passed} passed, {failed} failed.\n"
     )
 
