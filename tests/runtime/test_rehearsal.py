@@ -32,18 +32,19 @@ def rehearsed() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "words"),
+    ("schedule", "ranks", "words"),
     [
-        ("interleaved_1f1b", ("optim=adamw", "clip_grad_norm=0.1", "ema=0.9")),
-        ("pipedream", ("on_nan=skip", "batchnorm=batch", "recompute=always")),
-        ("zbv", ("codec.forward=topk_int8", "codec.backward=int8")),
-        ("v_async", ("model._target_=tests.support.models.dropping", "recompute=selective")),
+        ("v_async", 2, ("optim=adamw", "clip_grad_norm=0.1", "ema=0.9")),
+        ("pipedream", 2, ("on_nan=skip", "batchnorm=batch", "recompute=always")),
+        ("zbv", 2, ("codec.forward=topk_int8", "codec.backward=int8")),
+        # On one rank, as threads share the generators whose state is put back.
+        ("interleaved_1f1b", 1, ("model._target_=tests.support.models.dropping", "recompute=selective")),
     ],
     ids=str,
 )
-def test_training_after_a_rehearsal_is_equal_to_the_last_bit(schedule, words):
+def test_training_after_a_rehearsal_is_equal_to_the_last_bit(schedule, ranks, words):
     def trained() -> tuple[dict[str, torch.Tensor], list[tuple[float, float, float]]]:
-        state, epochs = run_in_threads(Case(schedule, 2, (*UNEVEN, *words)))
+        state, epochs = run_in_threads(Case(schedule, ranks, (*UNEVEN, *words)))
         return state, [(f.trained["loss"], f.evaluated["loss"], f.score) for f in epochs]
 
     plain, losses = trained()
@@ -184,7 +185,8 @@ FOUR = ("microbatches=4",)  # of 3 and 2 samples, evaluation of 6 and 5; else as
 @pytest.mark.parametrize(
     ("schedule", "ranks", "words"),
     [
-        *((name, 3, FOUR) for name in SCHEDULES),
+        *((name, 2, FOUR) for name in SCHEDULES),
+        *((name, 3, FOUR) for name in ("pipedream", "zb_h1", "v_half", "fbp")),
         *((name, 2, words) for name, some in OPTIONS.items() for words in some),
     ],
     ids=str,
