@@ -44,6 +44,7 @@ _ADDED = re.compile(
 )
 _LOGGING = re.compile(r"\+*hydra/(job|hydra)_logging=")
 _OVERRIDE = re.compile(r"~|[^-][^=]*=")
+# Flags by which something is printed, and nothing runs.
 _ASKING = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
 # A choice from one group for each of two packages, which Hydra writes as GROUP@PACKAGE=NAME.
 _CODEC = re.compile(r"^([+~]*)(codec\.(?:forward|backward)=)")
@@ -91,7 +92,7 @@ def compose(
     ConfigError if the configuration is invalid.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    if asks(sys.argv[1:]) and not leads:
+    if not leads and any(word.partition("=")[0] in _ASKING for word in sys.argv[1:]):
         return 0
     if {"-h", "--help"} & {*sys.argv[1:]}:
         return _help(name)
@@ -100,11 +101,6 @@ def compose(
     sys.argv[1:] = as_hydra(sys.argv[1:])
     with nullcontext() if leads else _without_outputs():
         return _compose(name, task, refused)
-
-
-def asks(words: Sequence[str]) -> bool:
-    """Return whether a command line asks for something to be printed, and runs nothing."""
-    return any(word.partition("=")[0] in _ASKING for word in words)
 
 
 @contextmanager
@@ -170,9 +166,7 @@ def contained(cfg: DictConfig, run_dir: Path) -> DictConfig:
     cfg.run_dir = str(run_dir)
     root = cfg.data.get("root")
     if root is not None:
-        if not isinstance(root, str):
-            raise ConfigError(f"data.root={root} must name a folder")
-        cfg.data.root = str(Path(root).expanduser().absolute())
+        cfg.data.root = str(Path(str(root)).expanduser().absolute())
     return cfg
 
 

@@ -25,7 +25,7 @@ from pipetrain.schedule.actions import ScheduleError
 FAILED, REFUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 EXPECTED = (ConfigError, ScheduleError, ChannelError, NotRecorded, TrainingStopped)
 TRACEBACK = "PIPETRAIN_TRACEBACK"  # 1: a Python program shows the traceback of these errors too
-SAID_S = 5.0  # for another rank to say the same sentence
+SAID_S = 5.0  # for torchrun to answer which rank says a sentence
 ENDED = "PIPETRAIN_ENDED"  # a folder into which each rank writes its status, for pipetrain.launcher
 
 
@@ -70,13 +70,10 @@ def _say_once(text: str) -> None:
     """Print a sentence, unless another rank of torchrun's has printed the same."""
     attempt, told = os.environ.get("TORCHELASTIC_RESTART_COUNT"), text.removeprefix("rank 0 stopped: ")
     store, key = _agents_store(), f"pipetrain/{attempt}/{told}"
-    with suppress(Exception):  # without the store, or the other rank, this one says it
+    with suppress(Exception):  # without the store this one says it
         if store.add(key, 1) > 1:
-            store.wait([f"{key} was said"])
             return
     print(_sentence(text), file=sys.stderr, flush=True)
-    with suppress(Exception):
-        store.set(f"{key} was said", "")
 
 
 def _agents_store() -> Any:

@@ -299,13 +299,15 @@ class Epochs:
 
     def _observer(self, traced: Observe | None) -> Observe | None:
         """Return what looks at a window, for which the host waits for the device; None if nothing does."""
-        return partial(self._observe, traced) if traced or self.session.plan.policy else None
+        if not self.session.plan.policy:
+            return traced
 
-    def _observe(self, traced: Observe | None, row: Row) -> None:
-        if traced:
-            traced(row)
-        if self.session.plan.policy:
+        def observe(row: Row) -> None:
+            if traced:
+                traced(row)
             self._ran.append(row.actions)
+
+        return observe
 
     def _prove(self, epoch: int, programs: list[Program]) -> None:
         """Check the programs that a policy has decided on, and record them. Raises ScheduleError."""

@@ -188,7 +188,6 @@ class Loaders:
         self._pipe = pipe
         self._train = train
         self._test = test
-        self._random = torch.get_rng_state()
         epoch = 0
         if source is not None:
             epoch = source.manifest.position.epoch

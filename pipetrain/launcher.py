@@ -20,7 +20,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,12 +34,11 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser, parse_args, run
 
 from pipetrain.ending import ENDED, FAILED, guarded
-from pipetrain.errors import ConfigError
-from pipetrain.settings import cores, share_of_cores
+from pipetrain.rules import decoded, whole
+from pipetrain.settings import share_of_cores
 from pipetrain.signals import LIMIT
 
 SHUTDOWN_S = "120"  # for ranks to save after a signal; torchrun's default is 30, which older ones always take
-MANY = 8  # with more processes than this and than cores, the plan is checked first
 QUICKSTART = ["experiment=quickstart"]
 
 
@@ -54,10 +52,6 @@ def _main(words: Sequence[str]) -> int:
         return start(words)
     theirs, ours = split(words)
     count = processes(ours)
-    if count > MANY and count > cores():  # check the plan before so many processes are started
-        plan = [sys.executable, "-m", "pipetrain.plan", *ours, f"stages={count}"]
-        if status := subprocess.run(plan, stdout=subprocess.DEVNULL, check=False).returncode:
-            return status
     os.environ.setdefault("OMP_NUM_THREADS", str(share_of_cores(count)))
     if not any(word.startswith("--nproc") for word in theirs):
         theirs.append(f"--nproc_per_node={count}")
@@ -75,11 +69,9 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def processes(words: Sequence[str]) -> int:
     """Return how many processes to start. Raises ConfigError."""
-    asked = os.environ.get("NPROC", "")
-    if asked:
-        if not re.fullmatch("[1-9][0-9]{0,3}", asked):
-            raise ConfigError(f"NPROC must be a whole number from 1 to 9999; got {asked}")
-        return int(asked)
+    if asked := os.environ.get("NPROC"):
+        number: int = whole(1, 9999).read("NPROC", decoded(asked))
+        return number
     stages = [match[1] for word in words if (match := re.fullmatch(r"\+*stages=(.*)", word))]
     if stages and re.fullmatch("[1-9][0-9]*", stages[-1]):
         return int(stages[-1])

@@ -220,13 +220,16 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
     run_folder = RunFolder(
         Path(word.run_dir), word.run, source, cfg, conditions_of(cfg, settings, facts), facts, ready
     )
-    fit(
-        pipe,
-        Sampled(data.train if data else None, sampler.batch_sizes, sampler, *own),
-        Sampled(data.test if data else None, even(facts.test, settings.batch_size), None, *own),
-        run_dir=run_folder,
-    )
-    start.signals.drained.set()
+    try:
+        fit(
+            pipe,
+            Sampled(data.train if data else None, sampler.batch_sizes, sampler, *own),
+            Sampled(data.test if data else None, even(facts.test, settings.batch_size), None, *own),
+            run_dir=run_folder,
+        )
+    finally:
+        if start.trains.is_set():  # what is left is to say how it ended
+            start.signals.drained.set()
     pipe.close()
     start.trains.clear()  # what comes is the next job of a sweep
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -74,7 +73,6 @@ TWO_NODES = "--nnodes=2 --rdzv_endpoint=a:1 --nproc-per-node=2"
 def test_processes_and_threads(monkeypatch, words, environment, gpus, arguments, threads):
     started = []
     monkeypatch.setattr(launcher, "start", lambda given: started.append(" ".join(given)) or 7)
-    monkeypatch.setattr(launcher, "cores", lambda: 4)
     monkeypatch.setattr(settings, "cores", lambda: 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(os, "environ", dict(environment))
@@ -87,22 +85,7 @@ def test_processes_and_threads(monkeypatch, words, environment, gpus, arguments,
 def test_a_wrong_nproc_is_refused(monkeypatch, capsys, number):
     monkeypatch.setenv("NPROC", number)
     assert launcher.main([]) == 2
-    assert (
-        capsys.readouterr().err == f"pipetrain: NPROC must be a whole number from 1 to 9999; got {number}\n"
-    )
-
-
-def test_far_more_stages_than_cores_are_tried_on_paper_first(monkeypatch):
-    tried = []
-
-    def refused(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        tried.append(command[1:])
-        return subprocess.CompletedProcess(command, 2)
-
-    monkeypatch.setattr(launcher, "start", lambda given: pytest.fail("it was started"))
-    monkeypatch.setattr(subprocess, "run", refused)
-    assert launcher.main(["stages=4000", "model=mlp"]) == 2
-    assert tried == [["-m", "pipetrain.plan", "stages=4000", "model=mlp", "stages=4000"]]
+    assert f"NPROC={number} must be a whole number" in capsys.readouterr().err.replace("'", "")
 
 
 LOSES = """
