@@ -17,8 +17,7 @@ from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.stage import Stage
 from tests.support.cases import Case, compare, make_run, run_in_threads
-from tests.support.jobs import train_cases
-from tests.support.ranks import in_world
+from tests.support.jobs import equal_the_reference
 from tests.support.subjects import TwoInputs
 
 pytestmark = pytest.mark.slow
@@ -84,7 +83,7 @@ def test_channels_last_over_gloo_equals_one_process(ranks):
     words = ("memory_format=channels_last", "microbatches=2", "partition=[3]")
     case = Case("pipedream", 2, (NORM, *words, "epochs=2"))
     assert make_run(case).plan.numerics.channels_last
-    assert ranks(in_world, train_cases, [case]) == [1, 1]
+    equal_the_reference(ranks, [case])
 
 
 def test_auto_is_channels_last_in_float32_unless_a_layer_does_not_take_it():

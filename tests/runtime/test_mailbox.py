@@ -20,7 +20,7 @@ from tests.support.cases import Case, Listener, run_in_threads
 from tests.support.codecs import Signs
 from tests.support.jobs import exchange_coded
 from tests.support.local import LocalChannel, Wire
-from tests.support.worlds import run_world
+from tests.support.ranks import in_world
 
 
 class Ends:
@@ -164,6 +164,6 @@ def test_bytes_of_training_are_those_of_the_codecs_in_the_trace_too():
 
 
 @pytest.mark.processes
-def test_codecs_over_gloo():
+def test_codecs_over_gloo(ranks):
     codecs = [Codecs(Half(), TopKInt8(0.2)), Codecs(Int8("channel"), TopK(0.1))]
-    assert run_world(exchange_coded, 2, codecs) == [len(codecs)] * 2
+    assert ranks(in_world, exchange_coded, codecs) == [len(codecs)] * 2

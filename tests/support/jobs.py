@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from pipetrain.codec import Codecs
@@ -19,29 +20,32 @@ from pipetrain.runtime.channel import ALL, ChannelError, Message
 from pipetrain.runtime.mailbox import Coding
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.ranks import Ranks, World, make_group
-from tests.support.cases import Case, Listener, compare, make_run, state_of
+from tests.support.cases import Case, Listener, Ran, compare, make_run, state_of
 from tests.support.deadlines import DEADLINE_S
+from tests.support.ranks import in_world
 from tests.support.runs import epochs_of
-from tests.support.worlds import gather_objects
 
 CPU = torch.device("cpu")
 
 
-def train_cases(world: World, store: Store, cases: Sequence[Case]) -> int:
-    """Train each case over gloo and hold it against the reference on rank 0."""
+def train_cases(world: World, store: Store, cases: Sequence[Case]) -> list[tuple[dict[str, Tensor], Ran]]:
+    """Train each case over gloo; return this rank's state, and rank 0's figures."""
+    ended = []
     for number, case in enumerate(cases):
-        run = make_run(case)
+        run, listener = make_run(case), Listener()
         prefix = dist.PrefixStore(str(number), store)
         mesh = Mesh(world, run.plan.placement, list(run.plan.cut.bounds), CPU, prefix, DEADLINE_S)
-        listener = Listener()
-        epochs = epochs_of(run, mesh, listener if world.rank == 0 else None)  # type: ignore[arg-type]
+        epochs = epochs_of(run, mesh, None if world.rank else listener)  # type: ignore[arg-type]
         epochs.run()
-        states = gather_objects(state_of(epochs, run))
+        ended.append((state_of(epochs, run), listener.epochs))
         mesh.close()
-        if world.rank == 0:
-            whole = {name: tensor for state in states for name, tensor in state.items()}
-            compare(case, whole, listener.epochs)
-    return len(cases)
+    return ended
+
+
+def equal_the_reference(ranks: Callable[..., list[Any]], cases: Sequence[Case]) -> None:
+    """Train cases on ranks that stay, and hold each against the reference."""
+    for case, parts in zip(cases, zip(*ranks(in_world, train_cases, cases), strict=True), strict=True):
+        compare(case, {name: t for state, _ in parts for name, t in state.items()}, parts[0][1])
 
 
 def _message(mb: int, elements: int, forward: bool = True) -> Message:
@@ -171,15 +175,8 @@ def agreements(world: World, store: Store) -> list[str]:
     """Three ranks agree, or do not; returns what each call ended with. In the last one rank 2 is missing."""
     make_group(world, store, timedelta(seconds=DEADLINE_S))
     ranks, rank = Ranks(world, DEADLINE_S, dist.group.WORLD), world.rank
-    refusals = [
-        {},
-        {2: "it has no GPU"},
-        {1: "rank 1 does not see it"},
-        {0: "the first of two", 1: "another"},
-    ]
-    said = []
-    for refusal in refusals:
-        said.append(_agreed(ranks, refusal=refusal.get(rank, "")))
+    refusals = {}, {2: "it has no GPU"}, {1: "rank 1 does not see it"}, {0: "the first of two", 1: "another"}
+    said = [_agreed(ranks, refusal=refusal.get(rank, "")) for refusal in refusals]
     said.append("" if rank == 2 else _agreed(ranks, limit_s=1.0))
     if rank == 0:
         store.set("over", "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.cases import SCHEDULES, Case, stages_of
-from tests.support.jobs import compare_clocks, exchange, overfill, train_cases, watch
+from tests.support.jobs import compare_clocks, equal_the_reference, exchange, overfill, watch
 from tests.support.ranks import in_world
 from tests.support.worlds import run_world
 
@@ -44,8 +44,7 @@ def cases_of(ranks: int) -> list[Case]:
 
 def test_every_schedule_equals_the_reference(ranks, three):
     for size, staying in ((2, ranks), (3, three)):
-        cases = cases_of(size)
-        assert staying(in_world, train_cases, cases) == [len(cases)] * size
+        equal_the_reference(staying, cases_of(size))
 
 
 def test_skips_what_is_dropped_and_norms_of_the_model_equal_the_reference(three):
@@ -59,7 +58,7 @@ def test_skips_what_is_dropped_and_norms_of_the_model_equal_the_reference(three)
         Case("interleaved_1f1b", 3, (*clip, "partition=even")),
         Case("pipedream", 3, (*clip, "partition=[1,7]", "clip_grad_norm_over=model", "ema=0.5")),
     ]
-    assert three(in_world, train_cases, cases) == [len(cases)] * 3
+    equal_the_reference(three, cases)
 
 
 @pytest.mark.parametrize(("elements", "messages", "buffer_size"), [(4, 9, 3), (2 << 20, 3, 1)])
