@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from pipetrain.building import make_model, make_schedule, make_task
@@ -32,22 +32,16 @@ def same(a: nn.Sequential, b: nn.Sequential) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
-@pytest.mark.parametrize("model", ["mlp", "vgg11"])
-def test_weights_depend_on_the_seed_alone(model):
-    cfg = config(["data=digits", f"model={model}"])
+def test_weights_depend_on_the_seed_alone_and_a_dtype_converts_them():
+    cfg = config(["data=digits", "model=mlp"])
     first = make_model(cfg, 3, torch.float32)
     torch.manual_seed(99)
     torch.randn(7)
     assert same(first, make_model(cfg, 3, torch.float32))
     assert not same(first, make_model(cfg, 4, torch.float32))
-
-
-def test_dtype_is_a_conversion_of_the_same_weights():
-    cfg = config(["data=digits", "model=mlp"])
-    single, double = (make_model(cfg, 3, dtype) for dtype in (torch.float32, torch.float64))
-    for a, b in zip(single.parameters(), double.parameters(), strict=True):
-        assert b.dtype is torch.float64
-        assert torch.equal(a.double(), b)
+    double = make_model(cfg, 3, torch.float64)
+    assert {p.dtype for p in double.parameters()} == {torch.float64}
+    assert same(first.double(), double)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +54,7 @@ def test_dtype_is_a_conversion_of_the_same_weights():
         ),
         (["model._target_=torch.nn.Sequential"], "torch.nn.Sequential must return an nn.Module, not an empt"),
         (["+model.colour=red"], "vgg16 takes no colour; leave it out with ~model.colour"),
-        (["model=mlp", "+model.depth=1"], "model.depth=1 must be a whole number of at least 2"),
         (["model=mlp", "+model.width=x"], "model.width=x must be a whole number of at least 1"),
-        (["model=mlp", "+model.width=0"], "model.width=0 must be a whole number of at least 1"),
         (["model=gpt"], "model needs data.block, which the configuration does not have: choose another mode"),
     ],
 )
@@ -73,16 +65,16 @@ def test_a_model_that_cannot_be_is_refused(overrides, says):
 
 @pytest.mark.parametrize("group", ["model", "schedule", "optim"])
 def test_a_group_without_a_target_is_refused(group):
-    make = {
+    make: dict[str, Any] = {
         "model": lambda cfg: make_model(cfg, 0, torch.float32),
         "schedule": make_schedule,
         "optim": lambda cfg: make_optimizer(cfg, nn.Linear(2, 2)),
-    }[group]
+    }
     cfg = changed(group, {"lr": 0.1})
-    assert refusal(lambda: make(cfg)) == f"{group} needs a _target_: the dotted name of what builds it"
+    assert refusal(lambda: make[group](cfg)) == f"{group} needs a _target_: the dotted name of what builds it"
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.one_of(st.sampled_from(TARGETS), WORDS), ARGUMENTS)
 def test_whatever_a_model_is_it_is_built_or_refused_in_one_line(target, arguments):
     cfg = changed("model", {"_target_": target, **arguments})
@@ -111,25 +103,19 @@ class Finds(nn.Linear):
 
 
 def counted(kind: str) -> nn.Sequential:
-    layers: list[nn.Module] = [nn.Flatten(), nn.Linear(3072, 10), nn.BatchNorm1d(10)]
-    if kind == "functions":
-        statistics = layers[-1]
-        layers.append(Finds(partial(torch.ones, 1)))
-        layers.append(Finds(lambda: statistics.running_mean))
-    elif kind == "memory":
-        layers.append(nn.BatchNorm1d(10))
-        layers[-1].running_mean = layers[-2].running_mean.view(-1)
-    return nn.Sequential(*layers)
-
-
-def counted_config(kind: str) -> DictConfig:
-    return config(["data=digits", "model._target_=tests.test_building.counted", f"+model.kind={kind}"])
+    norm, other = nn.BatchNorm1d(10), nn.BatchNorm1d(10)
+    other.running_mean = norm.running_mean.view(-1)
+    more = (
+        [Finds(partial(torch.ones, 1)), Finds(lambda: norm.running_mean)] if kind == "functions" else [other]
+    )
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 10), norm, *more)
 
 
 @pytest.mark.parametrize(("kind", "cut"), [("functions", 4), ("memory", 3)])
 def test_what_layers_share_is_seen_in_what_is_planned(kind, cut):
     """A copy of functions would go on using the model, and tensors that share memory would be parted."""
-    model = network_of(make_model(counted_config(kind), 3, torch.float32), IMAGE).spare()
+    cfg = config(["data=digits", f"model._target_={__name__}.counted", f"+model.kind={kind}"])
+    model = network_of(make_model(cfg, 3, torch.float32), IMAGE).spare()
     layers = estimate(model, ValueSpec((TensorSpec((2, 3, 32, 32), torch.float32),)))
     assert "shares its" in refusal(lambda: refuse_cuts(model, layers, [cut]))
     refuse_cuts(model, layers, [1])
@@ -156,25 +142,18 @@ def test_a_schedule_is_a_function_with_its_own_arguments():
     assert {action.stage for actions in schedule(2, 1, 4) for action in actions} == set(range(6))
 
 
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("schedule._target_=no.such.thing", "schedule cannot be built: ImportError: Error loading"),
-        ("schedule._partial_=false", "schedule cannot be built: "),
-    ],
-)
-def test_a_schedule_that_cannot_be_is_refused(override, says):
-    assert refusal(lambda: make_schedule(config(["data=digits", override]))).startswith(says)
-
-
-def test_what_is_made_at_once_is_no_schedule():
+def test_a_schedule_that_cannot_be_or_is_made_at_once_is_refused():
+    cfg = config(["data=digits", "schedule._target_=no.such.thing"])
+    assert refusal(lambda: make_schedule(cfg)).startswith(
+        "schedule cannot be built: ImportError: Error loading"
+    )
     cfg = changed("schedule", {"_target_": "builtins.dict"})
     assert refusal(lambda: make_schedule(cfg)) == (
         "schedule must be a function; its YAML needs `_partial_: true` beside `_target_`"
     )
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.one_of(st.sampled_from(TARGETS), WORDS), ARGUMENTS, st.booleans())
 def test_whatever_a_schedule_is_it_is_made_or_refused_in_one_line(target, arguments, partial):
     cfg = changed("schedule", {"_target_": target, "_partial_": partial, **arguments})
@@ -228,10 +207,7 @@ def test_label_smoothing_reaches_the_task():
 @pytest.mark.parametrize(
     ("target", "words", "value"),
     [
-        (f"{__name__}.distance", [], 2.0),
         (f"{__name__}.distance", ["+loss.power=2"], 5.0),
-        ("torch.nn.functional.mse_loss", [], 5.0),
-        ("torch.nn.L1Loss", [], 2.0),
         ("torch.nn.HuberLoss", ["+loss.delta=1.5"], (0.5 * 1 + 1.5 * (3 - 0.75)) / 2),
     ],
 )
@@ -264,7 +240,6 @@ def test_metrics_by_name_are_functions_or_classes_and_replace_the_task_s():
             ["task._target_=builtins.dict", "~task.label_smoothing"],
             "task must be a pipetrain.tasks.Task; got d",
         ),
-        (["task._target_=no.such.thing"], "task cannot be built: ImportError: Error loading 'no.such.thing'"),
         (["+task.colour=red"], "task cannot be built"),
         (["task=regression", "label_smoothing=0.1"], "label_smoothing=0.1 has no effect on pipetrain.tasks."),
         (
@@ -272,12 +247,9 @@ def test_metrics_by_name_are_functions_or_classes_and_replace_the_task_s():
             "label_smoothing=0.1 has no effect on torch.nn.L1Loss, which has no such argument",
         ),
         (["loss=mse"], "loss needs a _target_: the dotted name of what builds it"),
-        (["+loss._target_=no.such.thing"], "loss cannot be built: "),
         (["+loss._target_=builtins.dict"], "loss must be a function; got dict"),
         (["+loss._target_=torch.nn.L1Loss", "+loss.colour=red"], "loss cannot be built: "),
         (["+metrics.best=acc"], "metrics.best needs a _target_: the dotted name of what builds it"),
-        (["+metrics.best._target_=no.such.thing"], "metrics.best cannot be built: "),
-        (["+metrics.best._target_=builtins.dict"], "metrics.best must be a function; got dict"),
     ],
 )
 def test_a_task_that_cannot_be_is_refused(words, says):

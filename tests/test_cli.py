@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +17,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.network.values import TensorSpec
 from pipetrain.settings import Settings
 from tests.support.cases import config
+from tests.support.processes import finished
 
 SPEC = TensorSpec((2,), torch.float32)
 QUIET = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
@@ -49,22 +47,17 @@ def command(monkeypatch):
     return run
 
 
-def test_overrides_reach_the_job(command):
+def test_overrides_reach_the_job(command, tmp_path):
     status, (cfg,) = command("data=digits", "batch_size=128", "optim.lr=0.5", "schedule=pipedream")
+    assert not any(tmp_path.iterdir())  # no folder was wanted
     assert (status, cfg.batch_size, cfg.optim.lr, cfg.data.name) == (0, 128, 0.5, "digits")
     assert cfg.schedule._target_ == "pipetrain.schedule.programs.pipedream"
 
 
-def test_nothing_is_left_behind_where_no_folder_was_wanted(command, tmp_path):
-    command("data=digits")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_codec_is_chosen_for_each_direction(command):
-    words = ("codec.forward=half", "codec.backward=topk_int8", "codec.backward.fraction=0.05")
-    status, (cfg,) = command(*words)
-    codecs = Settings.composed(cfg, "1f1b", 2).codecs
-    assert (status, codecs) == (0, Codecs(Half(), TopKInt8(0.05)))
+    words = "codec.forward=half", "codec.backward=topk_int8", "codec.backward.fraction=0.05"
+    _, (cfg,) = command(*words)
+    assert Settings.composed(cfg, "1f1b", 2).codecs == Codecs(Half(), TopKInt8(0.05))
 
 
 def test_hydra_s_own_spelling_and_values_that_speak_of_codecs_are_left_alone():
@@ -112,13 +105,20 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(command, tmp_path):
         command("run_dir=file/run", flags=tuple(QUIET[1:]))
 
 
-def test_a_pipe_that_nobody_reads_ends_a_plan_without_a_word():
-    command = [sys.executable, "-m", "pipetrain.plan", "model=mlp", "data=digits"]
-    reader, writer = os.pipe()
-    os.close(reader)
-    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
-    os.close(writer)
-    assert (ended.returncode, ended.stderr) == (1, "")
+UNREAD = """
+import os, runpy, sys
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2(writer, 1)
+sys.argv = ["plan", "model=mlp", "data=digits"]
+runpy.run_module("pipetrain.plan", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.processes
+def test_a_pipe_that_nobody_reads_ends_a_plan_without_a_word(tmp_path):
+    ended = finished(tmp_path, ["-c", UNREAD])
+    assert (ended.status, ended.out) == (1, "")
 
 
 def test_a_failed_job_ends_the_sweep(monkeypatch):
@@ -138,14 +138,10 @@ def test_a_failed_job_ends_the_sweep(monkeypatch):
     ("words", "says"),
     [
         ("batchsize=3", "there is no batchsize in the configuration; did you mean batch_size; --cfg job"),
-        ("zzz=1", "there is no zzz in the configuration; --cfg job shows all there is"),
         ("optm.lr=1", "there is no optm.lr in the configuration; did you mean optim;"),
         ("codec.backwards=int8", "there is no codec.backwards in the configuration; did you mean codec.back"),
-        ("+grad_clip=1.0", "nothing reads grad_clip; --cfg job shows all there is"),
         ("++precison=bf16", "nothing reads precison; did you mean precision;"),
-        ("+data.recipe.warmupp=0.1", "nothing reads data.recipe.warmupp; did you mean data.recipe.warmup;"),
         ("codec=int8", "there is no codec in the configuration; did you mean codec.backward or codec.forwar"),
-        ("+codec=int8", "nothing reads codec._target_; "),
         ("+batches=3", "nothing reads batches; "),  # the plan's
         ("codec.forward=zip", "Could not find 'codec/zip'; choose one in 'codec': half identity int8 topk t"),
         ("checkpoint=5", "checkpoint must be given by its parts: checkpoint.every=, checkpoint.keep=, check"),
@@ -153,10 +149,9 @@ def test_a_failed_job_ends_the_sweep(monkeypatch):
         ("logger=[wandb,csv]", "In 'config': Could not load 'logger/csv'."),
         ("logger.wandb.mode=offline", "there is no logger.wandb.mode in the configuration; it belongs to an"),
         ("model=[1]", "model=[1] must be a name; choose one of: gpt, gpt_large, "),
-        ("schedule={a:1}", "schedule={a:1} must be a name; choose one of: 1f1b, "),
         ("+batch_size=3", "Could not append to config. An item is already at 'batch_size'"),
         ("batch_size", "Error parsing override 'batch_size' missing EQUAL at '<EOF>'"),
-        ("batch_size=[", "no viable alternative"),
+        ("optim=foo", "In 'config': Could not find 'optim/foo'; choose one in 'optim': adamw sgd"),
         ("run_dir=a[b", "run_dir=a[b cannot be read: mismatched input '[' expecting <EOF>"),
         ("seed=1,2", "Ambiguous value for argument 'seed=1,2'"),
     ],
@@ -167,13 +162,6 @@ def test_a_slip_is_answered_in_one_sentence(command, words, says):
     assert says in str(error.value)
     assert "\n" not in str(error.value)
     assert "HYDRA_FULL_ERROR" not in str(error.value)
-
-
-def test_an_unknown_option_is_answered_with_all_there_are(command):
-    with pytest.raises(
-        ConfigError, match=r"^In 'config': Could not find 'optim/foo'; choose one in 'optim': adamw sgd$"
-    ):
-        command("optim=foo")
 
 
 def test_a_misspelled_key_of_an_experiment_of_one_s_own_is_refused(command, tmp_path):
@@ -203,16 +191,13 @@ def test_an_unknown_flag_is_the_parser_s_own_answer(command, capsys):
     assert "unrecognized arguments: --foo" in capsys.readouterr().err
 
 
-def test_contained_stands_by_itself(tmp_path):
+def test_contained_stands_by_itself(monkeypatch, tmp_path):
     cfg = config(["data=cifar10", "data.root=here"])
     whole = contained(cfg, Path("/some/run"))
     assert whole.run_dir == "/some/run"
     assert whole.data.root == str(tmp_path / "here")
     assert whole.data.source.root == whole.data.root
     assert cfg.data.root == "here"  # the one that was given is left alone
-
-
-def test_contained_leaves_a_data_set_without_a_folder_alone(monkeypatch, tmp_path):
     assert contained(config(["data=digits"]), tmp_path).data.root is None
     monkeypatch.setenv("HOME", "/home/somebody")
     at_home = contained(config(["data=cifar10", 'data.root="~/sets"']), tmp_path)

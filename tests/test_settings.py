@@ -35,16 +35,13 @@ def test_settings_are_what_was_configured():
 
 
 def test_ranks_are_the_processes_or_on_paper_the_stages():
-    assert Settings.composed(changed("stages", None), "1f1b", 3).ranks == 3
-    assert Settings.composed(changed("stages", 3), "1f1b", 3).ranks == 3
-    assert Settings.composed(changed("stages", 5), "1f1b", None).ranks == 5
-    assert Settings.composed(changed("stages", None), "1f1b", None).ranks == 2
+    for stages, processes, ranks in ((None, 3, 3), (3, 3, 3), (5, None, 5), (None, None, 2)):
+        assert Settings.composed(changed("stages", stages), "1f1b", processes).ranks == ranks
 
 
 def test_a_trace_is_of_no_window_of_all_or_of_the_first_ones():
-    assert Settings.composed(changed("trace", False), "1f1b", 2).trace == 0
-    assert Settings.composed(changed("trace", True), "1f1b", 2).trace == sys.maxsize
-    assert Settings.composed(config(["data=digits", "trace.windows=3"]), "1f1b", 2).trace == 3
+    for trace, windows in ((False, 0), (True, sys.maxsize), ({"windows": 3}, 3)):
+        assert Settings.composed(changed("trace", trace), "1f1b", 2).trace == windows
 
 
 def test_a_partition_may_name_the_profile_of_an_earlier_run():
@@ -73,11 +70,8 @@ def shrinking(update: int, by: float = 2.0) -> float:
 
 def test_the_schedule_of_the_rate_may_be_any_function_of_the_update():
     words = ["data=digits", "lr_schedule._target_=tests.test_settings.shrinking"]
-    assert [Settings.composed(config(words), "1f1b", 1).rate(3)(update) for update in range(3)] == [
-        1,
-        0.5,
-        0.25,
-    ]
+    rate = Settings.composed(config(words), "1f1b", 1).rate(3)
+    assert [rate(update) for update in range(3)] == [1, 0.5, 0.25]
     assert Settings.composed(config([*words, "lr_schedule.by=4"]), "1f1b", 1).rate(3)(1) == 0.25
 
 
@@ -96,42 +90,16 @@ STRATEGY = "must be one of even, params, flops, profile, the first layers of all
     ("key", "value", "says"),
     [
         ("codec.forward", None, "codec.forward needs a _target_: the dotted name of what builds it"),
-        (
-            "codec.forward",
-            {"_target_": "builtins.dict"},
-            "codec.forward must be a pipetrain.codec.Codec",
-        ),
-        (
-            "codec.forward",
-            {"_target_": "no.such"},
-            "codec.forward cannot be built: ImportError: Error loading",
-        ),
+        ("codec.forward", {"_target_": "builtins.dict"}, "codec.forward must be a pipetrain.codec.Codec"),
         ("codec.backward", CODEC, "codec.backward.fraction=x must be a number above 0 and at most 1"),
         ("codec.backward", {"_target_": f"{CODECS}.Raises"}, "[2, 3, 4]: ZeroDivisionError: mine"),
-        (
-            "codec.backward",
-            {"_target_": f"{CODECS}.Lies"},
-            " encodes float32[2, 3, 4] to float32[2, 3, 4], and",
-        ),
-        (
-            "codec.backward",
-            {"_target_": f"{CODECS}.Forgets"},
-            " decodes float32[2, 3, 4] to float16[2, 3, 4]",
-        ),
+        ("codec.backward", {"_target_": f"{CODECS}.Lies"}, " encodes float32[2, 3, 4] to float32[2, 3, 4], "),
+        ("codec.backward", {"_target_": f"{CODECS}.Forgets"}, " decodes float32[2, 3, 4] to float16[2, 3,"),
         ("microbatches", 65, "batch_size=64 cannot be cut into microbatches=65: choose fewer"),
-        (
-            "lr_schedule",
-            "sine",
-            "lr_schedule=sine must be one of constant, cosine, one_cycle, or lr_schedule.",
-        ),
-        ("lr_schedule", {"power": 2}, "lr_schedule={'power': 2} must be one of constant, cosine, one_cycle"),
-        ("lr_schedule", {"_target_": "no.such"}, "lr_schedule cannot be built: ImportError: Error loading"),
+        ("lr_schedule", "sine", "lr_schedule=sine must be one of constant, cosine, one_cycle, or lr_sched"),
         ("lr_schedule", {"_target_": "math.pi"}, "lr_schedule cannot be built: Expected a callable target"),
         ("trace", 3, "trace=3 must be true or false; trace.windows=4 traces the first 4 windows"),
-        ("trace", {"windows": 0}, "trace={'windows': 0} must be true or false; trace.windows=4 traces"),
         ("partition", "middle", f"partition=middle {STRATEGY}"),
-        ("partition", [True], f"partition=[True] {STRATEGY}"),
-        ("partition", {"profile": ""}, f"partition={{'profile': ''}} {STRATEGY}"),
         ("recompute", [["never"]], "recompute=[['never']] must be one of auto, never"),
     ],
 )
@@ -148,10 +116,7 @@ def test_every_option_refuses_what_it_cannot_be_and_names_itself(name):
     ("words", "says"),
     [
         (["build=stages", "partition=profile"], "partition=profile measures the whole model in each process"),
-        (
-            ["weights=w.pt", "resume=runs/x"],
-            "resume=runs/x begins with the weights of that",
-        ),
+        (["weights=w.pt", "resume=runs/x"], "resume=runs/x begins with the weights of that"),
     ],
 )
 def test_weights_that_would_not_count_or_could_not_be_made_are_refused(words, says):
@@ -201,11 +166,6 @@ def test_a_program_gives_the_options_by_name_with_numbers_of_python_or_numpy():
 
 
 # The rest
-
-
-def test_conf_lies_where_the_commands_find_it():
-    assert conf_dir().is_absolute()
-    assert (conf_dir() / "config.yaml").is_file()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the cores that this process may use")
