@@ -8,12 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipetrain import Classification, ConfigError, Task
-from pipetrain.arguments import (
-    read_model,
-    read_options,
-    read_schedule,
-    read_task,
-)
+from pipetrain.arguments import read_model, read_options, read_schedule, read_task
 from pipetrain.schedule.actions import format_program, parse_program
 from pipetrain.schedule.programs import gpipe, one_f_one_b
 

@@ -86,7 +86,7 @@ def wide(x: Tensor) -> Tensor:
     return x.to(FP64)
 
 
-hypothetically = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+hypothetically = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 
 def within(back: Tensor, x: Tensor, bound: Tensor | float) -> None:
@@ -98,7 +98,7 @@ def within(back: Tensor, x: Tensor, bound: Tensor | float) -> None:
 # What every codec keeps to
 
 
-@settings(hypothetically, max_examples=300)
+@settings(hypothetically, max_examples=200)
 @given(codec=st.sampled_from(CODECS), x=tensors())
 def test_sizes_are_as_said_zeros_stay_and_nothing_grows(codec, x):
     torch.manual_seed(0)
@@ -108,7 +108,7 @@ def test_sizes_are_as_said_zeros_stay_and_nothing_grows(codec, x):
     assert bool((wide(back).abs() <= largest * (1 + 2.0**-7) + 2.0**-24).all())
 
 
-@settings(hypothetically, max_examples=200)
+@hypothetically
 @given(
     codec=st.sampled_from(CODECS[1:]),
     x=tensors().filter(lambda x: x.numel()),
@@ -166,18 +166,12 @@ def test_stochastic_rounding_is_right_on_average_and_repeats_with_the_seed():
     x = torch.linspace(-1, 1, 101)
     codec = Int8(stochastic=True)
     torch.manual_seed(3)
-    many = torch.stack([through(codec, x) for _ in range(2000)])
+    many = torch.stack([through(codec, x) for _ in range(500)])
     torch.manual_seed(3)
     assert torch.equal(many[0], through(codec, x))
-    deviation = 0.5 / 127 / 2000**0.5  # at most, of a mean
+    deviation = 0.5 / 127 / 500**0.5  # at most, of a mean
     assert float((many.mean(0) - x).abs().max()) < 5 * deviation
     assert float((many.std(0)).max()) > 0.4 / 127
-
-
-def test_a_step_a_channel_does_not_care_for_the_other_channels():
-    x = torch.stack([torch.randn(3, 5), 1000 * torch.randn(3, 5)], 1)
-    small, large = (float((through(codec, x) - x)[:, 0].abs().max()) for codec in (Int8("channel"), Int8()))
-    assert small < 0.02 < large
 
 
 @hypothetically
@@ -216,17 +210,12 @@ def test_topk_int8_is_int8_of_what_topk_carries(x, fraction):
     assert torch.equal(back, through(Int8(), kept))
 
 
-@pytest.mark.parametrize(
-    ("fraction", "shape", "kept", "places"),
-    [
-        (0.07, (100,), 7, torch.int32),  # as written: in floating point 7.000000000000001, and 8 would travel
-        (0.5, (2**31 - 1,), 2**30, torch.int32),
-        (0.5, (2**16, 2**16), 2**31, torch.int64),
-    ],
-)
-def test_so_many_travel_with_places_of_so_many_bits(fraction, shape, kept, places):
-    specs = TopK(fraction).wire_specs(TensorSpec(shape, FP32))
-    assert specs == (TensorSpec((kept,), places), TensorSpec((kept,), FP16))
+def test_as_many_travel_as_the_fraction_says_as_it_is_written():
+    """In floating point 0.07 * 100 is 7.000000000000001, and 8 would travel."""
+    specs = TopK(0.07).wire_specs(TensorSpec((100,), FP32))
+    assert specs == (TensorSpec((7,), torch.int32), TensorSpec((7,), FP16))
+    places, _ = TopK(0.5).wire_specs(TensorSpec((2**16, 2**16), FP32))
+    assert places == TensorSpec((2**31,), torch.int64)
 
 
 def test_a_place_over_65504_is_exact():
@@ -274,11 +263,8 @@ def test_whole_numbers_and_truth_values_travel_as_they_are():
         (lambda: Int8(stochastic="yes"), "stochastic=yes must be true or false"),
         (lambda: TopK(values="bf16"), "values=bf16 must be one of fp16, fp32"),
         (lambda: TopKInt8(error_feedback=1), "error_feedback=1 must be true or false"),
-        (lambda: TopKInt8(2), "fraction=2 must be a number above 0 and at most 1"),
-        *(
-            (lambda f=f: TopK(f), f"fraction={f} must be a number above 0 and at most 1")
-            for f in (0, "x", True, math.nan)
-        ),
+        (lambda: TopK(0), "fraction=0 must be a number above 0 and at most 1"),
+        (lambda: TopKInt8(math.nan), "fraction=nan must be a number above 0 and at most 1"),
     ],
 )
 def test_a_wrong_value_is_refused(make: Callable[[], Codec], says):

@@ -44,9 +44,7 @@ def initial(case: Case) -> dict[str, Tensor]:
 def test_initial_weights_are_the_same_on_any_partition_and_any_world():
     first = initial(Case("1f1b", 1, (NORM,)))
     others = [
-        Case("1f1b", 2, (NORM, "partition=[1]")),
         Case("1f1b", 2, (NORM, "partition=[9]")),
-        Case("pipedream", 3, (NORM, "partition=even")),
         Case("interleaved_1f1b", 2, (NORM, "schedule.virtual=3")),
         Case("gpipe", 10, (NORM, "batch_size=24", "microbatches=8")),
     ]
@@ -80,18 +78,15 @@ def plainly(run: Run, epochs: Epochs) -> tuple[float, float]:
     return functional.cross_entropy(output, labels).item(), accuracy
 
 
-@pytest.mark.parametrize("batch_size", [4, 12, 64])
+@pytest.mark.parametrize("batch_size", [4, 64])
 def test_an_evaluation_counts_every_sample_and_equals_a_plain_one(batch_size):
     """11 test samples: no batch size here divides them."""
     run = make_run(alone(f"batch_size={batch_size}", "data.drop_last=true", samples=64))
     epochs = epochs_for(run)
     statistics = epochs.session.stages[0].module.get_buffer("1.1.running_mean")
     statistics.fill_(0.3)  # those that are kept are those that are used
-    samples, loss, accuracy = evaluated(epochs, 0)
-    assert samples == 11
-    wanted_loss, wanted_accuracy = plainly(run, epochs)
-    assert loss == pytest.approx(wanted_loss, rel=1e-12)
-    assert accuracy == wanted_accuracy
+    wanted_loss, accuracy = plainly(run, epochs)
+    assert evaluated(epochs, 0) == (11, pytest.approx(wanted_loss, rel=1e-12), accuracy)
 
 
 def test_an_evaluation_changes_nothing_and_comes_out_the_same_again():
@@ -132,27 +127,18 @@ def test_an_evaluation_that_is_not_a_number_stops_the_run_unless_it_may_be():
 # An epoch
 
 
-def test_figures_count_every_sample_of_every_epoch():
-    run = make_run(alone("epochs=3"))
-    listener = Listener()
-    epochs = epochs_for(run, recorder=listener)
-    epochs.run()
-    assert [figures.epoch for figures in listener.epochs] == [1, 2, 3]
-    assert [figures.samples for figures in listener.epochs] == [44] * 3
-    assert epochs.session.stages[0].weights.updates == run.updates == 12
-    rate = run.settings.rate(12)  # of the peak
-    assert [figures.lr for figures in listener.epochs] == [0.05 * rate(n) for n in (3, 7, 11)]
-
-
-def test_what_stages_did_is_counted_epoch_by_epoch():
-    _, epochs = run_in_threads(Case("pipedream", 2, (NORM, "microbatches=1", "epochs=2")))
-    first, second = epochs
-    for stage in (0, 1):
-        for epoch in (first, second):
+def test_every_epoch_counts_its_samples_and_what_its_stages_did():
+    case = Case("pipedream", 2, (NORM, "microbatches=1", "epochs=2"))
+    _, epochs = run_in_threads(case)
+    rate = make_run(case).settings.rate(8)  # of the peak
+    found = [(figures.epoch, figures.samples, figures.lr) for figures in epochs]
+    assert found == [(1, 44, 0.05 * rate(3)), (2, 44, 0.05 * rate(7))]
+    for epoch in epochs:
+        for stage in (0, 1):
             assert 0 < epoch.stages[stage].busy_s <= epoch.train_s
             assert epoch.stages[stage].updates == 4
             assert sum(epoch.stages[stage].staleness.values()) == 4
-    assert [second.stages[stage].max_staleness for stage in (0, 1)] == [1, 0]
+    assert [epoch.stages[stage].max_staleness for stage in (0, 1)] == [1, 0]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
@@ -173,7 +159,7 @@ def test_the_losses_of_updates_make_up_that_of_the_epoch(schedule):
         assert list(coarse.losses.values()) == pytest.approx([sum(losses[:3]) / 3, losses[3]], rel=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_progress_counts_each_update_once_and_each_evaluated_microbatch_once(schedule):
     ticks: list[tuple[str, int]] = []
 
@@ -182,14 +168,9 @@ def test_progress_counts_each_update_once_and_each_evaluated_microbatch_once(sch
             ticks.append((what, total))
 
     case = Case(schedule, 1, (NORM, "microbatches=2", "epochs=2", "batch_size=10"), train_samples=40)
-    run = make_run(case)
-    epochs_for(run, recorder=Counting()).run()
-    assert ticks == [
-        *[("epoch 1", 4)] * 4,
-        *[("evaluation 1", 2)] * 2,
-        *[("epoch 2", 4)] * 4,
-        *[("evaluation 2", 2)] * 2,
-    ]
+    epochs_for(make_run(case), recorder=Counting()).run()
+    first = [("epoch 1", 4)] * 4 + [("evaluation 1", 2)] * 2
+    assert ticks == first + [(what.replace("1", "2"), total) for what, total in first]
 
 
 def test_the_first_rank_reads_inputs_the_last_targets_and_the_middle_nothing():

@@ -27,7 +27,6 @@ from tests.support.live import Live
 from tests.support.parity import MOMENTUM as momentum
 from tests.support.refused import ALIKE, APART, all_told, told
 from tests.support.subjects import accuracy, mlp, scaled, ways
-from tests.support.worlds import run_world
 
 FACTORIES = {"scaled": scaled, "ways": ways}
 
@@ -48,6 +47,11 @@ def labelled_batches(n: int) -> list[Any]:
     return list(DataLoader(labelled(n), batch_size=8))
 
 
+def pipe_of(model: Any = None, **options: Any) -> Pipeline:
+    torch.manual_seed(0)
+    return Pipeline(model or mlp(), cross_entropy, momentum, device="cpu", threads=1, **options)
+
+
 def evaluated(model: nn.Module, n: int) -> dict[str, float]:
     x, y = next(iter(DataLoader(labelled(n), n)))
     with torch.no_grad():
@@ -63,7 +67,7 @@ def arrays(state: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def made_by(factory: Any, **options: Any) -> Pipeline:
-    return Pipeline(factory, cross_entropy, momentum, microbatches=2, device="cpu", threads=1, **options)
+    return pipe_of(factory, microbatches=2, **options)
 
 
 def initial(name: str) -> dict[str, Any]:
@@ -175,9 +179,10 @@ def test_what_cannot_be_trained_is_refused_in_one_sentence(name):
 
 
 @pytest.mark.processes
-def test_every_rank_is_told_and_none_waits_for_another():
+def test_every_rank_is_told_and_none_waits_for_another(ranks, tmp_path):
+    """In a group that the program has made itself, which a Pipeline uses and leaves alone."""
     names = [*ALIKE, *APART]
-    for name, zero, one in zip(names, *run_world(all_told, 2, names), strict=True):
+    for name, zero, one in zip(names, *ranks(all_told, names, str(tmp_path / "store")), strict=True):
         wanted = APART[name][1:] if name in APART else (ALIKE[name][1],) * 2
         for said, sentence in zip((zero, one), wanted, strict=True):
             assert re.search(sentence, said), (name, zero, one)
@@ -188,8 +193,7 @@ def test_every_rank_is_told_and_none_waits_for_another():
 
 @pytest.fixture
 def pipe() -> Pipeline:
-    torch.manual_seed(0)
-    return Pipeline(mlp(), cross_entropy, momentum, metrics={"acc": accuracy}, device="cpu", threads=1)
+    return pipe_of(metrics={"acc": accuracy})
 
 
 def test_a_pass_that_was_left_is_no_part_of_the_metrics_of_the_next(pipe):
@@ -250,16 +254,16 @@ def test_what_fails_within_a_window_ends_the_pipeline(pipe):
         with pytest.raises(TrainingStopped, match="this Pipeline has ended with an error: rank 0, stage 0"):
             call()
     pipe.close()
-    Pipeline(mlp(), cross_entropy, momentum, device="cpu", threads=1).close()
+    pipe_of().close()
 
 
 def test_an_error_of_a_with_block_or_of_the_sample_leaves_room_for_another_pipeline():
     x, y = labelled_batches(8)[0]
-    with pytest.raises(ZeroDivisionError), Pipeline(mlp(), cross_entropy, momentum, device="cpu") as first:
+    with pytest.raises(ZeroDivisionError), pipe_of() as first:
         first.step(x, 1 / 0)
     with pytest.raises(TrainingStopped, match="sample= as batch 0 has 8 inputs and 5 targets"):
-        Pipeline(mlp(), cross_entropy, momentum, sample=(x, y[:5]), device="cpu")
-    Pipeline(mlp(), cross_entropy, momentum, device="cpu", threads=1).close()
+        pipe_of(sample=(x, y[:5]))
+    pipe_of().close()
 
 
 def test_the_first_batch_need_not_be_a_multiple_of_the_microbatches(pipe):
@@ -269,52 +273,25 @@ def test_the_first_batch_need_not_be_a_multiple_of_the_microbatches(pipe):
     assert list(pipe.train(labelled_batches(7))) == pytest.approx(wanted)
 
 
-def test_the_plan_is_there_with_a_sample_and_prints_as_the_command_does():
-    sample = labelled_batches(8)[0]
-    plan = Pipeline(mlp(), cross_entropy, momentum, sample=sample, device="cpu", threads=1).plan
-    assert "Sequential, schedule 1f1b: 1 stages on 1 ranks, batch 8 in 4 microbatches" in str(plan)
+def test_the_plan_is_there_with_a_sample_and_a_profile_may_choose_its_cuts():
+    with pipe_of(partition="profile", sample=labelled_batches(8)[0]) as made:
+        assert "Sequential, schedule 1f1b: 1 stages on 1 ranks, batch 8 in 4 microbatches" in str(made.plan)
+        assert "profiled on" in str(made.plan)
+        assert made.plan.prediction is not None
 
 
 def test_a_schedule_may_be_a_function_or_the_file_of_a_program(tmp_path):
-    losses = []
-    program = one_f_one_b(1, 1, 4)
-    (tmp_path / "mine.txt").write_text(format_program(program))
-    for schedule in ("1f1b", one_f_one_b, tmp_path / "mine.txt"):
-        pipeline._open = None
-        torch.manual_seed(0)
-        pipe = Pipeline(
-            mlp(), cross_entropy, momentum, schedule, microbatches=4, window=1, device="cpu", threads=1
-        )
-        losses.append(list(pipe.train(labelled_batches(24))))
-    assert losses[0] == losses[1] == losses[2]
-    pipeline._open = None
-    with pytest.raises(ScheduleError, match=r"mine.txt is of 1 ranks, 1 batches and 4 microbatches in all"):
-        Pipeline(mlp(), cross_entropy, momentum, tmp_path / "mine.txt", microbatches=2, device="cpu")
-
-
-def test_a_program_of_several_batches_is_a_window_of_its_own(tmp_path):
-    (tmp_path / "three.txt").write_text(format_program(one_f_one_b(1, 3, 4)))
-    losses = []
-    for schedule in ("1f1b", tmp_path / "three.txt"):
-        pipeline._open = None
-        torch.manual_seed(0)
-        pipe = Pipeline(mlp(), cross_entropy, momentum, schedule, microbatches=4, device="cpu", threads=1)
-        losses.append(list(pipe.train(labelled_batches(48), window=3)))
-    assert losses[0] == losses[1]
+    """One of several batches is a window of its own."""
+    losses, files = [], [tmp_path / "one.txt", tmp_path / "three.txt"]
+    for file, batches in zip(files, (1, 3), strict=True):
+        file.write_text(format_program(one_f_one_b(1, batches, 4)))
+    for schedule, window in (("1f1b", 1), (one_f_one_b, 1), (files[0], 1), (files[1], 3)):
+        with pipe_of(schedule=schedule, microbatches=4) as made:
+            losses.append(list(made.train(labelled_batches(48), window)))
     assert len(losses[0]) == 6
-
-
-def test_a_profile_may_choose_the_cuts():
-    with Pipeline(
-        mlp(),
-        cross_entropy,
-        momentum,
-        partition="profile",
-        threads=1,
-        sample=next(iter(DataLoader(labelled(8), 8))),
-    ) as made:
-        assert made.plan.prediction is not None
-        assert "profiled on" in str(made.plan)
+    assert all(each == losses[0] for each in losses)
+    with pytest.raises(ScheduleError, match=r"one.txt is of 1 ranks, 1 batches and 4 microbatches in all"):
+        pipe_of(schedule=files[0], microbatches=2)
 
 
 def test_without_an_average_there_is_none_to_give(pipe):
@@ -323,11 +300,10 @@ def test_without_an_average_there_is_none_to_give(pipe):
 
 
 def test_a_loaded_average_is_not_taken_for_the_weights(tmp_path):
-    given = {"ema": 0.9, "device": "cpu", "threads": 1}
-    with Pipeline(mlp(), cross_entropy, momentum, **given) as pipe:
+    with pipe_of(ema=0.9) as pipe:
         list(pipe.train(labelled_batches(24)))
         pipe.save(tmp_path)
-    pipe = Pipeline(mlp(), cross_entropy, momentum, **given)
+    pipe = pipe_of(ema=0.9)
     pipe.load(tmp_path)
     with pytest.raises(ConfigError, match="there is no moving average of the weights"):
         pipe.state_dict(ema=True)  # it is read with the first batch

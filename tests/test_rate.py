@@ -62,13 +62,13 @@ def torch_rates(make, steps: int) -> list[float]:
     return seen
 
 
-@pytest.mark.parametrize("updates", [1, 7, 100])
+@pytest.mark.parametrize("updates", [1, 7])
 def test_cosine_is_torch_s(updates):
     fine = torch_rates(lambda o: CosineAnnealingLR(o, T_max=2 * updates), 2 * updates)
     assert rates("cosine", 0.3, 0.0, updates) == pytest.approx(fine[1::2], rel=1e-9)
 
 
-@pytest.mark.parametrize(("updates", "warmup"), [(10, 0.3), (50, 0.5), (200, 0.1)])
+@pytest.mark.parametrize(("updates", "warmup"), [(10, 0.3), (50, 0.5)])
 def test_one_cycle_is_torch_s(updates, warmup):
     """Torch's phases end at pct_start * steps - 1 and steps - 1: so many steps put them where ours are."""
     steps = 2 * updates + 1

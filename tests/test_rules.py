@@ -32,9 +32,7 @@ def test_what_obeys_a_rule_is_read_as_python_s_own(rule: Rule, value, read):
 @pytest.mark.parametrize(
     ("rule", "value", "says"),
     [
-        (COUNT, 0, "key=0 must be a whole number of at least 1"),
         (COUNT, True, "key=True must be a whole number of at least 1"),
-        (POSITIVE, "2.5", "key='2.5' must be a finite number above 0"),
         (COUNT, "3", "key='3' must be a whole number of at least 1"),
         (COUNT, [1, 2], "key=[1,2] must be a whole number of at least 1"),
         (whole(0, 9), 10, "key=10 must be a whole number of at least 0 and at most 9"),

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import Store
 from torch.nn import functional
 from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset
@@ -236,6 +236,7 @@ def told(program: Program, rank: int) -> str:
     return "nothing"
 
 
-def all_told(world: World, store: Store, names: Sequence[str]) -> list[str]:
-    with process_group(world, store):
+def all_told(names: Sequence[str], store: str) -> list[str]:
+    world = World.current()
+    with process_group(world, dist.FileStore(store, world.size)):
         return [told((ALIKE | APART)[name][0], world.rank) for name in names]
