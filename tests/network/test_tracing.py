@@ -82,6 +82,20 @@ class Written(nn.Module):
         return h + y
 
 
+class Counting(nn.Module):
+    """A view of a buffer is written in one layer and used in a later one, on one stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, x = self.seen[:2], self.b(self.a(x))
+        first.add_(x.detach().mean())
+        return self.d(self.c(x) + first.sum())
+
+
 DATA = Made(INPUT, 0), Made(INPUT, 1)
 
 
@@ -114,6 +128,7 @@ CASES = {
     "weights that are computed": Case(Normalised, example((4,)), "a a#2 c b c#2 a#3"),
     # `pack` sends what it made before the constant was added.
     "a view that is written": Case(Written, example((4,)), "pack slice"),
+    "a view of a buffer that is written": Case(Counting, example((4,)), "a d"),
 }
 
 
