@@ -185,7 +185,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _order(folder: Path) -> tuple[int, int]:
-    """Return a checkpoint's update, and the how manieth of it this is."""
+    """Return a checkpoint's update, and its number among those of this update."""
     update, number = _NAME.fullmatch(folder.name).groups(default="1")  # type: ignore[union-attr]
     return int(update), int(number)
 
