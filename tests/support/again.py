@@ -113,7 +113,3 @@ class Attending(nn.Module):
         y = nn.functional.scaled_dot_product_attention(self.query(x), self.key(x), x)
         out: Tensor = self.leave((x + self.drop(torch.relu_(self.norm(y)))).flatten(1))
         return out
-
-
-def attending() -> nn.Module:
-    return Attending()

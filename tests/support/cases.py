@@ -30,7 +30,7 @@ from pipetrain.checkpoint.progress import EpochRecord
 from pipetrain.checkpoint.resume import Source, tensors_of
 from pipetrain.checkpoint.writer import Keeper, Writer
 from pipetrain.cli import as_hydra, conf_dir
-from pipetrain.data import Data, Images, load_augment
+from pipetrain.data import Augment, Data, Images, load_augment
 from pipetrain.epochs import Epochs
 from pipetrain.network.draws import Seeds, drawing
 from pipetrain.records.tracer import Trace
@@ -89,45 +89,35 @@ def _composed(choices: tuple[str, ...]) -> DictConfig:
         return compose("config", overrides=list(choices))
 
 
-def tiny_data(train: int, test: int = 11, cfg: DictConfig | None = None, ignored: Sequence[int] = ()) -> Data:
+def tiny_data(cfg: DictConfig, train: int, ignored: Sequence[int] = ()) -> Data:
     """Random images, the same every time, with a configuration's augmentation and dtype.
 
     The labels of the samples `ignored` do not count.
     """
     generator = torch.Generator().manual_seed(1)
-    double = cfg is not None and cfg.dtype == "float64"
-    dtype = torch.float64 if double else torch.float32
+    dtype = torch.float64 if cfg.dtype == "float64" else torch.float32
 
-    def split(n: int, train: bool) -> Images:
+    def split(n: int, ignored: Sequence[int], augment: Augment | None) -> Images:
         images = torch.randint(0, 256, (n, 3, 32, 32), dtype=torch.uint8, generator=generator)
         labels = torch.randint(0, 10, (n,), generator=generator)
-        if train:
-            labels[list(ignored)] = IGNORED
-        augment = load_augment(cfg.data) if train and cfg is not None else None
+        labels[list(ignored)] = IGNORED
         return Images(images, labels, (0.5,) * 3, (0.25,) * 3, augment, dtype)
 
-    return Data("tiny", split(train, True), split(test, False), 10)
+    return Data("tiny", split(train, ignored, load_augment(cfg.data)), split(11, (), None), 10)
 
 
 def prepared(
-    cfg: DictConfig,
-    schedule: str,
-    ranks: int,
-    train: int,
-    test: int = 11,
-    ignored: Sequence[int] = (),
-    **others: Any,
+    cfg: DictConfig, schedule: str, ranks: int, train: int, ignored: Sequence[int] = (), resumed: int = 0
 ) -> Run:
     """Prepare a run over tiny data."""
-    data = tiny_data(train, test, cfg, ignored)
-    return prepare(cfg, schedule, ranks, data.facts, data, **others)
+    return prepare(cfg, schedule, ranks, tiny_data(cfg, train, ignored), resumed)
 
 
 @lru_cache(maxsize=8)
 def make_run(case: Case, resumed: int = 0) -> Run:
     """Prepare a case as a rank would, in float64, after so many batches of an epoch."""
     cfg = _config(case)
-    return prepared(cfg, case.schedule, case.ranks, case.train_samples, ignored=case.ignored, resumed=resumed)
+    return prepared(cfg, case.schedule, case.ranks, case.train_samples, case.ignored, resumed)
 
 
 @lru_cache(maxsize=16)
@@ -145,7 +135,7 @@ def expected(case: Case, ran: Sequence[Program] = ()) -> reference.Outcome:
     run = make_run(case)
     if case.reference_model:
         cfg = _config(case, case.reference_model)
-        run = prepared(cfg, case.schedule, case.ranks, case.train_samples, ignored=case.ignored)
+        run = prepared(cfg, case.schedule, case.ranks, case.train_samples, case.ignored)
     delays = [_reads(program) for program in ran] or repeat(_delay(case, run))
     return reference.train(run.take_network().model, run, delays, dict([case.early] if case.early else []))
 

@@ -12,13 +12,7 @@ from torch import nn
 
 from pipetrain.building import make_schedule, make_task, model_of
 from pipetrain.checkpoint.writer import Keeper
-from pipetrain.data import (
-    Data,
-    DataFacts,
-    Sampler,
-    declared_example,
-    load_data,
-)
+from pipetrain.data import Data, DataFacts, Sampler
 from pipetrain.data.loader import Sampled, even
 from pipetrain.epochs import Epochs, PassesByNumber
 from pipetrain.network import factory
@@ -26,7 +20,6 @@ from pipetrain.network.chain import network_of
 from pipetrain.network.model import prove_model
 from pipetrain.network.network import Network
 from pipetrain.network.values import ValueSpec
-from pipetrain.plan.costs import Profile, profile_conditions, read_profile
 from pipetrain.plan.memory import optimizer_state, sized
 from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.records.history import About
@@ -41,10 +34,7 @@ from pipetrain.tasks import Task
 
 @dataclass(frozen=True)
 class Run:
-    """One training run before it starts.
-
-    `data` is None on ranks that need no sample. `take_network` builds the whole model.
-    """
+    """One training run before it starts; `data` is None on ranks that need no sample."""
 
     settings: Settings
     facts: DataFacts
@@ -96,34 +86,16 @@ def network_for(cfg: DictConfig, settings: Settings, example: ValueSpec) -> Netw
     return network
 
 
-def check_early(cfg: DictConfig, schedule: str, ranks: int) -> Plan:
-    """Plan one batch of a configuration, without its data if `data.sample` declares them."""
-    settings = Settings.composed(cfg, schedule, ranks)
-    example = declared_example(cfg.data, settings.dtype) or load_data(cfg.data, settings.dtype).facts.example
-    network = network_for(cfg, settings, example)
-    samples = Samples([settings.batch_size], [settings.full])
-    profile = settings.profile and read_profile(settings.profile, profile_conditions(settings, cfg.optim))
-    return make_plan(settings, make_schedule(cfg), network, example, samples, profile)
-
-
-def prepare(
-    cfg: DictConfig,
-    schedule: str,
-    ranks: int,
-    facts: DataFacts,
-    data: Data | None = None,
-    profile: Profile | None = None,
-    resumed: int = 0,
-) -> Run:
+def prepare(cfg: DictConfig, schedule: str, ranks: int, data: Data, resumed: int = 0) -> Run:
     """Build a run of a configuration; `resumed`: batches already done of the current epoch."""
-    settings = Settings.composed(cfg, schedule, ranks)
+    settings, facts = Settings.composed(cfg, schedule, ranks), data.facts
     sampler = Sampler(
         facts.train, settings.batch_size, settings.microbatches, settings.seed, settings.drop_last
     )
     samples = Samples(sampler.batch_sizes, even(facts.test, settings.batch_size), resumed)
     network = network_for(cfg, settings, facts.example)
     task = make_task(cfg)
-    plan = make_plan(settings, make_schedule(cfg), network, facts.example, samples, profile)
+    plan = make_plan(settings, make_schedule(cfg), network, facts.example, samples)
     optimizer = make_optimizer(cfg, network.model, plan.stages)
     return Run(
         settings=settings,

@@ -10,8 +10,7 @@ from pipetrain.cli import conf_dir
 from pipetrain.data import declared_example, load_data
 from pipetrain.errors import ConfigError
 from pipetrain.network.tensors import made_up
-from tests.support.cases import config
-from tests.support.runs import check_early
+from tests.support.cases import config, prepared
 
 pytest.importorskip("transformers")
 
@@ -76,4 +75,4 @@ def test_another_size_of_image_is_refused():
     with pytest.raises(
         ConfigError, match=r"Input image size \(32\*32\) doesn't match model \(16\*16\); make"
     ):
-        check_early(config(small("hf_vit", "model.config.image_size=16", "batch_size=8")), "1f1b", 2)
+        prepared(config(small("hf_vit", "model.config.image_size=16", "batch_size=8")), "1f1b", 2, 8)
