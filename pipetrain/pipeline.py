@@ -139,8 +139,12 @@ class Pipeline:
         settings: Settings | None = None,
         **options: Any,
     ) -> None:
+        global _open
         end_by_sentence()
-        _refuse_second()
+        if _open is not None and _open() is not None:
+            raise ConfigError(
+                "this process has a Pipeline already: call close() of that one before making another"
+            )
         keep_freed_memory()
         self._task = read_task(loss, task, metrics, weight, targets)
         self._named = read_targets(targets, self._task)
@@ -186,7 +190,6 @@ class Pipeline:
         self._whole = WholeModel(model, mesh, initial)
         self.metrics: dict[str, float] = {}
         """Of the last pass of `train`: loss, the metrics, learning_rate and samples_per_s."""
-        global _open
         _open = weakref.ref(self)
         if sample is not None:
             try:
@@ -298,21 +301,17 @@ class Pipeline:
         The other ranks get None for each. `loader` yields inputs; targets beside them are not looked at. The
         model is in evaluation mode. Raises ConfigError for a loader without batches.
         """
-        assert self._begun and self._form is not None
+        session = self._begun
+        assert self._form is not None
         form = Form(self._form.inputs, ValueSpec((TensorSpec((), torch.float32),)))
         reader = None if self.rank else Reader(loader, "batch", form, self._named, labelled=False)
         batches = self._of_loader(reader, "the prediction", form, training=False)
         for sizes in self._windows(batches, PREDICTED_AT_ONCE):
             with self._together():
-                outputs = self._predict(sizes, batches)
-            yield from outputs
-
-    def _predict(self, sizes: Sequence[int], batches: Batches) -> list[Any]:
-        session = self._begun
-        found = session.predict(sizes, batches, self._tick("prediction", len(sizes)))
-        moved = brought(found, len(sizes), self._mesh, session.plan.placement[-1])
-        pack = outputs_of(session.plan).pack
-        return [pack(tensors) for tensors in moved] if not self.rank else [None] * len(sizes)
+                found = session.predict(sizes, batches, self._tick("prediction", len(sizes)))
+                moved = brought(found, len(sizes), self._mesh, session.plan.placement[-1])
+            pack = outputs_of(session.plan).pack
+            yield from [None] * len(sizes) if self.rank else map(pack, moved)
 
     def _values(self, what: str, take: Callable[[Stage], Tally], **more: float) -> dict[str, float]:
         """Return what the last stage has counted, and `more` of its rank, on every rank."""
@@ -563,10 +562,3 @@ def _saved_in(path: Path) -> str | None:
     if source is None:
         log.warning("pipetrain: %s has no whole checkpoint, so nothing is loaded", path)
     return str(source.folder) if source else None
-
-
-def _refuse_second() -> None:
-    if _open is not None and _open() is not None:
-        raise ConfigError(
-            "this process has a Pipeline already: call close() of that one before making another"
-        )
