@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     )
     known = f"{', '.join(SUITES)} (default: all but gpu)"
     made.add_argument("suites", nargs="*", metavar="SUITE", type=_suite, help=known)
-    made.add_argument("--rounds", type=_count, default=5, metavar="N", help="that are counted (default: 5)")
+    made.add_argument("--rounds", type=int, default=5, metavar="N", help="that are counted (default: 5)")
     made.add_argument("--quick", action="store_true", help="one small round: to see that it works, no more")
     made.add_argument("--out", type=Path, metavar="FILE", help="write the report there too")
     return made
@@ -83,9 +83,3 @@ def _suite(name: str) -> str:
     if name not in SUITES:
         raise argparse.ArgumentTypeError(f"there is no {name}; choose from {', '.join(SUITES)}")
     return name
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more; got {text}")
-    return int(text)

@@ -26,12 +26,10 @@ class Metric:
 
     @property
     def title(self) -> str:
-        """Its name in a sentence."""
         return TITLES.get(self.name, self.name)
 
     @property
     def direction(self) -> str:
-        """Which values are better, in words."""
         return f"{'higher' if self.higher else 'lower'} is better"
 
     @property

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -185,24 +184,15 @@ def _others_s() -> float:
 
 def describe_machine() -> dict[str, str]:
     """Return the date, and what the machine and its software are called; without importing torch."""
-    return {"date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}", **_lasting()}
-
-
-@cache
-def _lasting() -> dict[str, str]:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     name = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
-    root, describe = (
-        Path(__file__).resolve().parents[2],
-        "git describe --always --dirty --abbrev=10 --exclude=*",
-    )
-    revision = ""
+    describe, revision = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"], ""
     with suppress(OSError):
-        revision = subprocess.run(
-            describe.split(), cwd=root, capture_output=True, text=True, check=False
-        ).stdout
+        root = Path(__file__).resolve().parents[2]
+        revision = subprocess.run(describe, cwd=root, capture_output=True, text=True, check=False).stdout
     return {
+        "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
         "machine": f"{name[1] if name else platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

@@ -36,12 +36,10 @@ class Row:
 
     @property
     def done(self) -> list[Summary]:
-        """The summaries of the runs that finished."""
         return [outcome.summary for outcome in self.outcomes if outcome.summary is not None]
 
     @property
     def metric(self) -> Metric:
-        """What its runs are compared by."""
         return metric_of(self.done)
 
     @property
