@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 
 import pytest
 
@@ -60,23 +59,13 @@ def test_every_example_runs_on_two_ranks(ranks, tmp_path):
 
 
 @pytest.mark.processes
-def test_the_readme_s_example_runs_as_it_says(tmp_path):
-    done = finished(tmp_path, [*TWO, EXAMPLES / "mlp.py"])
+@pytest.mark.parametrize("words", [[], TWO], ids=["one process", "two ranks"])
+def test_the_readme_s_example_runs_as_it_says(words, tmp_path):
+    done = finished(tmp_path, [*words, EXAMPLES / "mlp.py"])
     losses = numbers(done.out)
     assert done.status == 0, done.out
     assert len(losses) == 6
     assert losses[-1] < losses[1]
-
-
-@pytest.mark.slow
-def test_it_runs_in_one_process(capsys, monkeypatch):
-    monkeypatch.setattr("pipetrain.pipeline.share_of_cores", lambda _: 1)
-    runpy.run_path(str(EXAMPLES / "mlp.py"))["pipe"].close()
-    assert len(numbers(capsys.readouterr().out)) == 6
-
-
-def test_the_first_example_has_fifteen_lines():
-    assert sum(bool(line) for line in (EXAMPLES / "mlp.py").read_text().splitlines()) <= 15
 
 
 def test_what_the_pages_show_is_what_is_run():
@@ -89,8 +78,10 @@ def test_what_the_pages_show_is_what_is_run():
     assert [name for name in NAMES if f"{name}.py" not in all_pages] == []
 
 
-def test_the_readme_shows_the_first_example():
-    assert (EXAMPLES / "mlp.py").read_text() in BLOCK.findall((CHECKOUT / "README.md").read_text())
+def test_the_readme_shows_the_first_example_which_has_fifteen_lines():
+    text = (EXAMPLES / "mlp.py").read_text()
+    assert text in BLOCK.findall((CHECKOUT / "README.md").read_text())
+    assert sum(map(bool, text.splitlines())) <= 15
 
 
 def test_the_names_on_the_page_are_there():
@@ -101,13 +92,10 @@ def test_the_names_on_the_page_are_there():
         assert name in pipetrain.__all__, name
 
 
-def test_the_options_on_the_page_are_options():
+def test_the_options_on_the_page_are_options_and_one_of_the_command_line_alone_is_none():
     (call,) = re.findall(r"`(Pipeline\(\.\.\., partition.*?\))`", (DOCS / "python.md").read_text(), re.DOTALL)
     options = eval(call.replace("Pipeline(..., ", "dict("))
     refuse_unknown(options, PIPELINE_OPTIONS, ())
     Settings.read(options)
-
-
-def test_an_option_of_the_command_line_alone_is_refused():
     with pytest.raises(pipetrain.ConfigError, match="takes no logger"):
         refuse_unknown(["logger"], PIPELINE_OPTIONS, ())
