@@ -20,7 +20,7 @@ from pipetrain.network.model import own_dtype, prove_model
 from pipetrain.network.values import Value
 from pipetrain.plan.program import draft_program, make_program, prove_window, settle_clipping
 from pipetrain.rate import Rate, rate_of
-from pipetrain.runtime.optimizer import Configured, Function, prove_optimizer, small_copies
+from pipetrain.runtime.optimizer import Configured, Function, make_optimizer, prove_optimizer, small_copies
 from pipetrain.runtime.together import conditions
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.schedule.actions import Program, Schedule, parse_program, placement
@@ -88,7 +88,7 @@ class Asked:
                 f"have it"
             )
         if isinstance(optimizer, Configured):
-            factory = optimizer.tried(model, len(where))
+            factory = make_optimizer(optimizer.cfg, model, len(where))
         else:
             factory = prove_optimizer(optimizer, groups, model, len(where))
         rate, made = rate_of(lr_schedule), factory(small_copies(model))

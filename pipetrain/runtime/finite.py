@@ -65,9 +65,8 @@ def origin(stage: Stage, microbatch: Microbatch) -> str:
     """Say where the outputs of a forward in host memory stopped being finite; "" if that is not found."""
     for value, tensor in zip(stage.module.slice.enters, microbatch.inputs, strict=True):
         if not all_finite(_numbers([tensor])):
-            return (
-                DATA if value.layer == INPUT else f"what came from layer {value.layer}, in an earlier stage"
-            )
+            earlier = f"what came from layer {value.layer}, in an earlier stage"
+            return DATA if value.layer == INPUT else earlier
     found: list[str] = []
 
     def see(name: str, outputs: Tensors) -> None:

@@ -55,9 +55,6 @@ class Configured:
 
     cfg: DictConfig
 
-    def tried(self, model: nn.Module, stages: int) -> OptimizerFactory:
-        return make_optimizer(self.cfg, model, stages)
-
 
 def make_optimizer(cfg: DictConfig, model: nn.Module, stages: int = 1) -> OptimizerFactory:
     """Return a stage's optimizer factory; `fused` null: the fused form if it works. Raises ConfigError."""
