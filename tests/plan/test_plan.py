@@ -264,11 +264,7 @@ BLOCKED = {"schedule": deadlocking, "samples": Samples([48], [11])}
 @pytest.mark.parametrize(
     ("words", "arguments", "says"),
     [
-        (
-            "partition=[2]",
-            {"model": shared_statistics()},
-            "of stage 1 shares its 0.3.running_mean with stage",
-        ),
+        ("partition=[2]", {"model": shared_statistics()}, "of stage 1 shares its 0.3.running_mean with"),
         (BY_STAGE, {"model": tied()}, f"{TIED}clip_grad_norm_over=stage"),
         ("partition=[2]", BY_FBP, f"{TIED}1f1b decides its order"),
         ("partition=[2,4] on_nan=skip", CHAINED, f"{TIED}some of these share others too"),
