@@ -30,11 +30,7 @@ from pipetrain.schedule.actions import ScheduleError
 
 CODECS = ("codec.forward", "codec.backward")
 ALL = "--cfg job shows all there is"
-MAY_BE_NULL = {
-    "data.sample",
-    "data.train",
-    "data.test",
-}  # mappings of some data sets, which others do without
+MAY_BE_NULL = {"data.sample", "data.train", "data.test"}  # mappings that some data sets do without
 
 # Keys that need `++` in Hydra: arguments of a `_target_`, and parts of what may also be a plain value.
 _ADDED = re.compile(
