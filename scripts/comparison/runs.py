@@ -114,8 +114,8 @@ class Runs:
         _write(folder, asked)
         made, others_s, begin = describe_machine(), _others_s(), time.perf_counter()
         status = run([*self._command, *words(spec, folder)], spec.nproc, self.log(spec), [lock])
-        wall_s = round(time.perf_counter() - begin, 1)
-        others = round(max(0.0, _others_s() - others_s) / max(wall_s, 0.1), 2)
+        seconds = time.perf_counter() - begin
+        wall_s, others = round(seconds, 1), round(max(0.0, _others_s() - others_s) / seconds, 2)
         try:
             if status:
                 raise ValueError(f"status {status}")
