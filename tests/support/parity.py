@@ -30,7 +30,7 @@ from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.ranks import World
 from pipetrain.tasks import Task
-from tests.support.reference import DELAYS, Loop, average_of, drops, grouped
+from tests.support.reference import DELAYS, Loop, average_of, copied, drops, grouped
 
 Batch = tuple[Value, Value]
 SEED = 5
@@ -154,7 +154,7 @@ def _hold(
     """Hold losses, weights, buffers, their average and the evaluation against the reference."""
     close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
     model, subject, way = reference.model, reference.subject, reference.way
-    before = _copied(model.state_dict())
+    before = copied(model.state_dict())
     known = dict(model.named_parameters())
     missing = model.state_dict().keys() - state.keys()
     assert not missing & known.keys(), missing  # the second names of tied weights are
@@ -277,10 +277,6 @@ def _arguments(model: nn.Module, inputs: Value) -> tuple[tuple[Any, ...], dict[s
         return (), inputs
     one = isinstance(inputs, Tensor) or isinstance(model, nn.Sequential)
     return ((inputs,) if one else tuple(inputs)), {}
-
-
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def cut_batches(value: Value, sizes: Sequence[int]) -> Iterator[Value]:

@@ -92,16 +92,16 @@ class Loop:
         self, read: Read, batches: Iterable[Iterable[tuple[float, *tuple[Any, ...]]]]
     ) -> list[list[float]]:
         """Train on some batches of pieces, each of which begins with its share; return their losses."""
-        history, mb, losses = [_copied(self._live)], 0, []
+        history, mb, losses = [copied(self._live)], 0, []
         for batch in batches:
-            buffers = _copied(dict(self.model.named_buffers()))
+            buffers = copied(dict(self.model.named_buffers()))
             losses.append([])
             for share, *more in batch:
                 versions = {name: (of, history[version(mb)][of]) for name, (of, version) in read.items()}
                 losses[-1].append(self._differentiate(share, versions, more))
                 mb += 1
             self._step(buffers)
-            history.append(_copied(self._live))
+            history.append(copied(self._live))
         return losses
 
     def _differentiate(
@@ -202,7 +202,7 @@ def train(model: nn.Sequential, run: Run, delays: Iterable[Delay], early: Mappin
             average.module.load_state_dict(dict(model.named_buffers()), strict=False)
         evaluated = _evaluate(model if average is None else average.module, run)
         outcomes.append((loss_sum / counted, *evaluated))
-    return Outcome(_copied(model.state_dict()), outcomes)
+    return Outcome(copied(model.state_dict()), outcomes)
 
 
 def _pieces(data: Any, batch: Sequence[Tensor], draw: Draw, seeds: Callable[[int], Seeds]) -> list[Any]:
@@ -257,7 +257,7 @@ def _narrow(layer: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...
     return narrow[0] if isinstance(output, Tensor) else narrow
 
 
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 

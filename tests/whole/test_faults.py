@@ -205,14 +205,8 @@ def test_one_long_run_is_shared_asked_to_save_and_denied_the_disk_and_its_slow_s
 
 
 def test_a_run_without_a_summary_ends_not_well_and_writes_it_when_it_is_started_again(tmp_path):
-    words = [
-        FAULTY[0],
-        "+model.kind=sleep",
-        "+model.rank=0",
-        f"+model.at={SLEEP_MS}",
-        "epochs=2",
-        "run_dir=run",
-    ]
+    words = [FAULTY[0], "+model.kind=sleep", "+model.rank=0", f"+model.at={SLEEP_MS}"]
+    words += ["epochs=2", "run_dir=run"]
     summary = tmp_path / "run" / "summary.json"
     with started(tmp_path, words, ranks=1) as obstructed:
         await_line(obstructed, "records in")
