@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CELLS = 64  # most of a figure, unless it is told what to draw
+STACK = 16.0  # inches: the width of measured timelines, whose actions may be short beside their waits
+NUMBER = 0.12  # inches of a bar from which on it has its number
 _MEMORY, _FIXED = "#9c755f", "#bab0ac"
 _STEP, _IDLE, _INK = "#222222", "#ececec", "#333333"
 _LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8, "labelcolor": _INK, "borderaxespad": 0.2}
@@ -58,13 +60,12 @@ def as_stack(titled: Sequence[tuple[str, Timeline, float]], path: Path | str) ->
     Of each its title, and until when it is drawn, from its start.
     """
     ends = [min(timeline.makespan, until) for _, timeline, until in titled]
-    cells = max(ends) / min(unit_of(timeline) for _, timeline, _ in titled)
-    figure, panels = _empty(cells, [1.5 + 0.4 * len(timeline.rows) for _, timeline, _ in titled])
+    figure, panels = _empty(STACK, [1.5 + 0.4 * len(timeline.rows) for _, timeline, _ in titled])
     for axes, (title, timeline, _), end in zip(panels, titled, ends, strict=True):
         axes.set_title(title, loc="left", pad=20, fontsize=9.5, color=_INK)
         _frame(axes, len(timeline.rows), 0.0, end)
-        _draw_actions(axes, timeline, 0.0, end, "s")
         axes.set_xlim(0.0, 1.004 * max(ends))
+        _draw_actions(axes, timeline, 0.0, end, "s")
     _save(figure, path)
 
 
@@ -79,7 +80,8 @@ def _figure(timeline: Timeline, title: str, unit_of_time: str, span: Cells | Non
     unit, ranks = unit_of(timeline), len(timeline.rows)
     since, until = (min(at * unit, timeline.makespan) for at in span or (0, CELLS))
     heights = [1.15 + 0.4 * ranks] + ([0.55 + 0.5 * ranks] if memory else [])
-    figure, (axes, *below) = _empty((until - since) / unit, heights)
+    width = min(max(6.5, 1.1 + 0.25 * (until - since) / unit), 100.0)
+    figure, (axes, *below) = _empty(width, heights)
     facts = [*([title] if title else []), *facts_of(timeline, unit_of_time)]
     if (since, until) != (0, timeline.makespan):
         facts.append(f"{since / unit:.0f} to {until / unit:.0f} of {cells_of(timeline)} cells")
@@ -92,12 +94,11 @@ def _figure(timeline: Timeline, title: str, unit_of_time: str, span: Cells | Non
     return figure
 
 
-def _empty(cells: float, heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
-    """Return a figure as wide as so many cells need, and its axes of these heights, in inches."""
+def _empty(width: float, heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
+    """Return a figure of this width, and its axes of these heights, in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    width = min(max(6.5, 1.1 + 0.25 * cells), 100.0)
     figure = Figure(figsize=(width, sum(heights)), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
@@ -125,7 +126,9 @@ def _draw_actions(axes: Axes, timeline: Timeline, since: float, until: float, un
     from matplotlib.ticker import MaxNLocator
 
     bars = [bar for bar in bars_of(timeline, until) if bar.end > since]
-    deepest, narrow = max((bar.depth for bar in bars), default=0), unit_of(timeline) / 2
+    deepest = max((bar.depth for bar in bars), default=0)
+    left_end, right_end = axes.get_xlim()
+    narrow = NUMBER * (right_end - left_end) / (axes.figure.bbox.width / axes.figure.dpi - 1.1)
     for rank, action, start, end, depth in bars:
         if action.op is Op.STEP:
             axes.plot([start, start], [rank - 0.44, rank + 0.44], color=_STEP, linewidth=1.6, zorder=4)

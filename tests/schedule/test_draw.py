@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from pipetrain.schedule.actions import Action, Op, Program, ScheduleError
 from pipetrain.schedule.draw import as_text
-from pipetrain.schedule.figure import as_figure, as_png
+from pipetrain.schedule.figure import as_figure, as_png, as_stack
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.memory import Items, over_time
 from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream, zbv
@@ -125,15 +126,24 @@ def test_a_figure_names_the_stages_of_a_rank_and_the_halves_of_a_backward(tmp_pa
     assert "backward" not in seen
 
 
-def test_of_a_long_figure_the_first_cells_are_drawn(tmp_path: Path) -> None:
-    as_figure(run(pipedream(2, 50, 4), 4), tmp_path / "long.svg")
+def width(svg: Path) -> float:
+    """In inches."""
+    found = re.search(r'width="([\d.]+)pt"', svg.read_text())
+    assert found
+    return float(found[1]) / 72
+
+
+def test_of_a_long_figure_the_first_cells_are_drawn_and_a_stack_has_one_width(tmp_path: Path) -> None:
+    timeline = run(pipedream(2, 50, 4), 4)
+    as_figure(timeline, tmp_path / "long.svg")
     seen = texts(tmp_path / "long.svg")
     assert "0 to 64 of 603 cells" in " ".join(seen)
     assert "20" in seen
     assert not {"23", "199"} & set(seen)
-    width = re.search(r'width="([\d.]+)pt"', (tmp_path / "long.svg").read_text())
-    assert width
-    assert float(width[1]) < 1300
+    assert width(tmp_path / "long.svg") < 18
+    as_stack([("whole", timeline, inf)], tmp_path / "stack.svg")
+    assert width(tmp_path / "stack.svg") == 16
+    assert "199" not in texts(tmp_path / "stack.svg")  # there is no room for it
 
 
 def test_a_png_can_be_had_without_a_file_and_another_suffix_is_refused(tmp_path: Path) -> None:
