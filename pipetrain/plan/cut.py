@@ -337,6 +337,10 @@ def _shared_tensors(
     model = network.model
     tied = {_address(t) for t in model.parameters()}
     registered = {_address(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    holders: dict[str, list[int]] = {}  # the layers that register a parameter
+    for index, module in enumerate(network.modules):
+        for parameter in module.parameters():
+            holders.setdefault(registered.get(_address(parameter), ""), []).append(index)
     user: dict[str, int] = {}
     for index, module in enumerate(network.modules):
         stage, own = stage_of(index, cuts), {id(t) for t in module.parameters()}
@@ -346,9 +350,11 @@ def _shared_tensors(
             if _address(place.tensor) not in tied or id(place.tensor) not in own
         ]
         for name in filter(None, [*used, *layers[index].borrows]):
-            other = user.setdefault(name, index)
-            if stage_of(other, cuts) != stage:
-                yield index, other, f"of stage {stage} shares its {name} with stage {stage_of(other, cuts)}"
+            having = holders.get(name, [])
+            others = [] if stage in {stage_of(layer, cuts) for layer in having} else having
+            for other in (user.setdefault(name, index), *others):
+                if (of := stage_of(other, cuts)) != stage:
+                    yield index, other, f"of stage {stage} shares its {name} with stage {of}"
 
 
 def _address(tensor: Tensor) -> tuple[str, int]:

@@ -219,6 +219,23 @@ def tied_by_way_of_another() -> nn.Sequential:
     return model
 
 
+class Listing(nn.Linear):
+    """Adds another layer's weight, which it does not register."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__(48, 48)
+        self.others = [weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x @ self.others[0]
+
+
+def frozen_in_a_list() -> nn.Sequential:
+    """Its second stage would have no numbers for the weight, and no gradient tells."""
+    first = nn.Linear(48, 48).requires_grad_(False)
+    return nn.Sequential(FLAT, first, Listing(first.weight), nn.Linear(48, 4))
+
+
 class Auxiliary(nn.Linear):
     """Returns a pair in training, one tensor in an evaluation."""
 
@@ -265,6 +282,7 @@ BLOCKED = {"schedule": deadlocking, "samples": Samples([48], [11])}
     ("words", "arguments", "says"),
     [
         ("partition=[2]", {"model": shared_statistics()}, "of stage 1 shares its 0.3.running_mean with"),
+        ("partition=[2]", {"model": frozen_in_a_list()}, "of stage 1 shares its 1.weight with stage 0"),
         (BY_STAGE, {"model": tied()}, f"{TIED}clip_grad_norm_over=stage"),
         ("partition=[2]", BY_FBP, f"{TIED}1f1b decides its order"),
         ("partition=[2,4] on_nan=skip", CHAINED, f"{TIED}some of these share others too"),
@@ -283,6 +301,7 @@ def test_what_cannot_be_planned_is_refused(words, arguments, says):
 
 def test_what_is_shared_within_a_stage_or_not_trained_or_clipped_by_one_norm_may_be():
     assert plan("partition=[3]", model=shared_statistics()).stages == 2
+    assert plan("partition=[3]", model=frozen_in_a_list()).stages == 2
     assert not plan("partition=[2]", model=tied().requires_grad_(False)).cut.ties
     together = {"ranks": 3, "model": tied_by_way_of_another()}
     assert len(plan("partition=[2,4]", "on_nan=skip", "clip_grad_norm=1", **together).cut.ties) == 2
