@@ -33,18 +33,22 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser, parse_args, run
 
-from pipetrain.ending import ENDED, FAILED, guarded
+from pipetrain.ending import ENDED, FAILED, guarded, leave
 from pipetrain.rules import decoded, whole
 from pipetrain.settings import share_of_cores
 from pipetrain.signals import LIMIT
 
 SHUTDOWN_S = "120"  # for ranks to save after a signal; torchrun's default is 30, which older ones always take
 QUICKSTART = ["experiment=quickstart"]
+_stops: list[SignalException] = []  # hold torchrun's heartbeat, which may not be finalized in its own thread
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status."""
-    return guarded(lambda: _main(sys.argv[1:] if words is None else words))
+    """Run the command; return its exit status. Without `words`, those of sys.argv, exit with it."""
+    status = guarded(lambda: _main(sys.argv[1:] if words is None else words))
+    if words is None:  # that heartbeat would abort a Python that ends while it is in C++
+        leave(status)
+    return status
 
 
 def _main(words: Sequence[str]) -> int:
@@ -91,6 +95,7 @@ def start(arguments: Sequence[str]) -> int:
         try:
             run(parse_args(arguments))  # type: ignore[no-untyped-call]
         except SignalException as stop:
+            _stops.append(stop)
             for number in (signal.SIGTERM, signal.SIGINT):  # what is left to do takes no time
                 signal.signal(number, signal.SIG_IGN)
             ended = [path.read_text() for path in Path(folder).iterdir()]

@@ -231,6 +231,8 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
         if start.trains.is_set():  # what is left is to say how it ended
             start.signals.drained.set()
     pipe.close()
+    if pipe._stopping:  # by SIGTERM, which ends a sweep too
+        sys.exit()
     start.trains.clear()  # what comes is the next job of a sweep
 
 

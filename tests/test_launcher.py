@@ -78,6 +78,15 @@ def test_processes_and_threads(monkeypatch, words, environment, gpus, arguments,
     assert os.environ.get("OMP_NUM_THREADS") == (None if threads is None else str(threads))
 
 
+def test_the_command_leaves_threads_of_torchruns_in_cpp_alone(monkeypatch):
+    left: list[int] = []
+    monkeypatch.setattr("sys.argv", ["pipetrain", "model=mlp"])
+    monkeypatch.setattr(launcher, "start", lambda given: 7)
+    monkeypatch.setattr(launcher, "leave", left.append)
+    launcher.main()
+    assert left == [7]
+
+
 @pytest.mark.parametrize("number", ["abc", "0", "99999"])
 def test_a_wrong_nproc_is_refused(monkeypatch, capsys, number):
     monkeypatch.setenv("NPROC", number)

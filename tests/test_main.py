@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pipetrain.cli import compose
 from pipetrain.errors import ConfigError
 from pipetrain.plan.replay import read_trace
+from pipetrain.records.recorder import Recorder
 from pipetrain.runtime.ranks import World
 from pipetrain.signals import Signals
 from pipetrain.start import Start
@@ -247,11 +249,19 @@ def train_here(monkeypatch, folder: Path, *words: str) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none", f"run_dir={folder}/run"]
-    monkeypatch.setattr("sys.argv", ["pipetrain", "threads=1", *words, *quiet])
+    monkeypatch.setattr("sys.argv", ["pipetrain", "threads=1", *quiet, *words])
     try:
         compose("config", lambda cfg: lead(cfg, Start(World(), words, Signals(0))), discard_folder)
     finally:
         GlobalHydra.instance().clear()
+
+
+def test_sigterm_ends_a_sweep_after_the_run_that_it_stops(monkeypatch, tmp_path):
+    monkeypatch.setattr(Recorder, "tick", lambda *_: signal.raise_signal(signal.SIGTERM))
+    train_here(monkeypatch, tmp_path, *SMALL, "epochs=9", "logger=[]", "seed=1,2", "--multirun")
+    (checkpoint,) = (tmp_path / "run" / "0" / "checkpoints").iterdir()
+    assert int(checkpoint.name.removeprefix("update-")) < 9 * 12
+    assert not (tmp_path / "run" / "1").exists()
 
 
 @pytest.mark.parametrize(
