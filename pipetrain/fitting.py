@@ -50,7 +50,7 @@ from pipetrain.records.recorder import Recorder
 from pipetrain.records.trackers import Trackers, check_loggers
 from pipetrain.rules import COUNT
 from pipetrain.runtime.feed import Batches, OfLoader
-from pipetrain.signals import name_of, status_after
+from pipetrain.signals import Signals, name_of, status_after
 
 log = logging.getLogger("pipetrain")
 
@@ -127,7 +127,9 @@ def fit(
             place = ending.enter_context(
                 _opened(pipe, read_path("run_dir", place), options["resume"], loggers)
             )
-        passes = _passes(pipe, train, test, place.source if place else None)
+        # The first batch decides the plan; a signal to the group is to spare the data workers that it starts.
+        with nullcontext() if place is run_dir else Signals(pipe.rank).handled():
+            passes = _passes(pipe, train, test, place.source if place else None)
         # A process of the command line ends after an error, which is to be said at once.
         with nullcontext() if isinstance(run_dir, RunFolder) else pipe._together():
             about = _about(pipe, options, train, counts, place, name)

@@ -92,11 +92,11 @@ class Signals:
         elif self.saved is None:
             say(f"rank {self._rank} got SIGUSR1 with no update to save, so it goes on")
         else:
-            self.asked = max(self.asked, asks, key=ORDER.index)
-            say(f"rank {self._rank} got {name_of(number)}: {_LEADS_TO[number]}")
-            if asks == "stop":
+            if asks == "stop":  # all of it is known when the main thread sees what was asked
                 self.stopped_by = self.stopped_by or number
                 Thread(target=self.outlast, args=(number, _limit_s()), daemon=True).start()
+            self.asked = max(self.asked, asks, key=ORDER.index)
+            say(f"rank {self._rank} got {name_of(number)}: {_LEADS_TO[number]}")
 
     def _end(self, number: int, again: bool) -> None:
         """End the process at once. Rank 0 says so: where it refuses a run, torchrun ends the others."""

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -90,6 +91,8 @@ class Forked(Program):
         self._process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.pid = self._process.pid or 0
+        while self.poll() is None and os.getpgid(self.pid) != self.pid:  # torchrun ends it by its group
+            time.sleep(0.001)
 
     def wait(self, timeout: float | None = None) -> int | None:
         self._process.join(timeout)

@@ -64,6 +64,8 @@ def interrupted(folder: str, signalled: int = signal.SIGTERM) -> tuple[int, bool
             return len(train)
 
         def __iter__(self) -> Iterator[Any]:
+            handler = signal.getsignal(signal.SIGTERM)  # so data workers forked here are out of its reach
+            assert getattr(handler, "__module__", "") == "pipetrain.signals"
             for number, one in enumerate(train):
                 if number == 1:
                     os.kill(os.getpid(), signalled)

@@ -120,6 +120,15 @@ def test_a_rank_that_is_drained_is_left_alone_and_so_is_one_that_is_to_save(
     )
 
 
+def test_which_signal_it_was_is_known_as_soon_as_what_it_asks(quick, monkeypatch):
+    """The main thread may save and end before more is done here, and its status is that of the signal."""
+    rank, known = training(0), []
+    monkeypatch.setattr(Signals, "outlast", lambda *_: None)
+    monkeypatch.setattr(module, "say", lambda _: known.append((rank.asked, rank.stopped_by)))
+    rank.hear(signal.SIGINT)
+    assert known == [("stop", signal.SIGINT)]
+
+
 TERMINATED = "143: rank 0 got SIGTERM with no update to save, so it ends now"
 
 
