@@ -49,7 +49,7 @@ def draw(panels: dict[str, list[Row]], methods: Sequence[str], key: str) -> Figu
 
     There is a panel for each model.
     """
-    figure = Figure(figsize=(7.0 * len(panels), 4.4), layout="constrained")
+    figure = Figure(figsize=(8.6 * len(panels), 4.4), layout="constrained")
     side_by_side = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (model, rows) in zip(side_by_side, panels.items(), strict=True):
         seeds = max(len(row.done) for row in rows)
@@ -65,7 +65,8 @@ def draw(panels: dict[str, list[Row]], methods: Sequence[str], key: str) -> Figu
         _fit(axes, metric.percent)
         axes.grid(axis="y", linewidth=0.6, color="#dddddd")
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(title="after the last epoch", frameon=False, handlelength=3.6, alignment="left")
+        beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}  # so that it hides no curve
+        axes.legend(title="after the last epoch", frameon=False, handlelength=3.6, alignment="left", **beside)
     return figure
 
 
