@@ -5,6 +5,7 @@ The reference runs the user's module itself, with the weights that the theory le
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -22,6 +23,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from pipetrain import Pipeline
 from pipetrain.data.loader import pieces
+from pipetrain.ending import end_by_sentence
 from pipetrain.network.chain import network_of
 from pipetrain.network.draws import Seeds, drawing
 from pipetrain.network.network import Network
@@ -99,10 +101,13 @@ def process_group(world: World, store: Store | None) -> Iterator[None]:
     if store is None or world.size == 1:
         yield
         return
+    end_by_sentence()
+    hook = sys.excepthook
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     yield
     dist.barrier()  # it was not closed
     dist.destroy_process_group()
+    sys.excepthook = hook  # torch names the rank once more for each group
 
 
 def train(subject: Subject, way: Way, tolerance: float = 1e-11) -> dict[str, Any]:
