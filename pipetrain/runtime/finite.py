@@ -115,7 +115,7 @@ class StopOnNaN(Observer):
             what = f"the loss of microbatch {microbatch.mb} is {outputs[0].item()}"
             if not where and objective.task.counts_samples and bool(outputs[0].isnan()):
                 where = NOTHING
-        self._stop(what + f" (first in {where})" * bool(where))
+        self._stop(f"{what} (first in {where})" if where else what)
 
     def after_backward(self, microbatch: Microbatch, back: Tensors) -> None:
         if not self._fine(back):
