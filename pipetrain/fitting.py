@@ -327,7 +327,7 @@ def _keeper(pipe: Pipeline, about: About, place: RunFolder) -> Keeper:
         _go_on(place, place.source, about, conditions, rank)
     config: Any = OmegaConf.to_container(place.config, resolve=True)
     return Keeper(
-        writer=Writer(place.path, rank, store, settings.checkpoint_keep, settings.timeout),
+        writer=Writer(place.path, pipe._mesh, store, settings.checkpoint_keep, settings.timeout),
         asking=Asking(pipe._mesh, store, about.plan.placement[0], partial(saved_so_far, place.path)),
         every=settings.checkpoint_every,
         unit=settings.checkpoint_unit,

@@ -40,12 +40,14 @@ from pipetrain.checkpoint.progress import Progress, best_update
 from pipetrain.checkpoint.state import snapshot
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.ranks import Ranks
 from pipetrain.runtime.session import Session
 from pipetrain.schedule.timeline import StageStats
 
 log = logging.getLogger("pipetrain")
 
 POLL_S = 0.05
+TURN_S = 0.5
 SEEN_S = 5.0  # seconds until a shared file system shows another machine's files
 Files = Mapping[str, Mapping[str, Tensor]]
 
@@ -54,10 +56,11 @@ class Writer:
     """Writes one rank's part of every checkpoint into `run_dir`, and keeps the newest `keep`; None: all."""
 
     def __init__(
-        self, run_dir: Path, rank: int, store: Store | None, keep: int | None, timeout: float
+        self, run_dir: Path, ranks: Ranks, store: Store | None, keep: int | None, timeout: float
     ) -> None:
         self._folder = run_dir / CHECKPOINTS
-        self._rank = rank
+        self._ranks = ranks
+        self._rank = ranks.world.rank
         # A connection of its own: otherwise a wait in the background would block the engine's thread.
         self._store = None if store is None else store.clone()  # type: ignore[attr-defined]
         self._keep = keep
@@ -72,7 +75,7 @@ class Writer:
         `manifest`: that of rank 0 counts, yet without parts. `state`: returns copies of each file's tensors.
         The result is the checkpoint's folder, or on all ranks TrainingStopped.
         """
-        wait([self._writing] if self._writing else [])
+        self._finish()
         self._saves += 1
         files: Files = {}
         failure = ""
@@ -84,7 +87,15 @@ class Writer:
         return self._writing
 
     def close(self) -> None:
+        """Wait for the last save. All ranks must call it."""
+        self._finish()
         self._thread.shutdown()
+
+    def _finish(self) -> None:
+        """Wait until no rank is writing. In turns of all ranks: who has died is missed at once in these."""
+        writing = [self._writing] if self._writing else []
+        while self._ranks.most("the end of a save", len(wait(writing, TURN_S).not_done)):
+            pass
 
     def _save(self, manifest: Manifest, files: Files, failure: str) -> Path:
         unfinished, final = self._folder / (folder_name(manifest.position.update) + PARTIAL), ""
@@ -164,7 +175,7 @@ def save_now(
     position = Position(update=next(iter(session.stages.values())).weights.updates)
     progress = Progress(stages={stage: StageStats() for stage in range(session.plan.stages)})
     store = mesh.store and PrefixStore(run, mesh.store)
-    writer = Writer(folder, mesh.world.rank, store, keep, session.plan.settings.timeout)
+    writer = Writer(folder, mesh, store, keep, session.plan.settings.timeout)
     manifest = Manifest(run, position, conditions, session.plan.pipeline, config, progress)
     writing = writer.save(manifest, partial(snapshot, session, mesh, {}))
     writer.close()

@@ -8,6 +8,7 @@ import shutil
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Timer
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -18,6 +19,9 @@ from pipetrain import TrainingStopped
 from pipetrain.checkpoint import files, writer
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, newest_first, read_whole
 from pipetrain.checkpoint.writer import Files, Writer
+from pipetrain.errors import ChannelError
+from pipetrain.runtime.ranks import Ranks, World
+from tests.support.deadlines import DEADLINE_S
 
 
 def state(rank: int) -> Files:
@@ -31,21 +35,26 @@ def manifest(update: int, ranks: int) -> Manifest:
 def save(folders: list[Path], update: int = 6, keep: int = 2, silent: bool = False) -> list[Future[Path]]:
     """Save by one rank for each folder; `silent`: all but rank 0 do nothing."""
     store = dist.HashStore()
-    writers = [Writer(folder, rank, store, keep, timeout=1) for rank, folder in enumerate(folders)]
+    writers = [Writer(folder, one(rank), store, keep, timeout=1) for rank, folder in enumerate(folders)]
     taking_part = writers[:1] if silent else writers
     saves = [
-        one.save(manifest(update, len(folders)), lambda rank=rank: state(rank))
-        for rank, one in enumerate(taking_part)
+        each.save(manifest(update, len(folders)), lambda rank=rank: state(rank))
+        for rank, each in enumerate(taking_part)
     ]
-    for one in writers:
-        one.close()
+    for each in writers:
+        each.close()
     return saves
+
+
+def one(rank: int) -> Ranks:
+    """A rank that waits for itself alone."""
+    return Ranks(World(rank), DEADLINE_S)
 
 
 def failures(saves: list[Future[Path]]) -> str:
     """What all ranks are told."""
-    (said,) = {str(one.exception()) for one in saves}
-    assert all(isinstance(one.exception(), TrainingStopped) for one in saves)
+    (said,) = {str(save.exception()) for save in saves}
+    assert all(isinstance(save.exception(), TrainingStopped) for save in saves)
     return said
 
 
@@ -83,9 +92,9 @@ def test_what_cannot_be_saved_is_said_and_the_next_one_may_be(tmp_path):
     def strange() -> Files:
         raise TypeError("values of type set")
 
-    one = Writer(tmp_path, 0, None, keep=1, timeout=1)
-    first, second = one.save(manifest(6, 1), strange), one.save(manifest(7, 1), lambda: state(0))
-    one.close()
+    mine = Writer(tmp_path, one(0), None, keep=1, timeout=1)
+    first, second = mine.save(manifest(6, 1), strange), mine.save(manifest(7, 1), lambda: state(0))
+    mine.close()
     assert failures([first]) == "the optimizer of rank 0 remembers values of type set"
     assert second.result().name == "update-00000007"
     assert names(tmp_path) == ["update-00000007"]
@@ -94,6 +103,17 @@ def test_what_cannot_be_saved_is_said_and_the_next_one_may_be(tmp_path):
 def test_a_rank_that_writes_nothing_is_named(tmp_path):
     assert failures(save([tmp_path] * 2, silent=True)) == "rank 1 wrote nothing for 1 s"
     assert names(tmp_path) == []
+
+
+def test_a_rank_that_dies_while_it_saves_is_not_waited_for(tmp_path, monkeypatch):
+    """It tells nothing in the store; yet it comes to no turn."""
+    ranks, store = one(1), dist.HashStore()
+    mine = Writer(tmp_path, ranks, store, keep=1, timeout=DEADLINE_S)
+    mine.save(manifest(6, 2), lambda: state(1))
+    monkeypatch.setattr(ranks, "most", Mock(side_effect=ChannelError("rank 0 has left")))
+    with pytest.raises(ChannelError, match="rank 0 has left"):
+        mine.save(manifest(7, 2), lambda: state(1))
+    store.set("save 1/0", '["", ""]')  # the thread may end
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -279,7 +279,7 @@ class Saved:
         store = None if ranks == 1 else dist.FileStore(f"{self.folder}.store", -1)
         return [
             Keeper(
-                Writer(self.folder, rank, store, self.keep, DEADLINE_S),
+                Writer(self.folder, Ranks(World(rank), DEADLINE_S), store, self.keep, DEADLINE_S),
                 Told(self.at, self.asked, self.ends),
                 self.every,
                 self.unit,

@@ -70,10 +70,10 @@ def test_a_rank_that_fails_ends_all_and_is_named_and_a_whole_checkpoint_is_left(
 
 
 def test_a_rank_that_stands_still_is_waited_for_no_longer_than_the_timeout(tmp_path):
-    words = [*FAULTY, "+model.kind=SIGSTOP", "+model.rank=1", "+model.at=30", "timeout=10", "run_dir=run"]
+    words = [*FAULTY, "+model.kind=SIGSTOP", "+model.rank=1", "+model.at=30", "timeout=5", "run_dir=run"]
     with started(tmp_path, words) as process:
-        said = await_line(process, "waited 10 s")  # torchrun itself waits for the stopped one much longer
-    assert re.search("rank 0 waited 10 s for .*; stage 0 was at", said), said
+        said = await_line(process, "waited 5 s")  # torchrun itself waits for the stopped one much longer
+    assert re.search("rank 0 waited 5 s for .*; stage 0 was at", said), said
 
 
 # Signals, and coming back
