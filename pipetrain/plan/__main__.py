@@ -1,8 +1,8 @@
 """`python -m pipetrain.plan`: the same configuration, on paper.
 
 Prints the cuts, the tensors that cross them, the timeline, and the schedule's memory and bubble beside the
-formulas. With `cost=` a run's trace.json, predicts real times from the durations measured there. Starts no
-process, and reads no data set whose configuration declares a sample.
+formulas; with a profile by measured times. Starts no process, and reads no data set whose configuration
+declares a sample.
 
 With `compare=[1f1b,zbv]` several schedules stand in one table, in one unit of time: what a rank computes for
 a microbatch. It is the same for all schedules, however many stages a rank has, so a batch of m microbatches
@@ -24,7 +24,7 @@ from omegaconf import DictConfig, ListConfig
 from pipetrain.cli import compose
 from pipetrain.ending import guarded, unread
 from pipetrain.errors import ConfigError
-from pipetrain.rules import COUNT
+from pipetrain.rules import COUNT, whole
 from pipetrain.schedule.actions import ScheduleError, compute_program, most_open, placement
 from pipetrain.schedule.draw import aligned
 from pipetrain.schedule.lower import lower
@@ -38,7 +38,8 @@ WITHOUT_FOLDER = [
     "hydra/job_logging=none",
     "hydra/hydra_logging=none",
 ]
-BATCHES = 16  # of a window that is an epoch, the part that is simulated
+SIMULATED = 16  # batches of a window that is an epoch
+BATCHES = whole(1, 10_000)  # which are proven in about a minute
 WORK = 3  # forwards that a rank's work for a microbatch takes, with its backward
 
 
@@ -60,7 +61,7 @@ def show(cfg: DictConfig) -> None:
     else:
         from pipetrain.plan.describe import show_plan  # imports torch
 
-        show_plan(cfg, BATCHES)
+        show_plan(cfg, _batches(cfg))
 
 
 # Several schedules
@@ -69,7 +70,7 @@ def show(cfg: DictConfig) -> None:
 def show_table(cfg: DictConfig) -> None:
     """Print a row for each schedule of `compare=`. Raises ConfigError."""
     words = list(HydraConfig.get().overrides.task)
-    if unused := [key for key in ("out", "cost", "span") if cfg[key] is not None]:
+    if unused := [key for key in ("out", "span") if cfg[key] is not None]:
         raise ConfigError(f"compare= prints a table, which takes no {unused[0]}=: leave one of them out")
     ranks, m = _count(cfg, "stages") or 2, _count(cfg, "microbatches") or 1
     has_model = any(word.lstrip("+").startswith(("model", "experiment=")) for word in words)
@@ -77,10 +78,11 @@ def show_table(cfg: DictConfig) -> None:
     rows, notes, title = [], [], ""
     for name in _names(cfg):
         own = hydra.compose("plan", overrides=[*shared, f"schedule={name}", f"microbatches={m}"])
+        batches = _batches(own)  # a schedule's own window
         try:
-            times, held = _on_equal_stages(own, ranks, m)
+            times, held = _on_equal_stages(own, ranks, batches, m)
             if has_model:
-                title, more = _by_model(name, own)
+                title, more = _by_model(name, own, batches)
                 times += more
         except (ConfigError, ScheduleError) as error:
             notes.append(f"{name}: {error}\n")
@@ -103,28 +105,31 @@ def show_table(cfg: DictConfig) -> None:
     )
 
 
-def _times(run: Timeline, cfg: DictConfig, unit: float) -> list[str]:
+def _times(run: Timeline, batches: int, unit: float) -> list[str]:
     """Return the time of a batch of a simulated window, in this `unit`, and its bubble."""
-    return [f"{run.makespan / _batches(cfg) / unit:.4g}", f"{run.bubble:.1%}"]
+    return [f"{run.makespan / batches / unit:.4g}", f"{run.bubble:.1%}"]
 
 
 def _batches(cfg: DictConfig) -> int:
-    """Return how many batches of a schedule's window are simulated."""
-    return _count(cfg, "batches") or min(_count(cfg, "window") or BATCHES, BATCHES)
+    """Return how many batches of a schedule's window are simulated. Raises ConfigError."""
+    batches: int | None = BATCHES.read("batches", cfg.batches, null=True)
+    return batches or min(_count(cfg, "window") or SIMULATED, SIMULATED)
 
 
-def _by_model(name: str, cfg: DictConfig) -> tuple[str, list[str]]:
+def _by_model(name: str, cfg: DictConfig, batches: int) -> tuple[str, list[str]]:
     """Return a title, and the times of a schedule by the costs of a configuration's model."""
     from pipetrain.plan.describe import planned  # imports torch
 
-    plan = planned(cfg, name, BATCHES)
+    plan = planned(cfg, name, batches)
     title = f"{plan.settings.model}{' ms' if plan.costs else ''}"
-    return title, _times(plan.timeline(), cfg, 1e-3 if plan.costs else WORK)
+    return title, _times(plan.timeline(), batches, 1e-3 if plan.costs else WORK)
 
 
-def _on_equal_stages(cfg: DictConfig, ranks: int, microbatches: int) -> tuple[list[str], list[str]]:
+def _on_equal_stages(
+    cfg: DictConfig, ranks: int, batches: int, microbatches: int
+) -> tuple[list[str], list[str]]:
     """Return the times of a schedule, and by rank its activations, weight versions and staleness."""
-    batches, buffer_size = _batches(cfg), _count(cfg, "buffer_size") or 1
+    buffer_size = _count(cfg, "buffer_size") or 1
     schedule = instantiate(cfg.schedule)
     compute = compute_program(schedule, ranks, batches, microbatches, buffer_size=buffer_size)
     program = lower(joined(compute))
@@ -136,7 +141,7 @@ def _on_equal_stages(cfg: DictConfig, ranks: int, microbatches: int) -> tuple[li
         [max(run.staleness[stage] for stage in own) for own in stages],
     )
     by_rank = [" ".join(f"{value:.3g}" for value in values) for values in held]
-    return _times(run, cfg, WORK * len(placement(program)) / ranks), by_rank
+    return _times(run, batches, WORK * len(placement(program)) / ranks), by_rank
 
 
 def _names(cfg: DictConfig) -> list[str]:

@@ -1,7 +1,6 @@
 """What `python -m pipetrain.plan` prints: a plan as text.
 
-It says where the model is cut, what crosses each cut, the timeline, and what the schedule holds and wastes;
-with a trace see replay.py.
+It says where the model is cut, what crosses each cut, the timeline, and what the schedule holds and wastes.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ from pipetrain.plan.balance import Prediction
 from pipetrain.plan.costs import profile_conditions, read_profile
 from pipetrain.plan.cut import AnySize
 from pipetrain.plan.memory import gpu_bytes, known_state, memory, optimizer_state, says_whether_it_fits, sized
-from pipetrain.plan.plan import Plan, Samples, make_plan, with_costs
-from pipetrain.plan.replay import compare, read_trace, refuse_other
-from pipetrain.rules import COUNT
+from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.schedule.actions import Op, has_norms, splits
 from pipetrain.schedule.draw import aligned, as_text
 from pipetrain.schedule.figure import as_figure
@@ -57,14 +54,9 @@ class OpenPlan(Plan):
 # The command
 
 
-def show_plan(cfg: DictConfig, epoch: int) -> None:
-    """Print the plan of a configuration and, with `out`, draw its timeline; `epoch`: see `planned`."""
-    traced = read_trace(Path(str(cfg.cost))) if cfg.cost is not None else None
-    epoch = traced.about["epoch_batches"] if traced else epoch
-    plan = planned(cfg, str(HydraConfig.get().runtime.choices["schedule"]), epoch)
-    if traced:
-        plan = with_costs(plan, traced.costs)
-        refuse_other(plan, traced, str(cfg.cost))
+def show_plan(cfg: DictConfig, batches: int) -> None:
+    """Print the plan of a window of a configuration and, with `out`, draw its timeline."""
+    plan = planned(cfg, str(HydraConfig.get().runtime.choices["schedule"]), batches)
     plan, span = sized(plan, make_task(cfg), _state_of(cfg)), _span(cfg)
     if cfg.out is not None:
         run = plan.timeline()
@@ -74,22 +66,16 @@ def show_plan(cfg: DictConfig, epoch: int) -> None:
             raise ConfigError(f"out={cfg.out} cannot be written: {error}") from error
     room = gpu_bytes(plan.settings.device)
     print(describe(plan, get_terminal_size((100, 24)).columns, span, room), end="")
-    if traced:
-        print(f"\n{compare(plan, traced, str(cfg.cost))}")
     if cfg.out is not None:
         print(f"\ntimeline drawn in {cfg.out}")
 
 
-def planned(cfg: DictConfig, schedule: str, epoch: int) -> Plan:
-    """Plan a configuration whose schedule has this name. Raises ConfigError.
+def planned(cfg: DictConfig, schedule: str, batches: int) -> Plan:
+    """Plan a window of a configuration whose schedule has this name. Raises ConfigError.
 
-    `epoch`: its batches. On paper nothing is measured: without a file partition=profile is the draft that a
-    run begins with.
+    On paper nothing is measured: without a file partition=profile is the draft that a run begins with.
     """
-    settings = Settings.composed(cfg, schedule, None)
-    batches = COUNT.read("batches", cfg.batches, null=True) or min(settings.window or epoch, epoch)
-    if cfg.batches is not None:
-        settings = replace(settings, window=None)
+    settings = replace(Settings.composed(cfg, schedule, None), window=None)
     samples = Samples([settings.batch_size] * batches, [settings.full])
     model = make_model(cfg, settings.seed, settings.dtype)
     example = declared_example(cfg.data, settings.dtype) or load_data(cfg.data, settings.dtype).facts.example

@@ -59,7 +59,7 @@ class Plan:
     evaluation: Program
     schedule: Schedule = field(compare=False)
     modes: Sequence[Mode]  # of recomputation, of each stage
-    costs: Costs | None = None  # from a profile or a trace
+    costs: Costs | None = None  # from a profile
     prediction: Prediction | None = None  # from a profile
     sizes: Sequence[Items] = ()  # the bytes of each stage, see memory.sized
 
@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def stage_costs(self) -> Costs:
-        """The costs of all stages: from a profile or a trace, or else by their estimated work."""
+        """The costs of all stages: from a profile, or else by their estimated work."""
         return self.costs or self.table.costs(self.cut, self.modes, False, self.settings.full)
 
     @property

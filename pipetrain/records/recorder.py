@@ -137,7 +137,7 @@ class Recorder:
             self._trackers.write(self._history)
 
     def trace(self, trace: Trace) -> None:
-        """Write the traced windows, with the conditions needed to replay them."""
+        """Write the traced windows, with what they say of their run."""
         self.files.whole(
             TRACE, partial(chrome.write, about=about_trace(self._about, trace), windows=trace.windows)
         )

@@ -89,12 +89,9 @@ class Tracer:
 
 
 def about_trace(about: About, trace: Trace) -> dict[str, Any]:
-    """Return the conditions of a trace, needed to replay it."""
+    """Return what a trace says of its run."""
     return {
         **about.conditions(),
-        "epoch_batches": about.batches,
-        "bounds": [[*edge, bound] for edge, bound in sorted(about.plan.cut.bounds.items())],
-        "ties": [list(tie) for tie in about.plan.cut.ties],
         "clock_error_us": round(1e6 * trace.clock_error_s, 1),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }

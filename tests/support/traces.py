@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from pipetrain.schedule.actions import Program, Ties, placement
-from pipetrain.schedule.lower import edges
 from pipetrain.schedule.simulate import BufferSize, simulate
 from pipetrain.schedule.timeline import Costs, Row, Span, Timeline, TracedWindow
 
@@ -17,32 +16,25 @@ def as_measured(
     *,
     windows: int = 1,
     microbatch: int = 4,
-    own: float = 0.0,
     ties: Ties = (),
     buffer_size: BufferSize = 2,
 ) -> list[TracedWindow]:
-    """Windows of one epoch in which a lowered program ran by `costs`, one after the other.
-
-    `own`: seconds in which each rank does nothing of the program, before each window.
-    """
+    """Windows of one epoch in which a lowered program ran by `costs`, one after the other."""
     run = simulate(program, microbatches, cost=costs, ties=ties, buffer_size=buffer_size)
     samples = [microbatch] * (1 + max(action.mb for actions in program for action in actions))
     made = []
     for window in range(windows):
-        began = window * (run.makespan + own)
-        rows, end = [], began + own + run.makespan
+        began, end = window * run.makespan, (window + 1) * run.makespan
+        rows = []
         for row in run.rows:
-            spans = [
-                span._replace(start=began + own + span.start, end=began + own + span.end)
-                for span in row.spans
-            ]
+            spans = [span._replace(start=began + span.start, end=began + span.end) for span in row.spans]
             drain = Span(None, spans[-1].end, end, end - spans[-1].end)
             rows.append(Row(began, end, [*spans, drain]))
         made.append(TracedWindow(0, samples, Timeline(rows, microbatches)))
     return made
 
 
-def about(program: Program, microbatches: int, microbatch: int = 4, **more: Any) -> dict[str, Any]:
+def about(program: Program, microbatches: int, microbatch: int = 4) -> dict[str, Any]:
     """What a trace of these windows says of its run."""
     rank_of = placement(program)
     return {
@@ -54,12 +46,7 @@ def about(program: Program, microbatches: int, microbatch: int = 4, **more: Any)
         "partition": list(range(1, len(rank_of))),
         "batch_size": microbatches * microbatch,
         "microbatches": microbatches,
-        "window": 1,
-        "epoch_batches": 1,
-        "bounds": [[*edge, 2] for edge in edges(program)],
-        "ties": [],
         "dtype": "float32",
         "precision": "fp32",
         "memory_format": "channels_last",
-        **more,
     }
