@@ -44,13 +44,6 @@ CASES = [Case(path.stem, OmegaConf.load(path)) for path in sorted(CONF.glob("*.y
 NAMES = [case.name for case in CASES]
 
 
-def sound(schedule: Schedule, ranks: int, batches: int, microbatches: int) -> Program:
-    """Make a schedule's lowered program, and check it."""
-    program = lower(schedule(ranks, batches, microbatches))
-    check(program, batches, microbatches)
-    return program
-
-
 def accepted(
     case: Case, sizes: Iterable[tuple[int, int, int]]
 ) -> Iterator[tuple[tuple[int, int, int], Program]]:

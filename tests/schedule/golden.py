@@ -5,13 +5,14 @@ After a change that is meant: `python -m tests.schedule.golden`, and read the di
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
-from pipetrain.schedule.actions import Edge, Schedule, format_program
+from pipetrain.schedule.actions import Edge, Program, Schedule, format_program
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import gpipe, interleaved_1f1b, one_f_one_b, pipedream
-from tests.schedule.cases import CASES, NAMES, Case, accepted
+from tests.schedule.cases import CASES, NAMES, accepted
 
 FOLDER = Path(__file__).parents[1] / "golden"
 SIZES = [(1, 2, 2), (2, 4, 1), (2, 3, 2), (3, 2, 3), (4, 1, 4)]
@@ -26,27 +27,24 @@ SKIPS: list[tuple[str, Schedule, tuple[int, int, int], list[Edge]]] = [
 ]
 
 
+def programs(name: str) -> Iterator[tuple[tuple[int, int, int], str, str, Program]]:
+    """Yield the size of each program of a file, its title and what follows it there, and the program."""
+    if name != "skips":
+        for size, program in accepted(CASES[NAMES.index(name)], SIZES):
+            yield size, name, "", program
+        return
+    for title, schedule, size, routes in SKIPS:
+        program = lower(schedule(*size), routes)
+        check(program, *size[1:], routes)
+        yield size, title, "; routes " + ", ".join(f"{source} to {to}" for source, to in routes), program
+
+
 def text_of(name: str) -> str:
     """Return what the file `name`.txt should have."""
-    return _text_of_skips() if name == "skips" else _text_of_case(CASES[NAMES.index(name)])
-
-
-def _text_of_case(case: Case) -> str:
     lines = [FIRST]
-    for (ranks, batches, microbatches), program in accepted(case, SIZES):
-        title = f"# {case.name}: {ranks} ranks, {batches} batches of {microbatches} microbatches\n"
-        lines += ["\n", title, format_program(program)]
-    return "".join(lines)
-
-
-def _text_of_skips() -> str:
-    lines = [FIRST]
-    for name, schedule, (ranks, batches, microbatches), routes in SKIPS:
-        program = lower(schedule(ranks, batches, microbatches), routes)
-        check(program, batches, microbatches, routes)
+    for (ranks, batches, microbatches), title, more, program in programs(name):
         size = f"{ranks} ranks, {batches} batches of {microbatches} microbatches"
-        ways = ", ".join(f"{source} to {to}" for source, to in routes)
-        lines += ["\n", f"# {name}: {size}; routes {ways}\n", format_program(program)]
+        lines += ["\n", f"# {title}: {size}{more}\n", format_program(program)]
     return "".join(lines)
 
 

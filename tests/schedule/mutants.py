@@ -5,53 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pipetrain.schedule.actions import COMMUNICATION, NO_PEER, Action, Program
+from pipetrain.schedule.actions import COMMUNICATION, Action, Program, ranks_of
 
 
 def mutants(program: Program, reach: int) -> Iterator[tuple[str, Program]]:
-    """Yield what was done and the program: dropped, doubled, changed, swapped at most `reach` apart."""
+    """Yield what was done and the program: dropped, doubled, changed, swapped at most `reach` apart.
+
+    A message also goes to any other stage, and changes places with the next one of its edge.
+    """
+    stages = range(len(ranks_of(program)))
     for rank, actions in enumerate(program):
-        for what, mutant in _of_list(actions, reach):
+        for what, mutant in _of_list(actions, reach, stages):
             yield f"rank {rank}: {what}", [*program[:rank], mutant, *program[rank + 1 :]]
 
 
-def of_messages(program: Program, stages: int) -> Iterator[tuple[str, Program]]:
-    """Yield what was done and the program: every way to misdirect a message, or to change an edge's order."""
-    for rank, actions in enumerate(program):
-        for i, action in enumerate(actions):
-            if action.op in COMMUNICATION:
-                for what, mutant in _of_message(actions, i, stages):
-                    yield f"rank {rank}: {what}", [*program[:rank], mutant, *program[rank + 1 :]]
-
-
-def _of_message(actions: list[Action], i: int, stages: int) -> Iterator[tuple[str, list[Action]]]:
-    message = actions[i]
-    for peer in set(range(stages)) - {message.peer}:
-        changed = replace(message, peer=peer)
-        yield f"{message} [{i}] becomes {changed}", [*actions[:i], changed, *actions[i + 1 :]]
-    for j in range(i + 1, len(actions)):
-        if (actions[j].op, actions[j].stage, actions[j].peer) == (message.op, message.stage, message.peer):
-            swapped = list(actions)
-            swapped[i], swapped[j] = swapped[j], swapped[i]
-            yield f"swap {message} [{i}] and {actions[j]} [{j}]", swapped
-            return
-
-
-def _of_list(actions: list[Action], reach: int) -> Iterator[tuple[str, list[Action]]]:
+def _of_list(actions: list[Action], reach: int, stages: range) -> Iterator[tuple[str, list[Action]]]:
     for i, action in enumerate(actions):
         before, after = actions[:i], actions[i + 1 :]
         yield f"drop {action} [{i}]", before + after
         yield f"double {action} [{i}]", [*before, action, action, *after]
-        for step in (-1, 1):
-            for changed in (
-                replace(action, version=action.version + step),
-                replace(action, mb=action.mb + step),
-            ):
-                yield f"{action} [{i}] becomes {changed!r}", [*before, changed, *after]
+        changed = [replace(action, version=action.version + step) for step in (-1, 1)]
+        changed += [replace(action, mb=action.mb + step) for step in (-1, 1)]
+        others = list(range(i + 1, min(i + 1 + reach, len(actions))))
         if action.op in COMMUNICATION:
-            for peer in {action.peer - 1, action.peer + 1} - {NO_PEER}:
-                yield f"{action} [{i}] with {peer}", [*before, replace(action, peer=peer), *after]
-        for j in range(i + 1, min(i + 1 + reach, len(actions))):
+            changed += [replace(action, peer=peer) for peer in {*stages, len(stages)} - {action.peer}]
+            edge = [j for j in range(i + 1, len(actions)) if _edge(actions[j]) == _edge(action)]
+            others += [j for j in edge[:1] if j not in others]
+        for other in changed:
+            yield f"{action} [{i}] becomes {other!r}", [*before, other, *after]
+        for j in others:
             swapped = list(actions)
             swapped[i], swapped[j] = swapped[j], swapped[i]
             yield f"swap {action} [{i}] and {actions[j]} [{j}]", swapped
+
+
+def _edge(message: Action) -> tuple[object, ...]:
+    return message.op, message.stage, message.peer

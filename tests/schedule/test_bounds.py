@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from pipetrain.schedule.actions import Edge, Schedule, ScheduleError
+from pipetrain.schedule.actions import Edge, Schedule
 from pipetrain.schedule.bounds import edge_bounds, widest
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import (
@@ -70,11 +70,3 @@ def test_with_the_bound_of_the_neighbours_a_skip_would_block(
     with pytest.raises(Deadlock):
         simulate(program, size[2], buffer_size=uniform, routes=routes)
     simulate(program, size[2], buffer_size=edge_bounds(program, routes, uniform), routes=routes)
-
-
-def test_a_simulation_names_the_bounds_of_its_edges() -> None:
-    routes = [(0, 1), (0, 2), (1, 2)]
-    program = lower(gpipe(3, 1, 1), routes)
-    bounds = edge_bounds(program, routes, 2)
-    with pytest.raises(ScheduleError, match="2 from 0 to 1, 0 from 1 to 0, 2 from 0 to 2"):
-        simulate(program, 1, buffer_size={**bounds, (1, 0): 0}, routes=routes)

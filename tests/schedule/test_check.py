@@ -23,46 +23,32 @@ SPLIT = """
 """
 
 
-def test_the_input_gradient_of_the_next_batch_may_come_before_a_step() -> None:
-    """It adds nothing to the gradient; its W does."""
-    check(lower(parse_program("0F0@0 0F1@0 0I0@0 0I1@0 0W0@0 0STEP@1 0W1@0 0STEP@2")), 2, 1)
-    with pytest.raises(ScheduleError, match=r"rank 0 has 0W1@0: .* batch 1, yet batch 0 is still to STEP"):
-        check(lower(parse_program("0F0@0 0F1@0 0I0@0 0I1@0 0W0@0 0W1@0 0STEP@1 0STEP@2")), 2, 1)
-
-
 SOUND = "0F0@0 0SEND_F0 0RECV_B0 0B0@0 0REDUCE@1 0STEP@1\n1RECV_F0 1F0@0 1B0@0 1SEND_B0 1REDUCE@1 1STEP@1"
+# The input gradient of the next batch adds nothing to the gradient, and may come before a step; its W does.
+EARLY = "0F0@0 0F1@0 0I0@0 0I1@0 0W0@0 0STEP@1 0W1@0 0STEP@2"
 UNSOUND: dict[str, list[tuple[str, str, str]]] = {
     PIPEDREAM: [
         ("0F1@0 ", "", "rank 0 has 0F2@1: its forwards must ascend, each once, .* of microbatch 1"),
-        ("1B1@1", "1B2@1", "rank 1 has 1B2@1: its input gradients must ascend"),
         ("1F0@0 1B0@0", "1B0@0 1F0@0", "rank 1 has 1B0@0: it comes before .* among the forwards"),
         ("0B1@0", "0B1@1", "rank 0 has 0B1@1: its forward read version 0"),
-        ("1F2@2 1B2@2", "1F2@3 1B2@3", "rank 1 has 1F2@3: version 3 is not made yet; the newest is 2"),
         ("0STEP@1 0F2@1", "0F2@1 0STEP@1", "rank 0 has 0F2@1: version 1 is not made yet; the newest is 0"),
-        ("0STEP@1 0F2@1", "0F2@0", "rank 0 has 0B1@0: it is of batch 1, yet batch 0 is still to STEP"),
         ("0STEP@1", "0STEP@1 0STEP@1", "rank 0 has 0STEP@1: the next STEP makes version 2"),
-        ("0STEP@1", "0STEP@1 0STEP@2", "rank 0 has 0STEP@2: it comes after 1 weight gradients, .* number 2"),
-        ("0B0@0 0STEP@1", "0STEP@1 0B0@0", "rank 0 has 0STEP@1: it comes after 0 weight gradients"),
         ("0B2@1 0STEP@3", "0B2@1", "rank 0, at its end, has done of stage 0 2 updates of 3"),
         ("1F2@2 1B2@2 1STEP@3", "", "rank 1, at its end, has done of stage 1 2 forwards of 3"),
         ("1STEP@3", "1STEP@3 1F3@3 1B3@3 1STEP@4", "has done of stage 1 4 forwards of 3"),
-        ("0F2@1", "0W2@1", "rank 0 has 0W2@1: its weight gradients must ascend"),
     ],
     SPLIT: [
         ("0I0@0 0F2@0", "0I0@0 0B0@0 0F2@0", "rank 0 has 0B0@0: its input gradients must ascend"),
         ("0W2@0 ", "", r"rank 0 has 0STEP@1: it comes after 2 weight gradients, and .* number 3"),
         ("1I0@0 1W0@0", "1W0@0 1I0@0", "rank 1 has 1W0@0: it comes before .* among the input gradients"),
     ],
+    EARLY: [("0STEP@1 0W1@0", "0W1@0 0STEP@1", r"0W1@0: it is of batch 1, yet batch 0 is still to STEP")],
     SOUND: [
         ("0SEND_F0 ", "", "rank 0 has 0RECV_B0 where 0SEND_F0 belongs: its communication must be what"),
-        ("0F0@0 0SEND_F0", "0SEND_F0 0F0@0", "rank 0 has 0SEND_F0 where 0F0@0 belongs"),
-        ("1SEND_B0", "1SEND_B1", "rank 1 has 1SEND_B1 where 1SEND_B0 belongs"),
-        ("0REDUCE@1 ", "", "rank 0 has 0STEP@1 where 0REDUCE@1 belongs"),
-        ("0REDUCE@1", "0REDUCE@2", "rank 0 has 0REDUCE@2 where 0REDUCE@1 belongs"),
         ("1STEP@1", "1STEP@1 1SEND_B0", "rank 1 has 1SEND_B0 where nothing belongs"),
     ],
 }
-SIZE = {PIPEDREAM: (3, 1), SPLIT: (1, 3), SOUND: (1, 1)}
+SIZE = {PIPEDREAM: (3, 1), SPLIT: (1, 3), EARLY: (2, 1), SOUND: (1, 1)}
 
 
 @pytest.mark.parametrize(
@@ -79,16 +65,9 @@ def test_what_is_not_sound_is_named(text: str, old: str, new: str, message: str)
         check(whole(text.replace(old, new)), *SIZE[text])
 
 
-@pytest.mark.parametrize(
-    ("program", "message"),
-    [
-        ([*parse_program("0F0@0 0B0@0 0REDUCE@1 0STEP@1"), []], r"ranks \[1\] have nothing to do"),
-        (lower(parse_program(PIPEDREAM))[1:], "stages must be 0, 1, 2"),
-    ],
-)
-def test_missing_ranks_and_stages_are_named(program: Program, message: str) -> None:
-    with pytest.raises(ScheduleError, match=message):
-        check(program, 3, 1)
+def test_a_rank_without_work_is_named() -> None:
+    with pytest.raises(ScheduleError, match=r"ranks \[1\] have nothing to do"):
+        check([*parse_program("0F0@0 0B0@0 0REDUCE@1 0STEP@1"), []], 1, 1)
 
 
 # Mutants: one action got wrong, in every way, anywhere.
@@ -168,14 +147,10 @@ def test_an_author_who_drops_doubles_or_misnames_an_action_is_told_by_check_alon
             assert refused(lowered, batches, microbatches), what
 
 
-ROUTES = [(0, 1), (1, 2), (2, 3), (0, 2), (0, 3)]
-
-
 @pytest.mark.parametrize("case", [case for case in CASES if case.virtual == 1], ids=lambda case: case.name)
-def test_no_mutant_survives_with_skips_or_replicas(case: Case) -> None:
-    for (ranks, batches, m), program in accepted(case, [(4, 1, 4), (2, 2, 3), (3, 1, 4)]):
-        compute, routes = compute_only(program), ROUTES if ranks == 4 else None
-        made = lower(compute, ROUTES) if routes else lower(replicated(compute, [2, 3, 1][:ranks]))
-        check(made, batches, m, routes)
+def test_no_mutant_survives_with_replicas(case: Case) -> None:
+    for (ranks, batches, m), program in accepted(case, [(2, 2, 3), (3, 1, 4)]):
+        made = lower(replicated(compute_only(program), [2, 3, 1][:ranks]))
+        check(made, batches, m)
         for what, mutant in mutants(made, reach=0):
-            assert refused(mutant, batches, m, routes), what
+            assert refused(mutant, batches, m), what

@@ -30,24 +30,22 @@ def random_times(seed: int, ranks: int) -> WorkTimes:
 @pytest.mark.parametrize("hop", [0.0, 0.25])
 def test_no_two_works_of_a_rank_overlap_and_none_comes_before_its_input(ranks: int, hop: float) -> None:
     where, times = v_placement(ranks), random_times(ranks, ranks)
-    found = offsets(where, times, hop)
+    found, period = offsets(where, times, hop), max(times.busy(where))
     start = {node: at / found.period for node, at in found.start.items()}
-    period = max(times.busy(where))
-    lengths = {Op.F: times.f, Op.I: times.i, Op.W: times.w}
+    of = {Op.F: times.f, Op.I: times.i, Op.W: times.w}
+    took = {(op, stage): of[op][stage] / period for op, stage in start}
     for rank in range(ranks):
-        mine = sorted(
-            (at % 1, lengths[op][stage] / period) for (op, stage), at in start.items() if where[stage] == rank
-        )
+        mine = sorted((at % 1, took[node]) for node, at in start.items() if where[node[1]] == rank)
         for (at, length), (following, _) in pairwise([*mine, (mine[0][0] + 1, 0.0)]):
             assert at + length <= following + NEAR
     for s in range(2 * ranks):
-        back = start[Op.I, s] + times.i[s] / period
-        assert start[Op.I, s] >= start[Op.F, s] + times.f[s] / period - NEAR
+        back = start[Op.I, s] + took[Op.I, s]
+        assert start[Op.I, s] >= start[Op.F, s] + took[Op.F, s] - NEAR
         assert start[Op.W, s] >= back - NEAR
         if s:
             hops = hop if where[s] != where[s - 1] else 0
-            arrives = start[Op.F, s - 1] + max((times.f[s - 1] + times.ahead[s - 1]) / period, hops)
-            assert start[Op.F, s] >= arrives - NEAR
+            travels = max(took[Op.F, s - 1] + times.ahead[s - 1] / period, hops)
+            assert start[Op.F, s] >= start[Op.F, s - 1] + travels - NEAR
             assert start[Op.I, s - 1] >= back + times.back[s] / period - NEAR
 
 
@@ -57,12 +55,10 @@ def test_equal_times_give_the_offsets_of_v_min() -> None:
         found = offsets(v_placement(ranks), WorkTimes.of(unit_cost, v_placement(ranks)))
         for r in range(ranks):
             b = 2 * ranks - 1 - r
-            slots = [
-                6 * found.start[node] / found.period
-                for node in ((Op.F, r), (Op.F, b), (Op.I, b), (Op.I, r))[: 3 + (r > 0)]
-            ]
-            wanted = [r, b, 2 * ranks + r, 4 * ranks - 1 - r]
-            assert slots == pytest.approx(wanted[: len(slots)], abs=1e-3)
+            wanted = {(Op.F, r): r, (Op.F, b): b, (Op.I, b): 2 * ranks + r}
+            wanted |= {(Op.I, r): 4 * ranks - 1 - r} if r else {}
+            slots = {node: 6 * found.start[node] / found.period for node in wanted}
+            assert slots == pytest.approx(wanted, abs=1e-3)
 
 
 def test_stages_without_weights_have_works_of_no_length() -> None:

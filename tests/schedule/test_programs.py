@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, parse_program, placement
+from pipetrain.schedule.actions import Program, ScheduleError, parse_program
 from pipetrain.schedule.asynchronous import AsynchronousV
 from pipetrain.schedule.automatic import ZeroBubbleAuto
+from pipetrain.schedule.fixed import FixedProgram
 from pipetrain.schedule.lower import lower
+from pipetrain.schedule.policy import ForwardBackward
 from pipetrain.schedule.programs import (
     forward_only,
     gpipe,
@@ -20,11 +21,8 @@ from pipetrain.schedule.programs import (
     one_f_one_b,
     pipedream,
     pipedream_2bw,
-    v_half,
-    v_min,
     zb_h1,
     zb_h2,
-    zbv,
 )
 from pipetrain.schedule.simulate import simulate
 from tests.schedule import golden
@@ -44,6 +42,10 @@ PICTURES: dict[str, Program] = {
     1F0@0 1F1@0 1B0@0 1F2@0 1B1@0 1F3@0 1B2@0 1B3@0 1STEP@1
     2F0@0 2B0@0 2F1@0 2B1@0 2F2@0 2B2@0 2F3@0 2B3@0 2STEP@1
     """: one_f_one_b(3, 1, 4),
+    """interleaved with one stage a rank is 1f1b:
+    0F0@0 0F1@0 0B0@0 0F2@0 0B1@0 0B2@0 0STEP@1
+    1F0@0 1B0@0 1F1@0 1B1@0 1F2@0 1B2@0 1STEP@1
+    """: interleaved_1f1b(2, 1, 3, virtual=1),
     """interleaved takes groups of microbatches through the stages of a rank:
     0F0@0 0F1@0 2F0@0 2F1@0 0F2@0 2B0@0 2B1@0 2F2@0 0B0@0 0B1@0 2B2@0 2STEP@1 0B2@0 0STEP@1
     1F0@0 1F1@0 3F0@0 3B0@0 3F1@0 3B1@0 1F2@0 1B0@0 1B1@0 3F2@0 3B2@0 3STEP@1 1B2@0 1STEP@1
@@ -81,22 +83,6 @@ def test_a_program(picture: str) -> None:
     assert parse_program(picture.partition(":")[2]) == PICTURES[picture]
 
 
-def test_interleaved_with_one_stage_a_rank_is_1f1b() -> None:
-    assert interleaved_1f1b(4, 1, 8, virtual=1) == one_f_one_b(4, 1, 8)
-
-
-@pytest.mark.parametrize("schedule", [zb_h1, zb_h2, zbv, v_half, v_min, AsynchronousV(), ZeroBubbleAuto()])
-@pytest.mark.parametrize("size", [(1, 2, 3), (3, 2, 4)])
-def test_the_first_stage_does_both_halves_at_once_and_a_v_comes_back_to_its_rank(
-    schedule: Schedule, size: tuple[int, int, int]
-) -> None:
-    for here, following in pairwise(schedule(*size)[0]):
-        if (here.stage, here.op) == (0, Op.I):
-            assert (following.stage, following.op, following.mb) == (0, Op.W, here.mb)
-    ranks = range(size[0])
-    assert placement(schedule(*size)) == [*ranks, *([] if schedule in (zb_h1, zb_h2) else reversed(ranks))]
-
-
 @pytest.mark.parametrize(
     ("name", "slots"),
     {"1f1b": 132, "zb_h1": 108, "zb_h2": 99, "zbv": 97.5, "v_half": 114, "v_min": 118}.items(),
@@ -107,12 +93,15 @@ def test_four_batches_on_four_ranks_take_as_many_slots_as_the_papers_say(name: s
     assert simulate(lower(case.schedule(4, 4, 8)), 8).makespan / case.virtual == slots
 
 
-@pytest.mark.parametrize("places", [[0, 0, 0], [0, 1, 0, 1, 0], [0, 1, 2, 2, 1, 0], [2, 0, 1, 0, 2]])
-def test_forward_only_ends_on_any_placement(places: list[int]) -> None:
-    for microbatches in (1, 2, 9):
-        result = simulate(lower(forward_only(places, microbatches)), microbatches, buffer_size=1)
-        assert sum(result.busy) == len(places) * microbatches
-        assert set(result.staleness) == set(result.activations) == {0}
+def test_a_file_of_one_batch_serves_any_number_of_them() -> None:
+    one, three = one_f_one_b(2, 1, 4), one_f_one_b(2, 3, 4)
+    repeated = FixedProgram("mine.txt", one)(2, 3, 4)
+    assert [sorted(map(str, actions)) for actions in repeated] == [sorted(map(str, a)) for a in three]
+    whole = FixedProgram("mine.txt", three)
+    assert whole(2, 3, 4) == three
+    for size in [(3, 3, 4), (2, 2, 4), (2, 6, 4), (2, 3, 2)]:
+        with pytest.raises(ScheduleError, match=r"mine.txt is of 2 ranks, 3 batches and 12 .*=4"):
+            whole(*size)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +110,12 @@ def test_forward_only_ends_on_any_placement(places: list[int]) -> None:
         (partial(pipedream_2bw, 4, 3, 2), "needs microbatches >= stages; got microbatches=2, stages=4"),
         (partial(interleaved_1f1b, 2, 1, 2, virtual=0), "needs virtual >= 1; got virtual=0"),
         (partial(forward_only, [0, 2], 1), "placement must use ranks"),
+        (partial(ForwardBackward(True), 2, 1, 1), "fbp needs in_flight >= 1; got in_flight=True"),
+        (partial(ZeroBubbleAuto("much"), 2, 1, 4), "zb_auto needs memory >= 1 microbatch; got memory=much"),
+        (partial(ZeroBubbleAuto(v="maybe"), 2, 1, 4), "zb_auto needs v to be true or false; got maybe"),
+        (partial(AsynchronousV("v_max"), 4, 4, 1), "v_async needs like to be one of auto, v_min, v_half"),
+        (partial(AsynchronousV("v_half", 2), 4, 4, 1), "v_async needs memory >= 3.5 microbatches on 4 ranks"),
+        (partial(AsynchronousV(memory="much"), 4, 4, 1), "v_async needs memory to be a number or null"),
         *((partial(case.schedule, 2, 1, 0), "needs microbatches >= 1; got microbatches=0") for case in CASES),
     ],
 )

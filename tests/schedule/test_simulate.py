@@ -15,8 +15,8 @@ from pipetrain.schedule.actions import (
     parse_program,
 )
 from pipetrain.schedule.lower import compute_only, lower
-from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream, pipedream_2bw
-from pipetrain.schedule.simulate import Cost, Deadlock, simulate, unit_cost
+from pipetrain.schedule.programs import gpipe, one_f_one_b
+from pipetrain.schedule.simulate import Cost, Deadlock, simulate
 from pipetrain.schedule.timeline import Timeline
 from tests.schedule.cases import CASES, Case, accepted, replicated
 
@@ -59,34 +59,6 @@ def test_a_channel_bounds_both_its_ends(buffer_size: int, sends: list[str], rece
     assert [line.split(": ")[1] for line in times(result, 0) if "SEND" in line] == sends
     assert [line.split(": ")[1] for line in times(result, 1) if "RECV" in line] == receives
     assert result.makespan == 23
-
-
-def test_a_message_travels_while_its_sender_goes_on() -> None:
-    """Latency that the buffers cover costs the fill and the drain alone: 2 (S - 1) of them."""
-
-    def far(action: Action) -> float:
-        return 0.5 if action.op in (Op.SEND_F, Op.SEND_B) else unit_cost(action)
-
-    program = lower(gpipe(4, 1, 8))
-    near, distant = simulate(program, 8), simulate(program, 8, cost=far)
-    assert distant.makespan == near.makespan + 0.5 * 2 * 3
-    assert distant.busy == near.busy
-
-
-def test_a_split_backward_holds_its_microbatch_until_its_weight_gradient() -> None:
-    split = "0F0@0 0F1@0 0I0@0 0F2@0 0W0@0 0I1@0 0W1@0 0I2@0 0W2@0 0STEP@1\n"
-    split += "1F0@0 1I0@0 1W0@0 1F1@0 1I1@0 1W1@0 1F2@0 1I2@0 1W2@0 1STEP@1"
-    result = simulate(lower(parse_program(split)), 3)
-    assert result.activations == [3, 1]
-    assert result.makespan == 11
-    assert result.busy == [9, 9]
-
-
-def test_versions_are_held_while_something_to_come_reads_them() -> None:
-    result = simulate(lower(pipedream(4, 8, 1)), 1)
-    assert result.versions == result.activations == [4, 3, 2, 1]
-    assert result.staleness == [3, 2, 1, 0]
-    assert simulate(lower(pipedream_2bw(4, 3, 4)), 4).versions == [2, 2, 2, 2]
 
 
 # Rank 0 hands on four microbatches of stage 0 before it turns to stage 2, which rank 1 wants sooner.

@@ -39,6 +39,8 @@ SEEN_IN = {
     "runtime/sums": "runtime/test_tied",
     "runtime/whole": "whole/test_any_module",
     "schedule/figure": "schedule/test_draw",
+    "schedule/fixed": "schedule/test_programs",
+    "schedule/greedy": "schedule/test_automatic",
     "schedule/timeline": "schedule/test_simulate",
     "schedule/waits": "schedule/test_simulate",
     "signals": "whole/test_stops",
