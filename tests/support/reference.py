@@ -16,22 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from pipetrain.data import Draw
-from pipetrain.network.chain import Pop, Stash
-from pipetrain.network.draws import Seeds, begin, drawing
-from pipetrain.network.values import as_tuple, named_layers
+from pipetrain.network.chain import Pop, Stash, network_of
+from pipetrain.network.draws import Seeds, drawing
+from pipetrain.network.values import Value, as_tuple, named_layers
+from pipetrain.plan.cut import cut_layers
+from pipetrain.plan.plan import Plan
+from pipetrain.rate import Rate
 from pipetrain.schedule.actions import has_norms
-from pipetrain.settings import Settings
+from pipetrain.tasks import Task
 from tests.support.runs import Run
-
-IGNORED = -100  # a label that does not count
 
 Delay = Callable[[int, int], int]
 """(stage, microbatch of the window) -> the version that it reads, counted from the window's start."""
+Piece = tuple[Value, Value]
+"""The inputs and targets of a microbatch."""
 
 
 def flush(stages: int, m: int) -> Delay:
@@ -52,15 +54,6 @@ def pipedream_2bw(stages: int, m: int) -> Delay:
 FLUSH = ("layer_dist", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "v_half", "v_min")
 DELAYS = dict.fromkeys(FLUSH, flush) | {"pipedream": pipedream, "pipedream_2bw": pipedream_2bw}
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a training leaves: the whole state, and (train loss, val loss, val accuracy) of each epoch."""
-
-    state: dict[str, Tensor]
-    epochs: list[tuple[float, float, float]]
-
-
 Read = Mapping[str, tuple[str, Callable[[int], int]]]
 """What a forward calls a weight -> the weight's name, and which version each microbatch reads."""
 
@@ -77,7 +70,7 @@ class Loop:
     model: nn.Module
     optimizer: Optimizer
     loss_of: Callable[..., Tensor]
-    rate: Callable[[int], float] = lambda update: 1.0
+    rate: Rate = lambda update: 1.0
     clip: float | None = None
     together: Sequence[Sequence[nn.Parameter]] = ()
     average: AveragedModel | None = None
@@ -137,30 +130,115 @@ class Loop:
         self.updates += 1
 
 
-def drops(module: nn.Module) -> bool:
-    """Whether it draws random numbers in training."""
-    return any(isinstance(inner, nn.Dropout) and inner.p for inner in module.modules())
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def average_of(model: nn.Module, decay: float | None) -> AveragedModel | None:
-    return None if decay is None else AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+class Reference:
+    """A model trained as its plan says, in a Loop.
+
+    A weight that several stages share is, in each of them, of that stage's version, and gets the sum of their
+    gradients. With dropout the module is one part of all layers, which seeds them as every cut does.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, task: Task, optimizer: Optimizer, rate: Rate) -> None:
+        self.model, self.task, self._settings = model, task, plan.settings
+        self._stages = stages_of(model, plan)
+        self._part = None
+        if any(isinstance(inner, nn.Dropout) and inner.p for inner in model.modules()):
+            (whole,) = cut_layers({1: plan.layers}, [], plan.example).slices
+            self._part = network_of(model, plan.example).part(whole)
+            self._takes = [made.number for made in whole.enters]
+        together: dict[int, list[nn.Parameter]] = {}
+        for name, parameter in model.named_parameters():
+            stage = 0 if has_norms(plan.window.program) else self._stages[name][1]
+            together.setdefault(stage, []).append(parameter)
+        decay, clip = plan.settings.ema, plan.settings.clip_grad_norm
+        self.average = decay and AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        lists, skip = [*together.values()], plan.settings.on_nan == "skip"
+        self._loop = Loop(model, optimizer, self._loss_of, rate, clip, lists, self.average or None, skip)
+
+    def window(self, delay: Delay, batches: Sequence[Sequence[Piece]]) -> list[list[tuple[float, float]]]:
+        """Train on batches of pieces; return the weight and the loss of each piece."""
+        read = {alias: (name, partial(delay, stage)) for alias, (name, stage) in self._stages.items()}
+        weights = [[float(self.task.weight(y)) for _, y in batch] for batch in batches]
+        cut = [
+            [
+                (weight / sum(of), *piece, Seeds(self._settings.seed, update, number))
+                for number, (weight, piece) in enumerate(zip(of, batch, strict=True))
+            ]
+            for update, (of, batch) in enumerate(zip(weights, batches, strict=True), self._loop.updates)
+        ]
+        losses = self._loop.window(read, cut)
+        return [[*zip(*both, strict=True)] for both in zip(weights, losses, strict=True)]
+
+    @torch.no_grad()
+    def evaluated(self, batches: Iterable[Piece]) -> dict[str, float]:
+        """Return the mean loss and the metrics, with averaged weights where there are some."""
+        model, task = self.average.module if self.average else self.model, self.task
+        loss, weight, sums = 0.0, 0.0, dict.fromkeys((metric.name for metric in task.metrics), 0)
+        model.eval()
+        for inputs, targets in batches:
+            arguments, counts = _arguments(self.model, inputs), float(task.weight(targets))
+            outputs = self._narrowed(lambda args, keywords: model(*args, **keywords), *arguments)
+            loss += task.evaluation_loss(outputs, targets).item() * counts if counts else 0.0
+            weight += counts
+            for metric in task.metrics:
+                sums[metric.name] += metric.sums(outputs, targets).double()
+        model.train()
+        mean = loss / weight
+        return {"loss": mean} | {m.name: m.value(sums[m.name].tolist(), mean) for m in task.metrics}
+
+    def _loss_of(self, weights: dict[str, Tensor], x: Value, y: Value, seeds: Seeds) -> Tensor:
+        with drawing(seeds):
+            if self._part is None:
+                call = partial(functional_call, self.model, weights, tie_weights=False)
+                outputs = self._narrowed(call, *_arguments(self.model, x))
+            else:  # it has each weight once
+                weights = {name: weights[name] for name, _ in self._part.named_parameters()}
+                entered = tuple(as_tuple(x)[number] for number in self._takes)
+                outputs = self._part.pack(functional_call(self._part.train(), weights, entered))
+        return self.task.loss(outputs, y) if self.task.weight(y) else torch.zeros(())
+
+    def _narrowed(self, call: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Tensor]) -> Any:
+        narrow = self._settings.precision == "bf16"
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+            outputs = call(args, keywords)
+        return outputs.float() if narrow else outputs
 
 
-def by_stage(names: Iterable[str], cuts: Sequence[int], delay: Delay) -> Read:
-    """Return what the layers of an nn.Sequential read."""
-    return {name: (name, partial(delay, stage_of(name, cuts))) for name in names}
+def _arguments(model: nn.Module, inputs: Value) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
+    """Return with what a model is called; an nn.Sequential takes one value."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    one = isinstance(inputs, Tensor) or isinstance(model, nn.Sequential)
+    return ((inputs,) if one else tuple(inputs)), {}
 
 
-def stage_of(name: str, cuts: Sequence[int]) -> int:
-    return sum(cut <= int(name.split(".", 1)[0]) for cut in cuts)
+def stages_of(model: nn.Module, plan: Plan) -> dict[str, tuple[str, int]]:
+    """Return the first name and the stage of each parameter; of a shared one by each of its names."""
+    users: dict[str, list[int]] = {}
+    for stage in range(plan.stages):
+        layers = plan.stage_layers(stage)
+        for name in dict.fromkeys(name for layer in layers for name in (*layer.weights, *layer.frozen)):
+            users.setdefault(name, []).append(stage)
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found = {}
+    for aliases in names.values():
+        using = users[aliases[0]]
+        stages = using if len(using) > 1 else using * len(aliases)
+        found |= {alias: (aliases[0], stage) for alias, stage in zip(aliases, stages, strict=True)}
+    return found
 
 
-def grouped(live: Mapping[str, nn.Parameter], stage_of: Callable[[str], int]) -> list[list[nn.Parameter]]:
-    """Return the parameters of each stage."""
-    stages: dict[int, list[nn.Parameter]] = {}
-    for name, parameter in live.items():
-        stages.setdefault(stage_of(name), []).append(parameter)
-    return list(stages.values())
+@dataclass(frozen=True)
+class Outcome:
+    """What a training leaves: the whole state, and (train loss, val loss, score) of each epoch."""
+
+    state: dict[str, Tensor]
+    epochs: list[tuple[float, float, float]]
 
 
 def train(model: nn.Sequential, run: Run, delays: Iterable[Delay], early: Mapping[int, int]) -> Outcome:
@@ -168,65 +246,30 @@ def train(model: nn.Sequential, run: Run, delays: Iterable[Delay], early: Mappin
 
     `early`: epochs of which a window was left after so many batches of the epoch.
     """
-    settings, cuts, data = run.settings, run.plan.cuts, run.data.train
+    settings, data, test = run.settings, run.data.train, run.data.test
     if settings.precision == "bf16":
-        _narrow_at(model, cuts)
-    for number, (_, layer) in enumerate(named_layers(model)):
-        if drops(layer):
-            layer.register_forward_pre_hook(partial(_draw, number))
-    live, average = dict(model.named_parameters()), average_of(model, settings.ema)
-    norms = () if has_norms(run.plan.window.program) else cuts
-    optimizer, rate = run.optimizer(live.items()), settings.rate(run.updates)
-    loop = Loop(
-        *(model, optimizer, partial(_loss_of, model, settings), rate, settings.clip_grad_norm),
-        *(grouped(live, partial(stage_of, cuts=norms)), average, settings.on_nan == "skip"),
-    )
+        _narrow_at(model, run.plan.cuts)
+    optimizer = run.optimizer(dict(model.named_parameters()).items())
+    reference = Reference(model, run.plan, run.task, optimizer, settings.rate(run.updates))
     delay_of, outcomes = iter(delays), []
+    ids = torch.arange(len(test))
+    tested = [(test.inputs(ids, None), test.targets(ids, None))]
     for epoch in range(settings.epochs):
         draw = Draw(settings.seed, epoch)
-        batches = [b for b in run.sampler.epoch(epoch) if _counting(data.targets(torch.cat(b), draw))]
+        batches = [
+            [(data.inputs(ids, draw), data.targets(ids, draw)) for ids in batch]
+            for batch in run.sampler.epoch(epoch)
+        ]
+        batches = [batch for batch in batches if any(run.task.weight(y) for _, y in batch)]
         starts = sorted({*range(0, len(batches), settings.window or len(batches)), early.get(epoch, 0)})
-        loss_sum, counted = 0.0, 0
+        found: list[tuple[float, float]] = []
         for start, end in pairwise([*starts, len(batches)]):
-            first = loop.updates - start
-            pieces = [
-                _pieces(data, batches[n], draw, partial(Seeds, settings.seed, first + n))
-                for n in range(start, end)
-            ]
-            found = loop.window(by_stage(live, cuts, next(delay_of)), pieces)
-            for (share, _, y, _), loss in zip(chain(*pieces), chain(*found), strict=True):
-                if share and (isfinite(loss) or not loop.skip):
-                    loss_sum += loss * _counting(y)
-                    counted += _counting(y)
-        if average is not None:
-            average.module.load_state_dict(dict(model.named_buffers()), strict=False)
-        evaluated = _evaluate(model if average is None else average.module, run)
-        outcomes.append((loss_sum / counted, *evaluated))
+            found += chain(*reference.window(next(delay_of), batches[start:end]))
+        counted = [both for both in found if both[0] and (isfinite(both[1]) or settings.on_nan != "skip")]
+        loss = sum(weight * loss for weight, loss in counted) / sum(weight for weight, _ in counted)
+        evaluated = reference.evaluated(tested)
+        outcomes.append((loss, evaluated["loss"], evaluated[run.task.metrics[0].name]))
     return Outcome(copied(model.state_dict()), outcomes)
-
-
-def _pieces(data: Any, batch: Sequence[Tensor], draw: Draw, seeds: Callable[[int], Seeds]) -> list[Any]:
-    """(share, inputs, labels, seeds) of each microbatch."""
-    whole = _counting(data.targets(torch.cat(list(batch)), draw))
-    parts = [(data.inputs(ids, draw), data.targets(ids, draw)) for ids in batch]
-    return [(_counting(y) / whole, x, y, seeds(n)) for n, (x, y) in enumerate(parts)]
-
-
-def _loss_of(model: nn.Module, settings: Settings, weights: Any, x: Any, y: Tensor, seeds: Seeds) -> Tensor:
-    with drawing(seeds):
-        scores = _scores(partial(functional_call, model, weights), (x,), settings)
-    return _loss(scores, y, settings.label_smoothing)
-
-
-def _scores(call: Callable[..., Tensor], given: Any, settings: Settings) -> Tensor:
-    narrow = settings.precision == "bf16"
-    with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
-        scores = call(given)
-    return scores.float() if narrow else scores
-
-
-def _draw(number: int, layer: nn.Module, inputs: object) -> None:
-    begin(number)
 
 
 def _narrow_at(model: nn.Sequential, cuts: Sequence[int]) -> None:
@@ -255,28 +298,3 @@ def _keep_narrow(stash: Stash, inputs: object, output: Tensor | tuple[Tensor, ..
 def _narrow(layer: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> object:
     narrow = tuple(t.bfloat16() if t.dtype == torch.float32 else t for t in as_tuple(output))
     return narrow[0] if isinstance(output, Tensor) else narrow
-
-
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def _evaluate(model: nn.Sequential, run: Run) -> tuple[float, float]:
-    model.eval()
-    ids = torch.arange(len(run.data.test))
-    labels = run.data.test.targets(ids, None)
-    with torch.no_grad():
-        output = _scores(model, run.data.test.inputs(ids, None), run.settings)
-    model.train()
-    right = output.argmax(1 if labels.dim() == 1 else -1) == labels
-    return _loss(output, labels).item(), right[labels != IGNORED].double().mean().item()
-
-
-def _counting(labels: Tensor) -> int:
-    return int((labels != IGNORED).sum())
-
-
-def _loss(scores: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
-    """The mean over labels [n], or tokens [n, t], that are not padding."""
-    classes = scores.shape[-1]
-    return functional.cross_entropy(scores.view(-1, classes), labels.flatten(), label_smoothing=smoothing)
