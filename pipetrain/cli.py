@@ -118,8 +118,7 @@ def _without_outputs() -> Iterator[None]:
 def _compose(name: str, task: Callable[[DictConfig], None], refused: Callable[[], None]) -> int:
     def job(cfg: DictConfig) -> None:
         try:
-            content: Any = OmegaConf.to_container(cfg, resolve=False)
-            _refuse_unread(content, _known(name), str(content))
+            _refuse_unread_keys(cfg, name)
             task(cfg)
         except Exception as error:
             if isinstance(error, ConfigError | ScheduleError | OmegaConfBaseException):
@@ -142,6 +141,24 @@ def _compose(name: str, task: Callable[[DictConfig], None], refused: Callable[[]
     except SystemExit as end:  # raised by Hydra's argument parser
         return end.code if isinstance(end.code, int) else int(bool(end.code))
     return 0
+
+
+def composed(name: str, words: Sequence[str]) -> DictConfig:
+    """Return the configuration of a command line of which nothing runs. Raises ConfigError."""
+    for word in words:
+        _refuse_word(word)
+    try:
+        with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            cfg = hydra.compose(name, overrides=as_hydra(words))
+        _refuse_unread_keys(cfg, name)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_sentence(error, _known(name))) from error
+    return cfg
+
+
+def _refuse_unread_keys(cfg: DictConfig, name: str) -> None:
+    content: Any = OmegaConf.to_container(cfg, resolve=False)
+    _refuse_unread(content, _known(name), str(content))
 
 
 def _help(name: str) -> int:

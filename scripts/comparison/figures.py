@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import floor, inf, isfinite, isnan, log10, nan
+from math import inf, isfinite, isnan, nan
 from statistics import fmean, stdev
 from typing import Any
 
@@ -29,8 +29,8 @@ class Metric:
         return TITLES.get(self.name, self.name)
 
     @property
-    def direction(self) -> str:
-        return f"{'higher' if self.higher else 'lower'} is better"
+    def unit(self) -> str:
+        return " in %" if self.percent else ""
 
     @property
     def scale(self) -> int:
@@ -47,14 +47,9 @@ class Metric:
             return -inf
         return value if self.higher else -value
 
-    def number(self, value: float, level: float | None = None) -> str:
-        """Write a value without its unit: percent to hundredths, any other to four digits.
-
-        `level`: where this is a deviation or a difference, the value beside which it stands, for the digits.
-        """
-        level = value if level is None else level
-        digits = 2 if self.percent or not level or not isfinite(level) else 3 - floor(log10(abs(level)))
-        return f"{value:.{max(0, digits)}f}"
+    def number(self, value: float) -> str:
+        """Write a value without its unit: to hundredths, or to four digits below a tenth."""
+        return f"{value:.2f}" if self.percent or not 0 < abs(value) < 0.1 else f"{value:.4g}"
 
     def text(self, value: float) -> str:
         """Write a value with its unit."""
@@ -73,32 +68,17 @@ def metric_of(summaries: Sequence[dict[str, Any]]) -> Metric:
     return Metric(metrics[0]["name"], metrics[0]["higher"], metrics[0]["percent"]) if metrics else LOSS
 
 
-def two(value: float) -> str:
-    """Write a number with two digits after the point."""
-    return f"{value:.2f}"
-
-
 def duration(seconds: float) -> str:
     """Write seconds as `8.3s`, `21s`, `2m36s` or `1h02m`."""
     if round(seconds, 1) < 10:
         return f"{seconds:.1f}s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    return (
-        f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    )
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+    return f"{minutes // 60}h{minutes % 60:02d}m"
 
 
-def size(nbytes: float) -> str:
-    """Write bytes as `512 B`, `3.07 MB` or `1.64 GB`, by powers of 1000."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= 0.9995 * factor:
-            return f"{nbytes / factor:.3g} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def spread(values: Sequence[float], form: Callable[[float], str] = two) -> str:
+def spread(values: Sequence[float], form: Callable[[float], str] = "{:.2f}".format) -> str:
     """Write the mean of values and their sample deviation: `90.00 ± 1.00`; a dash where there is none."""
     if len(values) < 2:
         return form(values[0]) if values else "-"

@@ -2,8 +2,8 @@
 
 They are written as PNG beside the table and stand in the report. A method has one colour, one marker and one
 line style, so curves can be told apart without colours too. Curves over epochs may coincide, where schedules
-do the same sums: the lower ones are wider, and each has its markers at other epochs. Matplotlib is used
-through its objects, without pyplot's global state.
+do the same sums: the lower ones are wider. Matplotlib is used through its objects, without pyplot's global
+state.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), "-.", ":", (0, (8, 2)), (0, (4, 1, 1, 1, 1, 1)), (0, (2, 1)))
 MARKS = 10  # markers on a curve, about
-FILES = {"epoch": "epoch", "seconds": "elapsed_s"}
-"""How the names of pictures end, and the column of metrics.csv to draw over."""
-LABELS = {"epoch": "epoch", "elapsed_s": "seconds since the start, evaluation included"}
+OVER = {"epoch": "epoch", "elapsed_s": "seconds since the start, evaluation included"}
+"""Columns of metrics.csv to draw over, and their labels."""
 
 
 def write(out: Path, methods: Sequence[str], rows: Sequence[Row]) -> list[str]:
     """Write the pictures of the runs that finished; return their files. `methods`: of all, in order."""
     panels = by_model([row for row in rows if row.done])
     name = re.sub(r"\W+", "_", compared(rows).title.lower())
-    files = {f"{name}_{end}.png": key for end, key in FILES.items()} if panels else {}
+    files = {f"{name}_epoch.png": "epoch", f"{name}_seconds.png": "elapsed_s"} if panels else {}
     with matplotlib.rc_context({"text.parse_math": False, "font.size": 9.5}):  # a name is no formula
         for file, key in files.items():
             draw(panels, methods, key).savefig(out / file, dpi=150)
@@ -52,14 +51,12 @@ def draw(panels: dict[str, list[Row]], methods: Sequence[str], key: str) -> Figu
     figure = Figure(figsize=(8.6 * len(panels), 4.4), layout="constrained")
     side_by_side = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (model, rows) in zip(side_by_side, panels.items(), strict=True):
-        seeds = max(len(row.done) for row in rows)
+        metric, seeds = compared(rows), max(len(row.done) for row in rows)
         axes.set_title(f"{model} on {rows[0].alike('data')}, {seeds} seed{'s' * (seeds > 1)}", loc="left")
-        for place, row in enumerate(rows):
-            below = len(rows) - 1 - place if key == "epoch" else 0  # how many curves may cover this one
-            _curve(axes, row, key, methods.index(row.method) % len(COLOURS), place, below)
-        metric = compared(rows)
+        for below, row in zip(reversed(range(len(rows))), rows, strict=True):
+            _curve(axes, row, key, methods.index(row.method) % len(COLOURS), below)
         axes.set_ylabel(f"test {metric.title}{', %' * metric.percent}")
-        axes.set_xlabel(LABELS[key])
+        axes.set_xlabel(OVER[key])
         if key == "epoch":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         _fit(axes, metric.percent)
@@ -70,11 +67,11 @@ def draw(panels: dict[str, list[Row]], methods: Sequence[str], key: str) -> Figu
     return figure
 
 
-def _curve(axes: Axes, row: Row, key: str, style: int, place: int, below: int) -> None:
-    """Draw a method. `style`: its number among the styles; `place`: its number among the curves."""
+def _curve(axes: Axes, row: Row, key: str, style: int, below: int) -> None:
+    """Draw a method. `style`: its number among the styles; `below`: how many curves may cover this one."""
     metric, x = row.metric, np.mean(_columns(row, key), axis=0)
     y = metric.scale * np.array(_columns(row, f"val_{metric.name}"))
-    mean, every = y.mean(axis=0), max(1, len(x) // MARKS)
+    mean = y.mean(axis=0)
     axes.fill_between(x, y.min(axis=0), y.max(axis=0), color=COLOURS[style], alpha=0.13, lw=0)
     axes.plot(
         x,
@@ -84,7 +81,7 @@ def _curve(axes: Axes, row: Row, key: str, style: int, place: int, below: int) -
         linewidth=1.6 + 0.8 * below,
         marker=MARKERS[style],
         markersize=5.5 + 0.6 * below,
-        markevery=(place % every, every),
+        markevery=max(1, len(x) // MARKS),
         markeredgecolor="white",
         markeredgewidth=0.6,
         label=f"{row.method}  {metric.text(mean[-1])}",
@@ -102,13 +99,14 @@ def _columns(row: Row, key: str) -> list[list[float]]:
 
 def _fit(axes: Axes, percent: bool) -> None:
     """Scale percentages no narrower than a point; others by logarithms if positive and over a decade."""
-    values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines])
-    values = values[np.isfinite(values)]
     if percent:
         low, high = axes.get_ylim()
         middle, half = (low + high) / 2, max(high - low, 1.0) / 2
         axes.set_ylim(middle - half, middle + half)
-    elif values.size and 0 < 10 * values.min() < values.max():
+        return
+    values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines])
+    values = values[np.isfinite(values)]
+    if values.size and 0 < 10 * values.min() < values.max():
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_formatter(NullFormatter())

@@ -21,7 +21,7 @@ from markupsafe import Markup
 from comparison.figures import duration
 from comparison.request import Request
 from comparison.runs import Outcome, Runs, words
-from comparison.table import Row, Table, results
+from comparison.table import Row, Table, tables
 from comparison.verdict import verdict
 
 FILE = "report.html"
@@ -40,9 +40,8 @@ def write(
     keys = dict.fromkeys(key for outcome in outcomes for key in outcome.made if key != "date")
     page = environment.get_template(FILE).render(
         title=asked.title,
-        facts=_facts(asked, outcomes),
         verdict=said or ["No run was made."],
-        tables=[results(rows)] if rows else [],
+        tables=tables(rows) if rows else [],
         failures=[
             (o.spec.title, o.failure, duration(o.wall_s), "\n".join(runs.last_words(o.spec))) for o in failed
         ],
@@ -57,16 +56,6 @@ def write(
         date=f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
     )
     (asked.out / FILE).write_text(page)
-
-
-def _facts(asked: Request, outcomes: Sequence[Outcome]) -> list[str]:
-    done = [outcome.summary for outcome in outcomes if outcome.summary]
-    seeds = sorted({spec.seed for spec in asked.specs})
-    facts = [_each(f"{summary['model']} on {summary['data']}" for summary in done)]
-    facts += [_each(f"{summary['epochs']} epochs" for summary in done)]
-    facts += [f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"]
-    facts += [_each(summary["device"] for summary in done)]
-    return list(filter(None, facts))
 
 
 def _each(values: Iterable[str]) -> str:

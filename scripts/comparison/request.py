@@ -20,8 +20,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from pipetrain.cli import conf_dir
+from pipetrain.cli import composed, conf_dir
 from pipetrain.errors import ConfigError, one_line
+from pipetrain.rules import COUNT, whole
 
 FOLDER = Path(__file__).with_name("experiments")
 OWN = {"schedule": "--schedules", "seed": "--seeds", "run_dir": "--out", "model": "--models"}
@@ -35,26 +36,22 @@ class Method:
     name: str
     overrides: tuple[str, ...]
 
-    @property
-    def slug(self) -> str:
-        """The name as a part of a folder's name: `fbp_topk`."""
-        return re.sub(r"[^\w.]+", "_", self.name, flags=re.ASCII).strip("._")
-
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One run to be made."""
+    """One run to be made. `model`: None where the overrides say it, or nothing does."""
 
     method: Method
     seed: int
-    model: str | None  # None: whatever the overrides say
+    model: str | None
     overrides: tuple[str, ...]
     nproc: int
 
     @property
     def name(self) -> str:
-        """The name of the run's folder."""
-        return "-".join(filter(None, [self.model, self.method.slug, f"seed{self.seed}"]))
+        """The name of the run's folder: `vgg16-fbp_topk-seed0`."""
+        method = re.sub(r"[^\w.]+", "_", self.method.name, flags=re.ASCII).strip("._")
+        return "-".join(filter(None, [self.model, method, f"seed{self.seed}"]))
 
     @property
     def title(self) -> str:
@@ -136,6 +133,7 @@ def read(arguments: Sequence[str]) -> Request:
     options = parser().parse_args(before)
     asked = load(options.experiment) if options.experiment else Experiment()
     specs = list(_specs(options, overrides, asked))
+    _check(specs)
     title = asked.title or " against ".join(dict.fromkeys(spec.method.name for spec in specs))
     typed = shlex.join(word for word in arguments if word != "--fresh")
     return Request(specs, options.out or _default_out(options, overrides), options.fresh, title, typed)
@@ -184,25 +182,8 @@ def _methods(options: argparse.Namespace, asked: Experiment) -> Iterator[Method]
         yield from known.values()
 
 
-def _check(method: Method, for_all: Sequence[str]) -> None:
-    """Raise ConfigError for a method that lacks something, or says otherwise than what is `for_all`."""
-    where, said = f"method {method.name}", {key(word): word for word in method.overrides}
-    if wrong := [word for word in (*method.overrides, *for_all) if word.startswith("-") or "=" not in word]:
-        raise ConfigError(f"{where}: {wrong[0]} is no override, such as codec.backward=int8")
-    if not method.slug:
-        raise ConfigError(f"{where}: a method needs a name with letters or digits, for its folder")
-    schedules = [word.partition("=")[2] for word in method.overrides if key(word) == "schedule"]
-    known = names(conf_dir() / "schedule")
-    if len(schedules) != 1 or schedules[0] not in known:
-        raise ConfigError(f"{where}: a method needs one schedule=NAME, of {', '.join(known)}")
-    for word in for_all:
-        mine = said.get(key(word), word)
-        if mine.partition("=")[2] != word.partition("=")[2]:
-            raise ConfigError(f"{where}: it has {mine}, and {word} is for every run; leave one of them out")
-
-
 def _specs(options: argparse.Namespace, overrides: Sequence[str], asked: Experiment) -> Iterator[Spec]:
-    methods, seeds = list(_methods(options, asked)), options.seeds or asked.seeds
+    methods = list(_methods(options, asked))
     if not methods:
         raise ConfigError("there is nothing to compare: give --schedules, --method or --experiment")
     given = {key(word): word.partition("=")[2] for word in overrides}
@@ -212,21 +193,37 @@ def _specs(options: argparse.Namespace, overrides: Sequence[str], asked: Experim
             raise ConfigError(f"{word} is set by {option}; leave {word}= out of the overrides")
     stages = given.get("stages", "")
     nproc = options.nproc if options.nproc is not None else int(stages) if stages.isdecimal() else asked.nproc
-    if nproc < 1:
-        raise ConfigError(f"--nproc must be 1 or more; got {nproc}")
+    COUNT.read("--nproc", nproc)
     models: list[str | None] = options.models or ([] if "model" in given else list(asked.models)) or [None]
-    folders: set[str] = set()
-    for seed in seeds:
+    for seed in options.seeds or asked.seeds:
+        whole(0).read("--seeds", seed)
         for model in models:
             own = asked.models.get(model or given.get("model", ""), [])
             words = merged(asked.overrides, own, overrides)
-            for method in methods:
-                _check(method, words)
-                spec = Spec(method, seed, model, words, nproc)
-                if spec.name.lower() in folders:
-                    raise ConfigError(f"two runs would share the folder {spec.name}: name each one once")
-                folders.add(spec.name.lower())
-                yield spec
+            yield from (Spec(method, seed, model, words, nproc) for method in methods)
+
+
+def _check(specs: Sequence[Spec]) -> None:
+    """Raise ConfigError for runs of one folder, and for a method that cannot be configured.
+
+    Or that says otherwise than what is for every run, as it is not plain which of the two is meant.
+    """
+    folders = [spec.name.lower() for spec in specs]
+    if shared := {name for name in folders if folders.count(name) > 1}:
+        raise ConfigError(f"two runs would share the folder {min(shared)}: name each one once")
+    for spec in (spec for spec in specs if spec.seed == specs[0].seed):
+        try:
+            composed("config", spec.arguments)
+        except ConfigError as error:
+            raise ConfigError(f"method {spec.method.name}: {error}") from error
+        said = {key(word): word for word in spec.method.overrides}
+        for word in spec.overrides:
+            mine = said.get(key(word), word)
+            if mine.partition("=")[2] != word.partition("=")[2]:
+                raise ConfigError(
+                    f"method {spec.method.name}: it has {mine}, and {word} is for every run; leave one of "
+                    "them out"
+                )
 
 
 def merged(*lists: Sequence[str]) -> tuple[str, ...]:

@@ -1,22 +1,21 @@
 """The comparison as tables: Markdown to read, CSV to compute with, and rows for the report.
 
-First come the columns in which such comparisons are published, with their meaning: the best epoch of all
-seeds and its accuracy, which flatters, because it is chosen on the test set. Then comes what to trust: the
-last epoch, and means over the seeds with their deviation. Where another metric is compared, such as
-perplexity, it takes the place of accuracy.
+The first table has the columns in which such comparisons are published, with their meaning: the best epoch of
+all seeds and its accuracy, which flatters, because it is chosen on the test set. The second one is what to
+trust: the last epoch, and means over the seeds with their deviation. Where another metric is compared, such
+as perplexity, it takes the place of accuracy.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from comparison.figures import Metric, duration, metric_of, size, spread
+from comparison.figures import Metric, duration, metric_of, spread
 from comparison.runs import Outcome, Summary
 
 FILES = ("table.md", "runs.csv")
@@ -47,19 +46,14 @@ class Row:
         """The metric after the last epoch of each finished run."""
         return [self.metric.value(summary, "val") for summary in self.done]
 
-    def values(self, key: str) -> list[float]:
-        """Return a figure of each finished run; none where one does not say it."""
-        found = [summary.get(key) for summary in self.done]
-        return [] if None in found else [value for value in found if value is not None]
-
-    def ratio(self, key: str) -> float | None:
-        """Return a figure's mean, divided by that of the model's first row."""
-        mine, theirs = self.values(key), (self.first or self).values(key)
-        return fmean(mine) / fmean(theirs) if mine and theirs and fmean(theirs) else None
+    @property
+    def seconds(self) -> list[float]:
+        """The mean time of an epoch's training of each finished run."""
+        return [summary["epoch_s"] for summary in self.done]
 
     def alike(self, key: str) -> str:
-        """Return what a key says in all runs."""
-        return "; ".join(_distinct(self.done, key))
+        """Return what a key says in all runs; a dash where there is none."""
+        return "; ".join(_distinct(self.done, key)) or "-"
 
 
 def make_rows(outcomes: Sequence[Outcome]) -> list[Row]:
@@ -69,7 +63,7 @@ def make_rows(outcomes: Sequence[Outcome]) -> list[Row]:
     for asked in dict.fromkeys(outcome.spec.model for outcome in outcomes):
         mine = [outcome for outcome in outcomes if outcome.spec.model == asked]
         # A run that failed may not know its model by itself, where only an override names it.
-        model = next((str(outcome.summary["model"]) for outcome in mine if outcome.summary), asked or "")
+        model = next((str(outcome.summary["model"]) for outcome in mine if outcome.summary), asked or "-")
         first: Row | None = None
         for method in order:
             if runs := [outcome for outcome in mine if outcome.spec.method.name == method]:
@@ -95,58 +89,6 @@ def _distinct(facts: Sequence[Summary], key: str) -> list[str]:
     return list(dict.fromkeys(f"{v:g}" if isinstance(v, float) else str(v) for v in values))
 
 
-MEANINGS = {
-    "epoch": "epoch and {name}: the best epoch of all seeds, counted from 1, and its test {title}",
-    "eachtime": "eachtime: mean time of an epoch's training, without evaluation",
-    "last_{name}": "last_{name}: mean test {title} after the last epoch",
-    "speedup": "speedup: train_s of the model's first row over that of the row",
-    "train_s": "train_s: seconds of an epoch's training; whole_s: with evaluation and all else",
-    "best_{name}": "best_{name}: mean of each seed's best epoch",
-    "bytes": "bytes: on the wire in an epoch's training; bytes_ratio: to those of the model's first row",
-    "codec_s": "codec_s: seconds of an epoch in codecs, all stages together",
-}
-
-
-def _cells(row: Row, metric: Metric) -> dict[str, str]:
-    """Return what is printed of a row; a dash where there is nothing to say."""
-    done, made, name = row.done, len(row.outcomes), metric.name
-    bests = [metric.value(summary, "best_val") for summary in done]
-    best = max(
-        zip(map(metric.worth, bests), bests, done, strict=True), default=None, key=lambda each: each[0]
-    )
-
-    def figure(values: Sequence[float]) -> str:
-        return spread(values, partial(metric.number, level=fmean(values) if values else None))
-
-    def mean(key: str, form: Callable[[float], str]) -> str:
-        values = row.values(key)
-        return form(fmean(values)) if values else "-"
-
-    speedup, more = row.ratio("epoch_s"), row.ratio("bytes_per_epoch")
-    return {
-        "method": row.method,
-        "dataset": row.alike("data") or "-",
-        "model": row.model or "-",
-        "device": row.alike("device") or "-",
-        "lr": row.alike("lr") or "-",
-        "batch_size": row.alike("batch_size") or "-",
-        "data_worker": row.alike("data_workers") or "-",
-        "buffer_size": row.alike("buffer_size") or "-",
-        "epoch": str(best[2]["best_epoch"]) if best else "-",
-        name: metric.number(best[1]) if best else "failed",
-        "eachtime": mean("epoch_s", duration),
-        f"last_{name}": figure(row.last) if done else "failed",
-        "speedup": f"{1 / speedup:.2f}x" if speedup else "-",
-        "train_s": spread(row.values("epoch_s")),
-        "whole_s": spread([summary["total_s"] / summary["epochs"] for summary in done]),
-        f"best_{name}": figure(bests),
-        "bytes": mean("bytes_per_epoch", size),
-        "bytes_ratio": f"{more:.3f}" if more is not None else "-",
-        "codec_s": mean("codec_s_per_epoch", "{:.2f}".format),
-        "seeds": str(made) if len(done) == made else f"{len(done)} of {made}",
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class Table:
     """A head and lines of cells, with notes below. `text`: the columns that hold words."""
@@ -156,6 +98,10 @@ class Table:
     lines: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
     text: Collection[str] = ("method", "dataset", "model", "device")
+
+    @property
+    def markdown(self) -> str:
+        return "\n".join([markdown_table([self.head, *self.lines], self.text), *self.notes]) + "\n"
 
 
 def markdown_table(lines: Sequence[Sequence[str]], text: Collection[str]) -> str:
@@ -170,18 +116,64 @@ def markdown_table(lines: Sequence[Sequence[str]], text: Collection[str]) -> str
     return said
 
 
-def results(rows: Sequence[Row]) -> Table:
-    """Return the table of results, without the columns that say nothing of any row."""
-    lines = [_cells(row, compared(rows)) for row in rows]
-    shown = [name for name in lines[0] if any(line[name] != "-" for line in lines)]
-    notes = [_meaning(shown, rows), *remarks(rows)]
-    return Table("Results", shown, [[line[name] for name in shown] for line in lines], notes)
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """Return both tables of results."""
+    metric = compared(rows)
+    seeds = list(dict.fromkeys(outcome.spec.seed for row in rows for outcome in row.outcomes))
+    title = metric.title + metric.unit + ("" if metric.higher else " (lower is better)")
+    published = [
+        f"epoch and {metric.name}: the best epoch of all seeds, counted from 1, and its test {title}. "
+        "eachtime: mean time of an epoch's training, without evaluation."
+    ]
+    trusted = [
+        f"Means over the seeds ({', '.join(map(str, seeds))}) ± their sample deviation. last_{metric.name}: "
+        f"test {title} after the last epoch. train_s: seconds of an epoch's training; speedup: those of the "
+        "model's first row over those of the row. MB, codec_s: sent in an epoch's training, by all stages "
+        "together, and seconds of their codecs.",
+        *remarks(rows),
+    ]
+    made = []
+    for name, cells, notes in (("Results", _published, published), ("Over the seeds", _trusted, trusted)):
+        lines = [cells(row, metric) for row in rows]
+        made.append(Table(name, list(lines[0]), [list(line.values()) for line in lines], notes))
+    return made
+
+
+def _published(row: Row, metric: Metric) -> dict[str, str]:
+    best = max(row.done, key=lambda summary: metric.worth(metric.value(summary, "best_val")), default=None)
+    return {
+        "method": row.method,
+        "dataset": row.alike("data"),
+        "model": row.model,
+        "device": row.alike("device"),
+        "lr": row.alike("lr"),
+        "batch_size": row.alike("batch_size"),
+        "data_worker": row.alike("data_workers"),
+        "buffer_size": row.alike("buffer_size"),
+        "epoch": str(best["best_epoch"]) if best else "-",
+        metric.name: metric.number(metric.value(best, "best_val")) if best else "failed",
+        "eachtime": duration(fmean(row.seconds)) if best else "-",
+    }
+
+
+def _trusted(row: Row, metric: Metric) -> dict[str, str]:
+    mine, theirs = row.seconds, (row.first or row).seconds
+    made, sent = len(row.outcomes), [(summary.get("bytes_per_epoch") or 0.0) / 1e6 for summary in row.done]
+    return {
+        "method": row.method,
+        "model": row.model,
+        "seeds": str(made) if len(row.done) == made else f"{len(row.done)} of {made}",
+        f"last_{metric.name}": spread(row.last, metric.number) if row.done else "failed",
+        "train_s": spread(mine),
+        "speedup": f"{fmean(theirs) / fmean(mine):.2f}x" if mine and theirs else "-",
+        "MB": f"{fmean(sent):.2f}" if sent else "-",
+        "codec_s": spread([summary.get("codec_s_per_epoch") or 0.0 for summary in row.done]),
+    }
 
 
 def write(out: Path, rows: Sequence[Row]) -> str:
     """Write table.md and runs.csv; return the Markdown."""
-    table = results(rows)
-    text = markdown_table([table.head, *table.lines], table.text) + "\n" + "\n".join(table.notes) + "\n"
+    text = "\n".join(table.markdown for table in tables(rows))
     (out / "table.md").write_text(text)
     lines = [_run(outcome) for row in rows for outcome in row.outcomes]
     with (out / "runs.csv").open("w", newline="") as file:
@@ -207,25 +199,11 @@ def _run(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _meaning(shown: Collection[str], rows: Sequence[Row]) -> str:
-    """Say in sentences what the columns are."""
-    seeds = list(dict.fromkeys(outcome.spec.seed for row in rows for outcome in row.outcomes))
-    several = len(seeds) > 1
-    said = [f"{len(seeds)} seed{'s' * several} ({', '.join(map(str, seeds))})"]
-    said += ["±: sample deviation over the seeds" if several else "One run has no deviation"]
-    metric = compared(rows)
-    title = metric.title + " in %" * metric.percent + f" ({metric.direction})" * (not metric.higher)
-    words = {"name": metric.name, "title": title}
-    said += [text.format(**words) for name, text in MEANINGS.items() if name.format(**words) in shown]
-    return ". ".join(said) + "."
-
-
 def remarks(rows: Sequence[Row]) -> list[str]:
     """Say what failed, and what is not alike in runs that are compared."""
     said = []
     counts = [(row, len(row.outcomes), len(row.outcomes) - len(row.done)) for row in rows]
-    failed = [f"{row.method} {row.model}".strip() + f" {n} of {made}" for row, made, n in counts if n]
-    if failed:
+    if failed := [f"{row.method} {row.model} {n} of {made}" for row, made, n in counts if n]:
         said.append(f"Failed runs, left out of the means: {', '.join(failed)}.")
     for model, of_model in by_model(rows).items():
         done = [outcome for row in of_model for outcome in row.outcomes]

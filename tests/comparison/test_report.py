@@ -1,4 +1,4 @@
-"""The report: whole in itself, true to its comparison, and safe."""
+"""What is shown: the report, whole in itself, true to its comparison, and safe; and the pictures in it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
+import matplotlib.image
+import numpy as np
 import pytest
 
-from comparison import report
-from comparison.table import FILES
-from tests.comparison.support import compare
+from comparison import plots, report
+from comparison.runs import Outcome
+from comparison.table import FILES, by_model, make_rows
+from tests.comparison.support import compare, outcome
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +70,7 @@ def test_it_is_sound_and_asks_nothing_of_anyone_and_says_what_was_found(tmp_path
         assert tag != "th" or attributes["scope"] in {"col", "row", "colgroup", "rowgroup"}
         assert tag != "img" or attributes["alt"]
     assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; $x$" in page
-    found = ["pipedream was the fastest, 1.89 times as fast as layer_dist", "1 of 8 runs failed", EVIL]
+    found = ["pipedream is 1.89 times as fast", "1 of 8 runs failed", EVIL, "Its last words:"]
     found += ["batch_size=0 must be a whole number of at least 1", "partition=[7]"]
     found += ["Results", "Every run", "Made on", f"python scripts/compare.py {' '.join(ASKED)}"]
     assert [words for words in found if words not in read.text] == []
@@ -78,6 +81,57 @@ def test_it_is_sound_and_asks_nothing_of_anyone_and_says_what_was_found(tmp_path
 
 def test_where_nothing_finished_it_says_so(tmp_path, monkeypatch):
     read = Reader(report_of(tmp_path, "gpipe", monkeypatch, "--schedules", "gpipe"))
-    assert "no run finished" in read.text
-    assert "Its last words:" in read.text
+    assert "no run of gpipe finished" in read.text
     assert "img" not in dict(read.tags)
+
+
+CASES = {
+    "two models and other epochs": [
+        *(outcome(s, k, 0.3, 0.9, 0.97 - k / 100) for s in ("gpipe", "1f1b") for k in range(3)),
+        outcome("gpipe", 3, 0.3, 0.8, model="mlp"),
+        outcome("1f1b", 0, 0.1),
+    ],
+    "errors that are infinite or no number": [
+        *(outcome("gpipe", seed, 5.0, 4.0, 0.25, metric="mse") for seed in range(2)),
+        *(outcome("1f1b", seed, 9.0, v, 3.0, metric="mse") for seed, v in enumerate([np.inf, np.nan])),
+    ],
+    "odd names, all right and all wrong": [outcome(r"$\frac$", 0, 0.0), outcome("50 % & <b>", 0, 1.0)],
+}
+
+
+@pytest.mark.parametrize("outcomes", CASES.values(), ids=CASES.keys())
+@pytest.mark.filterwarnings("error")
+def test_every_comparison_can_be_drawn_and_shows_each_method(tmp_path, outcomes: list[Outcome]):
+    methods = list(dict.fromkeys(outcome.spec.method.name for outcome in outcomes))
+    names = plots.write(tmp_path, methods, make_rows(outcomes))
+    assert [name.partition("_")[2] for name in names][-1] in ("seconds.png", "error_seconds.png")
+    for name in names:
+        image = matplotlib.image.imread(tmp_path / name)
+        for colour in plots.COLOURS[:2]:
+            wanted = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+            assert (np.abs(image[:, :, :3] - wanted).max(axis=2) < 0.01).sum() > 20
+
+
+def test_curves_can_be_told_apart_without_colours():
+    names = [f"s{i}" for i in range(7)]
+    rows = make_rows([outcome(name, 0, *[0.9751, 0.97512, 0.97513] * 4) for name in names])
+    (axes,) = plots.draw(by_model(rows), names, "epoch").axes
+    assert len({line.get_marker() for line in axes.lines}) == 7
+    assert len({repr(line._unscaled_dash_pattern) for line in axes.lines}) == 7
+    widths = [line.get_linewidth() for line in axes.lines]
+    assert widths == sorted(widths, reverse=True) != [widths[0]] * 7
+    low, high = axes.get_ylim()
+    assert high - low >= 1.0  # not a hundredth of a percent as tall as the picture
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"), [([900, 30, 7.5], "log"), ([0.004, 0.00399, 0.00398], "linear")]
+)
+def test_an_axis_of_numbers_is_logarithmic_where_they_span_decades(values, scale):
+    figure = plots.draw(by_model(make_rows([outcome("gpipe", 0, *values, metric="mse")])), ["gpipe"], "epoch")
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    assert (axes.get_yscale(), axes.get_ylabel()) == (scale, "test squared error")
+    low, high = axes.get_ylim()
+    assert low < min(values) < max(values) < high
+    assert len({float(label.get_text()) for label in axes.get_yticklabels()}) >= 3  # plain numbers

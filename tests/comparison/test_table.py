@@ -1,83 +1,67 @@
-"""The table: its columns to the letter, its means and deviations, and what it says of failures."""
+"""The tables to the letter, what is said of failures and of what is not alike; and the verdict."""
 
 from __future__ import annotations
 
 import csv
 from dataclasses import replace
+from math import inf, nan
 from pathlib import Path
-from typing import Any
 
-from comparison.request import Spec
+import pytest
+
+from comparison.figures import ACCURACY, LOSS, Metric, duration, metric_of, spread
 from comparison.runs import Outcome
-from comparison.table import make_rows, remarks, results, write
-from tests.comparison.support import of_schedule
+from comparison.table import make_rows, remarks, tables, write
+from comparison.verdict import noise, verdict
+from tests.comparison.support import METRICS, failed, outcome
 
-PUBLISHED = "method dataset model device lr batch_size data_worker buffer_size epoch acc eachtime"
 GOLDEN = Path(__file__).with_name("golden_table.md")
-DONE: dict[str, Any] = {"best_val_acc": 0.9, "val_acc": 0.9, "best_epoch": 1, "epoch_s": 5.0}
-PPL: dict[str, Any] = {"metrics": [{"name": "ppl", "higher": False, "percent": False}], "best_epoch": 2}
-ALIKE: dict[str, Any] = {"metrics": [{"name": "acc", "higher": True, "percent": True}], "model": "vgg16"}
-ALIKE |= {"data": "cifar10", "device": "2 x 2080ti", "lr": 0.01, "batch_size": 64, "data_workers": 0}
-ALIKE |= {"buffer_size": 2, "epochs": 90, "updates": 70380, "total_s": 1e4}
+PPL = Metric("ppl", higher=False, percent=False)
+RUNS = [
+    outcome("layer_dist", 0, 0.90, 0.89, epoch_s=156.0),
+    outcome("gpipe", 0, 0.904, 0.90, epoch_s=78.0, bytes_per_epoch=0.41e9, codec_s_per_epoch=1.5),
+    failed("pipedream"),
+    outcome("layer_dist", 1, 0.88, 0.91, epoch_s=158.0),
+    failed("gpipe", 1),
+]
 
 
-def outcome(schedule: str, seed: int, **summary: Any) -> Outcome:
-    spec = Spec(of_schedule(schedule), seed, "vgg16", (), 2)
-    return Outcome(spec, 1.0, ALIKE | summary) if summary else Outcome(spec, 1.0, failure="status 1")
-
-
-def three_methods() -> list[Outcome]:
-    done = {
-        ("layer_dist", 0): (0.900, 0.89, 60, 156.0),
-        ("layer_dist", 1): (0.910, 0.91, 79, 158.0),
-        ("layer_dist", 2): (0.905, 0.90, 70, 154.0),
-        ("gpipe", 0): (0.904, 0.90, 75, 78.0),
-    }
-    runs = [(method, seed) for seed in range(3) for method in ("layer_dist", "gpipe", "pipedream")]
-    return [outcome(*run, **dict(zip(DONE, done[run], strict=True)) if run in done else {}) for run in runs]
-
-
-def lines(outcomes: list[Outcome]) -> list[dict[str, str]]:
-    table = results(make_rows(outcomes))
-    return [dict(zip(table.head, line, strict=True)) for line in table.lines]
-
-
-def test_the_markdown_to_the_letter(tmp_path):
-    assert write(tmp_path, make_rows(three_methods())) == GOLDEN.read_text()
+def test_the_tables_to_the_letter(tmp_path):
+    assert write(tmp_path, make_rows(RUNS)) == GOLDEN.read_text()
     assert (tmp_path / "table.md").read_text() == GOLDEN.read_text()
-    assert list(results(make_rows(three_methods())).head)[:11] == PUBLISHED.split()
     with (tmp_path / "runs.csv").open() as file:
-        runs = list(csv.DictReader(file))
-    assert [run["run"] for run in runs][2:4] == ["vgg16-layer_dist-seed2", "vgg16-gpipe-seed0"]
-    assert [run["state"] for run in runs][2:5] == ["done", "done", "failed"]
-    assert runs[3]["best_val_acc"] == "0.904"
-
-
-def test_another_metric_takes_the_place_of_accuracy_in_its_own_unit_and_direction():
-    runs = [
-        outcome("1f1b", 0, **PPL, epoch_s=5.0, val_ppl=12.345, best_val_ppl=11.0),
-        outcome("1f1b", 1, **(PPL | {"best_epoch": 3}), epoch_s=5.0, val_ppl=12.545, best_val_ppl=10.5),
-        outcome("gpipe", 0),
+        found = list(csv.DictReader(file))
+    assert [(run["run"], run["state"], run["best_val_acc"]) for run in found] == [
+        ("vgg16-layer_dist-seed0", "done", "0.9"),
+        ("vgg16-layer_dist-seed1", "done", "0.91"),
+        ("vgg16-gpipe-seed0", "done", "0.904"),
+        ("vgg16-gpipe-seed1", "failed", ""),
+        ("vgg16-pipedream-seed0", "failed", ""),
     ]
-    line, failed = lines(runs)
-    assert (line["epoch"], line["ppl"]) == ("3", "10.50")
-    assert (line["last_ppl"], line["best_ppl"]) == ("12.45 ± 0.14", "10.75 ± 0.35")
-    assert (failed["ppl"], failed["last_ppl"], failed["best_ppl"]) == ("failed", "failed", "-")
-    said = "epoch and ppl: the best epoch of all seeds, counted from 1, and its test perplexity (lower is"
-    assert said in results(make_rows(runs)).notes[0]
 
 
-def test_nothing_is_faster_than_a_first_row_that_failed():
-    assert not any(
-        "speedup" in line for line in lines([outcome("layer_dist", 0), outcome("gpipe", 0, **DONE)])
-    )
+def test_another_metric_takes_the_place_of_accuracy_and_a_failed_row_stands_beside_it():
+    runs = [
+        outcome("1f1b", 0, 11.0, 12.345, metric="ppl"),
+        outcome("1f1b", 1, 13.0, 10.5, 12.545, metric="ppl"),
+    ]
+    unnamed = [replace(run, spec=replace(run.spec, model=None)) for run in (failed("layer_dist"), *runs)]
+    published, trusted = tables(make_rows(unnamed))
+    lines = [
+        dict(zip(table.head, line, strict=True)) for table in (published, trusted) for line in table.lines
+    ]
+    assert [line["model"] for line in lines] == ["vgg16"] * 4  # an override alone named it
+    assert [lines[0]["ppl"], lines[2]["last_ppl"]] == ["failed"] * 2
+    assert (lines[1]["epoch"], lines[1]["ppl"], lines[3]["last_ppl"]) == ("2", "10.50", "12.45 ± 0.14")
+    assert lines[3]["speedup"] == "-"  # nothing is faster than a first row that failed
+    assert "its test perplexity (lower is better)." in published.notes[0]
 
 
 def test_runs_of_other_settings_machines_or_revisions_are_not_averaged_in_silence():
     here = {"date": "2026-01-01", "machine": "A, 2 cores", "torch": "2.12", "pipetrain": "0123456789"}
     there = here | {"date": "2026-02-01", "machine": "B, 8 cores", "pipetrain": "abcdef0123"}
-    a = replace(outcome("gpipe", 0, **DONE, threads=1, precision="fp32"), made=here)
-    b = replace(outcome("gpipe", 1, **DONE, threads=4, lr=0.1), made=there)
+    a = replace(outcome("gpipe", 0, 0.9, threads=1, precision="fp32"), made=here)
+    b = replace(outcome("gpipe", 1, 0.9, threads=4, lr=0.1), made=there)
     assert remarks(make_rows([a, replace(a, made=here | {"date": "2026-02-01"})])) == []
     assert remarks(make_rows([a, b])) == [
         f"Not alike in all runs: {what}."
@@ -91,19 +75,96 @@ def test_runs_of_other_settings_machines_or_revisions_are_not_averaged_in_silenc
     ]
 
 
-def test_a_failed_row_is_of_the_model_of_the_others_where_only_an_override_names_it():
-    outcomes = [outcome("layer_dist", 0), outcome("gpipe", 0, **DONE)]
-    unnamed = [replace(each, spec=replace(each.spec, model=None)) for each in outcomes]
-    assert [row.model for row in make_rows(unnamed)] == ["vgg16"] * 2
-    assert make_rows(unnamed[:1])[0].model == ""
-
-
-def test_bytes_and_codecs_where_the_runs_say_them():
-    plain = outcome("fbp", 0, **DONE, bytes_per_epoch=1.64e9, codec_s_per_epoch=0.0)
-    small = outcome("fbp + int8", 0, **DONE, bytes_per_epoch=0.41e9, codec_s_per_epoch=1.5)
-    found = lines([plain, small, outcome("gpipe", 0, **DONE)])
-    assert [[line[name] for name in ("bytes", "bytes_ratio", "codec_s")] for line in found] == [
-        ["1.64 GB", "1.000", "0.00"],
-        ["410 MB", "0.250", "1.50"],
-        ["-", "-", "-"],
+def test_the_metric_is_the_first_one_and_how_figures_are_written():
+    assert metric_of([{"metrics": [METRICS["ppl"], METRICS["acc"]]}, {}]) == PPL
+    assert (metric_of([]), metric_of([{"metrics": []}])) == (ACCURACY, LOSS)
+    assert max([3.0, nan, 2.0, inf], key=PPL.worth) == 2.0
+    assert [PPL.number(value) for value in (12.3456, 0.0042137, 0.0, inf)] == [
+        "12.35",
+        "0.004214",
+        "0.00",
+        "inf",
     ]
+    assert (ACCURACY.value({"val_acc": 0.86}, "val"), ACCURACY.text(86.0), PPL.text(86.0)) == (
+        86,
+        "86.00 %",
+        "86.00",
+    )
+    written = [duration(seconds) for seconds in (0.04, 8.26, 9.96, 21.2, 59.6, 156, 3725)]
+    assert written == ["0.0s", "8.3s", "10s", "21s", "1m00s", "2m36s", "1h02m"]
+    assert [spread(each) for each in ([], [1.0], [1.0, 3.0], [1.0, inf])] == [
+        "-",
+        "1.00",
+        "2.00 ± 1.41",
+        "inf ± nan",
+    ]
+
+
+# The verdict
+
+
+def runs(method: str, seconds: float | list[float], *finals: float, metric: str = "acc") -> list[Outcome]:
+    each = seconds if isinstance(seconds, list) else [seconds] * len(finals)
+    pairs = enumerate(zip(each, finals, strict=True))
+    return [outcome(method, seed, final, metric=metric, epoch_s=s) for seed, (s, final) in pairs]
+
+
+FEW = "too few seeds to say what of it is noise"
+FIRST = "vgg16 on cifar10: by a an epoch of training takes"
+SAID = {
+    "faster and worse, and slower and better": (
+        [*runs("a", 15, 0.90, 0.901), *runs("c", 20, 0.95, 0.951), *runs("b", 10, 0.80, 0.801)],
+        f"{FIRST} 15 s, and the last one leaves accuracy (higher is better) at 90.05 %.",
+        f"b is 1.50 times as fast (10 s: {FEW}); accuracy is 80.05 %, 10.00 points below (more than the "
+        "noise of ±0.44 at 95 %).",
+        f"c is 0.75 times as fast (20 s: {FEW}); accuracy is 95.05 %, 5.00 points above (more than the "
+        "noise of ±0.44 at 95 %).",
+    ),
+    # The pair of an earlier comparison, of two seeds each, which was called 1.64 times as fast.
+    "a speed is noise as long as its interval holds zero": (
+        [*runs("a", [1.39, 1.71], 0.9, 0.9), *runs("b", [0.75, 1.13], 0.9, 0.9)],
+        f"{FIRST} 1.55 s, and the last one leaves accuracy (higher is better) at 90.00 %.",
+        "b is 1.65 times as fast (0.94 s: within the noise of ±1.1 s at 95 %); accuracy is 90.00 %, the same "
+        f"({FEW}).",
+    ),
+    "of what is no number nothing is said": (
+        [*runs("a", 20, 12.3, 12.5, metric="ppl"), *runs("b", 10, 12.8, nan, metric="ppl")],
+        f"{FIRST} 20 s, and the last one leaves perplexity (lower is better) at 12.40.",
+        f"b is 2.00 times as fast (10 s: {FEW}); perplexity is nan.",
+    ),
+    "without the first row": (
+        [failed("a"), *runs("b", 10, 0.9)],
+        "vgg16: no run of a finished, so there is nothing to measure others by.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("outcomes", "said"), [(each, said) for each, *said in SAID.values()], ids=SAID)
+def test_a_verdict(outcomes, said):
+    assert verdict(make_rows(outcomes), 0, 0, 6) == said
+
+
+def test_what_failed_or_is_missing_is_said_and_what_ran_beside():
+    busy = [replace(one, others=1.53) for one in runs("fbp", 10, 0.9, 0.9)]
+    assert verdict(make_rows([*runs("gpipe", 10, 0.9), *busy]), 1, 2, 6)[-3:] == [
+        "1 of 6 runs failed, so what stands here is of the others.",
+        "The comparison is not finished: 2 of 6 runs are not made yet.",
+        "Other programs ran beside 2 of 3 runs and make their times uncertain: they kept 1.5 cores busy at "
+        "most, during vgg16 fbp seed 0.",
+    ]
+
+
+def row(deviation: float, n: int) -> list[float]:
+    """The accuracies of n seeds that have this sample deviation, in percent."""
+    half = deviation * ((n - 1) / (2 * (n // 2))) ** 0.5
+    return [50 - half] * (n // 2) + [50.0] * (n % 2) + [50 + half] * (n // 2)
+
+
+def test_welch_s_interval():
+    # Equal deviations and numbers: n1 + n2 - 2 degrees of freedom. From a printed table of Student's t.
+    three = row(1.0, 3)
+    assert noise(three, three) == pytest.approx(2.776 * (2 / 3) ** 0.5, rel=1e-3)
+    assert noise(row(1.0, 2), row(0.0, 5)) == pytest.approx(12.706 * 0.5**0.5, rel=1e-3)
+    assert noise(three, three, compared=5) == pytest.approx(4.604 * (2 / 3) ** 0.5, rel=1e-3)
+    assert noise(row(0.0, 3), row(0.0, 3)) is None
+    assert noise(three, [50.0]) is None
