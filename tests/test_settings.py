@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from pipetrain.cli import conf_dir
 from pipetrain.codec import Half
-from pipetrain.settings import Settings, options, share_of_cores
+from pipetrain.settings import Settings, options
 from tests.support.cases import config
 from tests.support.refusals import JUNK, changed, outcome, refusal
 
@@ -22,16 +22,21 @@ SCALARS += ["lr_schedule", "optim.lr", "warmup", "label_smoothing", "seed", "dev
 SCALARS += ["memory_limit", "data.workers", "data.drop_last", "trace", "codec", "codec.forward"]
 
 
-# Reading the scalars
+def shrinking(update: int, by: float = 2.0) -> float:
+    return by**-update
 
 
-def test_settings_are_what_was_configured():
-    read = Settings.composed(config(["data=digits", "model=mlp", "partition=[2]", "seed=7"]), "1f1b", 2)
+def test_settings_are_what_was_configured(monkeypatch):
+    monkeypatch.setenv("LR", "0.25")
+    words = ["data=digits", "model=mlp", "partition=[2]", "seed=7", "optim.lr=${oc.env:LR}"]
+    rate = "lr_schedule._target_=tests.test_settings.shrinking"
+    read = Settings.composed(config([*words, rate, "lr_schedule.by=4"]), "1f1b", 2)
     assert (read.model, read.schedule, read.ranks, read.partition) == ("mlp", "1f1b", 2, [2])
     assert (read.batch_size, read.microbatches, read.window, read.buffer_size) == (64, 4, 1, 2)
-    assert (read.epochs, read.lr_schedule, read.lr, read.warmup) == (6, "cosine", 0.005, 0.05)
-    assert (read.seed, read.device, read.dtype, read.threads) == (7, "auto", torch.float32, None)
+    assert (read.epochs, read.lr, read.warmup, read.seed) == (6, 0.25, 0.05, 7)
+    assert (read.device, read.dtype, read.threads) == ("auto", torch.float32, None)
     assert (read.workers, read.drop_last, read.label_smoothing, read.timeout) == (0, False, 0.0, 300.0)
+    assert [read.rate(3)(update) for update in range(3)] == [1, 0.25, 0.0625]
 
 
 def test_ranks_are_the_processes_or_on_paper_the_stages():
@@ -39,46 +44,15 @@ def test_ranks_are_the_processes_or_on_paper_the_stages():
         assert Settings.composed(changed("stages", stages), "1f1b", processes).ranks == ranks
 
 
-def test_a_trace_is_of_no_window_of_all_or_of_the_first_ones():
+def test_what_may_be_a_value_or_have_parts():
     for trace, windows in ((False, 0), (True, sys.maxsize), ({"windows": 3}, 3)):
         assert Settings.composed(changed("trace", trace), "1f1b", 2).trace == windows
-
-
-def test_a_partition_may_name_the_profile_of_an_earlier_run():
-    read = Settings.composed(config(["partition.profile=runs/x/profile.json"]), "1f1b", 2)
-    assert (read.partition, read.profile) == ("profile", "runs/x/profile.json")
-    assert Settings.composed(config(["partition=even"]), "1f1b", 2).profile is None
-
-
-def test_too_few_processes_are_refused_with_the_way_to_start_more():
-    assert refusal(lambda: Settings.composed(changed("stages", 4), "1f1b", 2)) == (
-        "stages=4 needs 4 processes and there are 2; start torchrun with --nproc_per_node=4 "
-        "(or NPROC=4 ./launch.sh), or leave stages out"
-    )
-
-
-def test_an_unset_optimizer_follows_the_recipe_and_the_rate_its_shape():
-    read = Settings.composed(config(["data=cifar10", "optim=adamw"]), "1f1b", 1)
-    assert (read.lr, read.epochs) == (0.001, 150)
-    constant = Settings.composed(config(["data=digits", "lr_schedule=constant", "warmup=0"]), "1f1b", 1)
-    assert [constant.rate(3)(update) for update in range(3)] == [1.0] * 3
-
-
-def shrinking(update: int, by: float = 2.0) -> float:
-    return by**-update
-
-
-def test_the_schedule_of_the_rate_may_be_any_function_of_the_update():
-    words = ["data=digits", "lr_schedule._target_=tests.test_settings.shrinking"]
-    rate = Settings.composed(config(words), "1f1b", 1).rate(3)
-    assert [rate(update) for update in range(3)] == [1, 0.5, 0.25]
-    assert Settings.composed(config([*words, "lr_schedule.by=4"]), "1f1b", 1).rate(3)(1) == 0.25
-
-
-def test_a_number_may_come_from_the_environment(monkeypatch):
-    monkeypatch.setenv("LR", "0.25")
-    cfg = config(["data=digits", "optim.lr=${oc.env:LR}"])
-    assert Settings.composed(cfg, "1f1b", 1).lr == 0.25
+    for word, chosen in (
+        ("partition.profile=p.json", ("profile", "p.json")),
+        ("partition=even", ("even", None)),
+    ):
+        read = Settings.composed(config([word]), "1f1b", 2)
+        assert (read.partition, read.profile) == chosen
 
 
 CODEC = {"_target_": "pipetrain.codec.TopK", "fraction": "x"}
@@ -112,16 +86,12 @@ def test_every_option_refuses_what_it_cannot_be_and_names_itself(name):
     assert refusal(lambda: Settings.read({name: object()})).startswith(name)
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["build=stages", "partition=profile"], "partition=profile measures the whole model in each process"),
-        (["weights=w.pt", "resume=runs/x"], "resume=runs/x begins with the weights of that"),
-    ],
-)
-def test_weights_that_would_not_count_or_could_not_be_made_are_refused(words, says):
-    assert says in refusal(lambda: Settings.composed(config(words), "1f1b", None))
-    Settings.composed(config([words[0], "resume=auto"]), "1f1b", None)
+def test_weights_that_would_not_count_or_could_not_be_made_are_refused():
+    both = refusal(lambda: Settings.composed(config(["weights=w.pt", "resume=runs/x"]), "1f1b", None))
+    assert both.startswith(
+        "resume=runs/x begins with the weights of that checkpoint, and weights=w.pt with o"
+    )
+    Settings.composed(config(["weights=w.pt", "resume=auto"]), "1f1b", None)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -163,12 +133,3 @@ def test_a_program_gives_the_options_by_name_with_numbers_of_python_or_numpy():
     assert Settings.read({"codec_forward": Half("bf16")}).codec_forward == Half("bf16")
     assert "codec_forward=zip is unknown" in refusal(lambda: Settings.read({"codec_forward": "zip"}))
     assert "microbatches='4' must be a whole" in refusal(lambda: read.changed({"microbatches": "4"}))
-
-
-# The rest
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="counts the cores that this process may use")
-def test_cores_are_shared_and_never_none(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
-    assert [share_of_cores(n) for n in (1, 2, 3, 8, 100)] == [8, 4, 2, 1, 1]

@@ -17,29 +17,17 @@ def counted() -> Counter:
     return counter
 
 
-def test_a_tally_weighs_by_what_counts_and_is_taken_once():
-    counter = counted()
-    assert counter.peek() == counter.take() == Tally(12.0, 4, 5, {"acc": [3.0, 4.0], "ppl": []})
-    assert counted().take().mean_loss == (3 * 2.0 + 6.0) / 4
-    assert counter.take() == Tally()
-
-
-def test_a_microbatch_that_counts_nothing_leaves_the_loss_alone():
-    """The mean of its losses is NaN."""
-    counter = counted()
-    counter.add(torch.tensor(math.nan), 0, 3, {"acc": torch.tensor([0, 0])})
-    assert counter.take() == Tally(12.0, 4, 8, {"acc": [3.0, 4.0], "ppl": []})
-    counter.add(torch.tensor(math.nan), 0, 3, {})
-    assert math.isnan(counter.take().mean_loss)
-
-
-def test_counting_goes_on_from_what_was_restored():
-    whole, first = counted(), counted()
-    again = Counter()
-    again.restore(first.take(), "cpu")
-    for counter in (whole, again):
-        counter.add(torch.tensor(1.0), 2.5, 2, {"acc": torch.tensor([1, 2]), "ppl": torch.zeros(0)})
-    assert again.take() == whole.take() == Tally(14.5, 6.5, 7, {"acc": [4.0, 6.0], "ppl": []})
+def test_a_tally_weighs_by_what_counts_is_taken_once_and_goes_on_from_what_was_restored():
+    counter, again = counted(), Counter()
+    tally = counter.peek()
+    assert (tally, tally.mean_loss) == (Tally(12.0, 4, 5, {"acc": [3.0, 4.0], "ppl": []}), 12 / 4)
+    again.restore(tally, "cpu")
+    for one in (counter, again):
+        one.add(torch.tensor(1.0), 2.5, 2, {"acc": torch.tensor([1, 2])})
+        one.add(torch.tensor(math.nan), 0, 3, {"acc": torch.tensor([0, 0])})  # a mean of nothing
+        assert one.take() == Tally(14.5, 6.5, 10, {"acc": [4.0, 6.0], "ppl": []})
+        assert one.take() == Tally()
+    assert math.isnan(Tally().mean_loss)
 
 
 @pytest.mark.parametrize("together", [1, 3])
