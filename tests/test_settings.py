@@ -86,12 +86,16 @@ def test_every_option_refuses_what_it_cannot_be_and_names_itself(name):
     assert refusal(lambda: Settings.read({name: object()})).startswith(name)
 
 
-def test_weights_that_would_not_count_or_could_not_be_made_are_refused():
-    both = refusal(lambda: Settings.composed(config(["weights=w.pt", "resume=runs/x"]), "1f1b", None))
-    assert both.startswith(
-        "resume=runs/x begins with the weights of that checkpoint, and weights=w.pt with o"
-    )
-    Settings.composed(config(["weights=w.pt", "resume=auto"]), "1f1b", None)
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["build=stages", "partition=profile"], "partition=profile measures the whole model in each process"),
+        (["weights=w.pt", "resume=runs/x"], "resume=runs/x begins with the weights of that"),
+    ],
+)
+def test_weights_that_would_not_count_or_could_not_be_made_are_refused(words, says):
+    assert says in refusal(lambda: Settings.composed(config(words), "1f1b", None))
+    Settings.composed(config([words[0], "resume=auto"]), "1f1b", None)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

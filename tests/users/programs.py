@@ -38,6 +38,20 @@ def ended(program: Callable[[], object]) -> str:
     return ""
 
 
+def trained(
+    model: Any, loss: Any, batches: Any, *schedule: Any, window: int | None = None, **options: Any
+) -> tuple[list[float], str]:
+    """Train a copy of a model for a pass; return the losses, and what ended it before the end."""
+    model, losses = deepcopy(model), []
+
+    def program() -> None:
+        with Pipeline(model, loss, sgd, *schedule, device="cpu", **options) as pipe:
+            for number in pipe.train(batches, window):
+                losses.append(number)
+
+    return losses, ended(program)
+
+
 def apart(
     model: nn.Module,
     loss: Callable[..., Tensor],

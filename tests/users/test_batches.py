@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def plain(batches: Iterable[tuple[Tensor, Tensor]], schedule: str = "1f1b") -> A
     return pytest.approx([loss for (loss,) in loop.window(read, copied)], rel=1e-12)
 
 
-class OneBuffer:
+class OneBuffer(IterableDataset[Any]):
     """Yields one tensor, filled again for each batch."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -54,36 +55,34 @@ class OneBuffer:
                 mine.copy_(new)
             yield buffer
 
+
+class Counted(OneBuffer):
     def __len__(self) -> int:
         return 5
 
 
 def with_one_buffer() -> tuple[float, list[list[float]]]:
-    losses = []
+    """Train a loader that has no length too."""
+    losses, counted = [], Counted()
     with pipe_of() as pipe:
-        loss = pipe.evaluate(OneBuffer())["loss"]
-    for schedule, window in (("1f1b", 1), ("1f1b", 2), ("pipedream", None)):
+        loss = pipe.evaluate(counted)["loss"]
+    endless = DataLoader(OneBuffer(), batch_size=None)
+    for schedule, window, loader in (
+        ("1f1b", 1, endless),
+        ("1f1b", 2, counted),
+        ("pipedream", None, counted),
+    ):
         with pipe_of(schedule, microbatches=1) as pipe:
-            losses.append(list(pipe.train(OneBuffer(), window)))
+            losses.append(list(pipe.train(loader, window)))
     return loss, losses
 
 
-def test_a_loader_may_fill_one_buffer_again(ranks):
+def test_a_loader_may_fill_one_buffer_again_and_have_no_length(ranks):
     mean = sum(evaluated(mlp(), of_pairs(cross_entropy), OneBuffer())) / 5
     flushed, stashed = plain(OneBuffer()), plain(OneBuffer(), "pipedream")
     for loss, losses in ranks(with_one_buffer):
         assert loss == pytest.approx(mean, rel=1e-12)
         assert losses == [flushed, flushed, stashed]
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from OneBuffer()
-
-
-def test_a_dataloader_may_have_no_length():
-    with pipe_of(partition="even") as pipe:
-        assert list(pipe.train(DataLoader(Stream(), batch_size=None))) == plain(OneBuffer())
 
 
 class Centred(nn.Module):
@@ -140,34 +139,24 @@ def loaders() -> list[DataLoader[Any]]:
     ]
 
 
-def train_loaders(schedule: str) -> list[list[float]]:
+def trained(schedules: Sequence[Any], loaders: Sequence[Any], **options: Any) -> list[list[float]]:
     losses = []
-    for loader in loaders():
-        with pipe_of(schedule, microbatches=1) as pipe:
+    for schedule, loader in product(schedules, loaders):
+        with pipe_of(schedule, microbatches=1, **options) as pipe:
             losses.append(list(pipe.train(loader)))
     return losses
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_every_schedule_takes_the_batches_that_come(ranks, schedule):
-    wanted = [plain(loader, schedule) for loader in loaders()]
-    assert ranks(train_loaders, schedule) == [wanted] * 2
-
-
-# Windows of schedules that a program gives
-
-
-def train_schedules(*schedules: Any) -> list[list[float]]:
-    losses = []
-    for schedule in schedules:
-        with pipe_of(schedule, microbatches=1, partition="even") as pipe:
-            losses.append(list(pipe.train([batch(8, seed) for seed in range(6)])))
-    return losses
+def test_every_schedule_takes_the_batches_that_come(ranks):
+    schedules = "1f1b", "pipedream"
+    wanted = [plain(loader, schedule) for schedule, loader in product(schedules, loaders())]
+    assert ranks(trained, schedules, loaders()) == [wanted] * 2
 
 
 def test_the_window_follows_from_the_program_of_a_schedule(ranks):
     schedules = "1f1b", "pipedream", pipedream, "v_async", AsynchronousV()
-    flushed, named, given, made, one = ranks(train_schedules, *schedules)[0]
+    six = [batch(8, seed) for seed in range(6)]
+    flushed, named, given, made, one = ranks(partial(trained, partition="even"), schedules, [six])[0]
     assert named == given != flushed
     assert made == one != flushed
 

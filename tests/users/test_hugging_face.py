@@ -22,7 +22,7 @@ from tests.support import hugging_face
 from tests.support.cases import Case, config, run_in_threads
 from tests.support.plain import evaluated, plainly
 from tests.support.runs import prepare
-from tests.users.programs import ended
+from tests.users import programs
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
@@ -155,25 +155,12 @@ REFUSED = {
 }
 
 
-def refusals() -> list[str]:
-    def step(kind: str) -> None:
-        names = ["input_ids"] if kind == "without" else ["input_ids", "labels"]
-        with Pipeline(summing(kind), "model", sgd, microbatches=2) as pipe:
-            pipe.step(dict.fromkeys(names, torch.ones(4, 6, dtype=torch.int64)))
-
-    return [ended(partial(step, kind)) for kind in REFUSED]
-
-
 def test_a_loss_that_microbatches_do_not_add_up_to_is_refused_on_both_ranks(ranks):
-    for found in ranks(refusals):
-        for error, says in zip(found, REFUSED.values(), strict=True):
+    for kind, says in REFUSED.items():
+        names = ["input_ids"] if kind == "without" else ["input_ids", "labels"]
+        batch = dict.fromkeys(names, torch.ones(4, 6, dtype=torch.int64))
+        for _, error in ranks(partial(programs.trained, microbatches=2), summing(kind), "model", [batch]):
             assert says in error
-
-
-def weighted(**options: Any) -> list[float]:
-    chosen = summing("zero") if options else summing("zero").double()
-    with Pipeline(chosen, "model", sgd, microbatches=4, weight=not_zero, **options) as pipe:
-        return list(pipe.train(zeros()))
 
 
 def not_zero(labels: Tensor) -> Tensor:
@@ -191,9 +178,14 @@ def zeros() -> list[dict[str, Tensor]]:
 
 
 def test_what_other_labels_count_for_is_given_as_a_weight(ranks):
-    wanted = plain(summing("zero").double(), zeros())
-    assert ranks(weighted) == [pytest.approx(wanted, abs=1e-12)] * 2
-    assert ranks(partial(weighted, precision="bf16")) == [pytest.approx(wanted, abs=1e-2)] * 2
+    wanted = plainly(chosen := summing("zero").double(), programs.sgd(chosen.parameters()), loss_of, zeros())
+    weighted = partial(programs.trained, microbatches=4, weight=not_zero)
+    for precision, model, near in [
+        ("fp32", summing("zero").double(), 1e-12),
+        ("bf16", summing("zero"), 1e-2),
+    ]:
+        told = ranks(partial(weighted, precision=precision), model, "model", zeros())
+        assert told == [(pytest.approx(wanted, abs=near), "")] * 2
 
 
 def test_the_command_line_trains_it_on_columns_of_a_data_set():

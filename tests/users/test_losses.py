@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from pipetrain import Pipeline
 from tests.support.plain import of_pairs, plainly
-from tests.users.programs import batch, ended, mlp, sgd
+from tests.users.programs import batch, mlp, sgd, trained
 
 PADDING = 0
 GIVE = "give weight=, a function of the targets that says what they count for"
@@ -42,37 +42,23 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 11)).double()
 
 
-def plain(model: nn.Module, loss: Any, batches: Any) -> Any:
-    return pytest.approx(plainly(model, sgd(model.parameters()), loss, batches), abs=1e-12)
+def plain(model: nn.Module, loss: Any, batches: Any) -> tuple[Any, str]:
+    losses = plainly(model, sgd(model.parameters()), loss, batches)
+    return pytest.approx(losses, abs=1e-12), ""
 
 
-def trained(
-    model: nn.Module, loss: Any, batches: Any, *schedule: str, window: int = 2, **options: Any
-) -> tuple[list[float], str]:
-    """Return the losses, and the error that ended the training."""
-    losses: list[float] = []
-
-    def train() -> None:
-        with Pipeline(model, loss, sgd, *schedule, **options) as pipe:
-            for number in pipe.train(batches, window):
-                losses.append(number)
-
-    return losses, ended(train)
-
-
-def on_texts(full: int, schedule: str, weighted: bool) -> tuple[list[float], str]:
-    options = {"weight": counted} if weighted else {}
-    return trained(model(), loss, texts(full), schedule, microbatches=4, **options)
+on_texts = partial(trained, microbatches=4, window=2)
 
 
 def test_a_loss_that_leaves_padding_out_trains_with_a_weight(ranks):
-    assert ranks(on_texts, 3, "1f1b", True) == [(plain(model(), of_pairs(loss), texts(3)), "")] * 2
+    told = ranks(partial(on_texts, weight=counted), model(), loss, texts(3))
+    assert told == [plain(model(), of_pairs(loss), texts(3))] * 2
 
 
 @pytest.mark.parametrize(("schedule", "full", "at_once"), [("1f1b", 1, 0), ("pipedream", 3, 2)])
 def test_padding_that_a_later_batch_brings_stops_the_training(ranks, schedule, full, at_once):
     """In batch 2 or 4, on the rank of the last stage, which the other one does not wait for."""
-    (_, lost), (losses, stopped) = ranks(on_texts, full, schedule, False)
+    (_, lost), (losses, stopped) = ranks(on_texts, model(), loss, texts(full), schedule)
     assert stopped.startswith("TrainingStopped: the loss of task loss over 8 samples is")
     assert GIVE in stopped
     assert lost.startswith("ChannelError: rank 0 lost rank 1")
@@ -80,7 +66,7 @@ def test_padding_that_a_later_batch_brings_stops_the_training(ranks, schedule, f
 
 
 def test_padding_in_the_first_batch_is_refused_on_both_ranks(ranks):
-    for losses, error in ranks(on_texts, 0, "1f1b", False):
+    for losses, error in ranks(on_texts, model(), loss, texts(0)):
         assert not losses
         assert GIVE in error
 
@@ -91,15 +77,6 @@ def test_padding_in_the_first_batch_is_refused_on_both_ranks(ranks):
 def between(outputs: Tensor, targets: Tensor) -> Tensor:
     """Compares the samples of a batch with each other."""
     return cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
-
-
-def contrasted(schedule: str) -> tuple[list[float], str]:
-    return trained(mlp(), between, [batch()] * 5, schedule, window=1, microbatches=1)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_with_one_microbatch_a_loss_may_compare_samples(ranks, schedule):
-    assert ranks(contrasted, schedule) == [(plain(mlp(), of_pairs(between), [batch()] * 5), "")] * 2
 
 
 class Contrastive(nn.Module):
@@ -115,15 +92,18 @@ class Contrastive(nn.Module):
         return {"loss": cross_entropy(h @ h.T, others + 0 * labels), "h": h}
 
 
-def contrasted_by_itself(microbatches: int) -> tuple[list[float], str]:
-    x, y = batch()
-    return trained(Contrastive(), "model", [{"x": x, "labels": y}] * 3, microbatches=microbatches)
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_with_one_microbatch_a_loss_may_compare_samples(ranks, schedule):
+    wanted = plain(mlp(), of_pairs(between), [batch()] * 5)
+    alone = partial(trained, microbatches=1, window=1)
+    assert ranks(alone, mlp(), between, [batch()] * 5, schedule) == [wanted] * 2
 
 
 def test_with_one_microbatch_a_model_s_own_loss_may_too(ranks):
     wanted = plain(Contrastive(), lambda model, pair: model(*pair)["loss"], [batch()] * 3)
-    assert ranks(contrasted_by_itself, 1) == [(wanted, "")] * 2
-    _, (_, refused) = ranks(contrasted_by_itself, 2)
+    given = Contrastive(), "model", [dict(zip(("x", "labels"), batch(), strict=True))] * 3
+    assert ranks(partial(trained, microbatches=1), *given) == [wanted] * 2
+    _, (_, refused) = ranks(partial(trained, microbatches=2), *given)
     assert ": the loss of the model over 8 samples is" in refused
 
 
@@ -131,15 +111,11 @@ def of_some(outputs: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(outputs[targets >= 0], targets[targets >= 0])
 
 
-def stopped_by_padding() -> str:
-    """Return what is said of a microbatch that is all padding, in a batch that is not tried."""
+def test_a_loss_of_nothing_is_said_to_need_a_weight(ranks):
+    """A microbatch that is all padding, in a batch that is not tried."""
     data = [batch() for _ in range(6)]
     data[4][1][:2] = -1
-    return trained(mlp(), of_some, data, microbatches=4)[1]
-
-
-def test_a_loss_of_nothing_is_said_to_need_a_weight(ranks):
-    _, said = ranks(stopped_by_padding)
+    _, (_, said) = ranks(partial(trained, microbatches=4), mlp(), of_some, data)
     assert (
         "the loss of microbatch 0 is nan (first in the loss itself, as where no target counts) at stage 1, "
         "update 4: stopped before the update; give weight=, a function of the targets"

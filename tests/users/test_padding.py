@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from pipetrain import Pipeline
 from tests.support.plain import of_pairs, plainly
-from tests.users.programs import apart, sgd
+from tests.users.programs import apart, sgd, trained
 
 
 def encoder(norm: bool = False) -> nn.TransformerEncoder:
@@ -38,6 +38,7 @@ class Vision(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.patches, self.encoder = nn.Conv2d(3, 8, 4, 4), encoder()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,31 +75,19 @@ def test_padded_places_are_evaluated_as_by_one_process(ranks, kind):
         assert each < 1e-11
 
 
-def in_bf16() -> tuple[float, float]:
-    """Evaluate in autocast, where the fast path has another dtype than the trace."""
-    torch.manual_seed(0)
-    model, x, y = Vision(), torch.randn(8, 3, 16, 16), torch.randint(8, (8,))
-    twin = deepcopy(model).eval()
-    sgd = partial(torch.optim.SGD, lr=0.0)
-    with Pipeline(model, cross_entropy, sgd, device="cpu", precision="bf16") as pipe:
+def in_bf16(x: Tensor, y: Tensor) -> float:
+    model = Vision()
+    with Pipeline(model, cross_entropy, partial(torch.optim.SGD, lr=0.0), precision="bf16") as pipe:
         pipe.step(x, y)
-        found = pipe.evaluate([(x, y)])["loss"]
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        return found, cross_entropy(twin(x).float(), y).item()
-
-
-def of_bf16() -> tuple[list[float], list[float]]:
-    torch.manual_seed(0)
-    batches = [(torch.randn(8, 3, 16, 16).bfloat16(), torch.randint(8, (8,)))] * 2
-    model = Vision().bfloat16()
-    twin = deepcopy(model)
-    wanted = plainly(twin, sgd(twin.parameters()), of_pairs(cross_entropy), batches)
-    with Pipeline(model, cross_entropy, sgd, device="cpu", microbatches=1) as pipe:
-        return list(pipe.train(batches)), wanted
+        return pipe.evaluate([(x, y)])["loss"]
 
 
 def test_a_model_of_half_precision_or_in_autocast_may_take_it_too(ranks):
-    found, wanted = ranks(in_bf16)[0]
-    assert found == pytest.approx(wanted, rel=1e-2)
-    losses, wanted_losses = ranks(of_bf16)[0]
-    assert losses == wanted_losses
+    """In autocast the fast path has another dtype than the trace."""
+    x, y = torch.randn(8, 3, 16, 16), torch.randint(8, (8,))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        wanted = cross_entropy(Vision().eval()(x).float(), y).item()
+    assert ranks(in_bf16, x, y) == [pytest.approx(wanted, rel=1e-2)] * 2
+    model, batches = Vision().bfloat16(), [(x.bfloat16(), y)] * 2
+    told = ranks(partial(trained, microbatches=1), model, cross_entropy, batches)
+    assert told == [(plainly(model, sgd(model.parameters()), of_pairs(cross_entropy), batches), "")] * 2
