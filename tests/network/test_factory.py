@@ -74,13 +74,6 @@ def test_what_a_factory_draws_beside_is_of_the_seed_and_other_code_draws_as_if_i
     assert torch.equal(torch.get_rng_state(), before[1])
 
 
-def test_a_model_that_is_there_already_stays_as_it_is():
-    there = nn.Linear(2, 2)
-    model, initial = build(lambda: there, 0)
-    assert model is there
-    assert not initial.tensors(["weight"])
-
-
 # The initial numbers
 
 
@@ -210,13 +203,11 @@ def test_only_what_is_wanted_takes_memory(copies):
 
 
 def test_the_digest_tells_other_making_apart():
-    changes = (
-        lambda layer: init.uniform_(layer.weight, 0, 1),
-        lambda layer: init.uniform_(layer.weight, 0, 1),
-        lambda layer: init.uniform_(layer.weight, 0.5, 1),
-        lambda layer: init.normal_(layer.weight),
+    changes = [(init.uniform_, 0, 1), (init.uniform_, 0, 1), (init.uniform_, 0.5, 1), (init.normal_,)]
+    first, same, *others = (
+        build(changed(lambda layer, fill=fill, by=by: fill(layer.weight, *by)), 0)[1].digest
+        for fill, *by in changes
     )
-    first, same, *others = (build(changed(change), 0)[1].digest for change in changes)
     assert first == same
     assert len({first, *others}) == 3
 
@@ -277,20 +268,16 @@ def test_only_the_layers_asked_for_and_what_is_named_get_their_numbers_and_what_
     assert network.values is None
 
 
-def test_a_model_with_numbers_is_overwritten_in_place():
-    there = nn.Sequential(nn.Linear(2, 2))
-    weight, before = there[0].weight, there[0].bias.clone()
-    materialise(network_of(lambda: there, **{"0_weight": torch.full((2, 2), 3.0)}), [0])
+def test_a_model_that_is_there_is_overwritten_in_place_in_its_own_dtype_and_never_rounded():
+    there = nn.Sequential(nn.Linear(1, 1).double())
+    model, initial = build(lambda: there, 0)
+    assert model is there
+    assert not initial.tensors(["0.weight"])
+    weight, bias, tenth = there[0].weight, there[0].bias.clone(), torch.full((1, 1), 0.1, dtype=torch.float64)
+    materialise(network_of(lambda: there, **{"0_weight": tenth.float()}), [0])
     assert there[0].weight is weight
-    assert weight.sum() == 12
-    assert torch.equal(there[0].bias, before)
-
-
-def test_numbers_become_the_dtype_of_the_model_but_are_not_rounded():
-    tenth = torch.full((1, 1), 0.1, dtype=torch.float64)
-    wide = network_of(lambda: nn.Sequential(nn.Linear(1, 1).double()), **{"0_weight": tenth.float()})
-    materialise(wide, [0])
-    assert wide.model[0].weight.item() == tenth.float().item()
+    assert weight.item() == tenth.float().item()
+    assert torch.equal(there[0].bias, bias)
     narrow = network_of(lambda: nn.Sequential(nn.Linear(1, 1)), **{"0_weight": tenth})
     with pytest.raises(ConfigError, match=r"0.weight of the model is float64, and .* would round"):
         materialise(narrow, [0])

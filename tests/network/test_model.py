@@ -71,7 +71,7 @@ class Tables(nn.Module):
         self.register_buffer("same", self.table)
 
 
-def test_a_cast_loses_nothing_and_parts_nothing():
+def test_a_cast_loses_nothing_and_parts_nothing_or_is_refused():
     plain, (layer,) = Tables(), taken(nn.Sequential(Tables()), torch.float64)
     assert layer.weight.dtype == torch.complex128
     assert torch.equal(layer.rope, plain.rope.to(torch.complex128))
@@ -79,9 +79,6 @@ def test_a_cast_loses_nothing_and_parts_nothing():
     assert layer.ids.dtype == torch.int64
     assert layer.table.dtype == torch.float64
     assert layer.same is layer.table
-
-
-def test_a_cast_that_would_round_is_refused():
     says = "0.table of the model is float64, and dtype=float32 would round it: choose dtype=float64, or"
     assert refusal(lambda: taken(nn.Sequential(Tables("float64")))).startswith(says)
     for value, dtype in ((0.1, torch.float64), (0.5, torch.float32), (torch.nan, torch.float32)):
@@ -92,13 +89,10 @@ def test_a_cast_that_would_round_is_refused():
 # What is read of it
 
 
-def test_the_dtype_of_a_model_is_that_of_all_its_parameters_or_none():
+def test_its_dtype_is_that_of_all_its_parameters_and_tensors_in_attributes_are_found_in_collections_too():
     assert own_dtype(nn.Linear(2, 2).double()) is torch.float64
     assert own_dtype(nn.Linear(2, 2).half()) is None
     assert own_dtype(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())) is None
-
-
-def test_tensors_in_attributes_are_found_in_collections_too():
     layer = nn.Linear(2, 2)
     layer.table, layer.more = torch.ones(2), {"a": [torch.zeros(1)], "weight": layer.weight}
     assert set(tensor_attributes(nn.Sequential(layer))) == {"0.table", "0.more['a'][0]"}

@@ -1,8 +1,7 @@
-"""Precision and layout: what is planned is what runs, and the result is that of one process."""
+"""Precision and layout: what is planned is what runs; whole/test_skips.py trains by both."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,14 +15,12 @@ from pipetrain.network.values import TensorSpec, ValueSpec, specs_of
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.stage import Stage
-from tests.support.cases import Case, compare, make_run, run_in_threads
-from tests.support.jobs import equal_the_reference
+from tests.support.cases import Case, make_run
 from tests.support.subjects import TwoInputs
 
 pytestmark = pytest.mark.slow
 
 NORM = "model._target_=tests.support.models.with_norm"
-BF16 = ("precision=bf16", "dtype=float32", "memory_format=contiguous", "optim.lr=0.02", "epochs=2")
 
 
 class Rows(nn.Module):
@@ -40,28 +37,6 @@ def wants_rows() -> nn.Sequential:
 ROWS = "model._target_=tests.network.test_numerics.wants_rows"
 
 
-# bf16
-
-
-def test_bf16_equals_one_process_in_bf16_with_the_same_delays():
-    """Storage of the weights goes round here: a cast kept from an older version would be far off."""
-    case = Case("pipedream", 3, (NORM, "partition=[1,6]", "microbatches=3", *BF16))
-    state, figures = run_in_threads(case)
-    compare(case, state, figures, 1e-5)
-
-
-def test_bf16_travels_in_bf16():
-    case = Case("pipedream", 2, (NORM, "partition=[3]", "microbatches=2", *BF16))
-    plan = make_run(case).plan
-    assert {spec.dtype for spec in plan.cut.entering(1, 6)} == {torch.bfloat16}
-    assert plan.cut.entering(0, 6)[0].dtype == torch.float32  # images
-    whole = make_run(replace(case, overrides=(*case.overrides, "precision=fp32"))).plan
-    (narrow,), (wide,) = plan.cut.entering(1, 6), whole.cut.entering(1, 6)
-    assert narrow.nbytes * 2 == wide.nbytes
-    with pytest.raises(ConfigError, match="precision=bf16 needs weights of float32"):
-        make_run(Case("1f1b", 2, (NORM, "precision=bf16")))
-
-
 def test_data_that_crosses_a_cut_is_not_narrowed():
     """Neither is it in one process."""
     example = ValueSpec(tuple(TensorSpec(shape, torch.float32) for shape in ((3, 8, 8), (6,))), single=False)
@@ -75,17 +50,6 @@ def test_data_that_crosses_a_cut_is_not_narrowed():
     assert made[0].eq(1.001).all()
 
 
-# Layout
-
-
-@pytest.mark.processes
-def test_channels_last_over_gloo_equals_one_process(ranks):
-    words = ("memory_format=channels_last", "microbatches=2", "partition=[3]")
-    case = Case("pipedream", 2, (NORM, *words, "epochs=2"))
-    assert make_run(case).plan.numerics.channels_last
-    equal_the_reference(ranks, [case])
-
-
 def test_auto_is_channels_last_in_float32_unless_a_layer_does_not_take_it():
     def chosen(*overrides: str) -> str:
         return make_run(Case("1f1b", 2, ("partition=[2]", *overrides))).plan.numerics.memory_format
@@ -95,6 +59,8 @@ def test_auto_is_channels_last_in_float32_unless_a_layer_does_not_take_it():
     assert chosen(ROWS, "dtype=float32") == "contiguous"
     with pytest.raises(ConfigError, match=r"layer 2 \(2\) of the model cannot take"):
         chosen(ROWS, "memory_format=channels_last")
+    with pytest.raises(ConfigError, match="precision=bf16 needs weights of float32"):
+        chosen(NORM, "precision=bf16")
 
 
 def test_weights_keep_their_values_and_lie_with_their_channels_innermost():

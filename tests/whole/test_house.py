@@ -28,6 +28,7 @@ SEEN_IN = {
     "network/places": "runtime/test_weights",
     "network/products": "runtime/test_split",
     "network/tensors": "plan/test_estimate",
+    "network/values": "network/test_chain",
     "plan/program": "plan/test_plan",
     "plan/observed": "plan/test_estimate",
     "records/tables": "records/test_history",

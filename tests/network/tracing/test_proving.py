@@ -196,16 +196,13 @@ class Open(nn.Module):
         return self.layer(x)
 
 
-@pytest.mark.parametrize(
-    ("of", "sentence"),
-    [
+def test_inputs_that_the_forward_does_not_take_are_refused():
+    for of, says in (
         (example((4,), names=("z",)), "a dict of z: missing a required argument: 'x'; choose and name"),
         (example((4,), (4,)), "2 without names: too many positional arguments; choose and name"),
-    ],
-)
-def test_inputs_that_the_forward_does_not_take_are_refused(of, sentence):
-    with pytest.raises(ConfigError, match=f"the forward of Open cannot take the data's inputs, {sentence}"):
-        trace(Open(), of)
+    ):
+        with pytest.raises(ConfigError, match=f"the forward of Open cannot take the data's inputs, {says}"):
+            trace(Open(), of)
     trace(Open(), example((4,), names=("x",)))
 
 
