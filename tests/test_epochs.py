@@ -27,13 +27,6 @@ def epochs_for(run: Run, rank: int = 0, size: int = 1, recorder: Listener | None
     return epochs_of(run, mesh, recorder)  # type: ignore[arg-type]
 
 
-def alone(*overrides: str, samples: int = 44) -> Case:
-    return Case("1f1b", 1, (NORM, "microbatches=2", *overrides), train_samples=samples)
-
-
-# Where it starts from
-
-
 def initial(case: Case) -> dict[str, Tensor]:
     """The weights of all ranks before the first update."""
     run = make_run(case)
@@ -43,12 +36,11 @@ def initial(case: Case) -> dict[str, Tensor]:
 
 def test_initial_weights_are_the_same_on_any_partition_and_any_world():
     first = initial(Case("1f1b", 1, (NORM,)))
-    others = [
+    for case in (
         Case("1f1b", 2, (NORM, "partition=[9]")),
         Case("interleaved_1f1b", 2, (NORM, "schedule.virtual=3")),
         Case("gpipe", 10, (NORM, "batch_size=24", "microbatches=8")),
-    ]
-    for case in others:
+    ):
         state = initial(case)
         assert state.keys() == first.keys(), case
         assert all(torch.equal(state[name], first[name]) for name in first), case
@@ -59,9 +51,9 @@ def test_initial_weights_are_the_same_on_any_partition_and_any_world():
 # Evaluation
 
 
-def evaluated(epochs: Epochs, last: int) -> tuple[int, float, float]:
+def evaluated(epochs: Epochs) -> tuple[int, float, float]:
     epochs.evaluate(0)
-    tally = epochs.session.stages[last].take_evaluated()
+    tally = epochs.session.stages[0].take_evaluated()
     return tally.samples, tally.mean_loss, epochs._about.task.values(tally)["acc"]
 
 
@@ -70,37 +62,30 @@ def plainly(run: Run, epochs: Epochs) -> tuple[float, float]:
     split, ids = run.data.test, torch.arange(run.facts.test)
     model = run.take_network().model
     model.load_state_dict(state_of(epochs, run))
-    model.eval()
     with torch.no_grad():
-        output = model(split.inputs(ids, None))
+        output = model.eval()(split.inputs(ids, None))
     labels = split.targets(ids, None)
     accuracy = (output.argmax(1) == labels).double().mean().item()
     return functional.cross_entropy(output, labels).item(), accuracy
 
 
 @pytest.mark.parametrize("batch_size", [4, 64])
-def test_an_evaluation_counts_every_sample_and_equals_a_plain_one(batch_size):
+def test_an_evaluation_counts_every_sample_equals_a_plain_one_and_changes_nothing(batch_size):
     """11 test samples: no batch size here divides them."""
-    run = make_run(alone(f"batch_size={batch_size}", "data.drop_last=true", samples=64))
+    words = (NORM, "microbatches=2", f"batch_size={batch_size}", "data.drop_last=true")
+    run = make_run(Case("1f1b", 1, words, train_samples=64))
     epochs = epochs_for(run)
-    statistics = epochs.session.stages[0].module.get_buffer("1.1.running_mean")
-    statistics.fill_(0.3)  # those that are kept are those that are used
+    stage = epochs.session.stages[0]
+    stage.module.get_buffer("1.1.running_mean").fill_(0.3)  # those that are kept are those that are used
     wanted_loss, accuracy = plainly(run, epochs)
-    assert evaluated(epochs, 0) == (11, pytest.approx(wanted_loss, rel=1e-12), accuracy)
-
-
-def test_an_evaluation_changes_nothing_and_comes_out_the_same_again():
-    run = make_run(alone("batch_size=4"))
-    epochs = epochs_for(run)
-    before = state_of(epochs, run)
-    random = torch.get_rng_state()
-    first = evaluated(epochs, 0)
-    assert evaluated(epochs, 0) == first
+    before, random = state_of(epochs, run), torch.get_rng_state()
+    first = evaluated(epochs)
+    assert first == evaluated(epochs) == (11, pytest.approx(wanted_loss, rel=1e-12), accuracy)
     after = state_of(epochs, run)
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert torch.equal(torch.get_rng_state(), random)
-    assert epochs.session.stages[0].module.training
-    assert epochs.session.stages[0].weights.updates == 0
+    assert stage.module.training
+    assert stage.weights.updates == 0
 
 
 class Spoils(nn.Module):
@@ -115,11 +100,8 @@ def spoils() -> nn.Sequential:
 
 
 def test_an_evaluation_that_is_not_a_number_stops_the_run_unless_it_may_be():
-    words = ["model._target_=tests.test_epochs.spoils", "epochs=1"]
-    case = Case("1f1b", 1, ("microbatches=2", *words))
-    with pytest.raises(
-        TrainingStopped, match="the loss of the evaluation after update 4 is nan: the weights"
-    ):
+    case = Case("1f1b", 1, ("microbatches=2", "model._target_=tests.test_epochs.spoils", "epochs=1"))
+    with pytest.raises(TrainingStopped, match="loss of the evaluation after update 4 is nan: the weights"):
         epochs_for(make_run(case)).run()
     assert epochs_for(make_run(replace(case, overrides=(*case.overrides, "on_nan=skip")))).run()
 
@@ -127,36 +109,26 @@ def test_an_evaluation_that_is_not_a_number_stops_the_run_unless_it_may_be():
 # An epoch
 
 
-def test_every_epoch_counts_its_samples_and_what_its_stages_did():
-    case = Case("pipedream", 2, (NORM, "microbatches=1", "epochs=2"))
-    _, epochs = run_in_threads(case)
-    rate = make_run(case).settings.rate(8)  # of the peak
-    found = [(figures.epoch, figures.samples, figures.lr) for figures in epochs]
-    assert found == [(1, 44, 0.05 * rate(3)), (2, 44, 0.05 * rate(7))]
-    for epoch in epochs:
-        for stage in (0, 1):
-            assert 0 < epoch.stages[stage].busy_s <= epoch.train_s
-            assert epoch.stages[stage].updates == 4
-            assert sum(epoch.stages[stage].staleness.values()) == 4
-    assert [epoch.stages[stage].max_staleness for stage in (0, 1)] == [1, 0]
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_the_losses_of_updates_make_up_that_of_the_epoch(schedule):
+@pytest.mark.parametrize(("schedule", "late"), [("1f1b", [0, 0]), ("pipedream", [1, 0])])
+def test_an_epoch_counts_its_samples_what_its_stages_did_and_the_losses_of_its_updates(schedule, late):
     """44 samples in batches of 12: 12, 12, 12, 8."""
-    case = Case(schedule, 2, (NORM, "microbatches=2", "epochs=2", "log_every=1"))
+    words = (NORM, "microbatches=2", "epochs=2")
+    case = Case(schedule, 2, (*words, "log_every=1"))
+    rate = make_run(case).settings.rate(8)  # of the peak
     _, epochs = run_in_threads(case)
-    for number, figures in enumerate(epochs):
-        assert list(figures.losses) == [4 * number + n for n in (1, 2, 3, 4)]
-        rate = make_run(case).settings.rate(8)  # of the peak
-        assert figures.rates == {update: 0.05 * rate(update - 1) for update in figures.losses}
-        sizes = (12, 12, 12, 8)
-        loss = sum(n * loss for n, loss in zip(sizes, figures.losses.values(), strict=True)) / 44
-        assert loss == pytest.approx(figures.trained["loss"], rel=1e-12)
-    _, coarser = run_in_threads(Case(schedule, 2, (NORM, "microbatches=2", "epochs=2", "log_every=3")))
-    for fine, coarse in zip(epochs, coarser, strict=True):
-        losses = list(fine.losses.values())
-        assert list(coarse.losses.values()) == pytest.approx([sum(losses[:3]) / 3, losses[3]], rel=1e-12)
+    _, coarser = run_in_threads(Case(schedule, 2, (*words, "log_every=3")))
+    for number, (epoch, coarse) in enumerate(zip(epochs, coarser, strict=True)):
+        updates = [4 * number + n for n in (1, 2, 3, 4)]
+        assert (epoch.epoch, epoch.samples, epoch.lr) == (number + 1, 44, 0.05 * rate(updates[-1] - 1))
+        for stage, record in epoch.stages.items():
+            assert 0 < record.busy_s <= epoch.train_s
+            assert (record.updates, sum(record.staleness.values())) == (4, 8)
+            assert record.max_staleness == late[stage]
+        assert epoch.rates == {update: 0.05 * rate(update - 1) for update in updates}
+        assert list(epoch.losses) == updates
+        *three, last = epoch.losses.values()
+        assert epoch.trained["loss"] == pytest.approx((12 * sum(three) + 8 * last) / 44, rel=1e-12)
+        assert list(coarse.losses.values()) == pytest.approx([sum(three) / 3, last], rel=1e-12)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
@@ -175,10 +147,9 @@ def test_progress_counts_each_update_once_and_each_evaluated_microbatch_once(sch
 
 def test_the_first_rank_reads_inputs_the_last_targets_and_the_middle_nothing():
     run = make_run(Case("1f1b", 3, (NORM,)))
-    sources = [epochs_for(run, rank, 3)._passes.evaluate().open([[3]], 2) for rank in range(3)]
+    runs = [run, replace(run, data=None), run]
+    sources = [epochs_for(runs[rank], rank, 3)._passes.evaluate().open([[3]], 2) for rank in range(3)]
     found = [values is not None for source in sources for values in (source.inputs, source.targets)]
     assert found == [True, *[False] * 4, True]
     targets = run.data.test.targets(torch.arange(run.evaluation_sizes[0]), None)
     assert torch.equal(next(sources[2].targets), targets)
-    middle = epochs_for(replace(run, data=None), 1, 3)._passes.evaluate().open([[3]], 2)
-    assert (middle.inputs, middle.targets) == (None, None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -18,35 +17,23 @@ def said(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-def test_a_full_disk_is_said_once_and_again_only_after_it_had_room(tmp_path, caplog):
-    files, path = Files(tmp_path), tmp_path / "a.txt"
-    for text in ("one", "two"):
-        with full_disk():
-            for _ in range(3):
-                files.text("a.txt", text)
-                files.write()
-        assert files.failed == {"a.txt": "File too large"}
-        files.write()
-        assert (path.read_text(), files.failed) == (text, {})
-    assert said(caplog) == [SAID.format(path, "File too large")] * 2
-
-
-def test_what_fails_stops_nothing_else_leaves_the_old_file_and_is_not_written_twice(tmp_path, caplog):
-    def half(new: Path) -> None:
-        new.write_text("hal")
-        raise OSError("no more room")
-
+def test_what_fails_is_said_once_stops_nothing_else_leaves_the_old_file_and_is_tried_again(tmp_path, caplog):
+    """And is said again after there was room."""
     folder = tmp_path / "removed"  # which is made again
     files, written = Files(folder), []
-    files.text("a.txt", "old")
-    files.write()
-    files.whole("a.txt", half)
-    files.due("fine", written.append)
-    files.write()
-    files.write()
-    assert written == [folder / "fine"]
-    assert [(file.name, file.read_text()) for file in folder.iterdir()] == [("a.txt", "old")]
-    assert said(caplog) == [SAID.format(folder / "a.txt", "no more room")]
+    for old, text in (("", "one"), ("one", "two")):
+        with full_disk(room=len(old)):
+            files.text("a.txt", text + old)
+            files.due("fine", written.append)
+            for _ in range(3):
+                files.write()
+        assert [file.read_text() for file in folder.iterdir()] == [old] * bool(old)
+        assert files.failed == {"a.txt": "File too large"}
+        files.text("a.txt", text)
+        files.write()
+        assert ((folder / "a.txt").read_text(), files.failed) == (text, {})
+    assert written == [folder / "fine"] * 2
+    assert said(caplog) == [SAID.format(folder / "a.txt", "File too large")] * 2
 
 
 # The log

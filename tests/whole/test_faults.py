@@ -193,62 +193,28 @@ def test_one_long_run_is_shared_asked_to_save_and_denied_the_disk_and_its_slow_s
     assert [*checkpoints(run)] == [asked]
     assert not list((run / CHECKPOINTS).glob("*.partial"))
     straggler = json.loads((run / "summary.json").read_text())["straggler"]
-    assert straggler["rank"] == 1
     assert straggler["batch_s"] > 4 * SLEEP_MS / 1000
-    assert straggler["mean_s"] < 0.75 * straggler["batch_s"]
-    cost_s = (straggler["batch_s"] - straggler["mean_s"]) * 6 * SLOW_EPOCHS
-    assert straggler["cost_s"] == pytest.approx(cost_s)
     assert f"rank 1 is the straggler: {straggler['batch_s']:.4f} s a batch" in out
 
 
 # A disk without room
 
 
-def test_a_run_without_a_summary_ends_not_well_and_writes_it_when_it_is_started_again(tmp_path):
-    words = [FAULTY[0], "+model.kind=sleep", "+model.rank=0", f"+model.at={SLEEP_MS}"]
-    words += ["epochs=2", "run_dir=run"]
-    summary = tmp_path / "run" / "summary.json"
-    with started(tmp_path, words, ranks=1) as obstructed:
-        await_line(obstructed, "records in")
-        summary.mkdir()
-        end = Ended.of(obstructed, summary.parent)
-    assert (end.status, end.living, summary.is_file()) == (1, 0, False)
-    (sentence,) = re.findall("^pipetrain: the run has finished, but .*", end.out, re.MULTILINE)
-    assert "but summary.json cannot be written: Is a directory; make room and start it" in sentence
-    summary.rmdir()
-    with started(tmp_path, [*words, "resume=auto"], ranks=1) as resumed:
-        last = Ended.of(resumed, summary.parent)
-    assert last.status == 0, last.out
-    assert "going on from" in last.out
-    assert "epoch 1/" not in last.out  # there was nothing left to train
-    assert json.loads(summary.read_text())["epochs"] == 2
+@pytest.mark.parametrize("room", [2**19, 16])
+def test_a_run_whose_last_checkpoint_was_lost_ends_not_well_and_is_not_finished(tmp_path, room):
+    """Its records may have room, its weights have not: a run that has finished would never be trained again.
 
-
-def test_a_run_whose_last_checkpoint_was_lost_ends_not_well_and_is_not_finished(tmp_path):
-    """Its records have room, its weights have not: a run that has finished would never be trained again."""
-    with full_disk(room=2**19), started(tmp_path, ["epochs=1", "run_dir=run"], ranks=1) as process:
-        out = ended(process)
-    assert process.returncode == 1
-    assert "the checkpoint of update 6 was NOT saved: " in out
-    assert out.splitlines()[-1].startswith(
-        "pipetrain: ended, and the checkpoint of update 6 was NOT saved, so"
-    )
-    assert not (tmp_path / "run" / "summary.json").exists()
-
-
-def test_a_disk_that_is_full_from_the_start_to_the_end_is_no_traceback(tmp_path):
-    """Sixteen bytes are left, because PyTorch is not imported where no temporary file can be made."""
-    with (
-        full_disk(room=16),
-        started(tmp_path, ["epochs=1", "partition=profile", "run_dir=run"], ranks=1) as process,
-    ):
+    Sixteen bytes are left, because PyTorch is not imported where no temporary file can be made.
+    """
+    words = ["epochs=1", "partition=profile", "run_dir=run"]
+    with full_disk(room=room), started(tmp_path, words, ranks=1) as process:
         out = ended(process)
     assert process.returncode == 1
     assert "Traceback" not in out
     assert "epoch 1/1: " in out
-    lost = ["profile.json", "plan.txt", "config.yaml", "timeline.png", "metrics.csv"]
-    for name in [*lost, "pipetrain.log"]:
-        assert out.count(f"/run/{name} cannot be written: File too large; training goes on") == 1
-    assert out.splitlines()[-1].startswith(
-        "pipetrain: ended, and the checkpoint of update 6 was NOT saved, so"
-    )
+    last = "pipetrain: ended, and the checkpoint of update 6 was NOT saved, so"
+    assert out.splitlines()[-1].startswith(last)
+    assert not (tmp_path / "run" / "summary.json").exists()
+    lost = ["profile.json", "plan.txt", "config.yaml", "timeline.png", "metrics.csv", "pipetrain.log"]
+    said = [out.count(f"/run/{name} cannot be written: File too large; training goes on") for name in lost]
+    assert said == [int(room == 16)] * len(lost)

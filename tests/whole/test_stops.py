@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 from queue import Queue
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -66,7 +66,7 @@ def test_a_window_that_does_not_end_is_left_in_time_and_what_is_saved_is_said(tm
 # The rule itself
 
 
-SAVED = "update-6 is saved"
+SAVED, TERM, INT = "update-6 is saved", signal.SIGTERM, signal.SIGINT
 
 
 def training(rank: int, updated: bool = True) -> Signals:
@@ -75,97 +75,86 @@ def training(rank: int, updated: bool = True) -> Signals:
     return signals
 
 
+def drained(rank: int = 0) -> Signals:
+    signals = Signals(rank)
+    signals.drained.set()
+    return signals
+
+
 class Left(Exception):
     """In place of the end of the process."""
 
 
 @pytest.fixture
-def quick(monkeypatch):
-    """Nobody ends this process."""
+def limits(monkeypatch) -> Queue[float]:
+    """Nobody ends this process; the seconds after which somebody would."""
 
     def leaves(sentence: str, status: int = 143) -> None:
         raise Left(f"{status}: {sentence}")
 
+    given: Queue[float] = Queue()
     monkeypatch.setattr(module, "terminate", leaves)
     monkeypatch.setattr(module, "leave", lambda status: leaves("", status))
     monkeypatch.setattr(module, "ONE_S", -1.0)
+    monkeypatch.setattr(Signals, "outlast", lambda _, number, limit_s: given.put(limit_s))
+    return given
 
 
-@pytest.mark.parametrize(
-    ("number", "name", "status"), [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGINT, "Ctrl-C", 130)]
-)
-def test_what_is_not_drained_in_time_is_left(quick, number, name, status):
-    says = rf"^{status}: rank 3 leaves without saving: .* {name}, 0.1 s ago, .*; {SAVED}$"
-    with pytest.raises(Left, match=says):
-        training(3).outlast(number, 0.1)
+@pytest.mark.parametrize(("number", "name", "status"), [(TERM, "SIGTERM", 143), (INT, "Ctrl-C", 130)])
+def test_what_is_not_drained_in_time_is_left(monkeypatch, number, name, status):
+    end = Mock()
+    monkeypatch.setattr(module, "terminate", end)
+    training(3).outlast(number, 0.1)
+    sentence, with_status = end.call_args.args
+    assert re.fullmatch(f"rank 3 leaves without saving: .* {name}, 0.1 s ago, .*; {SAVED}", sentence)
+    assert with_status == status
 
 
 @pytest.mark.parametrize(("limit", "left_s"), [("8", 3.0), ("soon", 25.0)])
-def test_a_rank_that_is_drained_is_left_alone_and_so_is_one_that_is_to_save(
-    quick, monkeypatch, capfd, limit, left_s
+def test_a_rank_that_is_to_save_has_so_long_and_is_told_which_signal_it_was(
+    limits, monkeypatch, limit, left_s
 ):
-    limits = Queue()
-    monkeypatch.setenv(LIMIT, limit)
-    monkeypatch.setattr(Signals, "outlast", lambda _, number, limit_s: limits.put(limit_s))
-    rank = training(0)
-    rank.hear(signal.SIGUSR1)
-    assert limits.empty()
-    rank.hear(signal.SIGTERM)
-    assert limits.get(timeout=DEADLINE_S) == left_s
-    rank.drained.set()
-    rank.hear(signal.SIGTERM)
-    assert capfd.readouterr().err == (
-        "pipetrain: rank 0 got SIGUSR1: saving at the end of this window, then going on\n"
-        "pipetrain: rank 0 got SIGTERM: saving when the pipeline is drained, then stopping\n"
-    )
-
-
-def test_which_signal_it_was_is_known_as_soon_as_what_it_asks(quick, monkeypatch):
-    """The main thread may save and end before more is done here, and its status is that of the signal."""
+    """At once: it may save and end before more is done here, and its status is that of the signal."""
     rank, known = training(0), []
-    monkeypatch.setattr(Signals, "outlast", lambda *_: None)
-    monkeypatch.setattr(module, "say", lambda _: known.append((rank.asked, rank.stopped_by)))
-    rank.hear(signal.SIGINT)
-    assert known == [("stop", signal.SIGINT)]
+    monkeypatch.setenv(LIMIT, limit)
+    monkeypatch.setattr(module, "say", lambda said: known.append((rank.asked, rank.stopped_by, said)))
+    for number in (signal.SIGUSR1, TERM):
+        rank.hear(number)
+    assert limits.get(timeout=DEADLINE_S) == left_s
+    assert limits.empty()
+    save, stop = "saving at the end of this window, then", "saving when the pipeline is drained, then"
+    assert known == [
+        ("save", 0, f"rank 0 got SIGUSR1: {save} going on"),
+        ("stop", TERM, f"rank 0 got SIGTERM: {stop} stopping"),
+    ]
 
 
 TERMINATED = "143: rank 0 got SIGTERM with no update to save, so it ends now"
 
 
-def test_a_rank_without_an_update_ends_at_once_and_rank_0_says_so(quick):
-    for rank, number, says in (
-        (Signals(0), signal.SIGTERM, TERMINATED),
-        (Signals(1), signal.SIGTERM, "143: "),
-        (Signals(0), signal.SIGINT, "130: interrupted"),
-        (training(0, updated=False), signal.SIGTERM, TERMINATED),
-        (training(0, updated=False), signal.SIGINT, f"130: interrupted; {SAVED}"),
-    ):
-        with pytest.raises(Left, match=f"^{says}$"):
-            rank.hear(number)
-
-
-@pytest.mark.parametrize("again", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_ctrl_c_ends_a_rank_at_once_also_as_torchrun_passes_it_on(quick, monkeypatch, again):
-    monkeypatch.setattr(Signals, "outlast", lambda *_: None)
-    for number, sentence in ((0, f"130: interrupted; {SAVED}"), (1, "130: ")):
-        rank = training(number)
-        rank.hear(signal.SIGINT)
-        with patch.object(module, "ONE_S", DEADLINE_S):  # torchrun passes the same one on
-            rank.hear(signal.SIGINT)
-        rank.drained.set()  # and saves
-        with pytest.raises(Left, match=f"^{sentence}$"):
-            rank.hear(again)
-
-
-def test_nothing_ends_what_has_trained_but_a_second_ctrl_c(quick, capfd):
-    """The trackers may take long to close."""
-    rank = Signals(0)
-    rank.drained.set()
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+@pytest.mark.parametrize(
+    ("rank", "numbers", "says"),
+    [
+        (Signals(0), [TERM], TERMINATED),
+        (Signals(1), [TERM], "143: "),
+        (Signals(0), [INT], "130: interrupted"),
+        (training(0, updated=False), [TERM], TERMINATED),
+        (training(0, updated=False), [INT], f"130: interrupted; {SAVED}"),
+        (training(0), [INT, INT], f"130: interrupted; {SAVED}"),
+        (training(1), [INT, TERM], "130: "),  # as torchrun passes it on
+        (drained(), [TERM, signal.SIGUSR1, TERM, INT, INT], "130: interrupted"),  # trackers may take long
+    ],
+)
+def test_what_has_nothing_to_save_or_is_interrupted_twice_ends_at_once(limits, rank, numbers, says):
+    *first, last = numbers
+    for number in first:
         rank.hear(number)
-    assert capfd.readouterr().err == ""
-    with pytest.raises(Left, match=r"^130: interrupted$"):
-        rank.hear(signal.SIGINT)
+        with patch.object(module, "ONE_S", DEADLINE_S):  # torchrun passes the same one on
+            rank.hear(number)
+    if first:  # and it saves
+        rank.drained.set()
+    with pytest.raises(Left, match=f"^{says}$"):
+        rank.hear(last)
 
 
 @pytest.mark.parametrize(("name", "end"), [("SIGUSR1", (0, "imported\n")), ("SIGINT", (-signal.SIGINT, ""))])
