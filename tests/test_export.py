@@ -18,37 +18,24 @@ from tests.support.damage import forge, put
 from tests.support.models import with_norm
 
 
-def test_it_loads_into_the_model_that_was_trained(tmp_path, capsys):
-    case = Case("pipedream", 2, ("microbatches=1", "window=2", "epochs=2"))
-    wanted, _ = run_in_threads(case, saved=Saved(tmp_path / "run"))
-    out = tmp_path / "deep" / "weights"
-    assert main([str(tmp_path / "run"), "--out", str(out)]) == 0
-    assert "of update 8 in" in capsys.readouterr().out
-    model = with_norm().double()
-    model.load_state_dict(load_file(f"{out}.safetensors"))
-    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in wanted.items())
-
-
-def test_the_moving_average_is_exported_on_demand(tmp_path):
+def test_it_loads_into_the_model_that_was_trained_and_so_does_its_moving_average(tmp_path, capsys):
     case = Case("1f1b", 2, ("microbatches=2", "epochs=1", "ema=0.75"), 24)
-    run_in_threads(case, saved=Saved(tmp_path / "run"))
-    out = tmp_path / "weights"
+    wanted, _ = run_in_threads(case, saved=Saved(tmp_path / "run"))
+    out, model = tmp_path / "deep" / "weights", with_norm().double()
 
     def exported(folder: Path, *words: str) -> dict[str, torch.Tensor]:
         assert main([str(folder), *words, "--out", str(out)]) == 0
-        return load_file(f"{out}.safetensors")
+        model.load_state_dict(load_file(f"{out}.safetensors"))
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
-    folders = sorted((tmp_path / "run" / CHECKPOINTS).glob("update-*"))
-    first, *later = (exported(folder) for folder in folders)
-    assert later
-    averaged = exported(tmp_path / "run", "--ema")
-    for name, tensor in first.items():
-        expected = later[-1][name]  # of a buffer
-        if name in dict(with_norm().named_parameters()):
-            expected = tensor
-            for state in later:
-                expected = 0.75 * expected + 0.25 * state[name]
-        torch.testing.assert_close(averaged[name], expected, rtol=1e-12, atol=1e-12)
+    states = [exported(path) for path in sorted((tmp_path / "run" / CHECKPOINTS).glob("update-*"))]
+    assert len(states) == 2
+    assert "of update 2 in" in capsys.readouterr().out
+    averaged, parameters = exported(tmp_path / "run", "--ema"), dict(model.named_parameters())
+    for name, tensor in wanted.items():
+        assert torch.equal(states[1][name], tensor)
+        mean = 0.75 * states[0][name] + 0.25 * tensor if name in parameters else tensor  # of a buffer
+        torch.testing.assert_close(averaged[name], mean, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("factory", [edges.tied_registered, edges.fourier, edges.unsaved])
@@ -83,26 +70,22 @@ def refusal(capsys, *arguments: str) -> str:
     return line
 
 
-def test_one_checkpoint_or_the_best_or_none_that_is_not_there(run, capsys):
+def test_one_checkpoint_or_the_best_or_none_that_is_not_there_and_no_code_of_it_is_run(run, capsys):
+    for path in (run / CHECKPOINTS).glob("update-*"):
+        for place in ("config", "conditions"):
+            forge(path, put(place, "model", to={"_target_": "os.mkdir", "path": "made"}))
     first = min((run / CHECKPOINTS).glob("update-*"))
     assert main([str(first), "--out", "first"]) == main(["run", "--best", "--out", "best"]) == 0
     said = capsys.readouterr().out
     assert f"of update {int(first.name.removeprefix('update-'))} in first.safetensors" in said
     assert "of update 12 in best.safetensors" in said
+    assert not Path("made").exists()
     shutil.rmtree(run / CHECKPOINTS / "update-00000012")
     says = "run has no checkpoint of the best epoch: update 12 was not saved, or is in the folder of the run"
     assert says in refusal(capsys, "run", "--best")
     for path in (run / CHECKPOINTS).glob("update-*"):
         forge(path, put("progress", "history", to=[]))
     assert "run has no checkpoint of the best epoch: no epoch has a score" in refusal(capsys, "run", "--best")
-
-
-def test_no_code_of_a_checkpoint_is_run(run):
-    for newest in (run / CHECKPOINTS).glob("update-*"):
-        for place in ("config", "conditions"):
-            forge(newest, put(place, "model", to={"_target_": "os.mkdir", "path": "made"}))
-    assert main(["run"]) == 0
-    assert not Path("made").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
-"""A checkpoint on disk: whole or refused, whatever happened to it, and never code."""
+"""A checkpoint on disk: whole or refused, whatever happened to it."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -84,17 +83,6 @@ def test_damage_is_named_and_the_one_before_is_found(harm, says, tmp_path):
     assert (newest, older) == (folder, earlier)
     assert isinstance(damage, DamagedCheckpoint)
     assert isinstance(manifest, Manifest)
-
-
-def test_no_code_runs_from_a_file(tmp_path):
-    class Trap:
-        def __reduce__(self):
-            return (Path.touch, (tmp_path / "sprung",))
-
-    (tmp_path / STAGE).write_bytes(pickle.dumps(Trap()))
-    with pytest.raises(DamagedCheckpoint, match="cannot be read"):
-        read_files(tmp_path, [STAGE])
-    assert not (tmp_path / "sprung").exists()
 
 
 def test_the_newest_and_the_best_are_kept_and_what_this_run_has_not_come_to_yet(tmp_path):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import shutil
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,8 +41,10 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((folder / CHECKPOINTS).glob("update-*"))
 
 
-def losses(epochs):
-    return [(f.trained, f.evaluated, f.lr) for f in epochs]
+def numbers(epochs: Epochs) -> Any:
+    """What must be the same of two runs that are."""
+    sent = [[(n, of.bytes_sent, of.raw_bytes) for n, of in sorted(f.stages.items())] for f in epochs]
+    return [(f.trained, f.evaluated, f.lr) for f in epochs], sent
 
 
 def a_case(schedule: str, ranks: int, *overrides: str) -> Case:
@@ -59,7 +63,7 @@ class Whole:
     def ends_alike(self, state: dict[str, Tensor], epochs: Epochs) -> bool:
         """Whether a run that was stopped has ended as this one, bit for bit."""
         same = all(torch.equal(state[name], tensor) for name, tensor in self.state.items())
-        return same and losses(epochs) == losses(self.epochs)
+        return same and numbers(epochs) == numbers(self.epochs)
 
     def nearly(self, state: dict[str, Tensor], epochs: Epochs) -> None:
         """Assert that one on other stages has ended as this one."""
@@ -107,15 +111,6 @@ def test_a_resumed_run_is_bit_equal_from_every_checkpoint(schedule, ranks, words
         assert len(residuals(source)) >= (2 * (ranks - 1) if words[-3:] == list(CODECS) else 0)
         state, resumed = run_in_threads(case, saved=Saved(tmp_path / "again"), source=source)
         assert wanted.ends_alike(state, resumed), source.name
-        assert sent(resumed) == sent(wanted.epochs), source.name
-
-
-def sent(epochs) -> list[tuple[int, int, int]]:
-    return [
-        (stage, record.bytes_sent, record.raw_bytes)
-        for figures in epochs
-        for stage, record in sorted(figures.stages.items())
-    ]
 
 
 def residuals(source: Path) -> list[str]:
@@ -244,25 +239,22 @@ def folder(plain, tmp_path) -> Path:
     return tmp_path / "run"
 
 
-def test_the_newest_whole_one_is_taken_and_damage_is_named(folder, tmp_path, caplog):
-    older, newest = checkpoints(folder)[-2:]
-    (newest / "stage-1.safetensors").write_bytes(b"")
-    for found in (find_source("auto", folder), find_source(folder, tmp_path)):
-        assert found is not None
-        assert found.folder == older
-    assert "update-00000012 is damaged" in caplog.text
-    assert "stage-1.safetensors has another size or checksum" in caplog.text
-    with pytest.raises(ConfigError, match=r"is damaged: .* has another size"):
-        find_source(newest, folder)
-
-
-def test_an_older_one_is_gone_on_from_in_another_folder(folder, tmp_path):
-    older, newest = checkpoints(folder)[-2:]
+def test_the_newest_whole_one_is_taken_or_an_older_one_in_another_folder(folder, tmp_path, caplog):
+    before, older, newest = checkpoints(folder)[-3:]
     (tmp_path / "link").symlink_to(folder)
     with pytest.raises(ConfigError, match=f"is older than {newest.name} in the same run_dir, from which"):
         find_source(older, tmp_path / "link")
     for path, run_dir in ((older, tmp_path / "another"), (newest, folder)):
         assert find_source(path, run_dir) == Source(path, read_whole(path))
+    (newest / "stage-1.safetensors").write_bytes(b"")
+    (older / "manifest.json").unlink()
+    for found in (find_source("auto", folder), find_source(folder, tmp_path)):
+        assert found is not None
+        assert found.folder == before
+    assert "update-00000012 is damaged" in caplog.text
+    assert "stage-1.safetensors has another size or checksum" in caplog.text
+    with pytest.raises(ConfigError, match=r"is damaged: .* has another size"):
+        find_source(newest, folder)
 
 
 def test_nothing_to_go_on_from_or_nothing_whole(folder, tmp_path):
@@ -305,19 +297,20 @@ def source_of(epochs: int = 1, **pipeline: list[int]) -> Source:
 
 
 @pytest.mark.parametrize(
-    ("mine", "says"),
+    ("mine", "epochs", "ending", "says"),
     [
-        ({"seed": 1}, "it has seed=0, and this run has seed=1"),
-        (
-            {"tensors": {}},
-            r"it has tensors.0.weight=\['float32', 3\], and this run has tensors.0.weight=None",
-        ),
+        ({"seed": 1}, 2, False, "cannot go on from c: it has seed=0, and this run has seed=1"),
+        ({"tensors": {}}, 2, False, r"has tensors.0.weight=\['float32', 3\], and this run has .*=None"),
+        ({}, 1, False, "has all of its 1 epochs done; give epochs= more"),
+        ({}, 0, True, "has all of its 1 epochs done; give epochs= more"),
+        ({"microbatches": 3}, 2, False, ""),  # of which the other says nothing
+        ({}, 1, True, ""),
     ],
 )
-def test_what_does_not_fit_is_refused_with_what_differs(mine, says):
-    with pytest.raises(ConfigError, match=f"this run cannot go on from c: {says}"):
+def test_what_does_not_fit_or_is_done_is_refused(mine, epochs, ending, says):
+    with pytest.raises(ConfigError, match=says) if says else nullcontext():
         refuse_other(source_of(), THEIRS | mine)
-    refuse_other(source_of(), THEIRS | {"microbatches": 3})  # of which the other says nothing
+        refuse_finished(source_of(), epochs, ending)
 
 
 def test_a_run_of_the_command_line_must_agree_in_these():
@@ -325,15 +318,6 @@ def test_a_run_of_the_command_line_must_agree_in_these():
     known = conditions_of(cfg, run.settings, run.facts)
     assert {"model", "data", "data's fingerprint", "batch_size", "seed", "dtype"} <= known.keys()
     assert (known["batch_size"], known["dtype"]) == (12, "float64")
-
-
-def test_a_run_that_is_done_is_not_begun():
-    source = source_of(epochs=3)
-    for epochs, ending in ((3, False), (2, True)):
-        with pytest.raises(ConfigError, match="has all of its 3 epochs done; give epochs= more"):
-            refuse_finished(source, epochs, ending)
-    refuse_finished(source, 3, ending=True)
-    refuse_finished(source, 4, ending=False)
 
 
 def test_a_profiled_run_keeps_its_cuts_and_what_it_recomputes():
@@ -344,29 +328,34 @@ def test_a_profiled_run_keeps_its_cuts_and_what_it_recomputes():
     assert with_cuts_of(config([]), source_of(), 2).partition == "flops"
 
 
-# More epochs than a finished run had
-
-
-def lengthened(folder: Path, *overrides: str, more: str = "epochs=3", saved: bool = True) -> bool:
-    """Make the records of a run of two epochs, four updates each; return whether another lengthens it."""
-    if saved:
-        (folder / CHECKPOINTS / "update-00000008").mkdir(parents=True)
-    mine = ["data=digits", "lr_schedule=constant", "warmup=0", *overrides]
-    OmegaConf.save(contained(config([*mine, "epochs=2"]), folder), folder / "config.yaml", resolve=True)
-    (folder / "summary.json").write_text('{"updates": 8, "epochs": 2}')
-    cfg = contained(config([*mine, more, "resume=auto"]), folder)
-    return lengthens(folder, cfg, Settings.composed(cfg, "1f1b", 2))
+ANOTHER = "holds a run that finished after 2 epochs, .* with resume="
 
 
 @pytest.mark.parametrize(
-    ("others", "longer"),
-    [({}, True), ({"saved": False}, False), ({"more": "epochs=2"}, False), ({"more": "seed=1"}, False)],
+    ("there", "words", "longer"),
+    [
+        (True, ["epochs=3"], True),
+        (False, ["epochs=3"], False),
+        (True, ["epochs=2"], False),
+        (True, ["epochs=3", "seed=1"], False),
+        (True, ["epochs=3", "lr_schedule=cosine"], ANOTHER),
+        (True, ["epochs=3", "warmup=0.3"], ANOTHER),
+    ],
 )
-def test_a_finished_run_goes_on_where_its_rates_stay(others, longer, tmp_path):
-    assert lengthened(tmp_path, **others) == longer
-
-
-@pytest.mark.parametrize("word", ["lr_schedule=cosine", "warmup=0.3"])
-def test_where_its_rates_would_have_been_others_it_is_told_how_to(word, tmp_path):
-    with pytest.raises(ConfigError, match=f"run_dir={tmp_path} holds a run that finished .*with resume="):
-        lengthened(tmp_path, word)
+def test_a_finished_run_goes_on_where_its_checkpoint_is_there_and_its_rates_stay(
+    there, words, longer, tmp_path
+):
+    """Two epochs are done, of four updates each."""
+    if there:
+        (tmp_path / CHECKPOINTS / "update-00000008").mkdir(parents=True)
+    rates = [word for word in words if "=c" in word or "=0.3" in word]
+    before = ["data=digits", "lr_schedule=constant", "warmup=0", *rates]
+    OmegaConf.save(contained(config([*before, "epochs=2"]), tmp_path), tmp_path / "config.yaml", resolve=True)
+    (tmp_path / "summary.json").write_text('{"updates": 8, "epochs": 2}')
+    cfg = contained(config([*before, *words, "resume=auto"]), tmp_path)
+    settings = Settings.composed(cfg, "1f1b", 2)
+    if isinstance(longer, bool):
+        assert lengthens(tmp_path, cfg, settings) == longer
+    else:
+        with pytest.raises(ConfigError, match=longer):
+            lengthens(tmp_path, cfg, settings)
