@@ -263,7 +263,9 @@ def test_one_process_trains_alone_ends_what_it_left_and_goes_on(monkeypatch, tmp
     again = read(folder / "summary.json")
     for one in (again, summary):  # what is measured while a window runs, and none did
         one["memory_bytes"] = None
-        one["per_stage"] = [{**stage, "memory": None, "allocated_bytes": None} for stage in one["per_stage"]]
+        one["per_stage"] = [
+            {**stage, "memory_bytes": None, "allocated_bytes": None} for stage in one["per_stage"]
+        ]
     assert again == summary
     lines = train("resume=auto", "epochs=2")
     assert [match[1] for line in lines if (match := EPOCH.fullmatch(line))] == ["2"]

@@ -100,7 +100,7 @@ def best_cuts(layers: int, stages: int, cost: Callable[[int, int, int], float]) 
 
     Returns the cuts and that cost. `cost(stage, start, end)` is the cost of layers `start` to `end`
     (exclusive) as that stage. Among equal cuts the later slices are smaller where one choice decides it. It
-    calls `cost` O(stages layers^2) times.
+    calls `cost` at most stages x layers^2 / 2 times.
     """
     # best[k][i]: the smallest largest cost of the first i layers in k slices; cut[k][i]: its last cut.
     best = [[math.inf] * (layers + 1) for _ in range(stages + 1)]
@@ -109,9 +109,10 @@ def best_cuts(layers: int, stages: int, cost: Callable[[int, int, int], float]) 
     for k in range(1, stages + 1):
         for i in range(k, layers + 1):
             for j in range(k - 1, i):
-                largest = max(best[k - 1][j], cost(k - 1, j, i))
-                if largest < best[k][i]:
-                    best[k][i], cut[k][i] = largest, j
+                if best[k - 1][j] < best[k][i]:
+                    largest = max(best[k - 1][j], cost(k - 1, j, i))
+                    if largest < best[k][i]:
+                        best[k][i], cut[k][i] = largest, j
     cuts, end = [], layers
     for k in range(stages, 1, -1):
         end = cut[k][end]
@@ -182,21 +183,21 @@ class Predictor:
         seconds = self.table.seconds(start, end, self.split, mode)
         sizes, of = self.table.sizes(start, end, mode), self.modes[stage][mode]
         backward_s = seconds[Op.I] + seconds[Op.W] if self.split else seconds[Op.B]
-        messages_s = self._messages_s(stage, start, end)
+        messages_s = self._messages_s(stage, sizes)
         each_s = seconds[Op.F] + backward_s + of.share * seconds[Op.R] + messages_s
         batch_s = self.microbatches * each_s + seconds[Op.STEP]
         return StageCost(
             mode, seconds, messages_s, batch_s, max(held_bytes(items, sizes) for items in of.counts)
         )
 
-    def _messages_s(self, stage: int, start: int, end: int) -> float:
+    def _messages_s(self, stage: int, sizes: Items) -> float:
         """Return the time of the messages to and from other ranks: one each way at each end."""
-        ends = {stage - 1: self.table.entering(start, end), stage + 1: self.table.leaving(start, end)}
+        ends = {stage - 1: (sizes.inputs, sizes.returned), stage + 1: (sizes.outputs, sizes.grads)}
         return sum(
             self.table.message_s(nbytes)
-            for other, values in ends.items()
-            if values and self.placement[other : other + 1] != [self.placement[stage]]
-            for nbytes in self.table.wire_bytes(values)
+            for other, both in ends.items()
+            if any(both) and self.placement[other : other + 1] != [self.placement[stage]]
+            for nbytes in both
         )
 
     def best(self, stage: int, start: int, end: int, limit: float) -> StageCost:

@@ -13,7 +13,7 @@ the machine is recorded for information only.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate, zip_longest
@@ -151,6 +151,7 @@ class Table:
     targets: int = 0
     averaged: bool = False
     _entering: dict[tuple[int, int], dict[Made, bool]] = field(default_factory=dict, init=False)
+    _sizes: dict[tuple[int, int, Mode], Items] = field(default_factory=dict, init=False)
 
     # Times
 
@@ -226,11 +227,13 @@ class Table:
 
     # Bytes
 
-    def sizes(self, start: int, end: int, mode: Mode, near: Collection[Made] = ()) -> Items:
-        """Return the bytes of one of each item that a stage of layers `start` to `end` may hold.
+    def sizes(self, start: int, end: int, mode: Mode) -> Items:
+        """Return the bytes of one of each item that a stage of layers `start` to `end` may hold."""
+        if (start, end, mode) not in self._sizes:  # which of several stages it may be does not matter
+            self._sizes[start, end, mode] = self._sizes_of(start, end, mode)
+        return self._sizes[start, end, mode]
 
-        `near`: the values that it exchanges with stages of its own rank alone: no copies of them are sent.
-        """
+    def _sizes_of(self, start: int, end: int, mode: Mode) -> Items:
         layers, last = self.layers[start:end], end == len(self.layers)
         enters, leaves = self.entering(start, end), self.leaving(start, end)
         taken = enters if start else {Made(INPUT, n): False for n in range(len(self.inputs.specs))}
@@ -245,7 +248,6 @@ class Table:
         weights, buffers, frozen = (_named(layers, kind) for kind in ("weights", "buffers", "frozen"))
         products = together(layer.products for layer in layers) if mode is Mode.SELECTIVE else 0
         elsewhere = _named([*self.layers[:start], *self.layers[end:]], "weights")
-        far_in, far_out = ({v: needs for v, needs in of.items() if v not in near} for of in (enters, leaves))
         return Items(
             saved=saved,
             before_r=inputs + _nbytes(buffers) + targets + products,
@@ -257,8 +259,8 @@ class Table:
             inputs=self.wire_bytes(enters)[0],
             grads=self.wire_bytes(leaves)[1],
             arrived=arrived,
-            outputs=self.wire_bytes(far_out)[0],
-            returned=self.wire_bytes(far_in)[1],
+            outputs=self.wire_bytes(leaves)[0],
+            returned=self.wire_bytes(enters)[1],
             tied=_nbytes({name: spec for name, spec in weights.items() if name in elsewhere}),
         )
 

@@ -43,10 +43,14 @@ def sized(plan: Plan, task: Task, state_of: Callable[[TensorSpec], float]) -> Pl
     targets = 8 * outputs.specs[0].numel // classes if classes else plan.table.loss
     table, sizes = replace(plan.table, state_of=state_of, targets=targets), []
     for stage, (slice, mode) in enumerate(zip(plan.cut.slices, plan.modes, strict=True)):
-        routes = [route for route in plan.cut.routes if stage in route.edge]
-        far = {value for route in routes if route.bounds for value in route.values}
-        near = {value for route in routes for value in route.values} - far
-        sizes.append(table.sizes(slice.start, slice.end, mode, near))
+        span, routes = (slice.start, slice.end), [r for r in plan.cut.routes if stage in r.edge and r.bounds]
+        sent = {value for route in routes for value in route.values}  # others stay on the rank: no copies
+        enters, leaves = (
+            {value: needs for value, needs in of.items() if value in sent}
+            for of in (table.entering(*span), table.leaving(*span))
+        )
+        copies = {"outputs": table.wire_bytes(leaves)[0], "returned": table.wire_bytes(enters)[1]}
+        sizes.append(table.sizes(*span, mode)._replace(**copies))
     plan = replace(plan, sizes=sizes)
     limit = plan.settings.memory_limit
     if limit is not None and plan.settings.partition != PROFILE:

@@ -87,7 +87,7 @@ class History:
         self.simulated = about.plan.timeline()
         self.predicted = about.plan.stage_times(self.simulated)
         self.predicted_memory = memory(about.plan, self.simulated)
-        self._predicted_peaks = peaks(self.predicted_memory)  # once, as a window may have many actions
+        self._predicted_peaks = [of["total"] for of in peaks(self.predicted_memory)]
 
     @property
     def last(self) -> EpochRecord:
@@ -130,8 +130,8 @@ class History:
                 "skipped_updates": of.skipped,
                 **asdict(times[stage]),
                 **{f"predicted_{name}": value for name, value in asdict(self.predicted[stage]).items()},
-                "memory": self.held[stage].stages[stage] if self.held else None,
-                "predicted_memory": self._predicted_peaks[stage],
+                "memory_bytes": self.held[stage].stages[stage] if self.held else None,
+                "predicted_memory_bytes": self._predicted_peaks[stage],
                 "allocated_bytes": self.held[stage].allocated if self.held else None,
             }
             for stage, of in enumerate(stats)
@@ -149,8 +149,8 @@ class History:
         for stage in self.stages([record]):
             of_stage = {name: (stage[key], unit) for name, (key, unit) in _CHARTED.items()}
             if self.held_epoch == record.epoch:
-                of_stage["memory_mib"] = stage["memory"]["total"], MIB
-                of_stage["memory_mib_predicted"] = stage["predicted_memory"]["total"], MIB
+                of_stage["memory_mib"] = stage["memory_bytes"], MIB
+                of_stage["memory_mib_predicted"] = stage["predicted_memory_bytes"], MIB
             for name, (value, unit) in of_stage.items():
                 if value is not None:
                     values[f"{name}/stage{stage['stage']}"] = value / unit
@@ -186,7 +186,7 @@ class History:
             "codec_s_per_epoch": sum(one["codec_s"] for one in stages) / epochs if stages else None,
             "straggler": straggler(stages, updates),
             "simulated_bubble": self.simulated.bubble,
-            "memory_bytes": max((one["memory"]["total"] for one in stages if self.held), default=None),
+            "memory_bytes": max((one["memory_bytes"] for one in stages if self.held), default=None),
             "per_stage": stages,
         }
 

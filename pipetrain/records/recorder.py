@@ -25,7 +25,7 @@ from pipetrain.records.bar import Bar
 from pipetrain.records.files import Files
 from pipetrain.records.folder import CONFIG, METRICS, RAN, RUNS, SUMMARY, TRACE, UPDATES
 from pipetrain.records.history import About, History
-from pipetrain.records.tables import epoch_table, memory_table, stage_table
+from pipetrain.records.tables import epoch_table, stage_table
 from pipetrain.records.tracer import Trace, about_trace
 from pipetrain.records.trackers import Trackers
 from pipetrain.runtime.held import Measured
@@ -176,8 +176,6 @@ class Recorder:
         history, about = self._history, self._about
         log.info("\n%s\n", epoch_table(history))
         log.info("%s\n", stage_table(summary["per_stage"]))
-        if history.held:
-            log.info("%s\n", memory_table(summary["per_stage"]))
         if one := summary["straggler"]:
             log.info(
                 f"rank {one['rank']} is the straggler: {one['batch_s']:.4f} s a batch, "

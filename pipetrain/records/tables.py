@@ -7,10 +7,12 @@ from typing import Any
 
 from pipetrain.records.history import MIB, History
 from pipetrain.schedule.draw import aligned
-from pipetrain.schedule.memory import PARTS
 
 MOST_ROWS = 40  # of the table of epochs
-STAGES = "stage  bubble  (plan)  seconds a batch  (plan)  wait  (plan)  updates late  (most)"
+STAGES = (
+    "stage  bubble  (plan)  seconds a batch  (plan)  wait  (plan)  updates late  (most)  MiB held  (plan)  "
+    "allocator  MiB sent  ratio  codec s"
+)
 
 
 def epoch_table(history: History) -> str:
@@ -31,8 +33,8 @@ def epoch_table(history: History) -> str:
 
 
 def stage_table(stages: Sequence[dict[str, Any]]) -> str:
-    """Return a row per stage of History.stages: measured and planned times, staleness, and bytes sent."""
-    rows = [[*STAGES.split("  "), "MiB sent", "ratio", "codec s"]]
+    """Return a row per stage of History.stages: times and memory, measured and planned, staleness, bytes."""
+    rows = [STAGES.split("  ")]
     for stage in stages:
         times = [
             "-" if stage[of + name] is None else format(stage[of + name], form)
@@ -40,17 +42,11 @@ def stage_table(stages: Sequence[dict[str, Any]]) -> str:
             for of in ("", "predicted_")
         ]
         late = [f"{stage['mean_staleness']:.2f}", str(stage["max_staleness"])]
+        held = [
+            "-" if stage[name] is None else f"{stage[name] / MIB:.1f}"
+            for name in ("memory_bytes", "predicted_memory_bytes", "allocated_bytes")
+        ]
         ratio = "-" if stage["ratio"] is None else f"{stage['ratio']:.1f}"
         sent = [f"{stage['bytes_sent'] / MIB:.1f}", ratio, f"{stage['codec_s']:.2f}"]
-        rows.append([str(stage["stage"]), *times, *late, *sent])
-    return aligned(rows, right=True)
-
-
-def memory_table(stages: Sequence[dict[str, Any]]) -> str:
-    """Return a row per stage: the MiB at the peak, in all and of each part, and in brackets as planned."""
-    rows = [["stage", "MiB held", *PARTS, "allocator"]]
-    for stage in stages:
-        held, planned, allocated = (stage[key] for key in ("memory", "predicted_memory", "allocated_bytes"))
-        parts = [f"{held[name] / MIB:.1f} ({planned[name] / MIB:.1f})" for name in ("total", *PARTS)]
-        rows.append([str(stage["stage"]), *parts, "-" if allocated is None else f"{allocated / MIB:.1f}"])
+        rows.append([str(stage["stage"]), *times, *late, *held, *sent])
     return aligned(rows, right=True)

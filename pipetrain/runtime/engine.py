@@ -186,7 +186,7 @@ class Engine:
                     methods[action.op](action, window)
                 watch.stop()
                 if watcher:
-                    watcher.after(action, chain(mail.held(), sums.held()))
+                    watcher.after(chain(mail.held(), sums.held()))
                 if action.op is counted:
                     progress(action.stage)
         except (TrainingStopped, AssertionError):

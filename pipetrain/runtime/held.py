@@ -1,4 +1,4 @@
-"""Measures what the stages of a rank hold during one window, in bytes, after each action.
+"""Measures the bytes that the stages of a rank hold during one window, after each action.
 
 Autograd's part is seen through hooks on the tensors that a forward saves: their storages are noted, without
 being kept alive, and count as long as they live, each once. Tensors that a stage, the channel or the
@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,21 +22,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipetrain.network.tensors import strided
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import Action, Op
-from pipetrain.schedule.memory import Held
 
 MOST = 1000  # actions that are measured; an asynchronous window repeats itself long before
-
-_Storages = dict[int, int]  # the bytes of each, by the identity of its Python object
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The most that each stage of a rank held in a window, in `total` and of each part, in bytes.
+    """The most bytes that each stage of a rank held in a window.
 
     `allocated`: the peak of the GPU's allocator; None on a CPU.
     """
 
-    stages: dict[int, dict[str, int]]
+    stages: dict[int, int]
     allocated: int | None = None
 
 
@@ -47,9 +43,10 @@ class Meter:
     def __init__(self, stages: Mapping[int, Stage], device: torch.device) -> None:
         self._stages = stages
         self._device = device
-        self._saved: dict[int, _Storages] = {stage: {} for stage in stages}  # by autograd
+        # The bytes of each storage that autograd saves, by the identity of its Python object:
+        self._saved: dict[int, dict[int, int]] = {stage: {} for stage in stages}
         self._refs: dict[tuple[int, int], weakref.ref[torch.UntypedStorage]] = {}
-        self._peaks: dict[int, dict[str, int]] = {stage: {} for stage in stages}
+        self._peaks = dict.fromkeys(stages, 0)
         self._left = MOST
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -60,8 +57,8 @@ class Meter:
             return nullcontext()
         return saved_tensors_hooks(partial(self._note, action.stage), lambda tensor: tensor)
 
-    def after(self, action: Action, messages: Iterable[tuple[Sequence[int], Tensor]]) -> dict[int, Held]:
-        """Measure after an action, and return what each stage holds now.
+    def after(self, messages: Iterable[tuple[Sequence[int], Tensor]]) -> dict[int, int]:
+        """Measure after an action, and return the bytes that each stage holds now.
 
         `messages`: their tensors, with the stages between them; of two of this rank it counts at the last.
         """
@@ -72,9 +69,7 @@ class Meter:
         for between, tensor in messages:
             by_stage[next(stage for stage in reversed(between) if stage in by_stage)].append(tensor)
         now = {stage: self._held(stage, tensors) for stage, tensors in by_stage.items()}
-        for stage, peak in self._peaks.items():
-            for part, nbytes in {"total": sum(now[stage].values()), **now[stage]}.items():
-                peak[part] = max(peak.get(part, 0), nbytes)
+        self._peaks = {stage: max(peak, now[stage]) for stage, peak in self._peaks.items()}
         return now
 
     def close(self) -> Measured:
@@ -94,27 +89,12 @@ class Meter:
     def _forget(self, stage: int, key: int, _: object) -> None:
         del self._saved[stage][key], self._refs[stage, key]
 
-    def _held(self, stage: int, messages: list[Tensor]) -> Held:
-        """Return the bytes by part; a storage counts at the first part that has it."""
-        module, weights = self._stages[stage].module, self._stages[stage].weights
-        leaves, optimizer = weights.stored(), weights.optimizer
-        held = _storages(list(self._stages[stage].open_tensors()))
-        sent = _storages(messages)
-        parts = {
-            "weights": _storages([*module.parameters(), *module.buffers(), *weights.average().values()]),
-            "versions": _storages(leaves),
-            "gradients": _storages([t.grad for t in (*weights.live.values(), *leaves)]),
-            "optimizer": _storages(list(optimizer.state.values()) if optimizer else []),
-            "messages": {key: size for key, size in sent.items() if key not in held},
-            "activations": held | self._saved[stage],
-        }
-        seen, sizes = set[int](), dict[str, int]()
-        for name, storages in parts.items():
-            sizes[name] = sum(size for key, size in storages.items() if key not in seen)
-            seen |= storages.keys()
-        return sizes
-
-
-def _storages(tensors: Any) -> _Storages:
-    storages = [tensor.untyped_storage() for tensor in strided(tensors)]
-    return {id(storage): storage.nbytes() for storage in storages}
+    def _held(self, number: int, messages: list[Tensor]) -> int:
+        """Return the bytes of a stage; each storage counts once, whoever has it."""
+        stage, weights = self._stages[number], self._stages[number].weights
+        tensors = [*stage.module.parameters(), *stage.module.buffers(), *weights.average().values()]
+        tensors += [*weights.stored(), *stage.open_tensors(), *messages]
+        gradients = [t.grad for t in (*weights.live.values(), *weights.stored())]
+        state = list(weights.optimizer.state.values()) if weights.optimizer else []
+        storages = [tensor.untyped_storage() for tensor in strided(tensors, gradients, state)]
+        return sum(({id(one): one.nbytes() for one in storages} | self._saved[number]).values())

@@ -1,8 +1,8 @@
-"""Suite `held`: what stages hold at the peak, measured beside what the plan predicted, in bytes."""
+"""Suite `held`: the bytes that stages hold at the peak, measured beside what the plan predicted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -18,10 +18,7 @@ from pipetrain.runtime.held import Meter
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
-from pipetrain.schedule.memory import PARTS, peaks
-
-Held = Mapping[str, int]
-"""The bytes of a stage at its peak: in total, and of each part."""
+from pipetrain.schedule.memory import peaks
 
 WINDOWS = 2  # the second one is measured: it has the optimizer's state from its start
 BATCHES = 6  # of a window of an asynchronous schedule
@@ -87,7 +84,7 @@ class Feed(BatchFeed):
         return replace(target, value=on_each(target.value, Tensor.clone))
 
 
-def measure(mesh: Mesh, say: Say, case: Case) -> list[tuple[int, Held, Held]]:
+def measure(mesh: Mesh, say: Say, case: Case) -> list[tuple[int, int, int]]:
     """Return each stage of one rank with its peak, measured and predicted."""
     say(str(case))
     job = job_of(case)
@@ -101,14 +98,11 @@ def measure(mesh: Mesh, say: Say, case: Case) -> list[tuple[int, Held, Held]]:
         order = order_of(plan, max(plan.windows), mesh.world.rank)
         engine.train(order, Feed(job, mesh.device), job.microbatches)
     predicted = peaks(memory(plan, plan.timeline()))
-    return [(stage, held, predicted[stage]) for stage, held in meter.close().stages.items()]
+    return [(stage, held, predicted[stage]["total"]) for stage, held in meter.close().stages.items()]
 
 
-def row(benchmark: str, stage: int, measured: Held, predicted: Held) -> Row:
+def row(benchmark: str, stage: int, measured: int, predicted: int) -> Row:
     """Make the row of one stage."""
-    share = measured["total"] / predicted["total"]
-    near = abs(share - 1) <= NEAR
-    off = ((name, measured[name] / 2**20, predicted[name] / 2**20) for name in PARTS)
-    parts = ", ".join(f"{name} {mine:.2f} of {plan:.2f}" for name, mine, plan in off if mine or plan)
-    met = {f"within {NEAR:.0%}" + f" ({parts})" * (not near): near}
-    return Row(benchmark, f"stage {stage}", [measured["total"] / 2**20], "MiB", {"of predicted": share}, met)
+    share = measured / predicted
+    met = {f"within {NEAR:.0%}": abs(share - 1) <= NEAR}
+    return Row(benchmark, f"stage {stage}", [measured / 2**20], "MiB", {"of predicted": share}, met)

@@ -23,7 +23,6 @@ from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
 from pipetrain.schedule.actions import Action
-from pipetrain.schedule.memory import Held as Parts
 from pipetrain.schedule.memory import totals
 from tests.gpu.rows import MIB, Row, Setting, judged
 from tests.support.worlds import gather_objects
@@ -95,11 +94,11 @@ class ByAction(Meter):
         self._before = allocated()
         return super().during(action)
 
-    def after(self, action: Action, messages: Iterable[tuple[Sequence[int], Tensor]]) -> dict[int, Parts]:
+    def after(self, messages: Iterable[tuple[Sequence[int], Tensor]]) -> dict[int, int]:
         peak = torch.cuda.max_memory_allocated()
         self.peak = max(self.peak, peak)
         self.needed = max(self.needed, peak - max(self._before, torch.cuda.memory_allocated()))
-        return super().after(action, messages)
+        return super().after(messages)
 
 
 def allocated() -> int:

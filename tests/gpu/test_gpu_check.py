@@ -203,7 +203,7 @@ def test_the_peak_of_a_window_and_what_an_action_needs_are_seen_action_by_action
     for text in ("0F0@0", "0B0@0"):
         with meter.during(parse_action(text)):
             pass
-        meter.after(parse_action(text), [])
+        meter.after([])
     assert (meter.peak, meter.needed) == (200, 60)
 
 

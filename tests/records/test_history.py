@@ -9,6 +9,7 @@ import pytest
 
 from pipetrain.records import tables
 from pipetrain.records.history import History, stage_times, straggler
+from pipetrain.runtime.held import Measured
 from pipetrain.schedule.timeline import StageStats, StageTimes
 from tests.support.cases import Case, make_run
 from tests.support.figures import figures
@@ -78,12 +79,13 @@ def test_the_table_has_a_row_a_stage_and_a_dash_for_what_is_not_known():
         0: StageStats(4, 1.5, 0.4, staleness={0: 1, 2: 3}, bytes_sent=2**20, raw_bytes=2**22, codec_s=1.25)
     }
     made = history(replace(figures(1), stages=late | {1: StageStats(4, 0.5, 1.2)}))
+    made.held = {0: Measured({0: 2**20}), 1: Measured({1: 3 * 2**19}, 2**21)}
     made.predicted = [StageTimes(0.231, None, 0.231), StageTimes(0.19, 0.5, 0.19)]
     assert tables.stage_table(made.stages(made.records)).splitlines() == [
         "stage  bubble  (plan)  seconds a batch  (plan)   wait  (plan)  updates late  (most)  "
-        "MiB sent  ratio  codec s",
+        "MiB held  (plan)  allocator  MiB sent  ratio  codec s",
         "    0   25.0%   23.1%           0.3750       -  20.0%   23.1%          1.50       2  "
-        "     1.0    4.0     1.25",
+        "     1.0     0.7          -       1.0    4.0     1.25",
         "    1   75.0%   19.0%           0.1250  0.5000  60.0%   19.0%          0.00       0  "
-        "     0.0      -     0.00",
+        "     1.5     0.1        2.0       0.0      -     0.00",
     ]
