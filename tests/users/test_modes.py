@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from pipetrain import ConfigError, Pipeline
+from pipetrain import Pipeline
 from tests.users import programs
-from tests.users.programs import sgd
+from tests.users.programs import ended, sgd
 
 
 class Blocks(nn.Module):
@@ -124,31 +124,25 @@ def test_what_a_program_puts_into_evaluation_mode_and_what_it_changes_is_trained
     assert max(ranks(partial(apart, schedule=schedule), before, between, traced)) < 1e-12
 
 
-def statistics(traced: bool) -> list[int]:
+def measured(traced: bool) -> list[int]:
     """Return how many microbatches each BatchNorm has counted, the first one of which is in evaluation."""
     model = normed(traced)
     some_in_evaluation(model)
     with Pipeline(model, mse_loss, sgd, microbatches=2, device="cpu", partition="profile") as pipe:
         list(pipe.train(batches()))
         pipe.evaluate(batches())
-        state = pipe.state_dict()
-    return [int(tensor) for name, tensor in state.items() if name.endswith("tracked")]
+        return [int(t) for name, t in pipe.state_dict().items() if name.endswith("tracked")]
 
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_neither_planning_nor_measuring_puts_a_layer_into_training_mode(ranks, traced):
-    assert ranks(statistics, traced) == [[0, 4], []]
+    assert ranks(measured, traced) == [[0, 4], []]
 
 
 def warnings_of(traced: bool) -> tuple[float, list[str]]:
     said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("pipetrain").addHandler(handler)
-    try:
+    with patch.object(logging.getLogger("pipetrain"), "warning", lambda text, *_: said.append(text)):
         return apart(nn.Module.eval, unchanged, traced), said
-    finally:
-        logging.getLogger("pipetrain").removeHandler(handler)
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -183,38 +177,28 @@ def doubled(module: nn.Module, given: object, output: Tensor) -> Tensor:
 
 ONES = torch.ones(6, dtype=torch.float64)
 Change = Callable[[Any, Any], AbstractContextManager[object]]
-CHANGES: list[tuple[Change, str, str]] = [
-    (
-        lambda _, layers: having(layers[4].weight, "requires_grad", True),
-        "4.weight.requires_grad",
-        "both tests",
-    ),
-    (
-        lambda _, layers: having(layers[0].weight, "requires_grad", False),
-        "0.weight.requires_grad",
-        "both tests",
-    ),
-    (lambda _, layers: having(layers[1], "training", True), "1.training", "tests"),
-    (lambda _, layers: having(layers[4], "momentum", 0.3), "4.momentum", ""),
-    (lambda model, _: having(model.config, "scale", 3.0), "config.scale", ""),
-    (lambda model, _: patch.object(model, "shift", 0.5), "shift", ""),
-    (lambda _, layers: having(layers, "2", nn.Tanh()), "2", "both"),
-    (lambda _, layers: patch.object(layers[2], "forward", torch.relu), "2.forward", ""),
-    (lambda _, layers: having(layers[4], "running_mean", ONES), "4.running_mean", ""),
-    (lambda _, layers: longer(layers), "7", "both"),
-    (lambda model, _: having(model, "final", torch.tanh), "final", ""),
-    (lambda _, layers: layers[0].weight.register_hook(torch.abs), "0.weight", "both"),
-    (
-        lambda model, layers: (layers[2] if layers is not model else model).register_forward_hook(doubled),
-        "(2|it)",
-        "both",
-    ),
+GRAD = "requires_grad"
+CHANGES: list[tuple[str, str, Change]] = [
+    (f"4.weight.{GRAD}", "both tests", lambda _, layers: having(layers[4].weight, GRAD, True)),
+    (f"0.weight.{GRAD}", "both tests", lambda _, layers: having(layers[0].weight, GRAD, False)),
+    ("1.training", "tests", lambda _, layers: having(layers[1], "training", True)),
+    ("4.momentum", "", lambda _, layers: having(layers[4], "momentum", 0.3)),
+    ("config.scale", "", lambda model, _: having(model.config, "scale", 3.0)),
+    ("shift", "", lambda model, _: patch.object(model, "shift", 0.5)),
+    ("2", "both", lambda _, layers: having(layers, "2", nn.Tanh())),
+    ("2.forward", "", lambda _, layers: patch.object(layers[2], "forward", torch.relu)),
+    ("4.running_mean", "", lambda _, layers: having(layers[4], "running_mean", ONES)),
+    ("7", "both", lambda _, layers: longer(layers)),
+    ("final", "", lambda model, _: having(model, "final", torch.tanh)),
+    ("0.weight", "both", lambda _, layers: layers[0].weight.register_hook(torch.abs)),
+    ("2", "", lambda _, layers: layers[2].register_forward_hook(doubled)),
+    ("(it|layers)", "both", lambda _, layers: layers.register_forward_hook(doubled)),
 ]
-"""A change, and what is named; `both`: of an nn.Sequential too; `tests`: an evaluation may go on."""
+"""What is named, and a change. `both`: of an nn.Sequential too; `tests`: an evaluation may go on."""
 
 
-def changes(traced: bool) -> list[tuple[Change, str, str]]:
-    return [change for change in CHANGES if traced or "both" in change[2]]
+def changes(traced: bool) -> list[tuple[str, str, Change]]:
+    return [change for change in CHANGES if "both" in change[1] or traced]
 
 
 def refusals(traced: bool) -> list[list[str]]:
@@ -222,29 +206,20 @@ def refusals(traced: bool) -> list[list[str]]:
     model, said = normed(traced), []
     some_in_evaluation(model)
     with Pipeline(model, mse_loss, sgd, microbatches=2, device="cpu") as pipe:
+        calls = partial(pipe.step, *batches()[0]), partial(pipe.evaluate, batches())
         list(pipe.train(batches()))
-        for change, *_ in changes(traced):
+        for *_, change in changes(traced):
             with change(model, layers_of(model)):
-                said.append(
-                    [said_of(lambda: pipe.step(*batches()[0])), said_of(lambda: pipe.evaluate(batches()))]
-                )
-            pipe.step(*batches()[0])
+                said.append([ended(call) for call in calls])
+            calls[0]()
     return said
-
-
-def said_of(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_what_cannot_be_followed_is_refused_on_all_ranks(ranks, traced):
     for rank, found in enumerate(ranks(refusals, traced)):
-        for (trained, tested), (_, named, where) in zip(found, changes(traced), strict=True):
+        for (trained, tested), (named, where, _) in zip(found, changes(traced), strict=True):
             wanted = rf"which do not follow, this has changed: (hooks of )?(layers\.)?{named};"
             assert re.search(wanted, trained), trained
             assert tested == ("" if "tests" in where else trained)
-            assert trained.startswith("rank 0 stopped") == bool(rank)
+            assert trained.startswith("ConfigError: rank 0 stopped") == bool(rank)
