@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -21,16 +21,12 @@ def message(src: int, dst: int, mb: int = 7, ranks: tuple[int, int] | None = Non
     return Message(src, dst, mb, SPECS, ranks or (src, dst))
 
 
-UP, DOWN = message(0, 1), message(1, 0)
-
-
 @pytest.mark.parametrize(
     ("receives", "sends", "late", "lost"),
     [
-        ([DOWN], [], "0 waited 60 s for the gradient of microbatch 7 from rank 1", "0 lost rank 1"),
         (
             [message(2, 0)],  # two routes may lead from one rank to another
-            [UP],
+            [message(0, 1)],
             "0 waited 60 s for the gradient of microbatch 7 (stage 2 to 0) from rank 2 or for rank 1 to take "
             "the activation of microbatch 7",
             "0 lost rank 2 at the gradient of microbatch 7 (stage 2 to 0)",
@@ -45,8 +41,7 @@ UP, DOWN = message(0, 1), message(1, 0)
 )
 def test_an_error_says_who_waits_for_what(receives, sends, late, lost):
     assert str(failed(receives, sends, 60, "")) == f"rank {late}"
-    assert str(failed(receives, sends, 60, "gone")).startswith(f"rank {lost}")
-    assert str(failed(receives, sends, 60, "gone")).endswith(": gone")
+    assert str(failed(receives, sends, 60, "gone")) == f"rank {lost}: gone"
 
 
 def test_the_cause_of_a_failure_is_one_sentence_without_gloo_s_source_line():
@@ -60,8 +55,7 @@ def test_the_cause_of_a_failure_is_one_sentence_without_gloo_s_source_line():
 class Never:
     """A clock, and a message that nobody takes: it is waited for as gloo waits, for whole milliseconds."""
 
-    def __init__(self) -> None:
-        self.now = 5.0
+    now = 5.0
 
     def monotonic(self) -> float:
         self.now += 1e-5
@@ -73,11 +67,11 @@ class Never:
 
 
 def test_a_deadline_that_passes_is_named_though_gloo_counts_in_milliseconds(monkeypatch):
-    never, nobody = Never(), cast(Any, None)
+    never, nobody = Never(), Any
     monkeypatch.setattr(module, "time", never)
     monkeypatch.setattr(module.dist, "isend", lambda *message, **group: never)
     channel = Channel({(0, 1): nobody}, 2, 1.0, CPU)
-    channel.send(UP, [torch.zeros(2)])
+    channel.send(message(0, 1), [torch.zeros(2)])
     with pytest.raises(module.ChannelError, match=r"^rank 0 waited 1 s for rank 1 to take the activation"):
         channel.drain()
     assert never.now - 5.0 < 1.002

@@ -1,31 +1,28 @@
-"""The clock: the host's own, and that of a device which runs behind it, told in the host's seconds."""
+"""The clock of a device which runs behind the host, told in the host's seconds; and the stopwatch."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pipetrain.runtime.clock import Clock, Stopwatch
 from pipetrain.schedule.actions import parse_program
-from pipetrain.schedule.timeline import Row, Span
+from pipetrain.schedule.timeline import Row
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FORWARD, RECEIVE, BACKWARD, SEND = parse_program("1F0@0 1RECV_B0 1B0@0 1SEND_B0")[0]
-
-
-# A device of its own
 
 
 class Device:
     """A host and a stream, each with its time in seconds; the stream's events are a thousand seconds off."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.host, self.stream = 50.0, 50.0
-        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the stream")
-        monkeypatch.setattr(time, "perf_counter", lambda: self.host)
+        self.clock = Clock(torch.device("cuda", 0))
+        self.channel = SimpleNamespace(ordered=True, waited=0.0, carried=0)
 
     def compute(self, seconds: float) -> None:
         self.stream = max(self.host, self.stream) + seconds
@@ -47,97 +44,73 @@ class Event:
         return 1000 * (other.at - self.at)
 
 
-def times(row: Row) -> list[tuple[float, float, float]]:
-    return [(span.start, span.end, span.waited) for span in row.spans]
-
-
 @pytest.fixture
 def device(monkeypatch) -> Device:
-    return Device(monkeypatch)
+    device = Device()
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(device))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the stream")
+    monkeypatch.setattr(time, "perf_counter", lambda: device.host)
+    return device
 
 
-def test_events_are_told_in_the_host_s_seconds_and_windows_follow_each_other_without_a_wait(device):
-    """The second one begins on the stream, two seconds after the host has begun it."""
-    clock = Clock(GPU)
+def times(row: Row) -> list[object]:
+    return [pytest.approx((span.start, span.end, span.waited)) for span in row.spans]
+
+
+def measured(watch: Stopwatch, action: object, run: Callable[[], object]) -> None:
+    watch.start(action)
+    run()
+    watch.stop()
+
+
+def test_windows_follow_each_other_without_a_wait_of_the_host_and_messages_of_the_stream_are_waits(device):
+    """The second one begins on the stream, six seconds after the host has begun it."""
     unread = []
-    for seconds in (2.0, 1.0):
-        began, start = clock.begin(), clock.mark()
-        device.compute(seconds)
-        unread.append(Row(began, clock.mark(), [Span(FORWARD, start, clock.mark())]))
-    assert device.host == pytest.approx(50.002)  # the host did not wait
-    rows = [clock.resolve(row) for row in unread]
-    assert device.host == pytest.approx(53.0)
-    assert [(row.began, row.ended, *times(row)[0]) for row in rows] == [
-        pytest.approx((50.0, 52.0, 50.0, 52.0, 0.0)),
-        pytest.approx((52.0, 53.0, 52.0, 53.0, 0.0)),
+    for works in ([(FORWARD, 2.0), (RECEIVE, 3.0), (BACKWARD, 1.0)], [(FORWARD, 1.0)]):
+        watch = Stopwatch(device.clock, device.channel)
+        for action, seconds in works:
+            device.channel.carried += 100 * (action is RECEIVE)
+            measured(watch, action, lambda seconds=seconds: device.compute(seconds))
+        unread.append(watch.row())
+    assert device.host == pytest.approx(50.004)  # the host did not wait
+    first, second = (device.clock.resolve(row) for row in unread)
+    assert device.host == pytest.approx(57.0)
+    assert times(first) == [(50.0, 52.0, 0.0), (52.0, 55.0, 3.0), (55.0, 56.0, 0.0)]
+    assert times(second) == [(56.0, 57.0, 0.0)]
+    assert [(row.began, row.ended) for row in (first, second)] == [
+        pytest.approx(ends) for ends in ((50.0, 56.0), (56.0, 57.0))
     ]
 
 
-def test_a_message_for_which_the_stream_waits_is_marked_on_it(device):
-    """All of such a span is a wait; the host's own time between launches counts nowhere."""
-    channel = Channel()
-    channel.ordered = True
-    watch = Stopwatch(clock := Clock(GPU), channel)
-    for action, seconds in ((FORWARD, 2.0), (RECEIVE, 3.0), (BACKWARD, 1.0)):
-        watch.start(action)
-        device.compute(seconds)
-        channel.carried += 100 * (action is RECEIVE)
-        watch.stop()
-    watch.start(None)
-    unread = watch.row()
-    assert device.host == pytest.approx(50.003)
-    row = clock.resolve(unread)
-    assert times(row)[:3] == [
-        pytest.approx(moments) for moments in ([50.0, 52.0, 0.0], [52.0, 55.0, 3.0], [55.0, 56.0, 0.0])
-    ]
-    assert [span.nbytes for span in row.spans[:3]] == [0, 100, 0]
-    assert row.waited == pytest.approx(3.0)
-
-
-def test_a_wait_counts_from_when_the_device_has_nothing_left_to_do(device):
+def test_a_wait_of_the_host_counts_from_when_the_device_has_nothing_left_to_do(device):
     """F takes the device until 52; the host waits for the gradient from 50.001 on, which comes at 53."""
-    clock = Clock(GPU)
-    began = clock.begin()
-    marks = [clock.mark()]
-    device.compute(2.0)
-    marks.append(clock.mark())
-    waiting = device.host
-    device.host = 53.0
-    marks.append(clock.mark())
-    device.compute(1.0)
-    marks.append(clock.mark())
-    sent = device.host
-    spans = [
-        Span(FORWARD, marks[0], marks[1]),
-        Span(RECEIVE, waiting, 53.0, 53.0 - waiting),
-        Span(BACKWARD, marks[2], marks[3]),
-        Span(SEND, sent, sent + 0.5, 0.5),  # in the shadow of B: no wait at all
-        Span(None, sent + 0.5, sent + 0.5),
-    ]
-    row = clock.resolve(Row(began, clock.mark(), spans))
+    device.channel.ordered = False
+    watch = Stopwatch(device.clock, device.channel)
+
+    def wait(until: float) -> None:
+        device.channel.waited += until - device.host
+        device.host = until
+
+    measured(watch, FORWARD, lambda: device.compute(2.0))
+    measured(watch, RECEIVE, lambda: wait(53.0))
+    measured(watch, BACKWARD, lambda: device.compute(1.0))
+    measured(watch, SEND, lambda: wait(53.5))  # in the shadow of B: no wait at all
+    watch.start(None)
+    row = device.clock.resolve(watch.row())
     expected = [(50.0, 52.0, 0.0), (52.0, 53.0, 1.0), (53.0, 54.0, 0.0), (54.0, 54.0, 0.0), (54.0, 54.0, 0.0)]
-    assert times(row) == [pytest.approx(moments) for moments in expected]
+    assert times(row) == expected
     assert row.waited == pytest.approx(1.0)
 
 
-# The stopwatch
-
-
-class Channel:
-    ordered = False
-    waited, coded, carried = 0.0, 0.0, 0
-
-
 def test_a_policy_s_wait_is_a_span_of_its_own_and_lasts_until_the_next_start():
-    channel = Channel()
-    watch = Stopwatch(Clock(CPU), channel, lambda: channel.coded)
+    channel = SimpleNamespace(ordered=False, waited=0.0, coded=0.0, carried=0)
+    watch = Stopwatch(Clock(torch.device("cpu")), channel, lambda: channel.coded)
     watch.start(None)
     channel.waited = 1.0
     watch.start(RECEIVE)
     channel.waited, channel.coded, channel.carried = 1.5, 0.25, 100
     watch.stop()
-    watch.start(FORWARD)
-    watch.stop()
+    measured(watch, FORWARD, lambda: None)
     watch.start(None)
     channel.waited = 3.5
     row = watch.row()
@@ -147,4 +120,3 @@ def test_a_policy_s_wait_is_a_span_of_its_own_and_lasts_until_the_next_start():
         (FORWARD, 0.0, 0, 0.0),
         (None, 2.0, 0, 0.0),
     ]
-    assert row.waited == 3.5

@@ -11,26 +11,33 @@ from torch import nn
 
 from pipetrain import Pipeline
 from pipetrain.plan.plan import Plan
-from pipetrain.schedule.actions import SENDS
+from pipetrain.schedule.actions import COMMUNICATION, SENDS
 from pipetrain.schedule.policy import Bounds
 from tests.support.cases import Case, Listener, run_in_threads
 
-WORDS = ("model._target_=tests.support.models.without_norm", "microbatches=4", "epochs=1", "trace=true")
-SAMPLE = 4 * 4 * 4 * 8  # bytes between the two stages
+WORDS = ("model._target_=tests.support.models.without_norm", "microbatches=2", "epochs=1", "trace=true")
+SAMPLE = 4 * 4 * 4 * 8  # bytes between the two stages, in float64
 
 
 def test_what_each_window_of_training_measured_is_counted_once():
-    """44 samples an epoch, in float64: each goes up once, and its gradient comes back once."""
+    """44 samples an epoch: each goes up once, in 16 bits, and its gradient comes back once, in 8."""
     listener = Listener()
-    _, (figures,) = run_in_threads(Case("gpipe", 2, (*WORDS, "partition=[2]")), listener)
+    words = (*WORDS, "partition=[2]", "codec.forward=half", "codec.backward=int8")
+    _, (figures,) = run_in_threads(Case("gpipe", 2, words), listener)
     (trace,) = listener.traces
     for stage, stats in figures.stages.items():
         rows = [window.timeline.rows[stage] for window in trace.windows]
-        sent = [span.nbytes for row in rows for span in row.spans if span.action and span.action.op in SENDS]
-        assert stats.bytes_sent == stats.raw_bytes == sum(sent) == 44 * SAMPLE
+        spans = [span for row in rows for span in row.spans if span.action]
+        messages = [span for span in spans if span.action.op in COMMUNICATION]
+        assert all(span.codec_s > 0 for span in messages)
+        assert stats.codec_s == pytest.approx(sum(span.codec_s for span in messages), rel=1e-6)
+        assert stats.bytes_sent == sum(span.nbytes for span in messages if span.action.op in SENDS)
+        assert stats.raw_bytes == 44 * SAMPLE
+        steps = 8 * 8 * stage  # of 8 messages of gradients, in float64
+        assert stats.raw_bytes == (8 if stage else 4) * (stats.bytes_sent - steps)
         assert stats.busy_s == pytest.approx(sum(row.busy for row in rows), rel=1e-6)
         assert stats.wait_s == pytest.approx(sum(row.waited for row in rows), rel=1e-6)
-        assert (stats.updates, stats.activations, stats.versions) == (4, 4, 1)
+        assert (stats.updates, stats.activations, stats.versions) == (4, 2, 1)
 
 
 @pytest.mark.parametrize(

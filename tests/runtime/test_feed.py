@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from pipetrain.network.values import Value
-from pipetrain.runtime.feed import UNTAKEN, OfLoader, Weight, WindowFeed
+from pipetrain.runtime.feed import UNTAKEN, OfLoader, WindowFeed
 from pipetrain.runtime.ranks import World
 from pipetrain.tasks import Classification
 
@@ -21,24 +18,8 @@ LABELS = [torch.tensor([7, 1, 4, 0, 2]), torch.tensor([9, 3, 5, 6])]
 IGNORED = [torch.tensor([7, -100, 4, -100, -100]), torch.tensor([9, -100, 5, 6])]
 
 
-def feed(
-    inputs: Iterator[Value] | None = None,
-    targets: list[Value] | None = None,
-    weight: Weight = len,
-    sizes: list[list[int]] = SIZES,
-    dtype: torch.dtype = torch.float32,
-) -> WindowFeed:
-    given = None if targets is None else iter(targets)
-    return WindowFeed(sizes, inputs, given, weight, torch.device("cpu"), dtype)
-
-
-def numbers() -> Iterator[Tensor]:
-    return iter(torch.arange(4.0).split(1))
-
-
-def given(window: WindowFeed, mb: int) -> float:
-    (tensor,) = window.input(mb)
-    return tensor.item()
+def feed(inputs: Any = None, targets: Any = None, weight: Any = len, sizes: Any = SIZES) -> WindowFeed:
+    return WindowFeed(sizes, inputs, targets, weight, torch.device("cpu"), torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +33,12 @@ def given(window: WindowFeed, mb: int) -> float:
     ids=["samples", "targets that are not ignored", "what the task says", "nothing"],
 )
 def test_targets_are_those_of_the_microbatch_and_shares_those_of_its_batch(labels, weight, weights, shares):
-    window = feed(targets=labels, weight=weight)
-    targets = {mb: window.target(mb) for mb in (1, 0, 3, 2)}
+    """A batch is read when it is asked for."""
+    read = []
+    window = feed(targets=(read.append(len(batch)) or batch for batch in labels), weight=weight)
+    targets = {1: window.target(1)}
+    assert read == [5]
+    targets |= {mb: window.target(mb) for mb in (0, 3, 2)}
     assert [targets[mb].value.tolist() for mb in range(4)] == [
         piece.tolist() for batch, sizes in zip(labels, SIZES, strict=True) for piece in batch.split(sizes)
     ]
@@ -62,35 +47,23 @@ def test_targets_are_those_of_the_microbatch_and_shares_those_of_its_batch(label
     assert [targets[mb].share for mb in range(4)] == pytest.approx(shares)
 
 
-def test_targets_of_a_batch_are_read_when_they_are_asked_for():
-    read = []
-    window = WindowFeed(SIZES, None, (read.append(b) or b for b in LABELS), len, torch.device("cpu"))
-    window.target(1)
-    assert len(read) == 1
-
-
 def test_several_tensors_keep_their_order_and_whole_numbers_their_dtype():
-    window = feed(
-        iter([(torch.arange(3), torch.ones(3, 2))]),
-        [(torch.zeros(5, 2), torch.arange(5))],
-        lambda value: len(value[0]),
-        dtype=torch.float64,
-    )
+    inputs, targets = (torch.arange(3), torch.ones(3, 2)), (torch.zeros(5, 2), torch.arange(5))
+    window = feed(iter([inputs]), iter([targets]), lambda value: len(value[0]))
     for tensors in (window.input(0)[::-1], window.target(0).value):
         assert [(t.dtype, len(t)) for t in tensors] == [(torch.float64, 3), (torch.int64, 3)]
 
 
 def test_two_windows_share_one_iterator_and_neither_takes_ahead_what_is_the_other_s():
-    inputs = numbers()
+    inputs = iter(torch.arange(4.0).split(1))
     first, second = (feed(inputs, sizes=[batch]) for batch in SIZES)
-    assert given(first, 0) == 0
+    seen = [first.input(0)]
     first.prepare()
     first.prepare()
-    assert given(first, 1) == 1
+    seen.append(first.input(1))
     first.prepare()
-    assert [given(second, mb) for mb in range(2)] == [2, 3]
-    with pytest.raises(StopIteration):
-        second.input(2)
+    seen += [second.input(mb) for mb in range(2)]
+    assert [tensor.item() for (tensor,) in seen] == [0, 1, 2, 3]
 
 
 def test_the_targets_of_a_long_window_are_not_all_kept():

@@ -12,18 +12,14 @@ from pipetrain.errors import ConfigError
 from pipetrain.runtime import session
 from pipetrain.runtime.graphs import GraphedStage
 from pipetrain.runtime.session import Session
-from tests.support.cases import Case, config, prepared, run_in_threads
+from tests.support.cases import Case, make_run, run_in_threads
 
-TWO = ("microbatches=3", "epochs=2", "window=2")
-MORE = ("clip_grad_norm=0.1", "optim=adamw", "ema=0.9")
+WORDS = ("microbatches=3", "epochs=2", "window=2", "clip_grad_norm=0.1", "optim=adamw", "ema=0.9")
 
 
-@pytest.mark.parametrize(
-    ("schedule", "options"),
-    [("1f1b", MORE), ("pipedream", MORE)],
-)
-def test_gradients_and_versions_at_fixed_addresses_train_alike(schedule, options):
-    case = Case(schedule, 2, (*TWO, *options))
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_gradients_and_versions_at_fixed_addresses_train_alike(schedule):
+    case = Case(schedule, 2, WORDS)
     plain, _ = run_in_threads(case)
     fixed: dict[int, set[int]] = {}
     train = Session.train
@@ -41,21 +37,23 @@ def test_gradients_and_versions_at_fixed_addresses_train_alike(schedule, options
     with patch.object(Session, "train", fix), patch.object(session, "Stage", GraphedStage):
         state, _ = run_in_threads(case)
     assert all(fixed.values())
-    for name, tensor in plain.items():
-        assert torch.equal(tensor, state[name]), name
+    assert [name for name, tensor in plain.items() if not torch.equal(tensor, state[name])] == []
 
 
 @pytest.mark.parametrize(
-    ("schedule", "model", "words", "said"),
+    ("schedule", "words", "said"),
     [
-        ("1f1b", "with_norm", "", "cuda_graphs=true needs a GPU"),
-        ("1f1b", "with_norm", "on_nan=skip", "on_nan=skip needs other passes than CUDA graphs have captured"),
-        ("zb_h1", "with_norm", "", "schedule zb_h1 splits backwards, and cuda_graphs=true runs them whole"),
-        ("1f1b", "dropping", "", "layer .* draws random numbers, and cuda_graphs=true would repeat them"),
+        ("1f1b", (), "cuda_graphs=true needs a GPU"),
+        ("1f1b", ("on_nan=skip",), "on_nan=skip needs other passes than CUDA graphs have captured"),
+        ("zb_h1", (), "schedule zb_h1 splits backwards, and cuda_graphs=true runs them whole"),
+        (
+            "1f1b",
+            ("model._target_=tests.support.models.dropping",),
+            "layer .* draws random numbers, and cuda_graphs=true would repeat them",
+        ),
     ],
 )
-def test_what_cannot_be_captured_is_refused(schedule, model, words, said, monkeypatch):
+def test_what_cannot_be_captured_is_refused(schedule, words, said, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: "GPU" not in said)
-    more = ["data=digits", f"model._target_=tests.support.models.{model}", "batch_size=12", "microbatches=3"]
     with pytest.raises(ConfigError, match=said):
-        prepared(config([f"schedule={schedule}", *more, "cuda_graphs=true", *words.split()]), schedule, 2, 44)
+        make_run(Case(schedule, 2, ("microbatches=3", "cuda_graphs=true", *words)))

@@ -1,4 +1,4 @@
-"""Messages over a channel that encodes: what arrives, what is kept back, what it counts; and training."""
+"""Messages over a channel that encodes: what arrives, what is kept back; and training."""
 
 from __future__ import annotations
 
@@ -15,37 +15,30 @@ from pipetrain.errors import TrainingStopped
 from pipetrain.network.values import specs_of
 from pipetrain.runtime.channel import Message
 from pipetrain.runtime.mailbox import Coding
-from pipetrain.schedule.actions import COMMUNICATION, SENDS
-from tests.support.cases import Case, Listener, run_in_threads
+from tests.support.cases import Case, run_in_threads
 from tests.support.codecs import Signs
 from tests.support.jobs import exchange_coded
-from tests.support.local import LocalChannel, Wire
 from tests.support.ranks import in_world
 
 
 class Ends:
-    """Both ends of stage 0 on rank 0 and stage 1 on rank 1, in one thread: nothing is waited for."""
+    """Both ends of stage 0 on rank 0 and stage 1 on rank 1."""
 
     def __init__(self, codecs: Codecs, channels_last: bool = False) -> None:
-        wire = Wire()
-        self.ends = [LocalChannel(wire, 2, 5) for _ in range(2)]
         self.codings = [Coding(codecs, channels_last) for _ in range(2)]
 
-    def up(self, *tensors: Tensor, mb: int = 0) -> tuple[Tensor, ...]:
+    def up(self, *tensors: Tensor, mb: int = 0, source: int = 0) -> tuple[Tensor, ...]:
         """Send an activation and return what arrives."""
-        return self._carry(tensors, mb, 0, 1)
+        plain, target = specs_of(tensors), 1 - source
+        specs = self.codings[source].specs((source, target), plain)
+        message = Message(source, target, mb, specs, (source, target), plain)
+        wire = tuple(self.codings[source].encode(message, tensors))
+        assert specs_of(wire) == specs
+        return self.codings[target].decode(message, wire)
 
     def down(self, *tensors: Tensor, mb: int = 0) -> tuple[Tensor, ...]:
         """Likewise a gradient."""
-        return self._carry(tensors, mb, 1, 0)
-
-    def _carry(self, tensors: tuple[Tensor, ...], mb: int, source: int, target: int) -> tuple[Tensor, ...]:
-        plain = specs_of(tensors)
-        specs = self.codings[source].specs((source, target), plain)
-        message = Message(source, target, mb, specs, (source, target), plain)
-        self.ends[target].expect([message])
-        self.ends[source].send(message, self.codings[source].encode(message, tensors))
-        return self.codings[target].decode(message, self.ends[target].recv(message))
+        return self.up(*tensors, mb=mb, source=1)
 
 
 def test_each_direction_has_its_own_codec():
@@ -86,7 +79,7 @@ FED_BACK: list[Codec] = [TopK(0.3), TopK(0.1, "fp32"), TopKInt8(0.3), Int8(error
 numbers = st.lists(st.lists(st.integers(-1000, 1000), min_size=6, max_size=6), min_size=1, max_size=8)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(codec=st.sampled_from(FED_BACK), sent=numbers)
 def test_what_arrives_adds_up_to_what_was_meant_but_for_the_residual(codec, sent):
     ends = Ends(Codecs(forward=codec))
@@ -96,16 +89,16 @@ def test_what_arrives_adds_up_to_what_was_meant_but_for_the_residual(codec, sent
     torch.testing.assert_close(sum(arrived) + residual, sum(xs), rtol=0, atol=1e-10)
 
 
-def test_the_sum_holds_in_every_dtype_and_the_residual_of_16_bits_is_kept_in_32():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_sum_holds_in_every_dtype_and_the_residual_of_16_bits_is_kept_in_32(dtype):
     """Whole numbers up to 8: all sums are exact, so nothing is lost on the way."""
     generator = torch.Generator().manual_seed(0)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        ends = Ends(Codecs(forward=TopK(0.25)))
-        xs = [torch.randint(-2, 3, (4, 8), generator=generator).to(dtype) for _ in range(30)]
-        arrived = [ends.up(x)[0].float() for x in xs]
-        (residual,) = ends.codings[0].residuals.values()
-        assert residual.dtype == torch.float32
-        assert torch.equal(sum(arrived) + residual, sum(x.float() for x in xs))
+    ends = Ends(Codecs(forward=TopK(0.25)))
+    xs = [torch.randint(-2, 3, (4, 8), generator=generator).to(dtype) for _ in range(30)]
+    arrived = [ends.up(x)[0].float() for x in xs]
+    (residual,) = ends.codings[0].residuals.values()
+    assert residual.dtype == torch.float32
+    assert torch.equal(sum(arrived) + residual, sum(x.float() for x in xs))
 
 
 def test_residuals_are_of_an_edge_a_tensor_and_a_shape():
@@ -124,7 +117,7 @@ def test_residuals_are_of_an_edge_a_tensor_and_a_shape():
 
 # Training
 
-WORDS = ("model._target_=tests.support.models.without_norm", "microbatches=2", "epochs=1", "trace=true")
+WORDS = ("model._target_=tests.support.models.without_norm", "microbatches=2", "epochs=1")
 SAME = [f"codec.{way}._target_=tests.support.codecs.Same" for way in ("forward", "backward")]
 
 
@@ -133,34 +126,11 @@ def test_a_codec_that_changes_nothing_trains_as_none_and_an_evaluation_is_not_en
     state, (coded,) = run_in_threads(Case("interleaved_1f1b", 2, (*WORDS, *SAME)))
     assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
     assert (coded.trained, coded.evaluated) == (plain.trained, plain.evaluated)
-    for mine, others in zip(coded.stages.values(), plain.stages.values(), strict=True):
-        assert (mine.bytes_sent, mine.raw_bytes) == (others.bytes_sent, others.raw_bytes)
-        assert mine.codec_s > others.codec_s == 0
     still = (*WORDS, "optim.lr=1e-9")
     _, (plain,) = run_in_threads(Case("gpipe", 2, still))
     _, (coded,) = run_in_threads(Case("gpipe", 2, (*still, "codec.forward=topk")))
     assert coded.evaluated["loss"] == pytest.approx(plain.evaluated["loss"], rel=1e-6)
     assert abs(coded.trained["loss"] / plain.trained["loss"] - 1) > 1e-4
-
-
-def test_bytes_of_training_are_those_of_the_codecs_in_the_trace_too():
-    listener = Listener()
-    words = (*WORDS, "codec.forward=half", "codec.backward=int8")
-    _, (figures,) = run_in_threads(Case("1f1b", 2, words), listener)
-    up, down = (record for _, record in sorted(figures.stages.items()))
-    assert up.raw_bytes == 4 * up.bytes_sent  # float64 to 16 bits
-    steps = 8 * 2 * 8  # bytes: 8 messages of 2 tensors, each with a step of 8 bytes
-    assert down.raw_bytes == 8 * (down.bytes_sent - steps)
-    assert min(up.codec_s, down.codec_s) > 0
-    (trace,) = listener.traces
-    sent = [0, 0]
-    for window in trace.windows:
-        for rank, row in enumerate(window.timeline.rows):
-            for span in row.spans:
-                if span.action is not None and span.action.op in COMMUNICATION:
-                    assert span.codec_s > 0
-                    sent[rank] += span.nbytes if span.action.op in SENDS else 0
-    assert sent == [up.bytes_sent, down.bytes_sent]
 
 
 @pytest.mark.processes

@@ -1,4 +1,4 @@
-"""How ranks find each other, and what they tell each other."""
+"""How ranks find each other, and what they agree on."""
 
 from __future__ import annotations
 
@@ -17,18 +17,6 @@ from tests.support.deadlines import DEADLINE_S
 from tests.support.jobs import agreements
 from tests.support.worlds import run_world
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-
-
-def test_torchrun_s_numbers_are_read_and_a_process_without_them_is_alone(monkeypatch):
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    assert World.current() == World(0, 1, 0, 1)
-    for name, value in zip(VARIABLES, (5, 8, 1, 4), strict=True):
-        monkeypatch.setenv(name, str(value))
-    assert World.current() == World(rank=5, size=8, local_rank=1, local_size=4)
-
-
 # The interface
 
 BOTH = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -36,24 +24,21 @@ ONE_MACHINE, TWO = World(0, 2, 0, 2), World(0, 4, 0, 2)
 
 
 @pytest.mark.parametrize(
-    ("world", "master", "interfaces", "chosen"),
+    ("world", "master", "chosen"),
     [
-        (ONE_MACHINE, "", ("lo", "eth0"), ("lo", "=lo")),
-        (TWO, "127.0.0.1", ("lo", "eth0"), ("lo", "=lo")),
-        (TWO, "10.0.0.7", ("lo", "eth0"), ("eth0", "=eth0")),
-        (TWO, "", ("lo", "eth0"), (None, None)),
+        (ONE_MACHINE, "", ("lo", "=lo")),
+        (TWO, "127.0.0.1", ("lo", "=lo")),
+        (TWO, "10.0.0.7", ("eth0", "=eth0")),
+        (TWO, "", (None, None)),
     ],
 )
-def test_ranks_listen_where_torchrun_s_address_is_reached(monkeypatch, world, master, interfaces, chosen):
+def test_ranks_listen_where_torchrun_s_address_is_reached(monkeypatch, world, master, chosen):
     for name in BOTH:
         monkeypatch.setenv(name, "")  # put back after the test
         monkeypatch.delenv(name)
     monkeypatch.setenv("MASTER_ADDR", master)
-    monkeypatch.setattr("socket.if_nameindex", lambda: [*enumerate(interfaces, start=1)])
-    towards = ranks._interface_towards
-    monkeypatch.setattr(
-        ranks, "_interface_towards", lambda host: "eth0" if host == "10.0.0.7" else towards(host)
-    )
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    monkeypatch.setattr(ranks, "_interface_towards", {"10.0.0.7": "eth0"}.get)
     choose_interface(world)
     assert tuple(os.environ.get(name) for name in BOTH) == chosen
     for name in BOTH:
@@ -82,36 +67,28 @@ def started(store: dist.Store, size: int) -> list[Attempt]:
     return [Attempt(World(rank, size), store) for rank in range(size)]
 
 
-def met(attempts: list[Attempt], limit_s: float = DEADLINE_S) -> list[dist.Store | ChannelError]:
-    """Let ranks meet, each in a thread; return each one's store, or its error."""
+def met(attempts: list[Attempt], limit_s: float = DEADLINE_S) -> list[dist.Store | str]:
+    """Let ranks meet, each in a thread; return each one's store, or what it says."""
 
-    def meet(attempt: Attempt) -> dist.Store | ChannelError:
+    def meet(attempt: Attempt) -> dist.Store | str:
         try:
             return attempt.meet(limit_s)  # type: ignore[return-value]
         except ChannelError as error:
-            return error
+            return str(error)
 
     with ThreadPoolExecutor(len(attempts)) as threads:
         return list(threads.map(meet, attempts))
 
 
 def together(stores: list[dist.Store]) -> bool:
-    """Whether what rank 0 says is heard by all."""
+    """Whether what rank 0 says is heard by all, and was not there before."""
+    before = stores[0].check(["said"])
     stores[0].set("said", "here")
-    return all(store.check(["said"]) for store in stores)
+    return not before and all(store.check(["said"]) for store in stores)
 
 
-def test_a_restart_reads_nothing_of_the_attempt_before_it():
-    raw = dist.HashStore()
-    before = met(started(raw, 3))
-    assert together(before)
-    stores = met(started(raw, 3))
-    assert not stores[0].check(["said"])
-    assert together(stores)
-
-
-@pytest.mark.parametrize("died", [{0}, {1, 2}])
-def test_ranks_that_started_a_different_number_of_times_meet(died):
+@pytest.mark.parametrize("died", [set(), {0}, {1, 2}])
+def test_ranks_that_started_a_different_number_of_times_meet_and_a_restart_reads_nothing_before_it(died):
     """Some were killed before the others came; so it is with a node that was replaced."""
     raw = dist.HashStore()
     for _ in range(3):
@@ -132,13 +109,13 @@ def test_the_count_of_an_agent_is_no_part_of_a_key(monkeypatch):
 
 def test_a_rank_that_does_not_start_is_named():
     here = [attempt for rank, attempt in enumerate(started(dist.HashStore(), 4)) if rank not in (1, 3)]
-    more = "; look at what the others say, or give them longer with timeout="
-    assert [str(error) for error in met(here, 0.2)] == [
-        f"rank 0 waited 0.2 s for ranks 1, 3 to start{more}",
-        f"rank 2 waited 0.2 s for all ranks to start{more}",
+    alone = started(dist.HashStore(), 2)[1:]
+    more = "to start; look at what the others say, or give them longer with timeout="
+    assert [*met(here, 0.2), *met(alone, 0.1)] == [
+        f"rank 0 waited 0.2 s for ranks 1, 3 {more}",
+        f"rank 2 waited 0.2 s for all ranks {more}",
+        f"rank 1 waited 0.1 s for rank 0 {more}",
     ]
-    (alone,) = met(started(dist.HashStore(), 2)[1:], 0.1)
-    assert str(alone) == f"rank 1 waited 0.1 s for rank 0 to start{more}"
 
 
 def test_what_an_attempt_remembers_the_next_one_recalls():
@@ -149,9 +126,6 @@ def test_what_an_attempt_remembers_the_next_one_recalls():
     first.remember("run_dir", "here")
     again = Attempt(World(0, 1), raw)
     assert (again.restarted, again.recall("run_dir")) == (True, "here")
-
-
-# What they agree on
 
 
 @pytest.mark.processes

@@ -16,21 +16,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipetrain.network.tracing.trace import trace
 from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch
-from pipetrain.runtime.statistics import BatchStatistics, Moments, joined
+from pipetrain.runtime.statistics import BatchStatistics
 from tests.support import reference
 from tests.support.again import Attending
 from tests.support.cases import Case, expected, run_in_threads
 from tests.support.tracing import example, whole
 
-V = {"interleaved_1f1b": 2}  # two stages a rank
-SCHEDULES = ("fbp", "interleaved_1f1b", "pipedream_2bw", "zb_h2")
-OPTIONS = ("momentum=null", "track_running_stats=false")
 MICROBATCHES = 3
-WORDS = (f"microbatches={MICROBATCHES}", "epochs=2", "batchnorm=batch")
-
-
-def model(name: str) -> str:
-    return f"model._target_=tests.support.{name}"
+WORDS = ("window=null", f"microbatches={MICROBATCHES}", "epochs=2", "batchnorm=batch")
 
 
 class Reference:
@@ -81,20 +74,23 @@ def referred() -> Iterator[list[Reference]]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "name", "words"),
+    ("schedule", "ranks", "name", "words"),
     [
-        *((name, "models.with_norm", ()) for name in SCHEDULES),  # with a short last batch
-        ("pipedream", "models.recomputing", ("recompute=selective",)),
-        *(("pipedream", "again.norms", (f"+model.{option}",)) for option in OPTIONS),
-        ("zb_h1", "again.norms", ("+model.struck=true", "on_nan=skip")),
+        ("interleaved_1f1b", 2, "models.with_norm", ()),  # with a short last batch
+        ("fbp", 3, "models.with_norm", ()),
+        ("zb_h2", 3, "models.with_norm", ()),
+        ("pipedream", 3, "models.recomputing", ("recompute=selective",)),
+        ("pipedream", 3, "again.norms", ("+model.momentum=null",)),
+        ("pipedream_2bw", 3, "again.norms", ("+model.track_running_stats=false",)),
+        ("zb_h1", 3, "again.norms", ("+model.struck=true", "on_nan=skip")),
     ],
     ids=str,
 )
-def test_statistics_and_weights_are_those_of_one_process(schedule, name, words):
+def test_statistics_and_weights_are_those_of_one_process(schedule, ranks, name, words):
     """A forward that is run again counts once, and an update that is skipped takes its statistics along."""
-    words = (model(name), "window=null", *words, *WORDS)
-    by = {"reference_model": "with_norm"} if "recomputing" in name else {}
-    case = Case(schedule, V.get(schedule, 3), words, **by)
+    twin = "with_norm" if name == "models.recomputing" else ""
+    words = (f"model._target_=tests.support.{name}", *words, *WORDS)
+    case = Case(schedule, ranks, words, reference_model=twin)
     state, figures = run_in_threads(case)
     with referred() as made:
         wanted = expected(case, figures.ran).state | made[0].state
@@ -106,12 +102,6 @@ def test_statistics_and_weights_are_those_of_one_process(schedule, name, words):
     assert bool(skipped) == ("on_nan=skip" in words)
 
 
-def test_moments_of_parts_are_joined():
-    x = torch.randn(30, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) + 1e6
-    parts = [Moments(part.mean(0), part.var(0), len(part), 0.1) for part in x.split([2, 11, 17])]
-    torch.testing.assert_close(joined(parts), (x.mean(0), x.var(0)), rtol=1e-9, atol=1e-9)
-
-
 def moved(statistics: BatchStatistics, run: Callable[[Tensor], Any], x: Tensor) -> None:
     """Train a batch in two microbatches."""
     for mb, part in enumerate(x.split([5, 7])):
@@ -120,13 +110,13 @@ def moved(statistics: BatchStatistics, run: Callable[[Tensor], Any], x: Tensor) 
     statistics.before_step(Batch([0, 1]))
 
 
-def test_a_norm_that_is_called_twice_moves_twice():
+def test_a_norm_that_is_called_twice_moves_twice_and_loses_no_digits():
     norm, plain = nn.BatchNorm1d(4).double(), nn.BatchNorm1d(4).double()
-    x = torch.randn(12, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    x = torch.randn(12, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(4)) + 1e6
     moved(BatchStatistics(norm), lambda x: [norm(part) for part in x.unbind(1)], x)
     for part in x.unbind(1):
         plain(part)
-    torch.testing.assert_close(norm.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(norm.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-9)
 
 
 def test_a_traced_model():
