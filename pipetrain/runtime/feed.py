@@ -11,10 +11,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, tee
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ EVALUATED_AT_ONCE = 16  # batches of a loader in a window of an evaluation
 UNTAKEN = 256  # tensors of targets that are kept, as gloo tells only who waits that one has been taken
 Weight = Callable[[Value], Tensor | float]
 Sizes = Sequence[Sequence[int]]  # the samples of each microbatch of each batch
+Sources = tuple[Iterator[Value] | None, Iterator[Value] | None]
+"""The inputs of a window's microbatches and the targets of its batches, each where they are needed."""
 Told = Callable[[Callable[[Reader], Any]], Any]
 """Returns on every rank what a function of rank 0's reader returns there."""
 
@@ -59,30 +61,8 @@ def cut(value: Value, sizes: Sequence[int]) -> list[Value]:
     return [form.pack(piece) for piece in pieces]
 
 
-class Feed(Protocol):
-    """The microbatches of one window, numbered from 0."""
-
-    def size(self, mb: int) -> int:
-        """Return the number of samples of a microbatch."""
-
-    def input(self, mb: int) -> tuple[Tensor, ...]:
-        """Return the first stage's inputs [n, ...] on the device; called in ascending order."""
-
-    def target(self, mb: int) -> Target:
-        """Return the last stage's targets on the device; called once for each microbatch."""
-
-    def prepare(self) -> None:
-        """Make the next input in advance; called before the engine waits for a message."""
-
-    def first(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
-        """Return the first microbatch's inputs and targets, each if it is given here, without taking them.
-
-        Called before the window begins.
-        """
-
-
 class WindowFeed:
-    """The batches of one window: each a list of its microbatches' numbers of samples.
+    """The microbatches of one window, numbered from 0. `batches`: the numbers of samples of each one's.
 
     `inputs` yields those of each microbatch, `targets` those of each batch; None if this rank does not hold
     the first stage, or the last. Floating-point inputs and targets become `dtype`. `weight`: what targets
@@ -110,25 +90,33 @@ class WindowFeed:
         self._read = 0  # microbatches
 
     def size(self, mb: int) -> int:
+        """Return the number of samples of a microbatch."""
         return self._sizes[mb]
 
     def input(self, mb: int) -> tuple[Tensor, ...]:
+        """Return the first stage's inputs [n, ...] on the device; called in ascending order."""
         assert self._inputs is not None, f"this rank has no inputs to give for microbatch {mb}"
         inputs, self._ahead = self._ahead, None
         self._given += 1
         return as_tuple(self._moved(next(self._inputs))) if inputs is None else inputs
 
     def prepare(self) -> None:
+        """Make the next input in advance; called before the engine waits for a message."""
         if self._inputs is not None and self._ahead is None and self._given < len(self._sizes):
             self._ahead = as_tuple(self._moved(next(self._inputs)))
 
     def target(self, mb: int) -> Target:
+        """Return the last stage's targets on the device; called once for each microbatch."""
         assert self._targets is not None, f"this rank has no targets to give for microbatch {mb}"
         while mb not in self._ready:
             self._read_batch(self._targets)
         return self._ready.pop(mb)
 
     def first(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
+        """Return the first microbatch's inputs and targets, each if it is given here, without taking them.
+
+        Called before the window begins.
+        """
         self.prepare()
         if self._targets is not None and not self._read:
             self._read_batch(self._targets)
@@ -158,21 +146,41 @@ class WindowFeed:
         return on_each(value, move)
 
 
+class Repeated:
+    """Microbatches of one size that are there already, again and again; a rank may need neither part.
+
+    `copies`: of the inputs, where layers work in place.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        inputs: Sequence[tuple[Tensor, ...]] = (),
+        targets: Sequence[Target] = (),
+        copies: bool = False,
+    ) -> None:
+        self._size, self._inputs, self._targets, self._copies = size, inputs, targets, copies
+
+    def size(self, mb: int) -> int:
+        return self._size
+
+    def input(self, mb: int) -> tuple[Tensor, ...]:
+        inputs = self._inputs[mb % len(self._inputs)]
+        return tuple(t.clone() for t in inputs) if self._copies else inputs
+
+    def target(self, mb: int) -> Target:
+        return self._targets[mb % len(self._targets)]
+
+    def prepare(self) -> None:
+        """There is nothing to make."""
+
+    def first(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
+        return self.input(0) if self._inputs else None, self.target(0) if self._targets else None
+
+
+Feed = WindowFeed | Repeated
+
 # The batches of a pass
-
-
-@dataclass(slots=True)
-class WindowSource:
-    """The inputs of one window's microbatches and the targets of its batches, each where they are needed."""
-
-    inputs: Iterator[Value] | None = None
-    targets: Iterator[Value] | None = None
-    sent: deque[tuple[Any, Tensor]] = field(default_factory=deque)
-
-    def close(self) -> None:
-        """Wait until what was sent has arrived."""
-        for work, _ in self.sent:
-            work.wait()
 
 
 def counting(samples: Sampled, epoch: int, task: Task, mesh: Mesh, last: int) -> list[list[Tensor]]:
@@ -222,12 +230,13 @@ class ByNumber:
         self._given = 0
         split, draw = samples.split, samples.draw(epoch)
         assert split is not None or rank not in (placement[0], placement[-1]), "this rank needs the samples"
-        self._window = WindowSource()
+        self._inputs: Iterator[Value] | None = None
+        self._targets: Iterator[Value] | None = None
         if split is not None and rank == placement[0]:
             ids, read = [ids for batch in batches for ids in batch], partial(split.inputs, draw=draw)
-            self._window.inputs = loaded(read, ids, samples.workers, samples.timeout)
+            self._inputs = loaded(read, ids, samples.workers, samples.timeout)
         if split is not None and rank == placement[-1]:
-            self._window.targets = (split.targets(torch.cat([*batch]), draw) for batch in batches)
+            self._targets = (split.targets(torch.cat([*batch]), draw) for batch in batches)
 
     def next(self, window: int | None) -> list[int]:
         """Return the samples of each of the next `window` batches (None: of all that are left)."""
@@ -235,8 +244,11 @@ class ByNumber:
         self._given += len(sizes)
         return sizes
 
-    def open(self, sizes: Sizes, last: int | None) -> WindowSource:
-        return self._window
+    def open(self, sizes: Sizes, last: int | None) -> Sources:
+        return self._inputs, self._targets
+
+    def close(self) -> None:
+        """Nothing is on its way after a window."""
 
 
 class OfLoader:
@@ -249,6 +261,7 @@ class OfLoader:
         self._reader = reader
         self._told = told
         self._form = form
+        self._sent: deque[tuple[Any, Tensor]] = deque()
 
     def next(self, window: int | None) -> list[int] | None:
         """Return the samples of each of the next `window` batches (None: of all that are left).
@@ -263,31 +276,32 @@ class OfLoader:
         if batches:
             self._told(lambda reader: reader.skip(batches, window))
 
-    def open(self, sizes: Sizes, last: int | None) -> WindowSource:
+    def open(self, sizes: Sizes, last: int | None) -> Sources:
         """Return the next window's samples; `last`: the last stage's rank, None where no targets are read."""
-        source, rank = WindowSource(), self._mesh.world.rank
-        if self._reader is not None:
-            read: Iterator[tuple[Value, Value]] = map(self._reader.take, map(sum, sizes))
-            if last == rank:
-                read, again = tee(read)
-                source.targets = (targets for _, targets in again)
-            elif last is not None:
-                read = self._sending(read, last, source.sent)
-            pieces = (cut(inputs, mbs) for (inputs, _), mbs in zip(read, sizes, strict=True))
-            source.inputs = chain.from_iterable(pieces)
-        elif last == rank:
-            source.targets = (self._received(sum(mbs)) for mbs in sizes)
-        return source
+        rank, targets = self._mesh.world.rank, None
+        if self._reader is None:
+            return None, (self._received(sum(mbs)) for mbs in sizes) if last == rank else None
+        read: Iterator[tuple[Value, Value]] = map(self._reader.take, map(sum, sizes))
+        if last == rank:
+            read, again = tee(read)
+            targets = (targets for _, targets in again)
+        elif last is not None:
+            read = self._sending(read, last)
+        pieces = (cut(inputs, mbs) for (inputs, _), mbs in zip(read, sizes, strict=True))
+        return chain.from_iterable(pieces), targets
 
-    def _sending(
-        self, batches: Iterator[tuple[Value, Value]], last: int, sent: deque[tuple[Any, Tensor]]
-    ) -> Iterator[tuple[Value, Value]]:
+    def close(self) -> None:
+        """Wait until what the window has sent has arrived."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+    def _sending(self, batches: Iterator[tuple[Value, Value]], last: int) -> Iterator[tuple[Value, Value]]:
         """Yield batches whose targets are on their way to the last stage."""
         for inputs, targets in batches:
             for tensor in map(Tensor.contiguous, as_tuple(targets)):
-                sent.append((self._mesh.post_tensor(tensor, last), tensor))
-            while len(sent) > UNTAKEN:  # of a whole pass they would be all targets
-                sent.popleft()[0].wait()
+                self._sent.append((self._mesh.post_tensor(tensor, last), tensor))
+            while len(self._sent) > UNTAKEN:  # of a whole pass they would be all targets
+                self._sent.popleft()[0].wait()
             yield inputs, targets
 
     def _received(self, size: int) -> Value:

@@ -109,7 +109,7 @@ class Mailbox:
     ) -> None:
         self.channel = channel
         self.placement = placement
-        self._cut = cut
+        self.cut = cut
         self._mine = mine
         self.coding = coding or Coding(Codecs())
         self._specs: dict[tuple[Edge, int], tuple[_Specs, _Specs]] = {}  # by samples: encoded, and plain
@@ -134,19 +134,19 @@ class Mailbox:
         """Return what enters a stage, the first one from the feed."""
         if stage == 0:
             return self._given.input(mb)
-        routes = self._cut.routes_into[stage]
+        routes = self.cut.routes_into[stage]
         return merge((route.values, self._arrived.pop((route.edge, mb))) for route in routes)
 
     def grads(self, stage: int, mb: int) -> Tensors:
-        routes = self._cut.routes_from[stage]
+        routes = self.cut.routes_from[stage]
         return merge((route.returned, self._arrived.pop((route.way_back, mb))) for route in routes)
 
     def hand_on(self, stage: int, mb: int, outputs: Tensors) -> None:
-        routes = self._cut.routes_from[stage]
+        routes = self.cut.routes_from[stage]
         self._put(mb, [route.edge for route in routes], divide(outputs, [route.values for route in routes]))
 
     def hand_back(self, stage: int, mb: int, grads: Tensors) -> None:
-        routes = self._cut.routes_into[stage]
+        routes = self.cut.routes_into[stage]
         parts = divide(grads, [route.returned for route in routes])
         self._put(mb, [route.way_back for route in routes], parts)
 
@@ -196,7 +196,7 @@ class Mailbox:
         edge = source, target = action.edge
         key = edge, self._given.size(action.mb)
         if key not in self._specs:
-            plain = self._cut.message(*key)
+            plain = self.cut.message(*key)
             self._specs[key] = self.coding.specs(edge, plain), plain
         encoded, plain = self._specs[key]
         ranks = self.placement[source], self.placement[target]

@@ -22,7 +22,7 @@ from pipetrain.network.draws import Beginning
 from pipetrain.network.places import standing_in
 from pipetrain.network.values import Value, as_tuple, on_each
 from pipetrain.runtime.channel import Channel, Message
-from pipetrain.runtime.feed import Feed, Target
+from pipetrain.runtime.feed import Feed, Repeated
 from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.stage import Stage
 
@@ -58,11 +58,10 @@ class Rehearsal:
         new = sorted(size for _, size in sizes - self.done)
         if not new:
             return
-        inputs, target = feed.first()
         with put_back(stages, training):
             # In the second one of a size the optimizer has its state.
-            plays = [Repeated(size, inputs, target) for size in new for _ in range(2)]
-            norms = [play(alike, self.loopback(training)) for alike in plays]
+            twice = [alike(feed, size) for size in new for _ in range(2)]
+            norms = [play(one, self.loopback(training)) for one in twice]
         if training and not any(trained for trained, _ in self.done):
             with attributes_put_back(stages):
                 self.after_first()
@@ -109,35 +108,19 @@ class _Done(dist.Work):
         return True
 
 
-def like(value: Value, size: int) -> Value:
-    """Return tensors with `size` rows, which are those of tensors [n, ...], again and again."""
-    return on_each(value, lambda t: t[torch.arange(size, device=t.device) % len(t)])
+def alike(feed: Feed, size: int) -> Repeated:
+    """Return microbatches of a size whose rows are those of a feed's first one, again and again."""
 
+    def like(value: Value) -> Value:
+        return on_each(value, lambda t: t[torch.arange(size, device=t.device) % len(t)])
 
-class Repeated:
-    """A feed whose microbatches are all alike."""
-
-    def __init__(self, size: int, inputs: tuple[Tensor, ...] | None, target: Target | None) -> None:
-        self._size = size
-        self._inputs = inputs and as_tuple(like(inputs, size))
-        self._target = target and replace(target, value=like(target.value, size))
-
-    def size(self, mb: int) -> int:
-        return self._size
-
-    def input(self, mb: int) -> tuple[Tensor, ...]:
-        assert self._inputs is not None
-        return tuple(t.clone() for t in self._inputs)
-
-    def target(self, mb: int) -> Target:
-        assert self._target is not None
-        return self._target
-
-    def first(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
-        return self._inputs, self._target
-
-    def prepare(self) -> None:
-        """There is nothing to make."""
+    inputs, target = feed.first()
+    return Repeated(
+        size,
+        [] if inputs is None else [as_tuple(like(inputs))],
+        [] if target is None else [replace(target, value=like(target.value))],
+        copies=True,
+    )
 
 
 @contextmanager

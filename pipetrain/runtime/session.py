@@ -152,16 +152,15 @@ class Session:
     ) -> Iterator[WindowFeed]:
         """Yield the microbatches of a window; of an error for want of memory, say what was predicted."""
         dtype, device = self.plan.settings.data_dtype, self._mesh.device
-        source = batches.open(cut, self.plan.placement[-1] if targets else None)
+        inputs, given = batches.open(cut, self.plan.placement[-1] if targets else None)
         prove = self._prove_batch if trains else lambda targets: None
-        given = source.targets if targets else None
         try:
-            yield WindowFeed(cut, source.inputs, given, self._task.weight, device, dtype, prove)
+            yield WindowFeed(cut, inputs, given if targets else None, self._task.weight, device, dtype, prove)
         except ActionFailed as error:
             if not is_out_of_memory(error.__cause__):
                 raise
             raise explained(error, self.plan, self._mesh.world.rank, device) from error.__cause__
-        source.close()
+        batches.close()
 
     def _prove_batch(self, targets: Value) -> None:
         """Try a user's task with the targets of batches 2, 4, 8, ..., as it was with the first ones."""
@@ -216,7 +215,6 @@ def make_stages(
             ema=settings.ema,
             clip_grad_norm=settings.clip_grad_norm,
             names=names,
-            shared={name: tie for name, tie in plan.cut.shared.items() if index in tie},
             elsewhere={name for name, first in home.items() if first != index},
         )
         stage.observers = observers_of(stage, settings.on_nan == "skip", settings.batchnorm == "batch")

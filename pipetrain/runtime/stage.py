@@ -29,9 +29,7 @@ from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Observer, Sav
 from pipetrain.runtime.objective import Objective, weighted
 from pipetrain.runtime.recompute import Recompute
 from pipetrain.runtime.split import Deferred
-from pipetrain.runtime.tied import Shared
 from pipetrain.runtime.weights import OptimizerFactory, Weights
-from pipetrain.schedule.actions import Tie
 from pipetrain.tally import Tally
 from pipetrain.tasks import Task
 
@@ -42,8 +40,7 @@ class Stage:
     `module.slice` tells what enters and leaves it. `selective`: a forward that is to be run again keeps dear
     results, see recompute.py. `clip_grad_norm`: the most that the norm of a batch's gradient may be.
     `names`: those of parameters in the model, where they differ, as of a weight that an earlier layer has
-    too; `shared`: of each parameter of several stages, by its name in the model, these stages;
-    `elsewhere`: tensors, by these names, that are in the state of an earlier stage.
+    too; `elsewhere`: tensors, by their names in the model, that are in the state of an earlier stage.
     """
 
     _weights: type[Weights] = Weights
@@ -62,7 +59,6 @@ class Stage:
         ema: float | None = None,
         clip_grad_norm: float | None = None,
         names: Mapping[str, str] | None = None,
-        shared: Mapping[str, Tie] | None = None,
         elsewhere: Collection[str] = (),
     ) -> None:
         self.index = index
@@ -77,7 +73,6 @@ class Stage:
             self._layers = torch.compile(module, dynamic=False)  # specialised to the shapes that occur
         self.device = next((p.device.type for p in module.parameters()), "cpu")
         self.weights = self._weights(module, optimizer, rate, ema, self._names)
-        self.shared = Shared(index, shared or {}, self.weights.live)
         self.buffers = Buffers(module)
         self.objective = Objective(task, module.pack, self.numerics.autocast) if task is not None else None
         self.observers: list[Observer] = []
@@ -290,32 +285,31 @@ class Stage:
         if self.objective is not None and batch.losses is not None:
             self.objective.count(batch.losses, batch.counted)
 
-    def tied(self, tie: Tie) -> Tensor:
-        """Return the batch's gradient of the weights of a tie, to be added to that of its other stages."""
-        return self.shared.packed(tie, self._reduced.skipped)
+    @property
+    def leaves_out(self) -> bool:
+        """Whether the update of the batch that was reduced is to be left out."""
+        return self._reduced.skipped
 
-    def add_tied(self, tie: Tie, sums: Tensor) -> None:
-        """Take the sums of what `tied` returned on all stages of a tie."""
-        self.shared.unpack(tie, sums)
+    def hear(self, numbers: Tensor) -> None:
+        """Let observers look at numbers of other stages on which the batch's update depends."""
         for observer in self.observers:
-            observer.hear(self._reduced, sums)
+            observer.hear(self._reduced, numbers)
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of the batch's gradient; a weight of several stages counts at the first of them."""
-        return self.weights.gradient_norm(without=self.shared.counted_elsewhere)
+        return self.weights.gradient_norm(without=self.elsewhere)
 
     def step(self, keep: bool, norm: Tensor | None = None) -> None:
         """Update the weights; `keep` the previous version for later actions.
 
         The gradient is clipped by `norm`, that of the whole model, or None for that of this stage.
         """
-        batch, self._reduced = self._reduced, Batch()
         if self._clip is not None:
             by = self.gradient_norm() if norm is None else norm
-            for observer in self.observers:
-                observer.hear(batch, by)
-            if not batch.skipped:
+            self.hear(by)
+            if not self.leaves_out:
                 clip_grads_with_norm_(self.weights.live.values(), self._clip, by)
+        batch, self._reduced = self._reduced, Batch()
         for observer in self.observers:
             observer.before_step(batch)
         self.weights.step(keep, batch.skipped)

@@ -1,14 +1,21 @@
 """What the stages tell each other before an update: gradients of the weights that they share, and norms.
 
-A rank tells the others once for all its stages, and goes on until an update needs what the others told.
+Each stage has a copy of a weight that layers in several stages share. Before an update the stages add up
+their gradients of it, so every copy is stepped by the same numbers, with the same optimizer state, and stays
+the same to the last bit. A rank tells the others once for all its stages, and goes on until an update needs
+what the others told.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
+from pipetrain.errors import TrainingStopped
+from pipetrain.network.numerics import numbers_of
 from pipetrain.runtime.channel import ALL
 from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.stage import Stage
@@ -23,6 +30,9 @@ class Sums:
 
     def __init__(self, stages: Mapping[int, Stage], mail: Mailbox) -> None:
         self._stages, self._channel, self._placement = stages, mail.channel, mail.placement
+        self._names: dict[Tie, list[str]] = {tie: [] for tie in mail.cut.ties}  # of weights, alike everywhere
+        for name, tie in sorted(mail.cut.shared.items()):
+            self._names[tie].append(name)
         self._shares: dict[_Key, dict[int, Tensor]] = {}  # by stage
         self._sums: dict[_Key, Tensor] = {}  # of a tie whose stages are all here
         self._unheard: dict[_Key, None] = {}  # told, in order
@@ -31,8 +41,8 @@ class Sums:
 
     def tell_tied(self, action: Action) -> None:
         stage = self._stages[action.stage]
-        for tie in stage.shared.ties:
-            self._tell(tie, action, stage.tied(tie))
+        for tie in self._ties(action):
+            self._tell(tie, action, packed(self._weights(tie, stage), stage.leaves_out))
 
     def tell_norm(self, action: Action) -> None:
         """Tell a stage's norm, at a place of its own: the sum is the same on every rank, to the last bit."""
@@ -62,7 +72,7 @@ class Sums:
 
         `waits` is called before.
         """
-        ties = [*self._stages[action.stage].shared.ties, *([ALL] if action.op is Op.STEP else [])]
+        ties = [*self._ties(action), *([ALL] if action.op is Op.STEP else [])]
         left = [(tie, action.version) for tie in ties if (tie, action.version) in self._unheard]
         for key in left:
             waits()
@@ -71,8 +81,9 @@ class Sums:
             if key[0] == ALL:
                 self.norms[action.version] = sums.sum().sqrt()
                 continue
-            for stage in self._here(key[0]):
-                self._stages[stage].add_tied(key[0], sums)
+            for stage in map(self._stages.__getitem__, self._here(key[0])):
+                unpack(self._weights(key[0], stage), sums)
+                stage.hear(sums)
         return bool(left)
 
     def held(self) -> Iterator[tuple[Sequence[int], Tensor]]:
@@ -81,5 +92,43 @@ class Sums:
             yield from (((stage,), numbers) for stage, numbers in shares.items() if tie)
         yield from ((tie, sums) for (tie, _), sums in self._sums.items() if tie)
 
+    def _ties(self, action: Action) -> list[Tie]:
+        return [tie for tie in self._names if action.stage in tie]
+
     def _here(self, tie: Tie) -> list[int]:
         return [stage for stage in tie or range(len(self._placement)) if stage in self._stages]
+
+    def _weights(self, tie: Tie, stage: Stage) -> dict[str, Tensor]:
+        return {name: stage.weights.live[name] for name in self._names[tie]}
+
+
+def packed(weights: Mapping[str, Tensor], skip: bool) -> Tensor:
+    """Return the gradients of a tie's weights [n], and behind them for each weight a 1 if it has one.
+
+    `skip`: the stage leaves this update out, so all must, which a NaN in these places says.
+    """
+    parts, there = [], []
+    for name, weight in weights.items():
+        if weight.grad is not None and weight.grad.layout is not torch.strided:
+            raise TrainingStopped(
+                f"the gradient of {name}, which stages share, is sparse: make the layer with "
+                f"sparse=False, or keep the layers that share it in one stage by partition="
+            )
+        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        parts.append(numbers_of(gradient).flatten())
+        there.append(math.nan if skip else float(weight.grad is not None))
+    return torch.cat([*parts, parts[0].new_tensor(there)])
+
+
+def unpack(weights: Mapping[str, Tensor], sums: Tensor) -> None:
+    """Set the gradients to sums of what `packed` returned.
+
+    The counts are looked at only for a weight without a gradient here: a GPU's host would wait for them.
+    """
+    sizes = [numbers_of(weight).numel() for weight in weights.values()]
+    *parts, counts = torch.split(sums, [*sizes, len(sizes)])
+    for weight, part, count in zip(weights.values(), parts, counts, strict=True):
+        # A copy: clipping scales it in place, and another stage of the rank may take the same sums.
+        gradient = torch.empty_like(weight)
+        numbers_of(gradient).copy_(part.view_as(numbers_of(gradient)))
+        weight.grad = gradient if weight.grad is not None or count.item() != 0 else None

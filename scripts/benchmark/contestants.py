@@ -32,7 +32,7 @@ from benchmark.report import Row, Series, timed_row
 from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import CPU, Place, Say, fitted, run_world, titled
 from pipetrain.runtime.channel import Channel
-from pipetrain.runtime.feed import Target
+from pipetrain.runtime.feed import Repeated, Target
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
@@ -122,35 +122,16 @@ def _turn(mesh: Mesh, contestant: Contestant) -> float:
     return seconds
 
 
-class BatchFeed:
-    """The same batch again and again, from memory, in the plan's layout. See engine.Feed."""
+class BatchFeed(Repeated):
+    """The same batch again and again, from memory, in the plan's layout."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
-        self._inputs = job.plan.numerics.arrange(job.samples.to(device)).chunk(job.microbatches)
+        inputs = job.plan.numerics.arrange(job.samples.to(device)).chunk(job.microbatches)
         targets = job.targets.to(device).chunk(job.microbatches)
         weights = [float(job.task.weight(part)) for part in targets]
-        self._targets = [
-            Target(part, weight, weight / sum(weights)) for part, weight in zip(targets, weights, strict=True)
-        ]
-
-    def size(self, mb: int) -> int:
-        """Return the samples in a microbatch."""
-        return len(self._inputs[0])
-
-    def input(self, mb: int) -> tuple[Tensor, ...]:
-        """Return a microbatch's samples."""
-        return (self._inputs[mb % len(self._inputs)],)
-
-    def target(self, mb: int) -> Target:
-        """Return a microbatch's targets."""
-        return self._targets[mb % len(self._targets)]
-
-    def prepare(self) -> None:
-        """There is nothing to make."""
-
-    def first(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
-        """Return the first microbatch's inputs and targets, without taking them."""
-        return self.input(0), self.target(0)
+        parts = zip(targets, weights, strict=True)
+        given = [Target(part, weight, weight / sum(weights)) for part, weight in parts]
+        super().__init__(len(inputs[0]), [(part,) for part in inputs], given)
 
 
 class Ours:

@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from pipetrain.errors import TrainingStopped
-from pipetrain.runtime.tied import Shared
+from pipetrain.runtime.sums import packed, unpack
 from tests.support.cases import Case, Saved, compare, make_run, run_in_threads
 
-TIE = (0, 1)
 TIED, COMPLEX = (f"model._target_=tests.support.{name}" for name in ("models.tied", "edges.fourier_shared"))
 VIRTUAL = (TIED, "schedule.virtual=2", "partition=[2]")
 CLIPPED = ("clip_grad_norm=0.25", "clip_grad_norm_over=model")
@@ -32,22 +31,21 @@ def test_a_weight_of_two_stages_trains_as_one(case):
 
 
 def test_a_gradient_that_no_stage_has_stays_none_and_a_stage_may_leave_the_update_out():
-    weights = [{name: nn.Parameter(torch.zeros(2)) for name in "ab"} for _ in range(2)]
-    stages = [Shared(stage, {"a": TIE, "b": TIE}, own) for stage, own in enumerate(weights)]
-    weights[0]["b"].grad = torch.ones(2)
-    sums = stages[0].packed(TIE, skip=False) + stages[1].packed(TIE, skip=False)
-    for stage in stages:
-        stage.unpack(TIE, sums)
-    assert [own["a"].grad for own in weights] == [None, None]
-    assert [own["b"].grad.tolist() for own in weights] == [[1, 1]] * 2
-    assert not stages[0].packed(TIE, skip=True).isfinite().all()
+    stages = [{name: nn.Parameter(torch.zeros(2)) for name in "ab"} for _ in range(2)]
+    stages[0]["b"].grad = torch.ones(2)
+    sums = packed(stages[0], skip=False) + packed(stages[1], skip=False)
+    for weights in stages:
+        unpack(weights, sums)
+    assert [weights["a"].grad for weights in stages] == [None, None]
+    assert [weights["b"].grad.tolist() for weights in stages] == [[1, 1]] * 2
+    assert not packed(stages[0], skip=True).isfinite().all()
 
 
 def test_a_sparse_gradient_is_refused():
     layer = nn.Embedding(3, 2, sparse=True)
     layer(torch.tensor([1])).sum().backward()
     with pytest.raises(TrainingStopped, match=r"of e, which stages share, is sparse: .*sparse=False"):
-        Shared(0, {"e": TIE}, {"e": layer.weight}).packed(TIE, skip=False)
+        packed({"e": layer.weight}, skip=False)
 
 
 def test_two_stages_of_one_rank_go_on_with_a_state_each(tmp_path):
