@@ -25,7 +25,7 @@ from pipetrain.runtime.session import make_engine, make_stages
 from pipetrain.schedule.actions import Action
 from pipetrain.schedule.memory import totals
 from tests.gpu.rows import MIB, Row, Setting, judged
-from tests.support.worlds import gather_objects
+from tests.support.ranks import gathered
 
 BATCH = "batch_size=128"  # in 4 microbatches
 RECOMPUTED = ("recompute=always",)
@@ -115,7 +115,7 @@ def measure(mesh: Mesh, case: Case) -> list[Held]:
     for _ in range(2 if mesh.device.type == "cuda" else 1):
         held = _measure(mesh, case)
         gc.collect()
-    return gather_objects(held)
+    return gathered(held)
 
 
 def _measure(mesh: Mesh, case: Case) -> Held:

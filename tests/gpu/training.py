@@ -19,8 +19,8 @@ from pipetrain.schedule.actions import Program
 from tests.gpu.rows import SKIPPED, Row, Setting, judged
 from tests.gpu.speed import no_compiler
 from tests.support.cases import Case, Listener, expected, make_run, run_in_threads, state_of
+from tests.support.ranks import gathered
 from tests.support.runs import epochs_of
-from tests.support.worlds import gather_objects
 
 TOLERANCE = 1e-9  # of weights and losses in float64
 NEAR = 0.05  # of a loss, relative, where something is rounded
@@ -66,7 +66,7 @@ def train(mesh: Mesh, case: Case) -> Trained:
 
 def whole(mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the state of all ranks, in host memory."""
-    states = gather_objects({name: tensor.cpu() for name, tensor in mine.items()})
+    states = gathered({name: tensor.cpu() for name, tensor in mine.items()})
     return {name: tensor for state in states for name, tensor in state.items()}
 
 

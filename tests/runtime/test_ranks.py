@@ -15,7 +15,7 @@ from pipetrain.runtime import ranks
 from pipetrain.runtime.ranks import Attempt, World, choose_interface
 from tests.support.deadlines import DEADLINE_S
 from tests.support.jobs import agreements
-from tests.support.worlds import run_world
+from tests.support.ranks import run_world
 
 # The interface
 

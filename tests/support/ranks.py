@@ -85,6 +85,24 @@ def in_world(work: Callable[..., Any], *arguments: Any) -> Any:
     return work(World.current(), dist.PrefixStore(f"world {next(WORLDS)}", store), *arguments)
 
 
+def run_world(work: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+    """Call `work`(world, store, *arguments) on ranks that end after it; return what each returned."""
+    ranks = Ranks(size)
+    try:
+        return ranks(in_world, work, *arguments)
+    finally:
+        ranks.close()
+
+
+def gathered(item: object) -> list[Any]:
+    """Return each rank's item, of any type: these are processes of one program on one machine."""
+    if not dist.is_initialized():
+        return [item]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, item)
+    return found
+
+
 def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     os.environ |= {
         "RANK": str(rank),
@@ -104,6 +122,9 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
             return
         try:
             result, error = function(*arguments), ""
+        except SystemExit as end:  # this rank is to end, with that as its result
+            pipe.send((end.code, ""))
+            os._exit(0)
         except BaseException:
             result, error = None, traceback.format_exc()
         left = pipeline._open and pipeline._open()

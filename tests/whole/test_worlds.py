@@ -6,8 +6,7 @@ import pytest
 
 from tests.support.cases import SCHEDULES, Case, stages_of
 from tests.support.jobs import compare_clocks, equal_the_reference, exchange, overfill, watch
-from tests.support.ranks import in_world
-from tests.support.worlds import run_world
+from tests.support.ranks import in_world, run_world
 
 pytestmark = pytest.mark.processes
 
