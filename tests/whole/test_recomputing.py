@@ -35,35 +35,28 @@ def test_a_forward_is_recomputed_directly_before_its_backward_unless_they_touch(
     assert with_recompute(layer_dist(3, 2, 2), range(3)) == layer_dist(3, 2, 2)
 
 
-def test_it_stands_before_the_gradient_is_received() -> None:
+def test_it_stands_before_the_gradient_is_received_and_before_the_first_half_of_a_backward() -> None:
     (first, _) = lower(with_recompute(one_f_one_b(2, 1, 2), range(2)))
     assert " ".join(map(str, first)) == (
         "0F0@0 0SEND_F0 0F1@0 0SEND_F1 0R0@0 0RECV_B0 0B0@0 0R1@0 0RECV_B1 0B1@0 0REDUCE@1 0STEP@1"
     )
-
-
-def test_a_split_backward_is_recomputed_before_its_first_half() -> None:
-    halves = parse_program("0F0@0 0F1@0 0I0@0 0W0@0 0I1@0 0W1@0 0STEP@1")
-    found = with_recompute(halves, [0])
+    found = with_recompute(parse_program("0F0@0 0F1@0 0I0@0 0W0@0 0I1@0 0W1@0 0STEP@1"), [0])
     assert found == parse_program("0F0@0 0F1@0 0R0@0 0I0@0 0W0@0 0R1@0 0I1@0 0W1@0 0STEP@1")
     assert joined(found) == parse_program("0F0@0 0F1@0 0R0@0 0B0@0 0R1@0 0B1@0 0STEP@1")
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name != "fbp"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in CASES if case.name != "fbp"], ids=str)
 def test_every_schedule_stays_sound_holds_no_more_and_may_end_early(case: Case) -> None:
     for size in ((2, 2, 4), (3, 3, 3)):
-        _, batches, microbatches = size
-        schedule = case.schedule
-        program = schedule(*size)
+        (_, batches, m), program = size, case.schedule(*size)
         again, plain = lower(with_recompute(program, range(len(ranks_of(program))))), lower(program)
-        check(again, batches, microbatches)
-        runs = [simulate(program, microbatches) for program in (plain, again)]
-        assert runs[0].activations == runs[1].activations
-        assert runs[0].versions == runs[1].versions
-        short = [shortened(actions, 1, microbatches) for actions in again]
-        check(short, 1, microbatches)
-        simulate(short, microbatches)
-        assert [a for actions in again for a in actions if a.op is not Op.R] == [a for p in plain for a in p]
+        check(again, batches, m)
+        held = [(run.activations, run.versions) for run in (simulate(plain, m), simulate(again, m))]
+        assert held[0] == held[1]
+        short = [shortened(actions, 1, m) for actions in again]
+        check(short, 1, m)
+        simulate(short, m)
+        assert [[a for a in actions if a.op is not Op.R] for actions in again] == plain
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
