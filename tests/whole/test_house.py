@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 from configparser import ConfigParser
-from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -54,46 +54,33 @@ def has_code(path: Path) -> bool:
     return any(isinstance(node, kinds) for node in ast.parse(path.read_text()).body)
 
 
-@cache
-def modules() -> list[str]:
-    paths = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if has_code(path)]
-    return sorted(str(path.with_suffix("")).removesuffix("/__init__") for path in paths)
+def names(paths: Iterable[Path], folder: Path) -> set[str]:
+    return {str(path.relative_to(folder).with_suffix("")).removesuffix("/__init__") for path in paths}
 
 
-@cache
-def files() -> set[str]:
-    paths = [path.relative_to(TESTS) for path in TESTS.rglob("test_*.py")]
-    return {str(path.with_suffix("")) for path in paths}
-
-
-def own(module: str) -> str:
-    folder, _, name = module.rpartition("/")
-    return f"{folder}/test_{name.strip('_')}".lstrip("/")
+MODULES = names((path for path in PACKAGE.rglob("*.py") if has_code(path)), PACKAGE)
+FILES = names(TESTS.rglob("test_*.py"), TESTS)
 
 
 def shown_in(module: str) -> str | None:
     """The test file of a module: its own, or that of a package around it that has no code itself."""
-    if own(module) in files():
-        return own(module)
-    package = module.rpartition("/")[0]
-    return shown_in(package) if package and package not in modules() else None
+    package, _, name = module.rpartition("/")
+    own = f"{package}/test_{name.strip('_')}".lstrip("/")
+    if own in FILES:
+        return own
+    return shown_in(package) if package and package not in MODULES else None
 
 
 def table() -> dict[str, str | None]:
-    return {module: shown_in(module) or SEEN_IN.get(module) for module in modules()}
+    return {module: shown_in(module) or SEEN_IN.get(module) for module in sorted(MODULES)}
 
 
-def test_every_module_has_a_test_file():
-    assert [module for module, file in table().items() if file not in files()] == []
-
-
-def test_every_test_file_has_a_module():
-    mirrored = {file for file in files() if file.partition("/")[0] not in APART}
-    assert mirrored - set(table().values()) == set()
-
-
-def test_what_is_seen_elsewhere_is_there_and_has_no_test_file_of_its_own():
-    assert [module for module in SEEN_IN if module not in modules() or shown_in(module)] == []
+def test_every_module_has_a_test_file_and_every_test_file_a_module():
+    shown = table()
+    assert [module for module, file in shown.items() if file not in FILES] == []
+    mirrored = {file for file in FILES if file.partition("/")[0] not in APART}
+    assert mirrored - set(shown.values()) == set()
+    assert [module for module in SEEN_IN if module not in MODULES or shown_in(module)] == []
 
 
 def test_the_page_of_the_house_draws_the_floors_that_are_held():

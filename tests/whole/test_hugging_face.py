@@ -32,11 +32,7 @@ def small(name: str, *words: str) -> list[str]:
     return [*data, *(f"model.config.{word}" for word in SMALL[name]), *words]
 
 
-def test_each_has_a_shrunk_form():
-    assert SMALL.keys() == {path.stem for path in (conf_dir() / "model").glob("hf_*.yaml")}
-
-
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [path.stem for path in sorted((conf_dir() / "model").glob("hf_*.yaml"))])
 def test_takes_an_input_of_its_data(name):
     cfg = config(small(name))
     example = declared_example(cfg.data, torch.float32) or load_data(cfg.data).facts.example
