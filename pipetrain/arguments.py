@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.schedule.actions import Program, Schedule, parse_program, placement
 from pipetrain.schedule.fixed import FixedProgram
 from pipetrain.schedule.lower import ADDED
-from pipetrain.settings import PIPELINE_OPTIONS, SEED, Settings, refuse_unknown
+from pipetrain.settings import PIPELINE_OPTIONS, SEED, Settings
 from pipetrain.tasks import LossFunction, Metric, ModelLoss, Task
 from pipetrain.tasks.metrics import MetricFunction
 
@@ -140,13 +140,6 @@ def read_task(
     return Task(loss, metrics, weight)
 
 
-def read_path(name: str, given: object) -> Path:
-    """Return the path of a file or a folder. Raises ConfigError."""
-    if not isinstance(given, str | PathLike) or not str(given):
-        raise ConfigError(f"{name}={str(given)[:40]} must be the path of a file or a folder")
-    return Path(given)
-
-
 def read_targets(targets: str | Sequence[str] | None, task: Task) -> NamedTargets | None:
     """Return the names of the targets where batches are dicts. Raises ConfigError."""
     names = _names_of(targets)
@@ -178,14 +171,23 @@ def read_options(
 
     `defaults`: of the schedule. Without dtype= the weights have their own.
     """
+    _refuse_unknown(given)
     options = {name: value for name, value in given.items() if value is not None}
-    refuse_unknown(given, PIPELINE_OPTIONS, _ARGUMENTS)
     own = own_dtype(model)
     values = {**defaults, "dtype": own or torch.float32, **options}
     values["batch_size"] = values["microbatches"]  # until the first batch
     as_given = own is None and "dtype" not in options
     known = {"model": type(model).__name__, "schedule": schedule, "as_given": as_given}
     return Settings.read(values, ranks, **known)
+
+
+def _refuse_unknown(given: Iterable[str]) -> None:
+    for name in sorted(set(given).difference(PIPELINE_OPTIONS)):
+        names = [*PIPELINE_OPTIONS, *_ARGUMENTS]
+        close = [other for other in names if other.startswith(f"{name}_")]
+        close = close or difflib.get_close_matches(name, names, n=1)
+        meant = f"did you mean {' or '.join(close)}" if close else f"choose of {', '.join(PIPELINE_OPTIONS)}"
+        raise ConfigError(f"Pipeline takes no {name}; {meant}")
 
 
 def read_schedule(schedule: str | Path | Schedule) -> tuple[str, Schedule, dict[str, Any]]:

@@ -18,7 +18,6 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pipetrain.arguments import read_path
 from pipetrain.building import names_of, shipped
 from pipetrain.checkpoint.asking import Asking
 from pipetrain.checkpoint.files import CHECKPOINTS, folders
@@ -48,7 +47,7 @@ from pipetrain.records.folder import METRICS, PROFILE_FILE, RAN, SUMMARY, TRACE,
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.records.trackers import Trackers, check_loggers
-from pipetrain.rules import COUNT
+from pipetrain.rules import COUNT, PATH
 from pipetrain.runtime.feed import Batches, OfLoader
 from pipetrain.signals import Signals, name_of, status_after
 
@@ -125,7 +124,7 @@ def fit(
         place = run_dir
         if not isinstance(place, RunFolder) and place is not None:
             place = ending.enter_context(
-                _opened(pipe, read_path("run_dir", place), options["resume"], loggers)
+                _opened(pipe, PATH.read("run_dir", place), options["resume"], loggers)
             )
         # The first batch decides the plan; a signal to the group is to spare the data workers that it starts.
         with nullcontext() if place is run_dir else Signals(pipe.rank).handled():

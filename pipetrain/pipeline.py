@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.arguments import Asked, read_model, read_path, read_targets, read_task
+from pipetrain.arguments import Asked, read_model, read_targets, read_task
 from pipetrain.checkpoint.resume import (
     Source,
     open_weights,
@@ -52,7 +52,7 @@ from pipetrain.plan.plan import Plan, Samples, outputs_of, prove_targets
 from pipetrain.planning import first_plan
 from pipetrain.rate import Rate
 from pipetrain.records.bar import Bar
-from pipetrain.rules import COUNT
+from pipetrain.rules import COUNT, PATH
 from pipetrain.runtime.engine import Tick
 from pipetrain.runtime.feed import EVALUATED_AT_ONCE, Batches, OfLoader
 from pipetrain.runtime.mesh import Mesh, choose_device, keep_freed_memory
@@ -174,7 +174,7 @@ class Pipeline:
             level(mesh, "the model", named_tensors(model) | tensor_attributes(model))
             initial: Values | None = record
             if weights is not None:
-                initial = open_weights(read_path("weights", weights), model)
+                initial = open_weights(PATH.read("weights", weights), model)
             if seed is None:  # dropout as the program has seeded torch on rank 0
                 told = mesh.tell("the seed", torch.initial_seed() % 2**31)
                 self._settings = replace(self._settings, seed=told)
@@ -242,10 +242,7 @@ class Pipeline:
         for a loader without batches, and TrainingStopped for a batch that cannot be trained on, and if
         numbers are not finite.
         """
-        window = COUNT.read("window", window, null=True)
-        return self._pass(loader, window or self._settings.window)
-
-    def _pass(self, loader: Loader, window: int | None) -> Iterator[float]:
+        window = COUNT.read("window", window, null=True) or self._settings.window
         samples, began = 0, time.perf_counter()
         self._passes += 1
         with self._together():
@@ -342,18 +339,16 @@ class Pipeline:
         return self._of_loader(reader, what, self._form, training)
 
     def _of_loader(self, reader: Reader | None, what: str, form: Form, training: bool) -> OfLoader:
+        def unchanged(read: Callable[[Reader], Any], reader: Reader) -> Any:
+            """Return what is read, if the model is still what was cut."""
+            if self._given is not None:
+                self._given.prove(training)
+            return read(reader)
+
         def told(read: Callable[[Reader], Any]) -> Any:
-            return self._together.on_first(
-                f"the next window of {what}", reader, partial(self._unchanged, training, read)
-            )
+            return self._together.on_first(f"the next window of {what}", reader, partial(unchanged, read))
 
         return OfLoader(self._mesh, reader, told, form)
-
-    def _unchanged(self, training: bool, read: Callable[[Reader], Any], reader: Reader) -> Any:
-        """Return what is read, if the model is still what was cut."""
-        if self._given is not None:
-            self._given.prove(training)
-        return read(reader)
 
     def _windows(self, batches: Batches, window: int | None, done: int = 0) -> Iterator[list[int]]:
         """Yield the samples of each batch of a window, to the end of the pass, of which so many are done."""
@@ -482,7 +477,7 @@ class Pipeline:
         TrainingStopped if a rank cannot write.
         """
         keep = COUNT.read("keep", keep, null=True)
-        path, session = read_path("folder", folder), self._begun
+        path, session = PATH.read("folder", folder), self._begun
         with self._together():
             session.engine.settle()
         config = {"seed": session.engine.seed, **transformers_config(self._model)}
@@ -497,7 +492,7 @@ class Pipeline:
         ConfigError, also for a checkpoint of another model.
         """
         self._refuse_stopped()
-        find = partial(_saved_in, read_path("folder", folder))
+        find = partial(_saved_in, PATH.read("folder", folder))
         found = self._together.on_one(0, "the checkpoint to load", None if self.rank else find)
         if found is None:
             return

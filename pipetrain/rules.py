@@ -7,9 +7,13 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from operator import index
+from os import PathLike
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipetrain.errors import ConfigError
+
+WIDEST = 80  # characters of a value in a sentence: a tensor or a dict may have many, in several lines
 
 
 class Rule(NamedTuple):
@@ -34,7 +38,10 @@ class Rule(NamedTuple):
 def _shown(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
-    return repr(value) if isinstance(value, str) and re.fullmatch(r"[-+.\d]+", value) else str(value)
+    if isinstance(value, str):
+        return repr(value) if re.fullmatch(r"[-+.\d]+", value) else value
+    words = " ".join(str(value).split())
+    return words if len(words) <= WIDEST else f"{words[:WIDEST]}..."
 
 
 def kept(value: Any, holds: bool) -> Any:
@@ -85,3 +92,7 @@ COUNT = whole(1)
 POSITIVE = number("a finite number above 0", lambda value: 0 < value < math.inf)
 SHARE = number("a number from 0 to below 1", lambda value: 0 <= value < 1)
 BOOL = Rule("true or false", lambda key, value: kept(value, isinstance(value, bool)))
+PATH = Rule(
+    "the path of a file or a folder",
+    lambda key, value: Path(kept(value, isinstance(value, str | PathLike) and str(value) != "")),
+)

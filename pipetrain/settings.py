@@ -9,10 +9,9 @@ What an option is for is said by the comment in its line of conf/, which `--help
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache, partial
@@ -29,6 +28,7 @@ from pipetrain.rate import SHAPES, Rate, learning_rate
 from pipetrain.rules import (
     BOOL,
     COUNT,
+    PATH,
     POSITIVE,
     SHARE,
     Rule,
@@ -110,7 +110,6 @@ SECONDS = number(f"a number of seconds above 0 and at most {MONTH_S}", lambda va
 DTYPES = ("float32", "float64")
 DTYPE = Rule(f"one of {', '.join(DTYPES)}", _dtype)
 SOURCE = text("auto, the folder of a checkpoint or of a run,")
-WEIGHTS = text("the path of a file or a folder")
 PARTITION = Rule(
     f"one of {', '.join((*STRATEGIES, PROFILE))}, the first layers of all stages but the first, such as [8], "
     f"or partition.profile=FILE of an earlier run",
@@ -175,7 +174,7 @@ class Settings:
     batchnorm: str = option("microbatch", one_of("microbatch", "batch"))
     ema: float | None = option(None, SHARE)  # decay
     seed: int = option(0, SEED)
-    weights: str | None = of_run(None, WEIGHTS)
+    weights: str | None = of_run(None, text(PATH.words))
     build: str = of_run("whole", one_of("whole", "stages"))
     on_nan: str = option("stop", one_of("stop", "skip"))
 
@@ -262,16 +261,6 @@ def options() -> dict[str, Option]:
 
 PIPELINE_OPTIONS = [name for name, option in options().items() if option.pipeline]
 """The names of the options that are keywords of Pipeline."""
-
-
-def refuse_unknown(given: Collection[str], known: Collection[str], arguments: Collection[str]) -> None:
-    """Refuse a keyword of Pipeline that is neither a known option nor an argument. Raises ConfigError."""
-    for name in sorted(set(given).difference(known)):
-        names = [*known, *arguments]
-        close = [other for other in names if other.startswith(f"{name}_")]
-        close = close or difflib.get_close_matches(name, names, n=1)
-        meant = f"; did you mean {' or '.join(close)}" if close else f"; choose of {', '.join(known)}"
-        raise ConfigError(f"Pipeline takes no {name}{meant}")
 
 
 def _value(cfg: DictConfig, key: str) -> Any:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pipetrain.errors import ConfigError
-from pipetrain.rules import BOOL, COUNT, POSITIVE, SHARE, one_of, text, whole
+from pipetrain.rules import BOOL, COUNT, PATH, POSITIVE, SHARE, one_of, text, whole
 
 
 def test_what_obeys_a_rule_is_read_as_python_s_own():
@@ -20,6 +21,7 @@ def test_what_obeys_a_rule_is_read_as_python_s_own():
         (BOOL, False, False),
         (one_of("a", "b"), "b", "b"),
         (text("a name"), "x", "x"),
+        (PATH, "x/y", Path("x/y")),
     ]:
         found = rule.read("key", value)
         assert (found, type(found)) == (wanted, type(wanted))
@@ -38,6 +40,8 @@ def test_what_obeys_a_rule_is_read_as_python_s_own():
         (BOOL, 1, "key=1 must be true or false"),
         (one_of("a", "b"), "c", "key=c must be one of a, b"),
         (text("a name"), "", "key= must be a name"),
+        (PATH, np.zeros((2, 2)), "key=[[0. 0.] [0. 0.]] must be the path of a file or a folder"),
+        (BOOL, {1: "x" * 99}, f"key={{1: '{'x' * 75}... must be true or false"),
     ],
 )
 def test_what_does_not_is_refused_in_one_sentence(rule, value, says):

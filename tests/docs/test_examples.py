@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 import pipetrain
-from pipetrain.settings import PIPELINE_OPTIONS, Settings, refuse_unknown
+from pipetrain.arguments import read_options
 from tests.docs import run_examples
 from tests.support.processes import CHECKOUT, TWO, finished
 
@@ -95,7 +96,6 @@ def test_the_names_on_the_page_are_there():
 def test_the_options_on_the_page_are_options_and_one_of_the_command_line_alone_is_none():
     (call,) = re.findall(r"`(Pipeline\(\.\.\., partition.*?\))`", (DOCS / "python.md").read_text(), re.DOTALL)
     options = eval(call.replace("Pipeline(..., ", "dict("))
-    refuse_unknown(options, PIPELINE_OPTIONS, ())
-    Settings.read(options)
+    read_options(options, torch.nn.Linear(1, 1), "1f1b", {"microbatches": 8}, 1)
     with pytest.raises(pipetrain.ConfigError, match="takes no logger"):
-        refuse_unknown(["logger"], PIPELINE_OPTIONS, ())
+        read_options({"logger": "wandb"}, torch.nn.Linear(1, 1), "1f1b", {}, 1)
