@@ -92,11 +92,15 @@ class Beginning:
         self._python: Any = random.getstate()
         self._numpy: Any = np.random.get_state(legacy=False)
 
-    def end(self) -> None:
-        """Forget Python's and NumPy's states if nothing has drawn from them since, as another thread may."""
+    def drawn(self) -> bool:
+        """Return whether something has drawn from Python's or NumPy's generator since."""
         was, now = (of["state"] for of in (self._numpy, np.random.get_state(legacy=False)))
         same = was["pos"] == now["pos"] and np.array_equal(was["key"], now["key"])
-        if same and self._python == random.getstate():
+        return not same or self._python != random.getstate()
+
+    def end(self) -> None:
+        """Forget Python's and NumPy's states if nothing has drawn from them since, as another thread may."""
+        if not self.drawn():
             self._python = None
 
     def _restore(self) -> None:

@@ -11,12 +11,11 @@ registered, and how often it was drawn before. So the numbers depend on neither 
 from __future__ import annotations
 
 import random
-import weakref
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -63,7 +62,7 @@ class _Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.digest = 0
         self._seed = seed
         self._kept = kept
-        self._keys: dict[int, tuple[weakref.ref[torch.UntypedStorage], Key]] = {}
+        self._keys = WeakKeyDictionary[torch.UntypedStorage, Key]()
         self._registered = 0
         self._copies: Counter[Key] = Counter()
         self._draws: Counter[Key] = Counter()
@@ -92,13 +91,7 @@ class _Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return model
 
     def key_of(self, tensor: Tensor) -> Key | None:
-        _, key = self._keys.get(id(tensor.untyped_storage()), (None, None))
-        return key
-
-    def _give(self, tensor: Tensor, key: Key) -> None:
-        storage = tensor.untyped_storage()
-        forget = partial(lambda address, _: self._keys.pop(address), id(storage))
-        self._keys[id(storage)] = weakref.ref(storage, forget), key
+        return self._keys.get(tensor.untyped_storage())
 
     def _register(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         if type(parameter) is not nn.Parameter:
@@ -111,7 +104,7 @@ class _Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # In place of it also where the factory has it already.
             torch.utils.swap_tensors(parameter, on_meta(parameter))  # type: ignore[no-untyped-call]
             self._own = False
-        self._give(parameter, key)
+        self._keys[parameter.untyped_storage()] = key
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -136,11 +129,12 @@ class _Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._copies[keys[0]] += 1
             self.sources[made].add(keys[0])
         if made not in self._kept or any(key not in self._kept for key in keys):
-            args, kwargs = tree_map_only(Tensor, self._put_on_meta, (args, kwargs))
+            args, kwargs = tree_map_only(
+                Tensor, lambda t: t if self.key_of(t) is None else on_meta(t), (args, kwargs)
+            )
         result = func(*args, **kwargs)
         for tensor in strided(result):
-            if self.key_of(tensor) is None:
-                self._give(tensor, made)
+            self._keys.setdefault(tensor.untyped_storage(), made)
         return result
 
     def _seed_generator(self, generator: torch.Generator | None, keys: list[Key]) -> None:
@@ -149,9 +143,6 @@ class _Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seed = seed_of(self._seed, self._last, self._draws[self._last])
         (generator or torch.default_generator).manual_seed(seed)
         self._draws[self._last] += 1
-
-    def _put_on_meta(self, tensor: Tensor) -> Tensor:
-        return tensor if self.key_of(tensor) is None else on_meta(tensor)
 
 
 class Initial:

@@ -46,8 +46,13 @@ class Given:
         model = self._model()
         if model is None:
             return
-        if training:
-            self._warn(model)
+        if training and not self._warned:
+            self._warned = True
+            if not any(module.training for module in model.modules()):
+                log.warning(
+                    "pipetrain: the model is in evaluation mode and is trained so, without dropout and with "
+                    "the statistics of BatchNorm as they are: call model.train() before, if that is not meant"
+                )
         if name := next(self._changed(model, training), None) or self._replaced(self._traced):
             raise ConfigError(
                 f"since the model was cut into stages, which do not follow, this has changed: {name}; do so "
@@ -60,21 +65,16 @@ class Given:
         for name, before in self._facts.items():
             if not training and name.rpartition(".")[2] in ("training", "requires_grad"):
                 continue  # an evaluation needs no gradients, and puts all modules into evaluation mode
-            if _differs(before, now.get(name, None if isinstance(before, weakref.ref) else before)):
+            missing = None if isinstance(before, weakref.ref) else before  # no plain attribute any more
+            fact = now.get(name, missing)
+            made = before is None and not _is_plain(fact)  # at its first use
+            if fact is not before and not made and (type(fact) is not type(before) or fact != before):
                 yield name
         for name in now.keys() - self._facts.keys():
             holder, _, _ = name.rpartition(".")
             # Beside lists a new module is a part that no forward calls.
             if isinstance(now[name], weakref.ref) and isinstance(model.get_submodule(holder), _LISTS):
                 yield name
-
-    def _warn(self, model: nn.Module) -> None:
-        if not self._warned and not any(module.training for module in model.modules()):
-            log.warning(
-                "pipetrain: the model is in evaluation mode and is trained so, without dropout and with the "
-                "statistics of BatchNorm as they are: call model.train() before, if that is not meant"
-            )
-        self._warned = True
 
 
 def form_of(model: nn.Module) -> dict[str, Any]:
@@ -97,23 +97,20 @@ def _trained(model: nn.Module) -> dict[str, bool]:
     return {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def _facts(model: nn.Module, traced: bool) -> dict[str, Any]:
-    """Return what must not change, by name: a module, by a weak reference, or a value."""
-    found: dict[str, Any] = {f"{name}.requires_grad": trained for name, trained in _trained(model).items()}
+def _facts(model: nn.Module, traced: bool) -> dict[str, object]:
+    """Return what must not change, by name: a module, by a weak reference, a function, or a plain value."""
+    found: dict[str, object] = {f"{name}.requires_grad": trained for name, trained in _trained(model).items()}
     parts = model.named_modules(remove_duplicate=False) if traced else model._modules.items()
     found |= {name: weakref.ref(part) for name, part in parts if part is not None}
     for name, module in model.named_modules() if traced else [("", model)]:
         found[f"hooks of {name or 'it'}"] = [list(vars(module).get(kind, ())) for kind in _HOOKS]
-        if traced:
-            called = {key: value for key, value in vars(module).items() if isinstance(value, _FUNCTIONS)}
-            found |= {f"{name}.{key}".lstrip("."): f for key, f in ({"forward": ""} | called).items()}
     for name, p in model.named_parameters():
         found[f"hooks of {name}"] = bool(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
     return found | dict(_attributes(model) if traced else ())
 
 
-def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of numbers, strings and collections of these, by name.
+def _attributes(model: nn.Module) -> Iterator[tuple[str, object]]:
+    """Yield functions, numbers, strings and collections of these among the attributes, by name.
 
     Of the modules, and of the objects among their attributes that hold nothing else, each where it is first.
     """
@@ -121,11 +118,11 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         kind: Any = type(module)
         of_class = {key: getattr(module, key) for key in _of_class(kind)}
-        for key, value in (of_class | vars(module)).items():
+        for key, value in ({"forward": ""} | of_class | vars(module)).items():
             of = f"{name}.{key}".lstrip(".")
             if key in _OF_TORCH or key.endswith("_hooks"):
                 continue
-            if _is_plain(value):
+            if isinstance(value, _FUNCTIONS) or _is_plain(value):
                 yield of, value
             elif _is_record(value) and id(value) not in met:
                 met.add(id(value))
@@ -152,10 +149,3 @@ def _is_plain(value: Any) -> bool:
     if type(value) is dict:
         return all(map(_is_plain, value.values()))
     return value is None or isinstance(value, bool | int | float | complex | str)
-
-
-def _differs(value: Any, now: Any) -> bool:
-    """Return whether a value is another one now. What was None may be made when it is first used."""
-    if value is now or (value is None and not _is_plain(now)):
-        return False
-    return type(now) is not type(value) or bool(now != value)

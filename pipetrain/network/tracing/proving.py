@@ -6,13 +6,11 @@ leaves out; what a forward changes beside tensors, it fixes.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
@@ -39,7 +37,7 @@ def try_alone(model: nn.Module, example: ValueSpec) -> int:
     Raises ConfigError for what a trace would leave out or fix: gradients by the user's code, attributes that
     a forward changes, and random numbers that are not torch's. (What cannot run so says more when exported.)
     """
-    counter, work, before = FlopCounterMode(display=False), 0, _random_states()
+    counter, work, before = FlopCounterMode(display=False), 0, draws.Beginning()
     seen, functions = dict[str, str](), list[str]()
     with without_numbers(model):
         bound(model, *as_arguments(example, example.specs))
@@ -57,7 +55,7 @@ def try_alone(model: nn.Module, example: ValueSpec) -> int:
         why += "write it with torch's operations"
     elif changed:
         why = f"changes its attribute {changed[0]} when it runs: keep such state in a buffer"
-    elif before != _random_states():
+    elif before.drawn():
         why = "draws from Python's or NumPy's random numbers: draw by torch"
     else:
         return work
@@ -76,10 +74,6 @@ def _attributes(model: nn.Module) -> dict[str, str]:
 
 
 _BARE = nn.Module()
-
-
-def _random_states() -> tuple[Any, str]:
-    return random.getstate(), repr(np.random.get_state(legacy=False))
 
 
 def _functions(outputs: Any) -> Iterator[str]:
