@@ -10,7 +10,6 @@ Each rank has four tracks, on one clock:
 
 An arrow goes from each send to its receive. A message's `args` hold its bytes on the wire and the
 milliseconds of its codec. `otherData` has the conditions, and the start and end of each window on each rank.
-`read` restores what `write` was given, except for the moments after a message was received.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ from pipetrain.schedule.timeline import Row, Span, Timeline, TracedWindow
 FORMAT = "pipetrain trace 2"
 TRACKS = ["compute", "wait", "send", "receive"]
 _COMPUTE, _WAIT, _SEND, _RECEIVE = range(len(TRACKS))
-_NOBODYS = "wait"
 Event = dict[str, Any]
-Message = tuple[tuple[int, int], int]  # (edge, microbatch)
 
 
 def write(path: Path, about: Mapping[str, Any], windows: Sequence[TracedWindow]) -> None:
@@ -46,13 +43,16 @@ def write(path: Path, about: Mapping[str, Any], windows: Sequence[TracedWindow])
     other = {"format": FORMAT, **about, "windows": times}
     with path.open("w") as file:
         file.write(f'{{"displayTimeUnit": "ms",\n"otherData": {json.dumps(other)},\n"traceEvents": [\n')
-        for number, event in enumerate(events(windows, about["placement"], origin)):
+        for number, event in enumerate(_events(windows, about["placement"], origin)):
             file.write((",\n" if number else "") + json.dumps(event, separators=(",", ":")))
         file.write("\n]}\n")
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[TracedWindow]]:
-    """Read a trace: its conditions and windows. Raises OSError, LookupError, TypeError or ValueError."""
+    """Read a trace: its conditions, and its windows with what each action and its wait took.
+
+    Raises OSError, LookupError, TypeError or ValueError.
+    """
     content = json.loads(path.read_text())
     about = content["otherData"]
     if about["format"] != FORMAT:
@@ -61,28 +61,24 @@ def read(path: Path) -> tuple[dict[str, Any], list[TracedWindow]]:
     for window in about["windows"]:
         times = zip(window["began"], window["ended"], strict=True)
         rows = [Row(began / 1e6, ended / 1e6, []) for began, ended in times]
-        windows.append(
-            TracedWindow(window["epoch"], window["samples"], Timeline(rows, about["microbatches"]))
-        )
+        timeline = Timeline(rows, about["microbatches"])
+        windows.append(TracedWindow(window["epoch"], window["samples"], timeline))
     for event in content["traceEvents"]:
-        if event["ph"] == "X" and (event["cat"] != TRACKS[_WAIT] or event["name"] == _NOBODYS):
-            spans = windows[event["args"]["window"]].timeline.rows[event["pid"]].spans
-            spans.append(_span_of(event))
+        if event["ph"] == "X" and event["cat"] != TRACKS[_WAIT]:
+            rows = windows[event["args"]["window"]].timeline.rows
+            rows[event["pid"]].spans.append(_span_of(event))
     return about, windows
 
 
 def _span_of(event: Event) -> Span:
-    args, start, end = event["args"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-    if event["name"] == _NOBODYS:
-        return Span(None, start, end, end - start)
-    waited = args.get("waited_us", 0.0) / 1e6
-    ready = end if event["cat"] == TRACKS[_RECEIVE] else start
-    start = ready - waited if event["cat"] != TRACKS[_COMPUTE] else start
-    codec_s = args.get("codec_ms", 0.0) / 1e3
-    return Span(parse_action(event["name"]), start, end, waited, args.get("bytes", 0), codec_s=codec_s)
+    action, waited = parse_action(event["name"]), event["args"].get("waited_us", 0.0)
+    start, end = event["ts"], event["ts"] + event["dur"]
+    if action.op in COMMUNICATION:  # whose event begins after the wait, or is that of the message's way
+        start = (end if action.op in RECEIVES else start) - waited
+    return Span(action, start / 1e6, end / 1e6, waited / 1e6)
 
 
-def events(windows: Sequence[TracedWindow], placement: Sequence[int], origin: float) -> Iterator[Event]:
+def _events(windows: Sequence[TracedWindow], placement: Sequence[int], origin: float) -> Iterator[Event]:
     """Yield the events, each track's in order of time, from `origin`; `placement[stage]`: its rank."""
     ranks = range(len(windows[0].timeline.rows))
     for rank in ranks:
@@ -90,10 +86,11 @@ def events(windows: Sequence[TracedWindow], placement: Sequence[int], origin: fl
     arrows = 0
     last_received = [origin for _ in ranks]
     for number, window in enumerate(windows):
-        sent_at = sent(window.timeline)
-        arrow_of = {message: arrows + index for index, message in enumerate(sent_at)}
-        arrows += len(sent_at)
-        for rank, row in enumerate(window.timeline.rows):
+        rows = window.timeline.rows
+        sends = [s for row in rows for s in row.spans if s.action is not None and s.action.op in SENDS]
+        sent = {_message(span.action): (arrows + n, span.end) for n, span in enumerate(sends) if span.action}
+        arrows += len(sends)
+        for rank, row in enumerate(rows):
             for span in row.spans:
                 action, args = span.action, _args(span, number, window.samples)
                 if span.waited > 0:
@@ -103,26 +100,19 @@ def events(windows: Sequence[TracedWindow], placement: Sequence[int], origin: fl
                 if action.op not in COMMUNICATION:
                     yield _event(rank, _COMPUTE, action, span.start - origin, span.end - span.start, args)
                     continue
-                track = _RECEIVE if action.op in RECEIVES else _SEND
-                ready, message = span.start + span.waited, (action.edge, action.mb)
-                start, end = ready, span.end
-                if track == _RECEIVE:
-                    start, end = min(max(sent_at[message], last_received[rank]), ready), ready
-                    last_received[rank] = ready
+                start, (arrow, sent_at) = span.start + span.waited, sent[_message(action)]
+                track, end, kind = _SEND, span.end, {"ph": "s"}
+                if action.op in RECEIVES:
+                    track, end, kind = _RECEIVE, start, {"ph": "f", "bp": "e"}
+                    start = min(max(sent_at, last_received[rank]), end)
+                    last_received[rank] = end
                 yield _event(rank, track, action, start - origin, end - start, args)
-                end_of_arrow = {"ph": "f", "bp": "e"} if track == _RECEIVE else {"ph": "s"}
-                about = {"name": "message", "cat": "message", "id": arrow_of[message]}
-                yield {**end_of_arrow, **about, "pid": rank, "tid": track, "ts": _us(start - origin)}
+                about = {"name": "message", "cat": "message", "id": arrow}
+                yield {**kind, **about, "pid": rank, "tid": track, "ts": _us(start - origin)}
 
 
-def sent(timeline: Timeline) -> dict[Message, float]:
-    """Return when each message was sent: the end of its SEND."""
-    return {
-        (span.action.edge, span.action.mb): span.end
-        for row in timeline.rows
-        for span in row.spans
-        if span.action is not None and span.action.op in SENDS
-    }
+def _message(action: Action) -> tuple[tuple[int, int], int]:
+    return action.edge, action.mb
 
 
 def _names(rank: int, stages: list[int]) -> Iterator[Event]:
@@ -153,7 +143,7 @@ def _event(
 ) -> Event:
     return {
         "ph": "X",
-        "name": _NOBODYS if action is None else str(action),
+        "name": "wait" if action is None else str(action),
         "cat": TRACKS[track],
         "pid": rank,
         "tid": track,
