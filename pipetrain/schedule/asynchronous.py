@@ -53,11 +53,11 @@ class AsynchronousV:
         if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int | float)):
             raise ScheduleError(f"schedule v_async needs memory to be a number or null; got memory={memory}")
         where = v_placement(ranks)
-        return _program(self.offsets(ranks, costs, buffer_size), where, batches * microbatches, microbatches)
+        possible = _timed(WorkTimes.of(costs, where), buffer_size)
+        return _program(self._chosen(possible, ranks), where, batches * microbatches, microbatches)
 
-    def offsets(self, ranks: int, costs: Cost = unit_cost, buffer_size: int = 1) -> Offsets:
-        """Return the offsets of the order, the same for any window. Raises ScheduleError."""
-        possible = _timed(WorkTimes.of(costs, v_placement(ranks)), buffer_size)
+    def _chosen(self, possible: list[tuple[float, float, Offsets]], ranks: int) -> Offsets:
+        """Return the offsets of the order, the same for any window."""
         if self.like != "auto":
             possible = [possible[self.like == "v_half"]]
         if self.memory is not None:

@@ -40,19 +40,6 @@ def theory(name: str, ranks: int, batches: int, microbatches: int, virtual: int 
     return known(ranks, batches, microbatches) if known else None
 
 
-def _layer_dist(ranks: int, batches: int, microbatches: int) -> Theory:
-    return _flushing([1] * ranks, (ranks - 1) / ranks)  # one rank of S computes at a time
-
-
-def _gpipe(ranks: int, batches: int, microbatches: int) -> Theory:
-    return _flushing([microbatches] * ranks, _fill_and_drain(ranks, microbatches))
-
-
-def _one_f_one_b(ranks: int, batches: int, microbatches: int) -> Theory:
-    held = [min(ranks - stage, microbatches) for stage in range(ranks)]
-    return _flushing(held, _fill_and_drain(ranks, microbatches))
-
-
 def _interleaved(ranks: int, microbatches: int, virtual: int) -> Theory:
     """Megatron's order. The bubble is known if the microbatches form whole groups of `ranks`."""
     if ranks == 1:  # each microbatch goes through all stages and back before the next
@@ -83,15 +70,9 @@ def _interleaved_peak(stage: int, ranks: int, microbatches: int, virtual: int) -
     )
 
 
-def _pipedream(ranks: int, batches: int, microbatches: int) -> Theory:
-    bubble = _fill_and_drain(ranks, batches * microbatches)
-    return _stashing(range(ranks - 1, -1, -1), batches, microbatches, bubble)
-
-
 def _pipedream_2bw(ranks: int, batches: int, microbatches: int) -> Theory:
     delay, total = min(1, batches - 1), batches * microbatches
-    held = [min(ranks - stage, total) for stage in range(ranks)]
-    return Theory(held, [1 + delay] * ranks, [delay] * ranks, _fill_and_drain(ranks, total))
+    return Theory(_as_1f1b(ranks, total), [1 + delay] * ranks, [delay] * ranks, _fill_and_drain(ranks, total))
 
 
 def _v_async(ranks: int, batches: int, microbatches: int) -> Theory | None:
@@ -119,11 +100,6 @@ def _stashing(depths: Sequence[int], batches: int, microbatches: int, bubble: fl
 
 
 # Split backwards: `idle` slots in which each rank waits, beside a work of one F, I and W a microbatch.
-
-
-def _zb_h1(ranks: int, batches: int, microbatches: int) -> Theory:
-    idle = batches * (ranks - 1 + max(0, ranks - microbatches))
-    return _zero_bubble([min(ranks, microbatches)] * ranks, idle, batches * microbatches)
 
 
 def _zb_h2(ranks: int, batches: int, microbatches: int) -> Theory:
@@ -169,21 +145,27 @@ def _flushing(activations: list[int], bubble: float | None) -> Theory:
     return Theory(activations, [1] * stages, [0] * stages, bubble)
 
 
+def _as_1f1b(ranks: int, microbatches: int) -> list[int]:
+    return [min(ranks - stage, microbatches) for stage in range(ranks)]
+
+
 def _fill_and_drain(ranks: int, work: int) -> float:
     """Return the bubble of a pipeline that fills and drains once around `work` units per rank."""
     return (ranks - 1) / (work + ranks - 1)
 
 
 _KNOWN: dict[str, Callable[[int, int, int], Theory | None]] = {
-    "layer_dist": _layer_dist,
-    "gpipe": _gpipe,
-    "1f1b": _one_f_one_b,
-    "zb_h1": _zb_h1,
+    "layer_dist": lambda ranks, n, m: _flushing([1] * ranks, (ranks - 1) / ranks),  # one rank at a time
+    "gpipe": lambda ranks, n, m: _flushing([m] * ranks, _fill_and_drain(ranks, m)),
+    "1f1b": lambda ranks, n, m: _flushing(_as_1f1b(ranks, m), _fill_and_drain(ranks, m)),
+    "zb_h1": lambda ranks, n, m: _zero_bubble(
+        [min(ranks, m)] * ranks, n * (ranks - 1 + max(0, ranks - m)), n * m
+    ),
     "zb_h2": _zb_h2,
     "zbv": _zbv,
     "v_half": _v_half,
     "v_min": _v_min,
-    "pipedream": _pipedream,
+    "pipedream": lambda ranks, n, m: _stashing(range(ranks)[::-1], n, m, _fill_and_drain(ranks, n * m)),
     "pipedream_2bw": _pipedream_2bw,
     "v_async": _v_async,
 }

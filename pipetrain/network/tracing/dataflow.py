@@ -9,7 +9,7 @@ stage would write its own copy.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -159,10 +159,14 @@ def draws(node: fx.Node) -> bool:
 _CHANCES = ("p", "dropout_p", "dropout", "train", "training")
 
 
+def _parameters(node: fx.Node) -> Sequence[Any]:
+    schema: Any = getattr(node.target, "_schema", None)
+    return schema.arguments if schema else ()
+
+
 def _arguments(node: fx.Node) -> dict[str, Any]:
     """Return the arguments of an operation by their names in its schema."""
-    schema: Any = getattr(node.target, "_schema", None)
-    parameters = schema.arguments if schema else ()
+    parameters = _parameters(node)
     defaults = {p.name: p.default_value for p in parameters if p.has_default_value()}
     return defaults | dict(zip((p.name for p in parameters), node.args, strict=False)) | node.kwargs
 
@@ -173,9 +177,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
     if target in _STATISTICS:
         names = ["running_mean", "running_var"] if given[_STATISTICS[target]] else []
     else:
-        schema: Any = getattr(node.target, "_schema", None)
-        parameters = schema.arguments if schema else ()
-        names = [p.name for p in parameters if p.alias_info and p.alias_info.is_write]
+        names = [p.name for p in _parameters(node) if p.alias_info and p.alias_info.is_write]
     return [leaf for leaf in tree_leaves([given.get(name) for name in names]) if isinstance(leaf, fx.Node)]
 
 

@@ -14,7 +14,7 @@ import operator
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
 from torch.export import Dim, ExportedProgram, export
-from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map
 
@@ -254,29 +254,9 @@ def operations_of(model: nn.Module, example: ValueSpec, training: bool, autocast
             env[node] = spec.arg.value
             continue
         env[node] = made = graph.node_copy(node)
-        if spec.kind is InputKind.USER_INPUT:
-            made.meta["source"] = Input(next(inputs))
-            continue
-        target = str(spec.target)
-        registered = spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)
-        tensor = attrgetter(target)(model) if registered else program.constants[target]
-        if id(tensor) in names:
-            is_parameter = isinstance(tensor, nn.Parameter)
-            made.meta["source"] = Held(names[id(tensor)], is_parameter, tensor.requires_grad)
-        else:
-            made.meta["source"] = Constant(target, tensor)
+        user_input = spec.kind is InputKind.USER_INPUT
+        made.meta["source"] = Input(next(inputs)) if user_input else _source(model, program, spec, names)
     returned = _unfold(program.graph_module, graph, env, Region())
-    for source in (node.meta.get("source") for node in graph.find_nodes(op="placeholder")):
-        if isinstance(source, Constant) and not isinstance(source.tensor, Tensor):
-            raise ConfigError(
-                f"the model makes a {type(source.tensor).__name__} when it runs, which a trace would keep: "
-                f"draw from torch's own generator"
-            )
-        if isinstance(source, Constant) and (source.tensor.requires_grad or source.tensor.is_meta):
-            raise ConfigError(
-                f"the model uses {source.name}, a tensor that is trained or on the meta device, and no "
-                f"parameter or buffer of it: register it"
-            )
     outputs = [
         spec.arg.value if isinstance(spec.arg, ConstantArgument) else output
         for spec, output in zip(program.graph_signature.output_specs, returned, strict=True)
@@ -287,6 +267,28 @@ def operations_of(model: nn.Module, example: ValueSpec, training: bool, autocast
     tree = program.call_spec.out_spec
     assert tree is not None
     return Operations(graph, outputs, tree)
+
+
+def _source(
+    model: nn.Module, program: ExportedProgram, spec: InputSpec, names: Mapping[int, str]
+) -> Held | Constant:
+    """Return the tensor of the model, or that the trace has found, which a placeholder stands for."""
+    target = str(spec.target)
+    registered = spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+    tensor = attrgetter(target)(model) if registered else program.constants[target]
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(
+            f"the model makes a {type(tensor).__name__} when it runs, which a trace would keep: draw from "
+            f"torch's own generator"
+        )
+    if id(tensor) in names:
+        return Held(names[id(tensor)], isinstance(tensor, nn.Parameter), tensor.requires_grad)
+    if tensor.requires_grad or tensor.is_meta:
+        raise ConfigError(
+            f"the model uses {target}, a tensor that is trained or on the meta device, and no parameter or "
+            f"buffer of it: register it"
+        )
+    return Constant(target, tensor)
 
 
 def _unfold(module: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], region: Region) -> Any:
