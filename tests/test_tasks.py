@@ -87,9 +87,6 @@ def test_smoothing_is_for_training_alone():
     assert task.loss(scores, wanted) == CROSS(scores, wanted, label_smoothing=0.5)
 
 
-# The score
-
-
 def tally(loss: float, **sums: list[float]) -> Tally:
     return Tally(loss * 4, 4, 4, sums)
 
@@ -103,7 +100,14 @@ def test_the_first_metric_decides_which_epoch_is_best_and_without_metrics_the_lo
     assert math.isnan(Classification().score(Tally()))
 
 
-# What is let through
+def test_class_weights_move_with_the_task():
+    for task in (Task(partial(CROSS, weight=CLASS_WEIGHTS)), Task(nn.CrossEntropyLoss(CLASS_WEIGHTS))):
+        moved = task.to(torch.device("meta"))
+        assert moved.loss(randn(7, 4).to("meta"), labels(7).to("meta")).is_meta
+        assert float(moved.weight(torch.tensor([0, 3]))) == 3.5  # of targets in host memory
+
+
+# What is let through, and what is refused
 
 
 def spec(*shape: int, dtype: torch.dtype = torch.float64) -> ValueSpec:
@@ -120,70 +124,9 @@ def padded(outputs: Value, targets: Value) -> Tensor:
     return CROSS(outputs.flatten(0, 1), targets.flatten())
 
 
-PAIR = ValueSpec((TensorSpec((3, 2), torch.float64), TensorSpec((3, 4), torch.float64)), single=False)
-COMPLEX = spec(2, dtype=torch.complex128)
-
-
-@pytest.mark.parametrize(
-    ("task", "outputs", "targets"),
-    [
-        (Classification(label_smoothing=0.1), spec(4), labels(7)),
-        (Task(CROSS), spec(4), SOFT),
-        (Segmentation(), spec(4, 2, 3), labels(7, 2, 3)),
-        (LanguageModelling(), spec(5, 4), torch.full((7, 5), IGNORED)),  # nothing counts
-        (Regression(), spec(3), randn(7, 3)),
-        (Task(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)), spec(4), labels(7)),
-        (Task(several), PAIR, (randn(7, 2), PLAIN)),
-        (Task(padded, weight=lambda targets: (targets != IGNORED).sum()), spec(5, 4), labels(7, 5)),
-        (Task(nn.BCELoss()), spec(2), randn(7, 2).sigmoid()),
-        (Task(lambda o, t: (o.abs() - t).square().mean()), COMPLEX, randn(7, 2)),
-    ],
-)
-def test_a_task_that_is_right_is_let_through(task, outputs, targets):
-    prove_task(task, outputs, "head", targets, None)
-
-
-# What is refused
-
-
-def refused(task: Task, outputs: ValueSpec, targets: Value, classes: int | None = None) -> str:
-    with pytest.raises(ConfigError) as error:
-        prove_task(task, outputs, "head", targets, classes)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("task", "outputs", "targets"),
-    [
-        (LanguageModelling(), spec(20, 9), torch.zeros((7, 20), dtype=torch.int64)),
-        (Segmentation(), spec(9, 2, 2), torch.zeros((7, 2, 2), dtype=torch.int64)),
-    ],
-)
-def test_too_few_classes_are_refused(task, outputs, targets):
-    assert refused(task, outputs, targets, 10) == (
-        f"the model gives {outputs} (layer head), scores of 9 classes, and the data set has 10: give "
-        f"the last layer at least 10 outputs"
-    )
-
-
 def between(outputs: Value, targets: Value) -> Tensor:
     """Compares samples with each other."""
     return (outputs[0] - outputs[1:]).square().mean() if len(outputs) > 1 else outputs.sum() * 0
-
-
-@pytest.mark.parametrize(
-    ("loss", "outputs", "targets"),
-    [
-        (nn.CrossEntropyLoss(reduction="sum"), spec(4), labels(7)),
-        (between, spec(2), randn(7, 2)),
-    ],
-)
-def test_a_loss_whose_parts_do_not_make_up_the_whole_is_refused(loss, outputs, targets):
-    said = refused(Task(loss), outputs, targets)
-    assert said.startswith(f"the loss of task {Task(loss)} over 7 samples is ")
-    assert said.endswith("a function of the targets that says what they count for; or set microbatches=1")
-    prove_task(Task(loss), outputs, "head", targets, None, microbatches=1)
 
 
 class Elsewhere(Task):
@@ -212,70 +155,88 @@ class Own(Metric):
         return sums[0] / sums[1]
 
 
-WEIGHT = nn.Parameter(torch.ones(4, dtype=torch.float64))
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = WEIGHT
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return CROSS(outputs * self.scale, targets)
-
-
 def crossed(*metrics: Metric) -> Task:
     return Task(CROSS, metrics)
 
 
-NUMBERS, FOUR = randn(7, 2), spec(4)
-OF_A_METRIC = "metric {} of task cross_entropy cannot take the model's"
+PAIR = ValueSpec((TensorSpec((3, 2), torch.float64), TensorSpec((3, 4), torch.float64)), single=False)
+FOUR, NUMBERS = spec(4), randn(7, 2)
+WEIGHT = nn.Parameter(torch.ones(4, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
-    ("task", "outputs", "targets", "says"),
+    ("task", "outputs", "targets"),
     [
-        (Classification(), spec(), labels(7), "model's float64[3] (layer head) with targets int64[7]: "),
-        (Classification(), spec(4), labels(7).clamp(min=4), "out of bounds"),
-        (Classification(), PAIR, labels(7), "scores [n, classes] must be one tensor, not 2 of them"),
-        (LanguageModelling(), spec(6, 4), labels(7, 5), "scores [7, 6, 4] need a target for each position"),
-        (Regression(), spec(1), randn(7), "outputs [7, 1] and targets [7] differ in shape"),
-        (Task(), spec(1), randn(7), "Task has no loss: give one, or override loss()"),
-        (Task(padded), spec(5, 4), labels(7, 5), "need a weight(targets): how many targets the loss aver"),
-        (
-            Task(partial(CROSS, reduction="none")),
-            spec(4),
-            PLAIN,
-            "the mean; it returns float64[7]",
-        ),
-        (
-            Task(lambda o, t: o.detach().square().mean()),
-            spec(4),
-            PLAIN,
-            "no gradient with respect to the out",
-        ),
-        (Task(Scaled()), FOUR, PLAIN, "a gradient for a float64[4] that is not among the outputs, which"),
-        (
-            Task(lambda o, t: CROSS(o, t) + 1e-3 * WEIGHT.square().sum()),
-            spec(4),
-            PLAIN,
-            "for a float64[4] tha",
-        ),
-        (Task(CROSS, weight=lambda targets: [][0]), FOUR, PLAIN, "list index"),
-        (
-            Elsewhere(lambda: torch.zeros(7, 2)),
-            spec(2),
-            NUMBERS,
-            "the mean; it returns float32[7, 2]",
-        ),
-        (Elsewhere(lambda: {}["no such thing"]), spec(2), NUMBERS, ": 'no such thing'"),
-        (crossed(Own(1.5)), FOUR, PLAIN, OF_A_METRIC.format("own")),
-        (crossed(Own(torch.zeros(1))), FOUR, PLAIN, "list index out"),
-        (crossed(Mean("far", lambda o, t: o - t[:, None])), FOUR, PLAIN, "one number, not [7, 4]"),
-        (crossed(Accuracy(), Accuracy(0)), FOUR, PLAIN, "two values are named acc: give them different"),
-        (crossed(Mean("loss", functional.mse_loss)), FOUR, PLAIN, OF_A_METRIC.format("loss")),
+        (Classification(label_smoothing=0.1), FOUR, labels(7)),
+        (Task(CROSS), FOUR, SOFT),
+        (Segmentation(), spec(4, 2, 3), labels(7, 2, 3)),
+        (LanguageModelling(), spec(5, 4), torch.full((7, 5), IGNORED)),  # nothing counts
+        (Regression(), spec(3), randn(7, 3)),
+        (Task(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)), FOUR, labels(7)),
+        (Task(several), PAIR, (NUMBERS, PLAIN)),
+        (Task(padded, weight=lambda targets: (targets != IGNORED).sum()), spec(5, 4), labels(7, 5)),
+        (Task(nn.BCELoss()), spec(2), NUMBERS.sigmoid()),
+        (Task(lambda o, t: (o.abs() - t).square().mean()), spec(2, dtype=torch.complex128), NUMBERS),
     ],
 )
+def test_a_task_that_is_right_is_let_through(task, outputs, targets):
+    prove_task(task, outputs, "head", targets, None)
+
+
+def refused(task: Task, outputs: ValueSpec, targets: Value, classes: int | None = None) -> str:
+    with pytest.raises(ConfigError) as error:
+        prove_task(task, outputs, "head", targets, classes)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_too_few_classes_are_refused():
+    tokens, pixels = (torch.zeros(shape, dtype=torch.int64) for shape in ((7, 20), (7, 2, 2)))
+    for task, outputs, wanted in (
+        (LanguageModelling(), spec(20, 9), tokens),
+        (Segmentation(), spec(9, 2, 2), pixels),
+    ):
+        assert refused(task, outputs, wanted, 10) == (
+            f"the model gives {outputs} (layer head), scores of 9 classes, and the data set has 10: give "
+            f"the last layer at least 10 outputs"
+        )
+
+
+@pytest.mark.parametrize(
+    ("loss", "outputs", "targets"),
+    [(nn.CrossEntropyLoss(reduction="sum"), FOUR, labels(7)), (between, spec(2), NUMBERS)],
+)
+def test_a_loss_whose_parts_do_not_make_up_the_whole_is_refused(loss, outputs, targets):
+    said = refused(Task(loss), outputs, targets)
+    assert said.startswith(f"the loss of task {Task(loss)} over 7 samples is ")
+    assert said.endswith("a function of the targets that says what they count for; or set microbatches=1")
+    prove_task(Task(loss), outputs, "head", targets, None, microbatches=1)
+
+
+OF_A_METRIC = "metric {} of task cross_entropy cannot take the model's"
+REFUSED: list[tuple[Task, ValueSpec, Value, str]] = [
+    (Classification(), spec(), labels(7), "model's float64[3] (layer head) with targets int64[7]: "),
+    (Classification(), FOUR, labels(7).clamp(min=4), "out of bounds"),
+    (Classification(), PAIR, labels(7), "scores [n, classes] must be one tensor, not 2 of them"),
+    (LanguageModelling(), spec(6, 4), labels(7, 5), "scores [7, 6, 4] need a target for each position"),
+    (Regression(), spec(1), randn(7), "outputs [7, 1] and targets [7] differ in shape"),
+    (Task(), spec(1), randn(7), "Task has no loss: give one, or override loss()"),
+    (Task(padded), spec(5, 4), labels(7, 5), "need a weight(targets): how many targets the loss aver"),
+    (Task(partial(CROSS, reduction="none")), FOUR, PLAIN, "the mean; it returns float64[7]"),
+    (Task(lambda o, t: o.detach().square().mean()), FOUR, PLAIN, "no gradient with respect to the out"),
+    (Task(lambda o, t: CROSS(o * WEIGHT, t)), FOUR, PLAIN, "a gradient for a float64[4] that is not among"),
+    (Task(CROSS, weight=lambda targets: [][0]), FOUR, PLAIN, "list index"),
+    (Elsewhere(lambda: torch.zeros(7, 2)), spec(2), NUMBERS, "the mean; it returns float32[7, 2]"),
+    (Elsewhere(lambda: {}["no such thing"]), spec(2), NUMBERS, ": 'no such thing'"),
+    (crossed(Own(1.5)), FOUR, PLAIN, OF_A_METRIC.format("own")),
+    (crossed(Own(torch.zeros(1))), FOUR, PLAIN, "list index out"),
+    (crossed(Mean("far", lambda o, t: o - t[:, None])), FOUR, PLAIN, "one number, not [7, 4]"),
+    (crossed(Accuracy(), Accuracy(0)), FOUR, PLAIN, "two values are named acc: give them different"),
+    (crossed(Mean("loss", functional.mse_loss)), FOUR, PLAIN, OF_A_METRIC.format("loss")),
+]
+
+
+@pytest.mark.parametrize(("task", "outputs", "targets", "says"), REFUSED)
 def test_what_fails_in_a_trial_call_is_said_with_task_outputs_and_targets(task, outputs, targets, says):
     said = refused(task, outputs, targets)
     assert f"task {task} cannot take the model's {outputs} (layer head) with targets " in said
@@ -288,13 +249,6 @@ def test_of_what_was_not_counted_there_is_no_metric():
     prove_task(task, spec(4), "head", randn(7, 4), None)
     assert math.isnan(task.values(Tally())["own"])
     assert math.isnan(task.values(tally(1.0, own=[0.0, 0.0]))["own"])
-
-
-def test_class_weights_move_with_the_task():
-    for task in (Task(partial(CROSS, weight=CLASS_WEIGHTS)), Task(nn.CrossEntropyLoss(CLASS_WEIGHTS))):
-        moved = task.to(torch.device("meta"))
-        assert moved.loss(randn(7, 4).to("meta"), labels(7).to("meta")).is_meta
-        assert float(moved.weight(torch.tensor([0, 3]))) == 3.5  # of targets in host memory
 
 
 def test_a_large_model_s_task_is_proven_on_few_samples(monkeypatch):

@@ -1,7 +1,7 @@
 """Processes that work together: met through a file, and never left behind.
 
-Each has one thread. A rank that dies closes its pipe, which ends all; a parent that dies, however it does,
-takes its ranks with it, because each watches it. Ctrl-C is the parent's alone.
+Each has one thread. A rank that fails or dies ends all; a parent that dies, however it does, takes its ranks
+with it, because each watches it. Ctrl-C is the parent's alone.
 """
 
 from __future__ import annotations
@@ -11,27 +11,29 @@ import gc
 import math
 import multiprocessing
 import os
+import pickle
 import signal
 import tempfile
 import threading
-import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.mesh import Mesh, keep_freed_memory
 from pipetrain.runtime.ranks import World
 
 TIMEOUT_S = 300.0  # of any wait between ranks
-LAST_WORDS_S = 5.0  # before a deadline, for a rank's stack; after a failure, for the others' errors
+LAST_WORDS_S = 5.0  # before a deadline, for a rank's stack
 
 Say = Callable[[str], None]
 """Tells the person who waits how far it is."""
@@ -93,7 +95,7 @@ def fitted(mesh: Mesh, plan: Plan) -> Mesh:
 
 
 class WorldFailed(RuntimeError):
-    """Ranks failed, died or took too long; the message says which, who was first, and what each said."""
+    """A rank failed or died, or all took too long; the message says which, and what it said."""
 
 
 def run_world(
@@ -123,61 +125,44 @@ def run_ranks(
     """
     context: Any = multiprocessing.get_context(method)
     context.set_forkserver_preload(["torch._dynamo", "benchmark.contestants"])
-    end, processes = monotonic() + deadline, []
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as ending:
-        for rank in range(ranks):
-            here, there = context.Pipe(duplex=False)
-            given = there, meet, work, World(rank, ranks, rank, ranks), f"{folder}/store", deadline, arguments
-            process = context.Process(target=_enter, args=given, daemon=True)
-            process.start()
-            ending.callback(process.join)
-            ending.callback(process.kill)
-            there.close()
-            processes.append((here, process))
-        return _collect(processes, say, end, deadline)
+    end, (here, there) = monotonic() + deadline, context.Pipe(duplex=False)
+    listener = threading.Thread(target=_hear, args=(here, say))
+    with tempfile.TemporaryDirectory() as folder:
+        given = ranks, Path(folder), meet, work, there, deadline, arguments
+        running = start_processes(_enter, given, ranks, join=False, daemon=True, start_method=method)
+        there.close()
+        listener.start()
+        try:
+            while not running.join(
+                None if end == math.inf else max(0.0, end - monotonic()), grace_period=0.0
+            ):
+                if monotonic() >= end:
+                    late = [rank for rank, process in enumerate(running.processes) if process.is_alive()]
+                    raise WorldFailed(f"ranks {late} were still running after {deadline:.0f} s")
+        except ProcessException as error:
+            raise WorldFailed(f"{str(error).strip()} (rank {error.error_index})") from error
+        finally:
+            for process in running.processes:
+                process.kill()
+                process.join()
+            listener.join()
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(ranks)]
 
 
-def _collect(processes: Sequence[tuple[Connection, Any]], say: Say, end: float, deadline: float) -> list[Any]:
-    """Return what the processes return, each by its pipe. `end`: of the `deadline` seconds."""
-    running = {pipe: rank for rank, (pipe, _) in enumerate(processes)}
-    results: dict[int, Any] = {}
-    failures: dict[int, str] = {}  # in the order in which they came
-    while running:
-        ready = wait([*running], None if end == math.inf else max(0.0, end - monotonic()))
-        if not ready:
-            break
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            rank = running[pipe]
-            try:
-                kind, value = pipe.recv()
-            except EOFError:
-                processes[rank][1].join(1.0)
-                kind, value = "failed", f"died without a word ({processes[rank][1].exitcode})"
-            if kind == "said":
-                say(value)
-                continue
-            del running[pipe]
-            if kind == "done":
-                results[rank] = value
-            else:
-                failures[rank] = value.strip()
-                end = min(end, monotonic() + LAST_WORDS_S)
-    if failures:  # what each said, the first one first; in the last line all in short
-        short = [f"rank {rank}: {text.splitlines()[-1]}" for rank, text in failures.items()]
-        whole = [f"rank {rank} {text}" for rank, text in failures.items()]
-        raise WorldFailed("\n".join([*whole, f"first {'; then '.join(short)}"] if len(whole) > 1 else whole))
-    if running:
-        raise WorldFailed(f"ranks {[*running.values()]} were still running after {deadline:.0f} s")
-    return [results[rank] for rank in range(len(processes))]
+def _hear(pipe: Connection, say: Say) -> None:
+    """Say what rank 0 says, until no rank is left."""
+    with suppress(EOFError):
+        while True:
+            say(pipe.recv())
 
 
 def _enter(
-    pipe: Connection,
+    rank: int,
+    ranks: int,
+    folder: Path,
     meet: Meet,
     work: Work,
-    world: World,
-    path: str,
+    pipe: Connection,
     deadline: float,
     arguments: Sequence[Any],
 ) -> None:
@@ -187,15 +172,9 @@ def _enter(
     gc.freeze()  # what has been imported is not looked through again and again
     if deadline < math.inf:  # where it stands, if it hangs
         faulthandler.dump_traceback_later(max(1.0, deadline - LAST_WORDS_S))
-
-    def say(text: str) -> None:
-        if world.rank == 0:
-            pipe.send(("said", text))
-
-    try:
-        pipe.send(("done", work(meet(world, path), say, *arguments)))
-    except BaseException:
-        pipe.send(("failed", f"failed:\n{traceback.format_exc()}"))
+    met = meet(World(rank, ranks, rank, ranks), f"{folder}/store")
+    result = work(met, _silent if rank else pipe.send, *arguments)
+    (folder / str(rank)).write_bytes(pickle.dumps(result))
 
 
 def _end_with_parent() -> None:
@@ -203,6 +182,10 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
+
+
+def _silent(text: str) -> None:
+    """Say nothing: rank 0 speaks for all."""
 
 
 def meeting(world: World, path: str) -> Store:

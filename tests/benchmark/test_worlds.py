@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmark import worlds
 from benchmark.contestants import race
 from benchmark.worlds import WorldFailed, run_world, titled
 from tests.support.deadlines import DEADLINE_S
@@ -32,18 +31,6 @@ def naps(mesh, say):
     return race(mesh, [Napper("a", mesh, 0.2), Napper("b", mesh, 0.1)], 2, say)
 
 
-def die_early(mesh, say):
-    if mesh.world.rank == 1:
-        os._exit(3)
-    time.sleep(DEADLINE_S)
-
-
-def linger(mesh, say):
-    pids = mesh.gather("pids", os.getpid())
-    say(" ".join(map(str, pids)))
-    time.sleep(DEADLINE_S)
-
-
 def test_turns_are_timed_to_the_slowest_rank_on_every_rank_alike():
     said = []
     first, second = run_world(naps, 2, titled(said.append, "naps"))
@@ -55,25 +42,34 @@ def test_turns_are_timed_to_the_slowest_rank_on_every_rank_alike():
     assert said == [f"naps: {turn}: {name}" for turn, names in order.items() for name in names]
 
 
-def test_a_rank_that_dies_ends_all(monkeypatch):
-    monkeypatch.setattr(worlds, "LAST_WORDS_S", 0.2)
+def fail(mesh, say, how):
+    if mesh.world.rank == 1:
+        if how == "die":
+            os._exit(3)
+        if how == "raise":
+            raise ValueError("no more")
+    time.sleep(DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    ("how", "deadline", "says"),
+    [
+        ("die", DEADLINE_S, "process 1 terminated with exit code 3 (rank 1)"),
+        ("raise", DEADLINE_S, "ValueError: no more (rank 1)"),
+        ("hang", 3.0, "ranks [0, 1] were still running after 3 s"),
+    ],
+)
+def test_a_rank_that_fails_or_hangs_ends_all(how, deadline, says):
     start = time.monotonic()
-    with pytest.raises(WorldFailed, match="rank 1 died without a word"):
-        run_world(die_early, 2, print)
-    assert time.monotonic() - start < DEADLINE_S / 2
-
-
-def fail_in_turn(mesh, say):
-    time.sleep(0.0 if mesh.world.rank == 1 else 0.5)
-    raise ValueError("no more" if mesh.world.rank == 1 else "Connection closed by peer")
-
-
-def test_the_rank_that_failed_first_is_named_first():
     with pytest.raises(WorldFailed) as failed:
-        run_world(fail_in_turn, 2, print)
-    whole, last = str(failed.value), str(failed.value).splitlines()[-1]
-    assert whole.count("Traceback") == 2
-    assert last == "first rank 1: ValueError: no more; then rank 0: ValueError: Connection closed by peer"
+        run_world(fail, 2, print, how, deadline=deadline)
+    assert time.monotonic() - start < DEADLINE_S / 2
+    assert str(failed.value).strip().splitlines()[-1] == says
+
+
+def linger(mesh, say):
+    say(" ".join(map(str, mesh.gather("pids", os.getpid()))))
+    time.sleep(DEADLINE_S)
 
 
 def parent_of(pipe):

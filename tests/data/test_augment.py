@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import torch
@@ -14,11 +15,8 @@ from pipetrain.data import Augment, Draw, Images
 from pipetrain.data.augment import draw, key
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
-SAMPLES = 200
-IMAGES = torch.randint(0, 256, (SAMPLES, 3, 32, 32), generator=torch.Generator().manual_seed(0)).to(
-    torch.uint8
-)
-IDS = torch.arange(SAMPLES)
+IMAGES = torch.randint(0, 256, (200, 3, 32, 32), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+IDS = torch.arange(len(IMAGES))
 SPLIT = Images(IMAGES, IDS, MEAN, STD, Augment(crop=4, flip=True))
 DRAW = Draw(seed=3, epoch=5)
 
@@ -35,16 +33,13 @@ def test_any_order_and_any_batch_gives_the_same_images(order, size):
 def position(image: torch.Tensor, augmented: torch.Tensor, crop: int) -> list[tuple[int, int, bool]]:
     """Find by brute force which crops and flips of a padded image give what was made of it."""
     padded = torch.nn.functional.pad(image, (crop,) * 4)
-    found = []
-    for row in range(2 * crop + 1):
-        for column in range(2 * crop + 1):
-            cut = padded[:, row : row + 32, column : column + 32]
-            found += [
-                (row, column, flip)
-                for flip in (False, True)
-                if torch.equal(cut.flip(-1) if flip else cut, augmented)
-            ]
-    return found
+    places = product(range(2 * crop + 1), range(2 * crop + 1), (False, True))
+    return [
+        (row, column, flip)
+        for row, column, flip in places
+        for cut in [padded[:, row : row + 32, column : column + 32]]
+        if torch.equal(cut.flip(-1) if flip else cut, augmented)
+    ]
 
 
 def test_each_image_is_one_crop_of_the_padded_image_flipped_or_not():
@@ -73,13 +68,8 @@ def test_evaluation_only_normalises_and_the_source_is_left_alone():
 
 def test_draw_is_splitmix64():
     """The first numbers of the reference generator (Vigna's splitmix64.c) from the state 1234567."""
-    assert draw(1234567, np.arange(5, dtype=np.uint64)).tolist() == [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-        4593380528125082431,
-        16408922859458223821,
-    ]
+    first = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert draw(1234567, np.arange(3, dtype=np.uint64)).tolist() == first
 
 
 @given(st.integers(-(2**63), 2**63), st.integers(0, 2**40))

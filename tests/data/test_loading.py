@@ -13,10 +13,6 @@ from pipetrain.network.values import TensorSpec, ValueSpec, as_tuple
 DATA = TensorDataset(torch.arange(22.0).reshape(22, 1), torch.arange(22))
 
 
-def batches(count: int, size: int = 4) -> list:
-    return [(torch.full((size, 1), float(i)), torch.full((size,), i)) for i in range(count)]
-
-
 @pytest.mark.parametrize(
     ("loader", "sizes"),
     [
@@ -27,7 +23,7 @@ def batches(count: int, size: int = 4) -> list:
         (DataLoader(DATA, batch_size=8, sampler=range(22)), None),
         (DataLoader(DATA, batch_size=8, collate_fn=lambda samples: default_collate(samples)), None),
         (DataLoader(DATA, batch_size=None), None),
-        (batches(3), None),
+        ([*DataLoader(DATA)], None),
     ],
 )
 def test_only_torchs_own_sampler_tells_sizes_without_being_read(loader, sizes):
@@ -36,10 +32,18 @@ def test_only_torchs_own_sampler_tells_sizes_without_being_read(loader, sizes):
         assert [len(x) for x, _ in loader] == sizes
 
 
-@pytest.mark.parametrize("loader", [DataLoader(DATA, batch_size=8), list(DataLoader(DATA, batch_size=8))])
+def streamed(loader):
+    yield from loader
+
+
+@pytest.mark.parametrize("of", [lambda loader: loader, list, streamed])
 @pytest.mark.parametrize("window", [1, 2, 3, None])
-def test_windows_cover_the_pass_in_order(loader, window):
-    reader = Reader(loader, "batch")
+def test_windows_cover_the_pass_in_order_and_without_length_there_is_no_whole_one(of, window):
+    reader = Reader(of(DataLoader(DATA, batch_size=8)), "batch")
+    if window is None and of is streamed:
+        with pytest.raises(ConfigError, match=r"a loader without length .* give train\(loader, window=...\)"):
+            reader.window(window)
+        return
     assert len(reader.first()[0]) == 8
     labels, windows = [], []
     while sizes := reader.window(window):
@@ -54,26 +58,21 @@ def test_a_pass_that_goes_on_leaves_out_what_the_whole_one_did():
     labels = torch.zeros(16, dtype=torch.int64)
     labels[[0, *range(8, 12)]] = -100
     samples = torch.arange(16.0).reshape(16, 1)
-    for done in (0, 1):
+
+    def reader() -> Reader:
         loader = DataLoader(list(zip(samples, labels, strict=True)), batch_size=4)  # type: ignore[arg-type]
-        reader = Reader(loader, "batch", weight=lambda targets: (targets != -100).sum())
-        assert reader.skip(done, window=None) == done
-        assert reader.window(None) == [4] * (3 - done)
-        assert reader.take(4)[0][0] == 4 * done
+        return Reader(loader, "batch", weight=lambda targets: (targets != -100).sum())
+
+    for done in (0, 1):
+        going_on = reader()
+        assert going_on.skip(done, window=None) == done
+        assert going_on.window(None) == [4] * (3 - done)
+        assert going_on.take(4)[0][0] == 4 * done
     labels[0] = 0  # now the first batch says that all count: a streamed window has the empty one too
     for window, left in ((None, [4, 4]), (1, [4])):
-        loader = DataLoader(list(zip(samples, labels, strict=True)), batch_size=4)  # type: ignore[arg-type]
-        reader = Reader(loader, "batch", weight=lambda targets: (targets != -100).sum())
-        assert reader.skip(2, window) == 2
-        assert reader.window(window) == left[:window]
-
-
-def test_an_iterable_without_length_is_read_by_windows_and_refused_as_a_whole_pass():
-    reader = Reader(iter(batches(3)), "batch")
-    assert (reader.window(2), reader.take(4), reader.take(4))[0] == [4, 4]
-    assert reader.window(2) == [4]
-    with pytest.raises(ConfigError, match=r"a loader without length .* give train\(loader, window=...\)"):
-        Reader(iter(batches(3)), "batch").window(None)
+        going_on = reader()
+        assert going_on.skip(2, window) == 2
+        assert going_on.window(window) == left[:window]
 
 
 @pytest.mark.parametrize(
@@ -93,12 +92,6 @@ def test_what_is_no_batch_is_refused(batch, sentence):
     assert sentence in str(caught.value)
 
 
-def test_lists_of_tensors_as_dataloader_makes_them_are_tuples():
-    inputs, targets = pair([[torch.ones(2), torch.zeros(2, 3)], torch.ones(2)], "batch")
-    assert isinstance(inputs, tuple)
-    assert isinstance(targets, torch.Tensor)
-
-
 def test_a_prediction_takes_the_inputs_with_targets_or_without():
     a, b, y = torch.ones(4, 2), torch.ones(4, 3), torch.ones(4)
     for inputs, batches in ((a, [a, [a], (a, y)]), ((a, b), [(a, b), [a, b], ([a, b], y)])):
@@ -111,13 +104,15 @@ def test_a_prediction_takes_the_inputs_with_targets_or_without():
         unlabelled((b, y), "batch", Form(ValueSpec.in_batch(a), ValueSpec.in_batch(y)), None)
 
 
-def test_a_form_survives_json_and_refuses_another():
+def test_a_form_survives_json_and_refuses_another_and_lists_are_tuples():
     form = Form(
         ValueSpec((TensorSpec((3, 2), torch.float64), TensorSpec((), torch.int64)), single=False),
         ValueSpec((TensorSpec((), torch.bool),)),
     )
     assert Form.from_json(form.to_json()) == form
-    mine = (torch.ones(5, 3, 2).double(), torch.arange(5))
-    form.refuse_other(mine, torch.ones(5, dtype=torch.bool), "batch 1")
+    given = [torch.ones(5, 3, 2).double(), torch.arange(5)]  # as a DataLoader makes them
+    mine, targets = pair([given, torch.ones(5, dtype=torch.bool)], "batch")
+    assert isinstance(mine, tuple)
+    form.refuse_other(mine, targets, "batch 1")
     with pytest.raises(BadBatch, match=r"batch 1 has targets float32\[\] a sample, and .* were bool\[\]"):
         form.refuse_other(mine, torch.ones(5), "batch 1")

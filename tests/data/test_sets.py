@@ -36,7 +36,6 @@ def test_first_keeps_the_first_samples_at_most_all():
 @pytest.mark.parametrize(
     ("wrong", "says", "classes"),
     [
-        ({}, "", 5),
         ({"mean": [0, 1, 0.5], "std": tuple(np.float32([0.1, 0.2, 0.3]))}, "", 5),
         ({"labels": torch.tensor([0, 1, 2, 3, -100])}, "labels[4] is -100, and with 5 classes", 5),
         ({"labels": torch.arange(4)}, "has 5 images and 4 labels: each image needs one label", 5),
@@ -51,25 +50,28 @@ def test_images_that_are_wrong_are_named_with_what_is_wrong(wrong, says, classes
     said = replace(SPLIT, **wrong).fault(classes)
     assert said.startswith(says)
     assert bool(said) == bool(says)
-    assert "\n" not in said
 
 
 def test_the_fingerprint_tells_data_sets_apart():
+    tensors = replace(DATA, train=PAIRED)
     others = [
         DATA,
         *(replace(DATA, **{name: replace(SPLIT, labels=SPLIT.labels + 1)}) for name in ("train", "test")),
-        replace(DATA, train=replace(SPLIT, images=SPLIT.images + 1)),
-        replace(DATA, train=SPLIT.first(4)),
+        *(replace(DATA, train=split) for split in (replace(SPLIT, images=SPLIT.images + 1), SPLIT.first(4))),
         replace(DATA, name="other"),
         replace(DATA, classes=6),
-        replace(DATA, train=replace(SPLIT, mean=(0.5, 0.5, 0.51))),
-        replace(DATA, train=replace(SPLIT, std=(0.2, 0.21, 0.2))),
+        *(replace(DATA, train=replace(SPLIT, **{name: (0.2, 0.21, 0.2)})) for name in ("mean", "std")),
+        tensors,
+        replace(tensors, train=replace(PAIRED, all_inputs=(X, X + 99))),
+        replace(tensors, train=replace(PAIRED, all_inputs=(X.reshape(6, 1, 2), X + 100))),
+        replace(tensors, train=replace(PAIRED, all_targets=Y.int())),
+        replace(tensors, train=PAIRED.first(5)),
     ]
     assert len({data.fingerprint for data in others}) == len(others)
     assert DATA.fingerprint.startswith("own 5+3 ")
 
 
-def test_the_fingerprint_of_the_digits_does_not_depend_on_the_number_of_threads():
+def test_the_checksum_does_not_depend_on_threads_or_on_how_tensors_lie_in_memory():
     """Two ranks with different numbers of cores refused each other."""
     before, prints = torch.get_num_threads(), set()
     try:
@@ -79,24 +81,6 @@ def test_the_fingerprint_of_the_digits_does_not_depend_on_the_number_of_threads(
     finally:
         torch.set_num_threads(before)
     assert len(prints) == 1
-
-
-def test_the_checksum_tells_contents_shapes_and_dtypes_apart():
-    changed = X.clone()
-    changed[5, 1] += 1
-    others = [
-        PAIRED,
-        replace(PAIRED, all_inputs=(changed, X + 100)),
-        replace(PAIRED, all_inputs=(X, changed)),
-        replace(PAIRED, all_targets=Y + 1),
-        replace(PAIRED, all_targets=Y.int()),
-        replace(PAIRED, all_inputs=(X.reshape(6, 1, 2), X + 100)),
-        PAIRED.first(5),
-    ]
-    assert len({split.checksum() for split in others}) == len(others)
-
-
-def test_the_checksum_is_of_the_content_and_not_of_how_it_lies_in_memory():
     tensor = torch.arange(24).reshape(2, 3, 4).bfloat16()
     turned = tensor.transpose(0, 2).contiguous().transpose(0, 2)
     assert not turned.is_contiguous()

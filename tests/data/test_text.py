@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -74,9 +73,6 @@ def test_blocks_are_read_in_any_order_from_a_mapped_file_that_a_worker_maps_itse
     assert (whole(train.first(3)) == whole(train)[:91]).all()
 
 
-# The text that ships
-
-
 def test_shakespeare_is_the_text_that_others_report_on():
     data = text.load(vocabulary=256)
     assert (data.name, len(data.train), len(data.test)) == ("shakespeare", 7842, 871)
@@ -86,10 +82,9 @@ def test_shakespeare_is_the_text_that_others_report_on():
     assert text.load(block=64).train.checksum() != data.train.checksum()
 
 
-# Tokenizers
-
-
-def test_tokens_are_those_of_the_whole_text_alone(book, tokenizer, tmp_path, monkeypatch):
+def test_tokens_are_those_of_the_whole_text_alone_and_made_once_for_it_and_a_tokenizer(
+    book, tokenizer, tmp_path, monkeypatch
+):
     monkeypatch.setattr(text, "_PIECE", 70)
     data = text.load(str(book), str(tokenizer), 8, vocabulary=270, root=str(tmp_path))
     plain = Tokenizer.from_file(str(tokenizer))
@@ -99,8 +94,6 @@ def test_tokens_are_those_of_the_whole_text_alone(book, tokenizer, tmp_path, mon
     assert data.train.tokens + data.test.tokens == len(ids) < 1000
     assert (whole(data.train) == ids[: len(data.train) * 8 + 1]).all()
 
-
-def test_tokens_are_made_once_for_a_text_and_a_tokenizer(book, tokenizer, tmp_path):
     def made() -> set[str]:
         text.load(str(book), str(tokenizer), 8, root=str(tmp_path / "root"))
         return {path.name for path in (tmp_path / "root" / "texts").iterdir()}
@@ -153,11 +146,3 @@ def test_what_cannot_be_read_is_refused_in_one_sentence(
     assert str(refusal.value).startswith(says)
     assert "\n" not in str(refusal.value)
     assert not list(tmp_path.glob("texts/*"))
-
-
-def test_a_tokenizer_without_its_package_is_refused(book, tokenizer, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(
-        ConfigError, match=r"data\.tokenizer needs the package tokenizers: install 'pipetrain\[text\]'"
-    ):
-        text.load(str(book), str(tokenizer))

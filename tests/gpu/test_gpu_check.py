@@ -131,7 +131,7 @@ def test_after_an_item_that_fails_the_others_go_on_in_a_new_world(setting):
     one, bad, three = setting.each(count, 2, ["one", "bad", "three"])
     assert (one, three) == (("one", ["one"] * 2, ""), ("three", ["three"] * 2, ""))
     assert bad[:2] == ("bad", None)
-    assert "first rank 1: ValueError: no more" in bad[2]
+    assert "ValueError: no more (rank 1)" in bad[2]
 
 
 @pytest.mark.parametrize(
