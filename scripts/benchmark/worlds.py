@@ -129,7 +129,9 @@ def run_ranks(
     listener = threading.Thread(target=_hear, args=(here, say))
     with tempfile.TemporaryDirectory() as folder:
         given = ranks, Path(folder), meet, work, there, deadline, arguments
-        running = start_processes(_enter, given, ranks, join=False, daemon=True, start_method=method)
+        running = start_processes(  # type: ignore[no-untyped-call]
+            _enter, given, ranks, join=False, daemon=True, start_method=method
+        )
         there.close()
         listener.start()
         try:
