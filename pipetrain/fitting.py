@@ -6,7 +6,7 @@ import json
 import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -32,11 +32,10 @@ from pipetrain.checkpoint.resume import (
 )
 from pipetrain.checkpoint.state import restore_random
 from pipetrain.checkpoint.writer import Keeper, Writer
-from pipetrain.data.loader import Sampled
 from pipetrain.data.loading import Loader, has_length
 from pipetrain.data.sets import DataFacts
 from pipetrain.ending import terminate
-from pipetrain.epochs import Epochs, Passes, PassesByNumber
+from pipetrain.epochs import Epochs, Passes
 from pipetrain.errors import ChannelError, ConfigError
 from pipetrain.pipeline import TRAINING, Pipeline
 from pipetrain.plan.describe import choices, describe
@@ -49,6 +48,7 @@ from pipetrain.records.recorder import Recorder
 from pipetrain.records.trackers import Trackers, check_loggers
 from pipetrain.rules import COUNT, PATH
 from pipetrain.runtime.feed import Batches, OfLoader
+from pipetrain.settings import Settings
 from pipetrain.signals import Signals, name_of, status_after
 
 log = logging.getLogger("pipetrain")
@@ -59,29 +59,25 @@ _trainings = count()
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """A run's folder, locked for it on rank 0, and what its records say of the run.
+    """A run's folder, locked for it on rank 0, and what its records and checkpoints say of the run.
 
     `run`: its unique name. `source`: the checkpoint to go on from. `config`: its configuration, with the
-    loggers. `conditions`: what a checkpoint to go on from must share, beside the model's tensors. `data`:
-    None: as the loaders say.
+    loggers. `conditions`: what a checkpoint to go on from must share, beside the model's tensors and batches.
     """
 
     path: Path
     run: str
-    source: Source | None = None
-    config: DictConfig = field(default_factory=lambda: OmegaConf.create({"logger": {}}))
+    source: Source | None
+    config: DictConfig
     conditions: Mapping[str, Any] = field(default_factory=dict)
-    data: DataFacts | None = None
-    ready: Callable[[], None] = lambda: None
-    """Called when all is ready to train."""
 
 
 def fit(
     pipe: Pipeline,
-    train: Loader | Sampled,
-    test: Loader | Sampled,
+    train: Loader,
+    test: Loader,
     epochs: int = 1,
-    run_dir: str | Path | RunFolder | None = None,
+    run_dir: str | Path | None = None,
     resume: str | Path | None = None,
     checkpoint: Mapping[str, Any] | int | None = 1,
     loggers: Sequence[str] | Mapping[str, Mapping[str, Any]] = ("tensorboard",),
@@ -110,29 +106,31 @@ def fit(
     (Ctrl-C raises KeyboardInterrupt once it is saved). SIGUSR1 saves and goes on. Raises ConfigError, before
     anything is written, for wrong values; for the rest see Pipeline.train.
     """
-    options: dict[str, Any] = {}
-    if not isinstance(run_dir, RunFolder):  # of which the settings have all
-        options |= {"epochs": epochs, "log_every": log_every, **_checkpoints(checkpoint)}
-        windows = trace and trace is not True and COUNT.read("trace", trace)
-        options["trace"] = {"windows": windows} if windows else bool(trace)
-        options["resume"] = None if resume is None else str(resume)
+    windows = trace and trace is not True and COUNT.read("trace", trace)
+    options = {
+        "epochs": epochs,
+        "log_every": log_every,
+        **_checkpoints(checkpoint),
+        "trace": {"windows": windows} if windows else bool(trace),
+        "resume": None if resume is None else str(resume),
+    }
     pipe._settings.changed(options)
-    counts = _batches_in(pipe, train, "train"), _batches_in(pipe, test, "test")
+    batches, evaluated = _batches_in(pipe, train, "train"), _batches_in(pipe, test, "test")
     if resume is not None and run_dir is None:
         raise ConfigError("resume= goes on in a run's folder: give run_dir= too")
-    with ExitStack() as ending:
-        place = run_dir
-        if not isinstance(place, RunFolder) and place is not None:
-            place = ending.enter_context(
-                _opened(pipe, PATH.read("run_dir", place), options["resume"], loggers)
-            )
+    with ExitStack() as held:
+        run_folder = None
+        if run_dir is not None:
+            path = PATH.read("run_dir", run_dir)
+            run_folder = held.enter_context(_opened(pipe, path, resume, loggers))
         # The first batch decides the plan; a signal to the group is to spare the data workers that it starts.
-        with nullcontext() if place is run_dir else Signals(pipe.rank).handled():
-            passes = _passes(pipe, train, test, place.source if place else None)
-        # A process of the command line ends after an error, which is to be said at once.
-        with nullcontext() if isinstance(run_dir, RunFolder) else pipe._together():
-            about = _about(pipe, options, train, counts, place, name)
-            return _trained(pipe, passes, about, place, ending)
+        with Signals(pipe.rank).handled():
+            passes = Loaders(pipe, train, test, run_folder.source if run_folder else None)
+        with pipe._together():
+            settings = pipe._settings.changed(options)
+            kind, full = type(getattr(train, "dataset", train)).__name__, settings.batch_size
+            data = DataFacts(name or kind, batches * full, evaluated * full, "", "", [])
+            return train_epochs(pipe, settings, passes, data, batches, run_folder)
 
 
 def _checkpoints(checkpoint: Mapping[str, Any] | int | None) -> dict[str, Any]:
@@ -147,7 +145,7 @@ def _checkpoints(checkpoint: Mapping[str, Any] | int | None) -> dict[str, Any]:
 def _opened(
     pipe: Pipeline,
     path: Path,
-    resume: str | None,
+    resume: str | Path | None,
     loggers: Sequence[str] | Mapping[str, Mapping[str, Any]],
 ) -> Iterator[RunFolder]:
     """Lock a run's folder on rank 0; find the checkpoint to go on from. Raises ConfigError, on all ranks."""
@@ -222,43 +220,8 @@ class Loaders:
         return {} if self._pipe.rank else {EPOCH_RANDOM: self._random}
 
 
-def _passes(pipe: Pipeline, train: Any, test: Any, source: Source | None) -> Passes:
-    if isinstance(train, Sampled) and isinstance(test, Sampled):
-        pipe._begin_by_number(train, test, source.manifest.position.batch if source else 0)
-        return PassesByNumber(train, test, pipe._begun, pipe._task, pipe._mesh)
-    return Loaders(pipe, train, test, source)
-
-
-def _about(
-    pipe: Pipeline,
-    options: Mapping[str, Any],
-    train: Any,
-    counts: tuple[int, int],
-    place: RunFolder | None,
-    name: str,
-) -> About:
-    """Return what the records say of the training, with all of its windows proven."""
-    session, settings = pipe._begun, replace(pipe._settings.changed(options), lr=pipe._asked.peak)
-    batches, evaluated = counts
-    done = place.source.manifest.position.batch if place and place.source else 0
-    for start in (0, done):
-        for length in window_lengths(batches, settings.window, start):
-            session.prove(length)
-    if place is not None and place.data is not None:
-        data = place.data
-    else:
-        full, kind = settings.batch_size, type(getattr(train, "dataset", train)).__name__
-        data = DataFacts(name or kind, batches * full, evaluated * full, "", "", [])
-    device, world = pipe._mesh.device, pipe._mesh.world
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    room = gpu_bytes(device.type, world.local_size)
-    return About(settings, session.plan, pipe._task, data, batches, f"{world.size} x {kind}", room)
-
-
-def _batches_in(pipe: Pipeline, loader: Loader | Sampled, name: str) -> int:
+def _batches_in(pipe: Pipeline, loader: Loader, name: str) -> int:
     """Return the number of batches of rank 0's loader. Raises ConfigError, on all ranks."""
-    if isinstance(loader, Sampled):
-        return len(loader.sizes)
 
     def count() -> int:
         batches = len(loader) if has_length(loader) else 0  # type: ignore[arg-type]
@@ -273,93 +236,114 @@ def _batches_in(pipe: Pipeline, loader: Loader | Sampled, name: str) -> int:
     return batches
 
 
-def _trained(
-    pipe: Pipeline, passes: Passes, about: About, place: RunFolder | None, ending: ExitStack
+def train_epochs(
+    pipe: Pipeline,
+    settings: Settings,
+    passes: Passes,
+    data: DataFacts,
+    batches: int,
+    run_folder: RunFolder | None,
+    ready: Callable[[], None] = lambda: None,
 ) -> list[dict[str, float]]:
-    """Train to the end, or until stopped; return the rows of all epochs."""
-    mesh, rank, session = pipe._mesh, pipe.rank, pipe._begun
-    keeper = None if place is None else _keeper(pipe, about, place)
-    if keeper is not None:  # until all records are written
-        ending.enter_context(keeper.asking.handled())
-    recorder = None if rank else _recorder(about, place, ending)
-    epochs = Epochs(session, mesh, passes, about, pipe._asked.rate, recorder, keeper)
-    if place is not None and place.source is not None:
-        epochs.restore(place.source)
-    if pipe._given is not None and not rank:
-        pipe._given.prove(training=True)
-    if place is not None:
-        place.ready()
-    finished = _run(epochs, keeper, place)
-    interrupted = keeper is not None and not finished and keeper.asking.interrupted()
-    lost = keeper.not_saved if keeper else None
-    if recorder and finished and lost != epochs.updates:
-        recorder.close()
-    elif recorder:
-        recorder.stop(lost)
-    pipe._stopping = pipe._stopping or not finished
-    pipe.metrics = epochs.metrics() or pipe.metrics
-    if interrupted and place is not None:
-        raise KeyboardInterrupt(f"interrupted; {saved_so_far(place.path)}")
-    return epochs.rows()
+    """Train to the end, or until stopped; return the rows of all epochs, of `batches` batches each.
+
+    Calls `ready` when nothing is left that could refuse the training.
+    """
+    source = run_folder.source if run_folder else None
+    about = _about(pipe, settings, data, batches, source)
+    with ExitStack() as ending:
+        keeper = _keeper(pipe, about, run_folder) if run_folder else None
+        if keeper is not None:  # until all records are written
+            ending.enter_context(keeper.asking.handled())
+        recorder = None if pipe.rank else _recorder(about, run_folder, ending)
+        epochs = Epochs(pipe._begun, pipe._mesh, passes, about, pipe._asked.rate, recorder, keeper)
+        if source is not None:
+            epochs.restore(source)
+        if pipe._given is not None and not pipe.rank:
+            pipe._given.prove(training=True)
+        ready()
+        finished = _run(epochs, keeper)
+        interrupted = keeper is not None and not finished and keeper.asking.interrupted()
+        lost = keeper.not_saved if keeper else None
+        if recorder and finished and lost != epochs.updates:
+            recorder.close()
+        elif recorder:
+            recorder.stop(lost)
+        pipe._stopping = pipe._stopping or not finished
+        pipe.metrics = epochs.metrics() or pipe.metrics
+        if keeper and interrupted:
+            raise KeyboardInterrupt(f"interrupted; {keeper.asking.saved()}")
+        return epochs.rows()
 
 
-def _run(epochs: Epochs, keeper: Keeper | None, place: RunFolder | None) -> bool:
+def _about(pipe: Pipeline, settings: Settings, data: DataFacts, batches: int, source: Source | None) -> About:
+    """Return what the records say of the training, with all of its windows proven."""
+    session, device, world = pipe._begun, pipe._mesh.device, pipe._mesh.world
+    for done in (0, source.manifest.position.batch if source else 0):
+        for length in window_lengths(batches, settings.window, done):
+            session.prove(length)
+    settings = replace(settings, lr=pipe._asked.peak)
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    room = gpu_bytes(device.type, world.local_size)
+    return About(settings, session.plan, pipe._task, data, batches, f"{world.size} x {kind}", room)
+
+
+def _run(epochs: Epochs, keeper: Keeper | None) -> bool:
     """Run the epochs; return False if a signal has stopped them."""
     try:
         return epochs.run()
     except ChannelError as error:
-        if keeper and place and (by := keeper.asking.stopped_by):  # another rank has left
-            terminate(f"{error}, after {name_of(by)}; {saved_so_far(place.path)}", status_after(by))
+        if keeper and (by := keeper.asking.stopped_by):  # another rank has left
+            terminate(f"{error}, after {name_of(by)}; {keeper.asking.saved()}", status_after(by))
         raise
     finally:
         if keeper:
             keeper.asking.drained.set()
 
 
-def _keeper(pipe: Pipeline, about: About, place: RunFolder) -> Keeper:
-    """Return what saves checkpoints, and hears signals."""
-    settings, rank = about.settings, pipe.rank
+def _keeper(pipe: Pipeline, about: About, run_folder: RunFolder) -> Keeper:
+    """Return what saves checkpoints, and hears signals. Raises ConfigError for another run's checkpoint."""
+    settings, path, source = about.settings, run_folder.path, run_folder.source
+    samples = {"batches": about.batches, "batch_size": settings.batch_size}
+    conditions = {**pipe._conditions, **samples, **run_folder.conditions}
+    if source is not None:
+        # A run that was killed just before its end may have a checkpoint with all epochs done.
+        ending = settings.resume == AUTO and source.manifest.pipeline == about.plan.pipeline
+        refuse_other(source, conditions)
+        refuse_finished(source, settings.epochs, ending)
+        if pipe.rank == 0:
+            _go_on(path, source, settings.epochs)
     store = pipe._mesh.store and PrefixStore(f"fit {next(_trainings)}", pipe._mesh.store)
-    data = {"batches": about.batches, "batch_size": settings.batch_size}
-    conditions = {**pipe._conditions, **(place.conditions or data)}
-    if place.source is not None:
-        _go_on(place, place.source, about, conditions, rank)
-    config: Any = OmegaConf.to_container(place.config, resolve=True)
+    config: Any = OmegaConf.to_container(run_folder.config, resolve=True)
     return Keeper(
-        writer=Writer(place.path, pipe._mesh, store, settings.checkpoint_keep, settings.timeout),
-        asking=Asking(pipe._mesh, store, about.plan.placement[0], partial(saved_so_far, place.path)),
+        writer=Writer(path, pipe._mesh, store, settings.checkpoint_keep, settings.timeout),
+        asking=Asking(pipe._mesh, store, about.plan.placement[0], partial(saved_so_far, path)),
         every=settings.checkpoint_every,
         unit=settings.checkpoint_unit,
-        run=place.run,
+        run=run_folder.run,
         conditions=conditions,
         config={"seed": pipe._begun.engine.seed, **transformers_config(pipe._model), **config},
     )
 
 
-def _go_on(place: RunFolder, source: Source, about: About, conditions: Mapping[str, Any], rank: int) -> None:
-    """Refuse a checkpoint of another run; remove the records that will be written again."""
-    epochs, position = about.settings.epochs, source.manifest.position
-    # A run that was killed just before its end may have a checkpoint with all epochs done.
-    ending = about.settings.resume == AUTO and source.manifest.pipeline == about.plan.pipeline
-    refuse_other(source, conditions)
-    refuse_finished(source, epochs, ending)
-    if rank == 0:
-        records = [METRICS, UPDATES, SUMMARY]
-        folder.clear(place.path, records if position.epoch == epochs else [*records, TRACE, RAN])
-        log.info("pipetrain: going on from %s, after update %d", source.folder, position.update)
+def _go_on(path: Path, source: Source, epochs: int) -> None:
+    """Remove the records that will be written again."""
+    records, position = [METRICS, UPDATES, SUMMARY], source.manifest.position
+    folder.clear(path, records if position.epoch == epochs else [*records, TRACE, RAN])
+    log.info("pipetrain: going on from %s, after update %d", source.folder, position.update)
 
 
-def _recorder(about: About, place: RunFolder | None, ending: ExitStack) -> Recorder:
+def _recorder(about: About, run_folder: RunFolder | None, ending: ExitStack) -> Recorder:
     """Return rank 0's recorder, with the plan for its folder."""
     if not (log.handlers or logging.getLogger().handlers):  # a program that has set up no logging
         log.addHandler(logging.StreamHandler())
         log.setLevel(logging.INFO)
         ending.callback(log.handlers.clear)
-    if place is None:
+    if run_folder is None:
         return Recorder(about)
-    trackers = Trackers(place.config, place.path, place.run)
+    trackers = Trackers(run_folder.config, run_folder.path, run_folder.run)
     ending.callback(trackers.close)
-    recorder = Recorder(about, place.path, place.config, trackers)
+    recorder = Recorder(about, run_folder.path, run_folder.config, trackers)
     recorder.files.text("plan.txt", describe(about.plan, room=about.room))
     if about.plan.prediction is not None:
         profile = about.plan.prediction.profile

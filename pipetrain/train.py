@@ -30,8 +30,9 @@ from pipetrain.data import Data, DataFacts, load_augment, load_data, obtain_data
 from pipetrain.data.loader import Sampled, Sampler, even
 from pipetrain.documents import read_as
 from pipetrain.ending import FAILED, guarded, leave
+from pipetrain.epochs import PassesByNumber
 from pipetrain.errors import ConfigError
-from pipetrain.fitting import RunFolder, fit
+from pipetrain.fitting import RunFolder, train_epochs
 from pipetrain.pipeline import Pipeline
 from pipetrain.records import folder
 from pipetrain.records.trackers import check_loggers
@@ -184,12 +185,6 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
     sampler = Sampler(
         facts.train, settings.batch_size, settings.microbatches, settings.seed, settings.drop_last
     )
-    if source is not None and source.manifest.position.batch > len(sampler.batch_sizes):
-        raise ConfigError(
-            f"the checkpoint stands after batch {source.manifest.position.batch} of an epoch, which has "
-            f"{len(sampler.batch_sizes)} here; give the batch_size and the data set that it was trained "
-            f"with, or train anew"
-        )
     rate = settings.rate(settings.epochs * len(sampler.batch_sizes))
     if not gc.isenabled():  # __main__ has turned it off
         gc.freeze()  # what is imported is not looked at again; before a model is built, which is to be freed
@@ -212,21 +207,21 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
     start.agree("read the data set", same={"data set": data.fingerprint if data else facts.fingerprint})
     start.doing = "plan the run"
     own = settings.seed, settings.workers, settings.timeout, data.classes if data else None
+    samples = (
+        Sampled(data.train if data else None, sampler.batch_sizes, sampler, *own),
+        Sampled(data.test if data else None, even(facts.test, settings.batch_size), None, *own),
+    )
+    pipe._begin_by_number(*samples, done=source.manifest.position.batch if source else 0)
+    passes = PassesByNumber(*samples, pipe._begun, task, pipe._mesh)
+    conditions = conditions_of(cfg, settings, facts)
+    run_folder = RunFolder(Path(word.run_dir), word.run, source, cfg, conditions)
 
     def ready() -> None:
         start.agree("begin to train")
         start.trains.set()
 
-    run_folder = RunFolder(
-        Path(word.run_dir), word.run, source, cfg, conditions_of(cfg, settings, facts), facts, ready
-    )
     try:
-        fit(
-            pipe,
-            Sampled(data.train if data else None, sampler.batch_sizes, sampler, *own),
-            Sampled(data.test if data else None, even(facts.test, settings.batch_size), None, *own),
-            run_dir=run_folder,
-        )
+        train_epochs(pipe, pipe._settings, passes, facts, len(sampler.batch_sizes), run_folder, ready)
     finally:
         if start.trains.is_set():  # what is left is to say how it ended
             start.signals.drained.set()

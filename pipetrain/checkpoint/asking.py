@@ -29,6 +29,8 @@ class Asking(Signals):
     `ended`: whether a window was ended early: the run then saves and stops.
     """
 
+    saved: Callable[[], str]
+
     def __init__(self, ranks: Ranks, store: Store | None, first: int, saved: Callable[[], str]) -> None:
         super().__init__(ranks.world.rank, saved)
         self._ranks = ranks
