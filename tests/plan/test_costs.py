@@ -64,12 +64,11 @@ def test_each_action_costs_what_was_measured_of_it():
     assert [frozen(Action(1, op)) for op in (Op.F, Op.B, Op.I, Op.W)] == [2, 3, 0, 3]
 
 
-def test_messages_cost_what_their_routes_carry():
-    costs = costs_of(TABLE, [1, 2])
-
+def test_messages_cost_the_bytes_on_the_wire_that_their_routes_carry():
     def sent(costs: Costs, op: Op, source: int, target: int) -> float:
         return costs(Action(source, op, peer=target))
 
+    costs = costs_of(TABLE, [1, 2])
     assert [sent(costs, Op.SEND_F, stage, stage + 1) for stage in (0, 1)] == [2, 3]
     assert [sent(costs, Op.SEND_B, stage, stage - 1) for stage in (1, 2)] == [2, 3]
     assert [costs(Action(1, op, peer=NO_PEER)) for op in (Op.RECV_F, Op.RECV_B, Op.REDUCE)] == [0, 0, 0]
@@ -78,15 +77,11 @@ def test_messages_cost_what_their_routes_carry():
     assert sent(costs, Op.SEND_F, 0, 2) == pytest.approx(1 + 1.40)
     assert sent(costs, Op.SEND_B, 2, 0) == pytest.approx(1 + 0.60)
     assert sent(costs, Op.SEND_F, 0, 1) == pytest.approx(2)
-
-
-def test_messages_are_priced_by_their_bytes_on_the_wire():
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    layers = estimate(model, entry(5, 4))
+    layers = estimate(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), entry(5, 4))
     made = Table(layers, entry(5, 4), [layer("a"), layer("b")], codecs=Codecs(forward=Half()), **TIMED)
     costs = made.costs(cut_layers({5: layers}, [1], entry(4)), [NEVER] * 2, False, 5)
-    assert costs(Action(0, Op.SEND_F, peer=1)) == pytest.approx(1 + 0.01 * 5 * 8 * 2)
-    assert costs(Action(1, Op.SEND_B, peer=0)) == pytest.approx(1 + 0.01 * 5 * 8 * FLOAT)
+    assert sent(costs, Op.SEND_F, 0, 1) == pytest.approx(1 + 0.01 * 5 * 8 * 2)
+    assert sent(costs, Op.SEND_B, 1, 0) == pytest.approx(1 + 0.01 * 5 * 8 * FLOAT)
     items = made.sizes(1, 2, NEVER)
     assert (items.inputs, items.returned) == (5 * 8 * 2, 5 * 8 * FLOAT)
 
@@ -214,23 +209,21 @@ def test_what_is_written_is_read_to_the_last_bit(layers, latency_s):
     assert Profile.from_json(json.loads(json.dumps(made.to_json()))) == made
 
 
-def test_a_file_is_read_also_one_of_another_machine(tmp_path):
-    data = TWO.to_json() | {"machine": {"device": "another", "threads": 7}}
-    assert read_profile(written(tmp_path, data), CONDITIONS) == replace(TWO, machine=data["machine"])
-
-
-BF16 = {**CONDITIONS, "precision": "bf16"}
-COMPILED = TWO.to_json() | {"conditions": {**CONDITIONS, "compile": 1}}
-
-
-def test_what_is_no_profile_or_was_taken_otherwise_is_refused(tmp_path):
+def test_a_file_of_another_machine_is_read_and_one_that_was_taken_otherwise_refused(tmp_path):
+    other = TWO.to_json() | {"machine": {"device": "another", "threads": 7}}
+    assert read_profile(written(tmp_path, other), CONDITIONS) == replace(TWO, machine=other["machine"])
+    compiled = TWO.to_json() | {"conditions": {**CONDITIONS, "compile": 1}}
     for data, conditions, says in (
         ("{", CONDITIONS, "cannot be read: Expecting property name"),
         ({"pipetrain_profile": 1}, CONDITIONS, "cannot be read: it is no profile of version 4"),
         (TWO.to_json() | {"colour": "red"}, CONDITIONS, "cannot be read: its content must be an object of"),
         # One that either knows nothing of is another condition too.
-        (TWO.to_json(), BF16, "was taken with precision=None, and this run has precision=bf16"),
-        (COMPILED, CONDITIONS, "was taken with compile=1, and this run has compile=None"),
+        (
+            TWO.to_json(),
+            CONDITIONS | {"precision": "bf16"},
+            "was taken with precision=None, and this run has precision=bf16",
+        ),
+        (compiled, CONDITIONS, "was taken with compile=1, and this run has compile=None"),
     ):
         path = written(tmp_path, data)
         said = refusal(partial(read_profile, path, conditions))
@@ -239,19 +232,17 @@ def test_what_is_no_profile_or_was_taken_otherwise_is_refused(tmp_path):
 
 
 def test_layers_must_have_the_names_and_outputs_of_the_model_s():
-    def model(*outputs: tuple[str, int]) -> list[Layer]:
-        return [Layer(name, 1, 1, ValueSpec((bytes_of(nbytes),))) for name, nbytes in outputs]
+    def check(*outputs: tuple[str, int]) -> None:
+        layers = [Layer(name, 1, 1, ValueSpec((bytes_of(nbytes),))) for name, nbytes in outputs]
+        refuse_other_layers(TWO, layers)
 
-    refuse_other_layers(TWO, model(("a", 40), ("b", 8)))
-    for layers, says in (
-        (
-            model(("a", 40), ("c", 8)),
-            "1 (name, bytes of the output) is ('b', 8), and the model's is ('c', 8)",
-        ),
-        (model(("a", 80)), "0 (name, bytes of the output) is ('a', 40), and the model's is ('a', 80)"),
-        (model(("a", 40)), "1 (name, bytes of the output) is ('b', 8), and the model's is None"),
+    check(("a", 40), ("b", 8))
+    for outputs, says in (
+        ([("a", 40), ("c", 8)], "its layer 1 (name, bytes of the output) is ('b', 8), and the model's is"),
+        ([("a", 80)], "its layer 0 (name, bytes of the output) is ('a', 40), and the model's is ('a', 80)"),
+        ([("a", 40)], "its layer 1 (name, bytes of the output) is ('b', 8), and the model's is None"),
     ):
-        assert says in refusal(partial(refuse_other_layers, TWO, layers))
+        assert says in refusal(partial(check, *outputs))
 
 
 def test_ranks_are_averaged_by_the_median_of_each_time():

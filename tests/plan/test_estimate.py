@@ -14,92 +14,70 @@ from torch._subclasses.fake_tensor import FakeTensor
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan import estimate as module
-from pipetrain.plan.estimate import estimate
+from pipetrain.plan.estimate import Layer, estimate
 from tests.support import models
 from tests.support.edges import Lambda
-from tests.support.models import Fork, Join, Recompute, Through, tied
+from tests.support.models import Fork, Join, Recompute, Through
 from tests.support.refusals import refusal
 
 
-def spec(*shape: int, dtype: torch.dtype = torch.float32) -> ValueSpec:
-    return ValueSpec((TensorSpec(shape, dtype),))
+def spec(*shape: int) -> ValueSpec:
+    return ValueSpec((TensorSpec(shape, torch.float32),))
 
 
 IMAGES = spec(2, 3, 8, 8)
+
+
+def layers_of(*layers: nn.Module, **options: object) -> list[Layer]:
+    return estimate(nn.Sequential(*layers), IMAGES, **options)  # type: ignore[arg-type]
 
 
 def conv() -> nn.Conv2d:
     return nn.Conv2d(3, 3, 1)
 
 
-def test_a_convolution_and_a_linear_layer_by_hand():
-    conv, flatten, linear = estimate(
-        nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(), nn.Linear(256, 5)), IMAGES
-    )
-    # Each of 2 x 4 x 8 x 8 output elements is a sum of 3 x 3 x 3 products, and counts once itself.
-    assert (conv.params, conv.flops) == (4 * 27 + 4, 2 * 27 * (2 * 4 * 64) + 2 * 4 * 64)
-    assert conv.output == spec(2, 4, 8, 8)
-    assert (flatten.params, flatten.flops, flatten.output) == (0, 512, spec(2, 256))
-    assert (linear.params, linear.flops) == (256 * 5 + 5, 2 * 256 * (2 * 5) + 2 * 5)
-    assert linear.output == spec(2, 5)
-
-
-def test_work_on_trained_weights_is_counted_by_itself():
+def test_work_is_counted_by_hand_and_that_on_trained_weights_by_itself():
     gram = Lambda(lambda x: x.flatten(2) @ x.flatten(2).mT)
     frozen = nn.Conv2d(4, 4, 1).requires_grad_(False)
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), frozen, gram, nn.Linear(4, 4))
+    model = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), frozen, gram, nn.Linear(4, 4)
     for autocast in (False, True):
-        made = estimate(model, IMAGES, Numerics(autocast=autocast))
-        assert [layer.weight_flops for layer in made] == [2 * 3 * (2 * 4 * 64), 0, 0, 0, 2 * 4 * (2 * 4 * 4)]
-        assert made[3].flops == 2 * 64 * (2 * 4 * 4) + 2 * 4 * 4
-
-
-def test_a_shared_parameter_is_counted_where_it_stands():
-    counted = [0, 48 * 48 + 48, 0, 48 * 48 + 48, 48 * 10 + 10]
-    assert [layer.params for layer in estimate(tied(), spec(2, 3, 32, 32))] == counted
+        first, norm, _, squares, last = made = layers_of(*model, numerics=Numerics(autocast=autocast))
+        # Each of 2 x 4 x 8 x 8 output elements is a sum of 3 x 3 x 3 products, and counts once itself.
+        assert (first.params, first.flops) == (4 * 27 + 4, 2 * 27 * (2 * 4 * 64) + 2 * 4 * 64)
+        assert (norm.params, norm.flops) == (8, 2 * 4 * 64)
+        assert squares.flops == 2 * 64 * (2 * 4 * 4) + 2 * 4 * 4
+        assert (last.params, last.flops) == (20, 2 * 4 * (2 * 4 * 4) + 2 * 4 * 4)
+        assert [one.weight_flops for one in made] == [2 * 27 * (2 * 4 * 64), 0, 0, 0, 2 * 4 * (2 * 4 * 4)]
+    shared = [0, 48 * 48 + 48, 0, 48 * 48 + 48, 48 * 10 + 10]  # a weight counts where it stands
+    assert [layer.params for layer in estimate(models.tied(), spec(2, 3, 32, 32))] == shared
 
 
 # What it returns
 
 
-def test_tuples_are_boundaries_of_their_own_kind():
-    layers = nn.Sequential(Fork(nn.Conv2d(3, 4, 1)), Through(nn.Conv2d(4, 3, 1)), Join())
-    made = fork, through, join = estimate(layers, IMAGES)
-    pair = (TensorSpec((2, 4, 8, 8), torch.float32), TensorSpec((2, 3, 8, 8), torch.float32))
-    assert fork.output == ValueSpec(pair, single=False)
+def test_tuples_and_lists_are_boundaries_of_their_own_kind():
+    made = fork, through, join = layers_of(Fork(nn.Conv2d(3, 4, 1)), Through(nn.Conv2d(4, 3, 1)), Join())
+    image = IMAGES.specs[0]
+    assert fork.output == ValueSpec((TensorSpec((2, 4, 8, 8), torch.float32), image), single=False)
     assert fork.requires_grad == through.requires_grad == (True, False)  # the skip is the data
-    assert through.output == ValueSpec((pair[1], pair[1]), single=False)
-    assert join.output == spec(2, 3, 8, 8)
+    assert (through.output, join.output) == (ValueSpec((image, image), single=False), IMAGES)
     assert [layer.reached for layer in made] == [(False,), (True, False), (True, False)]
     assert fork.flops == 2 * 3 * (2 * 4 * 64) + 2 * 4 * 64 + 2 * 3 * 64  # both its tensors are counted
-
-
-def test_a_list_and_a_tuple_of_one_are_tuples():
-    one = IMAGES.specs[0]
-    (listed,) = estimate(nn.Sequential(Lambda(lambda x: [x, x])), IMAGES)
+    (listed,) = layers_of(Lambda(lambda x: [x, x]))
     assert listed.output.pack(("a", "b")) == ["a", "b"]  # to the loss as it is
-    assert replace(listed.output, packing=None) == ValueSpec((one, one), single=False)
-    assert listed.requires_grad == (False, False)
-    assert listed.keeps_output  # it may change under the other name
-    (once,) = estimate(nn.Sequential(Lambda(lambda x: (x,))), IMAGES)
-    assert once.output == ValueSpec((one,), single=False)
+    assert replace(listed.output, packing=None) == through.output
+    assert (listed.requires_grad, listed.keeps_output) == ((False, False), True)  # it has two names
+    assert layers_of(Lambda(lambda x: (x,)))[0].output == ValueSpec((image,), single=False)
 
 
 def test_a_layer_that_writes_into_its_input_is_seen():
     for layer, writes in (
         (nn.Sequential(nn.Flatten(), nn.Dropout(inplace=True)), True),  # a view first
         (Lambda(lambda x: (x.view(-1).mul_(2), x)[1]), True),
-        (nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(inplace=True)), False),
+        (nn.Sequential(conv(), nn.ReLU(inplace=True)), False),
     ):
-        before, seen = estimate(nn.Sequential(nn.Identity(), layer), IMAGES)
+        before, seen = layers_of(nn.Identity(), layer)
         assert (bool(before.writes), bool(seen.writes)) == (False, writes)
-
-
-def test_batchnorm_over_one_value_a_channel_is_refused_in_training_alone():
-    model = nn.Sequential(nn.Conv2d(3, 4, 8), nn.BatchNorm2d(4))
-    one = spec(1, 3, 8, 8)
-    assert "layer 1 (1) of the model cannot take float32[1, 4, 1, 1]" in refusal(lambda: estimate(model, one))
-    assert estimate(model, one, training=False)[1].output == spec(1, 4, 1, 1)
 
 
 # With and without numbers
@@ -110,7 +88,7 @@ class Sometimes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Conv2d(4, 4, 1)
+        self.layer = conv()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.layer(x) if torch.rand(()) < 0.5 else x
@@ -120,14 +98,12 @@ READS = Lambda(lambda x: x * (1 + x.sum().item()))
 NUMPY = Lambda(lambda x: x * float(x.detach().numpy().std()))
 
 
-@pytest.mark.parametrize("layer", [READS, Sometimes(), NUMPY, nn.BatchNorm2d(4, momentum=None)])
+@pytest.mark.parametrize("layer", [READS, Sometimes(), NUMPY, nn.BatchNorm2d(3, momentum=None)])
 def test_a_layer_is_run_on_copies_and_leaves_no_trace(layer):
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), layer, nn.BatchNorm2d(4), nn.Flatten()).train()
+    model = nn.Sequential(conv(), layer, nn.BatchNorm2d(3)).train()
     before, parameters = copy.deepcopy(model.state_dict()), list(model.parameters())
     random = torch.get_rng_state()
-    made = estimate(model, IMAGES)
-    assert [m.output for m in made] == [spec(2, 4, 6, 6)] * 3 + [spec(2, 144)]
-    assert made[1].params == sum(p.numel() for p in layer.parameters())
+    assert [one.output for one in estimate(model, IMAGES)] == [IMAGES] * 3
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
@@ -141,8 +117,7 @@ def test_a_dear_model_is_estimated_without_numbers_and_alike(monkeypatch, build)
     cheap = estimate(build(), entry)
     monkeypatch.setattr(module, "CHEAP", -1)
     assert estimate(build(), entry) == cheap
-    sees = Lambda(lambda x: kinds.append(type(x)) or x)
-    estimate(nn.Sequential(nn.Conv2d(3, 4, 3), READS, sees, nn.ReLU()), entry)
+    layers_of(conv(), READS, Lambda(lambda x: kinds.append(type(x)) or x), nn.ReLU())
     assert kinds == [FakeTensor]  # numbers for the one layer that reads them
 
 
@@ -152,8 +127,7 @@ def test_a_layer_that_cannot_run_here_is_planned_all_the_same():
             raise NotImplementedError("no such kernel for the CPU")
         return x * 2
 
-    made = estimate(nn.Sequential(nn.Conv2d(3, 4, 3), Lambda(for_a_gpu), nn.ReLU()), IMAGES)
-    assert [m.output for m in made] == [spec(2, 4, 6, 6)] * 3
+    assert [one.output for one in layers_of(conv(), Lambda(for_a_gpu), nn.ReLU())] == [IMAGES] * 3
 
 
 # Which gradients are needed
@@ -182,7 +156,20 @@ class NoGradient(torch.autograd.Function):
         return None
 
 
+class Unregistered(nn.Module):
+    """Holds another layer's weight in a list and as a plain attribute: that is as good as registered."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.tied, self.named = [weight], {"w": weight}
+        vars(self)["plain"] = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.tied[0].sum() + self.named["w"].sum() + self.plain.sum())
+
+
 DROP = Lambda(lambda triple: triple[0] + triple[1].log().clamp(min=-9))
+SHARED, KEPT = conv(), []
 
 
 @pytest.mark.parametrize(
@@ -193,12 +180,12 @@ DROP = Lambda(lambda triple: triple[0] + triple[1].log().clamp(min=-9))
         ((Keep(), DROP, conv()), [(True, False, False), (True,)]),
         ((conv(), Lambda(NoGradient.apply), conv()), [(False,), (True,)]),
         ((conv(), Recompute(nn.Sequential(conv(), nn.Tanh()), True), nn.ReLU()), [(True,), (True,)]),
+        ((SHARED, Unregistered(SHARED.weight), nn.ReLU()), [(True,), (True,)]),
     ],
 )
 def test_a_gradient_is_needed_where_it_leads_from_the_loss_to_a_weight(layers, reached):
-    model = nn.Sequential(*layers)
-    assert [layer.reached for layer in estimate(model, IMAGES)] == [(False,), *reached]
-    assert all(p.grad is None for p in model.parameters())
+    assert [layer.reached for layer in layers_of(*layers)] == [(False,), *reached]
+    assert all(p.grad is None for layer in layers for p in layer.parameters())
 
 
 # What a layer keeps, and what it uses of others
@@ -210,15 +197,14 @@ class State(nn.Module):
     def __init__(self, how: Callable[[State, Tensor], Tensor]) -> None:
         super().__init__()
         self.register_buffer("state", torch.zeros(2, 3, 8, 8))
-        self.kept: list[Tensor] = [torch.zeros(2, 3, 8, 8)]
-        self.how = how
+        self.kept, self.how = [torch.zeros(2, 3, 8, 8)], how
 
     def forward(self, x: Tensor) -> Tensor:
         self.last = x * 2
         return self.how(self, x)
 
 
-def test_a_layer_that_hands_on_what_it_keeps_is_seen():
+def test_a_layer_that_hands_on_what_it_keeps_is_seen_and_is_as_it_was():
     for how, keeps in (
         (lambda self, x: self.state + x, False),
         (lambda self, x: self.state.add_(1), True),
@@ -226,10 +212,9 @@ def test_a_layer_that_hands_on_what_it_keeps_is_seen():
         (lambda self, x: self.last, True),
     ):
         layer = State(how)
-        (seen,) = estimate(nn.Sequential(layer), IMAGES, training=False)
-        assert seen.keeps_output is keeps
-        assert bool((layer.state == 0).all())
-        assert not hasattr(layer, "last")  # it is as it was
+        (seen,) = layers_of(layer, training=False)
+        assert (seen.keeps_output, bool((layer.state == 0).all())) == (keeps, True)
+        assert not hasattr(layer, "last")
 
 
 def borrows(tensor: Tensor) -> Lambda:
@@ -255,14 +240,15 @@ class Renormed(nn.Conv2d):
         return super().forward(x)
 
 
-SHARED, KEPT = conv(), []
 HIDES, FINDS = Lambda(lambda x: KEPT.append(x) or x), Lambda(lambda x: x + KEPT.pop())
+ONE_VALUE = nn.Conv2d(3, 4, 8), nn.Flatten(0), nn.Unflatten(0, (1, 8)), nn.BatchNorm1d(8)
 
 
 @pytest.mark.parametrize(
     ("layers", "says"),
     [
         ((nn.Conv2d(3, 4, 3), nn.Conv2d(5, 4, 3)), "1 (1) of the model cannot take float32[2, 4, 6, 6]: "),
+        (ONE_VALUE, "3 (3) of the model cannot take float32[1, 8]: Expected more than 1 value"),
         ((SHARED, borrows(SHARED.weight.detach())), "1 (1) of the model uses parameter 0.weight, which is"),
         ((conv(), borrows(nn.Parameter(torch.ones(3)))), "1 (1) of the model uses a parameter [3] of no"),
         ((conv(), HIDES, FINDS), "2 (2) of the model uses a tensor [2, 3, 8, 8] that a layer before it has"),
@@ -270,29 +256,14 @@ HIDES, FINDS = Lambda(lambda x: KEPT.append(x) or x), Lambda(lambda x: x + KEPT.
         ((conv(), Late()), "1 (1) of the model makes its seen when it first runs; make it when"),
     ],
 )
-def test_what_no_weight_version_or_checkpoint_would_follow_is_refused(layers, says):
-    assert refusal(lambda: estimate(nn.Sequential(*layers), IMAGES)).startswith(f"layer {says}")
+def test_what_cannot_run_or_no_weight_version_or_checkpoint_would_follow_is_refused(layers, says):
+    assert refusal(lambda: layers_of(*layers)).startswith(f"layer {says}")
 
 
-def test_what_trains_nothing_is_no_one_s_but_known():
+def test_what_an_evaluation_or_no_training_may_do():
+    assert len(layers_of(*ONE_VALUE, training=False)) == 4
     norm = nn.BatchNorm2d(3)
-    made = estimate(nn.Sequential(norm, borrows(norm.running_mean), borrows(torch.ones(3))), IMAGES)
+    made = layers_of(norm, borrows(norm.running_mean), borrows(torch.ones(3)))
     assert [layer.borrows for layer in made] == [(), ("0.running_mean",), ()]
     assert [len(layer.foreign) for layer in made] == [0, 0, 1]
-    assert len(estimate(nn.Sequential(nn.ReLU(), HIDES, FINDS), IMAGES)) == 3
-
-
-def test_a_parameter_in_a_list_or_a_plain_attribute_is_a_registered_one():
-    class Tied(nn.Module):
-        def __init__(self, weight: nn.Parameter) -> None:
-            super().__init__()
-            self.tied, self.named = [weight], {"w": weight}
-            object.__setattr__(self, "plain", weight)
-            vars(self)["plain"] = weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * (self.tied[0].sum() + self.named["w"].sum() + self.plain.sum())
-
-    first = conv()
-    made = estimate(nn.Sequential(first, Tied(first.weight), nn.ReLU()), IMAGES)
-    assert [layer.reached for layer in made] == [(False,), (True,), (True,)]
+    assert len(layers_of(nn.ReLU(), HIDES, FINDS)) == 3
