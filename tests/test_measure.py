@@ -19,7 +19,7 @@ from pipetrain.measure import LARGE, SMALL, line, measure_layers
 from pipetrain.network.chain import Chain
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import TensorSpec, ValueSpec
-from pipetrain.plan.costs import LayerTime, Profile, profile_conditions
+from pipetrain.plan.costs import SECONDS, LayerTime, Profile, profile_conditions
 from pipetrain.plan.estimate import estimate
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.weights import OptimizerFactory
@@ -31,23 +31,16 @@ from tests.support.refusals import refusal
 SGD: OptimizerFactory = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-def entry(*shape: int) -> ValueSpec:
-    return ValueSpec((TensorSpec(shape, torch.float32),))
-
-
 def measured(
     model: nn.Sequential, shape: tuple[int, ...] = (2, 3, 32, 32), optimizer: OptimizerFactory = SGD
 ) -> list[LayerTime]:
     """Measure; so that numbers stay ordinary, inputs and weights stay what they are."""
-    layers, x = estimate(deepcopy(model), entry(*shape)), torch.randn(shape)
+    entry, x = ValueSpec((TensorSpec(shape, torch.float32),)), torch.randn(shape)
+    layers = estimate(deepcopy(model), entry)
     given = [t.detach().clone() for t in (x, *model.parameters())]
     found = measure_layers(Chain(model), x, layers, optimizer, Numerics())
     assert all(torch.equal(a, b) for a, b in zip(given, (x, *model.parameters()), strict=True))
     return found
-
-
-def column(name: str, layers: list[LayerTime]) -> list[int]:
-    return [getattr(layer, name) for layer in layers]
 
 
 # Times
@@ -105,11 +98,11 @@ def test_each_layer_s_times_are_its_own_without_what_starting_a_backward_costs(m
     monkeypatch.setattr(measure, "Clock", SetClock)
     monkeypatch.setattr(torch.autograd, "backward", started)
     held = measured(nn.Sequential(Halves(), nn.Tanh(), Halves()), (2, 12), partial(Steps, lr=0.1))
-    assert column("forward_s", held) == column("recorded_s", held) == [1, 0, 1]
-    assert column("backward_s", held) == pytest.approx([5, start_s / 10, 7])
-    assert column("input_s", held) == pytest.approx([0, start_s / 10, 2])  # none before the first
-    assert column("weight_s", held)[1:] == [0, 5]
-    assert column("step_s", held) == [7, 0, 7]
+    column = {name: [getattr(layer, name) for layer in held] for name in SECONDS}
+    assert column["forward_s"] == column["recorded_s"] == [1, 0, 1]
+    assert column["backward_s"] == pytest.approx([5, start_s / 10, 7])
+    assert column["input_s"] == pytest.approx([0, start_s / 10, 2])  # none before the first
+    assert (column["weight_s"][1:], column["step_s"]) == ([0, 5], [7, 0, 7])
 
 
 # Any model
@@ -130,12 +123,6 @@ def test_any_model_that_can_train_can_be_measured_in_the_modes_of_its_layers(bui
     assert all(layer.forward_s > 0 for layer in held)
     assert held[-1].backward_s > 0
     assert not model[1].training
-
-
-# Messages
-
-
-# Messages
 
 
 def test_the_line_goes_through_both_times():
@@ -159,10 +146,8 @@ def trained(partition: object) -> tuple[Plan, list[float], dict[str, Tensor]]:
     """Train on ranks of two stages each, so that three pairs of neighbours are of the same two ranks."""
     generator = torch.Generator().manual_seed(1)
     batches = [(torch.randn(12, 12, generator=generator), torch.arange(12) % 3) for _ in range(3)]
-    pipe = Pipeline(
-        dropping(), cross_entropy, SGD, "interleaved_1f1b", microbatches=4, partition=partition, device="cpu"
-    )
-    with pipe:
+    options = {"microbatches": 4, "partition": partition, "device": "cpu"}
+    with Pipeline(dropping(), cross_entropy, SGD, "interleaved_1f1b", **options) as pipe:
         losses = list(pipe.train(batches))
         return pipe.plan, losses, pipe.state_dict() | {"random": torch.get_rng_state()}
 
@@ -181,9 +166,7 @@ def test_a_run_by_measured_cuts_is_the_run_by_the_same_cuts_to_the_last_bit(rank
     assert first == second
     assert all(a < b for a, b in pairwise([0, *first.pop("cuts"), 5]))
     measured = Profile.from_json(json.loads(json.dumps(first)))
-    assert measured.machine["ranks"] == 2
-    assert measured.conditions["microbatch"] == 3
-    assert len(measured.layers) == 5
+    assert (measured.machine["ranks"], measured.conditions["microbatch"], len(measured.layers)) == (2, 3, 5)
     assert measured.latency_s + measured.s_per_byte > 0
 
 

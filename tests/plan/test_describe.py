@@ -44,14 +44,6 @@ def test_vgg16_by_pipedream_on_four_stages():
     }
 
 
-def test_a_bubble_that_no_formula_gives_is_left_out():
-    """Microbatches that are no multiple of the ranks, as by default with three of them."""
-    shown = figures(describe(planned("interleaved_1f1b", 3, 4, 1, "model=mlp")))
-    assert re.fullmatch(r"\d+\.\d\d%", shown["bubble"][0])
-    assert shown["bubble"][1] == "-"
-    assert shown["activations"][0] == shown["activations"][1]
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_simulated_and_formula_agree_for_every_schedule(schedule):
     made = planned(schedule, 2, 4, 3, "model=mlp")
@@ -65,6 +57,12 @@ def test_simulated_and_formula_agree_for_every_schedule(schedule):
         assert {formula for _, formula in shown.values()} == {"-"}
     else:
         assert all(simulated == formula for simulated, formula in shown.values()), shown
+
+
+def test_a_bubble_that_no_formula_gives_is_left_out():
+    """Microbatches that are no multiple of the ranks, as by default with three of them."""
+    shown = figures(describe(planned("interleaved_1f1b", 3, 4, 1, "model=mlp")))
+    assert (shown["bubble"][1], shown["activations"][0]) == ("-", shown["activations"][1])
 
 
 @pytest.mark.parametrize(

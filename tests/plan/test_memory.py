@@ -37,11 +37,8 @@ def most_of(plan: Plan) -> list[float]:
     return [peak / GIB for peak in peaks_by_rank(memory(plan, plan.timeline()))]
 
 
-def test_the_stages_of_a_rank_count_together_at_the_same_moment():
+def test_the_fullest_rank_holds_what_its_stages_do_at_one_moment_and_that_is_said():
     assert peaks_by_rank([moments((3, 1), (2, 2), (1, 4)), moments((4, 0))]) == [5, 4]
-
-
-def test_whether_the_fullest_rank_fits_is_said_with_both_numbers():
     held = [moments((GIB, 0)), moments((2 * GIB, GIB))]
     both = "rank 1, the fullest, is predicted to hold 3 of the {} GiB of its GPU"
     assert says(held, 3 * GIB) == both.format(3)
@@ -49,16 +46,11 @@ def test_whether_the_fullest_rank_fits_is_said_with_both_numbers():
 
 
 def test_a_limit_is_kept_to_by_each_rank_whatever_the_partition():
-    plan = plan_of("zbv")
-    most = max(most_of(plan))
-    assert plan_of("zbv", f"memory_limit={most!r}").cuts == plan.cuts
-    said = refusal(lambda: plan_of("zbv", f"memory_limit={most * 0.999!r}"))
-    assert f"is too small: rank 0 is predicted to hold {most:.4g} GiB; to hold less, {WAYS}" in said
-
-
-def test_recomputation_makes_a_rank_fit():
-    most = max(most_of(plan_of("1f1b", "recompute=always")))
-    plan_of("1f1b", "recompute=always", f"memory_limit={most!r}")
+    for words in (("zbv",), ("1f1b", "recompute=always")):
+        most = max(most_of(plan_of(*words)))
+        assert plan_of(*words, f"memory_limit={most!r}").cuts == plan_of(*words).cuts
+        said = refusal(lambda: plan_of(*words, f"memory_limit={most * 0.999!r}"))  # noqa: B023
+        assert f" too small: rank 0 is predicted to hold {most:.4g} GiB; to hold less, {WAYS}" in said
     assert "recompute=selective or always" in refusal(lambda: plan_of("1f1b", f"memory_limit={most!r}"))
 
 

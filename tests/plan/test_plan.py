@@ -21,7 +21,7 @@ from pipetrain.schedule.actions import Action, Op, Program, Schedule, has_norms,
 from pipetrain.schedule.automatic import ZeroBubbleAuto
 from pipetrain.schedule.memory import GIB
 from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream
-from pipetrain.schedule.simulate import Deadlock, simulate
+from pipetrain.schedule.simulate import Deadlock
 from pipetrain.schedule.transforms import with_recompute
 from pipetrain.settings import Mode, Settings
 from pipetrain.tasks import Regression, Task
@@ -56,7 +56,7 @@ def plan(
     return make_plan(chosen, schedule, model or with_norm(), IMAGE, samples, **others)
 
 
-# Windows
+# Windows, and what a plan says
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,21 @@ def test_each_length_is_proven_once(monkeypatch, words):
     assert proven == [2, 1] * 2
 
 
-def test_a_longer_window_recomputes_as_asked_for_where_one_batch_has_nothing_to_recompute():
-    made = plan("window=1", "microbatches=1", "recompute=selective", schedule=pipedream)
-    assert made.recompute == ["never", "never"]
-    assert replace(made, windows={3: made.proven(3)}).recompute == ["selective", "never"]
+@pytest.mark.parametrize(("window", "over"), [("1", "model"), ("2", "stage"), ("null", "stage")])
+def test_windows_of_all_lengths_are_clipped_alike_also_a_short_last_one_that_reads_nothing_late(window, over):
+    made = plan(f"window={window}", "clip_grad_norm=1", schedule=pipedream)
+    assert made.settings.clip_grad_norm_over == over
+    assert {has_norms(w.program) for w in made.windows.values()} == {over == "model"}
 
 
-# What it says
+def test_peaks_and_recomputation_are_those_of_any_window():
+    """A window of one batch has nothing to recompute, as each backward follows its forward."""
+    words = ("microbatches=1", "recompute=selective")
+    made = plan("window=1", *words, ranks=3, schedule=pipedream, samples=Samples([12] * 5, [11]))
+    assert made.recompute == ["never"] * 3
+    longer = replace(made, windows=made.windows | {4: made.proven(4)})
+    assert longer.recompute == ["selective", "selective", "never"]
+    assert [longer.peaks(stage) for stage in range(3)] == [(3, 3, 2), (2, 2, 1), (1, 1, 0)]
 
 
 def test_slices_cover_the_model_in_order():
@@ -96,20 +104,13 @@ def test_slices_cover_the_model_in_order():
     assert (made.cuts, made.placement) == ([3, 5, 9], [0, 1, 2, 3])
     assert list(made.cut.bounds) == [edge for a, b in pairwise(range(4)) for edge in ((a, b), (b, a))]
     around = plan(schedule=schedule_of("interleaved_1f1b"))  # virtual stages
-    assert around.placement == [0, 1, 0, 1]
-    assert (around.cut.slices[3].start, around.layers_on(1)[-2:]) == (8, [8, 9])
-
-
-def test_peaks_are_the_largest_of_any_window():
-    made = plan("window=4", "microbatches=1", ranks=3, schedule=pipedream, samples=Samples([12] * 5, [11]))
-    assert [made.peaks(stage) for stage in range(3)] == [(3, 3, 2), (2, 2, 1), (1, 1, 0)]
+    assert (around.placement, around.layers_on(1)[-2:]) == ([0, 1, 0, 1], [8, 9])
 
 
 def test_boundaries_of_every_size_that_will_be_seen_in_training_and_evaluation():
     """43 samples in batches of 12 cut into 4: three of 3 each, then 7 as 2 2 2 1; 11 are evaluated."""
-    sampler, words = Sampler(43, 12, 4, seed=0), ("partition=[4,8]", "dtype=float64")
-    samples = Samples(sampler.batch_sizes, [6, 5])
-    made = plan(*words, ranks=3, model=with_norm().double(), samples=samples)
+    samples = Samples(Sampler(43, 12, 4, seed=0).batch_sizes, [6, 5])
+    made = plan("partition=[4,8]", "dtype=float64", ranks=3, model=with_norm().double(), samples=samples)
     forwards = [(a.stage, a.mb) for actions in made.evaluation for a in actions if a.op is Op.F]
     assert sorted(forwards) == [(stage, mb) for stage in range(3) for mb in range(2)]
     assert (set(made.cut.specs), set(made.evaluation_cut.specs)) == ({3, 2, 1}, {6, 5})
@@ -131,66 +132,44 @@ def by_times(seconds: list[float], *overrides: str, latency_s: float = 1, **argu
     return plan("partition=profile", *overrides, model=model(), profile=measured, **arguments)
 
 
-def test_a_profile_s_cuts_costs_and_rivals():
+def test_a_profile_s_cuts_and_costs():
     made = by_times([1, 1, 1, 1, 1, 1, 1, 1, 1, 7])
     assert made.cuts == [8]  # 8 | 1 + 7
+    choices = {name: (of.cuts, of.slowest_s) for name, of in made.prediction.choices.items()}
+    assert (choices["profile"], choices["even"]) == (([8], 4 * (8 + 16 + 2)), ([5], 4 * (11 + 22 + 2)))
+    assert made.timeline().busy == [4 * 24, 4 * 24]
     assert (plan().costs, plan().prediction) == (None, None)
-    assert made.costs is not None
-    for op, seconds in ((Op.F, 8), (Op.B, 16)):
-        assert [made.costs(Action(stage, op)) for stage in (0, 1)] == [seconds, seconds]
-    assert made.costs(Action(0, Op.SEND_F)) == made.costs(Action(1, Op.SEND_B)) == 1
-    choices = made.prediction.choices
-    assert {name: (of.cuts, of.slowest_s) for name, of in choices.items() if name in ("profile", "even")} == {
-        "profile": ([8], 4 * (8 + 16 + 2)),
-        "even": ([5], 4 * (11 + 22 + 2)),
-    }
-    assert simulate(made.window.program, 4, cost=made.costs).busy == [4 * 24, 4 * 24]
-
-
-def held(plan: Plan) -> list[int]:
-    assert plan.prediction is not None
-    return [stage.held_bytes for stage in plan.prediction.chosen.stages]
-
-
-def test_the_schedule_s_versions_count_against_the_limit():
-    """PipeDream's first stage holds two microbatches and two versions, its last one of each."""
-    words, window = ("microbatches=1", "batch_size=3", "window=8", "recompute=never"), Samples([3] * 8, [3])
-
-    def cut(*limit: str) -> Plan:
-        return by_times([1.0] * 10, *words, *limit, schedule=pipedream, samples=window)
-
-    free = cut()
-    first, last = held(free)
-    assert (free.cuts, first > last) == ([5], True)
-    assert cut(f"memory_limit={first / GIB}").cuts == [5]
-    assert cut(f"memory_limit={(first - 1) / GIB}").cuts == [4]
+    assert by_times([9, 1, 1, 1], model=shared_statistics, latency_s=0).cuts == [3]  # not [1]
 
 
 def test_a_memory_limit_chooses_the_least_recomputation_that_fits():
     """Stages of gpipe, which hold all microbatches: stage by stage, and the plan says why."""
-    words, window = ("microbatches=8", "batch_size=24"), Samples([24] * 2, [3])
 
-    def cut(limit: int | None, *more: str) -> Plan:
+    def cut(limit: int | None, *more: str, schedule: Schedule = gpipe) -> tuple[Plan, list[int]]:
         limits = () if limit is None else (f"memory_limit={limit / GIB!r}",)
-        return by_times([1.0] * 10, *words, *limits, *more, ranks=2, schedule=gpipe, samples=window)
+        words = ("microbatches=8", "batch_size=24", *limits, *more)
+        made = by_times([1.0] * 10, *words, schedule=schedule, samples=Samples([24] * 2, [3]))
+        return made, [stage.held_bytes for stage in made.prediction.chosen.stages]
 
-    free, always, selective = cut(None), cut(None, "recompute=always"), cut(None, "recompute=selective")
+    (free, most), (selective, less) = cut(None), cut(None, "recompute=selective")
+    always, least = cut(None, "recompute=always")
     again = Action(0, Op.R)
     assert always.costs(again) == always.costs(Action(0, Op.F)) == 4 * selective.costs(again)
-    assert max(held(always)) < max(held(selective)) < max(held(free))
-    assert [*free.recompute] == [*cut(max(held(free))).recompute] == ["never"] * 2
-    assert set(cut(max(held(free)) - 1).recompute) & {"selective", "always"} == {"selective"}
-    least = cut(max(held(always)))
-    assert "always" in least.recompute
-    assert {a.stage for actions in least.window.program for a in actions if a.op is Op.R} == {
-        stage for stage, mode in enumerate(least.recompute) if mode is not Mode.NEVER
+    assert max(least) < max(less) < max(most)
+    assert [*free.recompute] == [*cut(max(most))[0].recompute] == ["never"] * 2
+    assert set(cut(max(most) - 1)[0].recompute) & {"selective", "always"} == {"selective"}
+    fitting, _ = cut(max(least))
+    assert "always" in fitting.recompute
+    assert {a.stage for actions in fitting.window.program for a in actions if a.op is Op.R} == {
+        stage for stage, mode in enumerate(fitting.recompute) if mode is not Mode.NEVER
     }
     with pytest.raises(ConfigError, match=r"is too small: .* choose that, recompute=auto, more stages"):
         cut(1)
-
-
-def test_cuts_by_times_keep_together_what_is_shared():
-    assert by_times([9, 1, 1, 1], model=shared_statistics, latency_s=0).cuts == [3]  # not [1]
+    # PipeDream's first stage holds two microbatches and two versions, its last one of each.
+    one = ("microbatches=1", "batch_size=3", "recompute=never")
+    asynchronous, (first, last) = cut(None, *one, schedule=pipedream)
+    assert (asynchronous.cuts, first > last) == ([5], True)
+    assert [cut(limit, *one, schedule=pipedream)[0].cuts for limit in (first, first - 1)] == [[5], [4]]
 
 
 def test_a_schedule_of_ones_own_is_given_the_costs_and_may_place_each_r_itself():
@@ -201,8 +180,7 @@ def test_a_schedule_of_ones_own_is_given_the_costs_and_may_place_each_r_itself()
         return with_recompute(gpipe(ranks, batches, microbatches), recompute)
 
     made = by_times([1.0] * 10, "recompute=always", schedule=own)
-    assert (seen[0], seen[-1]) == ((None, ()), (5.0, [0, 1]))
-    assert made.by_costs
+    assert (seen[0], seen[-1], made.by_costs) == ((None, ()), (5.0, [0, 1]), True)
     assert sum(a.op is Op.R for actions in made.window.program for a in actions) == 8
 
 
@@ -320,13 +298,6 @@ def test_a_task_gets_float32_from_layers_in_bf16():
     """BCELoss takes only outputs and targets of one dtype."""
     model = nn.Sequential(FLAT, nn.Linear(48, 2), nn.Sigmoid())
     prove_targets(plan("precision=bf16", model=model), Task(nn.BCELoss()), torch.zeros(4, 2))
-
-
-@pytest.mark.parametrize(("window", "over"), [("1", "model"), ("2", "stage"), ("null", "stage")])
-def test_windows_of_all_lengths_are_clipped_alike_also_a_short_last_one_that_reads_nothing_late(window, over):
-    made = plan(f"window={window}", "clip_grad_norm=1", schedule=pipedream)
-    assert made.settings.clip_grad_norm_over == over
-    assert {has_norms(w.program) for w in made.windows.values()} == {over == "model"}
 
 
 def test_what_is_proved_is_the_buffer_that_will_be_enforced():

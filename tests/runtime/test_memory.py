@@ -58,21 +58,15 @@ def test_any_tree_and_any_option_come_back(state, option):
     assert equal(again.param_groups[0]["k"], option)
 
 
-def test_options_that_a_person_set_are_not_remembered():
+def test_options_that_a_person_set_are_not_remembered_and_what_cannot_be_told_is_named():
     weight, optimizer = sgd()
     memory = Memory(optimizer)
     optimizer.param_groups[0]["lr"] = 3.0  # the schedule's
-    tensors = memory.of(weight)
     other = nn.Parameter(torch.zeros(2))
     again = torch.optim.SGD([other], lr=0.1, momentum=0.9)
-    Memory(again).restore(other, tensors)
+    Memory(again).restore(other, memory.of(weight))
     assert (again.param_groups[0]["momentum"], again.param_groups[0]["lr"]) == (0.9, 0.1)
-
-
-@pytest.mark.parametrize(("thing", "says"), [(object(), "type object"), ([{1: 2}], "type dict")])
-def test_what_cannot_be_told_is_named(thing, says):
-    weight, optimizer = sgd()
-    memory = Memory(optimizer)
-    optimizer.state[weight] = {"thing": thing}
-    with pytest.raises(TypeError, match=says):
-        memory.of(weight)
+    for thing, says in ((object(), "type object"), ([{1: 2}], "type dict")):
+        optimizer.state[weight] = {"thing": thing}
+        with pytest.raises(TypeError, match=says):
+            memory.of(weight)
