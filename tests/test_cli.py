@@ -52,13 +52,6 @@ def test_overrides_reach_the_job(command, tmp_path):
     assert cfg.schedule._target_ == "pipetrain.schedule.programs.pipedream"
 
 
-@pytest.mark.slow
-def test_a_sweep_is_a_job_a_value(command):
-    status, jobs = command("codec.backward=int8,topk", "data=digits", flags=tuple(SWEPT))
-    chosen = [str(Settings.composed(cfg, "1f1b", 2).codecs.backward) for cfg in jobs]
-    assert (status, chosen) == (0, ["int8", "topk"])
-
-
 def test_a_codec_of_one_s_own_is_a_class_and_a_yaml(command, tmp_path):
     (tmp_path / "codec").mkdir()
     (tmp_path / "codec" / "signs.yaml").write_text("_target_: tests.support.codecs.Signs\nscale: 0.5\n")
@@ -84,8 +77,12 @@ def test_what_something_reads_and_what_a_target_takes_needs_no_plus(command, wor
 
 
 def test_hydra_s_own_spelling_and_values_that_speak_of_codecs_are_left_alone():
-    words = ["codec@codec.forward=int8", "run_dir='runs/codec.forward=int8'", "~codec.backward=topk"]
-    assert as_hydra(words) == [*words[:2], "~codec@codec.backward=topk"]
+    words = ["codec@codec.forward=int8", "run_dir='runs/codec.forward=int8'", "codec.backward=int8,topk"]
+    assert as_hydra(words) == [*words[:2], "codec@codec.backward=int8,topk"]
+    assert as_hydra(["-m", "run_dir=x", "~codec.backward=topk"])[1:] == [
+        "hydra.sweep.dir=x",
+        "~codec@codec.backward=topk",
+    ]
 
 
 def test_flags_of_hydra_are_its_own_business(command, capsys):

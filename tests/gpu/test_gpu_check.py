@@ -80,15 +80,14 @@ def bad(setting):
     yield judged("a | b", "0", "1", False)
 
 
-def raising(error):
-    def check(setting):
-        yield judged("first", "1", "1", True)
-        raise error
-
-    return check
+def broken(setting):
+    yield judged("first", "1", "1", True)
+    raise ValueError("many lines\nthe last")
 
 
-broken, interrupted = raising(ValueError("many lines\nthe last")), raising(KeyboardInterrupt())
+def interrupted(setting):
+    yield judged("first", "1", "1", True)
+    raise KeyboardInterrupt
 
 
 def hang(mesh, say, *given):
@@ -110,25 +109,15 @@ def setting(tmp_path) -> Setting:
 
 @pytest.mark.processes
 def test_what_goes_wrong_is_a_row_and_the_next_goes_on(setting):
-    checks = [
-        Check("group", "broken", broken, 60),
-        Check("group", "hanging", lambda setting: setting.world(hang, 2), 1),
-        Check("group", "good", good, 60),
-    ]
-    found = [(name, row) for name, row, _ in cli.run(checks, setting)]
-    late = found.pop(2)[1]
+    hanging = Check("group", "hanging", lambda setting: setting.world(hang, 2), 1)
+    checks = [Check("group", "broken", broken, 60), hanging, Check("group", "good", good, 60)]
+    first, error, (_, late, _), last = cli.run(checks, setting)
+    assert first[:2] == ("broken", Row("first", "1", "1", PASS))
+    assert error[:2] == ("broken", Row("runs to its end", "the last", "no error", FAIL))
     assert late.outcome == FAIL
     assert re.fullmatch(r"ranks \[(0, )?1\] were still running after 1 s", late.figure)
-    assert found == [
-        ("broken", Row("first", "1", "1", PASS)),
-        ("broken", Row("runs to its end", "the last", "no error", FAIL)),
-        ("good", Row("all", "1", "1", PASS)),
-    ]
-
-
-@pytest.mark.processes
-def test_after_an_item_that_fails_the_others_go_on_in_a_new_world(setting):
-    one, bad, three = setting.each(count, 2, ["one", "bad", "three"])
+    assert last[:2] == ("good", Row("all", "1", "1", PASS))
+    one, bad, three = setting.each(count, 2, ["one", "bad", "three"])  # those after it in a new world
     assert (one, three) == (("one", ["one"] * 2, ""), ("three", ["three"] * 2, ""))
     assert bad[:2] == ("bad", None)
     assert "ValueError: no more (rank 1)" in bad[2]
@@ -152,14 +141,12 @@ def test_the_status_and_the_table_that_is_left(second, status, count, monkeypatc
     assert second is not bad or "a \\| b" in table
 
 
-@pytest.mark.parametrize(("change", "apart"), [(0.0, 0.0), (1e-6, 1e-6), (float("nan"), float("inf"))])
-def test_a_difference_is_seen(change, apart):
+def test_a_difference_is_seen():
     weight = torch.zeros(3, dtype=torch.float64)
-    found = training.Trained({"w": weight + change}, [(2.0, 2.0, 0.5)])
-    assert training.difference(found, {"w": weight}, [(2.0, 2.0, 0.5)]) == apart
-    assert training.difference(found, {"v": weight}, [(2.0, 2.0, 0.5)]) == float("inf")
-    if not change:
-        assert training.difference(found, {"w": weight}, [(2.0, 2.1, 0.5)]) == pytest.approx(0.1)
+    for change, apart in [(0.0, 0.1), (1.0, 1.0), (float("nan"), float("inf"))]:
+        found = training.Trained({"w": weight + change}, [(2.0, 2.0, 0.5)])
+        assert training.difference(found, {"w": weight}, [(2.0, 2.1, 0.5)]) == pytest.approx(apart)
+        assert training.difference(found, {"v": weight}, [(2.0, 2.0, 0.5)]) == float("inf")
 
 
 def test_a_receive_before_its_send_and_computing_twice_at_once_are_seen():

@@ -51,6 +51,7 @@ def wrong_program() -> None:
 
 
 def after_others() -> None:
+    """However many Pipelines there were."""
     for _ in range(2):
         pipeline().close()
     no_batch()
@@ -73,11 +74,7 @@ def test_what_all_ranks_are_told_is_one_sentence_of_one_of_them(ranks):
     said = "".join(ranks(shown, no_batch, "0"))
     assert said.count("\n") == 1
     assert "pipetrain: the loader has no batch: give one that has" in said
-
-
-def test_the_traceback_is_shown_to_who_asks_for_it_and_each_line_names_its_rank_once(ranks):
-    """However many Pipelines there were."""
-    for said in ranks(shown, after_others, "1"):
+    for said in ranks(shown, after_others, "1"):  # a traceback, whose lines name their rank once
         assert {line.count("[rank") for line in said.splitlines() if line} == {1}
         assert "Traceback" in said
         assert "in no_batch" in said

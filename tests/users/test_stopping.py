@@ -10,25 +10,18 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
-import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 
 from pipetrain import Pipeline, signals
 from tests.docs.test_examples import EXAMPLES
 from tests.support.processes import TWO, await_line, checkpoints, ended, living, running
+from tests.users.programs import batch, mlp, sgd
 
 NOTED = (signal.SIGTERM, signal.SIGINT)
 
 
 def pipeline() -> Pipeline:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
-    return Pipeline(model, cross_entropy, lambda p: torch.optim.SGD(p, 0.1), partition=[2], threads=1)
-
-
-def batches(n: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(torch.ones(4, 4), torch.arange(4) % 3)] * n
+    return Pipeline(mlp(), cross_entropy, sgd, partition=[2], threads=1)
 
 
 @contextmanager
@@ -48,7 +41,7 @@ def told(number: int, rank: int, window: int) -> tuple[list[bool], int]:
     seen: list[bool] = []
     with handlers() as called, pipeline() as pipe:
         assert not pipe.stopping
-        for _ in pipe.train(batches(12), window=window):
+        for _ in pipe.train([batch()] * 12, window=window):
             seen.append(pipe.stopping)
             if seen[-1]:
                 break
@@ -57,7 +50,7 @@ def told(number: int, rank: int, window: int) -> tuple[list[bool], int]:
                     os.kill(os.getpid(), number)
         assert not called
         assert pipe.stopping
-        pipe.evaluate(batches(1))
+        pipe.evaluate([batch()])
         return seen, pipe.updates
 
 
@@ -72,7 +65,7 @@ def as_usual() -> list[list[int]]:
     got = []
     with handlers() as called:
         with pipeline() as pipe:
-            pipe.step(*batches(1)[0])
+            pipe.step(*batch())
             os.kill(os.getpid(), signal.SIGTERM)
             got.append([*called])
             assert not pipe.stopping
@@ -81,7 +74,7 @@ def as_usual() -> list[list[int]]:
                     os.kill(os.getpid(), number)
             got.append([*called])
         with pipeline() as pipe:
-            pipe.step(*batches(1)[0])
+            pipe.step(*batch())
             assert not pipe.stopping
         os.kill(os.getpid(), signal.SIGINT)
         return [*got, [*called]]

@@ -24,8 +24,7 @@ class Noisy(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4).double()
-        self.number = number
-        self.noise = drawn()
+        self.number, self.noise = number, drawn()
         self.kept: dict[str, Any] = {"shifts": [drawn(), drawn()], "pair": (drawn(), 1)}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -33,30 +32,21 @@ class Noisy(nn.Module):
         return x * self.kept["pair"][0] * SCALES[self.number]
 
 
-class Noises(nn.Module):
-    """A model that is traced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Noisy(0), Noisy(1)])
-
+class Traced(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
         by_mode = torch.tensor([2.0, 1, 1, 1]) if self.training else torch.tensor([3.0, 1, 1, 1])
-        return x * by_mode.double()
+        return super().forward(x) * by_mode.double()
 
 
-def trained(traced: bool) -> float:
+def trained(kind: type[nn.Sequential]) -> float:
     torch.seed()  # as in a program that does not seed
     SCALES[:] = [drawn(), drawn()]
-    model = Noises() if traced else nn.Sequential(Noisy(0), Noisy(1))
     data = torch.ones(4, 4, dtype=torch.float64), torch.zeros(4, 4, dtype=torch.float64)
-    return apart(model, mse_loss, [data])
+    return apart(kind(Noisy(0), Noisy(1)), mse_loss, [data])
 
 
-@pytest.mark.parametrize("traced", [False, True])
-def test_all_ranks_compute_with_the_tensors_of_rank_0(ranks, traced):
-    first, other = ranks(trained, traced)
+@pytest.mark.parametrize("kind", [nn.Sequential, Traced])
+def test_all_ranks_compute_with_the_tensors_of_rank_0(ranks, kind):
+    first, other = ranks(trained, kind)
     assert first < 1e-11
     assert other > 1e-6  # it has drawn others
