@@ -26,9 +26,9 @@ pytestmark = pytest.mark.processes
 CUT = 2  # the first layer of stage 1
 
 
-def pipe_of(schedule: Any = "1f1b", model: nn.Module | None = None, **options: Any) -> Pipeline:
+def pipe_of(schedule: Any = "1f1b", model: Any = None, optimizer: Any = sgd, **options: Any) -> Pipeline:
     options = {"partition": [CUT], "device": "cpu", **options}
-    return Pipeline(model or mlp(), cross_entropy, sgd, schedule, **options)
+    return Pipeline(model or mlp(), cross_entropy, optimizer, schedule, **options)
 
 
 def plain(batches: Iterable[tuple[Tensor, Tensor]], schedule: str = "1f1b") -> Any:
@@ -182,30 +182,6 @@ def with_nothing(*empty: int) -> list[tuple[Tensor, Tensor]]:
     return batches
 
 
-def train_with_nothing(schedule: str, *empty: int) -> Any:
-    pipe = Pipeline(normed(), cross_entropy, decaying, schedule, microbatches=1, device="cpu")
-    batches = with_nothing(*empty)
-    losses = list(pipe.train(batches))
-    if schedule == "1f1b":
-        assert math.isnan(pipe.step(*batches[empty[0]]))
-    assert pipe.updates == len(losses)
-    mean = pipe.state_dict().get("1.running_mean", torch.empty(0)).tolist()
-    return losses, pipe.evaluate(batches)["loss"], mean
-
-
-@pytest.mark.parametrize("empty", [(0, 3), (5,)])
-def test_a_batch_in_which_nothing_counts_is_skipped(ranks, empty):
-    model, loss = normed(), of_pairs(cross_entropy)
-    counting = [(x, y) for x, y in with_nothing(*empty) if (y >= 0).any()]
-    losses = plainly(model, decaying(model.parameters()), loss, counting)
-    test_loss = sum(evaluated(model, loss, counting)) / len(counting)
-    found = ranks(train_with_nothing, "1f1b", *empty)[0]
-    wanted = losses, test_loss, model[1].running_mean.tolist()
-    assert found == tuple(pytest.approx(one, rel=1e-12) for one in wanted)
-    late, *_ = ranks(train_with_nothing, "pipedream", *empty)[0]
-    assert len(late) == len(losses)
-
-
 class Listed(Dataset[tuple[Tensor, Tensor]]):
     """Samples that are read one by one."""
 
@@ -219,29 +195,46 @@ class Listed(Dataset[tuple[Tensor, Tensor]]):
         return self.tensors[0][number], self.tensors[1][number]
 
 
-def stream(
-    schedule: str, kind: Any, batches: list[tuple[Tensor, Tensor]], cut: Any = (3,), on_nan: str = "stop"
-) -> list[float]:
-    """Train a pass over a DataLoader that says its sizes; return the losses, the updates, and the weights."""
-    data = kind(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
-    pipe = pipe_of(schedule, normed(), partition=cut, on_nan=on_nan)
-    losses = list(pipe.train(DataLoader(data, batch_size=8)))
-    weights = pipe.state_dict().values()
-    return [*losses, pipe.updates, *(float(t.double().abs().sum()) for t in weights)]
+def streams(batches: list[tuple[Tensor, Tensor]]) -> list[DataLoader[Any]]:
+    """Return loaders that say their sizes: of tensors, of which all is known, and of samples."""
+    data = [torch.cat(parts) for parts in zip(*batches, strict=True)]
+    return [DataLoader(kind(*data), batch_size=8) for kind in (TensorDataset, Listed)]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_a_streamed_pass_is_that_of_the_batches_that_count(ranks, schedule):
-    batches, counting = with_nothing(0, 3), [b for n, b in enumerate(with_nothing()) if n not in (0, 3)]
-    wanted = ranks(stream, schedule, TensorDataset, counting)[0]
-    assert wanted[4] == 4
-    for kind in (TensorDataset, Listed):
-        assert ranks(stream, schedule, kind, batches)[0] == wanted
+def passed(schedule: str, loader: Any, **options: Any) -> tuple[list[float], float, dict[str, Tensor]]:
+    """Train a pass; return the losses, that of an evaluation, and the weights."""
+    with pipe_of(schedule, normed(), decaying, **options) as pipe:
+        losses = list(pipe.train(loader))
+        if schedule == "1f1b":
+            assert math.isnan(pipe.step(*with_nothing(0)[0]))
+        assert pipe.updates == len(losses)
+        return losses, pipe.evaluate(loader)["loss"], pipe.state_dict()
+
+
+@pytest.mark.parametrize("empty", [(0, 3), (5,)])
+def test_a_batch_in_which_nothing_counts_is_skipped(ranks, empty):
+    model, loss = normed(), of_pairs(cross_entropy, 4)
+    batches = with_nothing(*empty)
+    counting = [(x, y) for x, y in batches if (y >= 0).any()]
+    losses = plainly(model, decaying(model.parameters()), loss, counting)
+    test_loss = sum(evaluated(model, loss, counting)) / len(counting)
+    for loader in (batches, *streams(batches)):
+        (*found, state), _ = ranks(passed, "1f1b", loader)
+        assert found == [pytest.approx(one, rel=1e-12) for one in (losses, test_loss)]
+        torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-12, atol=1e-12)
+    (late, *_), _ = ranks(passed, "pipedream", batches)
+    assert len(late) == len(counting)
+    (*wanted, weights), _ = ranks(passed, "pipedream", streams(counting)[0])
+    for loader in streams(batches)[: 2 if 0 in empty else 1]:  # the next test is of others
+        (*found, state), _ = ranks(passed, "pipedream", loader)
+        assert found == wanted
+        assert all(torch.equal(state[name], tensor) for name, tensor in weights.items())
 
 
 def test_where_all_seemed_to_count_a_batch_of_nothing_is_named(ranks):
     sentence = "in the batch of microbatch 2, update 2, none of the targets counts: leave it out"
+    _, loader = streams(with_nothing(2))
     with pytest.raises(TrainingStopped, match=sentence):
-        stream("pipedream", Listed, with_nothing(2), "even")
-    losses, _ = ranks(stream, "pipedream", Listed, with_nothing(2), (3,), "skip")
+        passed("pipedream", loader, partition="even")
+    (losses, *_), _ = ranks(partial(passed, on_nan="skip"), "pipedream", loader)
     assert [number for number, loss in enumerate(losses) if math.isnan(loss)] == [2]
