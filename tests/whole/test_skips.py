@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from pipetrain.network.network import Made
 from tests.support.cases import Case, Saved, compare, make_run, run_in_threads
@@ -20,23 +18,25 @@ SKIPS = ("model._target_=tests.support.models.skipping", "epochs=1")
 DROPS = (*SKIPS, "+model.dropout=0.3")
 
 
-ONE = "schedule.virtual=1"  # stage a rank
 TWO_CUTS, FIVE_CUTS = "partition=[3,9]", "partition=[2,4,6,9,11]"
 BF16 = ("precision=bf16", "dtype=float32", "memory_format=contiguous", "optim.lr=0.02", "microbatches=3")
+
+
+def dropping(schedule: str, ranks: int, *words: str) -> tuple[Case, float]:
+    return Case(schedule, ranks, (*DROPS, "microbatches=3", *words)), 1e-12
 
 
 @pytest.mark.parametrize(
     ("case", "tolerance"),
     [
-        *(
-            (
-                Case(name, 3, (*DROPS, "microbatches=3", TWO_CUTS, *[ONE] * (name == "interleaved_1f1b"))),
-                1e-12,
-            )
-            for name in ("fbp", "interleaved_1f1b", "pipedream_2bw", "zb_h1")
-        ),
-        (Case("v_half", 3, (*DROPS, "microbatches=3", FIVE_CUTS)), 1e-12),
-        (Case("pipedream", 3, (*DROPS, "microbatches=3", "partition=[6,11]")), 1e-12),
+        *(dropping(name, 3, TWO_CUTS) for name in ("fbp", "pipedream_2bw", "zb_h1")),
+        dropping("v_half", 3, FIVE_CUTS),
+        dropping("pipedream", 3, "partition=[6,11]"),
+        # With skips between the virtual stages of a rank
+        dropping("interleaved_1f1b", 1, "schedule.virtual=4", "partition=[3,6,9]"),
+        dropping("interleaved_1f1b", 2, "microbatches=4", "schedule.virtual=2", "partition=[3,8,13]"),
+        # A value that two later stages use gets the sum of their gradients
+        *(dropping(name, 3, TWO_CUTS, "buffer_size=1", "window=2") for name in ("1f1b", "pipedream")),
         (Case("pipedream", 3, (*SKIPS, "memory_format=channels_last", "microbatches=3", TWO_CUTS)), 1e-10),
         (Case("pipedream", 3, (*SKIPS, TWO_CUTS, *BF16)), 1e-5),
         (Case("pipedream", 3, (*SKIPS, "partition=[4,10]", *BF16)), 1e-5),
@@ -47,61 +47,37 @@ def test_equals_the_reference(case, tolerance):
     """Four updates, with dropout and BatchNorm; the last batch is shorter, its microbatches uneven."""
     compare(case, *run_in_threads(case), tolerance)
     plan = make_run(case).plan
-    narrow = {spec.dtype for stage in (1, 2) for spec in plan.cut.entering(stage, plan.settings.full)} == {
-        torch.bfloat16
-    }
-    assert narrow == (BF16[0] in case.overrides)
+    joined, rank_of = plan.cut, plan.placement
+    narrow = {spec.dtype for stage in (1, 2) for spec in joined.entering(stage, plan.settings.full)}
+    assert (narrow == {torch.bfloat16}) == (BF16[0] in case.overrides)
+    if TWO_CUTS in case.overrides:
+        assert [Made(STASHED, 0) in part.enters for part in joined.slices] == [False, True, True]
+    if case.schedule == "interleaved_1f1b":
+        assert any(rank_of[to] == rank_of[source] and to > source + 1 for source, to in joined.edges)
 
 
-@pytest.mark.parametrize(("ranks", "cuts"), [(1, [3, 6, 9]), (2, [3, 8, 13])])
-def test_skips_between_the_virtual_stages_of_ranks(ranks, cuts):
-    virtual = (f"schedule.virtual={(len(cuts) + 1) // ranks}", f"partition={cuts}".replace(" ", ""))
-    case = Case("interleaved_1f1b", ranks, (*DROPS, "microbatches=4", *virtual))
-    plan = make_run(case).plan
-    within = [
-        to
-        for source, to in plan.cut.edges
-        if plan.placement[to] == plan.placement[source] and to > source + 1
-    ]
-    assert within
-    compare(case, *run_in_threads(case))
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_a_value_that_two_later_stages_use_gets_the_sum_of_their_gradients(schedule):
-    case = Case(schedule, 3, (*SKIPS, TWO_CUTS, "microbatches=6", "buffer_size=1", "window=2"))
-    joined = make_run(case).plan.cut
-    assert [Made(STASHED, 0) in part.enters for part in joined.slices] == [False, True, True]
-    compare(case, *run_in_threads(case))
-
-
-def test_the_cut_changes_neither_what_is_dropped_nor_what_is_learned():
-    ended = []
-    for ranks, cuts in ((1, "[]"), (2, "[7]"), (3, "[3,9]")):
-        plain = (*DROPS, "+model.norm=false", "microbatches=4", f"partition={cuts}")
-        state, _ = run_in_threads(Case("1f1b", ranks, plain))
-        ended.append(state)
-    for state in ended[1:]:
-        torch.testing.assert_close(state, ended[0], rtol=1e-12, atol=1e-12)
-
-
-def test_a_layer_that_recomputes_drops_the_same_again():
-    """On one rank: threads share the generators that a recomputed forward sets."""
-    words = (*DROPS, "microbatches=4", "schedule.virtual=3", "partition=[3,9]")
-    states = [
+def test_neither_the_cut_nor_recomputing_changes_what_is_dropped_and_learned():
+    """Layers that recompute on one rank: threads share the generators that a recomputed forward sets."""
+    plain = (*DROPS, "+model.norm=false", "microbatches=4")
+    cuts = [("1f1b", 1, "[]"), ("1f1b", 2, "[7]"), ("1f1b", 3, "[3,9]")]
+    cut = [run_in_threads(Case(name, ranks, (*plain, f"partition={of}")))[0] for name, ranks, of in cuts]
+    words = (*plain, "schedule.virtual=3", "partition=[3,9]")
+    recomputed = [
         run_in_threads(Case("interleaved_1f1b", 1, (*words, f"+model.recompute={form}")))[0]
         for form in ("''", "plain", "reentrant")
     ]
-    for state in states[1:]:
-        assert all(state[name].equal(tensor) for name, tensor in states[0].items())
+    for state in (*cut[1:], recomputed[0]):
+        torch.testing.assert_close(state, cut[0], rtol=1e-12, atol=1e-12)
+    for state in recomputed[1:]:
+        assert all(state[name].equal(tensor) for name, tensor in recomputed[0].items())
 
 
 def test_compiled_stages_draw_as_others_do(monkeypatch):
     # All of torch.compile but the last step, the generated C++, which takes a minute.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
-    cuts = ("schedule.virtual=2", "partition=[6]", "microbatches=2", "compile=true", "data.drop_last=true")
-    case = Case("interleaved_1f1b", 1, (*DROPS, *cuts), 24)
+    words = ("schedule.virtual=2", "partition=[6]", "microbatches=2", "compile=true", "data.drop_last=true")
+    case = Case("interleaved_1f1b", 1, (*DROPS, *words), 24)
     compare(case, *run_in_threads(case), 1e-10)
 
 
@@ -140,21 +116,13 @@ def test_a_codec_is_used_on_every_route(codec, more):
 DROPPED = Case("pipedream", 3, (*DROPS, "partition=[3,9]", "microbatches=3", "window=1"), 48)
 
 
-def continued(case: Case, other: Case, folder: Path) -> list[dict[str, Tensor]]:
-    """Return the end of a case, and that of another one which goes on from its second checkpoint."""
-    wanted, _ = run_in_threads(case, saved=Saved(folder))
-    source = sorted((folder / "checkpoints").glob("update-*"))[1]
-    state, _ = run_in_threads(other, source=source)
-    return [wanted, state]
-
-
-def test_what_codecs_owe_goes_on_from_a_checkpoint(tmp_path):
-    case = replace(DROPPED, overrides=(*DROPPED.overrides, *LOSSY))
-    wanted, state = continued(case, case, tmp_path)
-    assert all(state[name].equal(tensor) for name, tensor in wanted.items())
-
-
-def test_a_checkpoint_goes_on_on_another_cut(tmp_path):
-    case = replace(DROPPED, schedule="1f1b")
-    other = replace(case, ranks=2, overrides=(*case.overrides, "partition=[6]"))
-    torch.testing.assert_close(*continued(case, other, tmp_path), rtol=1e-12, atol=1e-12)
+def test_a_checkpoint_goes_on_with_what_codecs_owe_and_on_another_cut(tmp_path):
+    flushed = replace(DROPPED, schedule="1f1b")
+    owing = replace(DROPPED, overrides=(*DROPPED.overrides, *LOSSY))
+    other = replace(flushed, ranks=2, overrides=(*DROPPED.overrides, "partition=[6]"))
+    for case, again, tolerance in ((owing, owing, 0.0), (flushed, other, 1e-12)):
+        folder = tmp_path / case.schedule
+        wanted, _ = run_in_threads(case, saved=Saved(folder))
+        source = sorted((folder / "checkpoints").glob("update-*"))[1]
+        state, _ = run_in_threads(again, source=source)
+        torch.testing.assert_close(state, wanted, rtol=tolerance, atol=tolerance)
