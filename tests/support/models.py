@@ -109,20 +109,9 @@ def small(norm: bool = True, recompute: str = "", width: int = 4) -> nn.Sequenti
     )
 
 
-def with_norm() -> nn.Sequential:
-    return small(norm=True)
-
-
-def without_norm() -> nn.Sequential:
-    return small(norm=False)
-
-
-def recomputing() -> nn.Sequential:
-    return small(norm=True, recompute="plain")
-
-
-def recomputing_reentrant() -> nn.Sequential:
-    return small(norm=False, recompute="reentrant")
+with_norm, without_norm = partial(small), partial(small, norm=False)
+recomputing = partial(small, recompute="plain")
+recomputing_reentrant = partial(small, norm=False, recompute="reentrant")
 
 
 def dropping() -> nn.Sequential:
@@ -177,9 +166,14 @@ def skipping_struck() -> nn.Sequential:
     return model
 
 
+def flat_then(*layers: nn.Module) -> nn.Sequential:
+    """Layers between [n, 12] and [n, 12]."""
+    return nn.Sequential(*flat(), *layers, nn.Linear(12, CLASSES))
+
+
 def explode() -> nn.Sequential:
     """Its loss is not finite."""
-    return nn.Sequential(*flat(), nn.Linear(12, CLASSES), Lambda(lambda x: x * float("inf")))
+    return nn.Sequential(*flat_then(), Lambda(lambda x: x * float("inf")))
 
 
 def block() -> None:
@@ -301,7 +295,7 @@ def tied() -> nn.Sequential:
 def reused() -> nn.Sequential:
     """One activation object between all layers, as people write it."""
     act = nn.Tanh()
-    return nn.Sequential(*flat(), act, nn.Linear(12, 12), act, nn.Linear(12, 12), act, nn.Linear(12, CLASSES))
+    return flat_then(act, nn.Linear(12, 12), act, nn.Linear(12, 12), act)
 
 
 def shared_statistics() -> nn.Sequential:
@@ -337,7 +331,7 @@ class Caching(nn.Module):
 
 
 def caching() -> nn.Sequential:
-    return nn.Sequential(*flat(), nn.Identity(), Caching(), nn.Linear(12, 12), nn.Linear(12, CLASSES))
+    return flat_then(nn.Identity(), Caching(), nn.Linear(12, 12))
 
 
 class WiderInTraining(nn.Module):
@@ -346,12 +340,12 @@ class WiderInTraining(nn.Module):
 
 
 def wider_in_training() -> nn.Sequential:
-    return nn.Sequential(*flat(), WiderInTraining(), Lambda(lambda x: x[:, :12]), nn.Linear(12, CLASSES))
+    return flat_then(WiderInTraining(), Lambda(lambda x: x[:, :12]))
 
 
 def fickle() -> nn.Sequential:
     """A layer returns something else once it is no longer planned."""
-    return nn.Sequential(*flat(), Lambda(lambda x: x if is_planned() else x[:, :6]), nn.Linear(12, CLASSES))
+    return flat_then(Lambda(lambda x: x if is_planned() else x[:, :6]))
 
 
 def frozen_end() -> nn.Sequential:
@@ -369,4 +363,4 @@ def hooked() -> nn.Sequential:
 
 
 def complex_inside() -> nn.Sequential:
-    return nn.Sequential(*flat(), Lambda(torch.fft.rfft), Lambda(torch.fft.irfft), nn.Linear(12, CLASSES))
+    return flat_then(Lambda(torch.fft.rfft), Lambda(torch.fft.irfft))

@@ -168,6 +168,14 @@ def ways() -> nn.Module:
 # Modules that are traced
 
 
+def hugging(
+    make: Callable[..., nn.Module], inputs: Value, targets: Tensor, task: Task, **more: Any
+) -> Subject:
+    if find_spec("transformers") is None:
+        raise SkipTest("transformers is not installed")
+    return subject(make(import_module("transformers"), **more), inputs, targets, task)
+
+
 def text(make: Callable[..., nn.Module], **options: Any) -> Subject:
     """Tokens by keyword; some of the targets are padding."""
     ids, targets = numbers(VOCABULARY, 8), numbers(VOCABULARY, 8)
@@ -182,27 +190,14 @@ def bert(**options: Any) -> Subject:
     return hugging(hugging_face.bert, given, numbers(3), Classification(), num_labels=3, **options)
 
 
-def images(make: Callable[..., nn.Module], size: int, **options: Any) -> Subject:
-    given = {"pixel_values": random(3, size, size)}
-    return hugging(make, given, numbers(5), Classification(), num_labels=5, **options)
+def images(make: Callable[..., nn.Module], **options: Any) -> Subject:
+    pixels, labels = {"pixel_values": random(3, 16, 16)}, numbers(5)
+    return hugging(make, pixels, labels, Classification(), num_labels=5, **options)
 
 
 def segformer(**options: Any) -> Subject:
     given = {"pixel_values": random(3, 32, 32)}
     return hugging(hugging_face.segformer, given, numbers(5, 8, 8), Segmentation(), **options)
-
-
-def hugging(
-    make: Callable[..., nn.Module],
-    inputs: dict[str, Tensor],
-    targets: Tensor,
-    task: Task,
-    **options: Any,
-) -> Subject:
-    if find_spec("transformers") is None:
-        raise SkipTest("transformers is not installed")
-    model = make(import_module("transformers"), **options)
-    return subject(model, inputs, targets, task)
 
 
 def transformer() -> Subject:
@@ -300,9 +295,9 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
         text, hugging_face.llama, num_hidden_layers=1, num_key_value_heads=1, tie_word_embeddings=True
     ),
     "bert": partial(bert, **NO_DROPOUT),
-    "vit": partial(images, hugging_face.vit, 16, num_hidden_layers=1),
-    "resnet": partial(images, hugging_face.resnet, 16, depths=[1, 1], embedding_size=4),
-    "convnext": partial(images, hugging_face.convnext, 16, depths=[1, 1], drop_path_rate=0.0),
+    "vit": partial(images, hugging_face.vit, num_hidden_layers=1),
+    "resnet": partial(images, hugging_face.resnet, depths=[1, 1], embedding_size=4),
+    "convnext": partial(images, hugging_face.convnext, depths=[1, 1], drop_path_rate=0.0),
     "segformer": partial(segformer, drop_path_rate=0.0, **NO_DROPOUT),
     "transformer": transformer,
     "two inputs": two_inputs,
