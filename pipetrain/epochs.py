@@ -113,12 +113,10 @@ class Epochs:
         self._keeper = keeper
         self._position = Position(update=next(iter(session.stages.values())).weights.updates)
         self._progress = Progress()  # of the epochs before this one
-        self._elapsed_before = 0.0
-        self._started = time.perf_counter()
+        self._started = time.perf_counter()  # without pauses between a stop and a resume
         self._ran: list[list[Action]] = []  # in each window of the epoch, where a policy decides
         self._losses: list[float] = []  # of the epoch's updates so far, on the last stage's rank
-        self._metered = False
-        self._begun = False  # whether a window has been trained
+        self._windows = 0  # trained
         self._held: Measured | None = None
 
     @property
@@ -148,7 +146,6 @@ class Epochs:
         restore(source, session, self._mesh)
         if self._keeper:
             self._keeper.seen = self._position.update
-        self._elapsed_before = self._progress.elapsed_s
         if session.last is not None:
             session.last.counts.trained.restore(self._progress.trained, session.last.device)
             self._losses = list(self._progress.losses)
@@ -169,7 +166,7 @@ class Epochs:
 
     def run(self) -> bool:
         """Train and evaluate all epochs; return False if stopped. Raises ChannelError and TrainingStopped."""
-        self._started = time.perf_counter()
+        self._started = time.perf_counter() - self._progress.elapsed_s
         settings = self._about.settings
         tracer = Tracer(self._about, self._mesh) if settings.trace else None
         if self._recorder:
@@ -226,7 +223,7 @@ class Epochs:
             observe = self._observer(tracer.observer(epoch, sizes) if tracer else None)
             ends = self._ends(len(sizes), *batch_s)
             trained, losses = self.session.train(sizes, batches, tick, observe, ends)
-            self._begun = True
+            self._windows += 1
             self._losses += losses
             if meter:
                 self._held, self.session.engine.watcher = meter.close(), None
@@ -264,7 +261,7 @@ class Epochs:
             self._progress,
             trained=known.trained,
             train_s=train_s,
-            elapsed_s=self._elapsed(),
+            elapsed_s=time.perf_counter() - self._started,
             stages={stage: stats for one in ranks for stage, stats in one.stages.items()},
             losses=known.losses,
         )
@@ -275,10 +272,6 @@ class Epochs:
         told = self._mesh.gather(what, asdict(mine))
         return [read_as(_Figures, one, f"{what} of rank {rank}") for rank, one in enumerate(told)]
 
-    def _elapsed(self) -> float:
-        """Return the seconds of the run, without pauses between a stop and a resume."""
-        return self._elapsed_before + time.perf_counter() - self._started
-
     def _ends(self, batches: int, batch_s: float | None = None) -> Ends | None:
         """Return the callback that may end a window early; `batch_s`: seconds per batch in the last epoch."""
         if self._keeper is None:
@@ -287,14 +280,12 @@ class Epochs:
         return self._keeper.asking.ends_window
 
     def _meter(self, last: bool) -> Meter | None:
-        """Return what measures the memory of the next window: once, and if it can, not of the first one.
+        """Return what measures the memory of the next window if it is the second, or the only one (`last`).
 
-        Then there are gradients and the optimizer's state. `last`: there is no window after it. CUDA graphs
-        do not tell.
+        In the second there are gradients and the optimizer's state. CUDA graphs do not tell.
         """
-        if self._metered or self._about.settings.cuda_graphs or not (self._begun or last):
+        if self._about.settings.cuda_graphs or not (self._windows == 1 or (last and not self._windows)):
             return None
-        self._metered = True
         return Meter(self.session.stages, self._mesh.device)
 
     def _observer(self, traced: Observe | None) -> Observe | None:
@@ -355,7 +346,7 @@ class Epochs:
             train_s=max(figures.train_s for figures in ranks),
             eval_s=max(figures.eval_s for figures in ranks),
             stages={stage: stats for figures in ranks for stage, stats in figures.stages.items()},
-            elapsed_s=self._elapsed(),
+            elapsed_s=time.perf_counter() - self._started,
             ended=time.time(),
         )
         self._progress = replace(self._progress, history=[*self.history, record])

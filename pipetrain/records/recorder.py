@@ -24,8 +24,7 @@ from pipetrain.plan.memory import says_whether_it_fits
 from pipetrain.records.bar import Bar
 from pipetrain.records.files import Files
 from pipetrain.records.folder import CONFIG, METRICS, RAN, RUNS, SUMMARY, TRACE, UPDATES
-from pipetrain.records.history import About, History
-from pipetrain.records.tables import epoch_table, stage_table
+from pipetrain.records.history import About, History, epoch_table, stage_table
 from pipetrain.records.tracer import Trace, about_trace
 from pipetrain.records.trackers import Trackers
 from pipetrain.runtime.held import Measured

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipetrain.records import tables
-from pipetrain.records.history import History, stage_times, straggler
+from pipetrain.records.history import History, epoch_table, stage_table, stage_times, straggler
 from pipetrain.runtime.held import Measured
 from pipetrain.schedule.timeline import StageStats, StageTimes
 from tests.support.cases import Case, make_run
@@ -25,7 +24,7 @@ def history(*records) -> History:
 
 def test_a_table_of_many_epochs_has_the_last_ones_and_the_best():
     made = history(*(figures(n, correct=9 if n == 3 else 5) for n in range(1, 42)))
-    rows = [line.split() for line in tables.epoch_table(made).splitlines()[1:]]
+    rows = [line.split() for line in epoch_table(made).splitlines()[1:]]
     assert [int(row[0]) for row in rows] == [3, *range(22, 42)]
     assert rows[0] == ["3", "0.6667", "75.00", "%", "3.0000", "90.00", "%", "20.0", "2.0", "best"]
 
@@ -45,7 +44,7 @@ def test_a_run_of_which_another_pipeline_made_each_update_has_a_summary():
     summary = history(replace(figures(1), stages={}), replace(figures(2), stages=nothing)).summary()
     assert (summary["epochs"], summary["updates"], summary["straggler"]) == (2, 8, None)
     assert [summary[key] for key in ("bytes_per_epoch", "per_stage")] == [None, []]
-    assert len(tables.stage_table(summary["per_stage"]).splitlines()) == 1
+    assert len(stage_table(summary["per_stage"]).splitlines()) == 1
 
 
 # Each stage's times
@@ -81,7 +80,7 @@ def test_the_table_has_a_row_a_stage_and_a_dash_for_what_is_not_known():
     made = history(replace(figures(1), stages=late | {1: StageStats(4, 0.5, 1.2)}))
     made.held = {0: Measured({0: 2**20}), 1: Measured({1: 3 * 2**19}, 2**21)}
     made.predicted = [StageTimes(0.231, None, 0.231), StageTimes(0.19, 0.5, 0.19)]
-    assert tables.stage_table(made.stages(made.records)).splitlines() == [
+    assert stage_table(made.stages(made.records)).splitlines() == [
         "stage  bubble  (plan)  seconds a batch  (plan)   wait  (plan)  updates late  (most)  "
         "MiB held  (plan)  allocator  MiB sent  ratio  codec s",
         "    0   25.0%   23.1%           0.3750       -  20.0%   23.1%          1.50       2  "

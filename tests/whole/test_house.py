@@ -31,7 +31,6 @@ SEEN_IN = {
     "network/values": "network/test_chain",
     "plan/program": "plan/test_plan",
     "plan/observed": "plan/test_estimate",
-    "records/tables": "records/test_history",
     "records/tensorboard": "records/test_recorder",
     "runtime/buffers": "runtime/test_recompute",
     "runtime/microbatch": "runtime/test_stage",
