@@ -44,7 +44,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.network.chain import Chain, network_of
 from pipetrain.network.factory import Factory
 from pipetrain.network.given import Given, form_of
-from pipetrain.network.model import refuse_without_numbers, tensor_attributes, without_numbers
+from pipetrain.network.model import give_memory, refuse_without_numbers, tensor_attributes
 from pipetrain.network.network import Values
 from pipetrain.network.places import named_tensors
 from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple
@@ -170,7 +170,7 @@ class Pipeline:
             drawn = {"how the model's factory makes its parameters": record.digest} if record else {}
             prove_same(mesh, "the settings", asked.conditions() | form_of(model) | drawn)
             mesh.open(edges(asked.program))
-            refuse_without_numbers(mesh.tell("the model", [] if record else without_numbers(model)))
+            refuse_without_numbers(mesh.tell("the model", [] if record else give_memory(model)))
             level(mesh, "the model", named_tensors(model) | tensor_attributes(model))
             initial: Values | None = record
             if weights is not None:

@@ -142,7 +142,7 @@ def materialise(network: Network, layers: Iterable[int], more: Iterable[str] = (
     replace((network.model, *network.modules), others)
 
 
-def without_numbers(model: nn.Module) -> list[str]:
+def give_memory(model: nn.Module) -> list[str]:
     """Give memory to tensors on the meta device; return their names.
 
     They get the numbers of rank 0, as all tensors do, where that has them: it is so after another Pipeline of

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, most_open
-from pipetrain.schedule.greedy import Preference, WorkTimes, listed
+from pipetrain.schedule.greedy import ListScheduler, Preference, WorkTimes
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import one_f_one_b, v_half, v_min, zb_h1, zb_h2, zbv
 from pipetrain.schedule.programs.order import newest, require, v_placement, versioned
@@ -65,7 +65,9 @@ class ZeroBubbleAuto:
         times, most = WorkTimes.of(costs, where), limit * len(where) // ranks
 
         def played(rule: Preference, batches: int) -> tuple[Program, float]:
-            orders, makespan = listed(where, batches, microbatches, times, most, rule, 2 * buffer_size)
+            total = batches * microbatches
+            play = ListScheduler(where, total, microbatches, times, most, rule, 2 * buffer_size)
+            orders, makespan = play.run()
             return [versioned(order, microbatches, newest) for order in orders], makespan
 
         def made(by: Preference | Schedule, batches: int) -> Program:

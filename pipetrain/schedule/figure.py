@@ -40,18 +40,32 @@ _LEGEND |= {"handlelength": 1.1, "handletextpad": 0.5, "columnspacing": 1.4}
 
 def as_figure(
     timeline: Timeline,
-    path: Path | str,
+    to: Path | str | BytesIO,
     title: str = "",
     unit_of_time: str = "",
     span: Cells | None = None,
     memory: Memory = (),
 ) -> None:
-    """Write the timeline to `path`, a .svg or .png file. Raises ScheduleError.
+    """Write the timeline to a .svg or .png file, or as the latter to a buffer. Raises ScheduleError.
 
     `span`: the first and the last cell to draw; None for the first CELLS. `memory`: what each rank holds over
     time, drawn below.
     """
-    _save(_figure(timeline, title, unit_of_time, span, memory), path)
+    unit, ranks = unit_of(timeline), len(timeline.rows)
+    since, until = (min(at * unit, timeline.makespan) for at in span or (0, CELLS))
+    heights = [1.15 + 0.4 * ranks] + ([0.55 + 0.5 * ranks] if memory else [])
+    width = min(max(6.5, 1.1 + 0.25 * (until - since) / unit), 100.0)
+    figure, (axes, *below) = _empty(width, heights)
+    facts = [*([title] if title else []), *facts_of(timeline, unit_of_time)]
+    if (since, until) != (0, timeline.makespan):
+        facts.append(f"{since / unit:.0f} to {until / unit:.0f} of {cells_of(timeline)} cells")
+    figure.suptitle("  ·  ".join(facts), x=0.01, ha="left", fontsize=9.5, color=_INK)
+    for each in (axes, *below):
+        _frame(each, ranks, since, until)
+    _draw_actions(axes, timeline, since, until, unit_of_time)
+    if memory:
+        _draw_memory(below[0], timeline, memory, since, until)
+    _save(figure, to)
 
 
 def as_stack(titled: Sequence[tuple[str, Timeline, float]], path: Path | str) -> None:
@@ -71,27 +85,8 @@ def as_stack(titled: Sequence[tuple[str, Timeline, float]], path: Path | str) ->
 
 def as_png(timeline: Timeline, title: str = "", unit_of_time: str = "", memory: Memory = ()) -> bytes:
     """Return what `as_figure` writes as .png."""
-    buffer = BytesIO()
-    _figure(timeline, title, unit_of_time, None, memory).savefig(buffer, format="png")
+    as_figure(timeline, buffer := BytesIO(), title, unit_of_time, memory=memory)
     return buffer.getvalue()
-
-
-def _figure(timeline: Timeline, title: str, unit_of_time: str, span: Cells | None, memory: Memory) -> Figure:
-    unit, ranks = unit_of(timeline), len(timeline.rows)
-    since, until = (min(at * unit, timeline.makespan) for at in span or (0, CELLS))
-    heights = [1.15 + 0.4 * ranks] + ([0.55 + 0.5 * ranks] if memory else [])
-    width = min(max(6.5, 1.1 + 0.25 * (until - since) / unit), 100.0)
-    figure, (axes, *below) = _empty(width, heights)
-    facts = [*([title] if title else []), *facts_of(timeline, unit_of_time)]
-    if (since, until) != (0, timeline.makespan):
-        facts.append(f"{since / unit:.0f} to {until / unit:.0f} of {cells_of(timeline)} cells")
-    figure.suptitle("  ·  ".join(facts), x=0.01, ha="left", fontsize=9.5, color=_INK)
-    for each in (axes, *below):
-        _frame(each, ranks, since, until)
-    _draw_actions(axes, timeline, since, until, unit_of_time)
-    if memory:
-        _draw_memory(below[0], timeline, memory, since, until)
-    return figure
 
 
 def _empty(width: float, heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
@@ -104,11 +99,11 @@ def _empty(width: float, heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
     return figure, list(figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
 
 
-def _save(figure: Figure, path: Path | str) -> None:
-    suffix = Path(path).suffix.lower()
+def _save(figure: Figure, to: Path | str | BytesIO) -> None:
+    suffix = ".png" if isinstance(to, BytesIO) else Path(to).suffix.lower()
     if suffix not in (".svg", ".png"):
-        raise ScheduleError(f"a timeline is written as .svg or .png; got {path}")
-    figure.savefig(path, format=suffix[1:])
+        raise ScheduleError(f"a timeline is written as .svg or .png; got {to}")
+    figure.savefig(to, format=suffix[1:])
 
 
 def _frame(axes: Axes, ranks: int, since: float, until: float) -> None:

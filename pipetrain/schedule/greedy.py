@@ -79,27 +79,14 @@ class Preference:
     depth: float | None = None
 
 
-def listed(
-    where: Sequence[int],
-    batches: int,
-    microbatches: int,
-    times: WorkTimes,
-    limit: float,
-    rule: Preference,
-    room: int = 2,
-) -> tuple[list[list[Work]], float]:
-    """Return the order of each rank's work, and the makespan.
-
-    `where`: the rank of each stage; `limit`: the microbatches that a rank may hold over all its stages, more
-    than its stages less one; `room`: the messages on each edge that need not be taken yet.
-    """
-    play = _Play(where, batches * microbatches, microbatches, times, limit, rule, room)
-    play.run()
-    return play.orders, max(play.free)
-
-
 @dataclass
-class _Play:
+class ListScheduler:
+    """Plays the ranks.
+
+    `where`: the rank of each stage; `total`: microbatches of the window; `limit`: those that a rank may hold
+    over all its stages, more than its stages less one; `room`: messages on each edge that need not be taken.
+    """
+
     where: Sequence[int]
     total: int
     microbatches: int
@@ -136,7 +123,8 @@ class _Play:
             way += times.ahead[stage - 1] + times.back[stage] if stage else 0.0
         return most[::-1]
 
-    def run(self) -> None:
+    def run(self) -> tuple[list[list[Work]], float]:
+        """Return the order of each rank's work, and the makespan."""
         while self.events:
             now, rank = heapq.heappop(self.events)
             if now < self.free[rank]:
@@ -146,6 +134,7 @@ class _Play:
                 self._do(rank, now, *chosen)
             elif chosen < inf:
                 heapq.heappush(self.events, (chosen, rank))
+        return self.orders, max(self.free)
 
     def _chosen(self, rank: int, now: float) -> tuple[Op, int] | float:
         """Return what the rank does now, or else until when it waits."""

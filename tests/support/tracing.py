@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pipetrain.network.network import INPUT, Made, Part, Slice, run_parts
-from pipetrain.network.tracing.dataflow import draws
+from pipetrain.network.tracing.dataflow import is_random
 from pipetrain.network.tracing.trace import trace
 from pipetrain.network.tracing.traced import Traced
 from pipetrain.network.values import TensorSpec, ValueSpec
@@ -70,7 +70,7 @@ def whole(network: Traced) -> Part:
 
 def drawing(network: Traced) -> set[int]:
     """The layers that draw random numbers in training."""
-    return {index for index, nodes in enumerate(network.modes[True].nodes) if any(map(draws, nodes))}
+    return {index for index, nodes in enumerate(network.modes[True].nodes) if any(map(is_random, nodes))}
 
 
 def gradients(model: nn.Module, outputs: list[Tensor]) -> dict[str, Tensor]:

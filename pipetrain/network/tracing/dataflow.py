@@ -61,7 +61,7 @@ class Dataflow:
                     each in self.free or isinstance(each.meta.get("source"), Held | Constant)
                     for each in given
                 )
-                if free and not draws(node) and changing.isdisjoint((node, *given)):
+                if free and not is_random(node) and changing.isdisjoint((node, *given)):
                     self.free.add(node)
                 else:
                     self.items.append(node)
@@ -148,7 +148,7 @@ def spec_of(value: Tensor, samples: int) -> TensorSpec:
     return TensorSpec(tuple(shape), value.dtype)
 
 
-def draws(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
     """Return whether an operation draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False

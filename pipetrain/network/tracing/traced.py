@@ -24,8 +24,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from pipetrain.network import draws
 from pipetrain.network.network import INPUT, LastLayer, Made, Network, Part, See, Slice, Tensors
 from pipetrain.network.places import named_tensors
-from pipetrain.network.tracing.dataflow import Dataflow, is_size, spec_of
-from pipetrain.network.tracing.dataflow import draws as draws_numbers
+from pipetrain.network.tracing.dataflow import Dataflow, is_random, is_size, spec_of
 from pipetrain.network.tracing.exporting import Constant, Held, Input, Region
 from pipetrain.network.values import TensorSpec, Value, ValueSpec
 
@@ -202,7 +201,7 @@ class Layers:
         for index, node in nodes:
             if node in made:
                 continue
-            if draws_numbers(node) and index not in seeded:
+            if is_random(node) and index not in seeded:
                 graph.call_function(draws.begin, (index,))
                 seeded.add(index)
             args: Any
