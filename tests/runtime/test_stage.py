@@ -1,10 +1,9 @@
-"""One slice of a model: what comes out of it, what goes back through it, and what it refuses."""
+"""One slice of a model: what it refuses, skips and counts. What it computes, and sends: whole/test_bugs."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -22,8 +21,7 @@ from tests.support.parts import part_of
 
 LABELS = torch.tensor([0, 2, 1])
 IGNORED = torch.full((3,), -100)
-BOTH, ONE, NONE = Gradients((True, True), (True, True)), Gradients((True, False), (True, False)), (False,)
-TWO_OF_ONE = Gradients((True, True), (True, False))
+ONE, TWO_OF_ONE = Gradients((True, False), (True, False)), Gradients((True, True), (True, False))
 
 
 def stage(
@@ -34,13 +32,12 @@ def stage(
     skips: bool = False,
     entering: Gradients | None = None,
     leaving: Gradients | None = None,
-    copies_input: bool = False,
     **arguments: object,
 ) -> Stage:
     """A stage of these layers; of a later one, the layer before them is layer 4 of the model."""
     if not index:
-        entering = Gradients(NONE * enters, NONE * enters)
-    known = {"enters_grad": entering, "leaves_grad": leaving, "copies_input": copies_input}
+        entering = Gradients((False,) * enters, (False,) * enters)
+    known = {"enters_grad": entering, "leaves_grad": leaving}
     part = part_of(module.double(), enters, leaves, before=5 if index else 0, **known)
     sgd = partial(torch.optim.SGD, lr=0.1)
     made = Stage(index, part, sgd, lambda update: 1.0, **arguments)  # type: ignore[arg-type]
@@ -88,18 +85,6 @@ class First(nn.Module):
         return 2 * pair[0]
 
 
-def test_what_the_plan_says_has_no_gradient_has_none():
-    """Not zeros either, which weight decay would follow."""
-    middle = stage(First(), enters=2, entering=TWO_OF_ONE)
-    (output,) = middle.forward(0, (randn(2), randn(2)), 0)
-    assert [t.tolist() for t in middle.backward(0, (torch.ones_like(output),), 0)] == [[2.0, 2.0]]
-    middle = stage(Fork(nn.Linear(3, 3)), leaves=2, leaving=Gradients((True, True), (False, True)))
-    _, skip = middle.forward(0, (randn(2, 3),), 0)
-    (back,) = middle.backward(0, (torch.ones_like(skip),), 0)
-    assert back.tolist() == [[1.0] * 3] * 2
-    assert gradients(middle) == []
-
-
 @pytest.mark.parametrize(
     ("module", "known", "says"),
     [
@@ -119,42 +104,6 @@ def test_what_goes_against_the_plan_stops_the_training(module, known, says):
 
     with pytest.raises(TrainingStopped, match=f"{says} in microbatch 4 of stage 1, and the plan says other"):
         trained()
-
-
-class Trimmed(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return (x, x + 1) if self.training else (x,)
-
-
-def test_an_evaluation_may_hand_on_fewer_tensors():
-    middle = stage(Trimmed(), leaves=2, leaving=BOTH)
-    slice = middle.module.slice
-    middle.module._evaluated = replace(slice, leaves=slice.leaves[:1], leaves_grad=None)
-    assert [len(middle.forward(0, (randn(2),), 0)), len(middle.predict((randn(2),)))] == [2, 1]
-
-
-class Counts(nn.Module):
-    """Hands on a tensor of its own, and changes it at its next forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = (torch.zeros(1),)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        self.count[0].add_(1)
-        return x, self.count[0]
-
-
-def test_what_layers_keep_is_sent_as_a_copy_and_what_they_change_is_not_what_came():
-    middle = stage(Counts(), leaves=2, leaving=ONE)
-    sent = [middle.forward(mb, (randn(2),), 0)[1] for mb in range(3)]
-    assert [float(count) for count in sent] == [1.0, 2.0, 3.0]
-    careful, x, before = stage(nn.ReLU(inplace=True), copies_input=True), randn(2, 3), randn(2, 3)
-    (output,) = careful.forward(0, (x,), 0)
-    (back,) = careful.backward(0, (torch.ones_like(output),), 0)
-    careful.predict((x,))
-    assert torch.equal(x, before)
-    assert torch.equal(back, (before > 0).double())
 
 
 # Numbers that are not finite
@@ -264,12 +213,6 @@ def test_a_microbatch_whose_targets_are_all_ignored_trains_nothing_and_stops_not
     final.predict((randn(3, 3),), Target(IGNORED, 0.0, 0.0))
     for tally in (final.take_trained(), final.take_evaluated()):
         assert (tally.samples, tally.weight, tally.loss, tally.sums) == (3, 0, 0, {"acc": [0, 0]})
-
-
-def test_a_batch_in_which_nothing_counts_has_no_mean_loss_and_stops():
-    final = last(nn.Linear(3, 3), 2)
-    with pytest.raises(TrainingStopped, match="microbatch 0, update 0, none of the targets counts: leave it"):
-        final.forward(0, (randn(3, 3),), 0, Target(IGNORED, 0.0, 0.5))
 
 
 @pytest.mark.slow
