@@ -222,7 +222,7 @@ class _Bench:
         deque(self._forwards(x, "again_s", lambda index: recompute[index].recomputing()), maxlen=0)
         splits = [any(layer.reached) for layer in self._layers]  # else W is a whole backward
         halves = [Deferred(weights if on else []) for weights, on in zip(self._weights, splits, strict=True)]
-        graphs = list(self._forwards(x, "recorded_s", lambda index: halves[index].recording()))
+        graphs = list(self._forwards(x, "recorded_s", halves.__getitem__))
         for index in reversed(numbers):
             if splits[index]:
                 self._backward("input_s", index, graphs[index], halves[index])

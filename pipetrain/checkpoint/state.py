@@ -36,7 +36,7 @@ def snapshot(session: Session, mesh: Mesh, random: Mapping[str, Tensor]) -> dict
     own = {f"random/{rank}/cpu": torch.get_rng_state(), **random}
     if device.type == "cuda":
         own[f"random/{rank}/cuda"] = torch.cuda.get_rng_state(device)
-    residuals = {_name(slot): _copy(residual) for slot, residual in session.coding.residuals.items()}
+    residuals = {_name(slot): _copy(residual) for slot, residual in session.engine.coding.residuals.items()}
     files[stage_file(min(session.stages))] |= own | residuals
     return files
 
@@ -66,7 +66,7 @@ def restore(source: Source, session: Session, mesh: Mesh) -> None:
         _load(stage, tensors, source.manifest.position.update)
     if source.manifest.pipeline == session.plan.pipeline:
         known = {slot: _name(slot) for slot in slots(session.plan, mesh.world.rank)}
-        session.coding.residuals = {
+        session.engine.coding.residuals = {
             slot: tensors[name].clone().to(mesh.device) for slot, name in known.items() if name in tensors
         }
 
@@ -86,7 +86,7 @@ def _load(stage: Stage, tensors: Tensors, updates: int) -> None:
 def named(stage: Stage) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and buffers by their names in the model."""
     for name, tensor in chain(stage.module.named_parameters(), stage.module.named_buffers()):
-        yield stage.name(name), tensor
+        yield stage.names.get(name, name), tensor
 
 
 def _weight_of(path: str) -> str:

@@ -144,7 +144,6 @@ class Times:
     def __init__(self, stages: Mapping[int, Stage], clock: Clock) -> None:
         self._stages = stages
         self._clock = clock
-        self._skipped = dict.fromkeys(stages, 0)  # updates, up to the last window
         self._unread: deque[tuple[Row, int, Observe | None]] = deque()  # and microbatches a batch
         self.stats = {stage: StageStats() for stage in stages}
 
@@ -152,8 +151,8 @@ class Times:
         """Add a window; for `observe` the host waits until the device is done."""
         for index, stage in self._stages.items():
             self.stats[index].raw_bytes += raw_bytes[index]
-            self.stats[index].skipped += stage.skipped - self._skipped[index]
-            self._skipped[index] = stage.skipped
+            self.stats[index].skipped += stage.skipped
+            stage.skipped = 0
         self._unread.append((row, microbatches, observe))
         self.read(wait=observe is not None)
 

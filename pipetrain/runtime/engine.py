@@ -72,7 +72,7 @@ class Engine:
         rehearsal: Rehearsal | None = None,
     ) -> None:
         self.stages = stages
-        self._training = training
+        self._training, self.coding = training, training.coding
         self._evaluation = evaluation
         self.bounds = bounds
         self._clock = clock

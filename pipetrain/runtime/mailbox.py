@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,7 +114,7 @@ class Mailbox:
         self._mine = mine
         self.coding = coding or Coding(Codecs())
         self._specs: dict[tuple[Edge, int], tuple[_Specs, _Specs]] = {}  # by samples: encoded, and plain
-        self._feed: Feed | None = None  # of the window
+        self._feed: Any = None  # of the window
         self._arrived: dict[tuple[Edge, int], Tensors] = {}  # (edge, microbatch) -> its message
         self._to_send: dict[tuple[Edge, int], Tensors] = {}
         self.raw_bytes: Counter[int] = Counter()
@@ -133,7 +134,8 @@ class Mailbox:
     def inputs(self, stage: int, mb: int) -> Tensors:
         """Return what enters a stage, the first one from the feed."""
         if stage == 0:
-            return self._given.input(mb)
+            given: Tensors = self._feed.input(mb)
+            return given
         routes = self.cut.routes_into[stage]
         return merge((route.values, self._arrived.pop((route.edge, mb))) for route in routes)
 
@@ -183,18 +185,13 @@ class Mailbox:
     def wait(self, wait: Wait) -> None:
         self.channel.wait([*map(self._message, wait.receives)], [*map(self._message, wait.sends)])
 
-    @property
-    def _given(self) -> Feed:
-        assert self._feed is not None, "only within a window"
-        return self._feed
-
     def _put(self, mb: int, edges: Sequence[Edge], parts: Sequence[Tensors]) -> None:
         for edge, tensors in zip(edges, parts, strict=True):
             (self._arrived if edge[1] in self._mine else self._to_send)[edge, mb] = tensors
 
     def _message(self, action: Action) -> Message:
         edge = source, target = action.edge
-        key = edge, self._given.size(action.mb)
+        key = edge, self._feed.size(action.mb)
         if key not in self._specs:
             plain = self.cut.message(*key)
             self._specs[key] = self.coding.specs(edge, plain), plain

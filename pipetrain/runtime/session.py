@@ -57,9 +57,8 @@ class Session:
     ) -> None:
         self.plan, self._task, self._mesh = plan, task, mesh
         self._batches = 0  # trained
-        self.coding = Coding(plan.settings.codecs, plan.numerics.channels_last)
         self.stages = make_stages(plan, model, task, optimizer, rate, mesh)
-        self.engine = make_engine(plan, self.stages, mesh, coding=self.coding)
+        self.engine = make_engine(plan, self.stages, mesh)
         self.last = self.stages.get(plan.stages - 1)
         """The last stage, which counts; None if another rank holds it."""
         self._trial: ModelTrial | None = None
@@ -230,21 +229,16 @@ def observers_of(stage: Stage, skips: bool = False, by_batch: bool = False) -> l
 
 
 def make_engine(
-    plan: Plan,
-    stages: Mapping[int, Stage],
-    mesh: Mesh,
-    channel: Channel | None = None,
-    coding: Coding | None = None,
+    plan: Plan, stages: Mapping[int, Stage], mesh: Mesh, channel: Channel | None = None
 ) -> Engine:
     """Make the engine for a rank's stages, over `channel` or else the mesh's, with the plan's codecs."""
     channels_last, bounds = plan.numerics.channels_last, {stage: plan.peaks(stage) for stage in stages}
     channel = channel or mesh.channel(plan.cut.bounds, channels_last)
 
-    def mailbox(over: Channel, training: bool, coding: Coding | None = None) -> Mailbox:
+    def mailbox(over: Channel, training: bool) -> Mailbox:
         if not training:
             return Mailbox(over, plan.evaluation_cut, plan.placement, stages)
-        coding = coding or Coding(plan.settings.codecs, channels_last)
-        return Mailbox(over, plan.cut, plan.placement, stages, coding)
+        return Mailbox(over, plan.cut, plan.placement, stages, Coding(plan.settings.codecs, channels_last))
 
     def loopback(training: bool) -> Mailbox:
         edges, ties = plan.cut.bounds, dict.fromkeys([ALL, *plan.cut.ties])
@@ -264,7 +258,7 @@ def make_engine(
 
     return Engine(
         stages,
-        mailbox(channel, True, coding),
+        mailbox(channel, True),
         mailbox(channel, False),
         bounds,
         Clock(mesh.device),

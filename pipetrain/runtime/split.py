@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
-from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from pipetrain.network.products import DEAR, LOWERED, Watching
@@ -30,22 +29,19 @@ from pipetrain.network.products import DEAR, LOWERED, Watching
 _CAST = {torch.float32, torch.float16, torch.bfloat16}  # by autocast
 
 
-class Deferred:
+class Deferred(Watching):
     """The weight gradients of one microbatch's forward that are put off.
 
-    Under `recording`, run the forward; `input_half` then is I, and `weight_half` W. `leaves`: of the weight
-    version, which are distinct tensors.
+    It is a context in which to run the forward, and to put off the weight gradients of dear operations;
+    `input_half` then is I, and `weight_half` W. `leaves`: of the weight version, which are distinct tensors.
     """
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
+        super().__init__()
         self._ids = {id(leaf) for leaf in leaves if leaf.requires_grad}
         self.kept: list[_Operation] = []
         self._at_once: list[tuple[Tensor, Tensor]] = []  # leaves, with their gradients from I
         self._task: int | None = None  # the graph task of autograd that is I
-
-    def recording(self) -> TorchFunctionMode:
-        """Return a context in which a forward puts off the weight gradients of dear operations."""
-        return _Recording(self)
 
     def input_half(
         self, leaves: Sequence[Tensor], outputs: Sequence[Tensor], grads: Sequence[Tensor]
@@ -94,7 +90,13 @@ class Deferred:
         kept = [tensor for one in self.kept for tensor in (*one.inputs, one.grad)]
         return [*(tensor for tensor in kept if tensor is not None), *(grad for _, grad in self._at_once)]
 
-    def put_off(
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if func is torch.einsum and len(args) == 2 and isinstance(args[1], list | tuple):
+            args = (args[0], *args[1])
+        result = self._put_off(func, args, kwargs) if func in DEAR else None
+        return func(*args, **kwargs) if result is None else result
+
+    def _put_off(
         self, function: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Tensor | None:
         """Run an operation with a small graph of its own; None if it is none that can be put off."""
@@ -143,18 +145,6 @@ class _Operation:
     def differentiate(self, tensors: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
         """Return the gradients of some inputs and weights; those of others may be asked for later."""
         return _run([self.edge], [grad], tensors, accumulate=False) if tensors else ()
-
-
-class _Recording(Watching):
-    def __init__(self, deferred: Deferred) -> None:
-        super().__init__()
-        self._deferred = deferred
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if func is torch.einsum and len(args) == 2 and isinstance(args[1], list | tuple):
-            args = (args[0], *args[1])
-        result = self._deferred.put_off(func, args, kwargs) if func in DEAR else None
-        return func(*args, **kwargs) if result is None else result
 
 
 class _PutOff(torch.autograd.Function):

@@ -62,7 +62,7 @@ class Stage:
         elsewhere: Collection[str] = (),
     ) -> None:
         self.index = index
-        self._names = names or {}
+        self.names = names or {}
         self.elsewhere = elsewhere
         self.numerics = numerics or Numerics()
         self.numerics.arrange_weights(module)
@@ -72,14 +72,14 @@ class Stage:
             draws.leave_to_python()
             self._layers = torch.compile(module, dynamic=False)  # specialised to the shapes that occur
         self.device = next((p.device.type for p in module.parameters()), "cpu")
-        self.weights = self._weights(module, optimizer, rate, ema, self._names)
+        self.weights = self._weights(module, optimizer, rate, ema, self.names)
         self.buffers = Buffers(module)
         self.objective = Objective(task, module.pack, self.numerics.autocast) if task is not None else None
         self.observers: list[Observer] = []
         self.rehearses = False
         """Whether numbers are made up, and may be as they are."""
         self.skipped = 0
-        """The number of updates that were left out."""
+        """The number of updates that were left out since they were counted."""
         self._clip = clip_grad_norm
         self._selective = selective
         self._proves = True  # whether the next recomputation is held against its forward
@@ -176,7 +176,7 @@ class Stage:
         """Run the layers; where the backward is split, with what puts the gradients of weights off."""
         if one.recompute is None and one.saving.split and any(t.requires_grad for t in one.inputs):
             one.deferred = Deferred(self.weights.leaves(one.version))
-        with nullcontext() if one.deferred is None else one.deferred.recording():
+        with one.deferred or nullcontext():
             return self._call(one.inputs)
 
     def _call(self, x: Tensors) -> Tensors:
@@ -357,6 +357,3 @@ class Stage:
 
     def take_evaluated(self) -> Tally:
         return self.counts.evaluated.take()
-
-    def name(self, own: str) -> str:
-        return self._names.get(own, own)

@@ -67,11 +67,8 @@ class Sums:
         else:
             self._channel.tell(tie, total)
 
-    def hear(self, action: Action, waits: Callable[[], None]) -> bool:
-        """Wait for what an action needs of other stages, once; return whether there was any.
-
-        `waits` is called before.
-        """
+    def hear(self, action: Action, waits: Callable[[], None]) -> None:
+        """Wait for what an action needs of other stages, once; `waits` is called before."""
         ties = [*self._ties(action), *([ALL] if action.op is Op.STEP else [])]
         left = [(tie, action.version) for tie in ties if (tie, action.version) in self._unheard]
         for key in left:
@@ -84,7 +81,6 @@ class Sums:
             for stage in map(self._stages.__getitem__, self._here(key[0])):
                 unpack(self._weights(key[0], stage), sums)
                 stage.hear(sums)
-        return bool(left)
 
     def held(self) -> Iterator[tuple[Sequence[int], Tensor]]:
         """Yield the tensors that wait for others, with the stages of their sum."""

@@ -80,9 +80,13 @@ class WholeModel:
 
     def collect(self) -> nn.Module:
         """Put the tensors of all ranks into the model on rank 0, in host memory; return the model."""
-        tensors = self._tensors(self._all)
+        tensors = self._tensors(self._all)  # on ranks but 0 none: it is only noted that rank 0 has them
         self.take_back()
-        self._put(tensors)
+        now = named_tensors(self._model)
+        others = {name: new for name, new in tensors.items() if new is not now[name]}
+        self._swapped = [(now[name], in_place_of(now[name], new)) for name, new in others.items()]
+        self._replace({id(old): new for old, new in self._swapped})
+        self._collected = True
         return self._model
 
     def state_dict(self, ema: bool = False) -> dict[str, Tensor]:
@@ -120,14 +124,6 @@ class WholeModel:
         elif self.lent and size > 1 and not (self._collected and rank == 0):
             self._replace({id(t): on_meta(t) for t in named_tensors(self._model).values()})
 
-    def _put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put tensors into the model, by name; without any, as on ranks but 0, only note that rank 0 has."""
-        now = named_tensors(self._model)
-        others = {name: new for name, new in tensors.items() if new is not now[name]}
-        self._swapped = [(now[name], in_place_of(now[name], new)) for name, new in others.items()]
-        self._replace({id(old): new for old, new in self._swapped})
-        self._collected = True
-
     def _put_own(self) -> None:
         self._replace({id(collected): own for own, collected in self._swapped})
 
@@ -137,7 +133,12 @@ class WholeModel:
             return self._initial(names) if not self._mesh.world.rank else {}
         with self.suspended():
             own = self._own(ema)
-        return self._merged(own, names)
+        found: dict[str, Tensor] = {}
+        for owner in range(self._mesh.world.size):
+            of = [name for name in self._owners if name in names and self._owners[name] == owner]
+            tensors = [own[name] for name in of] if owner == self._mesh.world.rank else []
+            found |= zip(of, self._mesh.to_first("the model", tensors, owner), strict=False)
+        return {name: found[name] for name in names if name in found}
 
     def _initial(self, names: Collection[str]) -> dict[str, Tensor]:
         tensors = {name: tensor for name, tensor in named_tensors(self._model).items() if name in names}
@@ -156,15 +157,6 @@ class WholeModel:
                     if name in self._names:  # not one that a layer has made as it ran
                         found.setdefault(self._names[name], tensor)
         return found
-
-    def _merged(self, own: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
-        """Return the tensors of all ranks, in host memory, on rank 0; none on the others."""
-        found: dict[str, Tensor] = {}
-        for owner in range(self._mesh.world.size):
-            of = [name for name in self._owners if name in names and self._owners[name] == owner]
-            tensors = [own[name] for name in of] if owner == self._mesh.world.rank else []
-            found |= zip(of, self._mesh.to_first("the model", tensors, owner), strict=False)
-        return {name: found[name] for name in names if name in found}
 
 
 def _all_named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

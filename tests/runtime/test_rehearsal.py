@@ -14,7 +14,6 @@ from torch import nn
 
 from pipetrain import Pipeline
 from pipetrain.runtime import session
-from pipetrain.runtime.channel import ChannelError
 from pipetrain.runtime.engine import Engine
 from pipetrain.schedule.actions import COMPUTE, RECEIVES, UPDATE, Action, Op
 from tests.support.cases import SCHEDULES, Case, LocalMesh, run_in_threads
@@ -77,30 +76,19 @@ def test_a_process_alone_rehearses_too_and_tells_nobody_its_norms():
 class Spinning(LocalChannel):
     """A channel whose posted receives run on the device until their messages are there."""
 
-    def spinning(self) -> list[Any]:
-        """Return the edges with a posted receive whose message is not there."""
+    def spins(self) -> bool:
         wire = self._wire
-        return [e for e in self._expected if wire.posted[e] - wire.taken[e] > len(wire.queues[e])]
-
-    def load(self, kind: Hashable, timeout: float) -> bool:
-        """Wait until no receive runs, as a driver does that loads something; return whether it had to."""
-        with self._wire.changed:
-            waits = bool(self.spinning())
-            if not self._wire.changed.wait_for(lambda: not self.spinning(), timeout):
-                raise ChannelError(f"{kind} is loaded, which waits for messages on {self.spinning()}")
-        return waits
+        return any(wire.posted[e] - wire.taken[e] > len(wire.queues[e]) for e in self._expected)
 
 
 class ColdEngine(Engine):
     """An engine on a device that loads something at the first use of each kind of action."""
 
-    PATIENCE_S = 10.0
-
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._warm: set[Hashable] = set()
         self.waited_for: list[Hashable] = []
-        """The kinds of actions that were cold while a receive was posted."""
+        """The kinds of actions that were cold while a receive was posted: a GPU would hang there."""
         self._plain = self._methods
         self._methods = dict.fromkeys(self._plain, self._loading)
 
@@ -108,8 +96,7 @@ class ColdEngine(Engine):
         hear = window.sums.hear
 
         def hearing(action: Action, waits: Any) -> None:
-            if hear(action, waits):
-                self._use(("heard", action.op))
+            hear(action, lambda: (waits(), self._use(("heard", action.op))))
 
         window.sums.hear = hearing
         return super()._run(window, *rest)
@@ -137,11 +124,9 @@ class ColdEngine(Engine):
         return [(window.feed.size(action.mb), order.saving(action.stage, action.mb), first)]
 
     def _use(self, *kinds: Hashable) -> None:
-        for kind in set(kinds) - self._warm:
-            channel: Any = self._evaluation.channel
-            if channel.load(kind, self.PATIENCE_S):
-                self.waited_for.append(kind)
-            self._warm.add(kind)
+        cold = set(kinds) - self._warm
+        self._warm |= cold
+        self.waited_for += cold if self._evaluation.channel.spins() else ()
 
 
 @contextmanager
@@ -200,6 +185,6 @@ def test_nothing_is_cold_while_a_receive_is_posted(schedule, ranks, words):
 
 
 def test_without_a_rehearsal_a_forward_waits_for_what_waits_for_it():
-    with loading(), patch.object(ColdEngine, "PATIENCE_S", 0.5), pytest.raises(ChannelError) as stop:
+    with loading() as engines:
         run_in_threads(Case("1f1b", 2, (*TINY, "microbatches=4")))
-    assert "is loaded, which waits for messages on" in str(stop.value)
+    assert (True, 1, Op.F, -1) in {kind[:4] for kind in engines[1].waited_for}

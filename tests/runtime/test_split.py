@@ -45,7 +45,7 @@ class Trained:
         for tensors in data:
             xs = [t.clone().requires_grad_(t.is_floating_point() or t.is_complex()) for t in tensors]
             deferred, precision = Deferred(leaves), torch.autocast("cpu", torch.bfloat16, enabled=low)
-            with precision, deferred.recording() if split else nullcontext():
+            with precision, deferred if split else nullcontext():
                 made = module(*xs)
             outputs = [t for t in (made if isinstance(made, tuple) else (made,)) if t.requires_grad]
             opened.append((xs, outputs, deferred))
@@ -370,13 +370,13 @@ def test_after_i_only_inputs_and_output_gradients_of_dear_operations_are_held(wi
     x, grad = torch.randn(17, 5, requires_grad=True), torch.randn(17, 13)
     with Live() as live:
         dropped = Deferred([*module.parameters()])
-        with dropped.recording():
+        with dropped:
             outputs = [module(x)]
         assert live.now
         del dropped, outputs
         assert not live.now
         deferred = Deferred([*module.parameters()])
-        with deferred.recording():
+        with deferred:
             outputs = [module(x)]
         # The norm's statistics, what enters it, GELU and the second product, Tanh's result, and the output.
         assert live.now // 4 == 7 + 7 + 3 * 17 * 7 + 17 * 11 + 17 * 13
@@ -398,6 +398,6 @@ def test_under_autocast_a_dear_operation_holds_its_input_once():
     x = torch.randn(17, 5, requires_grad=True)
     with Live() as live:
         deferred = Deferred([*module.parameters()])
-        with torch.autocast("cpu", torch.bfloat16), deferred.recording():
+        with torch.autocast("cpu", torch.bfloat16), deferred:
             y = module(x * 2)
         assert live.now == y.nbytes + 2 * (17 * 5 + 5 * 7)  # in bfloat16: its input and weight
