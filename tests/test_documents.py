@@ -14,22 +14,6 @@ from pipetrain import documents
 from pipetrain.documents import DamagedCheckpoint, read_as, read_json
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b"[" * 100_000, "is no JSON of ours"),
-        (b" " * 300_001, "is no JSON of ours: over 300000 bytes"),
-        (None, "cannot be read: No such file"),
-    ],
-)
-def test_json_that_cannot_be_read_is_damage(content, says, tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "MOST_BYTES", 300_000)
-    if content is not None:
-        (tmp_path / "file").write_bytes(content)
-    with pytest.raises(DamagedCheckpoint, match=says):
-        read_json(tmp_path / "file")
-
-
 @dataclass
 class Inner:
     number: int
@@ -55,17 +39,22 @@ GOOD: dict[str, Any] = {"name": "x", "inner": [{"number": 0, "share": 1}], "coun
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("content", "says"),
     [
-        ({"name": 1}, "it: name must be of type str, and is 1"),
-        ({"inner": [{"number": True, "share": 1}]}, "it: inner: 0: number must be of type int, and is True"),
-        ({"inner": [{"number": 1}]}, "it: inner: 0 must be an object of number, share, and is "),
-        ({"free": []}, "it: free must be of type Mapping"),
-        ({"more": 1}, "it must be an object of name, inner, counts, free, and is "),
+        (b"[" * 100_000, "/file is no JSON of ours"),
+        (b" " * 300_001, "/file is no JSON of ours: over 300000 bytes"),
+        (None, "/file cannot be read: No such file"),
+        ({"name": 1}, "^it: name must be of type str, and is 1"),
+        ({"inner": [{"number": True, "share": 1}]}, "^it: inner: 0: number must be of type int, and is True"),
+        ({"inner": [{"number": 1}]}, "^it: inner: 0 must be an object of number, share, and is "),
+        ({"free": []}, "^it: free must be of type Mapping"),
+        ({"more": 1}, "^it must be an object of name, inner, counts, free, and is .{,200}$"),
     ],
 )
-def test_a_field_of_another_type_is_named(change, says):
-    with pytest.raises(DamagedCheckpoint) as error:
-        read_as(Outer, GOOD | change, "it")
-    assert str(error.value).startswith(says)
-    assert len(str(error.value)) < 300
+def test_what_cannot_be_read_or_has_another_type_is_named(content, says, tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "MOST_BYTES", 300_000)
+    if content is not None:
+        text = json.dumps(GOOD | content).encode() if isinstance(content, dict) else content
+        (tmp_path / "file").write_bytes(text)
+    with pytest.raises(DamagedCheckpoint, match=says):
+        read_as(Outer, read_json(tmp_path / "file"), "it")

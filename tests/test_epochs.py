@@ -9,7 +9,6 @@ from threading import Barrier
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pipetrain.epochs import Epochs
 from pipetrain.errors import TrainingStopped
@@ -48,44 +47,7 @@ def test_initial_weights_are_the_same_on_any_partition_and_any_world():
     assert not torch.equal(seeded["1.0.weight"], first["1.0.weight"])
 
 
-# Evaluation
-
-
-def evaluated(epochs: Epochs) -> tuple[int, float, float]:
-    epochs.evaluate(0)
-    tally = epochs.session.stages[0].take_evaluated()
-    return tally.samples, tally.mean_loss, epochs._about.task.values(tally)["acc"]
-
-
-def plainly(run: Run, epochs: Epochs) -> tuple[float, float]:
-    """Loss and accuracy of the whole model on all test samples at once."""
-    split, ids = run.data.test, torch.arange(run.facts.test)
-    model = run.take_network().model
-    model.load_state_dict(state_of(epochs, run))
-    with torch.no_grad():
-        output = model.eval()(split.inputs(ids, None))
-    labels = split.targets(ids, None)
-    accuracy = (output.argmax(1) == labels).double().mean().item()
-    return functional.cross_entropy(output, labels).item(), accuracy
-
-
-@pytest.mark.parametrize("batch_size", [4, 64])
-def test_an_evaluation_counts_every_sample_equals_a_plain_one_and_changes_nothing(batch_size):
-    """11 test samples: no batch size here divides them."""
-    words = (NORM, "microbatches=2", f"batch_size={batch_size}", "data.drop_last=true")
-    run = make_run(Case("1f1b", 1, words, train_samples=64))
-    epochs = epochs_for(run)
-    stage = epochs.session.stages[0]
-    stage.module.get_buffer("1.1.running_mean").fill_(0.3)  # those that are kept are those that are used
-    wanted_loss, accuracy = plainly(run, epochs)
-    before, random = state_of(epochs, run), torch.get_rng_state()
-    first = evaluated(epochs)
-    assert first == evaluated(epochs) == (11, pytest.approx(wanted_loss, rel=1e-12), accuracy)
-    after = state_of(epochs, run)
-    assert all(torch.equal(after[name], before[name]) for name in before)
-    assert torch.equal(torch.get_rng_state(), random)
-    assert stage.module.training
-    assert stage.weights.updates == 0
+# Evaluation: what it counts is held against the reference by tests/whole/test_equivalence.py
 
 
 class Spoils(nn.Module):

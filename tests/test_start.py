@@ -16,9 +16,9 @@ from omegaconf import OmegaConf
 
 from pipetrain import start as module
 from pipetrain.errors import ConfigError, Refused
-from pipetrain.runtime.ranks import World, this_attempt
+from pipetrain.runtime.ranks import World
 from pipetrain.signals import Signals
-from pipetrain.start import Start, seconds
+from pipetrain.start import Start
 from tests.support.processes import DEADLINE_S, SMALL, ended, lines_of, running
 
 # Alone
@@ -39,16 +39,6 @@ def test_alone_there_is_nobody_to_tell(alone):
     assert not isinstance(refusal.value, Refused)
 
 
-def test_how_long_to_wait_is_read_of_a_configuration_that_nobody_has_checked():
-    for content, found in (
-        ({"timeout": 3}, 3),
-        ({}, 0),
-        ({"timeout": "${missing}"}, 0),
-        ({"timeout": [1]}, 0),
-    ):
-        assert seconds(OmegaConf.create(content), "timeout") == found
-
-
 def test_what_takes_long_is_said_until_the_training_begins(alone, monkeypatch, caplog):
     monkeypatch.setattr(module, "SILENCE_S", 0.05)
     caplog.set_level(logging.INFO, logger="pipetrain")
@@ -61,10 +51,6 @@ def test_what_takes_long_is_said_until_the_training_begins(alone, monkeypatch, c
     assert not reminding.is_alive()
     said = {record.getMessage() for record in caplog.records}
     assert said == {"pipetrain: it takes time to read the data set"}
-
-
-def test_a_process_is_of_one_attempt():
-    assert this_attempt(World()) is this_attempt(World())
 
 
 # Ranks that are started one by one, as other launchers do
