@@ -16,12 +16,11 @@ from pipetrain.errors import ConfigError
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan import program as programs
 from pipetrain.plan.plan import Plan, Samples, make_plan, prove_targets
-from pipetrain.plan.program import make_program, prove_window, window_lengths
+from pipetrain.plan.program import window_lengths
 from pipetrain.schedule.actions import Action, Op, Program, Schedule, has_norms, parse_program
 from pipetrain.schedule.automatic import ZeroBubbleAuto
 from pipetrain.schedule.memory import GIB
 from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream
-from pipetrain.schedule.simulate import Deadlock
 from pipetrain.schedule.transforms import with_recompute
 from pipetrain.settings import Mode, Settings
 from pipetrain.tasks import Regression, Task
@@ -197,44 +196,18 @@ def tied_by_way_of_another() -> nn.Sequential:
     return model
 
 
-class Listing(nn.Linear):
-    """Adds another layer's weight, which it does not register."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__(48, 48)
-        self.others = [weight]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + x @ self.others[0]
-
-
 def frozen_in_a_list() -> nn.Sequential:
     """Its second stage would have no numbers for the weight, and no gradient tells."""
-    first = nn.Linear(48, 48).requires_grad_(False)
-    return nn.Sequential(FLAT, first, Listing(first.weight), nn.Linear(48, 4))
+    first, other = nn.Linear(48, 48).requires_grad_(False), nn.Linear(48, 48)
+    others = [first.weight]
+    adding = Lambda(lambda x: other(x) + x @ others[0])
+    adding.other, adding.others = other, others
+    return nn.Sequential(FLAT, first, adding, nn.Linear(48, 4))
 
 
-class Auxiliary(nn.Linear):
-    """Returns a pair in training, one tensor in an evaluation."""
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        y = super().forward(x)
-        return (y, y) if self.training else y
-
-
-def test_an_evaluation_may_hand_on_fewer_tensors_than_training():
-    first = Lambda(lambda x: x if isinstance(x, Tensor) else x[0])
-    made = plan("partition=[2]", model=nn.Sequential(FLAT, Auxiliary(48, 10), first))
-    assert [len(cut.routes[0].values) for cut in (made.cut, made.evaluation_cut)] == [2, 1]
-
-
-def given_program(text: str) -> Schedule:
+def given_program(*ranks: str) -> Schedule:
     """A schedule of one batch of four microbatches that is written by hand."""
-
-    def schedule(ranks: int, batches: int, microbatches: int) -> Program:
-        return parse_program(text)
-
-    return schedule
+    return lambda ranks_, batches, microbatches: parse_program("\n".join(ranks))
 
 
 def deadlocking(ranks: int, batches: int, microbatches: int) -> Program:
@@ -245,11 +218,9 @@ def deadlocking(ranks: int, batches: int, microbatches: int) -> Program:
 
 ONE_RANK = "0F0@0 0B0@0 0F1@0 0B1@0 0F2@0 0B2@0 0F3@0 0B3@0 0STEP@1"
 SECOND_RANK = ONE_RANK.replace("0F", "1F").replace("0B", "1B").replace("0STEP", "1STEP")
-INCOMPLETE = given_program(f"{ONE_RANK.replace('0B3@0 ', '')}\n{SECOND_RANK}")
+INCOMPLETE = given_program(ONE_RANK.replace("0B3@0 ", ""), SECOND_RANK)
+TWO_RANKS = given_program(ONE_RANK, ONE_RANK)
 TIED = "1.weight is a weight of stages 0 and 1, which step it alike, and "
-
-
-TWO_RANKS = given_program(f"{ONE_RANK}\n{ONE_RANK}")
 BY_FBP = {"model": tied(), "schedule": schedule_of("fbp")}
 BY_STAGE = "partition=[2] clip_grad_norm=1 clip_grad_norm_over=stage"
 CHAINED = {"ranks": 3, "model": tied_by_way_of_another()}
@@ -281,8 +252,15 @@ def test_what_is_shared_within_a_stage_or_not_trained_or_clipped_by_one_norm_may
     assert plan("partition=[3]", model=shared_statistics()).stages == 2
     assert plan("partition=[3]", model=frozen_in_a_list()).stages == 2
     assert not plan("partition=[2]", model=tied().requires_grad_(False)).cut.ties
-    together = {"ranks": 3, "model": tied_by_way_of_another()}
-    assert len(plan("partition=[2,4]", "on_nan=skip", "clip_grad_norm=1", **together).cut.ties) == 2
+    assert len(plan("partition=[2,4]", "on_nan=skip", "clip_grad_norm=1", **CHAINED).cut.ties) == 2
+    assert plan("buffer_size=4", schedule=deadlocking, samples=ONE_BATCH).stages == 2  # as many as it sends
+
+
+def test_an_evaluation_may_hand_on_fewer_tensors_than_training():
+    twice = Lambda(lambda x: (x, x) if twice.training else x)
+    first = Lambda(lambda x: x if isinstance(x, Tensor) else x[0])
+    made = plan("partition=[3]", model=nn.Sequential(FLAT, nn.Linear(48, 10), twice, first))
+    assert [len(cut.routes[0].values) for cut in (made.cut, made.evaluation_cut)] == [2, 1]
 
 
 def test_inputs_and_targets_that_the_run_s_dtype_would_round_are_refused():
@@ -292,18 +270,5 @@ def test_inputs_and_targets_that_the_run_s_dtype_would_round_are_refused():
     made = plan(model=nn.Sequential(FLAT, nn.Linear(48, 4), nn.Linear(4, 2)))
     with pytest.raises(ConfigError, match=r"the targets are float64\[2\] a sample, .* would be rounded"):
         prove_targets(made, Regression(), torch.zeros(4, 2, dtype=torch.float64))
-
-
-def test_a_task_gets_float32_from_layers_in_bf16():
-    """BCELoss takes only outputs and targets of one dtype."""
-    model = nn.Sequential(FLAT, nn.Linear(48, 2), nn.Sigmoid())
-    prove_targets(plan("precision=bf16", model=model), Task(nn.BCELoss()), torch.zeros(4, 2))
-
-
-def test_what_is_proved_is_the_buffer_that_will_be_enforced():
-    assert plan("buffer_size=4", schedule=deadlocking, samples=ONE_BATCH).stages == 2
-    chosen = settings_of("batch_size=48", "microbatches=12")
-    program = make_program(deadlocking, None, 1, chosen)
-    assert prove_window(replace(chosen, buffer_size=12), deadlocking, 1, program).simulation.makespan > 0
-    with pytest.raises(Deadlock, match="buffer_size=2"):
-        prove_window(replace(chosen, buffer_size=2), deadlocking, 1, program)
+    bf16 = plan("precision=bf16", model=nn.Sequential(FLAT, nn.Linear(48, 2), nn.Sigmoid()))
+    prove_targets(bf16, Task(nn.BCELoss()), torch.zeros(4, 2))  # which takes outputs and targets of one dtype
