@@ -10,7 +10,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.cli import conf_dir
-from pipetrain.data import Data, DataMissing, Images, declared_example, load_augment, load_data
+from pipetrain.data import Data, Images, declared_example, load_augment, load_data
 from pipetrain.data.sets import Tensors
 from pipetrain.errors import ConfigError
 from pipetrain.network.values import TensorSpec, Value, ValueSpec
@@ -39,16 +39,6 @@ def test_configs_have_the_keys_of_every_data_set(name):
     assert set(data) >= set(digits_) - {"augment", "source"}
     assert "source" in data or {"train", "test"} <= set(data)
     assert set(data.recipe) == set(digits_.recipe)
-
-
-def test_what_cannot_be_had_comes_through_for_the_fallback_and_without_one_names_the_ways_out(tmp_path):
-    nowhere = {"source.url": "file:///no/such/archive", "root": str(tmp_path)}
-    with pytest.raises(DataMissing, match=str(tmp_path)) as error:
-        load_data(data_config("cifar10", **nowhere))
-    assert "fallback" not in str(error.value)
-    said = refusal(data_config("cifar10", **nowhere, fallback=None))
-    for way in ("data.root", "data.source.url", "data=digits", "data.fallback=digits"):
-        assert way in said
 
 
 # Data sets of any kind

@@ -46,15 +46,9 @@ def _mean_and_std(pixels: Tensor) -> tuple[float, float]:
 
 def _table() -> npt.NDArray[np.float64]:
     """Return a row per sample, 64 pixels and the label; scikit-learn's file is read without importing it."""
-    found = importlib.util.find_spec("sklearn")
-    for place in (found and found.submodule_search_locations) or ():
-        path = Path(place, "datasets", "data", "digits.csv.gz")
-        if path.exists():
-            return np.loadtxt(path, delimiter=",")
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    return np.column_stack([digits.data, digits.target])
+    package = importlib.util.find_spec("sklearn")
+    assert package is not None and package.origin, "scikit-learn is not installed"
+    return np.loadtxt(Path(package.origin).with_name("datasets") / "data" / "digits.csv.gz", delimiter=",")
 
 
 def _enlarge(images: Tensor) -> Tensor:

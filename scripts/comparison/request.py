@@ -236,11 +236,10 @@ def merged(*lists: Sequence[str]) -> tuple[str, ...]:
 
 
 def _default_out(options: argparse.Namespace, overrides: Sequence[str]) -> Path:
-    """Name the folder after what is compared: `comparisons/vgg16-digits-epochs_5`."""
-    groups = ("model=", "data=", "optim=", "experiment=")
+    """Name the folder after what is compared: `comparisons/model_vgg16-epochs_5`."""
     words = [Path(options.experiment).stem] if options.experiment else []
     words += ["+".join(options.models)] if options.models else []
-    words += [word.partition("=")[2] if word.startswith(groups) else word.lstrip("+~") for word in overrides]
+    words += [word.lstrip("+~") for word in overrides]
     words += [f"nproc_{options.nproc}"] if options.nproc else []
     name = re.sub(r"[^\w.+-]+", "_", "-".join(words)).strip("_.-")
     return Path("comparisons") / (name[:120] or "default")

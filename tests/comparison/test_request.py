@@ -58,7 +58,7 @@ def test_runs_go_seed_by_seed_into_a_folder_named_after_what_is_compared():
     for typed, folder in {
         "": "default",
         "--models vgg16 mlp -- ++optim.lr=0.1": "vgg16+mlp-optim.lr_0.1",
-        "--nproc 4 -- model=vgg16 partition=[3,6,9]": "vgg16-partition_3_6_9_-nproc_4",
+        "--nproc 4 -- model=vgg16 partition=[3,6,9]": "model_vgg16-partition_3_6_9_-nproc_4",
     }.items():
         assert request.read(["--schedules", "gpipe", *typed.split()]).out == Path("comparisons") / folder
     specs = asked("--schedules", "gpipe", "1f1b", "--models", "mlp", "vgg16", "--seeds", "3", "0")

@@ -10,11 +10,3 @@ def test_split_is_stratified_and_fixed():
     assert {int(n) for n in data.test.labels.bincount()} <= {34, 35, 36, 37}
     # Pinned: accuracies of different versions compare only while the split stays as it is.
     assert data.test.labels[:12].tolist() == [2, 9, 3, 5, 6, 9, 5, 6, 9, 5, 2, 1]
-
-
-def test_the_file_and_the_package_give_the_same(monkeypatch):
-    read = digits._table()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    asked = digits._table()
-    assert (asked == read).all()
-    assert asked.shape == (1797, 65)

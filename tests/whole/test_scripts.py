@@ -99,16 +99,15 @@ def start(checkout) -> Callable[..., list[str]]:
     return start
 
 
-def test_arguments_and_status_pass_through_a_link_in_another_folder(checkout, tmp_path):
+def test_arguments_and_status_pass_through_a_link_in_another_folder_and_the_checkout_s_code_runs(
+    checkout, tmp_path
+):
     link = tmp_path / "link"
     link.symlink_to(checkout.installed().root / "launch.sh")
     words = ["run_dir='a b'", "data.root=$HOME", "*"]
     done = checkout.run(link, *words, FAIL="pipetrain.launcher")
     assert done.returncode == 7
     assert checkout.calls() == ["OMP= -m pipetrain.launcher run_dir='a b' data.root=$HOME *"]
-
-
-def test_the_code_that_runs_is_the_checkout_s(checkout):
     checkout.program("python3", '#!/bin/bash\necho "$PYTHONPATH" >"$NOTES"\n')
     checkout.run("launch.sh", PYTHONPATH="/mine")
     assert checkout.calls() == [f"{checkout.root}:/mine"]
@@ -136,7 +135,7 @@ def test_a_failed_or_broken_set_up_is_started_over(checkout, start):
     assert start() == [VENV, RUN, TRAIN]
 
 
-def test_a_killed_set_up_is_started_over(checkout, start):
+def test_a_killed_set_up_is_started_over_and_two_starts_set_up_once(checkout):
     environment = {**checkout.environment, "PIP": "hang"}
     process = subprocess.Popen([checkout.root / "launch.sh"], env=environment, start_new_session=True)
     deadline = time.monotonic() + DEADLINE_S
@@ -146,10 +145,6 @@ def test_a_killed_set_up_is_started_over(checkout, start):
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     checkout.calls()
-    assert start() == [VENV, RUN, TRAIN]
-
-
-def test_two_first_starts_set_up_once(checkout):
     command, environment = [checkout.root / "launch.sh", "epochs=1"], checkout.environment
     both = [subprocess.Popen(command, env=environment) for _ in range(2)]
     assert [process.wait(DEADLINE_S) for process in both] == [0, 0]
