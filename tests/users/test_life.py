@@ -188,6 +188,12 @@ def test_a_model_that_was_not_collected_is_refused_on_all_ranks_alike(ranks, col
         assert "where another Pipeline has trained it, call its collect(), on all ranks" in said
 
 
+class Traced(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x) + 0
+        return out
+
+
 def bytes_held() -> tuple[int, int]:
     """Return the bytes of all tensors with data in this process, before a large model and while it is cut."""
 
@@ -196,8 +202,7 @@ def bytes_held() -> tuple[int, int]:
         tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and not t.is_meta]
         return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
-    layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.ReLU())]
-    model = Wrapped(nn.Sequential(*layers))
+    model = Traced(*(layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.ReLU())))
     whole = sum(p.nbytes for p in model.parameters())
     before = held() - whole
     sample = torch.ones(8, 256), torch.ones(8, 256)
@@ -205,27 +210,15 @@ def bytes_held() -> tuple[int, int]:
         return whole, held() - before
 
 
-class Wrapped(nn.Module):
-    """A model that is traced."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x) + 0
-        return out
-
-
 def test_a_rank_holds_its_share_of_a_model(ranks) -> None:
     for whole, held in ranks(bytes_held):
         assert held < 0.52 * whole + 100_000
 
 
-def collected_at_once(weights: str | None) -> tuple[list[float], float]:
-    """Collect a model of a function before its first batch, and after training."""
+def collected_at_once(factory: bool, weights: str | None) -> tuple[list[float], float]:
+    """Collect a model before its first batch, and after training."""
     found = []
-    with pipe_of(mlp if weights is None else mlp(), weights=weights) as pipe:
+    with pipe_of(mlp if factory else mlp(), weights=weights) as pipe:
         for batches in ([], [batch()]):
             list(pipe.train(batches)) if batches else None
             whole = pipe.collect()
@@ -235,12 +228,12 @@ def collected_at_once(weights: str | None) -> tuple[list[float], float]:
 
 def test_the_model_of_a_function_and_of_a_file_is_collected_too(ranks, tmp_path) -> None:
     torch.manual_seed(5)
-    twin = mlp()
+    twin, file = mlp(), str(tmp_path / "weights.pt")
     for p in twin.parameters():
         nn.init.normal_(p)
-    torch.save(twin.state_dict(), tmp_path / "weights.pt")
-    for file in (str(tmp_path / "weights.pt"), None):
-        ((first, last), loss), other = ranks(collected_at_once, file)
+    torch.save(twin.state_dict(), file)
+    for factory, weights in ((True, None), (True, file), (False, file)):
+        ((first, last), loss), other = ranks(collected_at_once, factory, weights)
         assert other == ([], pytest.approx(loss, rel=1e-12))
         assert last == pytest.approx(loss, rel=1e-12) != first
-        assert file is None or first == pytest.approx(evaluated(twin), rel=1e-12)
+        assert weights is None or first == pytest.approx(evaluated(twin), rel=1e-12)
