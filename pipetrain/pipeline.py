@@ -193,7 +193,7 @@ class Pipeline:
         _open = weakref.ref(self)
         if sample is not None:
             try:
-                self._begin(self._reader([sample], "sample= as batch"))
+                self._begin(None if self.rank else Reader([sample], "sample= as batch", named=self._named))
             except Exception:  # on all ranks; nobody has this Pipeline to close it
                 self.close()
                 raise
@@ -298,11 +298,7 @@ class Pipeline:
         The other ranks get None for each. `loader` yields inputs; targets beside them are not looked at. The
         model is in evaluation mode. Raises ConfigError for a loader without batches.
         """
-        session = self._begun
-        assert self._form is not None
-        form = Form(self._form.inputs, ValueSpec((TensorSpec((), torch.float32),)))
-        reader = None if self.rank else Reader(loader, "batch", form, self._named, labelled=False)
-        batches = self._of_loader(reader, "the prediction", form, training=False)
+        session, batches = self._begun, self._batches(loader, "the prediction", labelled=False)
         for sizes in self._windows(batches, PREDICTED_AT_ONCE):
             with self._together():
                 found = session.predict(sizes, batches, self._tick("prediction", len(sizes)))
@@ -325,20 +321,23 @@ class Pipeline:
 
     # One pass
 
-    def _batches(self, loader: Loader, what: str) -> Batches:
+    def _batches(self, loader: Loader, what: str, labelled: bool = True) -> Batches:
         """Return the batches of a pass over a loader; the first one decides the plan.
 
         `what`: the training, by which call, or the evaluation, so that a rank that is at another is found.
+        `labelled`: whether targets are read.
         """
         self._refuse_stopped()
-        training = what.startswith(TRAINING)
-        reader = self._reader(loader, "batch", self._task.weight if training else None)
+        training, form = what.startswith(TRAINING), self._form
+        if form is not None and not labelled:
+            form = replace(form, targets=ValueSpec((TensorSpec((), torch.float32),)))
+        weight = self._task.weight if training else None
+        reader = None if self.rank else Reader(loader, "batch", form, self._named, weight, labelled)
         if self._session is None:
             self._begin(reader)
-        assert self._form is not None
-        return self._of_loader(reader, what, self._form, training)
+            form = self._form
+        assert form is not None
 
-    def _of_loader(self, reader: Reader | None, what: str, form: Form, training: bool) -> OfLoader:
         def unchanged(read: Callable[[Reader], Any], reader: Reader) -> Any:
             """Return what is read, if the model is still what was cut."""
             if self._given is not None:
@@ -358,11 +357,6 @@ class Pipeline:
             done += len(sizes)
         if sizes is None:
             raise ConfigError(NO_BATCH)
-
-    def _reader(
-        self, loader: Loader, what: str, weight: Callable[[Value], Tensor | float] | None = None
-    ) -> Reader | None:
-        return None if self.rank else Reader(loader, what, self._form, self._named, weight)
 
     def _train(self, sizes: Sequence[int], batches: Batches) -> list[float]:
         """Train a window on batches of these `sizes`; return their mean losses on every rank."""
