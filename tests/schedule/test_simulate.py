@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.schedule.actions import (
-    COMMUNICATION,
-    Action,
-    Op,
-    Program,
-    parse_program,
-)
+from pipetrain.schedule.actions import COMMUNICATION, SENDS, Action, Edge, Op, Program, parse_program
 from pipetrain.schedule.lower import compute_only, lower
 from pipetrain.schedule.programs import gpipe, one_f_one_b
 from pipetrain.schedule.simulate import Cost, Deadlock, simulate
@@ -90,21 +84,18 @@ def test_a_deadlock_names_who_waits_for_what(text: str, buffer_size: int, blocke
 
 def reference_ends(program: Program, buffer_size: int, cost: Cost) -> list[list[float]]:
     """The laws of simulate's channels, one by one and from the end backwards: slow, and hard to get wrong."""
-    forward = {Op.SEND_F: 1, Op.SEND_B: -1, Op.RECV_F: 0, Op.RECV_B: 0}
-    back = {Op.SEND_F: 0, Op.SEND_B: 0, Op.RECV_F: -1, Op.RECV_B: 1}
-    sends: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    recvs: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    sends: dict[Edge, list[tuple[int, int]]] = {}
+    recvs: dict[Edge, list[tuple[int, int]]] = {}
     place = {}
     for rank, actions in enumerate(program):
         for i, a in enumerate(actions):
             if a.op in COMMUNICATION:
-                edge = (a.stage + back[a.op], a.stage + forward[a.op])
-                uses = (sends if forward[a.op] else recvs).setdefault(edge, [])
-                place[rank, i] = (edge, len(uses))
+                uses = (sends if a.op in SENDS else recvs).setdefault(a.edge, [])
+                place[rank, i] = (a.edge, len(uses))
                 uses.append((rank, i))
 
     @cache
-    def arrival(edge: tuple[int, int], k: int) -> float:
+    def arrival(edge: Edge, k: int) -> float:
         rank, i = sends[edge][k]
         posted = end(*recvs[edge][k - buffer_size]) if k >= buffer_size else 0.0
         return max(end(rank, i), posted) + cost(program[rank][i])
@@ -117,7 +108,7 @@ def reference_ends(program: Program, buffer_size: int, cost: Cost) -> list[list[
         if action.op not in COMMUNICATION:
             return before + cost(action)
         edge, k = place[rank, i]
-        if forward[action.op]:
+        if action.op in SENDS:
             return max(before, arrival(edge, k - buffer_size)) if k >= buffer_size else before
         return max(before, arrival(edge, k)) + cost(action)
 
