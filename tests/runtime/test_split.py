@@ -120,19 +120,6 @@ def conv_norm() -> nn.Module:
     return nn.Sequential(conv(), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3))
 
 
-class Tied(nn.Module):
-    """Two embeddings and a head with one weight, twice in a row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.more, self.between = nn.Embedding(7, 4), nn.Embedding(7, 4), nn.Linear(7, 4)
-        self.more.weight = self.tokens.weight
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        first = F.linear(x + self.tokens(ids), self.tokens.weight)
-        return F.linear(self.between(first) + self.more(ids), self.tokens.weight)
-
-
 def thrice() -> nn.Module:
     """Three layers with one weight."""
     layers = [nn.Linear(4, 4) for _ in range(3)]
@@ -195,11 +182,7 @@ HALF: dict[str, tuple[Any, ...]] = {  # of whose work half is in W; with what en
     "matrix product": (calls(lambda m, x: x @ m.weight.t()), ROWS),
     "mm": (calls(lambda m, x: x.mm(m.weight.T) + m.bias), ROWS),
     "addmm": (calls(lambda m, x: torch.addmm(m.bias, x, m.weight.t(), alpha=2)), ROWS),
-    "addmm of two": (calls(lambda m, x, y: torch.addmm(y, x, m.weight.t())), ROWS, (6, 5)),
-    "baddbmm": (
-        calls(lambda m, x: torch.baddbmm(m.bias, x.view(2, 3, 4), m.weight.t().expand(2, 4, 5))),
-        ROWS,
-    ),
+    "bmm": (calls(lambda m, x: x.view(2, 3, 4).bmm(m.weight.t().expand(2, 4, 5))), ROWS),
     "einsum of a list": (calls(lambda m, x: torch.einsum("ni,oi->no", [x, m.weight])), ROWS),
     "tensordot": (calls(lambda m, x: torch.tensordot(m.weight, x, dims=([1], [1]))), ROWS),
     "traced": (calls(lambda m, x: ATEN.addmm.default(m.bias, x, ATEN.t.default(m.weight))), ROWS),
@@ -208,22 +191,17 @@ HALF: dict[str, tuple[Any, ...]] = {  # of whose work half is in W; with what en
     "a frozen bias": (partial(frozen, "weight"), ROWS),
     "one sample": (linear, (4,)),
     "complex": (partial(linear, dtype=torch.complex64), partial(torch.randn, ROWS, dtype=torch.complex64)),
-    "an embedding tied with the head": (Tied, ROWS, IDS),
     "convolution and norm": (conv_norm, IMAGE),
     "channels last": (
         lambda: conv_norm().to(memory_format=torch.channels_last),
         lambda: torch.randn(IMAGE).to(memory_format=torch.channels_last),
     ),
     "transposed": (partial(nn.ConvTranspose2d, 3, 4, 3, stride=2, output_padding=1), IMAGE),
-    "circular": (partial(nn.Conv2d, 3, 8, 3, padding=1, padding_mode="circular"), IMAGE),
     "traced convolution": (
-        of(conv, lambda m, x: ATEN.conv2d.padding(x, m.weight, m.bias, [1, 1], "same")),
+        of(conv, lambda m, x: ATEN.conv2d.padding(x, *m.parameters(), [1, 1], "same")),
         IMAGE,
     ),
-    "traced in general": (
-        of(conv, lambda m, x: ATEN.convolution.default(x, m.weight, m.bias, *CONV)),
-        IMAGE,
-    ),
+    "traced in general": (of(conv, lambda m, x: ATEN.convolution.default(x, *m.parameters(), *CONV)), IMAGE),
     "transformer": (partial(nn.TransformerEncoderLayer, 8, 2, 16, dropout=0.0, batch_first=True), (2, 6, 8)),
 }
 NOTHING: dict[str, tuple[Any, ...]] = {  # is put off
@@ -247,12 +225,8 @@ SOME: dict[str, tuple[Any, ...]] = {
     "differentiating to x": (between(partial(slope, "x")), ROWS),
     "differentiating to a weight": (between(partial(slope, "0.weight")), ROWS),
     "a function of one's own": (of(linear, lambda m, x: Own.apply(x, m.weight, m(x)) @ m.weight), ROWS),
-    "grouped": (partial(nn.Conv1d, 4, 8, 3, groups=2, dilation=2, padding="same"), (2, 4, 9)),
-    "a sparse gradient": (
-        of(partial(nn.Embedding, 7, 4, sparse=True), lambda m, x, i: x * m(i)),
-        ROWS,
-        IDS,
-    ),
+    "an embedding": (of(partial(nn.Embedding, 7, 4), lambda m, x, i: (x * m(i)) @ m.weight.t()), ROWS, IDS),
+    "sparse": (of(partial(nn.Embedding, 7, 4, sparse=True), lambda m, x, i: x * m(i)), ROWS, IDS),
     # Its weight gradient is put off as well, though I has nothing to do there.
     "no input needs a gradient": (
         calls(lambda m, x, mask: x + F.linear(mask.to(x.dtype), m.weight[:, :1])),

@@ -1,46 +1,15 @@
-"""What looks after transfers: one that is finished, and one that never is."""
+"""What looks after transfers that never end. Those that do: whole/test_worlds.py."""
 
 from __future__ import annotations
 
 import time
-from concurrent.futures import wait
 from threading import Event
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from pipetrain.runtime import watch as watching
-from pipetrain.runtime.watch import Deadline, Watch
-
-
-class Work:
-    """A transfer's work that ends when it is told to."""
-
-    def __init__(self, ended: bool = True, error: Exception | None = None) -> None:
-        self.ended, self.error = Event(), error
-        if ended:
-            self.ended.set()
-
-    def wait(self, timeout: Any) -> None:
-        assert self.ended.wait(20)
-        if self.error:
-            raise self.error
-
-
-def test_a_transfer_is_done_when_all_its_works_are_and_edges_do_not_wait_for_each_other():
-    watch, last, bad = Watch([(0, 1), (1, 0)]), Work(ended=False), Work(error=RuntimeError("closed"))
-    works: list[Any] = [Work(), last]
-    done, failed, after = (watch.add((0, 1), some) for some in (works, [bad], [Work()]))
-    watch.add((1, 0), [Work()]).result(20)
-    assert wait([done, failed], 0.05).done == set()
-    last.ended.set()
-    after.result(20)
-    assert (done.exception(), str(failed.exception())) == (None, "closed")
-    watch.close()
-
-
-# A deadline
+from pipetrain.runtime.watch import Deadline
 
 TIMEOUT_S = 60.0
 
