@@ -32,8 +32,11 @@ EVALUATED_AT_ONCE = 16  # batches of a loader in a window of an evaluation
 UNTAKEN = 256  # tensors of targets that are kept, as gloo tells only who waits that one has been taken
 Weight = Callable[[Value], Tensor | float]
 Sizes = Sequence[Sequence[int]]  # the samples of each microbatch of each batch
-Sources = tuple[Iterator[Value] | None, Iterator[Value] | None]
-"""The inputs of a window's microbatches and the targets of its batches, each where they are needed."""
+Sent = deque[tuple[Any, Tensor]]  # works and their tensors
+Sources = tuple[Iterator[Value] | None, Iterator[Value] | None, Sent]
+"""The inputs of a window's microbatches and the targets of its batches, each where they are needed; and what
+is sent as they are read, to be waited for. That holds connections open, so nothing keeps it after an error.
+"""
 Told = Callable[[Callable[[Reader], Any]], Any]
 """Returns on every rank what a function of rank 0's reader returns there."""
 
@@ -245,10 +248,7 @@ class ByNumber:
         return sizes
 
     def open(self, sizes: Sizes, last: int | None) -> Sources:
-        return self._inputs, self._targets
-
-    def close(self) -> None:
-        """Nothing is on its way after a window."""
+        return self._inputs, self._targets, deque()
 
 
 class OfLoader:
@@ -261,7 +261,6 @@ class OfLoader:
         self._reader = reader
         self._told = told
         self._form = form
-        self._sent: deque[tuple[Any, Tensor]] = deque()
 
     def next(self, window: int | None) -> list[int] | None:
         """Return the samples of each of the next `window` batches (None: of all that are left).
@@ -278,30 +277,27 @@ class OfLoader:
 
     def open(self, sizes: Sizes, last: int | None) -> Sources:
         """Return the next window's samples; `last`: the last stage's rank, None where no targets are read."""
-        rank, targets = self._mesh.world.rank, None
+        rank, targets, sent = self._mesh.world.rank, None, Sent()
         if self._reader is None:
-            return None, (self._received(sum(mbs)) for mbs in sizes) if last == rank else None
+            return None, (self._received(sum(mbs)) for mbs in sizes) if last == rank else None, sent
         read: Iterator[tuple[Value, Value]] = map(self._reader.take, map(sum, sizes))
         if last == rank:
             read, again = tee(read)
             targets = (targets for _, targets in again)
         elif last is not None:
-            read = self._sending(read, last)
+            read = self._sending(read, last, sent)
         pieces = (cut(inputs, mbs) for (inputs, _), mbs in zip(read, sizes, strict=True))
-        return chain.from_iterable(pieces), targets
+        return chain.from_iterable(pieces), targets, sent
 
-    def close(self) -> None:
-        """Wait until what the window has sent has arrived."""
-        while self._sent:
-            self._sent.popleft()[0].wait()
-
-    def _sending(self, batches: Iterator[tuple[Value, Value]], last: int) -> Iterator[tuple[Value, Value]]:
+    def _sending(
+        self, batches: Iterator[tuple[Value, Value]], last: int, sent: Sent
+    ) -> Iterator[tuple[Value, Value]]:
         """Yield batches whose targets are on their way to the last stage."""
         for inputs, targets in batches:
             for tensor in map(Tensor.contiguous, as_tuple(targets)):
-                self._sent.append((self._mesh.post_tensor(tensor, last), tensor))
-            while len(self._sent) > UNTAKEN:  # of a whole pass they would be all targets
-                self._sent.popleft()[0].wait()
+                sent.append((self._mesh.post_tensor(tensor, last), tensor))
+            while len(sent) > UNTAKEN:  # of a whole pass they would be all targets
+                sent.popleft()[0].wait()
             yield inputs, targets
 
     def _received(self, size: int) -> Value:

@@ -58,9 +58,9 @@ class Rehearsal:
         new = sorted(size for _, size in sizes - self.done)
         if not new:
             return
+        # In the second one of a size the optimizer has its state.
+        twice = [alike(feed, size) for size in new for _ in range(2)]
         with put_back(stages, training):
-            # In the second one of a size the optimizer has its state.
-            twice = [alike(feed, size) for size in new for _ in range(2)]
             norms = [play(one, self.loopback(training)) for one in twice]
         if training and not any(trained for trained, _ in self.done):
             with attributes_put_back(stages):

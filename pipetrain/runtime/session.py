@@ -151,7 +151,7 @@ class Session:
     ) -> Iterator[WindowFeed]:
         """Yield the microbatches of a window; of an error for want of memory, say what was predicted."""
         dtype, device = self.plan.settings.data_dtype, self._mesh.device
-        inputs, given = batches.open(cut, self.plan.placement[-1] if targets else None)
+        inputs, given, sent = batches.open(cut, self.plan.placement[-1] if targets else None)
         prove = self._prove_batch if trains else lambda targets: None
         try:
             yield WindowFeed(cut, inputs, given if targets else None, self._task.weight, device, dtype, prove)
@@ -159,7 +159,8 @@ class Session:
             if not is_out_of_memory(error.__cause__):
                 raise
             raise explained(error, self.plan, self._mesh.world.rank, device) from error.__cause__
-        batches.close()
+        for work, _ in sent:
+            work.wait()
 
     def _prove_batch(self, targets: Value) -> None:
         """Try a user's task with the targets of batches 2, 4, 8, ..., as it was with the first ones."""

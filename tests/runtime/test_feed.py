@@ -73,9 +73,6 @@ def test_the_targets_of_a_long_window_are_not_all_kept():
     )
     reader: Any = SimpleNamespace(take=lambda size: (torch.zeros(size, 1), torch.zeros(size)))
     batches: Any = None
-    pass_ = OfLoader(mesh, reader, batches, batches)
-    inputs, targets = pass_.open([[2, 1]] * 1000, last=1)
+    inputs, targets, sent = OfLoader(mesh, reader, batches, batches).open([[2, 1]] * 1000, last=1)
     assert [len(some) for some in inputs] == [2, 1] * 1000
-    assert (len(waited), targets) == (1000 - UNTAKEN, None)
-    pass_.close()
-    assert len(waited) == 1000
+    assert (len(sent), len(waited), targets) == (UNTAKEN, 1000 - UNTAKEN, None)
