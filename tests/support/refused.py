@@ -129,10 +129,6 @@ ALIKE: dict[str, tuple[Program, str]] = {
     "shapes": (lambda rank: train([batch(), batch(8, 5)]), r"batch 1 has inputs float32\[5\] a sample, and"),
     "two": (twice, r"this process has a Pipeline already: call close\(\)"),
     "no optimizer": (lambda rank: step(optimizer=None), "Pipeline needs optimizer="),
-    "no optimizer returned": (
-        lambda rank: step(optimizer=lambda p: None),
-        "optim cannot be built by .*: 'NoneType' object has no attribute 'param_groups'",
-    ),
     "no loss": (lambda rank: step(loss=None), "Pipeline needs loss="),
     "loss class": (
         lambda rank: step(loss=nn.CrossEntropyLoss),
@@ -141,12 +137,6 @@ ALIKE: dict[str, tuple[Program, str]] = {
     "optimizer name": (lambda rank: step(optimizer="adam"), r"such as lambda p: torch.optim.SGD\(p, "),
     "no tensor": (lambda rank: step([[1.0]], batch()[1]), "inputs of batch 0 must be a tensor .* got list"),
     "a class as loader": (lambda rank: train(DataLoader), "the loader must be an iterable of batches, .*; i"),
-    "a number as targets": (
-        lambda rank: step(batch()[0], torch.tensor(1)),
-        r"the targets of batch 0 must be a tensor \[n, ...\], .*; got a number$",
-    ),
-    "metrics": (lambda rank: step(metrics=[abs]), "metrics must be a list of Metric or a dict of functions"),
-    "task": (lambda rank: step(loss=None, task=5), "task=5 must be a Task, such as pipetrain.Classificat"),
     "groups": (
         lambda rank: step(param_groups={"norms_and_biases": {"weight_dekay": 0}}),
         "param_groups.norms_and_biases.weight_dekay: sgd has no weight_dekay",
