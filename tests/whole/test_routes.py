@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from hypothesis import assume, given, settings
@@ -20,7 +20,6 @@ from pipetrain.schedule.lower import compute_only, edges, lower
 from pipetrain.schedule.policy import ForwardBackward, play
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import Deadlock, simulate
-from pipetrain.schedule.timeline import Timeline
 from tests.schedule.cases import CASES, Case
 from tests.schedule.executor import Executor
 from tests.schedule.mutants import mutants
@@ -55,13 +54,6 @@ def routed(draw: st.DrawFn, cases: Sequence[Case] = CASES, most_ranks: int = 6, 
     return size, lower(program, routes), routes
 
 
-def simulated(program: Program, bounds: Mapping[Edge, int], routes: list[Edge]) -> Timeline | None:
-    try:
-        return simulate(program, 1, buffer_size=bounds, routes=routes)
-    except Deadlock:
-        return None
-
-
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(routed(), st.integers(1, 3), st.integers(0, 100))
 def test_a_run_of_any_timing_deadlocks_where_simulate_says_so_and_holds_what_it_says(
@@ -70,10 +62,13 @@ def test_a_run_of_any_timing_deadlocks_where_simulate_says_so_and_holds_what_it_
     (_, batches, m), program, routes = drawn
     check(program, batches, m, routes)
     bounds = dict.fromkeys(edges(program, routes), buffer_size)
-    result = simulated(program, bounds, routes)
     run = Executor(program, bounds, routes, seed)
-    assert run.run() == (result is not None)
-    if result:
+    try:
+        result = simulate(program, 1, buffer_size=bounds, routes=routes)
+    except Deadlock:
+        assert not run.run()
+    else:
+        assert run.run()
         assert list(run.activations.values()) == result.activations
 
 
@@ -84,25 +79,19 @@ def test_at_its_bound_a_skip_blocks_nothing_and_holds_up_nothing(
 ) -> None:
     (_, batches, m), program, routes = drawn
     bounds = edge_bounds(program, routes, buffer_size)
-    result = simulated(program, bounds, routes)
-    assert result is not None
+    result = simulate(program, 1, buffer_size=bounds, routes=routes)
     run = Executor(program, bounds, routes, seed)
     assert run.run()
     # Each microbatch once, and back: no stage between carries it.
     assert run.sends == Counter(dict.fromkeys(edges(program, routes), batches * m))
     free = {edge: size if abs(edge[0] - edge[1]) == 1 else batches * m for edge, size in bounds.items()}
     assert result.makespan == simulate(program, 1, buffer_size=free, routes=routes).makespan
-    assert result.activations == list(run.activations.values())
     for edge, size in bounds.items():
         assert buffer_size <= size <= max(buffer_size, -(-result.activations[min(edge)] // 2))
-    plain = list(pairwise(range(len(ranks_of(program)))))
     alone = simulate(lower(compute_only(program)), 1, buffer_size=buffer_size)
-    assert (result.activations, result.versions, result.staleness) == (
-        alone.activations,
-        alone.versions,
-        alone.staleness,
-    )
-    if set(plain) <= set(routes):
+    for figure in ("activations", "versions", "staleness"):
+        assert getattr(result, figure) == getattr(alone, figure)
+    if {*pairwise(range(len(ranks_of(program))))} <= set(routes):
         assert result.makespan == alone.makespan
 
 
@@ -117,7 +106,7 @@ def test_an_evaluation_does_not_block_either(data: st.DataObject, m: int, buffer
     routes = data.draw(routes_of(stages))
     program = lower(forward_only(placement, m), routes)
     bounds = edge_bounds(program, routes, buffer_size)
-    assert simulated(program, bounds, routes) is not None
+    simulate(program, 1, buffer_size=bounds, routes=routes)
     assert Executor(program, bounds, routes, 0).run()
 
 
@@ -137,17 +126,14 @@ def test_a_policy_ends_with_any_skips_and_timing_and_keeps_its_bounds(
 
     example = lower(policy(ranks, batches, m), routes)
     bounds = edge_bounds(example, routes, buffer_size)
-    program = lower(
-        play(policy, ranks, batches, m, buffer_size=bounds, cost=cost, routes=routes),
-        routes,
-    )
+    played = play(policy, ranks, batches, m, buffer_size=bounds, cost=cost, routes=routes)
+    program = lower(played, routes)
     check(program, batches, m, routes)
     run = simulate(program, m, buffer_size=bounds, routes=routes)
     for stage in range(ranks):
         limits = policy.bounds(stage, ranks, batches, m)
-        assert run.activations[stage] <= limits.activations
-        assert run.versions[stage] <= limits.versions
-        assert run.staleness[stage] <= limits.staleness
+        for figure in ("activations", "versions", "staleness"):
+            assert getattr(run, figure)[stage] <= getattr(limits, figure)
 
 
 @settings(max_examples=6, deadline=None, derandomize=True)
