@@ -81,7 +81,7 @@ def hands_on_a_buffer() -> nn.Sequential:
 class Recurrent(nn.Module):
     """nn.LSTM keeps its weights in a list beside the registries."""
 
-    def __init__(self, bidirectional: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.lstm = nn.LSTM(4, 6, num_layers=2, batch_first=True)
 

@@ -53,12 +53,8 @@ class Fork(nn.Module):
         return self.layer(x), x
 
 
-class Through(nn.Module):
+class Through(Fork):
     """(x, skip) -> (layer(x), skip)."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return self.layer(pair[0]), pair[1]
@@ -120,12 +116,8 @@ def dropping() -> nn.Sequential:
     return nn.Sequential(*flat(nn.BatchNorm1d(12)), *layers)
 
 
-class Pair(nn.Module):
+class Pair(Fork):
     """x -> (layer(x), 2 x)."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.layer(x), 2 * x
@@ -287,9 +279,8 @@ def tied() -> nn.Sequential:
     """Two layers that share a weight, far apart."""
     first, last = nn.Linear(48, 48), nn.Linear(48, 48)
     last.weight = first.weight
-    return nn.Sequential(
-        nn.Sequential(Shrink(), nn.Flatten()), first, nn.Tanh(), last, nn.Linear(48, CLASSES)
-    )
+    layers = nn.Sequential(Shrink(), nn.Flatten()), first, nn.Tanh(), last, nn.Linear(48, CLASSES)
+    return nn.Sequential(*layers)
 
 
 def reused() -> nn.Sequential:
@@ -307,14 +298,8 @@ def shared_statistics() -> nn.Sequential:
 
 def in_place_behind_a_view() -> nn.Sequential:
     """The fourth layer writes into what the second made, if a cut does not come between."""
-    return nn.Sequential(
-        Shrink(),
-        nn.Conv2d(3, 4, 3, padding=1),
-        nn.Flatten(),
-        nn.Identity(),
-        nn.ReLU(inplace=True),
-        nn.Linear(64, CLASSES),
-    )
+    views = nn.Flatten(), nn.Identity(), nn.ReLU(inplace=True)
+    return nn.Sequential(Shrink(), nn.Conv2d(3, 4, 3, padding=1), *views, nn.Linear(64, CLASSES))
 
 
 class Caching(nn.Module):

@@ -27,10 +27,6 @@ def tokens(*names: str, length: int = 8) -> ValueSpec:
     return ValueSpec(tuple(TensorSpec((length,), torch.int64) for _ in names), single=False, names=names)
 
 
-def images(size: int, name: str = "pixel_values") -> ValueSpec:
-    return example((3, size, size), names=(name,))
-
-
 def inputs(example: ValueSpec, samples: int) -> list[Tensor]:
     torch.manual_seed(1)
     return [
