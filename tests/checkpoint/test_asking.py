@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
+from time import sleep
 from typing import Any
 
 import pytest
@@ -22,9 +22,22 @@ from tests.support.local import Wire
 STOP, SAVE = signal.SIGTERM, signal.SIGUSR1
 
 
+class Time:
+    """A clock that stands still unless it is told."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 @pytest.fixture(autouse=True)
-def nobody_ends_this_process(monkeypatch):
+def clock(monkeypatch) -> Time:
+    """And nobody ends this process."""
+    clock = Time()
+    monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(Asking, "outlast", lambda *_: None)
+    return clock
 
 
 def of(ranks: Any, store: dist.Store | None = None) -> Asking:
@@ -37,27 +50,9 @@ def alone() -> Asking:
     return of(Ranks(World(), DEADLINE_S))
 
 
-def several(store: dist.Store) -> list[Asking]:
-    barrier, board = Barrier(3), [None] * 3
-    meshes: list[Any] = [LocalMesh(World(rank, 3), Wire(), barrier, board) for rank in range(3)]
-    return [of(mesh, store) for mesh in meshes]
-
-
-def acted(asked: list[tuple[int, int, int]], windows: int = 6) -> list[list[str]]:
-    """What each of three ranks does after each window; `asked`: (window, rank, signal), before its end."""
-    ranks = several(dist.HashStore())
-
-    def act(rank: int) -> list[str]:
-        acts: list[str] = []
-        for window in range(1, windows + 1):
-            for when, who, number in asked:
-                if (when, who) == (window, rank):
-                    ranks[rank].hear(number)
-            acts.append(ranks[rank].after_window())
-        return acts
-
-    with ThreadPoolExecutor(3) as threads:
-        return list(threads.map(act, range(3)))
+def several() -> list[Asking]:
+    store, barrier, board = dist.HashStore(), Barrier(3), [None] * 3
+    return [of(LocalMesh(World(rank, 3), Wire(), barrier, board), store) for rank in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +65,20 @@ def acted(asked: list[tuple[int, int, int]], windows: int = 6) -> list[list[str]
     ],
 )
 def test_all_ranks_act_after_the_window_in_which_one_was_asked(asked, acts):
-    assert acted(asked) == [[acts.get(window, "") for window in range(1, 7)]] * 3
+    """`asked`: (window, rank, signal), before its end."""
+    ranks, windows = several(), range(1, 7)
+
+    def act(rank: int) -> list[str]:
+        done = []
+        for window in windows:
+            for when, who, number in asked:
+                if (when, who) == (window, rank):
+                    ranks[rank].hear(number)
+            done.append(ranks[rank].after_window())
+        return done
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(act, range(3))) == [[acts.get(window, "") for window in windows]] * 3
 
 
 def test_alone_it_acts_at_once_and_the_old_handlers_come_back():
@@ -79,39 +87,29 @@ def test_alone_it_acts_at_once_and_the_old_handlers_come_back():
     with asking.handled():
         os.kill(os.getpid(), STOP)
         while not asking.asked:  # a thread hears it
-            time.sleep(0.01)
+            sleep(0.01)
         assert [asking.after_window(), asking.after_window()] == ["stop", ""]
     assert signal.getsignal(STOP) is before
 
 
-# Within a window
+@pytest.mark.parametrize(
+    ("asked", "batches", "batch_s", "known", "ends", "acts"),
+    [
+        *(((at, rank), 100, 1.0, False, range(at, at + 4), "stop") for at in (1, 60) for rank in (0, 2)),
+        ((95, 0), 100, 1.0, False, [None], "stop"),  # it is soon over
+        ((5, 1), 100, 0.09, False, [None], "stop"),
+        (None, 100, 1.0, False, [None], ""),
+        ((7, 0), 3000, 0.05, True, [10], "stop"),  # asked about twice a second, so quick batches do not pay
+    ],
+)
+def test_a_long_window_ends_early_on_all_ranks_after_the_same_batch(
+    clock, asked, batches, batch_s, known, ends, acts
+):
+    """`asked`: the batch before which a rank hears SIGTERM, and the rank.
 
-
-class Time:
-    """A clock that stands still unless it is told."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch) -> Time:
-    clock = Time()
-    monkeypatch.setattr(module, "time", clock)
-    return clock
-
-
-def ended(
-    clock: Time, asked: tuple[int, int] | None, batches: int, batch_s: float, known: bool = False
-) -> list[tuple[int | None, str]]:
-    """After how many batches the ranks end a window, and what they do then.
-
-    `asked`: the batch before which a rank hears SIGTERM, and the rank. The rank of the first stage is two
-    batches ahead; the others ask after it has decided.
+    The rank of the first stage is two batches ahead; the others ask after it has decided.
     """
-    ranks = several(dist.HashStore())
+    ranks = several()
     for asking in ranks:
         asking.begin_window(batches, batch_s if known else None)
     found: list[int | None] = [None] * 3
@@ -123,23 +121,10 @@ def ended(
             asks = batch if rank == 0 else batch - 2
             if found[rank] is None and 1 <= asks < batches and asking.ends_window(asks, batch):
                 found[rank] = asks
+    assert found[0] == found[1] == found[2]
+    assert found[0] in ends
     with ThreadPoolExecutor(3) as threads:
-        return list(zip(found, threads.map(Asking.after_window, ranks), strict=True))
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("at", [1, 60])
-def test_a_long_window_ends_early_on_all_ranks_after_the_same_batch(clock, at, rank):
-    first, *others = ended(clock, (at, rank), 100, 1.0)
-    assert all(other == first for other in others)
-    assert first[1] == "stop"
-    assert at <= first[0] <= at + 3
-
-
-def test_a_window_that_is_soon_over_is_run_to_its_end(clock):
-    assert ended(clock, (95, 0), 100, 1.0) == [(None, "stop")] * 3
-    assert ended(clock, (5, 1), 100, 0.09)[0][0] is None
-    assert ended(clock, None, 100, 1.0) == [(None, "")] * 3
+        assert list(threads.map(Asking.after_window, ranks)) == [acts] * 3
 
 
 def test_batches_that_have_not_begun_say_nothing_of_how_long_one_takes(clock):
@@ -151,9 +136,3 @@ def test_batches_that_have_not_begun_say_nothing_of_how_long_one_takes(clock):
     one.hear(STOP)
     assert one.ends_window(52, begun=2)  # 4 s each, and 8 more
     assert (one.after_window(), one.after_window()) == ("stop", "stop")
-
-
-def test_it_asks_about_twice_a_second_once_it_knows_how_long_a_batch_takes(clock):
-    """So that quick batches do not pay for it."""
-    first, *others = ended(clock, (7, 0), 3000, 0.05, known=True)
-    assert first == others[0] == others[1] == (10, "stop")

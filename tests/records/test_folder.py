@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from pipetrain.errors import ConfigError
 from pipetrain.records import folder
 from pipetrain.records.folder import LOCK, claim, clear, discard, prove_shared, rename_after
+from tests.support.deadlines import DEADLINE_S
 
 
 def take(where: Path, **words) -> None:
@@ -23,7 +24,7 @@ def take(where: Path, **words) -> None:
 
 
 @contextmanager
-def held(where: Path, seconds: float = 60.0) -> Iterator[None]:
+def held(where: Path, seconds: float = DEADLINE_S) -> Iterator[None]:
     """Let another process hold a folder, for some seconds at most."""
     read, write = os.pipe()
     child = os.fork()
@@ -97,20 +98,15 @@ def test_a_rank_that_does_not_see_the_folder_refuses(tmp_path, monkeypatch):
 
 def test_a_process_that_was_forked_off_holds_no_lock(tmp_path):
     """A data worker may outlive the process that it works for, and the run could not be started again."""
-    claimed = ExitStack()
-    claimed.enter_context(claim(tmp_path))
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(write)
-        os.read(read, 1)  # until the parent lets it go
-        os._exit(0)
-    os.close(read)
+    with claim(tmp_path):
+        child = os.fork()
+        if not child:
+            time.sleep(DEADLINE_S)
+            os._exit(0)
     try:
-        claimed.close()
-        take(tmp_path, patience_s=20)  # as soon as the child has begun
+        take(tmp_path)
     finally:
-        os.close(write)
+        os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
 
