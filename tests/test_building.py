@@ -120,12 +120,9 @@ def test_each_task_of_conf_is_made():
         task = task_of(f"task={name}")
         assert type(task) is kind
         assert [metric.name for metric in task.metrics] == metrics
-
-
-def test_label_smoothing_reaches_the_task():
     scores, labels = torch.eye(3), torch.tensor([1, 2, 0])
-    wanted = nn.functional.cross_entropy(scores, labels, label_smoothing=0.3)
-    assert task_of("label_smoothing=0.3").loss(scores, labels) == wanted
+    smoothed = nn.functional.cross_entropy(scores, labels, label_smoothing=0.3)
+    assert task_of("label_smoothing=0.3").loss(scores, labels) == smoothed
 
 
 def test_a_loss_is_a_function_or_the_class_of_a_module_weighted_as_it_averages():

@@ -11,8 +11,6 @@ from omegaconf import OmegaConf
 from pipetrain.cli import conf_dir
 from pipetrain.usage import usage
 
-GROUPS = ("data", "optim", "schedule", "codec", "logger", "model", "task", "experiment")
-
 
 def helped(name: str = "config", *words: str) -> dict[str, tuple[str, str]]:
     """The lines of options: key -> (value, what is said of it)."""
@@ -40,15 +38,15 @@ def test_each_option_of_a_command_has_one_line_that_says_what_it_is(name):
         assert [key for key in expected if not told.get(key, ("", ""))[1]] == []
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_each_choice_is_named_and_each_of_its_options_says_what_it_is(group):
-    key = "codec.forward" if group == "codec" else group
-    names = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
-    assert helped()[key][1].endswith(f": {' '.join(names)}")
-    for choice in names:
-        options = helped("config", f"{key}={choice}")
-        silent = [name for name, (_, says) in options.items() if name.startswith(f"{key}.") and not says]
-        assert silent == [], choice
+def test_each_choice_is_named_and_each_of_its_options_says_what_it_is():
+    for group in (path.name for path in conf_dir().iterdir() if any(path.glob("*.yaml"))):
+        key = "codec.forward" if group == "codec" else group
+        names = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+        assert helped()[key][1].endswith(f": {' '.join(names)}")
+        for choice in names:
+            options = helped("config", f"{key}={choice}")
+            silent = [name for name, (_, says) in options.items() if name.startswith(f"{key}.") and not says]
+            assert silent == [], choice
 
 
 def test_the_options_are_those_of_what_is_chosen():

@@ -53,7 +53,6 @@ def layers(last: nn.Module | None = None, frozen: str = "nothing", mode: bool = 
 
 APART: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "cuts": ({"partition": [2]}, {"partition": [4]}, r"partition=\[4\], and rank 0 has \[2\]"),
-    "strategy": ({"partition": "even"}, {"partition": [3]}, r'partition=\[3\], and rank 0 has "even"'),
     "microbatches": ({"microbatches": 2}, {"microbatches": 4}, "microbatches=4, and rank 0 has 2"),
     "schedule": ({}, {"schedule": "gpipe"}, 'schedule="gpipe", and rank 0 has "1f1b"'),
     "other edges": ({}, {"schedule": "zbv"}, 'schedule="zbv", and rank 0 has "1f1b"'),
@@ -66,16 +65,15 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         r"optimizer.1.weight_decay=0, and rank 0 has 0.5",
     ),
     "clipping": ({"clip_grad_norm": 1.0}, {}, "clip_grad_norm=null, and rank 0 has 1.0"),
-    "no learning rates": ({"lr_schedule": halving}, {}, r"lr_schedule\(2\)=1.0, and rank 0 has 0.5"),
-    "other learning rates": (
+    "rates": (
         {"lr_schedule": halving},
         {"lr_schedule": ending},
-        r"lr_schedule\(10\)=nothing, and rank 0 has 0.03125",
+        r"lr_schedule\(10\)=nothing, and rank 0 has 0.0",
     ),
     "frozen": (
         {},
         {"model": partial(layers, frozen="bias")},
-        "model.0.bias.requires_grad=false, and rank 0 has true",
+        "model.0.bias.requires_grad=false, and rank 0 has",
     ),
     "class": ({}, {"model": partial(layers, nn.ReLU())}, 'model.5="ReLU", and rank 0 has "Dropout"'),
     "attribute": ({}, {"model": partial(layers, nn.Dropout(0.1))}, "model.5.p=0.1, and rank 0 has 0.5"),

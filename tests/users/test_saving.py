@@ -27,8 +27,10 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [batch(8, seed) for seed in range(6)]
 
 
-def uninterrupted(folder: str, seed: int | None) -> list[float]:
+def uninterrupted(folder: str, seed: int | None, loading: bool = False) -> list[float]:
     with dropping(seed) as pipe:
+        if loading:
+            pipe.load(folder)
         losses = list(pipe.train(batches()[:3]))
         pipe.save(folder)
         return losses + list(pipe.train(batches()[3:]))
@@ -92,18 +94,10 @@ def dies_in_saving(pipe: Pipeline, folder: Path, renames: int) -> bool:
     return bool(status)
 
 
-def begun_again(folder: str) -> list[float]:
-    with dropping(5) as pipe:
-        pipe.load(folder)
-        losses = list(pipe.train(batches()[:3]))
-        pipe.save(folder)
-        return losses
-
-
 def test_after_a_first_save_that_was_cut_short_a_program_begins_anew(ranks, tmp_path):
     whole, _ = ranks(uninterrupted, str(tmp_path / "whole"), 5)
     (tmp_path / "cut" / "checkpoints" / "update-00000001.partial").mkdir(parents=True)
-    assert ranks(begun_again, str(tmp_path / "cut")) == [whole[:3]] * 2
+    assert ranks(uninterrupted, str(tmp_path / "cut"), 5, True) == [whole] * 2
     assert names(tmp_path / "cut") == ["update-00000003"]
 
 
