@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, tee
 from typing import Any
@@ -152,7 +152,7 @@ class WindowFeed:
 class Repeated:
     """Microbatches of one size that are there already, again and again; a rank may need neither part.
 
-    `copies`: of the inputs, where layers work in place.
+    `copies`: each has tensors of its own, as a window's have.
     """
 
     def __init__(
@@ -172,7 +172,8 @@ class Repeated:
         return tuple(t.clone() for t in inputs) if self._copies else inputs
 
     def target(self, mb: int) -> Target:
-        return self._targets[mb % len(self._targets)]
+        target = self._targets[mb % len(self._targets)]
+        return replace(target, value=on_each(target.value, Tensor.clone)) if self._copies else target
 
     def prepare(self) -> None:
         """There is nothing to make."""

@@ -123,15 +123,15 @@ def _turn(mesh: Mesh, contestant: Contestant) -> float:
 
 
 class BatchFeed(Repeated):
-    """The same batch again and again, from memory, in the plan's layout."""
+    """The same batch again and again, from memory, in the plan's layout; `copies`: see Repeated."""
 
-    def __init__(self, job: Job, device: torch.device) -> None:
+    def __init__(self, job: Job, device: torch.device, copies: bool = False) -> None:
         inputs = job.plan.numerics.arrange(job.samples.to(device)).chunk(job.microbatches)
         targets = job.targets.to(device).chunk(job.microbatches)
         weights = [float(job.task.weight(part)) for part in targets]
         parts = zip(targets, weights, strict=True)
         given = [Target(part, weight, weight / sum(weights)) for part, weight in parts]
-        super().__init__(len(inputs[0]), [(part,) for part in inputs], given)
+        super().__init__(len(inputs[0]), [(part,) for part in inputs], given, copies)
 
 
 class Ours:

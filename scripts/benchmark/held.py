@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from benchmark.contestants import BatchFeed
 from benchmark.report import Row
 from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import Say, fitted, run_world, titled
-from pipetrain.network.values import on_each
 from pipetrain.plan.memory import memory, optimizer_state, sized
-from pipetrain.runtime.feed import Target
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import order_of
@@ -71,19 +67,6 @@ def job_of(case: Case) -> Job:
     return replace(job, plan=sized(job.plan, job.task, optimizer_state(job.optimizer)))
 
 
-class Feed(BatchFeed):
-    """As a run's, each microbatch has tensors of its own."""
-
-    def input(self, mb: int) -> tuple[Tensor, ...]:
-        """Return a copy of a microbatch's samples."""
-        return tuple(t.clone() for t in super().input(mb))
-
-    def target(self, mb: int) -> Target:
-        """Return a copy of a microbatch's targets."""
-        target = super().target(mb)
-        return replace(target, value=on_each(target.value, Tensor.clone))
-
-
 def measure(mesh: Mesh, say: Say, case: Case) -> list[tuple[int, int, int]]:
     """Return each stage of one rank with its peak, measured and predicted."""
     say(str(case))
@@ -96,7 +79,7 @@ def measure(mesh: Mesh, say: Say, case: Case) -> list[tuple[int, int, int]]:
         if number + 1 == WINDOWS:
             engine.watcher = meter = Meter(stages, mesh.device)
         order = order_of(plan, max(plan.windows), mesh.world.rank)
-        engine.train(order, Feed(job, mesh.device), job.microbatches)
+        engine.train(order, BatchFeed(job, mesh.device, copies=True), job.microbatches)
     predicted = peaks(memory(plan, plan.timeline()))
     return [(stage, held, predicted[stage]["total"]) for stage, held in meter.close().stages.items()]
 
