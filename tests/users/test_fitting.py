@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -71,6 +72,7 @@ def interrupted(folder: str, signalled: int = signal.SIGTERM) -> tuple[int, bool
             for number, one in enumerate(train):
                 if number == 1:
                     os.kill(os.getpid(), signalled)
+                    time.sleep(0.5)  # for the thread that hears it, on a busy machine
                 yield one
 
     with pipe_of() as pipe:
