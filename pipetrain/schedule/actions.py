@@ -215,3 +215,16 @@ def shortened(actions: Sequence[Action], batches: int, microbatches: int) -> lis
 def last_uses(actions: Sequence[Action]) -> dict[tuple[int, int], int]:
     """Map (stage, version) to the position of the last compute action that reads that version."""
     return {(a.stage, a.version): i for i, a in enumerate(actions) if a.op in COMPUTE}
+
+
+def most_versions(actions: Sequence[Action]) -> dict[int, int]:
+    """Return, by stage, the most weight versions at once: the newest, and older ones that are still read."""
+    uses, held = last_uses(actions), {action.stage: [0] for action in actions}
+    most = dict.fromkeys(held, 1)
+    for position, action in enumerate(actions):
+        if action.op is Op.STEP:
+            stage = action.stage
+            kept = [version for version in held[stage] if uses.get((stage, version), -1) > position]
+            held[stage] = [*kept, action.version]
+            most[stage] = max(most[stage], len(held[stage]))
+    return most

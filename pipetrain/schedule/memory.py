@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import mul
 from typing import NamedTuple
 
-from pipetrain.schedule.actions import Action, Op, last_uses
+from pipetrain.schedule.actions import Action, Op, most_versions
 from pipetrain.schedule.timeline import Timeline
 
 GIB = 2**30
@@ -109,7 +109,7 @@ def _held(actions: Sequence[Action], bound: int, copied: bool) -> Iterator[Items
     """Yield what a stage holds before its first action, and after each."""
     recomputed = {action.mb for action in actions if action.op is Op.R}
     has = {op: any(action.op is op for action in actions) for op in Op}
-    forwards, versions = sum(action.op is Op.F for action in actions), _older_versions(actions)
+    forwards, versions = sum(action.op is Op.F for action in actions), max(most_versions(actions).values())
     done: Counter[Op] = Counter()
     saved = before_r = gradients = arrived = 0
     op: Op | None = None
@@ -129,7 +129,7 @@ def _held(actions: Sequence[Action], bound: int, copied: bool) -> Iterator[Items
             before_r=before_r,
             after_i=done[Op.I] - done[Op.W],
             weights=1,
-            versions=versions,
+            versions=versions - 1,  # the older ones
             gradients=int(gradients),
             optimizer=1,
             inputs=min(bound, forwards - done[Op.F]) * has[Op.RECV_F],
@@ -139,13 +139,3 @@ def _held(actions: Sequence[Action], bound: int, copied: bool) -> Iterator[Items
             returned=(min(bound, back - unsent) + unsent) * has[Op.SEND_B],
             tied=int(op is Op.TIE),
         )
-
-
-def _older_versions(actions: Sequence[Action]) -> int:
-    """Return the most weight versions that a stage keeps beside the newest."""
-    uses, held, most = last_uses(actions), [0], 0
-    for position, action in enumerate(actions):
-        if action.op is Op.STEP:
-            kept = [v for v in held if uses.get((action.stage, v), -1) > position]
-            held, most = [*kept, action.version], max(most, len(kept))
-    return most

@@ -11,9 +11,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pipetrain.schedule.actions import COMMUNICATION, Action, Op, last_uses
+from pipetrain.schedule.actions import COMMUNICATION, Action, Op, most_versions
 
 
 class Span(NamedTuple):
@@ -93,33 +93,27 @@ def total(parts: Sequence[StageStats]) -> StageStats:
     staleness: Counter[int] = Counter()
     for part in parts:
         staleness.update(part.staleness)
+    summed = ("updates", "busy_s", "wait_s", "bytes_sent", "codec_s", "raw_bytes", "skipped")
+    sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in summed}
     return StageStats(
-        updates=sum(part.updates for part in parts),
-        busy_s=sum(part.busy_s for part in parts),
-        wait_s=sum(part.wait_s for part in parts),
         activations=max((part.activations for part in parts), default=0),
         versions=max((part.versions for part in parts), default=1),
         staleness=dict(sorted(staleness.items())),
-        bytes_sent=sum(part.bytes_sent for part in parts),
-        raw_bytes=sum(part.raw_bytes for part in parts),
-        codec_s=sum(part.codec_s for part in parts),
-        skipped=sum(part.skipped for part in parts),
+        **sums,
     )
 
 
 def stage_stats(row: Row, microbatches: int) -> dict[int, StageStats]:
     """Return the statistics of each stage of a rank in a window."""
-    needed_until = last_uses(row.actions)
+    versions = most_versions(row.actions)
     stages: dict[int, StageStats] = defaultdict(StageStats)
     opened: Counter[int] = Counter()
-    held: dict[int, list[int]] = defaultdict(lambda: [0])
     trains = any(action.op in (Op.B, Op.W) for action in row.actions)
-    unowned, position = 0.0, -1
+    unowned = 0.0
     for span in row.spans:
         if (action := span.action) is None:
             unowned += span.waited
             continue
-        position += 1
         stage, op, stats = action.stage, action.op, stages[action.stage]
         stats.wait_s += span.waited
         if op in COMMUNICATION:
@@ -136,9 +130,7 @@ def stage_stats(row: Row, microbatches: int) -> dict[int, StageStats]:
             opened[stage] -= 1
         elif op is Op.STEP:
             stats.updates += 1
-            kept = [v for v in held[stage] if needed_until.get((stage, v), -1) > position]
-            held[stage] = [*kept, action.version]
-            stats.versions = max(stats.versions, len(held[stage]))
+            stats.versions = versions[stage]
     if stages:
         stages[min(stages)].wait_s += unowned
     return dict(stages)
