@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from pipetrain import tasks
 from pipetrain.building import make_model, make_schedule, make_task
-from pipetrain.cli import as_hydra, conf_dir
+from pipetrain.cli import composed
 from pipetrain.data import load_data
 from pipetrain.network.values import ValueSpec, named_layers
 from pipetrain.plan.plan import Plan, Samples, make_plan
@@ -83,9 +82,8 @@ class Job:
 @cache
 def compose_task(task: Task, schedule: str) -> DictConfig:
     """Return the configuration of a task."""
-    overrides = ["lr_schedule=constant", "warmup=0", f"optim.lr={LR}", f"schedule={schedule}"]
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return compose("config", overrides=as_hydra([*overrides, *task.overrides]))
+    recipe = ["lr_schedule=constant", "warmup=0", f"optim.lr={LR}", f"schedule={schedule}"]
+    return composed("config", [*recipe, *task.overrides])
 
 
 def prepare(task: Task, schedule: str, ranks: int, window: int = 1) -> Job:

@@ -18,19 +18,16 @@ ROWS = [
 ]
 
 
-def test_a_ratio_is_the_median_over_the_rounds_and_does_not_see_the_machine_drift():
-    assert ratio(SERIES["theirs"], SERIES["ours"]) == pytest.approx(2.0)
-    assert ratio([1, 1, 1], [1, 2, 100]) == 0.5
-
-
 @pytest.mark.parametrize(
     ("name", "least", "met"), [("ours", 2.5, False), ("slow", 0.998, True), ("slow", 0.9981, False)]
 )
 def test_a_row_of_times_holds_its_target_against_the_figure_as_printed(name, least, met):
+    """A ratio is the median over the rounds, and does not see the machine drift."""
     row = timed_row("suite", name, SERIES[name], {"x theirs": SERIES["theirs"]}, {"x theirs": least})
     assert (row.values, row.unit) == ([1000 * s for s in SERIES[name]], "ms")
     assert row.ratios == {"x theirs": pytest.approx({"ours": 2.0, "slow": 0.998}[name], abs=1e-5)}
     assert row.targets == {f"x theirs >= {least:.2f}": met}
+    assert ratio([1, 1, 1], [1, 2, 100]) == 0.5
 
 
 def test_the_report_to_the_letter():

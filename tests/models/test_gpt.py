@@ -38,15 +38,13 @@ def tokens(n: int, length: int = 16) -> torch.Tensor:
     return torch.randint(11, (n, length), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize(
-    ("name", "blocks"), [("gpt", 12), ("gpt_medium", 24), ("gpt_large", 36), ("gpt_xl", 48)]
-)
-def test_config_takes_vocabulary_and_sequence_from_the_data(name, blocks):
-    cfg = config([f"model={name}", "data=text", "data.block=64"])
-    with torch.device("meta"):
-        model = build(cfg, "model")
-    assert parameters(model) == PUBLISHED[blocks] + (256 * 2 - 50257 + 64 - 1024) * cfg.model.width
-    assert [name for name, _ in model.named_children()][-3:] == [f"block{blocks}", "norm", "head"]
+def test_configs_take_vocabulary_and_sequence_from_the_data():
+    for name, blocks in zip(("gpt", "gpt_medium", "gpt_large", "gpt_xl"), PUBLISHED, strict=True):
+        cfg = config([f"model={name}", "data=text", "data.block=64"])
+        with torch.device("meta"):
+            model = build(cfg, "model")
+        assert parameters(model) == PUBLISHED[blocks] + (256 * 2 - 50257 + 64 - 1024) * cfg.model.width
+        assert [name for name, _ in model.named_children()][-3:] == [f"block{blocks}", "norm", "head"]
 
 
 def test_a_tied_head_has_no_weight_of_its_own():
