@@ -248,15 +248,19 @@ def operations_of(model: nn.Module, example: ValueSpec, training: bool, autocast
     inputs = iter(range(len(example.specs)) if given is None else map(given.index, spec.child(1).context))
     graph, env = fx.Graph(), dict[fx.Node, Any]()
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
-    placeholders = program.graph.find_nodes(op="placeholder")
+    placeholders, held = program.graph.find_nodes(op="placeholder"), []
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         if isinstance(spec.arg, ConstantArgument):
             env[node] = spec.arg.value
             continue
         env[node] = made = graph.node_copy(node)
-        user_input = spec.kind is InputKind.USER_INPUT
-        made.meta["source"] = Input(next(inputs)) if user_input else _source(model, program, spec, names)
+        if spec.kind is InputKind.USER_INPUT:
+            made.meta["source"] = Input(next(inputs))
+        else:
+            held.append((made, spec))
     returned = _unfold(program.graph_module, graph, env, Region())
+    for made, spec in held:  # now: code that cannot be cut is named before the tensors that it makes
+        made.meta["source"] = _source(model, program, spec, names)
     outputs = [
         spec.arg.value if isinstance(spec.arg, ConstantArgument) else output
         for spec, output in zip(program.graph_signature.output_specs, returned, strict=True)
