@@ -211,11 +211,8 @@ def _check(specs: Sequence[Spec]) -> None:
     folders = [spec.name.lower() for spec in specs]
     if shared := {name for name in folders if folders.count(name) > 1}:
         raise ConfigError(f"two runs would share the folder {min(shared)}: name each one once")
-    for spec in (spec for spec in specs if spec.seed == specs[0].seed):
-        try:
-            composed("config", spec.arguments)
-        except ConfigError as error:
-            raise ConfigError(f"method {spec.method.name}: {error}") from error
+    different = [spec for spec in specs if spec.seed == specs[0].seed]
+    for spec in different:
         said = {key(word): word for word in spec.method.overrides}
         for word in spec.overrides:
             mine = said.get(key(word), word)
@@ -224,6 +221,11 @@ def _check(specs: Sequence[Spec]) -> None:
                     f"method {spec.method.name}: it has {mine}, and {word} is for every run; leave one of "
                     "them out"
                 )
+    for spec in different:
+        try:
+            composed("config", spec.arguments)
+        except ConfigError as error:
+            raise ConfigError(f"method {spec.method.name}: {error}") from error
 
 
 def merged(*lists: Sequence[str]) -> tuple[str, ...]:
