@@ -51,6 +51,9 @@ def test_a_limit_is_kept_to_by_each_rank_whatever_the_partition():
         assert plan_of(*words, f"memory_limit={most!r}").cuts == plan_of(*words).cuts
         said = refusal(lambda: plan_of(*words, f"memory_limit={most * 0.999!r}"))  # noqa: B023
         assert f" too small: rank 0 is predicted to hold {most:.4g} GiB; to hold less, {WAYS}" in said
+    near = plan_of("zbv").sizes  # stages 1 and 2 are on one rank: what they exchange is not copied
+    assert [one.outputs > 0 for one in near] == [True, False, True, False]
+    assert [one.returned > 0 for one in near] == [False, True, False, True]
     assert "recompute=selective or always" in refusal(lambda: plan_of("1f1b", f"memory_limit={most!r}"))
 
 
