@@ -39,7 +39,7 @@ WITHOUT_FOLDER = [
     "hydra/hydra_logging=none",
 ]
 SIMULATED = 16  # batches of a window that is an epoch
-BATCHES = whole(1, 10_000)  # which are proven in about a minute
+BATCHES = whole(1, 1000)  # seconds to prove and to draw, and more of them show nothing else
 WORK = 3  # forwards that a rank's work for a microbatch takes, with its backward
 
 

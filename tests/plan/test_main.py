@@ -51,7 +51,7 @@ REFUSED = [
     (["memory_limit=0.001"], "memory_limit=0.001 is too small: rank 0 is predicted to hold 0.00"),
     (["+partition.profile=no.json"], "partition.profile=no.json cannot be read: No such file or directory"),
     (["cost=trace.json"], "there is no cost in the configuration; "),
-    (["batches=100000000"], "batches=100000000 must be a whole number of at least 1 and at most 10000"),
+    (["batches=100000000"], "batches=100000000 must be a whole number of at least 1 and at most 1000"),
     (["span=9-3"], "span=9-3 must be all, or from which cell to which, such as 0-40"),
     (["compare=[1f1b,foo]"], "compare=['1f1b', 'foo'] names a schedule that there is not, or none: write"),
     (["compare=[]"], "compare=[] names a schedule that there is not, or none: write compare=all, or some"),
