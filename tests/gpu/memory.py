@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmark.held import NEAR, WINDOWS, Case, Feed, job_of
+from benchmark.contestants import BatchFeed
+from benchmark.held import NEAR, WINDOWS, Case, job_of
 from benchmark.worlds import fitted
 from pipetrain.plan.memory import memory as over_time
 from pipetrain.runtime.held import Meter
@@ -121,7 +122,7 @@ def measure(mesh: Mesh, case: Case) -> list[Held]:
 def _measure(mesh: Mesh, case: Case) -> Held:
     cuda, job = mesh.device.type == "cuda", job_of(case)
     plan, mesh = job.plan, fitted(mesh, job.plan)
-    feed = Feed(job, mesh.device)
+    feed = BatchFeed(job, mesh.device, copies=True)
     before = allocated() if cuda else 0
     stages = make_stages(plan, job.model, job.task, job.optimizer, plan.settings.rate(1), mesh)
     engine = make_engine(plan, stages, mesh)
