@@ -89,3 +89,12 @@ def test_a_weight_that_has_its_first_gradient_late_is_stepped_by_a_fused_optimiz
             updated(module if number == 2 else module[0], weights, torch.ones(2, 3, dtype=torch.float64))
         ended.append(module.state_dict())
     torch.testing.assert_close(*ended, rtol=1e-12, atol=1e-12)
+
+
+def test_a_checkpoint_without_an_average_begins_it_anew():
+    module = nn.Linear(1, 1)
+    weights = Weights(module, SGD, lambda update: 1.0, ema=0.5)
+    weights.step(keep=False)
+    assert weights.average().keys() == {"weight", "bias"}
+    weights.load_average({})
+    assert not weights.average()
