@@ -6,7 +6,7 @@ import json
 import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -124,7 +124,7 @@ def fit(
             path = PATH.read("run_dir", run_dir)
             run_folder = held.enter_context(_opened(pipe, path, resume, loggers))
         # The first batch decides the plan; a signal to the group is to spare the data workers that it starts.
-        with Signals(pipe.rank).handled():
+        with Signals(pipe.rank).handled() if run_folder else nullcontext():
             passes = Loaders(pipe, train, test, run_folder.source if run_folder else None)
         with pipe._together():
             settings = pipe._settings.changed(options)

@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,10 @@ def fitted(folder: str | None, epochs: int, resume: str | None = None) -> Any:
 
 
 def unwritten(folder: str) -> tuple[int, list[str]]:
+    """Fit in a thread, where no signal can be handled."""
     os.chdir(folder)
-    return len(fitted(None, 1)), os.listdir(folder)
+    with ThreadPoolExecutor(1) as thread:
+        return len(thread.submit(fitted, None, 1).result()), os.listdir(folder)
 
 
 def interrupted(folder: str, signalled: int = signal.SIGTERM) -> tuple[int, bool]:
