@@ -6,6 +6,7 @@ A test of two ranks takes seconds where it starts them, and tenths here.
 from __future__ import annotations
 
 import os
+import pickle
 import traceback
 from collections.abc import Callable
 from itertools import count
@@ -41,7 +42,7 @@ class Ranks:
             self._start()
         try:
             for pipe in self._pipes:
-                pipe.send((function, arguments))
+                _send(pipe, function, arguments)
             return self._collected()
         except BaseException:
             self.close()
@@ -66,7 +67,7 @@ class Ranks:
             ready = wait(list(waiting), max(0.0, end - monotonic()))
             assert ready, f"ranks {sorted(waiting.values())} were still running after {DEADLINE_S:g} s"
             for pipe in waiting.keys() & ready:
-                result, error = pipe.recv()
+                result, error = _receive(pipe)
                 assert not error, f"rank {waiting[pipe]} failed:\n{error}"
                 results[waiting[pipe]] = result
         return [results[rank] for rank in range(self.size)]
@@ -103,6 +104,15 @@ def gathered(item: object) -> list[Any]:
     return found
 
 
+def _send(pipe: Connection, *message: object) -> None:
+    """Send copies: Connection.send would share the memory of tensors, which are lost if a rank ends."""
+    pipe.send_bytes(pickle.dumps(message))
+
+
+def _receive(pipe: Connection) -> Any:
+    return pickle.loads(pipe.recv_bytes())
+
+
 def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     os.environ |= {
         "RANK": str(rank),
@@ -117,17 +127,17 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            function, arguments = pipe.recv()
+            function, arguments = _receive(pipe)
         except EOFError:
             return
         try:
             result, error = function(*arguments), ""
         except SystemExit as end:  # this rank is to end, with that as its result
-            pipe.send((end.code, ""))
+            _send(pipe, end.code, "")
             os._exit(0)
         except BaseException:
             result, error = None, traceback.format_exc()
         left = pipeline._open and pipeline._open()
         if left and not error:
             left.close()
-        pipe.send((result, error))
+        _send(pipe, result, error)
