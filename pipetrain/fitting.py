@@ -299,6 +299,7 @@ def _run(epochs: Epochs, keeper: Keeper | None) -> bool:
     finally:
         if keeper:
             keeper.asking.drained.set()
+            keeper.writer.leave()
 
 
 def _keeper(pipe: Pipeline, about: About, run_folder: RunFolder) -> Keeper:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 import time
 import uuid
@@ -68,6 +69,7 @@ class Writer:
         self._thread = ThreadPoolExecutor(1, "pipetrain-save")
         self._writing: Future[Path] | None = None
         self._saves = 0
+        self._end = math.inf  # of waiting for other ranks
 
     def save(self, manifest: Manifest, state: Callable[[], Files]) -> Future[Path]:
         """Start a save, after waiting for the previous one. All ranks must call it.
@@ -90,6 +92,10 @@ class Writer:
         """Wait for the last save. All ranks must call it."""
         self._finish()
         self._thread.shutdown()
+
+    def leave(self) -> None:
+        """Wait for the other ranks a little longer only: after an error they may have left, too."""
+        self._end = time.monotonic() + SEEN_S
 
     def _finish(self) -> None:
         """Wait until no rank is writing. In turns of all ranks: who has died is missed at once in these."""
@@ -153,7 +159,7 @@ class Writer:
         assert self._store is not None
         key, end = f"save {self._saves}/{rank}", time.monotonic() + seconds
         while not self._store.check([key]):
-            if time.monotonic() > end:
+            if time.monotonic() > min(end, self._end):
                 return [f"rank {rank} wrote nothing for {self._timeout:g} s", None]
             time.sleep(POLL_S)
         return json.loads(self._store.get(key))
@@ -178,7 +184,10 @@ def save_now(
     writer = Writer(folder, mesh, store, keep, session.plan.settings.timeout)
     manifest = Manifest(run, position, conditions, session.plan.pipeline, config, progress)
     writing = writer.save(manifest, partial(snapshot, session, mesh, {}))
-    writer.close()
+    try:
+        writer.close()
+    finally:
+        writer.leave()
     return writing.result()
 
 

@@ -109,11 +109,13 @@ def test_a_rank_that_dies_while_it_saves_is_not_waited_for(tmp_path, monkeypatch
     """It tells nothing in the store; yet it comes to no turn."""
     ranks, store = one(1), dist.HashStore()
     mine = Writer(tmp_path, ranks, store, keep=1, timeout=DEADLINE_S)
-    mine.save(manifest(6, 2), lambda: state(1))
+    saving = mine.save(manifest(6, 2), lambda: state(1))
     monkeypatch.setattr(ranks, "most", Mock(side_effect=ChannelError("rank 0 has left")))
     with pytest.raises(ChannelError, match="rank 0 has left"):
         mine.save(manifest(7, 2), lambda: state(1))
-    store.set("save 1/0", '["", ""]')  # the thread may end
+    monkeypatch.setattr(writer, "SEEN_S", 0.0)
+    mine.leave()  # as after an error
+    assert "rank 0 wrote nothing" in str(saving.exception(DEADLINE_S / 2))
 
 
 @pytest.mark.parametrize("late", [False, True])
