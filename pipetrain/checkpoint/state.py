@@ -21,9 +21,10 @@ from pipetrain.checkpoint.tensors import EMA, MODEL, OPTIMIZER, Tensors, names_o
 from pipetrain.network.numerics import numbers_of
 from pipetrain.runtime.mailbox import Slot
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.runtime.session import Session, slots
+from pipetrain.runtime.session import Session, owing
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.weights import OptimizerFactory
+from pipetrain.schedule.actions import Edge
 
 
 def snapshot(session: Session, mesh: Mesh, random: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -65,9 +66,11 @@ def restore(source: Source, session: Session, mesh: Mesh) -> None:
     for stage in session.stages.values():
         _load(stage, tensors, source.manifest.position.update)
     if source.manifest.pipeline == session.plan.pipeline:
-        known = {slot: _name(slot) for slot in slots(session.plan, mesh.world.rank)}
         session.engine.coding.residuals = {
-            slot: tensors[name].clone().to(mesh.device) for slot, name in known.items() if name in tensors
+            (edge, number, tuple(tensors[name].shape)): tensors[name].clone().to(mesh.device)
+            for edge, number in owing(session.plan, mesh.world.rank)
+            for name in tensors
+            if name.startswith(_prefix(edge, number))  # of any shape: of sizes that come later too
         }
 
 
@@ -111,8 +114,12 @@ def restore_random(source: Source, mesh: Mesh) -> None:
 
 
 def _name(slot: Slot) -> str:
-    (source, destination), number, shape = slot
-    return f"residual/{source}-{destination}/{number}/{'x'.join(map(str, shape))}"
+    edge, number, shape = slot
+    return f"{_prefix(edge, number)}{'x'.join(map(str, shape))}"
+
+
+def _prefix(edge: Edge, number: int) -> str:
+    return f"residual/{edge[0]}-{edge[1]}/{number}/"
 
 
 # torch.distributed.checkpoint

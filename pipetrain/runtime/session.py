@@ -27,7 +27,7 @@ from pipetrain.runtime.engine import Engine, Take, Tick
 from pipetrain.runtime.feed import Batches, Sizes, WindowFeed
 from pipetrain.runtime.finite import SkipOnNaN, StopOnNaN
 from pipetrain.runtime.graphs import GraphedStage
-from pipetrain.runtime.mailbox import Coding, Mailbox, Slot
+from pipetrain.runtime.mailbox import Coding, Mailbox
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.microbatch import Observer
 from pipetrain.runtime.order import Ends, Order, order_of
@@ -36,6 +36,7 @@ from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.statistics import BatchStatistics
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.runtime.whole import WholeModel
+from pipetrain.schedule.actions import Edge
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import forward_only
 from pipetrain.settings import Mode
@@ -268,12 +269,12 @@ def make_engine(
     )
 
 
-def slots(plan: Plan, rank: int) -> list[Slot]:
-    """Return the residuals that a rank keeps: one per sent tensor with feedback, and shape."""
+def owing(plan: Plan, rank: int) -> list[tuple[Edge, int]]:
+    """Return the tensors that a rank sends with error feedback: the edge, and its number in the message."""
+    size = min(plan.cut.specs)
     return [
-        (edge, number, spec.shape)
+        (edge, number)
         for edge in plan.cut.bounds
         if plan.placement[edge[0]] == rank and plan.settings.codecs.of(edge).error_feedback
-        for size in plan.cut.specs
-        for number, spec in enumerate(plan.cut.message(edge, size))
+        for number in range(len(plan.cut.message(edge, size)))
     ]

@@ -59,6 +59,24 @@ def test_dropout_goes_on_as_it_would_have_whatever_the_seed_of_the_program(
     assert ranks(gone_on, str(tmp_path), other, begun) == [whole[3:]] * 2
 
 
+def owing(folder: str, going_on: bool) -> list[float]:
+    """Train with codecs that owe; the second pass ends with a batch of fewer samples than the first batch."""
+    options = {"codec_forward": "topk", "codec_backward": "topk_int8", "partition": [2]}
+    with Pipeline(mlp(), cross_entropy, sgd, microbatches=2, **options) as pipe:
+        if going_on:
+            pipe.load(folder)
+        else:
+            list(pipe.train([batch(8, 0), batch(6, 1)]))
+            pipe.save(folder)
+        losses = list(pipe.train([batch(8, 2), batch(6, 3)]))
+        return [*losses, pipe.evaluate([batch(8, 4)])["loss"]]
+
+
+def test_what_codecs_owe_goes_on_for_sizes_that_come_later_too(ranks, tmp_path):
+    whole, _ = ranks(owing, str(tmp_path), False)
+    assert ranks(owing, str(tmp_path), True) == [whole] * 2
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
