@@ -123,7 +123,8 @@ def read_task(
         raise ConfigError(f"loss={loss.__name__} is a class: give an object of it, {loss.__name__}()")
     if task is not None and not isinstance(task, Task):
         raise ConfigError(f"task={task!r} must be a Task, such as pipetrain.Classification(); or give loss=")
-    if not (isinstance(metrics, Mapping) or all(isinstance(metric, Metric) for metric in metrics)):
+    listed = isinstance(metrics, Sequence) and all(isinstance(metric, Metric) for metric in metrics)
+    if not (listed or isinstance(metrics, Mapping)):
         raise ConfigError("metrics must be a list of Metric or a dict of functions: metrics={NAME: function}")
     task = loss if isinstance(loss, Task) else task
     if task is not None:

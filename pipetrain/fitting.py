@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 import torch
@@ -112,17 +113,19 @@ def fit(
         "log_every": log_every,
         **_checkpoints(checkpoint),
         "trace": {"windows": windows} if windows else bool(trace),
-        "resume": None if resume is None else str(resume),
+        "resume": None if resume is None else str(PATH.read("resume", resume)),
     }
     pipe._settings.changed(options)
     batches, evaluated = _batches_in(pipe, train, "train"), _batches_in(pipe, test, "test")
     if resume is not None and run_dir is None:
         raise ConfigError("resume= goes on in a run's folder: give run_dir= too")
+    if run_dir is not None and current_thread() is not main_thread():
+        raise ConfigError("run_dir= needs a program's main thread, which alone hears signals: call fit there")
     with ExitStack() as held:
         run_folder = None
         if run_dir is not None:
             path = PATH.read("run_dir", run_dir)
-            run_folder = held.enter_context(_opened(pipe, path, resume, loggers))
+            run_folder = held.enter_context(_opened(pipe, path, options["resume"], loggers))
         # The first batch decides the plan; a signal to the group is to spare the data workers that it starts.
         with Signals(pipe.rank).handled() if run_folder else nullcontext():
             passes = Loaders(pipe, train, test, run_folder.source if run_folder else None)
@@ -145,7 +148,7 @@ def _checkpoints(checkpoint: Mapping[str, Any] | int | None) -> dict[str, Any]:
 def _opened(
     pipe: Pipeline,
     path: Path,
-    resume: str | Path | None,
+    resume: str | None,
     loggers: Sequence[str] | Mapping[str, Mapping[str, Any]],
 ) -> Iterator[RunFolder]:
     """Lock a run's folder on rank 0; find the checkpoint to go on from. Raises ConfigError, on all ranks."""
@@ -170,6 +173,9 @@ def _logging(loggers: Sequence[str] | Mapping[str, Mapping[str, Any]]) -> DictCo
     """Return a configuration with the options of loggers. Raises ConfigError for an unknown one."""
     chosen: dict[str, Any] = {}
     loggers = [loggers] if isinstance(loggers, str) else loggers
+    options = loggers.values() if isinstance(loggers, Mapping) else [{}]
+    if not isinstance(loggers, Iterable) or not all(isinstance(one, Mapping) for one in options):
+        raise ConfigError(f"loggers={loggers} must be names, or options by name")
     for name in loggers:
         known = shipped("logger", name)
         if known is None:

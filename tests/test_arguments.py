@@ -49,6 +49,7 @@ def test_a_task_is_itself_and_a_function_makes_a_model_without_numbers():
         (lambda: read(bufer_size=1), "takes no bufer_size; did you mean buffer_size"),
         (lambda: read_schedule("none.txt"), "schedule=none.txt is neither a function, a file nor one of"),
         (lambda: read_task(mse_loss, Classification(), (), None), "a Task has its loss, metrics and weight"),
+        (lambda: read_task(mse_loss, None, 5, None), "metrics must be a list of Metric"),
         (lambda: read_task("modle", None, (), None), "loss='model' where the model computes it; got 'modle'"),
     ],
 )

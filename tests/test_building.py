@@ -194,6 +194,7 @@ def test_a_group_without_a_target_is_refused(group):
         ("task", ["+loss._target_=builtins.dict"], "loss must be a function; got dict"),
         ("task", [L1, "+loss.colour=red"], "loss cannot be built: "),
         ("task", ["+metrics.best=acc"], "metrics.best needs a _target_: the dotted name of what builds it"),
+        ("task", ["+metrics=3"], "metrics=3 must be functions by name"),
     ],
 )
 def test_what_cannot_be_built_is_refused(group, words, says):

@@ -54,11 +54,13 @@ def fitted(folder: str | None, epochs: int, resume: str | None = None) -> Any:
         return fit(pipe, *loaders(), epochs, folder, resume, name="dots")
 
 
-def unwritten(folder: str) -> tuple[int, list[str]]:
-    """Fit in a thread, where no signal can be handled."""
+def unwritten(folder: str) -> tuple[int, str, list[str]]:
+    """Fit in a thread, where no signal can be handled; what needs them is refused there."""
     os.chdir(folder)
     with ThreadPoolExecutor(1) as thread:
-        return len(thread.submit(fitted, None, 1).result()), os.listdir(folder)
+        rows = thread.submit(fitted, None, 1).result()
+        told = ended(partial(thread.submit(fitted, "run", 1).result))
+    return len(rows), told, os.listdir(folder)
 
 
 def interrupted(folder: str, signalled: int = signal.SIGTERM) -> tuple[int, bool]:
@@ -124,8 +126,10 @@ def test_it_trains_as_a_loop_does_leaves_records_and_goes_on_bit_for_bit(
         assert losses_of(ranks(fitted, str(cut), epochs, "auto")[0]) == losses_of(first[:epochs])
 
 
-def test_without_a_folder_nothing_is_written(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(unwritten, str(tmp_path))[0] == (1, [])
+def test_without_a_folder_nothing_is_written_and_any_thread_trains(ranks: Ranks, tmp_path: Path) -> None:
+    rows, told, left = ranks(unwritten, str(tmp_path))[0]
+    assert (rows, left) == (1, [])
+    assert "main thread" in told
 
 
 WRONG: dict[str, dict[str, Any]] = {
@@ -136,6 +140,9 @@ WRONG: dict[str, dict[str, Any]] = {
     "the test loader has no batch": {"test": []},
     "trace=x must be a whole number": {"trace": "x"},
     "run_dir=3 must be the path": {"run_dir": 3},
+    "resume=5 must be the path": {"resume": 5},
+    "loggers=5 must be names, or options by name": {"loggers": 5},
+    "loggers={'wandb': 5} must be names, or options by name": {"loggers": {"wandb": 5}},
     "resume= goes on in a run's folder: give run_dir= too": {"resume": "auto", "run_dir": None},
     "the train loader has no batch or no length": {"train": iter(())},
 }
