@@ -32,7 +32,7 @@ EVALUATED_AT_ONCE = 16  # batches of a loader in a window of an evaluation
 UNTAKEN = 256  # tensors of targets that are kept, as gloo tells only who waits that one has been taken
 Weight = Callable[[Value], Tensor | float]
 Sizes = Sequence[Sequence[int]]  # the samples of each microbatch of each batch
-Sent = deque[tuple[Any, Tensor]]  # works and their tensors
+Sent = deque[tuple[Callable[[], None], Tensor]]  # what waits, and the tensors
 Sources = tuple[Iterator[Value] | None, Iterator[Value] | None, Sent]
 """The inputs of a window's microbatches and the targets of its batches, each where they are needed; and what
 is sent as they are read, to be waited for. That holds connections open, so nothing keeps it after an error.
@@ -296,9 +296,9 @@ class OfLoader:
         """Yield batches whose targets are on their way to the last stage."""
         for inputs, targets in batches:
             for tensor in map(Tensor.contiguous, as_tuple(targets)):
-                sent.append((self._mesh.post_tensor(tensor, last), tensor))
+                sent.append((self._mesh.post_tensor("targets", tensor, last), tensor))
             while len(sent) > UNTAKEN:  # of a whole pass they would be all targets
-                sent.popleft()[0].wait()
+                sent.popleft()[0]()
             yield inputs, targets
 
     def _received(self, size: int) -> Value:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from threading import Event, Thread
 from typing import Any
 
@@ -293,9 +293,21 @@ class Ranks:
             dist.broadcast(values.flatten().view(torch.uint8), 0, group=self._all)
         tensor.copy_(values)
 
-    def post_tensor(self, tensor: Tensor, rank: int) -> dist.Work | None:
-        """Start to send a tensor in host memory to a rank, beside the messages of the stages."""
-        return dist.isend(tensor.contiguous(), rank, group=self._all, tag=_TARGETS)
+    def post_tensor(self, what: str, tensor: Tensor, rank: int) -> Callable[[], None]:
+        """Start to send a tensor in host memory to a rank, beside the messages of the stages.
+
+        Returns what waits until it is sent.
+        """
+        trying = partial(self._trying, f"send {what} to rank {rank}")
+        with trying():
+            work = dist.isend(tensor.contiguous(), rank, group=self._all, tag=_TARGETS)
+
+        def wait() -> None:
+            with trying():
+                assert work is not None  # as this rank is in the group
+                work.wait()
+
+        return wait
 
     def take_tensor(self, what: str, spec: TensorSpec, rank: int) -> Tensor:
         """Receive a tensor that a rank has posted."""

@@ -160,8 +160,8 @@ class Session:
             if not is_out_of_memory(error.__cause__):
                 raise
             raise explained(error, self.plan, self._mesh.world.rank, device) from error.__cause__
-        for work, _ in sent:
-            work.wait()
+        for wait, _ in sent:
+            wait()
 
     def _prove_batch(self, targets: Value) -> None:
         """Try a user's task with the targets of batches 2, 4, 8, ..., as it was with the first ones."""

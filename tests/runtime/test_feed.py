@@ -69,7 +69,7 @@ def test_two_windows_share_one_iterator_and_neither_takes_ahead_what_is_the_othe
 def test_the_targets_of_a_long_window_are_not_all_kept():
     waited = []
     mesh: Any = SimpleNamespace(
-        world=World(0, 2), post_tensor=lambda tensor, rank: SimpleNamespace(wait=lambda: waited.append(rank))
+        world=World(0, 2), post_tensor=lambda what, tensor, rank: lambda: waited.append(rank)
     )
     reader: Any = SimpleNamespace(take=lambda size: (torch.zeros(size, 1), torch.zeros(size)))
     batches: Any = None

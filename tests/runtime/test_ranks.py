@@ -6,8 +6,10 @@ import os
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from pipetrain.errors import ChannelError
@@ -140,3 +142,14 @@ def test_ranks_agree_or_all_refuse_with_one_sentence():
         "rank 0 waited 1 s for rank 2 to get ready; look at what the others say, or give them longer with "
         "timeout=",
     ]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_targets_that_reach_no_rank_are_a_lost_rank_s(monkeypatch, at_once):
+    def fail(*given: object, **named: object) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    work = SimpleNamespace(wait=fail)
+    monkeypatch.setattr(dist, "isend", fail if at_once else lambda *given, **named: work)
+    with pytest.raises(ChannelError, match=r"rank 0 could not send targets to rank 1: .*reset by peer"):
+        ranks.Ranks(World(0, 2), 1).post_tensor("targets", torch.zeros(1), 1)()
