@@ -113,10 +113,10 @@ def make_schedule(cfg: DictConfig) -> Schedule:
 
 def make_task(cfg: DictConfig) -> Task:
     """Return the task of a configuration: `loss` and `metrics` if given, else `task`. Raises ConfigError."""
-    given = cfg.get("metrics") or {}
-    if not isinstance(given, DictConfig | dict):
-        raise ConfigError(f"metrics={given} must be functions by name: metrics.NAME._target_=FUNCTION")
-    metrics = {name: build_function(f"metrics.{name}", node) for name, node in given.items()}
+    given = {} if cfg.get("metrics") is None else cfg.metrics
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"metrics={given!r} must be functions by name: metrics.NAME._target_=FUNCTION")
+    metrics = {str(name): build_function(f"metrics.{name}", node) for name, node in given.items()}
     if cfg.get("loss") is not None:
         task = Task(build_function("loss", cfg.loss))
     else:
