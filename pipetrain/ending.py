@@ -1,4 +1,4 @@
-"""How a command or a program ends: each expected error is one sentence and an exit status.
+"""How a command ends: each expected error is one sentence and an exit status.
 
 The statuses: 0 finished, or stopped and saved; 1 failed; 2 refused before training; 130 Ctrl-C, saved or not;
 143 ended by SIGTERM before all was saved.
@@ -13,19 +13,13 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
-from functools import cache, wraps
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from pipetrain.errors import ActionFailed, ChannelError, ConfigError, NotRecorded, Refused, TrainingStopped
 from pipetrain.schedule.actions import ScheduleError
 
 FAILED, REFUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
-EXPECTED = (ConfigError, ScheduleError, ChannelError, NotRecorded, TrainingStopped)
-TRACEBACK = "PIPETRAIN_TRACEBACK"  # 1: a Python program shows the traceback of these errors too
-SAID_S = 5.0  # for torchrun to answer which rank says a sentence
 ENDED = "PIPETRAIN_ENDED"  # a folder into which each rank writes its status, for pipetrain.launcher
 
 
@@ -44,47 +38,10 @@ def guarded(action: Callable[[], int]) -> int:
         return _report(error, FAILED)
 
 
-@cache
-def end_by_sentence() -> None:
-    """Let each of our errors end this Python program by its sentence alone, which one rank prints for all."""
-    before = sys.excepthook
-
-    @wraps(before)  # by its name torch's own hook is known, which has named the rank already
-    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, EXPECTED) or os.environ.get(TRACEBACK) == "1":
-            before(kind, error, trace)
-        else:
-            _show_cause(error)
-            _say_once(str(error))
-
-    sys.excepthook = show
-
-
 def _show_cause(error: BaseException) -> None:
     """Show where an action failed: most likely in the user's model."""
     if isinstance(error, ActionFailed) and error.__cause__ is not None:
         traceback.print_exception(error.__cause__)
-
-
-def _say_once(text: str) -> None:
-    """Print a sentence, unless another rank of torchrun's has printed the same."""
-    attempt, told = os.environ.get("TORCHELASTIC_RESTART_COUNT"), text.removeprefix("rank 0 stopped: ")
-    store, key = _agents_store(), f"pipetrain/{attempt}/{told}"
-    with suppress(Exception):  # without the store this one says it
-        if store.add(key, 1) > 1:
-            return
-    print(_sentence(text), file=sys.stderr, flush=True)
-
-
-def _agents_store() -> Any:
-    """Return the store that torchrun itself keeps, None without one."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    from torch.distributed.rendezvous import rendezvous  # here, as to end needs no torch
-
-    with suppress(RuntimeError):  # torchrun has gone
-        return next(rendezvous("env://", timeout=timedelta(seconds=SAID_S)))[0]
-    return None
 
 
 def unread() -> int:

@@ -39,7 +39,6 @@ from pipetrain.checkpoint.writer import save_now
 from pipetrain.cli import conf_dir
 from pipetrain.data.loader import Sampled
 from pipetrain.data.loading import Form, Loader, Reader
-from pipetrain.ending import end_by_sentence
 from pipetrain.errors import ConfigError
 from pipetrain.network.chain import Chain, network_of
 from pipetrain.network.factory import Factory
@@ -55,7 +54,7 @@ from pipetrain.records.bar import Bar
 from pipetrain.rules import COUNT, PATH
 from pipetrain.runtime.engine import Tick
 from pipetrain.runtime.feed import EVALUATED_AT_ONCE, Batches, OfLoader
-from pipetrain.runtime.mesh import Mesh, choose_device, keep_freed_memory
+from pipetrain.runtime.mesh import Mesh, choose_device
 from pipetrain.runtime.optimizer import Configured, Function
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.session import Session
@@ -64,7 +63,7 @@ from pipetrain.runtime.together import Together, level, prove_same
 from pipetrain.runtime.whole import WholeModel, brought, owners
 from pipetrain.schedule.actions import Schedule
 from pipetrain.schedule.lower import edges
-from pipetrain.settings import Settings, share_of_cores
+from pipetrain.settings import Settings
 from pipetrain.signals import Stopping
 from pipetrain.tally import Tally
 from pipetrain.tasks import LossFunction, Metric, Task
@@ -140,12 +139,10 @@ class Pipeline:
         **options: Any,
     ) -> None:
         global _open
-        end_by_sentence()
         if _open is not None and _open() is not None:
             raise ConfigError(
                 "this process has a Pipeline already: call close() of that one before making another"
             )
-        keep_freed_memory()
         self._task = read_task(loss, task, metrics, weight, targets)
         self._named = read_targets(targets, self._task)
         world = World.current()
@@ -156,7 +153,8 @@ class Pipeline:
             model, schedule, settings or given, optimizer, param_groups, lr_schedule, world.size
         )
         self._settings = asked.settings
-        torch.set_num_threads(self._settings.threads or share_of_cores(world.local_size))
+        if self._settings.threads is not None:
+            torch.set_num_threads(self._settings.threads)
         device = choose_device(world, self._settings.device)
         self._mesh = mesh = Mesh(world, asked.placement, [], device, None, self._settings.timeout)
         if mesh.staged and device.type == "cuda" and not world.rank:
@@ -178,8 +176,6 @@ class Pipeline:
             if seed is None:  # dropout as the program has seeded torch on rank 0
                 told = mesh.tell("the seed", torch.initial_seed() % 2**31)
                 self._settings = replace(self._settings, seed=told)
-            else:
-                torch.manual_seed((self._settings.seed + 1_000_003 * (world.rank + 1)) % 2**63)
         self._model = model
         self._form: Form | None = None
         self._given: Given | None = None  # from the first batch on

@@ -18,6 +18,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -40,7 +41,7 @@ from pipetrain.runtime.mesh import choose_device, keep_freed_memory
 from pipetrain.runtime.optimizer import Configured
 from pipetrain.runtime.ranks import World
 from pipetrain.schedule.actions import ScheduleError
-from pipetrain.settings import Settings
+from pipetrain.settings import Settings, share_of_cores
 from pipetrain.signals import Signals
 from pipetrain.start import Start
 
@@ -181,6 +182,7 @@ def follow(composed: DictConfig, start: Start) -> None:
 def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None, start: Start) -> None:
     """Build what the configuration names, and train it. `data`: on rank 0. Raises ConfigError."""
     settings, facts, task = read(cfg, start), word.facts, make_task(cfg)
+    torch.set_num_threads(settings.threads or share_of_cores(start.world.local_size))
     start.doing = "build and check the model"
     sampler = Sampler(
         facts.train, settings.batch_size, settings.microbatches, settings.seed, settings.drop_last

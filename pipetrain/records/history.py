@@ -14,7 +14,6 @@ from pipetrain.data.sets import DataFacts
 from pipetrain.plan.memory import memory
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.held import Measured
-from pipetrain.runtime.mesh import keep_freed_memory
 from pipetrain.schedule.draw import aligned
 from pipetrain.schedule.memory import peaks
 from pipetrain.schedule.timeline import StageStats, StageTimes, total
@@ -175,7 +174,6 @@ class History:
             "test_samples": facts.test,
             "stages": settings.ranks,
             "virtual_stages": plan.stages // settings.ranks,
-            "allocator": keep_freed_memory(),
             "data_workers": settings.workers,
             "task": str(about.task),
             "metrics": [{key: getattr(one, key) for key in ("name", "higher", "percent")} for one in metrics],

@@ -16,7 +16,6 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset
 
 from pipetrain import ConfigError, Pipeline, ScheduleError, TrainingStopped
-from pipetrain.ending import end_by_sentence
 from pipetrain.errors import ChannelError
 from pipetrain.runtime.ranks import World
 from pipetrain.schedule.programs import one_f_one_b
@@ -230,7 +229,6 @@ def told(program: Program, rank: int) -> str:
 def all_told(names: Sequence[str], store: str) -> list[str]:
     """Run programs in a group that the program has made itself, which Pipeline uses and leaves alone."""
     world, hook = World.current(), sys.excepthook
-    end_by_sentence()
     dist.init_process_group("gloo", f"file://{store}", rank=world.rank, world_size=world.size)
     said = [told((ALIKE | APART)[name][0], world.rank) for name in names]
     dist.barrier()  # it was not closed

@@ -1,19 +1,22 @@
-"""How a program ends by an error: by one sentence if the error is ours, else by its traceback."""
+"""What a program keeps that uses Pipeline: its own way to end by an error, its seeds, threads and signals."""
 
 from __future__ import annotations
 
 import io
+import random
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import redirect_stderr
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
 from pipetrain import ConfigError, Pipeline
-from tests.support.processes import TWO, finished
 
 INPUTS, TARGETS = torch.ones(8, 4), torch.ones(8, 2)
 
@@ -50,18 +53,10 @@ def wrong_program() -> None:
     raise KeyError("my program")
 
 
-def after_others() -> None:
-    """However many Pipelines there were."""
-    for _ in range(2):
-        pipeline().close()
-    no_batch()
-
-
-def shown(program: Callable[[], None], variable: str) -> str:
+def shown(program: Callable[[], None]) -> str:
     """What a program that ends by an error shows."""
     said, wrong = io.StringIO(), Own.wrong
-    with pytest.MonkeyPatch.context() as patch, redirect_stderr(said):
-        patch.setenv("PIPETRAIN_TRACEBACK", variable)
+    with redirect_stderr(said):
         try:
             program()
         except Exception as error:
@@ -70,43 +65,53 @@ def shown(program: Callable[[], None], variable: str) -> str:
     return said.getvalue()
 
 
-def test_what_all_ranks_are_told_is_one_sentence_of_one_of_them(ranks):
-    said = "".join(ranks(shown, no_batch, "0"))
-    assert said.count("\n") == 1
-    assert "pipetrain: the loader has no batch: give one that has" in said
-    for said in ranks(shown, after_others, "1"):  # a traceback, whose lines name their rank once
-        assert {line.count("[rank") for line in said.splitlines() if line} == {1}
-        assert "Traceback" in said
+def test_a_program_ends_by_its_own_traceback_whose_last_line_is_our_sentence(ranks):
+    for said in ranks(shown, no_batch):
         assert "in no_batch" in said
-
-
-def test_a_mistake_in_a_layer_is_shown_where_it_is_and_the_ranks_that_lost_it_say_a_sentence(ranks):
-    lost, failed = ranks(shown, wrong_layer, "")
-    assert "KeyError: 'my layer'" in failed
-    assert 'raise KeyError("my layer")' in failed
-    assert "in wrong_layer" not in failed
-    assert failed.splitlines()[-1].endswith("pipetrain: rank 1, stage 1, action 1F0@0: KeyError: 'my layer'")
-    assert "pipetrain: rank 0 lost rank 1 at " in lost
-    assert "Traceback" not in lost
-
-
-def test_an_error_of_the_program_s_own_is_shown_as_python_shows_it(ranks):
-    for said in ranks(shown, wrong_program, "0"):
+        assert "ConfigError: the loader has no batch: give one that has" in said.splitlines()[-1]
+    for said in ranks(shown, wrong_program):
         assert 'raise KeyError("my program")' in said
-        assert "pipetrain: " not in said
+        assert "pipetrain.errors" not in said
 
 
-@pytest.mark.processes
-def test_under_torchrun_a_refusal_is_one_sentence_and_no_rank_s_traceback(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "import pipetrain, torch\n"
-        "model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))\n"
-        "pipetrain.Pipeline(model, torch.nn.MSELoss(), lambda p: torch.optim.SGD(p, 0.1), microbatches=0)\n"
+def test_a_mistake_in_a_layer_is_shown_where_it_is_and_the_ranks_that_lost_it_say_who(ranks):
+    lost, failed = ranks(shown, wrong_layer)
+    assert 'raise KeyError("my layer")' in failed
+    assert failed.splitlines()[-1].endswith(
+        "ActionFailed: rank 1, stage 1, action 1F0@0: KeyError: 'my layer'"
     )
-    done = finished(tmp_path, [*TWO, "mine.py"])
-    assert done.status == 1
-    assert done.out.count("pipetrain: microbatches") == 1, done.out
-    assert "Pipeline(model" not in done.out
+    assert "ChannelError: rank 0 lost rank 1 at " in lost
+
+
+def changed() -> list[str]:
+    """What of this process is another after a Pipeline has trained in it."""
+
+    def now() -> dict[str, object]:
+        hooks = sys.excepthook, threading.excepthook, sys.unraisablehook
+        handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+        random_states = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+        threads, modes = torch.get_num_threads(), (torch.is_grad_enabled(), torch.get_default_dtype())
+        return {
+            "hooks": hooks,
+            "signals": handlers,
+            "random": random_states,
+            "threads": threads,
+            "modes": modes,
+        }
+
+    torch.manual_seed(5)
+    torch.set_num_threads(2)
+    before = now()
+    model = nn.Sequential(nn.Linear(4, 4), Own(), nn.Linear(4, 2))
+    torch.manual_seed(5)
+    with Pipeline(model, mse_loss, lambda p: torch.optim.SGD(p, 0.1), seed=3, partition=[1]) as pipe:
+        list(pipe.train([(INPUTS, TARGETS)]))
+        pipe.evaluate([(INPUTS, TARGETS)])
+    return [name for name, value in now().items() if value != before[name]]
+
+
+def test_a_pipeline_changes_nothing_of_the_process_that_uses_it(ranks):
+    assert ranks(changed) == [[], []]
 
 
 @pytest.mark.parametrize("chosen", [lambda model, p: model.parameters(), lambda model, p: [*p][1:]])
