@@ -360,8 +360,9 @@ class Pipeline:
         session.refuse_small(sizes)
         with self._together():
             _, losses = session.train(sizes, batches, tick)
-            told: list[float] = self._mesh.tell("the losses", losses, session.plan.placement[-1])
-            self._stopping = bool(self._mesh.most("a stop", int(self._signals.asked)))
+            ranks = self._mesh.gather("the losses", [losses, self._signals.asked])
+            self._stopping = any(asked for _, asked in ranks)
+        told: list[float] = ranks[self.last_rank][0]
         return told
 
     def _tick(self, what: str, total: int) -> Tick:

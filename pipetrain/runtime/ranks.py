@@ -43,6 +43,7 @@ log = logging.getLogger("pipetrain")
 START_S = 300.0  # that the ranks' imports may take
 SILENCE_S = 10.0  # between two lines about what takes long
 POLL_S = 0.02
+AT_ONCE = 504  # bytes of a rank's text in the first collective
 ROUNDS = 32  # messages to and fro to compare two clocks
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 LOOPBACK = 127  # first byte of its addresses
@@ -237,26 +238,36 @@ class Ranks:
         self._all = group
 
     def gather(self, what: str, item: Any) -> list[Any]:
-        """Return each rank's `item` as JSON has it: lists for tuples, keys that are strings."""
-        return [self.tell(f"{what} of rank {rank}", item, rank) for rank in range(self.world.size)]
+        """Return each rank's `item` as JSON has it: lists for tuples, keys that are strings.
+
+        It is one collective; each rank's text that is longer than AT_ONCE bytes takes another one.
+        """
+        text = bytearray(json.dumps([what, item]).encode())
+        if self.world.size == 1:
+            return [json.loads(text)[1]]
+        heads = torch.zeros((self.world.size, 8 + AT_ONCE), dtype=torch.uint8)
+        begins = bytearray(struct.pack("q", len(text))) + text[:AT_ONCE].ljust(AT_ONCE)
+        head = torch.frombuffer(begins, dtype=torch.uint8)
+        with self._trying(f"exchange {what} with the others"):
+            dist.all_gather([*heads], head, group=self._all)
+            found = []
+            for rank, (size, start) in enumerate(struct.iter_unpack(f"q{AT_ONCE}s", heads.numpy().tobytes())):
+                theirs = bytearray(start[:size])
+                if size > AT_ONCE:
+                    theirs = text if rank == self.world.rank else bytearray(size)
+                    dist.broadcast(torch.frombuffer(theirs, dtype=torch.uint8), rank, group=self._all)
+                found.append(json.loads(theirs))
+        for rank, (theirs, _) in enumerate(found):
+            if theirs != what:
+                raise ChannelError(
+                    f"rank {self.world.rank} waits for {what}, and rank {rank} is at {theirs}: let all ranks "
+                    f"call the same methods in the same order"
+                )
+        return [told for _, told in found]
 
     def tell(self, what: str, item: Any = None, source: int = 0) -> Any:
         """Return on every rank what rank `source` gives as `item`, as JSON has it."""
-        tells = self.world.rank == source
-        text = bytearray(json.dumps([what, item]).encode() if tells else b"")
-        if self.world.size > 1:
-            size = torch.tensor(len(text))
-            with self._trying(f"tell {what}" if tells else f"hear {what} from rank {source}"):
-                dist.broadcast(size, source, group=self._all)
-                text = text or bytearray(int(size))
-                dist.broadcast(torch.frombuffer(text, dtype=torch.uint8), source, group=self._all)
-        theirs, told = json.loads(text)
-        if theirs != what:
-            raise ChannelError(
-                f"rank {self.world.rank} waits for {what}, and rank {source} is at {theirs}: let all ranks "
-                f"call the same methods in the same order"
-            )
-        return told
+        return self.gather(what, item if self.world.rank == source else None)[source]
 
     def agree(self, doing: str, refusal: str = "", limit_s: float | None = None) -> None:
         """Wait for all ranks, of which none may refuse; raises Refused on every rank alike.
@@ -280,11 +291,8 @@ class Ranks:
 
     def most(self, what: str, mine: int) -> int:
         """Return the highest number of all ranks."""
-        ranks = torch.tensor([mine])
-        if self.world.size > 1:
-            with self._trying(f"hear {what} of all ranks"):
-                dist.all_reduce(ranks, dist.ReduceOp.MAX, group=self._all)
-        return int(ranks.item())
+        highest: int = max(self.gather(what, mine))
+        return highest
 
     def copy_from_first(self, what: str, tensor: Tensor) -> None:
         """Overwrite a tensor in host memory with that of rank 0."""

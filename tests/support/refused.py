@@ -187,7 +187,7 @@ APART: dict[str, tuple[Program, str, str]] = {
             if rank
             else pipe(sample=batch()).save("/dev/null/nowhere")
         ),
-        "rank 0 (cannot write /dev/null/nowhere|could not hear the end of a save|lost rank 1)",
+        "rank 0 waits for the name of what is saved, and rank 1 is at the next window of the evaluation",
         "rank 1 waits for the next window of the evaluation, and rank 0 is at the name of what is saved",
     ),
     "NaN in the inputs": (
@@ -202,12 +202,12 @@ APART: dict[str, tuple[Program, str, str]] = {
     ),
     "left on one rank": (
         left,
-        "rank 0 (lost rank 1|could not)",
+        r"rank 0 waits for .* of the training \(pass 1\), and rank 1 is at .* of the training by step\(\)",
         r"rank 1 waits for .* of the training by step\(\), and rank 0 is at .* of the training \(pass 1\)",
     ),
     "weights on one rank": (
         lambda rank: pipe(sample=batch()).state_dict() if rank else train([batch()], sample=batch()),
-        "rank 0 (lost rank 1|could not)",
+        "rank 0 waits for the next window of the training .*, and rank 1 is at the state_dict",
         "rank 1 waits for the state_dict, and rank 0 is at the next window of the training",
     ),
 }
