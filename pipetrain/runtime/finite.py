@@ -38,7 +38,7 @@ WAYS_OUT = {
 
 def not_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Return 1 if a number of tensors on a GPU is not finite, else 0, as torch.amp.GradScaler finds it."""
-    found = torch.zeros((), device=tensors[0].device)
+    found = torch.zeros((), dtype=torch.float32, device=tensors[0].device)  # whatever the default is
     torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), found, torch.ones_like(found))
     return found
 

@@ -108,7 +108,7 @@ class FixedWeights(Weights):
             self.live[name].grad = self._fixed[name]
         if not self._fixed:
             super().reduce()
-            self._graded |= self.gradients().keys()
+            self._graded.update(self.gradients())  # in place: a rehearsal puts attributes back
 
     def step(self, keep: bool, skip: bool = False) -> None:
         super().step(keep, skip)

@@ -209,6 +209,7 @@ def make_stages(
             part.to(mesh.device),
             optimizer,
             rate,
+            device=mesh.device.type,
             task=task.to(mesh.device) if index == plan.stages - 1 else None,
             numerics=plan.numerics,
             compile=settings.compile,

@@ -52,6 +52,7 @@ class Stage:
         optimizer: OptimizerFactory,
         rate: Rate,
         *,
+        device: str = "cpu",
         task: Task | None = None,
         numerics: Numerics | None = None,
         compile: bool = False,
@@ -71,7 +72,7 @@ class Stage:
         if compile:
             draws.leave_to_python()
             self._layers = torch.compile(module, dynamic=False)  # specialised to the shapes that occur
-        self.device = next((p.device.type for p in module.parameters()), "cpu")
+        self.device = device
         self.weights = self._weights(module, optimizer, rate, ema, self.names)
         self.buffers = Buffers(module)
         self.objective = Objective(task, module.pack, self.numerics.autocast) if task is not None else None
@@ -297,7 +298,7 @@ class Stage:
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of the batch's gradient; a weight of several stages counts at the first of them."""
-        return self.weights.gradient_norm(without=self.elsewhere)
+        return self.weights.gradient_norm(self.device, without=self.elsewhere)
 
     def step(self, keep: bool, norm: Tensor | None = None) -> None:
         """Update the weights; `keep` the previous version for later actions.

@@ -154,14 +154,13 @@ class Weights:
     def gradients(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self.live.items() if p.grad is not None}
 
-    def gradient_norm(self, without: Collection[str] = ()) -> Tensor:
-        """Return the 2-norm of the gradients, a scalar as torch.nn.utils.clip_grad_norm_ computes it."""
+    def gradient_norm(self, device: str, without: Collection[str] = ()) -> Tensor:
+        """Return the 2-norm of the gradients, a scalar on the device, as torch.nn.utils computes it."""
         for parameter in self.live.values():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()  # whose values are those of the sum
-        norm: Tensor = get_total_norm(
-            [numbers_of(g) for n, g in self.gradients().items() if n not in without]
-        )
+        gradients = [numbers_of(g) for name, g in self.gradients().items() if name not in without]
+        norm: Tensor = get_total_norm(gradients) if gradients else torch.zeros((), device=device)
         return norm
 
     # Update

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from pipetrain.errors import TrainingStopped
-from pipetrain.runtime.finite import StopOnNaN, all_finite
+from pipetrain.runtime.finite import StopOnNaN, all_finite, not_finite
 from tests.support.cases import Case, run_in_threads
 
 MODEL = ("model._target_=tests.support.models.spoilt", "partition=[2,4]", "microbatches=4", "epochs=2")
@@ -67,3 +68,13 @@ def test_one_number_anywhere_is_found_and_large_ones_are_no_false_alarm(dtype):
         spoilt = fine.clone()
         spoilt[at] = bad
         assert not all_finite([fine, spoilt])
+
+
+def test_one_reduction_tells_whatever_the_default_dtype_is():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = [not_finite([torch.tensor([1, bad], dtype=torch.float32)]).item() for bad in (2, math.nan)]
+    finally:
+        torch.set_default_dtype(before)
+    assert found == [0, 1]

@@ -12,6 +12,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.runtime import session
 from pipetrain.runtime.graphs import GraphedStage
 from pipetrain.runtime.session import Session
+from tests.runtime.test_rehearsal import rehearsed
 from tests.support.cases import Case, make_run, run_in_threads
 
 WORDS = ("microbatches=3", "epochs=2", "window=2", "clip_grad_norm=0.1", "optim=adamw", "ema=0.9")
@@ -19,24 +20,28 @@ WORDS = ("microbatches=3", "epochs=2", "window=2", "clip_grad_norm=0.1", "optim=
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_gradients_and_versions_at_fixed_addresses_train_alike(schedule):
-    case = Case(schedule, 2, WORDS)
+    """A rehearsal, and what follows on its first one, but for the capture itself."""
+    case, fixed = Case(schedule, 2, WORDS), dict[int, set[int]]()
     plain, _ = run_in_threads(case)
-    fixed: dict[int, set[int]] = {}
+
+    def fix(self: GraphedStage, slots: int, versions: int) -> None:
+        fixed[self.index] = set(self.weights.fix(versions))
+
     train = Session.train
 
-    def fix(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def trained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = train(self, *args, **kwargs)
         for index, stage in self.stages.items():
-            if index not in fixed:  # after the first window all weights have had a gradient
-                fixed[index] = set()
-            elif not fixed[index]:
-                fixed[index] = set(stage.weights.fix(self.engine.bounds[index].versions))
-            if fixed[index]:
-                assert stage.weights.storage(stage.weights.newest) in fixed[index]
-        return train(self, *args, **kwargs)
+            assert stage.weights.storage(stage.weights.newest) in fixed[index]
+        return result
 
-    with patch.object(Session, "train", fix), patch.object(session, "Stage", GraphedStage):
+    with (
+        rehearsed(),
+        patch.object(session, "Stage", GraphedStage),
+        patch.object(GraphedStage, "capture", fix),
+        patch.object(Session, "train", trained),
+    ):
         state, _ = run_in_threads(case)
-    assert all(fixed.values())
     assert [name for name, tensor in plain.items() if not torch.equal(tensor, state[name])] == []
 
 

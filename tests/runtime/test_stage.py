@@ -203,6 +203,13 @@ def test_a_sparse_gradient_is_clipped_as_the_dense_one_of_its_sum():
     torch.testing.assert_close(*ended, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("module", [nn.ReLU(), nn.Linear(3, 3)])
+def test_what_has_no_gradient_has_a_norm_on_the_stage_s_device(module):
+    """As a last stage without parameters; a rank adds it to those of its other stages."""
+    norm = last(module, device="meta").gradient_norm()
+    assert (norm.device.type, norm.shape) == ("meta", ())
+
+
 def test_a_microbatch_whose_targets_are_all_ignored_trains_nothing_and_stops_nothing():
     """Its mean loss is NaN in torch, as that of no target."""
     final = last(nn.Linear(3, 3))
