@@ -37,7 +37,7 @@ _Parameters = list[tuple[str, nn.Parameter]]
 class Group:
     """The options of an optimizer for some parameters.
 
-    `pattern` is searched for in a parameter's full name; None: all parameters of at most one dimension, as
+    `pattern` matches all of a parameter's full name; None: all parameters of at most one dimension, as
     the weights of norms and all biases are.
     """
 
@@ -46,7 +46,7 @@ class Group:
     options: Mapping[str, Any]
 
     def takes(self, name: str, parameter: Tensor) -> bool:
-        return parameter.dim() < 2 if self.pattern is None else bool(re.search(self.pattern, name))
+        return parameter.dim() < 2 if self.pattern is None else bool(re.fullmatch(self.pattern, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,11 @@ def _groups(key: str, content: Any, model: nn.Module) -> list[Group]:
     taken = [next((group for group in groups if group.takes(*one)), None) for one in named]
     for group in groups:
         if group not in taken:
-            wanted = "a norm or a bias" if group.pattern is None else f"matched by params={group.pattern}"
+            wanted = (
+                "a norm or a bias"
+                if group.pattern is None
+                else f"matched as a whole by params={group.pattern}"
+            )
             raise ConfigError(
                 f"{group.name} has no parameter: none that is left by the groups before it is {wanted}; "
                 f"parameters have names such as {named[0][0]}"

@@ -146,7 +146,7 @@ def test_another_partition_and_synchronous_schedule_ends_the_same(schedule, rank
 
 def test_groups_and_the_moving_average_go_with_their_parameters_to_other_stages(tmp_path):
     words = ["optim=adamw", "optim.lr=0.01", "optim.groups.norms_and_biases.weight_decay=0", "ema=0.5"]
-    words += ["optim.groups.late.params='^[5-9]'", "optim.groups.late.lr=0.02"]
+    words += ["optim.groups.late.params='[5-9].*'", "optim.groups.late.lr=0.02"]
     wanted = whole(a_case("1f1b", 2, "partition=[3]", *words), tmp_path)
     for ranks, partition in ((1, "flops"), (3, "[2,8]")):
         other = a_case("gpipe", ranks, f"partition={partition}", "microbatches=2", *words)

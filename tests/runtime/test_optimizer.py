@@ -104,7 +104,7 @@ def grouped(*words: str):
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw"])
 def test_a_parameter_is_of_the_first_group_that_takes_it(optim):
-    groups = ["head.params='^head'", "head.lr=0.25", "norms_and_biases.weight_decay=0"]
+    groups = ["head.params='head.*'", "head.lr=0.25", "norms_and_biases.weight_decay=0"]
     words = [f"optim={optim}", "optim.weight_decay=0.5", "optim.lr=0.125"]
     model, factory = Net(), grouped(*words, *(f"optim.groups.{word}" for word in groups))
     names = {id(p): name for name, p in model.named_parameters()}
@@ -125,7 +125,7 @@ def test_a_parameter_is_of_the_first_group_that_takes_it(optim):
 
 
 def test_a_function_of_a_program_has_groups_too_and_its_mistakes_are_said_as_python_says_them():
-    model, groups = Net(), {"a": {"params": "bias$", "weight_decay": 0}}
+    model, groups = Net(), {"a": {"params": ".*bias", "weight_decay": 0}}
     for chosen, wanted in ((None, [(6, 0.01)]), (groups, [(3, 0.01), (3, 0)])):
         factory = prove_optimizer(lambda p: torch.optim.AdamW(p, 3e-4), chosen, model, 2)
         found = factory(model.named_parameters()).param_groups
@@ -145,7 +145,12 @@ A, NORMS = "optim.groups.a", "optim.groups.norms_and_biases"
         (["optim._partial_=false"], "optim cannot be built: "),
         (["optim.fused=3"], "optim.fused=3 must be true or false"),
         ([f"{A}.params=tail"], f"{A} has no parameter: none that is left by the groups before it is matched"),
-        ([f"{A}.params=bias|norm", f"{NORMS}.weight_decay=0"], f"{NORMS} has no parameter: none that is lef"),
+        # Not those whose names it is only a part of.
+        ([f"{A}.params=head"], f"{A} has no parameter: none that is left by the groups before it is matched"),
+        (
+            [f"{A}.params='.*bias|norm.*'", f"{NORMS}.weight_decay=0"],
+            f"{NORMS} has no parameter: none that is lef",
+        ),
         ([f"{A}.weight_decay=0"], f"{A} needs {A}.params=, a regular expression that its parameters' names"),
         ([f"{A}.params='('"], f"{A}.params=( is no regular expression: missing ), unterminated"),
         ([f"{A}=3"], f"{A}=3 must have options of the optimizer, such as {A}.weight_decay=0"),

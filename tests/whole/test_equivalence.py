@@ -44,7 +44,7 @@ def recomputing(schedule: str, *words: str, ranks: int = 3) -> Case:
     return Case(schedule, ranks, (*model, *words), reference_model="with_norm")
 
 
-GROUPS = ("optim=adamw", "optim.lr=0.01", "optim.weight_decay=0.3", "optim.groups.late.params='^[89]'")
+GROUPS = ("optim=adamw", "optim.lr=0.01", "optim.weight_decay=0.3", "optim.groups.late.params='[89].*'")
 GROUPS += ("optim.groups.late.lr=0.02", "optim.groups.norms_and_biases.weight_decay=0")
 DECAY = "optim.groups.norms_and_biases.weight_decay=0"
 UPDATED = (NORM, "partition=even", "epochs=1", "microbatches=3")
