@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pipetrain.schedule.actions import ScheduleError as ScheduleError
     from pipetrain.tasks import Classification as Classification
     from pipetrain.tasks import LanguageModelling as LanguageModelling
+    from pipetrain.tasks import Mean as Mean
     from pipetrain.tasks import Metric as Metric
     from pipetrain.tasks import ModelLoss as ModelLoss
     from pipetrain.tasks import Regression as Regression
@@ -40,6 +41,7 @@ _HOMES = {
     "pipetrain.tasks": (
         "Classification",
         "LanguageModelling",
+        "Mean",
         "Metric",
         "ModelLoss",
         "Regression",

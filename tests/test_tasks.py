@@ -91,11 +91,19 @@ def tally(loss: float, **sums: list[float]) -> Tally:
     return Tally(loss * 4, 4, 4, sums)
 
 
-def test_the_first_metric_decides_which_epoch_is_best_and_without_metrics_the_loss():
+def mean_error(outputs: Value, targets: Value) -> Tensor:
+    return (outputs - targets).abs().mean()
+
+
+def test_the_first_metric_that_says_what_is_better_decides_which_epoch_is_best_else_the_loss():
     seen = tally(3.0, acc=[3, 4], mse=[2, 4])
     assert Task(metrics=[Accuracy(), SquaredError()]).score(seen) == 0.75
     assert Task(metrics=[SquaredError(), Accuracy()]).score(seen) == -0.5
     assert Task().score(seen) == -3.0
+    # A function does not say whether higher is better: the loss decides, or a metric that says it.
+    assert Task(metrics={"acc": mean_error}).score(seen) == -3.0
+    assert Task(metrics=[Mean("mse", mean_error), Accuracy()]).score(seen) == 0.75
+    assert Task(metrics=[Mean("mse", mean_error, higher=False), Accuracy()]).score(seen) == -0.5
     assert LanguageModelling().score(tally(2.0, ppl=[])) == -math.exp(2)
     assert math.isnan(Classification().score(Tally()))
 
@@ -241,6 +249,19 @@ def test_what_fails_in_a_trial_call_is_said_with_task_outputs_and_targets(task, 
     said = refused(task, outputs, targets)
     assert f"task {task} cannot take the model's {outputs} (layer head) with targets " in said
     assert says in said
+
+
+def f1(outputs: Value, targets: Value) -> Tensor:
+    found, wanted = outputs.argmax(1) == 1, targets == 1
+    return 2 * (found & wanted).sum() / (found.sum() + wanted.sum())
+
+
+def test_a_function_that_is_no_mean_over_samples_is_refused_as_a_metric():
+    wanted = torch.tensor([1, 0, 1, 1, 0, 1, 1])
+    said = refused(crossed(Mean("f1", f1)), spec(2), wanted)
+    assert said.startswith("metric f1 of 7 samples is not what those of its parts add up to: a function must")
+    right = Mean("right", lambda outputs, targets: (outputs.argmax(1) == targets).double().mean())
+    prove_task(crossed(right), spec(2), "head", wanted, None)
 
 
 def test_of_what_was_not_counted_there_is_no_metric():

@@ -12,7 +12,7 @@ MISSING = -1.0  # a number that was not measured
 class Close(pipetrain.Metric):
     """The share of numbers that are right to 0.1."""
 
-    name, title, percent = "close", "close_to_0.1", True
+    name, title, higher, percent = "close", "close_to_0.1", True, True
 
     def sums(self, outputs, targets):  # of a microbatch; they add up
         counts = targets != MISSING

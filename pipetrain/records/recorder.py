@@ -181,7 +181,8 @@ class Recorder:
                 f"{one['batch_s'] / one['mean_s']:.2f} times the mean of all ranks, which cost "
                 f"{one['cost_s']:.1f} s in all; see partition=profile\n"
             )
-        name, text = next(((one.name, one.text) for one in about.task.metrics), ("loss", "{:.4f}".format))
+        one = about.task.deciding
+        name, text = (one.name, one.text) if one else ("loss", "{:.4f}".format)
         last, best = (text(record.evaluated[name]) for record in (history.last, history.best))
         log.info(
             f"{about.settings.model} on {about.data.name}: val {name} {last} (best {best}, epoch "

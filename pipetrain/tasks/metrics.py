@@ -18,12 +18,13 @@ class Metric:
     """A number over all samples, computed from sums over microbatches.
 
     - `name`: for tables; `title`: for charts, "" where it is the same.
-    - `higher`: whether higher is better; `percent`: whether it is shown as a percentage.
+    - `higher`: whether higher is better; None: it does not say, and decides no epoch to be the best.
+    - `percent`: whether it is shown as a percentage.
     """
 
     name: str
     title: str = ""
-    higher: bool = True
+    higher: bool | None = None
     percent: bool = False
 
     def sums(self, outputs: Value, targets: Value) -> Tensor:
@@ -40,9 +41,9 @@ class Metric:
 
 
 class Mean(Metric):
-    """The mean over samples of a function that returns a microbatch's mean."""
+    """The mean over samples of a function that returns a microbatch's mean. `higher`: see Metric."""
 
-    def __init__(self, name: str, function: MetricFunction, higher: bool = True) -> None:
+    def __init__(self, name: str, function: MetricFunction, higher: bool | None = None) -> None:
         self.name = self.title = name
         self.higher = higher
         self._function = function
@@ -58,6 +59,7 @@ class Mean(Metric):
 class Accuracy(Metric):
     """The share of labels [n, ...] among the `top` highest scores; the classes lie along `axis`."""
 
+    higher = True
     percent = True
 
     def __init__(self, ignore_index: int = -100, axis: int = 1, top: int = 1) -> None:
@@ -102,6 +104,7 @@ class MeanIoU(Metric):
     """
 
     name, title = "miou", "mean_iou"
+    higher = True
     percent = True
 
     def __init__(self, ignore_index: int = -100) -> None:

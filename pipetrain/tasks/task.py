@@ -33,8 +33,8 @@ class Task:
     """A loss, the weight of its targets, and metrics. A subclass may override `loss` and `weight`.
 
     - `loss`: a function (outputs, targets) -> mean over the targets that count.
-    - `metrics`: Metric objects, or functions (outputs, targets) -> mean by name, of which higher is better.
-      The first one decides which epoch is best; without metrics the loss does.
+    - `metrics`: Metric objects, or functions (outputs, targets) -> mean over samples by name. The first one
+      that says whether higher is better decides which epoch is best; where none does, the loss.
     - `weight`: a function of targets -> how many count. By default all samples, and for torch's cross_entropy
       and nll_loss what these average over. Other losses need it if targets may be -100.
     """
@@ -108,12 +108,17 @@ class Task:
                     found[metric.name] = metric.value(tally.sums[metric.name], tally.mean_loss)
         return found
 
+    @property
+    def deciding(self) -> Metric | None:
+        """The metric that decides which epoch is best; None: the loss does."""
+        return next((metric for metric in self.metrics if metric.higher is not None), None)
+
     def score(self, tally: Tally) -> float:
         """Return the number that compares epochs; higher is better."""
-        if not self.metrics:
+        if (metric := self.deciding) is None:
             return -tally.mean_loss
-        value = self.values(tally)[self.metrics[0].name]
-        return value if self.metrics[0].higher else -value
+        value = self.values(tally)[metric.name]
+        return value if metric.higher else -value
 
 
 class Classification(Task):

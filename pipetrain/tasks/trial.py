@@ -18,6 +18,7 @@ from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.network import INPUT, Made, Part, evaluating
 from pipetrain.network.values import Value, ValueSpec, as_tuple, differentiable, leaves_of, on_each, specs_of
 from pipetrain.tally import Tally
+from pipetrain.tasks.metrics import Metric
 from pipetrain.tasks.task import IGNORED, LossFunction, ModelLoss, Task, WeightFunction, counted_for
 
 MOST_TRIED = 2**25  # numbers in the made outputs of a trial
@@ -60,8 +61,22 @@ def prove_task(
         with _said_of(f"metric {metric.name} of {where}"):
             if metric.name in names[:number]:
                 raise ValueError(f"two values are named {metric.name}: give them different names")
-            tally = Tally(1.0, 1.0, 1, {metric.name: metric.sums(given, wanted).tolist()})
-            Task(metrics=[metric]).values(tally)
+            sums = metric.sums(given, wanted)
+            Task(metrics=[metric]).values(Tally(1.0, 1.0, 1, {metric.name: sums.tolist()}))
+            _prove_metric(metric, given, wanted, sums.double())
+
+
+def _prove_metric(metric: Metric, given: Value, wanted: Value, whole: Tensor) -> None:
+    """Refuse a metric whose sums over parts of the samples are not those over all. Raises ConfigError."""
+    n = len(as_tuple(wanted)[0])
+    bounds = sorted({0, max(1, n // 3), n})
+    parts = [metric.sums(part_of(given, *ends), part_of(wanted, *ends)) for ends in pairwise(bounds)]
+    if not torch.allclose(whole, sum(parts, torch.zeros_like(whole)), rtol=1e-3, atol=1e-6, equal_nan=True):
+        raise ConfigError(
+            f"metric {metric.name} of {n} samples is not what those of its parts add up to: a function must "
+            f"return a mean over samples; for another figure, such as F1, give a pipetrain.Metric, whose "
+            f"sums() add up and whose value() is computed of them"
+        )
 
 
 @contextmanager

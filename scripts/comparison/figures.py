@@ -65,7 +65,8 @@ def metric_of(summaries: Sequence[dict[str, Any]]) -> Metric:
     if not summaries:
         return ACCURACY
     metrics = summaries[0]["metrics"]
-    return Metric(metrics[0]["name"], metrics[0]["higher"], metrics[0]["percent"]) if metrics else LOSS
+    one = next((one for one in metrics if one["higher"] is not None), None)
+    return Metric(one["name"], one["higher"], one["percent"]) if one else LOSS
 
 
 def duration(seconds: float) -> str:
