@@ -231,6 +231,8 @@ class Reader:
         known = self._known(batches)
         if known is not None:
             sizes = known[self._announced :][:batches]
+            if not sizes and self._batches is not None:  # as a loop would: a sampler may draw at its end
+                next(self._batches, _END)
         else:
             if batches is None and not has_length(self._loader):
                 raise ConfigError(
