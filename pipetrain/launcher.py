@@ -28,6 +28,7 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 
 import torch
+from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig
@@ -38,6 +39,7 @@ from pipetrain.rules import decoded, whole
 from pipetrain.settings import share_of_cores
 from pipetrain.signals import LIMIT
 
+LOOPBACK = "127.0.0.1"
 SHUTDOWN_S = "120"  # for ranks to save after a signal; torchrun's default is 30, which older ones always take
 QUICKSTART = ["experiment=quickstart"]
 _stops: list[SignalException] = []  # hold torchrun's heartbeat, which may not be finalized in its own thread
@@ -60,7 +62,10 @@ def _main(words: Sequence[str]) -> int:
     if not any(word.startswith("--nproc") for word in theirs):
         theirs.append(f"--nproc_per_node={count}")
     if not any(word.startswith(("--nnodes", "--rdzv", "--master", "--standalone")) for word in theirs):
-        theirs.append("--standalone")
+        # Not --standalone, whose rendezvous unpickles what anybody on this machine writes to its store.
+        # torchrun takes the server that this process has at a port already.
+        server = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        theirs += [f"--master_addr={LOOPBACK}", f"--master_port={server.port}"]
     return start([*theirs, "-m", "pipetrain", *ours])
 
 
