@@ -14,7 +14,7 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Event, Thread
 from types import FrameType
@@ -191,16 +191,23 @@ def _hear(heard: int, act: Callable[[int], None]) -> None:
 
 
 def _let_go() -> None:
-    """Handle no signal for the parent in a forked process, such as a data worker: it is ended by SIGTERM.
+    """Leave the signals to the parent in a forked process, such as a data worker, which it still needs.
 
-    What is for its parent's process group, as a signal of torchrun's, does not reach it.
+    A service manager sends SIGTERM to every process. This one is ended by its parent's alone.
     """
     ours = [number for number in SIGNALS if getattr(signal.getsignal(number), "__module__", "") == __name__]
     if ours:
         signal.set_wakeup_fd(-1)
         os.setpgid(0, 0)
-    for number in ours:
-        signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_BLOCK, ours)  # DataLoader gives its workers other handlers later
+        Thread(target=_obey, args=(os.getppid(), ours), daemon=True).start()
+
+
+def _obey(parent: int, numbers: Sequence[int]) -> None:
+    """End when the parent says so; others mean the parent."""
+    while (heard := signal.sigwaitinfo(numbers)).si_pid != parent or heard.si_signo != signal.SIGTERM:
+        pass
+    os._exit(0)
 
 
 os.register_at_fork(after_in_child=_let_go)

@@ -117,7 +117,8 @@ def test_a_process_that_torchrun_has_lost_is_ended(tmp_path):
 
 def stop(process: Started) -> None:
     await_line(process, "slept")  # so that an update has been made
-    os.kill(process.pid, signal.SIGTERM)
+    for pid in living(process):  # as a service manager does, to the data worker too
+        os.kill(pid, signal.SIGTERM)
     time.sleep(0.15)
     os.kill(process.pid, signal.SIGTERM)  # whoever sends it again does not want less
 

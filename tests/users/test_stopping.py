@@ -97,7 +97,8 @@ def test_under_torchrun_a_program_with_data_workers_saves(tmp_path):
     (tmp_path / "mine.py").write_text(text)
     with running(tmp_path, [*TWO, "mine.py"], cold=True) as process:  # data workers are forked too
         await_line(process, "trained")
-        process.send_signal(signal.SIGTERM)
+        for pid in living(process):  # as a service manager does, to data workers too
+            os.kill(pid, signal.SIGTERM)
         out = ended(process)
         assert not living(process)
     assert "pipetrain: rank 1 got SIGTERM: pipe.stopping is true after this window" in out
