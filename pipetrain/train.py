@@ -10,10 +10,13 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
+import re
 import sys
 import traceback
 import uuid
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -73,7 +76,8 @@ def run_command(world: World, signals: Signals) -> int:
         run_dir = start.run_dir
         if run_dir is not None and not any(word.startswith("run_dir=") for word in sys.argv):
             sys.argv.append(f"run_dir={quoted(run_dir)}")  # otherwise each restart would make a folder
-    run_job, refused = (lead, discard_folder) if leads else (follow, lambda: None)
+    before = given_folder(sys.argv[1:])
+    run_job, refused = (lead, partial(discard_folder, *before)) if leads else (follow, lambda: None)
     try:
         return compose("config", lambda cfg: run_job(cfg, start), refused, leads)
     except (ConfigError, ScheduleError) as error:
@@ -82,10 +86,22 @@ def run_command(world: World, signals: Signals) -> int:
         start.trains.set()
 
 
-def discard_folder() -> None:
-    """Remove the folder of a job that is refused."""
+def given_folder(words: Sequence[str]) -> tuple[Path, folder.Before]:
+    """Return the folder that a command line names for its run, or that of all runs, as it is before."""
+    given = [
+        match[1] for word in words if (match := re.fullmatch(r"\+*(?:run_dir|hydra\.run\.dir)=(.*)", word))
+    ]
+    path = Path(given[-1].strip("'\"")) if given else Path(folder.RUNS)
+    return path, folder.Before.of(path)
+
+
+def discard_folder(given: Path, before: folder.Before) -> None:
+    """Remove the folder of a job that is refused, if it was not there."""
     hydra = HydraConfig.get()
-    folder.discard(Path(hydra.runtime.output_dir), f"{hydra.job.name}.log")
+    mine = Path(hydra.runtime.output_dir)
+    if mine.absolute() != given.absolute():  # one of a sweep, or of the folder of all runs
+        before = folder.Before(missing=(mine, *before.missing))
+    folder.discard(mine, before, f"{hydra.job.name}.log")
 
 
 @dataclass(frozen=True, slots=True)

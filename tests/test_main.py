@@ -8,6 +8,8 @@ import logging
 import re
 import shutil
 import signal
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from pipetrain.runtime.ranks import World
 from pipetrain.schedule import chrome
 from pipetrain.signals import Signals
 from pipetrain.start import Start
-from pipetrain.train import discard_folder, lead
+from pipetrain.train import discard_folder, given_folder, lead
 from tests.support.processes import TWO as TORCHRUN
 from tests.support.processes import Ended, finished, lines_of
 
@@ -210,7 +212,8 @@ def train_here(monkeypatch, folder: Path, *words: str) -> None:
     quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none", f"run_dir={folder}/run"]
     monkeypatch.setattr("sys.argv", ["pipetrain", "threads=1", *quiet, *words])
     try:
-        compose("config", lambda cfg: lead(cfg, Start(World(), words, Signals(0))), discard_folder)
+        refused = partial(discard_folder, *given_folder(sys.argv[1:]))
+        compose("config", lambda cfg: lead(cfg, Start(World(), words, Signals(0))), refused)
     finally:
         GlobalHydra.instance().clear()
 

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -25,6 +26,19 @@ LOCK = ".lock"
 LATE_S = 15.0  # until network file systems show another machine's files
 
 
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What there was before a run: `names` in its folder, or what is `missing`: it, and folders around it."""
+
+    names: frozenset[str] = frozenset()
+    missing: tuple[Path, ...] = ()
+
+    @classmethod
+    def of(cls, folder: Path) -> Before:
+        missing = tuple(path for path in (folder, *folder.parents) if not path.exists())
+        return cls(frozenset() if missing else frozenset(path.name for path in folder.glob("*")), missing)
+
+
 @contextmanager
 def claim(
     folder: Path, resuming: bool = False, finished: bool = False, patience_s: float = 0.0
@@ -32,10 +46,13 @@ def claim(
     """Lock a folder for this run.
 
     Waits up to `patience_s` seconds for another run to end. Raises ConfigError if the folder cannot be made,
-    is in use, holds a finished run (unless `finished`), or has checkpoints (unless `resuming`).
+    is in use, holds a finished run (unless `finished`), or has checkpoints (unless `resuming`). After an
+    error before anything was written there is what there was before.
     """
+    before = Before.of(folder)
     with ExitStack() as held:
         why = ""
+        held.push(lambda kind, *error: None if kind is None else discard(folder, before))
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if not held.enter_context(_lock(folder, patience_s)):
@@ -96,17 +113,16 @@ def clear(folder: Path, names: Sequence[str] = (METRICS, UPDATES, TRACE, RAN, PR
             left.unlink()
 
 
-def discard(folder: Path, log: str) -> None:
-    """Remove the folder of a refused run, if it holds only its log and is not in use."""
+def discard(folder: Path, before: Before, log: str = LOCK) -> None:
+    """Remove what a refused run has made, its log, lock and folders, if that is all and not in use."""
     with suppress(OSError):
-        if {path.name for path in folder.iterdir()} <= {log, LOCK}:
+        made = {path.name for path in folder.iterdir()} - before.names
+        if made <= {log, LOCK}:
             with _lock(folder) as locked:
-                if locked:
-                    for name in (log, LOCK):
-                        (folder / name).unlink(missing_ok=True)
-                    folder.rmdir()
-                    if folder.parent.name == RUNS:
-                        folder.parent.rmdir()  # unless it holds other runs
+                for name in made | ({LOCK} - before.names) if locked else ():
+                    (folder / name).unlink(missing_ok=True)
+            for path in before.missing if locked else ():
+                path.rmdir()  # unless it holds other runs
 
 
 def is_finished(folder: Path, cfg: DictConfig | None) -> bool:

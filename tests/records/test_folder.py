@@ -13,7 +13,7 @@ import pytest
 
 from pipetrain.errors import ConfigError
 from pipetrain.records import folder
-from pipetrain.records.folder import LOCK, claim, clear, discard, prove_shared, rename_after
+from pipetrain.records.folder import LOCK, Before, claim, clear, discard, prove_shared, rename_after
 from tests.support.deadlines import DEADLINE_S
 
 
@@ -96,6 +96,24 @@ def test_a_rank_that_does_not_see_the_folder_refuses(tmp_path, monkeypatch):
         prove_shared(tmp_path / "elsewhere", rank=3)
 
 
+def test_a_refused_run_leaves_what_was_there_and_takes_what_it_made(tmp_path):
+    empty, full, new = tmp_path / "empty", tmp_path / "full", tmp_path / "new" / "deep"
+    empty.mkdir()
+    full.mkdir()
+    (full / "notes.txt").touch()
+    (full / "run.log").touch()  # of an earlier run
+    for path in (empty, full, new):
+        with pytest.raises(ConfigError), claim(path):
+            raise ConfigError("the loader has no batch")
+    assert [*empty.iterdir()] == []
+    assert sorted(path.name for path in full.iterdir()) == ["notes.txt", "run.log"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full"]
+    before = Before.of(full)
+    (full / LOCK).touch()
+    discard(full, before, "run.log")
+    assert sorted(path.name for path in full.iterdir()) == ["notes.txt", "run.log"]
+
+
 def test_a_process_that_was_forked_off_holds_no_lock(tmp_path):
     """A data worker may outlive the process that it works for, and the run could not be started again."""
     with claim(tmp_path):
@@ -112,16 +130,17 @@ def test_a_process_that_was_forked_off_holds_no_lock(tmp_path):
 
 def test_the_folder_of_a_refused_run_goes_unless_there_is_more_or_another_run(tmp_path):
     runs = tmp_path / "runs"
+    before = {name: Before.of(runs / name) for name in ("refused", "full", "busy", "none")}
     for name, files in {"refused": [LOCK], "full": ["config.yaml"], "busy": []}.items():
         (runs / name).mkdir(parents=True)
         for file in ("run.log", *files):
             (runs / name / file).touch()
     with held(runs / "busy"):
         for name in ("refused", "full", "busy", "none"):
-            discard(runs / name, "run.log")
+            discard(runs / name, before[name], "run.log")
     assert sorted(path.name for path in runs.iterdir()) == ["busy", "full"]
     (runs / "full" / "config.yaml").unlink()
     for name in ("full", "busy"):
         assert runs.exists()
-        discard(runs / name, "run.log")
+        discard(runs / name, before[name], "run.log")
     assert list(tmp_path.iterdir()) == []  # that of runs goes with the last one
