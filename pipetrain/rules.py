@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from errno import ENAMETOOLONG
 from operator import index
 from os import PathLike
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 
 from pipetrain.errors import ConfigError
 
+MOST = 2**53  # of a whole number, which a float still holds
+LONGEST = 256  # characters of a text in a sentence, as of a path
 WIDEST = 80  # characters of a value in a sentence: a tensor or a dict may have many, in several lines
 
 
@@ -30,7 +33,7 @@ class Rule(NamedTuple):
             return self.convert(key, value)
         except ConfigError:
             raise
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             words = f"{self.words}{' or null' if null else ''}"
             raise ConfigError(f"{key}={_shown(value)} must be {words}") from None
 
@@ -39,6 +42,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
     if isinstance(value, str):
+        value = value if len(value) < LONGEST else f"{value[:WIDEST]}..."
         return repr(value) if re.fullmatch(r"[-+.\d]+", value) else value
     words = " ".join(str(value).split())
     return words if len(words) <= WIDEST else f"{words[:WIDEST]}..."
@@ -56,9 +60,9 @@ def index_of(value: Any) -> Any:
     return index(kept(value, not isinstance(value, bool)))
 
 
-def whole(low: int, most: float = math.inf) -> Rule:
+def whole(low: int, most: int = MOST) -> Rule:
     """Rule a whole number."""
-    words = f"a whole number of at least {low}" + (f" and at most {most}" if most < math.inf else "")
+    words = f"a whole number of at least {low}" + (f" and at most {most}" if most < MOST else "")
     return Rule(words, lambda key, value: kept(index_of(value), low <= value <= most))
 
 
@@ -83,6 +87,15 @@ def one_of(*names: str) -> Rule:
     return Rule(f"one of {', '.join(names)}", lambda key, value: kept(str(value), str(value) in names))
 
 
+def _path(value: str | PathLike[str]) -> Path:
+    """Return a path. Raises ValueError for one that no file can have: too long, or with a zero byte."""
+    try:
+        Path(value).lstat()
+    except OSError as error:
+        kept(value, error.errno != ENAMETOOLONG)
+    return Path(value)
+
+
 def text(words: str) -> Rule:
     """Rule a text that is not empty."""
     return Rule(words, lambda key, value: kept(value, isinstance(value, str) and value != ""))
@@ -94,5 +107,5 @@ SHARE = number("a number from 0 to below 1", lambda value: 0 <= value < 1)
 BOOL = Rule("true or false", lambda key, value: kept(value, isinstance(value, bool)))
 PATH = Rule(
     "the path of a file or a folder",
-    lambda key, value: Path(kept(value, isinstance(value, str | PathLike) and str(value) != "")),
+    lambda key, value: _path(kept(value, isinstance(value, str | PathLike) and str(value) != "")),
 )

@@ -37,7 +37,6 @@ from pipetrain.rules import (
     kept,
     number,
     one_of,
-    text,
     whole,
 )
 
@@ -69,6 +68,10 @@ def cores() -> int:
 def share_of_cores(local_size: int) -> int:
     """Return how many threads each of the `local_size` processes of this machine should use."""
     return max(1, cores() // local_size)
+
+
+def _path(key: str, value: Any) -> str:
+    return str(PATH.convert(key, kept(value, isinstance(value, str))))
 
 
 def _dtype(key: str, value: Any) -> Any:
@@ -109,7 +112,7 @@ SEED = whole(0, 2**63 - 1)
 SECONDS = number(f"a number of seconds above 0 and at most {MONTH_S}", lambda value: 0 < value <= MONTH_S)
 DTYPES = ("float32", "float64")
 DTYPE = Rule(f"one of {', '.join(DTYPES)}", _dtype)
-SOURCE = text("auto, the folder of a checkpoint or of a run,")
+SOURCE = Rule("auto, the folder of a checkpoint or of a run,", _path)
 PARTITION = Rule(
     f"one of {', '.join((*STRATEGIES, PROFILE))}, the first layers of all stages but the first, such as [8], "
     f"or partition.profile=FILE of an earlier run",
@@ -174,7 +177,7 @@ class Settings:
     batchnorm: str = option("microbatch", one_of("microbatch", "batch"))
     ema: float | None = option(None, SHARE)  # decay
     seed: int = option(0, SEED)
-    weights: str | None = of_run(None, text(PATH.words))
+    weights: str | None = of_run(None, Rule(PATH.words, _path))
     build: str = of_run("whole", one_of("whole", "stages"))
     on_nan: str = option("stop", one_of("stop", "skip"))
 

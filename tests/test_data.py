@@ -11,7 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.cli import conf_dir
 from pipetrain.data import Data, Images, declared_example, load_augment, load_data
-from pipetrain.data.sets import Tensors
+from pipetrain.data.augment import Augment
+from pipetrain.data.sets import Draw, Tensors
 from pipetrain.errors import ConfigError
 from pipetrain.network.values import TensorSpec, Value, ValueSpec
 
@@ -108,8 +109,13 @@ def test_what_is_no_data_set_is_refused_in_one_sentence(fields, says):
 
 
 def test_augment_must_be_sound():
-    with pytest.raises(ConfigError, match="crop must be 0"):
-        load_augment(data_config("digits", **{"augment.crop": -1}))
+    for option, values in {"crop": (-1, 1.5, True), "flip": (7, "yes")}.items():
+        for value in values:
+            with pytest.raises(ConfigError, match=rf"data\.augment\.{option}=.* must be "):
+                load_augment(data_config("digits", **{f"augment.{option}": value}))
+    augment = Augment(crop=4, flip=False)
+    with pytest.raises(ConfigError, match=r"data\.augment\.crop=4 must be .* at most 3$"):  # of 4 pixels
+        augment(torch.zeros((1, 1, 4, 9), dtype=torch.uint8), torch.tensor([0]), Draw(0, 0))
     with pytest.raises(ConfigError, match=r"must give a pipetrain\.data\.Augment; got dict"):
         load_augment(DictConfig({"augment": {"_target_": "builtins.dict"}}))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipetrain.data.sets import Draw
-from pipetrain.errors import ConfigError
+from pipetrain.rules import BOOL, whole
 
 Words = NDArray[np.uint64]
 
@@ -60,15 +60,15 @@ class Augment:
     """Pad by `crop` black pixels on each side, crop at random to the old size, flip half of the images.
 
     The padding is black in the raw image, as in torchvision's RandomCrop(32, padding). Raises ConfigError for
-    a negative crop.
+    a crop that is no number of pixels, or leaves none of an image.
     """
 
     crop: int
     flip: bool
 
     def __post_init__(self) -> None:
-        if self.crop < 0:
-            raise ConfigError(f"data.augment.crop must be 0 pixels or more; got {self.crop}")
+        whole(0).read("data.augment.crop", self.crop)
+        BOOL.read("data.augment.flip", self.flip)
 
     def __call__(self, images: Tensor, ids: Tensor, where: Draw) -> Tensor:
         """Augment uint8 images [n, c, h, w] with sample ids [n]: uint8 [n, c, h, w], a new tensor."""
@@ -76,6 +76,7 @@ class Augment:
         if self.crop:  # one gather over a view of all (2 crop + 1)**2 cuts of the padded images
             row, column = torch.from_numpy((words[:, :2] % np.uint64(2 * self.crop + 1)).astype(np.int64)).T
             height, width = images.shape[2:]
+            whole(0, min(height, width) - 1).read("data.augment.crop", self.crop)
             cuts = functional.pad(images, (self.crop,) * 4).unfold(2, height, 1).unfold(3, width, 1)
             images = cuts[torch.arange(len(images)), :, row, column]
         if self.flip:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pipetrain.data.sets import Data, DataMissing, Images
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.rules import POSITIVE
+from pipetrain.rules import POSITIVE, text
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 FOLDER = "cifar-10-batches-py"
@@ -56,6 +56,7 @@ def load(
     """
     for name, seconds in (("timeout", timeout), ("total_timeout", total_timeout)):
         POSITIVE.read(f"data.source.{name}", seconds)
+    text("an address, as https://...").read("data.source.url", url)
     folder = Path(root).absolute() / FOLDER
     if not folder.exists():
         try:

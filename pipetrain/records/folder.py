@@ -35,7 +35,7 @@ class Before:
 
     @classmethod
     def of(cls, folder: Path) -> Before:
-        missing = tuple(path for path in (folder, *folder.parents) if not path.exists())
+        missing = tuple(path for path in (folder, *folder.parents) if not os.path.exists(path))
         return cls(frozenset() if missing else frozenset(path.name for path in folder.glob("*")), missing)
 
 

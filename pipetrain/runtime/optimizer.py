@@ -18,6 +18,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from pipetrain.building import build, not_built
 from pipetrain.errors import ConfigError, one_line
@@ -180,6 +181,10 @@ def _tried(
         raise
     except Exception as error:  # a user's class may raise anything
         raise ConfigError(f"optim cannot be built by {target}: {one_line(error)}") from error
+    of_groups = [(f"{group.name}.{name}", value) for group in groups for name, value in group.options.items()]
+    for option, value in [*((f"optim.{name}", value) for name, value in known.items()), *of_groups]:
+        if any(isinstance(one, float) and not math.isfinite(one) for one in tree_leaves(value)):
+            raise ConfigError(f"{option}={value} must be finite")
     for group in groups:  # torch ignores what its optimizer does not have
         if unknown := [option for option in group.options if option not in known]:
             raise ConfigError(f"{group.name}.{unknown[0]}: {target} has no {unknown[0]}")

@@ -108,6 +108,8 @@ def test_a_download_that_fails_says_what_and_why_and_leaves_nothing(
 def test_seconds_that_are_none_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"data.source.total_timeout=.* must be a finite number above 0"):
         load(str(tmp_path), total_timeout=math.inf)
+    with pytest.raises(ConfigError, match=r"data.source.url=5 must be an address"):
+        load(str(tmp_path), url=5)
 
 
 @pytest.mark.parametrize("content", [FILES["data_batch_2"][:-1], None])

@@ -153,6 +153,8 @@ A, NORMS = "optim.groups.a", "optim.groups.norms_and_biases"
         ),
         ([f"{A}.weight_decay=0"], f"{A} needs {A}.params=, a regular expression that its parameters' names"),
         ([f"{A}.params='('"], f"{A}.params=( is no regular expression: missing ), unterminated"),
+        (["optim.weight_decay=nan"], "optim.weight_decay=nan must be finite"),
+        ([f"{NORMS}.weight_decay=inf"], f"{NORMS}.weight_decay=inf must be finite"),
         ([f"{A}=3"], f"{A}=3 must have options of the optimizer, such as {A}.weight_decay=0"),
         (["optim.groups=3"], "optim.groups=3 must have a name for each group, with its options"),
         ([f"{NORMS}.weight_dekay=0"], f"{NORMS}.weight_dekay: torch.optim.SGD has no weight_dekay"),
