@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pipetrain.tasks import Segmentation as Segmentation
     from pipetrain.tasks import Task as Task
 
+__version__ = "0.2.0"
 _HOMES = {
     "pipetrain.errors": ("ActionFailed", "ChannelError", "ConfigError", "TrainingStopped"),
     "pipetrain.fitting": ("fit",),

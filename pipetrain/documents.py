@@ -6,6 +6,7 @@ import json
 import reprlib
 from collections.abc import Mapping
 from dataclasses import is_dataclass
+from errno import EINVAL
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -19,9 +20,20 @@ class DamagedCheckpoint(ConfigError):
     """A checkpoint that cannot be used; the message names the file and what is wrong with it."""
 
 
+class OtherFormat(DamagedCheckpoint):
+    """A checkpoint, intact or not, that another version of pipetrain reads."""
+
+
+def refuse_device(path: Path) -> None:
+    """Refuse what is no file: to read a pipe or a device may never end. Raises OSError."""
+    if path.exists() and not path.is_file():
+        raise OSError(EINVAL, "it is no regular file")
+
+
 def read_json(path: Path) -> Any:
     """Read JSON of at most MOST_BYTES. Raises DamagedCheckpoint."""
     try:
+        refuse_device(path)
         if path.stat().st_size > MOST_BYTES:
             raise ValueError(f"over {MOST_BYTES} bytes")
         return json.loads(path.read_bytes())

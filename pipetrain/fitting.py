@@ -264,7 +264,8 @@ def train_epochs(
         recorder = None if pipe.rank else _recorder(about, run_folder, ending)
         epochs = Epochs(pipe._begun, pipe._mesh, passes, about, pipe._asked.rate, recorder, keeper)
         if source is not None:
-            epochs.restore(source)
+            with source.used():
+                epochs.restore(source)
         if pipe._given is not None and not pipe.rank:
             pipe._given.prove(training=True)
         ready()

@@ -34,6 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser, parse_args, run
 
+from pipetrain import __version__
 from pipetrain.ending import ENDED, FAILED, guarded, leave
 from pipetrain.rules import decoded, whole
 from pipetrain.settings import share_of_cores
@@ -56,6 +57,9 @@ def main(words: Sequence[str] | None = None) -> int:
 def _main(words: Sequence[str]) -> int:
     if "-m" in words:
         return start(words)
+    if "--version" in words:
+        print(f"pipetrain {__version__}")
+        return 0
     theirs, ours = split(words)
     count = processes(ours)
     os.environ.setdefault("OMP_NUM_THREADS", str(share_of_cores(count)))

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
+import pipetrain
 from pipetrain import launcher, settings
 from pipetrain.checkpoint.files import CHECKPOINTS
 from pipetrain.schedule import chrome
@@ -86,6 +87,11 @@ def test_the_command_leaves_threads_of_torchruns_in_cpp_alone(monkeypatch):
     monkeypatch.setattr(launcher, "leave", left.append)
     launcher.main()
     assert left == [7]
+
+
+def test_it_says_its_version(capsys):
+    assert launcher.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pipetrain {pipetrain.__version__}\n"
 
 
 def test_a_wrong_nproc_is_refused(monkeypatch, capsys):

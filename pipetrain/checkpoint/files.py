@@ -23,8 +23,9 @@ from typing import Any
 
 from torch import Tensor
 
+from pipetrain import __version__
 from pipetrain.checkpoint.progress import Progress
-from pipetrain.documents import DamagedCheckpoint, read_as, read_json
+from pipetrain.documents import DamagedCheckpoint, OtherFormat, read_as, read_json, refuse_device
 
 CHECKPOINTS, MANIFEST, PARTIAL = "checkpoints", "manifest.json", ".partial"
 VERSION = 5
@@ -161,7 +162,9 @@ def read_whole(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
     for name, part in manifest.parts.items():
         try:
-            whole = _part(folder / name) == part
+            refuse_device(folder / name)
+            # The size first: a sum over a file that pretends to be huge would take for ever.
+            whole = (folder / name).stat().st_size == part.nbytes and _part(folder / name) == part
         except OSError as error:
             raise DamagedCheckpoint(f"{folder / name} cannot be read: {error.strerror}") from error
         if not whole:
@@ -173,8 +176,14 @@ def read_manifest(folder: Path) -> Manifest:
     """Read a manifest. Raises DamagedCheckpoint."""
     path = folder / MANIFEST
     data = read_json(path)
-    if not isinstance(data, dict) or data.get("pipetrain_checkpoint") != VERSION:
-        raise DamagedCheckpoint(f"{path} is no manifest of version {VERSION}, which this pipetrain reads")
+    if not isinstance(data, dict) or type(version := data.get("pipetrain_checkpoint")) is not int:
+        raise DamagedCheckpoint(f"{path} is no manifest of a checkpoint")
+    if version != VERSION:
+        age = "an older" if version < VERSION else "a newer"
+        raise OtherFormat(
+            f"{folder} is a checkpoint of {age} format, {version}, and pipetrain {__version__} reads "
+            f"{VERSION}: go on with the pipetrain that wrote it"
+        )
     if data.pop("sha256", None) != _digest(data):
         raise DamagedCheckpoint(f"{path} has another checksum than it says")
     del data["pipetrain_checkpoint"]

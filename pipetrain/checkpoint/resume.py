@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,15 @@ from pipetrain.checkpoint.files import (
     read_whole,
 )
 from pipetrain.checkpoint.tensors import MODEL, Loaded, Tensors, open_plain, read_files
-from pipetrain.documents import DamagedCheckpoint
-from pipetrain.errors import ConfigError
+from pipetrain.documents import DamagedCheckpoint, OtherFormat, read_as
+from pipetrain.errors import ChannelError, ConfigError, TrainingStopped, one_line
 from pipetrain.network.model import state_names
 from pipetrain.network.places import named_tensors
 from pipetrain.settings import PROFILE, Mode
 
 AUTO = "auto"
+PIPELINE = {"cuts", "placement", "recompute"}
+REAL_OF = {"complex64": "float32", "complex128": "float64"}  # in files
 
 log = logging.getLogger("pipetrain")
 
@@ -40,6 +43,35 @@ class Source:
 
     folder: Path
     manifest: Manifest
+
+    @classmethod
+    def proven(cls, folder: Path, manifest: Manifest) -> Source:
+        """Return a checkpoint whose manifest describes its files. Raises DamagedCheckpoint."""
+        source, where = cls(folder, manifest), str(folder / MANIFEST)
+        forms = read_as(dict[str, list[Any]], manifest.conditions.get("tensors"), f"{where}: its tensors")
+        read_as(dict[str, str], manifest.conditions.get("state_dict"), f"{where}: its state_dict")
+        tensors = source.tensors()
+        for name, form in forms.items():
+            kind, *shape = form
+            wanted = [REAL_OF[kind], *shape, 2] if kind in REAL_OF else form
+            found = tensors.get(MODEL + name)
+            own = [] if found is None else [str(found.dtype).removeprefix("torch."), *found.shape]
+            if own != wanted:
+                raise DamagedCheckpoint(f"{where} says that {name} is {form}, and its file has {own}")
+        if manifest.pipeline.keys() != PIPELINE or min(astuple(manifest.position)) < 0:
+            raise DamagedCheckpoint(f"{where} has no pipeline and position of ours")
+        return source
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Say of which checkpoint something cannot be used that it holds. Raises DamagedCheckpoint."""
+        try:
+            yield
+        except (ConfigError, ChannelError, TrainingStopped):
+            raise
+        except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+            why = f"{type(error).__name__}: {one_line(error)}"
+            raise DamagedCheckpoint(f"{self.folder} holds a state that cannot be used: {why}") from error
 
     def tensors(self) -> Tensors:
         return read_files(self.folder, self.manifest.parts)
@@ -84,7 +116,9 @@ def saved_in(folder: Path) -> Source | None:
             f"{folder} is no checkpoint: give the folder of a run, or one of its {CHECKPOINTS}/update-..."
         )
     try:
-        return Source(folder, read_whole(folder))
+        return Source.proven(folder, read_whole(folder))
+    except OtherFormat:
+        raise
     except DamagedCheckpoint as damage:
         raise ConfigError(f"{folder} is damaged: {damage}; choose another checkpoint") from damage
 
@@ -92,8 +126,13 @@ def saved_in(folder: Path) -> Source | None:
 def _newest(run_dir: Path) -> Source | None:
     damaged = False
     for folder, found in newest_first(run_dir / CHECKPOINTS):
-        if isinstance(found, Manifest):
-            return Source(folder, found)
+        try:
+            if isinstance(found, Manifest):
+                return Source.proven(folder, found)
+        except DamagedCheckpoint as damage:
+            found = damage
+        if isinstance(found, OtherFormat):
+            raise found
         damaged = True
         log.warning("pipetrain: checkpoint %s is damaged: %s; trying the one before", folder.name, found)
     if damaged:

@@ -63,8 +63,9 @@ def restore(source: Source, session: Session, mesh: Mesh) -> None:
     """Load a rank's stages, and the seed; of the same pipeline, its codecs' residuals too."""
     tensors = source.tensors()
     session.engine.seed = source.manifest.config.get("seed", session.engine.seed)
-    for stage in session.stages.values():
-        _load(stage, tensors, source.manifest.position.update)
+    with source.used():
+        for stage in session.stages.values():
+            _load(stage, tensors, source.manifest.position.update)
     if source.manifest.pipeline == session.plan.pipeline:
         session.engine.coding.residuals = {
             (edge, number, tuple(tensors[name].shape)): tensors[name].clone().to(mesh.device)
@@ -107,10 +108,11 @@ def restore_random(source: Source, mesh: Mesh) -> None:
     That of rank 0 decides how a DataLoader shuffles, so this comes before the first batch is read.
     """
     tensors, rank = source.tensors(), mesh.world.rank
-    if f"random/{rank}/cpu" in tensors:
-        torch.set_rng_state(tensors[f"random/{rank}/cpu"])
-    if mesh.device.type == "cuda" and f"random/{rank}/cuda" in tensors:
-        torch.cuda.set_rng_state(tensors[f"random/{rank}/cuda"], mesh.device)
+    with source.used():
+        if f"random/{rank}/cpu" in tensors:
+            torch.set_rng_state(tensors[f"random/{rank}/cpu"])
+        if mesh.device.type == "cuda" and f"random/{rank}/cuda" in tensors:
+            torch.cuda.set_rng_state(tensors[f"random/{rank}/cuda"], mesh.device)
 
 
 def _name(slot: Slot) -> str:

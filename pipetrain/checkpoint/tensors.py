@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.documents import DamagedCheckpoint, read_as, read_json
+from pipetrain.documents import DamagedCheckpoint, read_as, read_json, refuse_device
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.model import state_names
 from pipetrain.network.places import named_tensors
@@ -104,6 +104,7 @@ def read_files(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name in names:
         try:
+            refuse_device(folder / name)
             with safe_open(folder / name, framework="pt") as file:
                 tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 import time
@@ -11,11 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.checkpoint.files import CHECKPOINTS, folders
+from pipetrain.documents import read_as, read_json
 from pipetrain.errors import ConfigError
+from pipetrain.rules import COUNT
 from pipetrain.settings import Settings
 
 METRICS, UPDATES = "metrics.csv", "updates.csv"
@@ -150,8 +152,9 @@ def lengthens(run_dir: Path, cfg: DictConfig, settings: Settings) -> bool:
     finished = (run_dir / SUMMARY).exists() and folders(run_dir / CHECKPOINTS)
     if not (finished and is_of(run_dir, cfg, {"resume", "epochs"})):
         return False
-    summary = json.loads((run_dir / SUMMARY).read_text())
-    updates, epochs = int(summary["updates"]), int(summary["epochs"])
+    path = run_dir / SUMMARY
+    summary = read_as(dict[str, Any], read_json(path), str(path))
+    updates, epochs = (COUNT.read(f"{path}: {key}", summary.get(key)) for key in ("updates", "epochs"))
     rate, other = settings.rate(updates), settings.rate(updates // epochs * settings.epochs)
     if settings.epochs > epochs and any(rate(update) != other(update) for update in range(updates)):
         raise ConfigError(
@@ -160,7 +163,7 @@ def lengthens(run_dir: Path, cfg: DictConfig, settings: Settings) -> bool:
             f"differ from the start: train anew in another run_dir, or go on there from its last weights "
             f"with resume={run_dir}"
         )
-    return settings.epochs > epochs
+    return bool(settings.epochs > epochs)
 
 
 def rename_after(folder: Path, asked: str, used: str) -> Path:

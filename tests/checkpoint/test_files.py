@@ -55,12 +55,23 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
+def replaced(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
 OTHER = "has another size or checksum than its manifest says"
 DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: flip(f / STAGE, 2000), OTHER),
     (lambda f: (f / STAGE).unlink(), "cannot be read: No such file"),
     (lambda f: (f / "manifest.json").unlink(), "manifest.json cannot be read"),
-    (lambda f: (f / "manifest.json").write_text("{}"), "is no manifest of version 5"),
+    (lambda f: replaced(f / STAGE, os.mkfifo), "cannot be read: it is no regular file"),
+    (lambda f: replaced(f / "manifest.json", os.mkfifo), "cannot be read: it is no regular file"),
+    (lambda f: replaced(f / STAGE, lambda path: path.symlink_to("/dev/zero")), "it is no regular file"),
+    (lambda f: os.truncate(f / STAGE, 2**40), OTHER),  # sparse: to sum it up would take an hour
+    (lambda f: forge(f, put("pipetrain_checkpoint", to=4)), "a checkpoint of an older format, 4, and pipe"),
+    (lambda f: forge(f, put("pipetrain_checkpoint", to=6)), "a checkpoint of a newer format, 6, and pipe"),
+    (lambda f: (f / "manifest.json").write_text("{}"), "is no manifest of a checkpoint"),
     (
         lambda f: flip(f / "manifest.json", (f / "manifest.json").read_text().index('"r"') + 1),
         "has another chec",
