@@ -15,6 +15,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,9 +45,10 @@ from pipetrain.network.chain import Chain, network_of
 from pipetrain.network.factory import Factory
 from pipetrain.network.given import Given, form_of
 from pipetrain.network.model import give_memory, refuse_without_numbers, tensor_attributes
-from pipetrain.network.network import Values
+from pipetrain.network.network import Network, Values
 from pipetrain.network.places import named_tensors
 from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple
+from pipetrain.plan.parity import parity
 from pipetrain.plan.plan import Plan, Samples, outputs_of, prove_targets
 from pipetrain.planning import first_plan
 from pipetrain.rate import Rate
@@ -182,6 +184,7 @@ class Pipeline:
         self._source: Source | None = None  # what was loaded before it
         self._closed = False
         self._passes = 0  # of train
+        self._apart = ""  # why microbatches would train otherwise than a batch
         self._conditions = tensors_of(model) | {"optimizer": type(asked.made).__name__}
         self._whole = WholeModel(model, mesh, initial)
         self.metrics: dict[str, float] = {}
@@ -333,6 +336,8 @@ class Pipeline:
             self._begin(reader)
             form = self._form
         assert form is not None
+        if training:
+            self._refuse_apart()
 
         def unchanged(read: Callable[[Reader], Any], reader: Reader) -> Any:
             """Return what is read, if the model is still what was cut."""
@@ -372,6 +377,11 @@ class Pipeline:
         first = min(self._begun.stages)
         return lambda stage: self._bar.tick(what, total) if stage == first else None
 
+    def _refuse_apart(self) -> None:
+        """Refuse to train what microbatches train otherwise than a batch; to evaluate it is right."""
+        if self._apart:
+            raise ConfigError(self._apart)
+
     def _ended(self) -> None:
         """Stop training after an error of what all ranks do together."""
         self._bar.close()
@@ -406,6 +416,7 @@ class Pipeline:
             self._asked, self._settings, self._task, network, form, known or first[1], self._together
         )
         self._together.on_first("the task", reader, partial(_prove_task, plan, self._task))
+        self._apart = self._together.on_first("a batch", reader, partial(_parity, plan, network, self._task))
         self._given = Given(model, not isinstance(network, Chain), self._whole.replaced)
         self._settings, self._form = plan.settings, form
         with self._together():
@@ -429,6 +440,7 @@ class Pipeline:
             self._together.on_first(
                 "the task", None if self.rank else test, partial(_prove_task, self.plan, self._task)
             )
+            self._refuse_apart()
 
     # What is left of a training
 
@@ -540,7 +552,21 @@ def _first(reader: Reader | Sampled) -> list[Any] | None:
 def _prove_task(plan: Plan, task: Task, reader: Reader | Sampled) -> None:
     first = reader.first()
     assert first is not None
-    prove_targets(plan, task, first[1], getattr(reader, "classes", None))
+    prove_targets(plan, _spare(task), first[1], getattr(reader, "classes", None))
+
+
+def _parity(plan: Plan, network: Network, task: Task, reader: Reader | Sampled) -> str:
+    first = reader.first()
+    assert first is not None
+    return parity(plan, network, _spare(task), *first)
+
+
+def _spare(task: Task) -> Task:
+    """Return a copy of a task, which may count its calls, if it can be copied."""
+    try:
+        return deepcopy(task)
+    except Exception:  # a user's loss may hold anything
+        return task
 
 
 def _saved_in(path: Path) -> str | None:

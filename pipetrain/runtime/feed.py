@@ -69,7 +69,7 @@ class WindowFeed:
 
     `inputs` yields those of each microbatch, `targets` those of each batch; None if this rank does not hold
     the first stage, or the last. Floating-point inputs and targets become `dtype`. `weight`: what targets
-    count for; `prove`: called with the targets of each batch before they are used.
+    count for.
     """
 
     def __init__(
@@ -80,12 +80,11 @@ class WindowFeed:
         weight: Weight,
         device: torch.device,
         dtype: torch.dtype | None = None,
-        prove: Callable[[Value], None] = lambda targets: None,
     ) -> None:
         self._sizes = [size for batch in batches for size in batch]
         self._batches = iter(batches)
         self._inputs, self._targets = inputs, targets
-        self._weight, self._prove = weight, prove
+        self._weight = weight
         self._device, self._dtype = device, dtype
         self._ahead: tuple[Tensor, ...] | None = None
         self._given = 0
@@ -127,7 +126,6 @@ class WindowFeed:
 
     def _read_batch(self, targets: Iterator[Value]) -> None:
         batch = next(targets)
-        self._prove(batch)
         values = cut(batch, next(self._batches))
         weights = [counted_for(self._weight, value) for value in values]
         whole = sum(weights)

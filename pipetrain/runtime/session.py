@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from pipetrain.data.loader import pieces
 from pipetrain.data.loading import BadBatch
-from pipetrain.errors import ActionFailed, ConfigError, TrainingStopped
+from pipetrain.errors import ActionFailed
 from pipetrain.network.chain import network_of
 from pipetrain.network.model import materialise
 from pipetrain.network.network import Network
-from pipetrain.network.values import Value, cast_floats
 from pipetrain.plan.cut import homes
 from pipetrain.plan.memory import explained, is_out_of_memory
-from pipetrain.plan.plan import Plan, outputs_of
+from pipetrain.plan.plan import Plan
 from pipetrain.rate import Rate
 from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.channel import ALL, Channel
@@ -41,7 +40,7 @@ from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import forward_only
 from pipetrain.settings import Mode
 from pipetrain.tasks import ModelLoss, Task
-from pipetrain.tasks.trial import ModelTrial, prove_batch
+from pipetrain.tasks.trial import ModelTrial
 
 
 class Session:
@@ -57,21 +56,18 @@ class Session:
         mesh: Mesh,
     ) -> None:
         self.plan, self._task, self._mesh = plan, task, mesh
-        self._batches = 0  # trained
         self.stages = make_stages(plan, model, task, optimizer, rate, mesh)
         self.engine = make_engine(plan, self.stages, mesh)
         self.last = self.stages.get(plan.stages - 1)
         """The last stage, which counts; None if another rank holds it."""
-        self._trial: ModelTrial | None = None
         self.whole: WholeModel | None = None
         """The program's model, which may have been collected."""
 
     def settle(self) -> None:
         """Find what the labels of a model count for that computes its loss. Raises ConfigError."""
         if self.last is not None and isinstance(self._task, ModelLoss):
-            m, example, outputs = self.plan.settings.microbatches, self.plan.example, outputs_of(self.plan)
-            self._trial = ModelTrial(self._task, example, outputs, m, self.last.module, self._mesh.device)
-            self._trial.settle()
+            m, example = self.plan.settings.microbatches, self.plan.example
+            ModelTrial(self._task, example, m, self.last.module, self._mesh.device).settle()
 
     def prove(self, batches: int) -> None:
         """Prove the program of a window of so many batches, if that has not been done."""
@@ -109,7 +105,7 @@ class Session:
         order = order_of(self.plan, len(sizes), self._mesh.world.rank, ends)
         if self.whole is not None:
             self.whole.take_back()
-        with self._feed([pieces(size, m) for size in sizes], batches, trains=True) as feed:
+        with self._feed([pieces(size, m) for size in sizes], batches) as feed:
             self.engine.train(order, feed, m, tick, observe)
         return order.batches, [] if self.last is None else self.last.counts.take_losses()
 
@@ -147,36 +143,18 @@ class Session:
         return found
 
     @contextmanager
-    def _feed(
-        self, cut: Sizes, batches: Batches, trains: bool = False, targets: bool = True
-    ) -> Iterator[WindowFeed]:
+    def _feed(self, cut: Sizes, batches: Batches, targets: bool = True) -> Iterator[WindowFeed]:
         """Yield the microbatches of a window; of an error for want of memory, say what was predicted."""
         dtype, device = self.plan.settings.data_dtype, self._mesh.device
         inputs, given, sent = batches.open(cut, self.plan.placement[-1] if targets else None)
-        prove = self._prove_batch if trains else lambda targets: None
         try:
-            yield WindowFeed(cut, inputs, given if targets else None, self._task.weight, device, dtype, prove)
+            yield WindowFeed(cut, inputs, given if targets else None, self._task.weight, device, dtype)
         except ActionFailed as error:
             if not is_out_of_memory(error.__cause__):
                 raise
             raise explained(error, self.plan, self._mesh.world.rank, device) from error.__cause__
         for wait, _ in sent:
             wait()
-
-    def _prove_batch(self, targets: Value) -> None:
-        """Try a user's task with the targets of batches 2, 4, 8, ..., as it was with the first ones."""
-        self._batches += 1
-        alone = self.plan.settings.microbatches == 1  # nothing is added up
-        if alone or not self._task.is_own or self._batches.bit_count() > 1:
-            return
-        targets = cast_floats(targets, self.plan.settings.data_dtype)
-        try:
-            if self._trial is not None:
-                self._trial.prove(targets)
-            elif self._batches > 1:
-                prove_batch(self._task, outputs_of(self.plan), targets, self._mesh.device)
-        except ConfigError as error:
-            raise TrainingStopped(str(error)) from error
 
 
 def make_stages(

@@ -13,6 +13,7 @@ from pipetrain.tasks.task import (
     Regression,
     Segmentation,
     Task,
+    WeightFunction,
     counted_for,
 )
 
@@ -31,5 +32,6 @@ __all__ = [
     "Segmentation",
     "SquaredError",
     "Task",
+    "WeightFunction",
     "counted_for",
 ]

@@ -47,7 +47,6 @@ class Task:
     ) -> None:
         self._loss = loss
         self._weight = weight or _weight_of(loss)
-        self._weighted = weight is not None
         if isinstance(metrics, Mapping):
             metrics = [Mean(name, function) for name, function in metrics.items()]
         self.metrics = list(metrics)
@@ -60,10 +59,6 @@ class Task:
 
     def __str__(self) -> str:
         return str(getattr(self._code, "__name__", type(self._code).__name__))
-
-    @property
-    def is_own(self) -> bool:
-        return self._weighted or not str(self._code.__module__).startswith(("torch.nn.", "pipetrain.tasks"))
 
     @property
     def counts_samples(self) -> bool:
@@ -206,10 +201,6 @@ class ModelLoss(Task):
         self.labels = (labels,) if isinstance(labels, str) else tuple(labels)
         self.weights = [weight] if weight else [_unmasked, _unmasked_after_the_first]
         """Candidates for `weight`; the first one is in use."""
-
-    @property
-    def is_own(self) -> bool:
-        return True
 
     def loss(self, outputs: Value, targets: Value) -> Tensor:
         found: Any = outputs.get("loss") if isinstance(outputs, Mapping) else outputs

@@ -90,14 +90,6 @@ def _said_of(where: str) -> Iterator[None]:
         raise ConfigError(f"{where}: {one_line(error) or type(error).__name__}") from error
 
 
-def prove_batch(task: Task, outputs: ValueSpec, targets: Value, device: torch.device) -> None:
-    """Refuse a loss that those of parts of a batch do not add up to: of its `targets`, in host memory.
-
-    What counts, such as padding, may first show in a later batch. Raises ConfigError.
-    """
-    prove_sum(f"task {task}", task.loss, task.weight, *_made_up(outputs, targets), device)
-
-
 def _made_up(outputs: ValueSpec, targets: Value) -> tuple[Value, Value]:
     n, first = few(outputs, targets), _samples_of(outputs)
     generator, made = torch.Generator().manual_seed(0), []
@@ -211,14 +203,13 @@ class ModelTrial:
     each sequence, others do not. Wrong weights would train otherwise than one process does, so the loss of a
     batch, and its gradients, must be those of its parts.
 
-    `example`: of the model's inputs; `outputs`: what it returns; `microbatches`: of a batch.
+    `example`: of the model's inputs; `microbatches`: of a batch.
     """
 
     def __init__(
         self,
         task: ModelLoss,
         example: ValueSpec,
-        outputs: ValueSpec,
         microbatches: int,
         part: Part,
         device: torch.device,
@@ -236,7 +227,6 @@ class ModelTrial:
                 f"targets= or on the command line task.labels="
             )
         self._task = task
-        self._outputs = outputs
         self._microbatches = microbatches
         self._part = part
         self._device = device
@@ -273,12 +263,6 @@ class ModelTrial:
             f"after the first of each sequence: give weight=, a function of the labels that says what they "
             f"count for ({one_line(refused)})"
         )
-
-    def prove(self, targets: Value) -> None:
-        """Try a batch's targets, in host memory. Raises ConfigError."""
-        n = few(self._outputs, targets)
-        wanted = part_of(targets, 0, n)
-        prove_sum("the model", self._loss, self._task.weight, self._made_up(n), wanted, self._device)
 
     def _made_up(self, samples: int) -> tuple[Tensor, ...]:
         made = tuple(self._tensor(value, samples) for value in self._by_sample)

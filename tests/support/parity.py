@@ -63,7 +63,7 @@ class Way:
 
 GROUPS: dict[str, dict[str, Any]] = {
     "norms_and_biases": {"weight_decay": 0.0},
-    "head": {"params": r"^6\.", "lr": 0.02},
+    "head": {"params": r"6\..*", "lr": 0.02},
 }
 
 
