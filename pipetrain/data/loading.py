@@ -134,7 +134,7 @@ def unlabelled(batch: Any, what: str, form: Form, named: NamedTargets | None) ->
     elif isinstance(batch, tuple | list) and batch:
         several = not form.inputs.single and len(batch) == len(form.inputs.specs)
         given = batch if several and all(isinstance(t, Tensor) for t in batch) else batch[0]
-    value = _value(given, f"inputs of {what}")
+    value = form.inputs.ordered(_value(given, f"inputs of {what}"))
     targets = torch.zeros(samples(value), dtype=torch.float32)
     form.refuse_other(value, targets, what)
     return value, targets
@@ -314,6 +314,7 @@ class Reader:
         else:
             inputs, targets = unlabelled(batch, what, self.form, self._named)
         self.form = self.form or Form(ValueSpec.in_batch(inputs), ValueSpec.in_batch(targets))
+        inputs, targets = self.form.inputs.ordered(inputs), self.form.targets.ordered(targets)
         self.form.refuse_other(inputs, targets, what)
         self._held.append((inputs, targets))
         self._read += 1

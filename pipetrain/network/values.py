@@ -128,6 +128,12 @@ class ValueSpec:
         whole = cls.like(value)
         return replace(whole, specs=tuple(TensorSpec(spec.shape[1:], spec.dtype) for spec in whole.specs))
 
+    def ordered(self, value: Value) -> Value:
+        """Return a dict of these names in their order; any other value as it is."""
+        if self.names is None or not isinstance(value, dict) or value.keys() != set(self.names):
+            return value
+        return {name: value[name] for name in self.names}
+
     def pack(self, tensors: tuple[Tensor, ...]) -> Any:
         if self.packing is not None:
             return self.packing.pack(tensors)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipetrain.errors import ConfigError
+from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple, scores_of, specs_of
 from pipetrain.tally import Tally
 from pipetrain.tasks.metrics import Accuracy, Mean, MeanIoU, Metric, MetricFunction, Perplexity, SquaredError
@@ -247,7 +247,7 @@ def _counting(targets: Value, ignored: int) -> Tensor | float:
 
 def _samples(targets: Value) -> float:
     if any((t == IGNORED).any() for t in as_tuple(targets) if t.dtype == torch.int64):
-        raise ValueError(
+        raise TrainingStopped(
             f"targets of {IGNORED}, which losses of torch ignore, need a weight(targets): how many targets "
             f"the loss averages over"
         )

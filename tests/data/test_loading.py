@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset, default_collate
 
 from pipetrain import ConfigError
-from pipetrain.data.loading import BadBatch, Form, Reader, known_sizes, pair, unlabelled
+from pipetrain.data.loading import BadBatch, Form, NamedTargets, Reader, known_sizes, pair, unlabelled
 from pipetrain.network.values import TensorSpec, ValueSpec, as_tuple
 
 DATA = TensorDataset(torch.arange(22.0).reshape(22, 1), torch.arange(22))
@@ -135,3 +135,12 @@ def test_a_form_survives_json_and_refuses_another_and_lists_are_tuples():
     form.refuse_other(mine, targets, "batch 1")
     with pytest.raises(BadBatch, match=r"batch 1 has targets float32\[\] a sample, and .* were bool\[\]"):
         form.refuse_other(mine, torch.ones(5), "batch 1")
+
+
+def test_a_dict_may_have_its_inputs_in_another_order_later():
+    x, z, y = torch.ones(4, 2), torch.zeros(4, 2), torch.arange(4)
+    reader = Reader([{"x": x, "z": z, "y": y}, {"z": z, "y": y, "x": x}], "batch", named=NamedTargets("y"))
+    assert reader.window(2) == [4, 4]
+    for _ in range(2):
+        inputs, targets = reader.take(4)
+        assert ([*inputs], inputs["x"].sum(), targets.tolist()) == (["x", "z"], 8, [0, 1, 2, 3])

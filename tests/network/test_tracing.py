@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -207,3 +209,41 @@ def test_under_autocast_and_with_channels_last_it_is_the_module_bit_for_bit():
     with torch.autocast("cpu", torch.bfloat16), network.evaluating():
         (made,) = run_parts(network.modules, [image, table])
         assert torch.equal(made, model(image, table))
+
+
+class Collecting(nn.Module):
+    """Takes whatever a batch has, and looks for a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        return self.head(self.inner(batch["x"]).relu())
+
+
+class Cached(nn.Module):
+    """Returns a cache of its keys, as a decoder of Hugging Face does by default."""
+
+    class Cache:
+        pass
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(use_cache=True)
+        self.inner, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        scores = self.head(self.inner(x).relu())
+        return {"scores": scores, "cache": self.Cache()} if self.config.use_cache else {"scores": scores}
+
+
+@pytest.mark.parametrize(("make", "named"), [(Collecting, True), (Cached, False)])
+def test_a_forward_may_collect_its_inputs_and_a_cache_is_left_out(make, named):
+    model, x = make(), torch.randn(8, 4)
+    before, names = dict(vars(model)), {"x": x, "other": x}
+    network = trace(model, ValueSpec.in_batch(names if named else x))
+    (scores,) = run_parts(network.modules, [*names.values()] if named else [x])
+    torch.testing.assert_close(scores, model.head(model.inner(x).relu()))
+    assert vars(model) == before
+    assert not hasattr(model, "config") or model.config.use_cache

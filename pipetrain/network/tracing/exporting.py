@@ -15,7 +15,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -74,6 +74,39 @@ def _fakes(model: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
 
     with mode:
         return {id(tensor): fake(tensor) for tensor in (*model.parameters(), *model.buffers())}
+
+
+@contextmanager
+def adapted(model: nn.Module, example: ValueSpec) -> Iterator[None]:
+    """Let a model run as it can be traced: its inputs have names in its forward, and it returns no cache.
+
+    torch.export does not take a forward(**batch); use_cache=True, the default of Hugging Face, is for
+    generation.
+    """
+    config, own, forward = getattr(model, "config", None), vars(model).get("forward"), model.forward
+    caches = getattr(config, "use_cache", None) is True
+    signature, collects = inspect.signature(forward), False
+    with suppress(TypeError):  # where it takes others
+        given = signature.bind(**dict.fromkeys(example.names or ())).arguments
+        collects = any(signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD for name in given)
+
+    def named(**inputs: Any) -> Any:
+        return forward(**inputs)
+
+    if collects:
+        ours = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in example.names or ()]
+        named.__signature__ = inspect.Signature(ours)  # type: ignore[attr-defined]
+        vars(model)["forward"] = named
+    try:
+        if caches:
+            config.use_cache = False  # type: ignore[union-attr]
+        yield
+    finally:
+        if caches:
+            config.use_cache = True  # type: ignore[union-attr]
+        if vars(model).get("forward") is named:
+            del vars(model)["forward"]
+            vars(model).update({} if own is None else {"forward": own})
 
 
 def _exported(model: nn.Module, example: ValueSpec, training: bool, autocast: bool) -> ExportedProgram:

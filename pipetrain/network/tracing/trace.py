@@ -13,7 +13,15 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.tracing.dataflow import Dataflow
-from pipetrain.network.tracing.exporting import Held, Operations, calls_of, device_of, operations_of, place_of
+from pipetrain.network.tracing.exporting import (
+    Held,
+    Operations,
+    adapted,
+    calls_of,
+    device_of,
+    operations_of,
+    place_of,
+)
 from pipetrain.network.tracing.grouping import Item, group, module_of
 from pipetrain.network.tracing.proving import MOST_WORK, prove, try_alone
 from pipetrain.network.tracing.traced import Traced
@@ -27,6 +35,11 @@ def trace(model: nn.Module, example: ValueSpec, autocast: bool = False) -> Trace
     tensors are used as they are, and its modes, values and the random generators do not change. Raises
     ConfigError with the place and a way out for a model that cannot be traced or cut.
     """
+    with adapted(model, example):
+        return _traced(model, example, autocast)
+
+
+def _traced(model: nn.Module, example: ValueSpec, autocast: bool) -> Traced:
     work = try_alone(model, example)
     trained, evaluated = (
         Dataflow(operations_of(model, example, training, autocast)) for training in (True, False)
