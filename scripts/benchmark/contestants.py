@@ -247,19 +247,23 @@ def _entering(job: Job, stage: int) -> Tensor:
 class Innermost(nn.Module):
     """A stage in channels_last whose messages are contiguous: they travel with their channels innermost.
 
-    `enters`, `leaves`: whether there is a message before it, and behind it.
+    `enters`, `leaves`: whether there is a message before it, and behind it. `splits`: whether backwards are
+    split, after which torch detaches the outputs in place, as no view can be: they are copied.
     """
 
-    def __init__(self, stage: nn.Module, enters: bool, leaves: bool) -> None:
+    def __init__(self, stage: nn.Module, enters: bool, leaves: bool, splits: bool) -> None:
         super().__init__()
-        self.stage, self._enters, self._leaves = stage, enters, leaves
+        self.stage, self._enters, self._leaves, self._splits = stage, enters, leaves, splits
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the stage."""
         if self._enters and x.dim() == 4:
             x = x.permute(0, 3, 1, 2)
         y: Tensor = self.stage(x)
-        return y.permute(0, 2, 3, 1).contiguous() if self._leaves and y.dim() == 4 else y
+        if not self._leaves or y.dim() != 4:
+            return y
+        y = y.permute(0, 2, 3, 1)
+        return y.clone(memory_format=torch.contiguous_format) if self._splits else y.contiguous()
 
 
 def torch_pipeline(schedule: str, job: Job, mesh: Mesh, batches: int, name: str = "") -> Theirs:
@@ -269,12 +273,13 @@ def torch_pipeline(schedule: str, job: Job, mesh: Mesh, batches: int, name: str 
     wait for it for good.
     """
     plan, last, device = job.plan, job.plan.stages - 1, mesh.device
-    innermost = plan.numerics.channels_last
+    innermost, made = plan.numerics.channels_last, TORCHS[schedule]
+    several = issubclass(made, PipelineScheduleMulti)
     parts: dict[int, nn.Module] = {}
     for stage in (stage for stage, rank in enumerate(plan.placement) if rank == mesh.world.rank):
         part: nn.Module = job.stage(stage).to(device)
         plan.numerics.arrange_weights(part)
-        parts[stage] = Innermost(part, stage > 0, stage < last) if innermost else part
+        parts[stage] = Innermost(part, stage > 0, stage < last, several) if innermost else part
     samples = plan.numerics.arrange(job.samples.to(device))
     given = (samples,) if 0 in parts else ()
     targets, loss_of = job.targets.to(device), job.task.to(device).loss
@@ -287,8 +292,6 @@ def torch_pipeline(schedule: str, job: Job, mesh: Mesh, batches: int, name: str 
         part.zero_grad()
     group = _own_group(mesh)
     stages = [PipelineStage(part, stage, plan.stages, device, group=group) for stage, part in parts.items()]
-    made = TORCHS[schedule]
-    several = issubclass(made, PipelineScheduleMulti)
     # Gradients are divided by the number of microbatches, so that an update is the batch's mean, as ours.
     runs = made(stages if several else stages[0], job.microbatches, loss_fn=loss_of, scale_grads=True)
 
