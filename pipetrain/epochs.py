@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -37,6 +38,10 @@ from pipetrain.schedule.timeline import Row
 from pipetrain.signals import Asked
 from pipetrain.tally import Tally
 from pipetrain.tasks import Task
+
+STOP = "stop"
+AfterEpoch = Callable[[dict[str, float]], str | None]
+"""Gets the row of an epoch on every rank; STOP on any ends the training after it."""
 
 
 class Passes(Protocol):
@@ -103,8 +108,11 @@ class Epochs:
         rate: Rate,
         recorder: Recorder | None = None,
         keeper: Keeper | None = None,
+        after_epoch: AfterEpoch = lambda row: None,
     ) -> None:
         self.session = session
+        self._after_epoch = after_epoch
+        self._enough = False  # it has said so
         self._mesh = mesh
         self._passes = passes
         self._about = about
@@ -166,12 +174,17 @@ class Epochs:
 
     def run(self) -> bool:
         """Train and evaluate all epochs; return False if stopped. Raises ChannelError and TrainingStopped."""
-        self._started = time.perf_counter() - self._progress.elapsed_s
         settings = self._about.settings
         tracer = Tracer(self._about, self._mesh) if settings.trace else None
         if self._recorder:
             self._recorder.begin(self.history)
+        for record in self.history:  # what it knows of them it may have forgotten in a restart
+            self._ask(record)
+        self._mesh.gather("the start of the epochs", None)  # so that no rank's time is that of its start
+        self._started = time.perf_counter() - self._progress.elapsed_s
         for epoch in range(self._position.epoch, settings.epochs):
+            if self._enough:
+                break
             asked = self._epoch(epoch, tracer)
             if asked == "stop" and self._position.epoch < settings.epochs:
                 break
@@ -182,7 +195,12 @@ class Epochs:
             self._trace(tracer)
         if self._keeper:
             self._keeper.close()
-        return self._position.epoch == settings.epochs
+        return self._enough or self._position.epoch == settings.epochs
+
+    def _ask(self, record: EpochRecord) -> None:
+        """Ask the program whether an epoch was the last one; one rank's word is enough."""
+        enough = self._after_epoch(self._row(record)) == STOP
+        self._enough = bool(self._mesh.most("whether epochs are enough", int(enough))) or self._enough
 
     def _trace(self, tracer: Tracer) -> None:
         trace = tracer.collect(stopped=self._position.epoch < self._about.settings.epochs)
@@ -202,7 +220,9 @@ class Epochs:
         self._report(epoch, trained - start, time.perf_counter() - trained)
         self._progress = replace(Progress(self.history), unseen_epochs=self._progress.unseen_epochs)
         self._position = Position(epoch + 1, 0, self._position.update)
-        over, best = epoch + 1 == self._about.settings.epochs, best_epoch(self.history) is self.history[-1]
+        self._ask(self.history[-1])
+        over = self._enough or epoch + 1 == self._about.settings.epochs
+        best = best_epoch(self.history) is self.history[-1]
         if self._keeper and (self._keeper.due(self._position, over, best) or asked):
             self._save(0.0)
         return asked
@@ -365,9 +385,9 @@ class Epochs:
 
     def rows(self) -> list[dict[str, float]]:
         """Return a row for each epoch: what fit promises of it."""
+        return [self._row(record) for record in self.history]
+
+    def _row(self, record: EpochRecord) -> dict[str, float]:
         others = {"epoch_s", "eval_s", "elapsed_s"}
-        return [
-            {name: value for name, value in record.as_row().items() if name not in others}
-            | {"seconds": record.train_s}
-            for record in self.history
-        ]
+        row = {name: value for name, value in record.as_row().items() if name not in others}
+        return row | {"seconds": record.train_s}

@@ -36,7 +36,7 @@ from pipetrain.checkpoint.writer import Keeper, Writer
 from pipetrain.data.loading import Loader, has_length
 from pipetrain.data.sets import DataFacts
 from pipetrain.ending import terminate
-from pipetrain.epochs import Epochs, Passes
+from pipetrain.epochs import AfterEpoch, Epochs, Passes
 from pipetrain.errors import ChannelError, ConfigError
 from pipetrain.pipeline import TRAINING, Pipeline
 from pipetrain.plan.describe import choices, describe
@@ -85,6 +85,7 @@ def fit(
     log_every: int = 10,
     trace: bool | int = False,
     name: str = "",
+    after_epoch: AfterEpoch = lambda row: None,
 ) -> list[dict[str, float]]:
     """Train epochs of a loader, each with an evaluation after it; return a row of figures for each epoch.
 
@@ -102,6 +103,8 @@ def fit(
     - `log_every`: updates to a row of updates.csv.
     - `trace`: whether to write trace.json, or of how many windows.
     - `name`: of the data, for the records.
+    - `after_epoch`: called on every rank with an epoch's row; "stop" ends the training, as after the last
+      epoch. A training that goes on calls it first with the rows of the epochs before.
 
     SIGTERM and Ctrl-C save, and end the training after the window that runs: then `pipe.stopping` is true
     (Ctrl-C raises KeyboardInterrupt once it is saved). SIGUSR1 saves and goes on. Raises ConfigError, before
@@ -133,7 +136,7 @@ def fit(
             settings = pipe._settings.changed(options)
             kind, full = type(getattr(train, "dataset", train)).__name__, settings.batch_size
             data = DataFacts(name or kind, batches * full, evaluated * full, "", "", [])
-            return train_epochs(pipe, settings, passes, data, batches, run_folder)
+            return train_epochs(pipe, settings, passes, data, batches, run_folder, after_epoch=after_epoch)
 
 
 def _checkpoints(checkpoint: Mapping[str, Any] | int | None) -> dict[str, Any]:
@@ -250,6 +253,7 @@ def train_epochs(
     batches: int,
     run_folder: RunFolder | None,
     ready: Callable[[], None] = lambda: None,
+    after_epoch: AfterEpoch = lambda row: None,
 ) -> list[dict[str, float]]:
     """Train to the end, or until stopped; return the rows of all epochs, of `batches` batches each.
 
@@ -262,7 +266,9 @@ def train_epochs(
         if keeper is not None:  # until all records are written
             ending.enter_context(keeper.asking.handled())
         recorder = None if pipe.rank else _recorder(about, run_folder, ending)
-        epochs = Epochs(pipe._begun, pipe._mesh, passes, about, pipe._asked.rate, recorder, keeper)
+        epochs = Epochs(
+            pipe._begun, pipe._mesh, passes, about, pipe._asked.rate, recorder, keeper, after_epoch
+        )
         if source is not None:
             with source.used():
                 epochs.restore(source)

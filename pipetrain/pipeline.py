@@ -141,10 +141,12 @@ class Pipeline:
         **options: Any,
     ) -> None:
         global _open
-        if _open is not None and _open() is not None:
-            raise ConfigError(
-                "this process has a Pipeline already: call close() of that one before making another"
-            )
+        if _open is not None and (earlier := _open()) is not None:
+            if World.current().size > 1:
+                raise ConfigError(
+                    "this process has a Pipeline already: call close() of that one before making another"
+                )
+            earlier.close()  # as where a notebook's cell is run again
         self._task = read_task(loss, task, metrics, weight, targets)
         self._named = read_targets(targets, self._task)
         world = World.current()
@@ -203,6 +205,15 @@ class Pipeline:
     def plan(self) -> Plan:
         """The cuts, and the program of a window with what was proven of it; prints as pipetrain.plan does."""
         return (self._session or self._begun).plan
+
+    def __repr__(self) -> str:
+        settings, world = self._settings, self._mesh.world
+        state = "closed" if self._closed else f"{self.updates} updates"
+        return (
+            f"<Pipeline of {type(self._model).__name__}: {settings.schedule}, {settings.microbatches} "
+            f"microbatches, stages on ranks {self._mesh.placement}, rank {world.rank} of {world.size}, "
+            f"{state}>"
+        )
 
     @property
     def rank(self) -> int:

@@ -84,7 +84,8 @@ class Recorder:
         lines = [
             f"pipetrain: {settings.model} on {data.name} ({data.train} train, {data.test} test samples), "
             f"schedule {settings.schedule}, {about.device}",
-            f"{plan.stages} stages, cut before layers {plan.cuts}; batch {settings.batch_size} in "
+            f"{f'{plan.stages} stages, cut before layers {plan.cuts}' if plan.cuts else '1 stage'}; batch "
+            f"{settings.batch_size} in "
             f"{settings.microbatches} microbatches; bubble {bubble}",
             f"{dtype}, {plan.numerics.memory_format}, threads a process: {threads}",
             f"{settings.epochs} epochs, {about.updates} updates, seed {settings.seed}{where}",

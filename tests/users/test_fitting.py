@@ -21,6 +21,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipetrain import Pipeline, fit
+from pipetrain.epochs import Epochs
+from pipetrain.records.recorder import Recorder
 from tests.support.ranks import Ranks
 from tests.users.programs import batch, ended, mlp, sgd
 
@@ -160,3 +162,51 @@ def test_wrong_options_are_refused_in_a_sentence_and_leave_no_folder(ranks: Rank
         for said, wanted in zip(told, WRONG, strict=True):
             assert re.match(rf"ConfigError: (rank 0 stopped: )?{re.escape(wanted)}", said), said
     assert not (tmp_path / "run").exists()
+
+
+def stopped_early(folder: str) -> list[tuple[int, list[float], bool]]:
+    """Train until the third epoch is enough, and again; rank 1 alone says so."""
+    found, (train, test) = [], loaders()
+    for _ in range(2):
+        seen: list[float] = []
+
+        def enough(row: dict[str, float]) -> str | None:
+            seen.append(row["epoch"])  # noqa: B023
+            return "stop" if len(seen) == 3 and os.environ["RANK"] == "1" else None  # noqa: B023
+
+        with pipe_of() as pipe:
+            rows = fit(pipe, train, test, 9, folder, "auto", after_epoch=enough)
+            found.append((len(rows), seen, pipe.stopping))
+    return found
+
+
+def test_a_function_of_the_row_ends_it_well_and_one_that_goes_on_knows_the_epochs_before(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for told in ranks(stopped_early, str(tmp_path / "run")):
+        assert told == [(3, [1, 2, 3], False)] * 2
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["updates"] == 3 * len(loaders()[0])
+
+
+def started_late(folder: Path) -> bool:
+    """Rank 0 has much to do before the first epoch: return whether that was over when this rank began it."""
+    begun, over = folder / "begun", []
+    epoch = Epochs._epoch
+
+    def begin(self: Recorder, history: object) -> None:
+        time.sleep(0.2)
+        begun.touch()
+
+    def noted(self: Epochs, *given: Any) -> Any:
+        over.append(begun.exists())
+        return epoch(self, *given)
+
+    with pytest.MonkeyPatch.context() as patch, pipe_of() as pipe:
+        patch.setattr(Recorder, "begin", begin)
+        patch.setattr(Epochs, "_epoch", noted)
+        fit(pipe, *loaders(), 1)
+    return all(over)
+
+
+def test_what_a_rank_does_before_the_first_epoch_is_no_time_of_it(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(started_late, tmp_path) == [True, True]

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.optim import SGD
 
-from pipetrain import Pipeline
+from pipetrain import ConfigError, Pipeline
 from pipetrain.runtime.ranks import World
 from tests.support import plain
 from tests.support.plain import of_pairs, plainly
@@ -237,3 +239,16 @@ def test_the_model_of_a_function_and_of_a_file_is_collected_too(ranks, tmp_path)
         assert other == ([], pytest.approx(loss, rel=1e-12))
         assert last == pytest.approx(loss, rel=1e-12) != first
         assert weights is None or first == pytest.approx(evaluated(twin), rel=1e-12)
+
+
+def test_in_one_process_another_pipeline_closes_the_one_before_as_a_notebooks_cell_does() -> None:
+    first, second = (
+        Pipeline(nn.Linear(2, 1), mse_loss, partial(SGD, lr=0.1), device="cpu", threads=1) for _ in range(2)
+    )
+    with pytest.raises(ConfigError, match="has been closed"):
+        first.step(torch.ones(4, 2), torch.ones(4, 1))
+    second.step(torch.ones(4, 2), torch.ones(4, 1))
+    assert repr(first).endswith("rank 0 of 1, closed>")
+    assert repr(second).startswith("<Pipeline of Linear: 1f1b, 4 microbatches, stages on ranks [0], ")
+    assert repr(second).endswith(" 1 updates>")
+    second.close()
