@@ -57,6 +57,7 @@ class Session:
     ) -> None:
         self.plan, self._task, self._mesh = plan, task, mesh
         self.stages = make_stages(plan, model, task, optimizer, rate, mesh)
+        self._copies = copies_of(self.stages)
         self.engine = make_engine(plan, self.stages, mesh)
         self.last = self.stages.get(plan.stages - 1)
         """The last stage, which counts; None if another rank holds it."""
@@ -105,6 +106,7 @@ class Session:
         order = order_of(self.plan, len(sizes), self._mesh.world.rank, ends)
         if self.whole is not None:
             self.whole.take_back()
+        self._level()
         with self._feed([pieces(size, m) for size in sizes], batches) as feed:
             self.engine.train(order, feed, m, tick, observe)
         return order.batches, [] if self.last is None else self.last.counts.take_losses()
@@ -124,6 +126,7 @@ class Session:
         """
         program = lower(forward_only(self.plan.placement, len(sizes)), self.plan.cut.edges)
         ahead = max(self.plan.cut.bounds.values(), default=0)
+        self._level()
         order = Order(program[self._mesh.world.rank], len(sizes), 1, ends, ahead)
         with (
             self._feed([[size] for size in sizes], batches, targets=take is None) as feed,
@@ -142,6 +145,12 @@ class Session:
         )
         return found
 
+    @torch.no_grad()
+    def _level(self) -> None:
+        """Give copies of a weight the numbers of the first, which a program may have changed since."""
+        for first, copy in self._copies:
+            copy.data.copy_(first.data)
+
     @contextmanager
     def _feed(self, cut: Sizes, batches: Batches, targets: bool = True) -> Iterator[WindowFeed]:
         """Yield the microbatches of a window; of an error for want of memory, say what was predicted."""
@@ -155,6 +164,18 @@ class Session:
             raise explained(error, self.plan, self._mesh.world.rank, device) from error.__cause__
         for wait, _ in sent:
             wait()
+
+
+def copies_of(stages: Mapping[int, Stage]) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Return the weights that stages of a rank share: that of the first, which a program sees, and a copy."""
+    found: dict[str, nn.Parameter] = {}
+    named = [
+        (stage.names.get(name, name), p)
+        for _, stage in sorted(stages.items())
+        for name, p in stage.module.named_parameters()
+    ]
+    pairs = [(found.setdefault(name, p), p) for name, p in named]
+    return [(first, copy) for first, copy in pairs if first is not copy]
 
 
 def make_stages(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
+from pipetrain import Pipeline
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.sums import packed, unpack
 from tests.support.cases import Case, Saved, compare, make_run, run_in_threads
@@ -54,3 +58,38 @@ def test_two_stages_of_one_rank_go_on_with_a_state_each(tmp_path):
     wanted, _ = run_in_threads(case, saved=Saved(tmp_path))
     state, _ = run_in_threads(case, source=sorted((tmp_path / "checkpoints").glob("update-*"))[0])
     assert all(state[name].equal(tensor) for name, tensor in wanted.items())
+
+
+def tied() -> nn.Sequential:
+    torch.manual_seed(0)
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    last.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), last, nn.Linear(4, 3)).double()
+
+
+def halve(model: nn.Sequential) -> None:
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved_1f1b"])
+def test_what_a_program_does_to_a_shared_weight_reaches_both_stages_of_its_rank(schedule):
+    """One process has both stages, each with a copy."""
+    x, y = torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 3
+    model, plain = tied(), tied()
+    sgd = torch.optim.SGD(plain.parameters(), 0.1)
+    options = {"microbatches": 4, "partition": [2], "device": "cpu", "threads": 1}
+    with Pipeline(model, cross_entropy, partial(torch.optim.SGD, lr=0.1), schedule, **options) as pipe:
+        for update in range(4):
+            if update % 2:
+                halve(model)
+                halve(plain)
+            sgd.zero_grad()
+            loss = cross_entropy(plain(x), y)
+            loss.backward()
+            sgd.step()
+            assert pipe.step(x, y) == pytest.approx(loss.item(), abs=1e-14)
+        halve(model)
+        halve(plain)
+        wanted = cross_entropy(plain(x), y).item()
+        assert pipe.evaluate([(x, y)])["loss"] == pytest.approx(wanted, abs=1e-14)
