@@ -98,8 +98,8 @@ class BatchStatistics(Observer):
     @torch.no_grad()
     def _move(self, running: _Running, parts: Sequence[Moments]) -> None:
         mean, variance = joined(parts)
-        if self._only_finite and not all(torch.cat([mean, variance]).isfinite().tolist()):
-            return
+        own = [tensor for tensor in (running.mean, running.variance, running.calls) if tensor is not None]
+        before = [tensor.clone() for tensor in own] if self._only_finite else []
         if running.calls is not None:
             running.calls.add_(1)
         for old, new in ((running.mean, mean), (running.variance, variance)):
@@ -107,6 +107,10 @@ class BatchStatistics(Observer):
                 old.add_((new - old) / running.calls)
             else:
                 old.mul_(1 - parts[0].momentum).add_(new.to(old.dtype), alpha=parts[0].momentum)
+        if before:  # decided on the device, for which no host waits
+            finite = torch.cat([mean, variance]).isfinite().all()
+            for now, earlier in zip(own, before, strict=True):
+                now.copy_(torch.where(finite, now, earlier))
 
 
 def joined(moments: Sequence[Moments]) -> tuple[Tensor, Tensor]:

@@ -113,7 +113,8 @@ def packed(weights: Mapping[str, Tensor], skip: bool) -> Tensor:
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
         parts.append(numbers_of(gradient).flatten())
         there.append(math.nan if skip else float(weight.grad is not None))
-    return torch.cat([*parts, parts[0].new_tensor(there)])
+    # Filled on the device: a host's list would be copied to it, for which the host waits.
+    return torch.cat([*parts, *(parts[0].new_full((1,), number) for number in there)])
 
 
 def unpack(weights: Mapping[str, Tensor], sums: Tensor) -> None:

@@ -136,7 +136,7 @@ class SquaredError(Metric):
 
     def sums(self, outputs: Value, targets: Value) -> Tensor:
         errors = (_first(outputs) - as_tuple(targets)[0]).double()
-        return torch.stack([errors.square().sum(), errors.new_tensor(errors.numel())])
+        return torch.stack([errors.square().sum(), errors.new_full((), errors.numel())])
 
 
 def _first(outputs: Value) -> Tensor:
