@@ -37,7 +37,7 @@ from tests.support.cases import SCHEDULES, config
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RESULTS = sorted((ROOT / "docs" / "results").rglob("*.md"))
 COMPARED = ["1f1b", "zb_h1", "zbv", "v_half", "pipedream", "pipedream_2bw"]
 TABLE = f"python -m pipetrain.plan compare=[{','.join(COMPARED)}] stages=4 microbatches=8"
@@ -191,7 +191,7 @@ def test_the_tests_of_promises_are_there():
 def test_the_annotated_tree_names_what_there_is():
     names = sorted({path.name for path in (ROOT / "scripts").glob("*.*")} - {"environment.sh"})
     assert f"scripts/          {', '.join(names)}\n" in readme()
-    for name in re.findall(r"^  (\w+\.py|\w+/)\s", (ROOT / "docs" / "house.md").read_text(), re.MULTILINE):
+    for name in re.findall(r"^  (\w+\.py|\w+/)\s", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE):
         assert (ROOT / "pipetrain" / name).exists() or (ROOT / "scripts" / name).exists(), name
 
 
