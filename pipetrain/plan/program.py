@@ -138,11 +138,10 @@ def prove_window(
 def _refuse_unsound(settings: Settings, batches: int, program: Program, cut: Cut | None) -> None:
     """Refuse a program that is wrong, or that the engine cannot run. Raises ScheduleError and ConfigError."""
     routes, ties = _joins(cut)
-    whole = "compile" if settings.compile else "cuda_graphs" if settings.cuda_graphs else ""
-    if whole and splits(program):
+    if settings.compile and splits(program):
         raise ConfigError(
-            f"schedule {settings.schedule} splits backwards, and {whole}=true runs them whole: set "
-            f"{whole}=false, or choose a schedule without I and W"
+            f"schedule {settings.schedule} splits backwards, and compile=true runs them whole: set "
+            f"compile=false, or choose a schedule without I and W"
         )
     placement(program)  # one rank a stage: the engine has no replicas yet
     check(program, batches, settings.microbatches, routes, has_norms(program), ties)

@@ -45,6 +45,8 @@ class Pass:
     back: Tensors
     forward: Any  # torch.cuda.CUDAGraph
     backward: Any
+    weight: Any  # the second half of a backward that is split, else None
+    saving: Saving
 
     def fits(self, x: Tensors, target: Tensors) -> bool:
         pairs = ((x, self.inputs), (target, self.target))
@@ -136,7 +138,7 @@ class GraphedStage(Stage):
         super().__init__(*arguments, **options)
         self._free: list[int] = []  # slots
         self._passes: dict[tuple[int, int], Pass] = {}  # by slot, and by the storage of a weight version
-        self._examples: list[tuple[Tensors, Target | None]] = []  # of rehearsals
+        self._examples: list[tuple[Tensors, Target | None, Saving]] = []  # of rehearsals
         self._replayed: dict[int, Pass] = {}
 
     def forward(
@@ -145,27 +147,47 @@ class GraphedStage(Stage):
         x = tuple(self.numerics.arrange(t.detach()) for t in x)
         aims = as_tuple(target.value) if target is not None else ()
         one = self._passes.get((self._free[-1], self.weights.storage(version))) if self._free else None
-        if one is None or not one.fits(x, aims) or (target is not None and not target.weight):
+        weighs = target is None or target.weight
+        if one is None or one.saving != saving or not one.fits(x, aims) or not weighs:
             if self.rehearses:
-                self._examples.append((x, target))
+                self._examples.append((x, target, saving))
             return super().forward(mb, x, version, target, saving)
         self._free.pop()
         torch._foreach_copy_([*one.inputs, *one.target], [*x, *aims])
         one.forward.replay()
         self._replayed[mb] = one
-        self._open[mb] = Microbatch(mb, (), version, WHOLE, counted=one.counted(target))
+        self._open[mb] = Microbatch(mb, (), version, saving, counted=one.counted(target))
         return one.outputs
 
     def backward(self, mb: int, grads: Tensors, version: int) -> Tensors:
         if (one := self._replayed.pop(mb, None)) is None:
             return super().backward(mb, grads, version)
-        counted = self._close(mb, version).counted
-        if counted is None:
-            torch._foreach_copy_(list(one.grads), list(grads))
-        else:
-            one.grads[0].fill_(counted.share)
-        one.backward.replay()
+        self._give(one, self._close(mb, version), grads)
         self._free.append(one.slot)
+        return self._back(one)
+
+    def backward_input(self, mb: int, grads: Tensors, version: int) -> Tensors:
+        if (one := self._replayed.get(mb)) is None:
+            return super().backward_input(mb, grads, version)
+        self._give(one, self._open[mb], grads)
+        return self._back(one) if one.weight is not None else ()
+
+    def backward_weight(self, mb: int, version: int) -> None:
+        if (one := self._replayed.pop(mb, None)) is None:
+            super().backward_weight(mb, version)
+            return
+        self._close(mb, version)
+        (one.weight or one.backward).replay()
+        self._free.append(one.slot)
+
+    def _give(self, one: Pass, opened: Microbatch, grads: Tensors) -> None:
+        if opened.counted is not None:
+            one.grads[0].fill_(opened.counted.share)
+        else:
+            torch._foreach_copy_(list(one.grads), list(grads))
+
+    def _back(self, one: Pass) -> Tensors:
+        one.backward.replay()
         return tuple(t.clone() for t in one.back)  # the slot's next forward may overwrite it
 
     def capture(self, slots: int, versions: int) -> None:
@@ -173,13 +195,13 @@ class GraphedStage(Stage):
 
         Raises ConfigError for layers that cannot be captured.
         """
-        (x, target), self._examples = self._examples[-1], []
+        (x, target, saving), self._examples = self._examples[-1], []
         pools = [torch.cuda.graph_pool_handle() for _ in range(slots)]
         for storage, leaves in self.weights.fix(versions).items():
             with self.weights.only(leaves):
                 try:
                     for slot, pool in enumerate(pools):
-                        self._passes[slot, storage] = self._captured(slot, pool, x, target)
+                        self._passes[slot, storage] = self._captured(slot, pool, x, target, saving)
                 except Exception as error:
                     raise ConfigError(
                         f"cuda_graphs=true: the passes of stage {self.index} cannot be captured, as layers "
@@ -188,7 +210,7 @@ class GraphedStage(Stage):
                     ) from error
         self._free = list(range(slots))
 
-    def _captured(self, slot: int, pool: Any, x: Tensors, target: Target | None) -> Pass:
+    def _captured(self, slot: int, pool: Any, x: Tensors, target: Target | None, saving: Saving) -> Pass:
         """Capture the passes of one slot. `x`, `target`: such as will come."""
         mine, aims = tuple(t.clone() for t in x), cast(Tensors, ())
         if target is not None:
@@ -196,15 +218,19 @@ class GraphedStage(Stage):
             target = replace(target, value=ValueSpec.like(target.value).pack(aims))
         first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with _capturing(first, pool):
-            outputs = super().forward(_RECORDED, mine, 0, target)
+            outputs = super().forward(_RECORDED, mine, 0, target, saving)
             one = self._open[_RECORDED]
             needs = self.needed(one.outputs)
         needed = [t for t, need in zip(one.outputs, needs, strict=True) if need]
         grads = tuple(torch.empty_like(t, requires_grad=False) for t in needed)
+        third = torch.cuda.CUDAGraph() if one.deferred is not None else None
         with _capturing(second, pool):
-            back = super().backward(_RECORDED, grads, 0)
-            self._batch = Batch()
-        return Pass(slot, mine, aims, one, outputs, grads, back, first, second)
+            back = (super().backward_input if third else super().backward)(_RECORDED, grads, 0)
+        if third:
+            with _capturing(third, pool):
+                super().backward_weight(_RECORDED, 0)
+        self._batch = Batch()
+        return Pass(slot, mine, aims, one, outputs, grads, back, first, second, third, saving)
 
 
 def _capturing(graph: Any, pool: Any) -> Any:

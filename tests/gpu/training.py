@@ -33,7 +33,7 @@ CLIPPED = ("clip_grad_norm=0.25", "clip_grad_norm_over=model")
 FOUR = ("1f1b", "interleaved_1f1b", "zb_h1", "zbv", "v_async", "pipedream", "pipedream_2bw", "fbp")
 STAGED = ("1f1b", "interleaved_1f1b", "zbv", "pipedream", "fbp")
 QUICK = ("1f1b", "fbp")
-GRAPHED = ("1f1b", "gpipe", "pipedream")
+GRAPHED = ("1f1b", "gpipe", "pipedream", "zb_h1")
 
 
 @dataclass(frozen=True)
