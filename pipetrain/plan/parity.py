@@ -44,8 +44,8 @@ def parity(plan: Plan, network: Network, task: Task, inputs: Value, targets: Val
     meta = any(tensor.is_meta for tensor in named_tensors(network.model).values())
     if plan.settings.microbatches == 1 or n < 2 or meta or work > MOST_WORK:
         return ""
-    slices = zip(plan.cut.slices, plan.evaluation_cut.slices, strict=True)
-    parts = [network.spare().part(*both) for both in slices]
+    twin = network.spare()
+    parts = [twin.part(*both) for both in zip(plan.cut.slices, plan.evaluation_cut.slices, strict=True)]
     dtype = plan.settings.data_dtype
     inputs, targets = (cast_floats(part_of(value, 0, n), dtype) for value in (inputs, targets))
     found: list[str] = []
