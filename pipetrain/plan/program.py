@@ -29,8 +29,9 @@ from pipetrain.schedule.actions import (
 )
 from pipetrain.schedule.bounds import edge_bounds, widest
 from pipetrain.schedule.check import check
-from pipetrain.schedule.lower import lower
+from pipetrain.schedule.lower import edges, lower
 from pipetrain.schedule.policy import Bounds, ForwardBackward
+from pipetrain.schedule.posts import Posts, make_posts
 from pipetrain.schedule.simulate import Cost, Deadlock, simulate
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import joined, with_norms, with_recompute, with_ties
@@ -46,6 +47,7 @@ class Window:
     program: Program
     simulation: Timeline
     bounds: list[Bounds]  # by stage
+    posts: Posts | None = None  # None: a policy's, whose receives are posted all ahead
 
 
 def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]:
@@ -157,7 +159,9 @@ def _played(
     if isinstance(schedule, ForwardBackward):  # whose program is one of many
         size = len(program), batches, settings.microbatches
         return Window(program, run, [schedule.bounds(stage, *size) for stage in range(len(program))])
-    return Window(program, run, [*map(Bounds, run.activations, run.versions, run.staleness)])
+    edge_sizes = cut.bounds if cut else dict.fromkeys(edges(program), settings.buffer_size)
+    bounds = [*map(Bounds, run.activations, run.versions, run.staleness)]
+    return Window(program, run, bounds, make_posts(program, edge_sizes))
 
 
 @contextmanager

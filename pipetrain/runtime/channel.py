@@ -8,9 +8,10 @@ and the plan the sizes, so there are no headers. Every wait has a deadline; its 
 Over gloo the host waits. Over NCCL the device's stream does, while the host goes on: the bounds then hold in
 the order of the stream, and a thread keeps the deadline. A posted NCCL receive is a kernel that runs until
 its message is there, and what is loaded waits for its end, as large kernels seem to for the multiprocessors
-that it holds: VGG16 with microbatches of 128 hung although all was loaded. So there a receive is posted only
-where the stream waits for it, and the sender leaves as many sends more unfinished: the messages under way are
-as many as before.
+that it holds: VGG16 with microbatches of 128 hung although all was loaded. So there a receive is posted
+where, in one global order, its send is made (schedule/posts.py); the sender leaves as many sends more
+unfinished. A policy has no such order: its receives are posted ahead there too, so its kernels must not wait
+for them.
 """
 
 from __future__ import annotations
@@ -174,6 +175,12 @@ class Channel:
             self._wait(end.sent.popleft())
         end.sent.append(self._start(message, True, [self._to_wire(t) for t in tensors]))
         self.carried += message.nbytes
+
+    def post(self, message: Message) -> None:
+        """Post the receive of this message, the next one of its edge, unless it is posted ahead anyway."""
+        end = self._ends[message.edge]
+        if not self._ahead(end):
+            self._post(end, len(end.posted) + 1)
 
     def recv(self, message: Message) -> tuple[Tensor, ...]:
         """Wait for the next message of its edge, which must be this one."""

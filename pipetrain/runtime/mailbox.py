@@ -164,6 +164,9 @@ class Mailbox:
         self.channel.send(message, self.coding.encode(message, tensors))
         self.raw_bytes[action.stage] += sum(spec.nbytes for spec in message.plain)
 
+    def post(self, receive: Action) -> None:
+        self.channel.post(self._message(receive))
+
     def recv(self, action: Action) -> None:
         message = self._message(action)
         self._arrived[message.edge, action.mb] = self.coding.decode(message, self.channel.recv(message))

@@ -12,12 +12,14 @@ before its forward; the others look after they have received that microbatch, an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.microbatch import Saving
 from pipetrain.schedule.actions import NO_PEER, RECEIVES, Action, Op, last_uses, shortened
 from pipetrain.schedule.policy import Wait
+from pipetrain.schedule.posts import Post
 
 SHORT = 2  # batches in which a window does all that it ever does, such as keeping an old version
 
@@ -33,7 +35,8 @@ class Order:
     """A program's list of actions of one rank in one window, of `batches` batches. For single use.
 
     `ends` may end the window early; at most `ahead` receives are posted ahead on an edge. With `decide` the
-    list is an example of the decisions, with the same messages.
+    list is an example of the decisions, with the same messages. `posts`: where receives are posted, see
+    `make_posts`; without, a receive is posted where it is waited for.
     """
 
     def __init__(
@@ -44,16 +47,17 @@ class Order:
         ends: Ends | None = None,
         ahead: int = 0,
         decide: Decide | None = None,
+        posts: Sequence[Post] = (),
     ) -> None:
         self.batches, self.microbatches = batches, microbatches
         self.decide = decide
         self._ends, self._ahead = ends, ahead
-        self._list = list(actions)
+        self._list, self._posts = list(actions), list(posts)
         self._last_uses = last_uses(self._list)
         self._split = {(a.stage, a.mb) for a in actions if a.op is Op.I}
         self.recomputed = {(a.stage, a.mb) for a in actions if a.op is Op.R}
         self.first = min((a.stage for a in actions), default=0)
-        self._position = -1
+        self._position, self._posted = -1, 0
         self._reads: dict[int, int] = {}  # under a policy: open microbatch -> weight version
 
     def short(self) -> Order:
@@ -78,7 +82,7 @@ class Order:
         """Yield the actions; each is done when the next one is requested."""
         peers = [a.peer for a in self.receives() if (a.stage, a.op) == (self.first, Op.RECV_F)]
         asking = (self.first, Op.RECV_F if peers else Op.F, min(peers, default=NO_PEER))
-        for action in self._decided(self.decide(self, mail)) if self.decide else self._listed():
+        for action in self._decided(self.decide(self, mail)) if self.decide else self._listed(mail):
             asks = isinstance(action, Action) and (action.stage, action.op, action.peer) == asking
             if asks and not peers:
                 self._ask(action, mail)
@@ -93,13 +97,19 @@ class Order:
         begun = action.mb // self.microbatches + 1
         if self._ends is not None and not rest and batches < self.batches and self._ends(batches, begun):
             self.batches = batches
-            self._list = shortened(self._list, batches, self.microbatches)
-            self._last_uses = last_uses(self._list)
+            kept = shortened(self._list, batches, self.microbatches)
+            stays = set(kept)
+            left = [0, *accumulate(action in stays for action in self._list)]
+            self._posts = [(left[at], receive) for at, receive in self._posts if receive in stays]
+            self._list, self._last_uses = kept, last_uses(kept)
             mail.channel.forget(batches * self.microbatches)
 
-    def _listed(self) -> Iterator[Action]:
+    def _listed(self, mail: Mailbox) -> Iterator[Action]:
         while self._position + 1 < len(self._list):
             self._position += 1
+            while self._posted < len(self._posts) and self._posts[self._posted][0] <= self._position:
+                mail.post(self._posts[self._posted][1])
+                self._posted += 1
             yield self._list[self._position]
 
     def _decided(self, actions: Iterator[Action | Wait]) -> Iterator[Action | Wait]:
@@ -113,7 +123,8 @@ class Order:
 
 def order_of(plan: Plan, batches: int, rank: int, ends: Ends | None = None) -> Order:
     """Return the actions of a rank in a window of `batches` batches."""
-    actions, ahead = plan.windows[batches].program[rank], max(plan.cut.bounds.values(), default=0)
+    window = plan.windows[batches]
+    actions, ahead = window.program[rank], max(plan.cut.bounds.values(), default=0)
     policy, stages, routes = plan.policy, plan.stages, plan.cut.edges
 
     def decide(order: Order, mail: Mailbox) -> Iterator[Action | Wait]:
@@ -121,4 +132,7 @@ def order_of(plan: Plan, batches: int, rank: int, ends: Ends | None = None) -> O
         size = order.first, stages, lambda: order.batches, order.microbatches
         return policy.lowered(*size, mail, routes, bool(order.recomputed))
 
-    return Order(actions, batches, plan.settings.microbatches, ends, ahead, decide if policy else None)
+    size = batches, plan.settings.microbatches
+    if window.posts is None:
+        return Order(actions, *size, ends, ahead, decide)
+    return Order(actions, *size, ends, window.posts.ahead, posts=window.posts.of[rank])

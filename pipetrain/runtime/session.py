@@ -37,6 +37,7 @@ from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.runtime.whole import WholeModel
 from pipetrain.schedule.actions import Edge
 from pipetrain.schedule.lower import lower
+from pipetrain.schedule.posts import make_posts
 from pipetrain.schedule.programs import forward_only
 from pipetrain.settings import Mode
 from pipetrain.tasks import ModelLoss, Task
@@ -125,9 +126,9 @@ class Session:
         which has no targets.
         """
         program = lower(forward_only(self.plan.placement, len(sizes)), self.plan.cut.edges)
-        ahead = max(self.plan.cut.bounds.values(), default=0)
+        posts, rank = make_posts(program, self.plan.cut.bounds), self._mesh.world.rank
         self._level()
-        order = Order(program[self._mesh.world.rank], len(sizes), 1, ends, ahead)
+        order = Order(program[rank], len(sizes), 1, ends, posts.ahead, posts=posts.of[rank])
         with (
             self._feed([[size] for size in sizes], batches, targets=take is None) as feed,
             nullcontext() if self.whole is None else self.whole.suspended(),

@@ -85,3 +85,21 @@ def test_an_edge_of_another_plan_has_no_bound_and_is_left_alone():
     channel.expect(messages)
     assert [[t.shape for t in channel.recv(one)] for one in messages] == [[(2, 3), (2,)]] * 2
     channel.drain()
+
+
+@pytest.mark.parametrize(
+    ("ordered", "watched", "open_"), [(True, False, 0), (True, True, 2), (False, False, 2)]
+)
+def test_where_the_stream_waits_receives_are_posted_where_the_program_says(
+    monkeypatch, ordered, watched, open_
+):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    channel = LoopbackChannel({(0, 1): None}, 2, 60, CPU)
+    channel.ordered = ordered
+    messages = [message(0, 1, mb) for mb in range(3)]
+    channel.expect(messages, watched)
+    buffers = [len(list(channel.buffers()))]
+    for one in messages[:2]:
+        channel.post(one)
+        buffers.append(len(list(channel.buffers())))
+    assert buffers == [open_ * 2, *([2, 4] if not open_ else [4, 4])]

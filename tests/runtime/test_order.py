@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from pipetrain.runtime.order import Order
-from pipetrain.schedule.lower import lower
-from pipetrain.schedule.programs import gpipe
+from pipetrain.schedule.actions import RECEIVES
+from pipetrain.schedule.lower import edges, lower
+from pipetrain.schedule.posts import make_posts
+from pipetrain.schedule.programs import gpipe, zbv
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -29,3 +31,23 @@ def test_a_window_ends_before_a_batch_of_which_no_receive_is_posted(rank):
     assert [action for action, _ in seen] == lower(gpipe(3, 3, 2))[rank]
     assert said == [(1, 1), (2, 2), (3, 3)]
     assert (order.batches, forgotten) == (3, [6])
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+@pytest.mark.parametrize("ending", [1, 2, 3, 4])
+def test_receives_are_posted_before_they_are_due_and_none_of_a_batch_that_is_left_out(rank, ending):
+    program = lower(zbv(4, 4, 4))
+    posts = make_posts(program, dict.fromkeys(edges(program), 1))
+    posted, last = [], []
+
+    def forget(mb: int) -> None:
+        last.append(mb)
+        assert all(receive.mb < mb for receive in posted)
+
+    mail = SimpleNamespace(channel=SimpleNamespace(forget=forget), post=posted.append)
+    order = Order(program[rank], 4, 4, lambda n, _: n >= ending, posts.ahead, posts=posts.of[rank])
+    for action in order.actions(mail):
+        assert action.op not in RECEIVES or action in posted
+    assert sorted(map(str, posted)) == sorted(map(str, order.receives()))
+    assert order.batches == ending
+    assert last == [4 * ending][: ending < 4]
