@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pipetrain.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from pipetrain.errors import ActionFailed as ActionFailed
     from pipetrain.errors import ChannelError as ChannelError
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from pipetrain.tasks import Segmentation as Segmentation
     from pipetrain.tasks import Task as Task
 
-__version__ = "0.2.0"
 _HOMES = {
     "pipetrain.errors": ("ActionFailed", "ChannelError", "ConfigError", "TrainingStopped"),
     "pipetrain.fitting": ("fit",),

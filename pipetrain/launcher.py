@@ -34,11 +34,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser, parse_args, run
 
-from pipetrain import __version__
 from pipetrain.ending import ENDED, FAILED, guarded, leave
 from pipetrain.rules import decoded, whole
 from pipetrain.settings import share_of_cores
 from pipetrain.signals import LIMIT
+from pipetrain.version import __version__
 
 LOOPBACK = "127.0.0.1"
 SHUTDOWN_S = "120"  # for ranks to save after a signal; torchrun's default is 30, which older ones always take

@@ -23,9 +23,9 @@ from typing import Any
 
 from torch import Tensor
 
-from pipetrain import __version__
 from pipetrain.checkpoint.progress import Progress
 from pipetrain.documents import DamagedCheckpoint, OtherFormat, read_as, read_json, refuse_device
+from pipetrain.version import __version__
 
 CHECKPOINTS, MANIFEST, PARTIAL = "checkpoints", "manifest.json", ".partial"
 VERSION = 5
