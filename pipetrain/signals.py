@@ -199,8 +199,12 @@ def _let_go() -> None:
     if ours:
         signal.set_wakeup_fd(-1)
         os.setpgid(0, 0)
+    if ours and hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, ours)  # DataLoader gives its workers other handlers later
         Thread(target=_obey, args=(os.getppid(), ours), daemon=True).start()
+        return
+    for number in ours:  # as on macOS, which does not say who sends a signal
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _obey(parent: int, numbers: Sequence[int]) -> None:
