@@ -120,6 +120,7 @@ class Epochs:
         self._recorder = recorder
         self._keeper = keeper
         self._position = Position(update=next(iter(session.stages.values())).weights.updates)
+        self._again = self._position.update > 0  # this process has trained before
         self._progress = Progress()  # of the epochs before this one
         self._started = time.perf_counter()  # without pauses between a stop and a resume
         self._ran: list[list[Action]] = []  # in each window of the epoch, where a policy decides
@@ -138,14 +139,15 @@ class Epochs:
         return self._progress.history
 
     def restore(self, source: Source) -> None:
-        """Resume from a verified checkpoint.
+        """Resume from a verified checkpoint. An epoch that `max_updates` has cut short is not over there.
 
         Random states belong to ranks, statistics to stages and residuals to edges: they are restored only for
         the same pipeline.
         """
         session, manifest = self.session, source.manifest
         names = ["loss", *(metric.name for metric in self._about.task.metrics)]
-        history = [record.named(names) for record in manifest.progress.history]
+        epoch = manifest.position.epoch
+        history = [record.named(names) for record in manifest.progress.history if record.epoch <= epoch]
         self._progress = replace(manifest.progress, history=history)
         self._position = self._placed(manifest.position)
         if self._position != manifest.position:
@@ -162,7 +164,7 @@ class Epochs:
             if isinstance(self._passes, PassesByNumber):  # those of a loader need it before they begin
                 restore_random(source, self._mesh)
         else:  # the statistics are of other stages
-            history = [replace(figures, stages={}) for figures in self._progress.history]
+            history = [replace(figures, stages={}) for figures in self.history]
             self._progress = replace(self._progress, history=history, stages={})
 
     def _placed(self, position: Position) -> Position:
@@ -174,19 +176,21 @@ class Epochs:
 
     def run(self) -> bool:
         """Train and evaluate all epochs; return False if stopped. Raises ChannelError and TrainingStopped."""
-        settings = self._about.settings
-        tracer = Tracer(self._about, self._mesh) if settings.trace else None
+        tracer, epochs = (
+            Tracer(self._about, self._mesh) if self._about.settings.trace else None,
+            self._about.epochs,
+        )
         if self._recorder:
-            self._recorder.begin(self.history)
+            self._recorder.begin(self.history, self._again)
         for record in self.history:  # what it knows of them it may have forgotten in a restart
             self._ask(record)
         self._mesh.gather("the start of the epochs", None)  # so that no rank's time is that of its start
         self._started = time.perf_counter() - self._progress.elapsed_s
-        for epoch in range(self._position.epoch, settings.epochs):
+        for epoch in range(self._position.epoch, epochs):
             if self._enough:
                 break
             asked = self._epoch(epoch, tracer)
-            if asked == "stop" and self._position.epoch < settings.epochs:
+            if asked == "stop" and self._position.epoch < epochs:
                 break
             if tracer and tracer.over:
                 self._trace(tracer)
@@ -195,7 +199,7 @@ class Epochs:
             self._trace(tracer)
         if self._keeper:
             self._keeper.close()
-        return self._enough or self._position.epoch == settings.epochs
+        return self._enough or self._position.epoch == epochs
 
     def _ask(self, record: EpochRecord) -> None:
         """Ask the program whether an epoch was the last one; one rank's word is enough."""
@@ -203,7 +207,7 @@ class Epochs:
         self._enough = bool(self._mesh.most("whether epochs are enough", int(enough))) or self._enough
 
     def _trace(self, tracer: Tracer) -> None:
-        trace = tracer.collect(stopped=self._position.epoch < self._about.settings.epochs)
+        trace = tracer.collect(stopped=self._position.epoch < self._about.epochs)
         if self._recorder and trace.windows:
             self._recorder.trace(trace)
 
@@ -218,26 +222,45 @@ class Epochs:
             self._save(trained - start)
             return "stop"
         self._report(epoch, trained - start, time.perf_counter() - trained)
-        self._progress = replace(Progress(self.history), unseen_epochs=self._progress.unseen_epochs)
-        self._position = Position(epoch + 1, 0, self._position.update)
+        ended = Position(epoch + 1, 0, self._position.update)
+        cut = self._about.batches_of(epoch + 1) < self._about.batches
+        if not cut:  # else a longer training goes on with the epoch
+            self._reset()
+            self._position = ended
         self._ask(self.history[-1])
-        over = self._enough or epoch + 1 == self._about.settings.epochs
+        over = self._enough or epoch + 1 == self._about.epochs
         best = best_epoch(self.history) is self.history[-1]
         if self._keeper and (self._keeper.due(self._position, over, best) or asked):
-            self._save(0.0)
+            self._save(trained - start if cut else 0.0)
+        self._position = ended
         return asked
+
+    def _reset(self) -> None:
+        """Begin the figures of another epoch."""
+        self._progress = replace(Progress(self.history), unseen_epochs=self._progress.unseen_epochs)
+        self._losses = []
+        self.session.engine.take_stats()
+        if self.session.last:
+            self.session.last.take_trained()
 
     def _train(self, epoch: int, tracer: Tracer | None, began: float) -> Asked:
         about, done = self._about, self._position.batch
         batches = self._passes.train(epoch, done)
-        total = batches.total or about.batches
+        total = min(batches.total or about.batches, about.batches_of(epoch + 1))
         tick = partial(self._tick, f"epoch {epoch + 1}", total - done)
         batch_s = [figures.train_s / total for figures in self.history[-1:]]
         window = about.settings.window
         asked: Asked = ""
-        while sizes := batches.next(window and window - done % window):
+
+        def next_window() -> list[int] | None:
+            most = window and window - done % window
+            if total < about.batches:  # the loader goes on
+                most = min(most or total, total - done)
+            return [] if most == 0 else batches.next(most)
+
+        while sizes := next_window():
             over = done + len(sizes) == total
-            meter = self._meter(epoch + 1 == about.settings.epochs and over)
+            meter = self._meter(epoch + 1 == about.epochs and over)
             self.session.engine.watcher = meter
             self.session.prove(len(sizes))
             observe = self._observer(tracer.observer(epoch, sizes) if tracer else None)
@@ -260,6 +283,8 @@ class Epochs:
 
     def evaluate(self, epoch: int) -> bool:
         """Evaluate all test samples, which the last stage counts; return False if stopped early."""
+        if not self._about.evaluates:
+            return True
         batches = self._passes.evaluate()
         batch_s = [record.eval_s / max(1, self._about.data.test) for record in self.history[-1:]]
         while sizes := batches.next(None if isinstance(batches, ByNumber) else EVALUATED_AT_ONCE):
@@ -273,7 +298,7 @@ class Epochs:
         """Start to save a checkpoint; on all ranks at the same window, with the pipeline drained."""
         assert self._keeper is not None
         session, last = self.session, self.session.last
-        trained = last.counts.trained.peek() if last else Tally()
+        trained = last.peek_trained() if last else Tally()
         mine = _Figures(session.engine.stats, trained, self._losses)
         ranks = self._gather("what is known of the epoch", mine)
         known = ranks[session.plan.placement[-1]]
@@ -337,17 +362,18 @@ class Epochs:
     def _report(self, epoch: int, train_s: float, eval_s: float) -> None:
         """Gather an epoch's figures from all ranks, and record them."""
         last = self.session.last
-        trained, evaluated = (last.take_trained(), last.take_evaluated()) if last else (Tally(), Tally())
-        ran, stats = [list(map(str, actions)) for actions in self._ran], self.session.engine.take_stats()
+        trained, evaluated = (last.peek_trained(), last.take_evaluated()) if last else (Tally(), Tally())
+        ran, stats = [list(map(str, actions)) for actions in self._ran], self.session.engine.stats
         mine = _Figures(stats, trained, self._losses, evaluated, train_s, eval_s, ran, self._held)
-        self._ran, self._held, self._losses = [], None, []
+        self._ran, self._held = [], None
         ranks = self._gather(f"the figures of epoch {epoch + 1}", mine)
         if self._mesh.world.rank == 0:
             windows = zip(*(figures.ran for figures in ranks), strict=True)
             self._prove(epoch, [[list(map(parse_action, actions)) for actions in ran] for ran in windows])
         known = ranks[self.session.plan.placement[-1]]
         trained, evaluated, losses = known.trained, known.evaluated, known.losses
-        if self._about.settings.on_nan == "stop" and math.isnan(evaluated.mean_loss):
+        evaluates = self._about.evaluates
+        if evaluates and self._about.settings.on_nan == "stop" and math.isnan(evaluated.mean_loss):
             raise TrainingStopped(
                 f"the loss of the evaluation after update {self._position.update} is nan: the weights "
                 f"are not finite, or the model's outputs for the test samples; lower lr, or see on_nan"
@@ -357,8 +383,8 @@ class Epochs:
         record = EpochRecord(
             epoch=epoch + 1,
             trained=self._values(trained),
-            evaluated=self._values(evaluated),
-            score=self._about.task.score(evaluated),
+            evaluated=self._values(evaluated) if evaluates else {},
+            score=self._about.task.score(evaluated) if evaluates else math.nan,
             samples=trained.samples,
             losses=means,
             rates={update: peak * self._rate(update - 1) for update in means},

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from pipetrain.building import names_of, shipped
 from pipetrain.checkpoint.asking import Asking
-from pipetrain.checkpoint.files import CHECKPOINTS, folders
+from pipetrain.checkpoint.files import CHECKPOINTS, Position, folders
 from pipetrain.checkpoint.resume import (
     AUTO,
     Source,
@@ -76,8 +76,8 @@ class RunFolder:
 def fit(
     pipe: Pipeline,
     train: Loader,
-    test: Loader,
-    epochs: int = 1,
+    test: Loader | None = None,
+    epochs: int | None = None,
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
     checkpoint: Mapping[str, Any] | int | None = 1,
@@ -86,13 +86,16 @@ def fit(
     trace: bool | int = False,
     name: str = "",
     after_epoch: AfterEpoch = lambda row: None,
+    max_updates: int | None = None,
 ) -> list[dict[str, float]]:
     """Train epochs of a loader, each with an evaluation after it; return a row of figures for each epoch.
 
     Every rank gets the rows: epoch, train_loss and train_METRIC, val_loss and val_METRIC, lr, samples_per_s,
     seconds. While it trains rank 0 shows the progress, and then the times of the stages beside the plan's.
 
-    - `train`, `test`: loaders as of Pipeline.train and Pipeline.evaluate, with a length.
+    - `train`, `test`: loaders as of Pipeline.train and Pipeline.evaluate, with a length. Without `test`
+      nothing is evaluated, and no epoch is the best.
+    - `epochs`: by default 1, or as many as `max_updates` needs.
     - `run_dir`: the folder of all records and checkpoints, which all ranks share: metrics.csv, summary.json,
       plan.txt, TensorBoard's events, checkpoints. None: there are none.
     - `resume`: "auto", to go on from the newest whole checkpoint in `run_dir`, if there is one, as a program
@@ -105,6 +108,8 @@ def fit(
     - `name`: of the data, for the records.
     - `after_epoch`: called on every rank with an epoch's row; "stop" ends the training, as after the last
       epoch. A training that goes on calls it first with the rows of the epochs before.
+    - `max_updates`: of the whole training, which ends there amid an epoch too: with an evaluation, a row of
+      the epoch so far, and a checkpoint, from which a longer one goes on with the epoch.
 
     SIGTERM and Ctrl-C save, and end the training after the window that runs: then `pipe.stopping` is true
     (Ctrl-C raises KeyboardInterrupt once it is saved). SIGUSR1 saves and goes on. Raises ConfigError, before
@@ -112,14 +117,18 @@ def fit(
     """
     windows = trace and trace is not True and COUNT.read("trace", trace)
     options = {
-        "epochs": epochs,
+        "epochs": 1 if epochs is None else epochs,
+        "max_updates": max_updates,
         "log_every": log_every,
         **_checkpoints(checkpoint),
         "trace": {"windows": windows} if windows else bool(trace),
         "resume": None if resume is None else str(PATH.read("resume", resume)),
     }
-    pipe._settings.changed(options)
-    batches, evaluated = _batches_in(pipe, train, "train"), _batches_in(pipe, test, "test")
+    limit = pipe._settings.changed(options).max_updates
+    batches = _batches_in(pipe, train, "train")
+    evaluated = 0 if test is None else _batches_in(pipe, test, "test")
+    if limit and epochs is None:
+        options["epochs"] = -(-limit // batches)
     if resume is not None and run_dir is None:
         raise ConfigError("resume= goes on in a run's folder: give run_dir= too")
     if run_dir is not None and current_thread() is not main_thread():
@@ -192,7 +201,7 @@ def _logging(loggers: Sequence[str] | Mapping[str, Mapping[str, Any]]) -> DictCo
 class Loaders:
     """Passes over loaders. Rank 0 reads them; their first batch decides the plan, if there is none yet."""
 
-    def __init__(self, pipe: Pipeline, train: Loader, test: Loader, source: Source | None) -> None:
+    def __init__(self, pipe: Pipeline, train: Loader, test: Loader | None, source: Source | None) -> None:
         self._pipe = pipe
         self._train = train
         self._test = test
@@ -223,6 +232,7 @@ class Loaders:
         return batches
 
     def evaluate(self) -> Batches:
+        assert self._test is not None, "nothing is evaluated"
         return self._pipe._batches(self._test, "the evaluation")
 
     def random(self) -> dict[str, Tensor]:
@@ -292,13 +302,15 @@ def train_epochs(
 def _about(pipe: Pipeline, settings: Settings, data: DataFacts, batches: int, source: Source | None) -> About:
     """Return what the records say of the training, with all of its windows proven."""
     session, device, world = pipe._begun, pipe._mesh.device, pipe._mesh.world
-    for done in (0, source.manifest.position.batch if source else 0):
-        for length in window_lengths(batches, settings.window, done):
-            session.prove(length)
     settings = replace(settings, lr=pipe._asked.peak)
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     room = gpu_bytes(device.type, world.local_size)
-    return About(settings, session.plan, pipe._task, data, batches, f"{world.size} x {kind}", room)
+    about = About(settings, session.plan, pipe._task, data, batches, f"{world.size} x {kind}", room)
+    at = source.manifest.position if source else Position()
+    for epoch, done in ((1, 0), (about.epochs, 0), (at.epoch + 1, at.batch)):
+        for length in window_lengths(about.batches_of(epoch), settings.window, done):
+            session.prove(length)
+    return about
 
 
 def _run(epochs: Epochs, keeper: Keeper | None) -> bool:
@@ -324,9 +336,10 @@ def _keeper(pipe: Pipeline, about: About, run_folder: RunFolder) -> Keeper:
         # A run that was killed just before its end may have a checkpoint with all epochs done.
         ending = settings.resume == AUTO and source.manifest.pipeline == about.plan.pipeline
         refuse_other(source, conditions)
-        refuse_finished(source, settings.epochs, ending)
+        done = source.manifest.position.batches(about.batches)
+        refuse_finished(source, done, about.updates, ending)
         if pipe.rank == 0:
-            _go_on(path, source, settings.epochs)
+            _go_on(path, source, done == about.updates)
     store = pipe._mesh.store and PrefixStore(f"fit {next(_trainings)}", pipe._mesh.store)
     config: Any = OmegaConf.to_container(run_folder.config, resolve=True)
     return Keeper(
@@ -340,11 +353,11 @@ def _keeper(pipe: Pipeline, about: About, run_folder: RunFolder) -> Keeper:
     )
 
 
-def _go_on(path: Path, source: Source, epochs: int) -> None:
+def _go_on(path: Path, source: Source, ended: bool) -> None:
     """Remove the records that will be written again."""
-    records, position = [METRICS, UPDATES, SUMMARY], source.manifest.position
-    folder.clear(path, records if position.epoch == epochs else [*records, TRACE, RAN])
-    log.info("pipetrain: going on from %s, after update %d", source.folder, position.update)
+    records, update = [METRICS, UPDATES, SUMMARY], source.manifest.position.update
+    folder.clear(path, records if ended else [*records, TRACE, RAN])
+    log.info("pipetrain: going on from %s, after update %d", source.folder, update)
 
 
 def _recorder(about: About, run_folder: RunFolder | None, ending: ExitStack) -> Recorder:

@@ -168,6 +168,7 @@ class Settings:
 
     batch_size: int = of_run(64, COUNT)
     epochs: int = of_run(1, COUNT)
+    max_updates: int | None = of_run(None, COUNT)
     lr_schedule: str | Rate = of_run("constant", LR_SCHEDULE)
     lr: float = of_run(1.0, POSITIVE, key="optim.lr")
     warmup: float = of_run(0.0, SHARE)  # of all updates
@@ -249,6 +250,10 @@ class Settings:
     def full(self) -> int:
         """The samples of a full microbatch; some have 1 less if `microbatches` do not divide a batch."""
         return -(-self.batch_size // self.microbatches)
+
+    def updates(self, batches: int) -> int:
+        """Return the number of updates of the whole training, of epochs of `batches` batches each."""
+        return min(self.epochs * batches, self.max_updates or sys.maxsize)
 
     def rate(self, updates: int) -> Rate:
         """Return the learning rate as a fraction of `lr`. Raises ConfigError for a wrong function."""

@@ -203,7 +203,7 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
     sampler = Sampler(
         facts.train, settings.batch_size, settings.microbatches, settings.seed, settings.drop_last
     )
-    rate = settings.rate(settings.epochs * len(sampler.batch_sizes))
+    rate = settings.rate(settings.updates(len(sampler.batch_sizes)))
     if not gc.isenabled():  # __main__ has turned it off
         gc.freeze()  # what is imported is not looked at again; before a model is built, which is to be freed
     model = model_of(cfg, settings.seed)

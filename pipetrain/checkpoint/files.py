@@ -48,6 +48,10 @@ class Position:
     batch: int = 0
     update: int = 0
 
+    def batches(self, of_epoch: int) -> int:
+        """Return the complete batches in all, with so many of an epoch."""
+        return self.epoch * of_epoch + self.batch
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:

@@ -16,9 +16,10 @@ Stats = dict[int, StageStats]
 class EpochRecord:
     """Every number of an epoch (counted from 1), gathered from all ranks. Times in seconds.
 
-    `trained`, `evaluated`: the mean loss and the metrics, by name. `stages`: each stage's statistics; empty
-    if another pipeline trained the epoch, and of fewer updates if another one began it. `elapsed_s`: the
-    run's time until its end, without pauses between a stop and a resume; `ended`: in seconds since 1970.
+    `trained`, `evaluated`: the mean loss and the metrics, by name; {} without evaluation. `stages`: each
+    stage's statistics; empty if another pipeline trained the epoch, and of fewer updates if another one began
+    it. `elapsed_s`: the run's time until its end, without pauses between a stop and a resume; `ended`: in
+    seconds since 1970.
     """
 
     epoch: int
@@ -53,7 +54,8 @@ class EpochRecord:
     def named(self, names: Sequence[str]) -> EpochRecord:
         """Return the record with values of these names; NaN for a metric that it does not have."""
         trained, evaluated = (
-            {name: values.get(name, math.nan) for name in names} for values in (self.trained, self.evaluated)
+            {name: values.get(name, math.nan) for name in names if values}
+            for values in (self.trained, self.evaluated)
         )
         return replace(self, trained=trained, evaluated=evaluated)
 
@@ -76,17 +78,16 @@ def by_update(losses: Sequence[float], first: int, every: int) -> dict[int, floa
     return {first + every * n + len(piece) - 1: sum(piece) / len(piece) for n, piece in enumerate(pieces)}
 
 
-def best_epoch(history: Sequence[EpochRecord]) -> EpochRecord:
-    """Return the first epoch of the highest score; NaN counts as the lowest."""
-    scores = [-math.inf if math.isnan(figures.score) else figures.score for figures in history]
-    return history[scores.index(max(scores))]
+def best_epoch(history: Sequence[EpochRecord]) -> EpochRecord | None:
+    """Return the first epoch of the highest score; None if no epoch has one."""
+    scored = [record for record in history if not math.isnan(record.score)]
+    return max(scored, key=lambda record: record.score, default=None)
 
 
 def best_update(history: Sequence[EpochRecord]) -> int | None:
     """Return the number of updates at the end of the best epoch; None if no epoch has a score."""
-    if all(math.isnan(record.score) for record in history):
-        return None
-    return max(best_epoch(history).losses, default=None)
+    best = best_epoch(history)
+    return max(best.losses, default=None) if best else None
 
 
 @dataclass(frozen=True, slots=True)

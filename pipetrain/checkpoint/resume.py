@@ -200,11 +200,13 @@ def refuse_other(source: Source, mine: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_finished(source: Source, epochs: int, ending: bool) -> None:
-    """Refuse a checkpoint with all `epochs` done, unless only the records of this run are missing."""
-    done = source.manifest.position.epoch
-    if done > epochs or (done == epochs and not ending):
-        raise ConfigError(f"{source.folder} has all of its {done} epochs done; give epochs= more to go on")
+def refuse_finished(source: Source, done: int, updates: int, ending: bool) -> None:
+    """Refuse a checkpoint with all `updates` done, unless only the records of this run are missing."""
+    if done > updates or (done == updates and not ending):
+        raise ConfigError(
+            f"{source.folder} has {done} updates done, and this training is of {updates}: give epochs= (or "
+            f"max_updates=) more to go on"
+        )
 
 
 def _difference(key: str, theirs: Any, mine: Any) -> str:

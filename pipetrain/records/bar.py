@@ -1,4 +1,4 @@
-"""The progress of a pass: a bar in a terminal, a line in the log now and then elsewhere."""
+"""The progress of a pass: a bar in a terminal or notebook, a line in the log now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 log = logging.getLogger("pipetrain")
 
+NOTEBOOK = "ipykernel"  # runs the cells of one
 SILENCE_S = 10.0  # between two lines of progress, without a terminal
 
 
@@ -26,9 +27,9 @@ class Bar:
 
     def tick(self, what: str, total: int) -> None:
         self._done += 1
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() or NOTEBOOK in sys.modules:
             if self._bar is None:
-                from tqdm import tqdm  # here, as a check of a GPU trains without it
+                from tqdm.auto import tqdm  # here, as a check of a GPU trains without it
 
                 self._bar = tqdm(total=total, desc=what, leave=False)
             self._bar.update()

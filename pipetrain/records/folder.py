@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.checkpoint.files import CHECKPOINTS, folders
+from pipetrain.data.loader import Sampler
 from pipetrain.documents import read_as, read_json
 from pipetrain.errors import ConfigError
 from pipetrain.rules import COUNT
@@ -145,25 +146,27 @@ def is_of(folder: Path, cfg: DictConfig, apart_from: set[str]) -> bool:
 
 
 def lengthens(run_dir: Path, cfg: DictConfig, settings: Settings) -> bool:
-    """Return whether more epochs would continue the finished run in `run_dir`.
+    """Return whether more updates would continue the finished run in `run_dir`.
 
     Raises ConfigError if the learning rates of its finished updates would have been different.
     """
     finished = (run_dir / SUMMARY).exists() and folders(run_dir / CHECKPOINTS)
-    if not (finished and is_of(run_dir, cfg, {"resume", "epochs"})):
+    if not (finished and is_of(run_dir, cfg, {"resume", "epochs", "max_updates"})):
         return False
     path = run_dir / SUMMARY
     summary = read_as(dict[str, Any], read_json(path), str(path))
-    updates, epochs = (COUNT.read(f"{path}: {key}", summary.get(key)) for key in ("updates", "epochs"))
-    rate, other = settings.rate(updates), settings.rate(updates // epochs * settings.epochs)
-    if settings.epochs > epochs and any(rate(update) != other(update) for update in range(updates)):
+    done, samples = (COUNT.read(f"{path}: {key}", summary.get(key)) for key in ("updates", "train_samples"))
+    sampler = Sampler(samples, settings.batch_size, settings.microbatches, settings.seed, settings.drop_last)
+    updates = settings.updates(len(sampler.batch_sizes))
+    rate, other = settings.rate(done), settings.rate(updates)
+    if updates > done and any(rate(update) != other(update) for update in range(done)):
         raise ConfigError(
-            f"run_dir={run_dir} holds a run that finished after {epochs} epochs, and with "
-            f"lr_schedule={cfg.lr_schedule} warmup={cfg.warmup:g} the rates of {settings.epochs} epochs "
+            f"run_dir={run_dir} holds a run that finished after {done} updates, and with "
+            f"lr_schedule={cfg.lr_schedule} warmup={cfg.warmup:g} the rates of {updates} updates "
             f"differ from the start: train anew in another run_dir, or go on there from its last weights "
             f"with resume={run_dir}"
         )
-    return bool(settings.epochs > epochs)
+    return bool(updates > done)
 
 
 def rename_after(folder: Path, asked: str, used: str) -> Path:

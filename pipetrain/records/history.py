@@ -44,7 +44,7 @@ _CHARTED = {
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """The conditions of a training of `settings.epochs` epochs of `batches` batches each.
+    """The conditions of a training of epochs of `batches` batches each; `updates` may end the last one early.
 
     `settings.lr`: the peak rate. `device`: a description such as `2 x cpu`. `room`: bytes of GPU for each
     rank; None on a CPU.
@@ -60,7 +60,19 @@ class About:
 
     @property
     def updates(self) -> int:
-        return self.settings.epochs * self.batches
+        return self.settings.updates(self.batches)
+
+    @property
+    def epochs(self) -> int:
+        return -(-self.updates // self.batches)
+
+    @property
+    def evaluates(self) -> bool:
+        return self.data.test > 0
+
+    def batches_of(self, epoch: int) -> int:
+        """Return the batches of an epoch, the first one is 1."""
+        return self.updates - (epoch - 1) * self.batches if epoch == self.epochs else self.batches
 
     def conditions(self) -> dict[str, Any]:
         """Return what summary.json and trace.json both say of the training."""
@@ -99,7 +111,7 @@ class History:
         return self.records[-1]
 
     @property
-    def best(self) -> EpochRecord:
+    def best(self) -> EpochRecord | None:
         return best_epoch(self.records)
 
     def measured(self, held: Sequence[Measured]) -> None:
@@ -111,7 +123,7 @@ class History:
     def stages(self, records: Sequence[EpochRecord]) -> list[dict[str, Any]]:
         """Return every number of each stage in some epochs; empty if another pipeline trained them."""
         plan, parts = self.about.plan, [record.stages for record in records if record.stages]
-        seconds = sum(record.train_s * record.updates / self.about.batches for record in records)
+        seconds = sum(one.train_s * one.updates / self.about.batches_of(one.epoch) for one in records)
         if not seconds:
             return []
         stats = [total([stages[stage] for stages in parts]) for stage in range(plan.stages)]
@@ -150,7 +162,9 @@ class History:
         values = {"speed/learning_rate": record.lr, "speed/samples_per_s": record.samples_per_s}
         titles = {metric.name: metric.title or metric.name for metric in self.about.task.metrics}
         for name, title in {"loss": "loss", **titles}.items():
-            values |= {f"{title}/train": record.trained[name], f"{title}/val": record.evaluated[name]}
+            values[f"{title}/train"] = record.trained[name]
+            if name in record.evaluated:
+                values[f"{title}/val"] = record.evaluated[name]
         for stage in self.stages([record]):
             of_stage = {name: (stage[key], unit) for name, (key, unit) in _CHARTED.items()}
             if self.held_epoch == record.epoch:
@@ -181,10 +195,10 @@ class History:
             "updates": max(last.losses, default=about.updates),
             **{f"train_{name}": value for name, value in last.trained.items()},
             **{f"val_{name}": value for name, value in last.evaluated.items()},
-            **{f"best_val_{name}": value for name, value in best.evaluated.items()},
-            "best_epoch": best.epoch,
+            **{f"best_val_{name}": value for name, value in (best.evaluated if best else {}).items()},
+            "best_epoch": best and best.epoch,
             "samples_per_s": sum(record.samples for record in self.records) / train_s,
-            "epoch_s": train_s / len(self.records),
+            "epoch_s": train_s * about.batches / sum(about.batches_of(one.epoch) for one in self.records),
             "total_s": last.elapsed_s,
             "bytes_per_epoch": sum(one["bytes_sent"] for one in stages) / epochs if stages else None,
             "codec_s_per_epoch": sum(one["codec_s"] for one in stages) / epochs if stages else None,
@@ -231,13 +245,15 @@ def epoch_table(history: History) -> str:
     """Return a row per epoch: all, or of many the best and the last ones."""
     metrics, best = history.about.task.metrics, history.best
     many = len(history.records) > MOST_ROWS
-    shown = [best, *history.records[-MOST_ROWS // 2 :]] if many else history.records
-    names = ["loss", *(metric.name for metric in metrics)]
-    rows = [["epoch", *(f"{of} {name}" for of in ("train", "val") for name in names), "samples/s", "seconds"]]
+    ends = history.records[-MOST_ROWS // 2 :] if many else history.records
+    shown = [best, *ends] if many and best else ends
+    texts = {"loss": "{:.4f}".format, **{metric.name: metric.text for metric in metrics}}
+    parts = ["train", "val"] if any(record.evaluated for record in shown) else ["train"]
+    rows = [["epoch", *(f"{of} {name}" for of in parts for name in texts), "samples/s", "seconds"]]
     for record in shown:
         row = [str(record.epoch)]
-        for values in (record.trained, record.evaluated):
-            row += [f"{values['loss']:.4f}", *(metric.text(values[metric.name]) for metric in metrics)]
+        for _, values in zip(parts, (record.trained, record.evaluated), strict=False):
+            row += [text(values[name]) if name in values else "-" for name, text in texts.items()]
         rows.append([*row, f"{record.samples_per_s:.1f}", f"{record.train_s:.1f}"])
     head, *lines = aligned(rows, right=True).splitlines()
     marks = ("  best" if record is best else "" for record in shown)

@@ -53,6 +53,7 @@ class Recorder:
         self._about = about
         self._history = History(about)
         self._bar = Bar()
+        self._brief = 0  # a number of epochs after which no tables are shown
         self._folder = folder
         self._trackers = trackers
         self.files = Files(folder)
@@ -71,9 +72,13 @@ class Recorder:
 
             self._tensorboard = TensorBoard(folder, history, text, picture)
 
-    def begin(self, records: Sequence[EpochRecord] = ()) -> None:
-        """Log the run's model, data and plan; `records`: of the epochs that are already done."""
+    def begin(self, records: Sequence[EpochRecord] = (), again: bool = False) -> None:
+        """Log the run's model, data and plan; `records`: of the epochs that are already done.
+
+        `again`: this Pipeline has trained before, so one more epoch ends without the tables.
+        """
         self._history.records.extend(records)
+        self._brief = len(records) + 1 if again else 0  # epochs
         self._write()
         about, settings, data, plan = self._about, self._about.settings, self._about.data, self._about.plan
         bubble = f"{self._history.simulated.bubble:.1%} by the stages' {'times' if plan.costs else 'work'}"
@@ -82,13 +87,13 @@ class Recorder:
             settings.precision if settings.dtype == torch.float32 else str(settings.dtype).partition(".")[2]
         )
         lines = [
-            f"pipetrain: {settings.model} on {data.name} ({data.train} train, {data.test} test samples), "
-            f"schedule {settings.schedule}, {about.device}",
+            f"pipetrain: {settings.model} on {data.name} ({data.train} train, {data.test or 'no'} test "
+            f"samples), schedule {settings.schedule}, {about.device}",
             f"{f'{plan.stages} stages, cut before layers {plan.cuts}' if plan.cuts else '1 stage'}; batch "
             f"{settings.batch_size} in "
             f"{settings.microbatches} microbatches; bubble {bubble}",
             f"{dtype}, {plan.numerics.memory_format}, threads a process: {threads}",
-            f"{settings.epochs} epochs, {about.updates} updates, seed {settings.seed}{where}",
+            f"{about.epochs} epochs, {about.updates} updates, seed {settings.seed}{where}",
         ]
         if about.room is not None:
             lines.append(says_whether_it_fits(self._history.predicted_memory, about.room))
@@ -110,10 +115,12 @@ class Recorder:
         self._history.records.append(record)
         self._history.measured(held)
         self._write()
+        about, batches = self._about, self._about.batches_of(record.epoch)
+        part = f" ({batches} of {about.batches} batches)" if batches < about.batches else ""
+        evaluated = f"val loss {self._told(record.evaluated)}; " if record.evaluated else ""
         log.info(
-            f"epoch {record.epoch}/{self._about.settings.epochs}: train loss {self._told(record.trained)}; "
-            f"val loss {self._told(record.evaluated)}; {record.samples_per_s:.0f} samples/s, "
-            f"{record.train_s + record.eval_s:.1f} s"
+            f"epoch {record.epoch}/{about.epochs}{part}: train loss {self._told(record.trained)}; {evaluated}"
+            f"{record.samples_per_s:.0f} samples/s, {record.train_s + record.eval_s:.1f} s"
         )
 
     def _told(self, values: Mapping[str, float]) -> str:
@@ -174,8 +181,9 @@ class Recorder:
 
     def _log_results(self, summary: Mapping[str, Any]) -> None:
         history, about = self._history, self._about
-        log.info("\n%s\n", epoch_table(history))
-        log.info("%s\n", stage_table(summary["per_stage"]))
+        if len(history.records) != self._brief:
+            log.info("\n%s\n", epoch_table(history))
+            log.info("%s\n", stage_table(summary["per_stage"]))
         if one := summary["straggler"]:
             log.info(
                 f"rank {one['rank']} is the straggler: {one['batch_s']:.4f} s a batch, "
@@ -184,11 +192,12 @@ class Recorder:
             )
         one = about.task.deciding
         name, text = (one.name, one.text) if one else ("loss", "{:.4f}".format)
-        last, best = (text(record.evaluated[name]) for record in (history.last, history.best))
-        log.info(
-            f"{about.settings.model} on {about.data.name}: val {name} {last} (best {best}, epoch "
-            f"{history.best.epoch}) in {history.last.elapsed_s:.0f} s"
-        )
+        last, best = history.last, history.best
+        result = f"train {name} {text(last.trained[name])} (not evaluated)"
+        if last.evaluated:
+            first = f"best {text(best.evaluated[name])}, epoch {best.epoch}" if best else "no best"
+            result = f"val {name} {text(last.evaluated[name])} ({first})"
+        log.info(f"{about.settings.model} on {about.data.name}: {result} in {last.elapsed_s:.0f} s")
         if about.data.note:
             log.info(about.data.note)
         if self._folder is not None:
@@ -212,9 +221,9 @@ class Recorder:
 
 
 def as_csv(rows: Sequence[Mapping[str, float]]) -> str:
-    """Return rows of numbers as CSV, with a header."""
+    """Return rows of numbers as CSV, with a header of all their names."""
     text = StringIO()
-    writer = csv.DictWriter(text, rows[0])
+    writer = csv.DictWriter(text, {name: None for row in rows for name in row})
     writer.writeheader()
     for row in rows:
         numbers = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}

@@ -351,6 +351,11 @@ class Stage:
         assert self.objective is not None, f"stage {self.index} is not the last"
         return self.objective
 
+    def peek_trained(self) -> Tally:
+        """Return the tally of training. Raises TrainingStopped for a bad loss."""
+        self.settle()
+        return self.counts.trained.peek()
+
     def take_trained(self) -> Tally:
         """Return and reset the tally of training. Raises TrainingStopped for a bad loss."""
         self.settle()

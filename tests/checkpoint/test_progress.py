@@ -17,7 +17,7 @@ from tests.support.figures import figures
         ([5, 9, 9], 2),
         ([None, -7, -6], 3),  # as of a loss
         ([1, None], 1),
-        ([None, None], 1),
+        ([None, None], None),
     ],
 )
 def test_the_best_epoch_is_the_first_of_the_highest_score(correct, best):
@@ -25,8 +25,9 @@ def test_the_best_epoch_is_the_first_of_the_highest_score(correct, best):
         replace(figures(epoch), score=math.nan if right is None else float(right))
         for epoch, right in enumerate(correct, 1)
     ]
-    assert best_epoch(history).epoch == best
-    assert best_update(history) == (None if correct == [None, None] else 4 * best)
+    found = best_epoch(history)
+    assert (found and found.epoch) == best
+    assert best_update(history) == (best and 4 * best)
 
 
 def test_losses_are_means_of_so_many_updates_each_whatever_they_are():

@@ -297,20 +297,20 @@ def source_of(epochs: int = 1, **pipeline: list[int]) -> Source:
 
 
 @pytest.mark.parametrize(
-    ("mine", "epochs", "ending", "says"),
+    ("mine", "updates", "ending", "says"),
     [
-        ({"seed": 1}, 2, False, "cannot go on from c: it has seed=0, and this run has seed=1"),
-        ({"tensors": {}}, 2, False, r"has tensors.0.weight=\['float32', 3\], and this run has .*=None"),
-        ({}, 1, False, "has all of its 1 epochs done; give epochs= more"),
-        ({}, 0, True, "has all of its 1 epochs done; give epochs= more"),
-        ({"microbatches": 3}, 2, False, ""),  # of which the other says nothing
-        ({}, 1, True, ""),
+        ({"seed": 1}, 8, False, "cannot go on from c: it has seed=0, and this run has seed=1"),
+        ({"tensors": {}}, 8, False, r"has tensors.0.weight=\['float32', 3\], and this run has .*=None"),
+        ({}, 4, False, "has 4 updates done, and this training is of 4: give epochs= .or max_updates=. more"),
+        ({}, 3, True, "has 4 updates done, and this training is of 3: give epochs= .or max_updates=. more"),
+        ({"microbatches": 3}, 5, False, ""),  # of which the other says nothing
+        ({}, 4, True, ""),
     ],
 )
-def test_what_does_not_fit_or_is_done_is_refused(mine, epochs, ending, says):
+def test_what_does_not_fit_or_is_done_is_refused(mine, updates, ending, says):
     with pytest.raises(ConfigError, match=says) if says else nullcontext():
         refuse_other(source_of(), THEIRS | mine)
-        refuse_finished(source_of(), epochs, ending)
+        refuse_finished(source_of(), 4, updates, ending)
 
 
 def test_a_run_of_the_command_line_must_agree_in_these():
@@ -328,7 +328,7 @@ def test_a_profiled_run_keeps_its_cuts_and_what_it_recomputes():
     assert with_cuts_of(config([]), source_of(), 2).partition == "flops"
 
 
-ANOTHER = "holds a run that finished after 2 epochs, .* with resume="
+ANOTHER = "holds a run that finished after 8 updates, .* with resume="
 
 
 @pytest.mark.parametrize(
@@ -337,6 +337,8 @@ ANOTHER = "holds a run that finished after 2 epochs, .* with resume="
         (True, ["epochs=3"], True),
         (False, ["epochs=3"], False),
         (True, ["epochs=2"], False),
+        (True, ["epochs=3", "max_updates=9"], True),
+        (True, ["epochs=3", "max_updates=8"], False),
         (True, ["epochs=3", "seed=1"], False),
         (True, ["epochs=3", "lr_schedule=cosine"], ANOTHER),
         (True, ["epochs=3", "warmup=0.3"], ANOTHER),
@@ -351,7 +353,7 @@ def test_a_finished_run_goes_on_where_its_checkpoint_is_there_and_its_rates_stay
     rates = [word for word in words if "=c" in word or "=0.3" in word]
     before = ["data=digits", "lr_schedule=constant", "warmup=0", *rates]
     OmegaConf.save(contained(config([*before, "epochs=2"]), tmp_path), tmp_path / "config.yaml", resolve=True)
-    (tmp_path / "summary.json").write_text('{"updates": 8, "epochs": 2}')
+    (tmp_path / "summary.json").write_text('{"updates": 8, "train_samples": 256}')
     cfg = contained(config([*before, *words, "resume=auto"]), tmp_path)
     settings = Settings.composed(cfg, "1f1b", 2)
     if isinstance(longer, bool):

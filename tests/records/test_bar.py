@@ -25,8 +25,11 @@ def test_off_a_terminal_nothing_is_drawn_and_a_long_pass_says_how_far_it_is(bar,
     assert bar._bar is None
 
 
-def test_on_a_terminal_a_bar_counts_and_is_gone_at_the_end(bar, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+@pytest.mark.parametrize("notebook", [False, True])
+def test_on_a_terminal_or_in_a_notebook_a_bar_counts_and_is_gone_at_the_end(bar, monkeypatch, notebook):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: not notebook, raising=False)
+    if notebook:
+        monkeypatch.setitem(sys.modules, module.NOTEBOOK, module)
     for _ in range(2):
         bar.tick("epoch 1", 3)
     assert (bar._bar.n, bar._bar.total, bar._bar.desc) == (2, 3, "epoch 1")

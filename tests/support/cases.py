@@ -167,7 +167,7 @@ class Listener:
         self.epochs = Ran()
         self.traces: list[Trace] = []
 
-    def begin(self, history: Sequence[EpochRecord] = ()) -> None:
+    def begin(self, history: Sequence[EpochRecord] = (), again: bool = False) -> None:
         self.epochs.extend(history)
 
     def tick(self, what: str, total: int) -> None: ...

@@ -51,9 +51,9 @@ def by_hand() -> tuple[list[float], list[float]]:
     return losses, evaluated
 
 
-def fitted(folder: str | None, epochs: int, resume: str | None = None) -> Any:
+def fitted(folder: str | None, epochs: int | None, resume: str | None = None, **options: Any) -> Any:
     with pipe_of() as pipe:
-        return fit(pipe, *loaders(), epochs, folder, resume, name="dots")
+        return fit(pipe, *loaders(), epochs, folder, resume, name="dots", **options)
 
 
 def unwritten(folder: str) -> tuple[int, str, list[str]]:
@@ -128,6 +128,56 @@ def test_it_trains_as_a_loop_does_leaves_records_and_goes_on_bit_for_bit(
         assert losses_of(ranks(fitted, str(cut), epochs, "auto")[0]) == losses_of(first[:epochs])
 
 
+def cut_short(folder: str) -> list[Any]:
+    """Five updates of three in an epoch, again, and then three whole epochs."""
+    one = fitted(folder, None, "auto", max_updates=5)
+    known = json.loads(Path(folder, "summary.json").read_text())
+    again = fitted(folder, 9, "auto", max_updates=5)
+    return [one, again, fitted(folder, 3, "auto"), fitted(None, 3), known, fitted(None, None, max_updates=2)]
+
+
+def test_a_training_of_so_many_updates_ends_amid_an_epoch_and_a_longer_one_goes_on_with_it(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    one, again, longer, whole, known, short = ranks(cut_short, str(tmp_path / "run"))[0]
+    assert losses_of(one)[0] == losses_of(whole)[0]
+    assert losses_of(one)[1] != losses_of(whole)[1]
+    assert losses_of(again) == losses_of(one)
+    assert losses_of(longer) == losses_of(whole)
+    assert (known["updates"], known["epochs"], len(known["per_stage"]), len(short)) == (5, 2, 2, 1)
+    assert known["epoch_s"] == pytest.approx(sum(row["seconds"] for row in one) * 3 / 5)
+    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert names >= {"update-00000006", "update-00000009"}
+
+
+def not_evaluated(folder: str) -> Any:
+    train, test = loaders()
+    with pipe_of() as pipe:
+        fit(pipe, train, epochs=2, run_dir=folder)
+    left = {path: Path(folder, path).read_text() for path in ("metrics.csv", "summary.json")}
+    with pipe_of() as pipe:
+        return left, fit(pipe, train, test, 3, folder, "auto")
+
+
+def test_without_test_samples_no_epoch_is_evaluated_or_best_and_one_with_them_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "pipetrain"):
+        left, rows = not_evaluated(str(tmp_path))
+    assert [("val_loss" in row, "train_loss" in row) for row in rows] == [(False, True)] * 2 + [(True, True)]
+    summary = json.loads(left["summary.json"])
+    assert [key for key in summary if "val" in key] == []
+    assert (summary["best_epoch"], summary["test_samples"]) == (None, 0)
+    assert "val_loss" not in left["metrics.csv"]
+    first, *_, last = csv.DictReader((tmp_path / "metrics.csv").open())
+    assert (first["val_loss"], float(last["val_loss"])) == ("", pytest.approx(rows[-1]["val_loss"], rel=1e-5))
+    assert "no test samples" in caplog.text
+    assert re.search(r"train loss \S+ \(not evaluated\) in", caplog.text)
+    table, mixed = re.findall(r"\n(epoch  .*)\n((?:.*\d.*\n)+)", caplog.text)
+    assert (table[0].split()[1:3], "best" in table[1]) == (["train", "loss"], False)
+    assert [line.split()[-1] for line in mixed[1].splitlines()][2] == "best"
+
+
 def test_without_a_folder_nothing_is_written_and_any_thread_trains(ranks: Ranks, tmp_path: Path) -> None:
     rows, told, left = ranks(unwritten, str(tmp_path))[0]
     assert (rows, left) == (1, [])
@@ -193,7 +243,7 @@ def started_late(folder: Path) -> bool:
     begun, over = folder / "begun", []
     epoch = Epochs._epoch
 
-    def begin(self: Recorder, history: object) -> None:
+    def begin(self: Recorder, *given: object) -> None:
         time.sleep(0.2)
         begun.touch()
 
@@ -210,3 +260,15 @@ def started_late(folder: Path) -> bool:
 
 def test_what_a_rank_does_before_the_first_epoch_is_no_time_of_it(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(started_late, tmp_path) == [True, True]
+
+
+def test_one_more_epoch_of_the_same_pipeline_says_its_line_and_no_tables(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told = []
+    with pipe_of() as pipe, caplog.at_level("INFO", "pipetrain"):
+        for epochs in (1, 1, 2):
+            fit(pipe, *loaders(), epochs)
+            told.append(("updates late" in caplog.text, "epoch 1/" in caplog.text))
+            caplog.clear()
+    assert told == [(True, True), (False, True), (True, True)]
