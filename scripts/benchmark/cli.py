@@ -48,9 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     try:
                         for row in part(scale, report.progress):
                             rows.append(row)  # one by one: what was measured stays where it then ends
+                            status = FAILED if row.failure else status
                     except WorldFailed as error:
                         print(f"\nbench: suite {name}: {error}", file=sys.stderr)
-                        notes.append(f"Suite {name} FAILED: {str(error).strip().splitlines()[-1]}")
+                        notes.append(f"Suite {name} FAILED: {error.reason}")
                         status = FAILED
     except KeyboardInterrupt:
         notes.append(f"INTERRUPTED in suite {name}: what follows it is missing.")

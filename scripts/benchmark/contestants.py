@@ -11,8 +11,9 @@ import gc
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -28,9 +29,9 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmark.report import Row, Series, timed_row
+from benchmark.report import Row, Series, failed_row, timed_row
 from benchmark.tasks import Job, Scale, Task, prepare
-from benchmark.worlds import CPU, Place, Say, fitted, run_world, titled
+from benchmark.worlds import CPU, Place, Say, WorldFailed, fitted, run_world
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.feed import Repeated, Target
 from pipetrain.runtime.mesh import Mesh
@@ -49,19 +50,34 @@ TORCHS = {
 class Contestant(Protocol):
     """Something that trains, on one rank. `batches`: how many it does in a turn.
 
-    `losses`: the mean loss of each batch of its last turn, where this rank knows them.
+    `losses`: the mean loss of each batch of its last turn, where this rank knows them. `bound`: the seconds
+    of a batch on paper, or 0.
     """
 
     name: str
     batches: int
     losses: list[float]
+    bound: float
 
     def run(self) -> None:
         """Take a turn."""
 
 
-Make = Callable[[Mesh], tuple[Sequence[Contestant], Mapping[str, float]]]
-"""Makes, on one rank, the contestants of a race, and the seconds a batch that each should take, if any."""
+Builders = Mapping[str, Callable[[], Contestant]]
+"""By name, what builds each contestant of a race on one rank."""
+
+Make = Callable[[Mesh], Builders]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Who is at work, on all ranks alike."""
+
+    when: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.when}: {self.name}"
 
 
 def rows_of_race(
@@ -76,20 +92,50 @@ def rows_of_race(
 ) -> Iterator[Row]:
     """Race in processes of their own, and give a row for each contestant.
 
+    One that fails takes its processes with it: the others race anew without it, for others may wait within
+    its messages for ever.
+
     `against`: of each column of ratios, the other contestant, left out where it does not take part; {name} is
     the row's own, {m} what stands behind its last comma. `least`: by contestant, what the ratios should be.
     """
-    series, bounds = run_world(_race, ranks, titled(say, title), make, scale.rounds, place=place)[0]
+    failed: list[str] = []
+    at_work = ""
+
+    def heard(turn: Turn) -> None:
+        nonlocal at_work
+        at_work = turn.name
+        say(f"{title}: {turn}")
+
+    while True:
+        try:
+            raced = run_world(_race, ranks, heard, make, scale.rounds, tuple(failed), place=place)
+            break
+        except WorldFailed as error:
+            if not at_work or at_work in failed:  # nobody's own fault
+                raise
+            failed.append(at_work)
+            yield failed_row(title, at_work, error)
+    series, bounds = raced[0]
     for name in series:
         names = {column: other.format(name=name, m=name.split(", ")[-1]) for column, other in against.items()}
         others = {column: series[other] for column, other in names.items() if other in series}
-        if name in bounds:
+        if bounds.get(name):
             others["of bound"] = [bounds[name]] * scale.rounds
         yield timed_row(title, name, series[name], others, least.get(name, {}))
 
 
-def _race(mesh: Mesh, say: Say, make: Make, rounds: int) -> tuple[Series, Mapping[str, float]]:
-    contestants, bounds = make(mesh)
+def _race(
+    mesh: Mesh, say: Say, make: Make, rounds: int, without: Collection[str]
+) -> tuple[Series, Mapping[str, float]]:
+    """Build and race all but those `without` which it goes; return the series, and the bounds."""
+    contestants: list[Contestant] = []
+    for name, build in make(mesh).items():
+        if name not in without:
+            say(Turn("building", name))
+            mesh.gather("the start of building", None)
+            contestants.append(build())
+            mesh.gather("the end of building", None)
+    bounds = {contestant.name: contestant.bound for contestant in contestants}
     return race(mesh, contestants, rounds, say), bounds
 
 
@@ -100,10 +146,10 @@ def race(mesh: Mesh, contestants: Sequence[Contestant], rounds: int, say: Say) -
     counted. The order rotates, so that nobody always comes after the same one.
     """
     series: defaultdict[str, list[float]] = defaultdict(list)
-    for number in range(-1, rounds):
+    for number in range(-1, rounds) if contestants else ():
         first = number % len(contestants)
         for contestant in (*contestants[first:], *contestants[:first]):
-            say(f"{f'round {number + 1}/{rounds}' if number >= 0 else 'warm-up'}: {contestant.name}")
+            say(Turn(f"round {number + 1}/{rounds}" if number >= 0 else "warm-up", contestant.name))
             seconds = _turn(mesh, contestant)
             if number >= 0:
                 series[contestant.name].append(seconds)
@@ -137,6 +183,8 @@ class BatchFeed(Repeated):
 class Ours:
     """A schedule of pipetrain's. A turn is so many batches, in whole windows, and one window at least."""
 
+    bound = 0.0
+
     def __init__(
         self, name: str, job: Job, mesh: Mesh, batches: int = 1, channel: Channel | None = None
     ) -> None:
@@ -164,12 +212,13 @@ Ways = Mapping[str, tuple[str, ...]]
 """By contestant of ours: a schedule, and more overrides of the task."""
 
 
-def ours(mesh: Mesh, task: Task, ways: Ways, batches: int = 1, window: int = 1) -> list[Contestant]:
-    """Make contestants of ours that train a task. `window`: of the schedules that set none."""
-    return [
-        Ours(name, prepare(task.extended(*more), schedule, mesh.world.size, window), mesh, batches)
-        for name, (schedule, *more) in ways.items()
-    ]
+def ours(mesh: Mesh, task: Task, ways: Ways, batches: int = 1, window: int = 1) -> Builders:
+    """Return what builds contestants of ours that train a task. `window`: of the schedules that set none."""
+
+    def build(name: str, schedule: str, *more: str) -> Contestant:
+        return Ours(name, prepare(task.extended(*more), schedule, mesh.world.size, window), mesh, batches)
+
+    return {name: partial(build, name, *way) for name, way in ways.items()}
 
 
 class Theirs:
@@ -178,6 +227,8 @@ class Theirs:
     `backward` works out a batch's gradients, and returns its loss, where this rank knows it. `threads`: of
     torch meanwhile; 0: this rank takes no part.
     """
+
+    bound = 0.0
 
     def __init__(
         self,

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from benchmark.contestants import BatchFeed
-from benchmark.report import Row
+from benchmark.report import Row, failed_row
 from benchmark.tasks import Job, Scale, Task, prepare
-from benchmark.worlds import Say, fitted, run_world, titled
+from benchmark.worlds import Say, WorldFailed, fitted, run_world, titled
 from pipetrain.plan.memory import memory, optimizer_state, sized
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.mesh import Mesh
@@ -57,8 +57,12 @@ def cases() -> Iterator[Case]:
 def suite(scale: Scale, say: Say) -> Iterator[Row]:
     """Run each case in processes of its own."""
     for case in [Case("mlp", "pipedream")] if scale.quick else cases():
-        for stages in run_world(measure, case.ranks, titled(say, "held"), case):
-            yield from (row(f"held, {case}", *stage) for stage in stages)
+        try:
+            ranks = run_world(measure, case.ranks, titled(say, "held"), case)
+        except WorldFailed as error:
+            yield failed_row(f"held, {case}", "all stages", error)
+            continue
+        yield from (row(f"held, {case}", *stage) for stages in ranks for stage in stages)
 
 
 def job_of(case: Case) -> Job:

@@ -10,12 +10,12 @@ rehearses it over gloo, with models so small that its times say nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
-from benchmark.contestants import TORCHS, Contestant, Ways, ours, plain, rows_of_race, torch_pipeline
+from benchmark.contestants import TORCHS, Builders, Theirs, Ways, ours, plain, rows_of_race, torch_pipeline
 from benchmark.report import Row
 from benchmark.tasks import Scale, Task, prepare
 from benchmark.worlds import CPU, Place, Say, WorldFailed
@@ -40,9 +40,6 @@ WAYS: Ways = {**{name: (name, WHOLE) for name in IN_ONE}, **{name: (name,) for n
 PLAIN, ONE_THREAD = "plain loop", "one process, 1 thread"
 LEAST = {name: {f"x torch {name}": 1.0} for name in TORCHS} | {"pipedream": {"x torch 1f1b": 1.15}}
 
-Racing = tuple[list[Contestant], Mapping[str, float]]
-"""Contestants, and no bounds."""
-
 
 def suite(model: str, scale: Scale, say: Say) -> Iterator[Row]:
     """Measure one model on two processes, and in one."""
@@ -63,23 +60,34 @@ def _beside_a_loop(
     yield from rows_of_race(title, 1, make, scale, say, against, least, place)
 
 
-def on_two(task: Task, batches: int, window: int, mesh: Mesh) -> Racing:
-    """Build everybody. Synchronous schedules flush after each batch."""
-    whole, cores = task.extended(WHOLE), os.cpu_count() or 1
-    return [
-        *ours(mesh, task, WAYS, batches, window),
-        *(torch_pipeline(name, prepare(task, name, RANKS), mesh, batches) for name in TORCHS),
-        plain("torch DDP", prepare(whole, "1f1b", RANKS), mesh, batches, parallel=True),
-        plain(f"one process, {cores} threads", prepare(whole, "1f1b", RANKS), mesh, batches, cores),
-        plain(ONE_THREAD, prepare(whole, "1f1b", RANKS), mesh, batches),
-    ], {}
+def on_two(task: Task, batches: int, window: int, mesh: Mesh) -> Builders:
+    """Return what builds everybody. Synchronous schedules flush after each batch."""
+    cores = os.cpu_count() or 1
+
+    def alone(name: str, threads: int, parallel: bool) -> Theirs:
+        return plain(name, prepare(task.extended(WHOLE), "1f1b", RANKS), mesh, batches, threads, parallel)
+
+    loops = {"torch DDP": (1, True), f"one process, {cores} threads": (cores, False), ONE_THREAD: (1, False)}
+    return {
+        **ours(mesh, task, WAYS, batches, window),
+        **{f"torch {name}": partial(_torchs, name, name, task, batches, mesh) for name in TORCHS},
+        **{name: partial(alone, name, *how) for name, how in loops.items()},
+    }
 
 
-def in_one(task: Task, batches: int, mesh: Mesh) -> Racing:
-    """Build ours in one process, and a plain loop over the same microbatches."""
+def _torchs(name: str, schedule: str, task: Task, batches: int, mesh: Mesh) -> Theirs:
+    """Build torch's pipeline at the cut that a schedule of ours has."""
+    return torch_pipeline(name, prepare(task, schedule, RANKS), mesh, batches)
+
+
+def in_one(task: Task, batches: int, mesh: Mesh) -> Builders:
+    """Return what builds ours in one process, and a plain loop over the same microbatches."""
     torch.set_float32_matmul_precision("high" if mesh.device.type == "cuda" else "highest")
-    loop = plain(PLAIN, prepare(task, "1f1b", 1), mesh, batches)
-    return [loop, *ours(mesh, task, {"1f1b": ("1f1b",)}, batches)], {}
+
+    def loop() -> Theirs:
+        return plain(PLAIN, prepare(task, "1f1b", 1), mesh, batches)
+
+    return {PLAIN: loop, **ours(mesh, task, {"1f1b": ("1f1b",)}, batches)}
 
 
 # On a GPU
@@ -131,9 +139,9 @@ def _on_gpu(number: int, ranks: int, scale: Scale, say: Say) -> Iterator[Row]:
         yield from rows_of_race(title, ranks, make, scale, say, against, wanted, place)
 
 
-def on_gpu(task: Task, batches: int, window: int, mesh: Mesh) -> Racing:
-    """Build ours on two ranks, beside torch's schedules."""
+def on_gpu(task: Task, batches: int, window: int, mesh: Mesh) -> Builders:
+    """Return what builds ours on two ranks, beside torch's schedules."""
     torch.set_float32_matmul_precision("high")
     ways: Ways = {**ON_GPU, **GRAPHED} if mesh.device.type == "cuda" else ON_GPU
-    rivals = [torch_pipeline(name, prepare(task, "1f1b", RANKS), mesh, batches) for name in RIVALS]
-    return [*ours(mesh, task, ways, batches, window), *rivals], {}
+    rivals = {f"torch {name}": partial(_torchs, name, "1f1b", task, batches, mesh) for name in RIVALS}
+    return {**ours(mesh, task, ways, batches, window), **rivals}

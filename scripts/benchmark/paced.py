@@ -74,8 +74,8 @@ class Pace:
 class Paced:
     """A contestant on a machine whose matrix products take `seconds`, always the same or the next ones."""
 
-    def __init__(self, contestant: Contestant, seconds: float | Iterator[float]) -> None:
-        self.name, self.batches = contestant.name, contestant.batches
+    def __init__(self, contestant: Contestant, seconds: float | Iterator[float], bound: float) -> None:
+        self.name, self.batches, self.bound = contestant.name, contestant.batches, bound
         self.losses: list[float] = []
         self._contestant = contestant
         self._seconds = repeat(seconds) if isinstance(seconds, float) else seconds

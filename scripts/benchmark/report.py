@@ -10,6 +10,7 @@ from statistics import median
 
 import torch
 
+from benchmark.worlds import WorldFailed
 from comparison.runs import describe_machine
 from comparison.table import markdown_table
 
@@ -26,7 +27,10 @@ fast as something else: the median of the ratios within each round. The suites: 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the table. `values`: one a round, in `unit`; `ratios`: by column; `targets`: whether met."""
+    """A line of the table. `values`: one a round, in `unit`; `ratios`: by column; `targets`: whether met.
+
+    `failure`: why there are no values.
+    """
 
     benchmark: str
     contestant: str
@@ -34,6 +38,13 @@ class Row:
     unit: str
     ratios: Mapping[str, float] = field(default_factory=dict)
     targets: Mapping[str, bool] = field(default_factory=dict)
+    failure: str = ""
+
+
+def failed_row(benchmark: str, name: str, error: WorldFailed) -> Row:
+    """Make the row of a contestant that failed, and print all that is known of it."""
+    print(f"\nbench: {benchmark}, {name}: {error}", file=sys.stderr)
+    return Row(benchmark, name, [], "", failure=error.reason)
 
 
 def ratio(reference: Sequence[float], own: Sequence[float]) -> float:
@@ -46,10 +57,11 @@ def timed_row(
 ) -> Row:
     """Make the row of a contestant from its seconds, and those that each column of ratios compares with.
 
-    `least`: what the ratios should be.
+    `least`: what the ratios should be, where there is something to compare with.
     """
     ratios = {column: ratio(reference, own) for column, reference in against.items()}
-    targets = {f"{c} >= {least:.2f}": round(ratios[c], DIGITS) >= least for c, least in least.items()}
+    aims = {column: aim for column, aim in least.items() if column in ratios}
+    targets = {f"{column} >= {aim:.2f}": round(ratios[column], DIGITS) >= aim for column, aim in aims.items()}
     return Row(benchmark, name, [1000 * s for s in own], "ms", ratios, targets)
 
 
@@ -102,10 +114,10 @@ def table(rows: Sequence[Row]) -> str:
         [
             row.benchmark,
             row.contestant,
-            f"{figure(median(row.values))} {row.unit}".strip(),
+            "FAILED" if row.failure else f"{figure(median(row.values))} {row.unit}".strip(),
             f"{figure(min(row.values))} - {figure(max(row.values))}" if len(row.values) > 1 else "",
             *(f"{row.ratios[c]:.{DIGITS}f}" if c in row.ratios else "" for c in columns),
-            ", ".join(row.targets),
+            row.failure.replace("|", "\\|") or ", ".join(row.targets),
             ", ".join("yes" if met else "**no**" for met in row.targets.values()),
         ]
         for row in rows

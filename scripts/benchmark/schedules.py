@@ -11,12 +11,20 @@ the stage that sleeps longest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
-from benchmark.contestants import TORCHS, Contestant, Ours, ours, rows_of_race, torch_pipeline
+from benchmark.contestants import (
+    TORCHS,
+    Builders,
+    Contestant,
+    Ours,
+    ours,
+    rows_of_race,
+    torch_pipeline,
+)
 from benchmark.paced import PRODUCTS, Paced, naps, task_of
 from benchmark.report import Row
 from benchmark.tasks import Job, Scale, prepare
@@ -100,23 +108,22 @@ def suite(scale: Scale, say: Say) -> Iterator[Row]:
         yield from rows_of_race(f"schedules, {ranks} ranks", ranks, make, scale, say, OTHERS, least)
 
 
-def contestants(
-    microbatches: tuple[int, ...], product_s: float, quick: bool, mesh: Mesh
-) -> tuple[list[Contestant], dict[str, float]]:
-    """Make everybody, and say what each should take on paper."""
-    made: list[Contestant] = []
-    bounds: dict[str, float] = {}
+def contestants(microbatches: tuple[int, ...], product_s: float, quick: bool, mesh: Mesh) -> Builders:
+    """Return what builds everybody, with what each should take on paper."""
+
+    def build(name: str, way: Way, m: int, rival: str = "") -> Contestant:
+        job, one_s = prepared(way, mesh.world.size, m, product_s)
+        racing: Contestant = torch_pipeline(rival, job, mesh, 1, name) if rival else Ours(name, job, mesh)
+        return Paced(racing, one_s, bound(job.plan, one_s))
+
+    made: dict[str, Callable[[], Contestant]] = {}
     ways = {name: WAYS[name] for name in ("1f1b", "zb_h1", "zbv")} if quick else WAYS
     for m in microbatches:
         for name, way in ways.items():
-            job, one_s = prepared(way, mesh.world.size, m, product_s)
-            racing: list[Contestant] = [Ours(f"{name}, m = {m}", job, mesh)]
-            if name in TORCHS:
-                rival = prepared(way, mesh.world.size, m, product_s)[0]
-                racing.append(torch_pipeline(name, rival, mesh, 1, f"torch {name}, m = {m}"))
-            made += [Paced(one, one_s) for one in racing]
-            bounds |= {one.name: bound(job.plan, one_s) for one in racing}
-    return made, bounds
+            for rival in ("", name) if name in TORCHS else ("",):
+                title = f"{'torch ' * bool(rival)}{name}, m = {m}"
+                made[title] = partial(build, title, way, m, rival)
+    return made
 
 
 STATIC = "pipedream, buffer_size 2"
@@ -140,15 +147,16 @@ def jitter_suite(scale: Scale, say: Say) -> Iterator[Row]:
         )
 
 
-def jittered(
-    product_s: float, window: int, rounds: int, mesh: Mesh
-) -> tuple[list[Contestant], dict[str, float]]:
-    """Make everybody, and say how long the stage sleeps that sleeps longest."""
+def jittered(product_s: float, window: int, rounds: int, mesh: Mesh) -> Builders:
+    """Return what builds everybody, with how long the stage sleeps that sleeps longest."""
     ranks = mesh.world.size
+    slept = PRODUCTS * max(mean_nap(stage, product_s, window, rounds) for stage in range(ranks))
+
+    def sleeping(build: Callable[[], Contestant]) -> Contestant:
+        return Paced(build(), naps(mesh.world.rank, product_s, SPREAD), slept)
+
     made = ours(mesh, task_of(ranks, 1), JITTERED, window=window)
-    sleeping: list[Contestant] = [Paced(one, naps(mesh.world.rank, product_s, SPREAD)) for one in made]
-    slept = max(mean_nap(stage, product_s, window, rounds) for stage in range(ranks))
-    return sleeping, {one.name: PRODUCTS * slept for one in sleeping}
+    return {name: partial(sleeping, build) for name, build in made.items()}
 
 
 def mean_nap(stage: int, product_s: float, window: int, rounds: int) -> float:

@@ -12,6 +12,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import tempfile
 import threading
@@ -35,8 +36,8 @@ from pipetrain.runtime.ranks import World
 TIMEOUT_S = 300.0  # of any wait between ranks
 LAST_WORDS_S = 5.0  # before a deadline, for a rank's stack
 
-Say = Callable[[str], None]
-"""Tells the person who waits how far it is."""
+Say = Callable[[Any], None]
+"""Tells the person who waits how far it is: a text, or what reads as one."""
 
 Work = Callable[..., Any]
 """(mesh, say, *arguments) -> something picklable."""
@@ -97,6 +98,13 @@ def fitted(mesh: Mesh, plan: Plan) -> Mesh:
 class WorldFailed(RuntimeError):
     """A rank failed or died, or all took too long; the message says which, and what it said."""
 
+    @property
+    def reason(self) -> str:
+        """The first line of what was raised."""
+        raised = str(self).rpartition("Traceback (most recent call last):")[2]
+        (line, *_) = re.findall(r"^\S.*", raised, re.MULTILINE)  # frames are indented
+        return str(line)
+
 
 def run_world(
     work: Work, ranks: int, say: Say, *arguments: Any, place: Place = CPU, deadline: float = math.inf
@@ -142,7 +150,7 @@ def run_ranks(
                     late = [rank for rank, process in enumerate(running.processes) if process.is_alive()]
                     raise WorldFailed(f"ranks {late} were still running after {deadline:.0f} s")
         except ProcessException as error:
-            raise WorldFailed(f"{str(error).strip()} (rank {error.error_index})") from error
+            raise WorldFailed(f"rank {error.error_index}: {str(error).strip()}") from error
         finally:
             for process in running.processes:
                 process.kill()
@@ -186,7 +194,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _silent(text: str) -> None:
+def _silent(text: object) -> None:
     """Say nothing: rank 0 speaks for all."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -25,6 +27,13 @@ def test_suites_run_small(tmp_path, capsys):
     assert f"command: python scripts/bench.py {' '.join(SHOWN)} --quick" in said.out
     for suite, words in SHOWN.items():
         assert [word for word in words if word not in said.out] == [], suite
+
+
+def test_a_row_that_failed_is_told_by_the_status(monkeypatch, capsys):
+    rows = [Row("a", "torch zbv", [], "", failure="no more"), Row("a", "1f1b", [1.0], "ms")]
+    monkeypatch.setattr(cli, "SUITES", {"a": [lambda scale, say: iter(rows)]})
+    assert cli.main([]) == cli.FAILED
+    assert re.search(r"torch zbv +\| FAILED .*no more.*\n.*1f1b +\| +1 ms", capsys.readouterr().out)
 
 
 def rows_of(part, series, bounds, monkeypatch):
@@ -67,7 +76,11 @@ def test_the_targets_on_a_gpu(monkeypatch):
 @pytest.mark.parametrize(
     ("error", "status", "says"),
     [
-        (cli.WorldFailed("rank 1 failed:\nTraceback\nno more"), 1, "a FAILED: no more"),
+        (
+            cli.WorldFailed("rank 1: Traceback (most recent call last):\n  File\nno more\nand why"),
+            1,
+            "a FAILED: no more",
+        ),
         (KeyboardInterrupt(), 130, "INTERRUPTED in suite a: what follows it is missing."),
     ],
 )

@@ -24,6 +24,13 @@ def small_cnn():
     return nn.Sequential(*blocks, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)))
 
 
+def built(builders):
+    """Return contestants, each with its name."""
+    made = {name: build() for name, build in builders.items()}
+    assert [one.name for one in made.values()] == list(made)
+    return made.values()
+
+
 def losses_of_turns(contestants, turns=1):
     """Return the losses of each, where this rank knows them."""
     losses = {one.name: [] for one in contestants}
@@ -35,7 +42,7 @@ def losses_of_turns(contestants, turns=1):
 
 
 def a_gpt(mesh, say):
-    return losses_of_turns(models.on_two(GPT, BATCHES, WINDOW, mesh)[0], turns=2)
+    return losses_of_turns(built(models.on_two(GPT, BATCHES, WINDOW, mesh)), turns=2)
 
 
 @pytest.mark.processes
@@ -58,9 +65,9 @@ def test_on_two_processes():
 
 def images(mesh, say):
     if mesh.world.size == 1:
-        return losses_of_turns(models.in_one(CNN, 2, mesh)[0])
+        return losses_of_turns(built(models.in_one(CNN, 2, mesh)))
     splitting = torch_pipeline("zbv", prepare(CNN, "zbv", 2), mesh, 2)
-    return losses_of_turns([*models.on_gpu(CNN, 2, WINDOW, mesh)[0], splitting])
+    return losses_of_turns([*built(models.on_gpu(CNN, 2, WINDOW, mesh)), splitting])
 
 
 @pytest.mark.processes
@@ -76,9 +83,10 @@ def test_as_on_a_gpu_and_images_travel_with_their_channels_innermost():
 
 
 def paced(mesh, say):
-    made, bounds = schedules.contestants((4,), 0.0, True, mesh)
+    made = built(schedules.contestants((4,), 0.0, True, mesh))
     task = task_of(2, 4)
-    return losses_of_turns([*made, plain("plain", prepare(task, "1f1b", 2), mesh, 1)]), bounds
+    losses = losses_of_turns([*made, plain("plain", prepare(task, "1f1b", 2), mesh, 1)])
+    return losses, {one.name: one.bound for one in made}
 
 
 @pytest.mark.processes

@@ -14,6 +14,7 @@ MET = {"of bound >= 0.98": False, "x torch >= 1.00": True}
 ROWS = [
     Row("sleep, 2 stages", "1f1b", [451.2, 450.0, 455.04], "ms", {"of bound": 0.9965, "x torch": 1.0}),
     Row("sleep, 2 stages", "pipedream", [91.0], "ms", {"of bound": 0.975}, MET),
+    Row("sleep, 2 stages", "torch zbv", [], "", failure="RuntimeError: a | b"),
     Row("memory, 1f1b", "weight versions", [2], "", targets={"as simulated: 2": True}),
 ]
 

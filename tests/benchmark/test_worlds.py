@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.contestants import race
+from benchmark.contestants import race, rows_of_race
+from benchmark.tasks import Scale
 from benchmark.worlds import WorldFailed, run_world, titled
 from tests.support.deadlines import DEADLINE_S
 from tests.support.processes import context
@@ -20,7 +21,7 @@ class Napper:
     """Sleeps on one rank longer than on the other."""
 
     def __init__(self, name, mesh, seconds):
-        self.name, self.batches = name, 2
+        self.name, self.batches, self.bound = name, 2, 0.0
         self._seconds = seconds if mesh.world.rank == 1 else 0.0
 
     def run(self):
@@ -42,6 +43,70 @@ def test_turns_are_timed_to_the_slowest_rank_on_every_rank_alike():
     assert said == [f"naps: {turn}: {name}" for turn, names in order.items() for name in names]
 
 
+class Failing(Napper):
+    """Fails on one rank in its second turn, while the other waits for it."""
+
+    turns = 0
+
+    def run(self):
+        self.turns += 1
+        if self.turns == 2 and self._seconds:
+            raise ValueError("no more\nand so on")
+        if self.turns == 2:
+            time.sleep(DEADLINE_S)
+
+
+def dies(mesh):
+    if mesh.world.rank == mesh.world.size - 1:
+        os._exit(3)
+    return Napper("dies", mesh, 0.0)
+
+
+def entrants(mesh):
+    return {
+        "a": lambda: Napper("a", mesh, 0.1),
+        "fails": lambda: Failing("fails", mesh, 0.1),
+        "dies": lambda: dies(mesh),
+        "b": lambda: Napper("b", mesh, 0.1),
+    }
+
+
+def test_one_that_fails_costs_its_own_row_alone(capsys):
+    start = time.monotonic()
+    against = {"x fails": "fails", "x b": "b"}
+    least = {"a": {"x fails": 1.0, "x b": 0.01}}
+    rows = list(rows_of_race("naps", 2, entrants, Scale(2), print, against, least))
+    assert time.monotonic() - start < DEADLINE_S / 2
+    assert {row.contestant: row.failure for row in rows} == {
+        "dies": "rank 1: process 1 terminated with exit code 3",
+        "fails": "ValueError: no more",
+        "a": "",
+        "b": "",
+    }
+    assert [len(row.values) for row in rows] == [0, 0, 2, 2]
+    assert rows[2].targets == {"x b >= 0.01": True}
+    assert "in run\n    raise ValueError" in capsys.readouterr().err
+
+
+def dying_alone(mesh):
+    return {"dies": lambda: dies(mesh)}
+
+
+def test_where_all_fail_each_has_its_row():
+    (row,) = rows_of_race("naps", 1, dying_alone, Scale(1), print, {}, {})
+    assert row.failure
+
+
+def nobodys(mesh):
+    raise ValueError("no more")
+
+
+def test_what_is_nobody_s_fault_fails_the_suite():
+    with pytest.raises(WorldFailed) as failed:
+        list(rows_of_race("naps", 1, nobodys, Scale(1), print, {}, {}))
+    assert failed.value.reason == "ValueError: no more"
+
+
 def fail(mesh, say, how):
     if mesh.world.rank == 1:
         if how == "die":
@@ -54,8 +119,8 @@ def fail(mesh, say, how):
 @pytest.mark.parametrize(
     ("how", "deadline", "says"),
     [
-        ("die", DEADLINE_S, "process 1 terminated with exit code 3 (rank 1)"),
-        ("raise", DEADLINE_S, "ValueError: no more (rank 1)"),
+        ("die", DEADLINE_S, "rank 1: process 1 terminated with exit code 3"),
+        ("raise", DEADLINE_S, "ValueError: no more"),
         ("hang", 3.0, "ranks [0, 1] were still running after 3 s"),
     ],
 )
