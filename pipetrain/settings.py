@@ -247,6 +247,10 @@ class Settings:
         return None if self.as_given else self.dtype
 
     @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu" and torch.cuda.is_available()
+
+    @property
     def full(self) -> int:
         """The samples of a full microbatch; some have 1 less if `microbatches` do not divide a batch."""
         return -(-self.batch_size // self.microbatches)
@@ -288,7 +292,7 @@ def _refuse_together(settings: Settings) -> None:
         )
     if settings.precision == "bf16" and (settings.as_given or settings.dtype != torch.float32):
         raise ConfigError("precision=bf16 needs weights of float32: give dtype=float32")
-    if settings.cuda_graphs and (settings.device == "cpu" or not torch.cuda.is_available()):
+    if settings.cuda_graphs and not settings.on_gpu:
         raise ConfigError("cuda_graphs=true needs a GPU: set cuda_graphs=false")
     by_batch = settings.batchnorm == "batch" and "microbatch"
     if settings.compile:

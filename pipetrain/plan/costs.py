@@ -36,6 +36,7 @@ from pipetrain.settings import Mode, Settings
 
 VERSION = 4
 ANEW = "make one with partition=profile"
+AT_ONCE = 2**22  # bytes of a gradient: to add up a larger one takes a GPU longer than the host to launch it
 Facts = Mapping[str, Any]
 
 
@@ -137,7 +138,7 @@ class Table:
 
     `inputs`: of the model; `times`: of each layer; a message takes `latency_s` and `s_per_byte`; `state_of`:
     the bytes of the optimizer's state of a parameter; `loss`, `targets`: the bytes that the loss saves, and
-    those of the targets; `averaged`: a moving average of the weights is kept.
+    those of the targets; `averaged`: a moving average of the weights is kept; `on_gpu`: the model is.
     """
 
     layers: Sequence[Layer]
@@ -150,6 +151,7 @@ class Table:
     loss: int = 0
     targets: int = 0
     averaged: bool = False
+    on_gpu: bool = False
     _entering: dict[tuple[int, int], dict[Made, bool]] = field(default_factory=dict, init=False)
     _sizes: dict[tuple[int, int, Mode], Items] = field(default_factory=dict, init=False)
 
@@ -262,6 +264,7 @@ class Table:
             outputs=self.wire_bytes(leaves)[0],
             returned=self.wire_bytes(enters)[1],
             tied=_nbytes({name: spec for name, spec in weights.items() if name in elsewhere}),
+            adding=sum(n for spec in weights.values() if (n := spec.nbytes) <= AT_ONCE) * self.on_gpu,
         )
 
 

@@ -218,6 +218,7 @@ def make_plan(
         state_of=state_of,
         loss=sum(spec.numel * (dtype or spec.dtype).itemsize for spec in outputs),  # as a cross-entropy saves
         averaged=settings.ema is not None,
+        on_gpu=settings.on_gpu,
     )
     prediction = None
     if profile is not None and settings.partition == PROFILE:

@@ -10,7 +10,7 @@ always alternate; two slots that shared one would overwrite what the other holds
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -89,6 +89,10 @@ class FixedWeights(Weights):
             found[_address(storage)] = leaves
         return found
 
+    @property
+    def fixed(self) -> bool:
+        return bool(self._fixed)
+
     def storage(self, version: int) -> int:
         return _address(self._versions[version].values())
 
@@ -138,7 +142,7 @@ class GraphedStage(Stage):
         super().__init__(*arguments, **options)
         self._free: list[int] = []  # slots
         self._passes: dict[tuple[int, int], Pass] = {}  # by slot, and by the storage of a weight version
-        self._examples: list[tuple[Tensors, Target | None, Saving]] = []  # of rehearsals
+        self._example: list[tuple[Tensors, Target | None, Saving]] = []  # of the first rehearsal, its last
         self._replayed: dict[int, Pass] = {}
 
     def forward(
@@ -149,8 +153,8 @@ class GraphedStage(Stage):
         one = self._passes.get((self._free[-1], self.weights.storage(version))) if self._free else None
         weighs = target is None or target.weight
         if one is None or one.saving != saving or not one.fits(x, aims) or not weighs:
-            if self.rehearses:
-                self._examples.append((x, target, saving))
+            if self.rehearses and not self._passes:
+                self._example[:] = [(x, target, saving)]
             return super().forward(mb, x, version, target, saving)
         self._free.pop()
         torch._foreach_copy_([*one.inputs, *one.target], [*x, *aims])
@@ -180,6 +184,10 @@ class GraphedStage(Stage):
         (one.weight or one.backward).replay()
         self._free.append(one.slot)
 
+    def _adding(self) -> AbstractContextManager[None]:
+        """In a graph a kernel costs no launch, and each slot's memory would keep the gradients."""
+        return nullcontext() if self.weights.fixed else super()._adding()
+
     def _give(self, one: Pass, opened: Microbatch, grads: Tensors) -> None:
         if opened.counted is not None:
             one.grads[0].fill_(opened.counted.share)
@@ -195,7 +203,7 @@ class GraphedStage(Stage):
 
         Raises ConfigError for layers that cannot be captured.
         """
-        (x, target, saving), self._examples = self._examples[-1], []
+        x, target, saving = self._example.pop()
         pools = [torch.cuda.graph_pool_handle() for _ in range(slots)]
         for storage, leaves in self.weights.fix(versions).items():
             with self.weights.only(leaves):

@@ -8,7 +8,7 @@ out updates is among its observers.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -217,7 +217,8 @@ class Stage:
         """
         one = self._close(mb, version)
         self.weights.accumulate_on(version)
-        return self._differentiate(one, grads, torch.autograd.backward)
+        with self._adding():
+            return self._differentiate(one, grads, torch.autograd.backward)
 
     def backward_input(self, mb: int, grads: Tensors, version: int) -> Tensors:
         """Run the first half of a backward: the gradients of the inputs, for which the stage before waits.
@@ -240,7 +241,12 @@ class Stage:
             return
         self._close(mb, version)
         self.weights.accumulate_on(version)
-        deferred.weight_half()
+        with self._adding():
+            deferred.weight_half()
+
+    def _adding(self) -> AbstractContextManager[None]:
+        """Return a context that adds gradients; on a CPU to keep two of them costs more than to launch."""
+        return nullcontext() if self.device == "cpu" else self.weights.adding_at_once()
 
     def _close(self, mb: int, version: int) -> Microbatch:
         one = self._open.pop(mb)

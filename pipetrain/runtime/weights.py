@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipetrain.network.numerics import numbers_of
 from pipetrain.network.places import places
+from pipetrain.plan.costs import AT_ONCE
 from pipetrain.rate import Rate
 from pipetrain.runtime.memory import Memory
 
@@ -146,6 +147,23 @@ class Weights:
             for name, leaf in self._accumulating.items():
                 leaves[name].grad, leaf.grad = leaf.grad, None
             self._accumulating = leaves
+
+    @contextmanager
+    def adding_at_once(self) -> Iterator[None]:
+        """Let a backward make small gradients anew, and add them to the batch's by one kernel of a GPU."""
+        small = [leaf for leaf in self._accumulating.values() if leaf.nbytes <= AT_ONCE]
+        sums = [(leaf, leaf.grad) for leaf in small if leaf.grad is not None and not leaf.grad.is_sparse]
+        for leaf, _ in sums:
+            leaf.grad = None
+        yield
+        totals, new = list[Tensor](), list[Tensor]()
+        for leaf, total in sums:
+            if leaf.grad is not None:
+                totals.append(total)
+                new.append(leaf.grad)
+            leaf.grad = total
+        if new:
+            torch._foreach_add_(totals, new)
 
     def reduce(self) -> None:
         for name, leaf in self._accumulating.items():

@@ -40,9 +40,11 @@ class Items(NamedTuple):
     outputs: int = 0  # sent activations that are no tensors of an open microbatch
     returned: int = 0  # sent gradients
     tied: int = 0  # gradients of weights that other stages have too, from TIE until NORM or STEP
+    adding: int = 0  # gradients of a microbatch that are added to the batch's at the end of its B or W
 
 
-_PART_OF = (*["activations"] * 3, "weights", "versions", "gradients", "optimizer", *["messages"] * 6)
+_OF_WEIGHTS = ("weights", "versions", "gradients", "optimizer")
+_PART_OF = (*["activations"] * 3, *_OF_WEIGHTS, *["messages"] * 6, "gradients")
 
 Held = Mapping[str, int]
 """The bytes of one stage at a moment, by part."""
@@ -111,7 +113,7 @@ def _held(actions: Sequence[Action], bound: int, copied: bool) -> Iterator[Items
     has = {op: any(action.op is op for action in actions) for op in Op}
     forwards, versions = sum(action.op is Op.F for action in actions), max(most_versions(actions).values())
     done: Counter[Op] = Counter()
-    saved = before_r = gradients = arrived = 0
+    saved = before_r = gradients = adding = arrived = 0
     op: Op | None = None
     for action in [None, *actions]:
         if action is not None:
@@ -120,6 +122,7 @@ def _held(actions: Sequence[Action], bound: int, copied: bool) -> Iterator[Items
             later = op is Op.F and action.mb in recomputed
             before_r += later - (op is Op.R)
             saved += (op in (Op.F, Op.R) and not later) - (op in (Op.B, Op.I))
+            adding = op in (Op.B, Op.W) and gradients
             gradients = op in (Op.B, Op.W) or (gradients and op is not Op.STEP)
             arrived = op is Op.RECV_B or (arrived and op not in (Op.B, Op.I))
         back = done[Op.B] + done[Op.I]
@@ -138,4 +141,5 @@ def _held(actions: Sequence[Action], bound: int, copied: bool) -> Iterator[Items
             outputs=min(bound, done[Op.F]) * (has[Op.SEND_F] and (copied or bool(recomputed))),
             returned=(min(bound, back - unsent) + unsent) * has[Op.SEND_B],
             tied=int(op is Op.TIE),
+            adding=int(adding),
         )

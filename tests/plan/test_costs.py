@@ -18,6 +18,7 @@ from pipetrain.network.network import INPUT
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.tensors import storage_of
 from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.plan import costs
 from pipetrain.plan.costs import Profile, Table, average, read_profile, refuse_other_layers
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import Layer, estimate
@@ -104,10 +105,14 @@ def chain() -> nn.Sequential:
     return nn.Sequential(nn.Linear(48, 12), nn.Tanh(), nn.Linear(12, 10), nn.ReLU())
 
 
-def test_the_last_stage_holds_the_targets_and_what_the_loss_saves():
+def test_the_last_stage_holds_the_targets_and_what_the_loss_saves(monkeypatch):
     whole = held(chain(), (2, 48), 2, 4)
     with_loss = held(chain(), (2, 48), 2, 4, loss=1000, targets=10)
-    assert [b - a for a, b in zip(whole, with_loss, strict=True)] == [1010, 10, 10] + [0] * 10
+    assert [b - a for a, b in zip(whole, with_loss, strict=True)] == [1010, 10, 10] + [0] * 11
+    small = FLOAT * (12 * 10 + 10)  # of whose gradients a GPU holds two for a moment
+    assert held(chain(), (2, 48), 0, 4, on_gpu=True).adding == small + FLOAT * (48 * 12 + 12)
+    monkeypatch.setattr(costs, "AT_ONCE", FLOAT * 12 * 10)
+    assert held(chain(), (2, 48), 0, 4, on_gpu=True).adding == small + FLOAT * 12
     assert held(chain(), (2, 48), 0, 2, loss=1000, targets=10) == held(chain(), (2, 48), 0, 2)
 
 

@@ -16,6 +16,7 @@ from pipetrain.runtime.feed import Target
 from pipetrain.runtime.session import observers_of
 from pipetrain.runtime.stage import Stage
 from pipetrain.tasks import Classification, Task
+from tests.runtime.test_weights import Kernels
 from tests.support.models import Fork, Join
 from tests.support.parts import part_of
 
@@ -191,6 +192,17 @@ def test_an_update_of_what_is_not_finite_can_be_skipped_with_its_statistics_and_
 
 
 # Loss and update
+
+
+@pytest.mark.parametrize(("device", "ran"), [("cpu", {"add_": 2}), ("cuda", {"_foreach_add_": 1})])
+def test_a_gpu_alone_adds_a_microbatch_s_gradients_by_one_kernel(device, ran):
+    """On a CPU to hold them beside the sum would cost more than to launch is worth."""
+    first = stage(nn.Linear(3, 3), 0, device=device)
+    for mb in range(2):
+        first.forward(mb, (randn(4, 3),), 0)
+        with Kernels() as seen:
+            first.backward(mb, (randn(4, 3),), 0)
+    assert {name: times for name, times in seen.ran.items() if "add_" in name} == ran
 
 
 def test_a_sparse_gradient_is_clipped_as_the_dense_one_of_its_sum():

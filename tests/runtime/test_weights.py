@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipetrain.runtime.weights import Weights
 
@@ -89,6 +93,43 @@ def test_a_weight_that_has_its_first_gradient_late_is_stepped_by_a_fused_optimiz
             updated(module if number == 2 else module[0], weights, torch.ones(2, 3, dtype=torch.float64))
         ended.append(module.state_dict())
     torch.testing.assert_close(*ended, rtol=1e-12, atol=1e-12)
+
+
+class Kernels(TorchDispatchMode):
+    """The operations that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran[func._overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_small_gradients_are_added_by_one_kernel_to_the_same_bits(monkeypatch):
+    """A large gradient is added alone; a sparse one, and the want of one, do no harm."""
+    monkeypatch.setattr("pipetrain.runtime.weights.AT_ONCE", 4 * 4 * 6)
+    sums = []
+    for at_once in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.Embedding(3, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 7), nn.Linear(1, 1)]
+        module, unused = nn.Sequential(*layers[:-1]), layers[-1]
+        weights = versions_of(nn.Sequential(module, unused))
+        for mb in range(3):
+            layers[0].sparse = mb == 1
+            weights.accumulate_on(0)
+            with (
+                weights.installed(0),
+                weights.adding_at_once() if at_once else nullcontext(),
+                Kernels() as seen,
+            ):
+                module(torch.tensor([mb, 1, 1])).square().sum().backward()
+        assert seen.ran["add_"] == (1 if at_once else 7)
+        weights.reduce()
+        sums.append({name: grad.to_dense() for name, grad in weights.gradients().items()})
+    assert len(sums[0]) == 7
+    assert all(torch.equal(grad, sums[1][name]) for name, grad in sums[0].items())
 
 
 def test_a_checkpoint_without_an_average_begins_it_anew():

@@ -72,15 +72,22 @@ def test_gradients_are_held_until_their_step_and_the_storage_of_versions_for_goo
     held = {str(a): now[0] for a, now in zip(actions, counts(actions, 2), strict=True)}
     assert {one.versions for one in held.values()} == {1}
     assert [held[name].gradients for name in ("0F0@0", "0B0@0", "0STEP@1", "0B1@0")] == [0, 1, 0, 1]
+    assert not any(one.adding for one in held.values())  # a batch's first microbatch is added to nothing
+    several = lower(gpipe(2, 1, 2))[0]
+    adding = {str(a): now[0].adding for a, now in zip(several, counts(several, 2), strict=True)}
+    assert [name for name, some in adding.items() if some] == ["0B1@0"]
     tied = lower(parse_program("0F0@0 0B0@0 0TIE@1 0STEP@1"))[0]
     assert [now[0].tied for now in counts(tied, 2)][-3:] == [0, 1, 0]
 
 
 def test_bytes_are_counts_times_sizes():
-    numbers = Items(2, 1, 1, 1, 1, 1, 1, inputs=2, grads=1, arrived=1, outputs=0, returned=3, tied=1)
+    numbers = Items(
+        2, 1, 1, 1, 1, 1, 1, inputs=2, grads=1, arrived=1, outputs=0, returned=3, tied=1, adding=1
+    )
     sizes = Items(10, 3, 5, 100, 90, 80, 70, inputs=7, grads=8, arrived=9, outputs=1000, returned=2, tied=4)
+    sizes = sizes._replace(adding=6)
     held = in_parts(numbers, sizes)
-    assert held == dict(zip(PARTS, (28, 100, 90, 80, 70, 2 * 7 + 8 + 9 + 3 * 2 + 4), strict=True))
+    assert held == dict(zip(PARTS, (28, 100, 90, 80 + 6, 70, 2 * 7 + 8 + 9 + 3 * 2 + 4), strict=True))
     assert held_bytes(numbers, sizes) == sum(held.values())
 
 
