@@ -49,12 +49,14 @@ def compare(asked: Request, runs: Runs) -> int:
             print(f"interrupted\n{kept}", flush=True)
             status = INTERRUPTED
         rows = table.make_rows(outcomes)
-        text = table.write(out, rows) if rows else ""
+        results = table.tables(rows, asked.target) if rows else []
+        text = table.write(out, results, rows, asked.latex) if rows else ""
         pictures = plots.write(out, asked.methods, rows)
-        report.write(asked, outcomes, runs, rows, pictures)
+        report.write(asked, outcomes, runs, rows, results, pictures)
     if status == INTERRUPTED:
         return status
-    print(f"\n{text}\nwritten to {out}: {', '.join([*table.FILES, *pictures, report.FILE])}")
+    files = [*table.FILES, *[table.LATEX] * asked.latex, *pictures, report.FILE]
+    print(f"\n{text}\nwritten to {out}: {', '.join(files)}")
     failed = [outcome.spec.title for outcome in outcomes if outcome.summary is None]
     if failed:
         count = f"{len(failed)} of {len(specs)} runs failed"

@@ -1,9 +1,9 @@
 """The comparison as pictures: the metric by epoch and by time.
 
 They are written as PNG beside the table and stand in the report. A method has one colour, one marker and one
-line style, so curves can be told apart without colours too. Curves over epochs may coincide, where schedules
-do the same sums: the lower ones are wider. Matplotlib is used through its objects, without pyplot's global
-state.
+line style, of cycles of other lengths, so that many can be told apart, without colours too. Curves over
+epochs may coincide, where schedules do the same sums: the lower ones are wider, and each has its markers at
+epochs of its own. Matplotlib is used through its objects, without pyplot's global state.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from comparison.table import Row, by_model, compared
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which the colour-blind can tell apart, without yellow.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#555555")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+# Okabe and Ito's colours, which the colour-blind can tell apart, with grey in the place of yellow.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8a8a8a", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", "*")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), "-.", ":", (0, (8, 2)), (0, (4, 1, 1, 1, 1, 1)), (0, (2, 1)))
-MARKS = 10  # markers on a curve, about
+MARKS = 3, 10  # markers on a curve: at least, where there are so many epochs, and about
+WIDEST = 4.0  # more than the uppermost curve
 OVER = {"epoch": "epoch", "elapsed_s": "seconds since the start, evaluation included"}
 """Columns of metrics.csv to draw over, and their labels."""
 
@@ -53,8 +54,8 @@ def draw(panels: dict[str, list[Row]], methods: Sequence[str], key: str) -> Figu
     for axes, (model, rows) in zip(side_by_side, panels.items(), strict=True):
         metric, seeds = compared(rows), max(len(row.done) for row in rows)
         axes.set_title(f"{model} on {rows[0].alike('data')}, {seeds} seed{'s' * (seeds > 1)}", loc="left")
-        for below, row in zip(reversed(range(len(rows))), rows, strict=True):
-            _curve(axes, row, key, methods.index(row.method) % len(COLOURS), below)
+        for place, row in enumerate(rows):
+            _curve(axes, row, key, methods.index(row.method), place, len(rows))
         axes.set_ylabel(f"test {metric.title}{', %' * metric.percent}")
         axes.set_xlabel(OVER[key])
         if key == "epoch":
@@ -67,21 +68,25 @@ def draw(panels: dict[str, list[Row]], methods: Sequence[str], key: str) -> Figu
     return figure
 
 
-def _curve(axes: Axes, row: Row, key: str, style: int, below: int) -> None:
-    """Draw a method. `style`: its number among the styles; `below`: how many curves may cover this one."""
+def _curve(axes: Axes, row: Row, key: str, style: int, place: int, curves: int) -> None:
+    """Draw a method. `style`: its number among all; `place`: here, where later ones of `curves` cover it."""
+    colour, marker, dashes = (cycle[style % len(cycle)] for cycle in (COLOURS, MARKERS, DASHES))
+    wider = min(0.8, WIDEST / curves) * (curves - 1 - place)
     metric, x = row.metric, np.mean(_columns(row, key), axis=0)
     y = metric.scale * np.array(_columns(row, f"val_{metric.name}"))
     mean = y.mean(axis=0)
-    axes.fill_between(x, y.min(axis=0), y.max(axis=0), color=COLOURS[style], alpha=0.13, lw=0)
+    few, many = MARKS
+    apart = max(1, min(curves, len(x) // few), len(x) // many)
+    axes.fill_between(x, y.min(axis=0), y.max(axis=0), color=colour, alpha=0.13, lw=0)
     axes.plot(
         x,
         mean,
-        color=COLOURS[style],
-        linestyle=DASHES[style],
-        linewidth=1.6 + 0.8 * below,
-        marker=MARKERS[style],
-        markersize=5.5 + 0.6 * below,
-        markevery=max(1, len(x) // MARKS),
+        color=colour,
+        linestyle=dashes,
+        linewidth=1.4 + wider,
+        marker=marker,
+        markersize=6.5 + wider,
+        markevery=(place % apart, apart),
         markeredgecolor="white",
         markeredgewidth=0.6,
         label=f"{row.method}  {metric.text(mean[-1])}",

@@ -21,14 +21,19 @@ from markupsafe import Markup
 from comparison.figures import duration
 from comparison.request import Request
 from comparison.runs import Outcome, Runs, words
-from comparison.table import Row, Table, tables
+from comparison.table import Row, Table
 from comparison.verdict import verdict
 
 FILE = "report.html"
 
 
 def write(
-    asked: Request, outcomes: Sequence[Outcome], runs: Runs, rows: Sequence[Row], pictures: Sequence[str]
+    asked: Request,
+    outcomes: Sequence[Outcome],
+    runs: Runs,
+    rows: Sequence[Row],
+    results: Sequence[Table],
+    pictures: Sequence[str],
 ) -> None:
     """Write report.html beside the table, with the pictures of these files in it."""
     loader = FileSystemLoader(Path(__file__).parent)
@@ -41,7 +46,7 @@ def write(
     page = environment.get_template(FILE).render(
         title=asked.title,
         verdict=said or ["No run was made."],
-        tables=tables(rows) if rows else [],
+        tables=results,
         failures=[
             (o.spec.title, o.failure, duration(o.wall_s), "\n".join(runs.last_words(o.spec))) for o in failed
         ],

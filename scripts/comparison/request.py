@@ -81,7 +81,8 @@ class Experiment:
 class Request:
     """The runs in the order in which they are made, and where they go.
 
-    `typed`: the arguments that make it again; without --fresh, which would remove what is there.
+    `typed`: the arguments that make it again; without --fresh, which would remove what is there. `target`: a
+    value of the metric, as it is shown, to which times are measured.
     """
 
     specs: list[Spec]
@@ -89,6 +90,8 @@ class Request:
     fresh: bool
     title: str
     typed: str
+    target: float | None = None
+    latex: bool = False
 
     @property
     def methods(self) -> list[str]:
@@ -119,6 +122,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--nproc", type=int, metavar="N", help="processes (default: stages= or 2)")
     made.add_argument("--out", type=Path, metavar="DIR", help="default: comparisons/ and what is compared")
     made.add_argument("--fresh", action="store_true", help="remove these runs where they are done")
+    reach = (
+        "of the metric, such as 90 (%%): times until it is reached (default: the best that all runs reach)"
+    )
+    made.add_argument("--target", type=float, metavar="VALUE", help=reach)
+    made.add_argument("--latex", action="store_true", help="write the tables as table.tex too, for booktabs")
     return made
 
 
@@ -136,7 +144,8 @@ def read(arguments: Sequence[str]) -> Request:
     _check(specs)
     title = asked.title or " against ".join(dict.fromkeys(spec.method.name for spec in specs))
     typed = shlex.join(word for word in arguments if word != "--fresh")
-    return Request(specs, options.out or _default_out(options, overrides), options.fresh, title, typed)
+    out = options.out or _default_out(options, overrides)
+    return Request(specs, out, options.fresh, title, typed, options.target, options.latex)
 
 
 def _apart(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -2,8 +2,8 @@
 
 The first table has the columns in which such comparisons are published, with their meaning: the best epoch of
 all seeds and its accuracy, which flatters, because it is chosen on the test set. The second one is what to
-trust: the last epoch, and means over the seeds with their deviation. Where another metric is compared, such
-as perplexity, it takes the place of accuracy.
+trust: the last epoch, and means over the seeds with their deviation. The third one has the time to a target,
+and what was measured. Where another metric is compared, such as perplexity, it takes the place of accuracy.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from comparison import measured
 from comparison.figures import Metric, duration, metric_of, spread
 from comparison.runs import Outcome, Summary
 
 FILES = ("table.md", "runs.csv")
+LATEX = "table.tex"
 # What should be alike in all runs of a model: keys of summary.json, and of what a run was made on.
 FAIR: tuple[str, ...] = ("model", "data", "device", "lr", "batch_size", "data_workers", "epochs", "updates")
 FAIR += ("threads", "precision", "memory_format", "task", "machine", "torch", "pipetrain")
@@ -89,6 +91,15 @@ def _distinct(facts: Sequence[Summary], key: str) -> list[str]:
     return list(dict.fromkeys(f"{v:g}" if isinstance(v, float) else str(v) for v in values))
 
 
+# What LaTeX would not print as it is.
+_TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+_TEX |= {sign: rf"\{sign}" for sign in "&%$#_{}"} | {sign: f"${sign}$" for sign in "<>|"}
+
+
+def _tex(text: str) -> str:
+    return "".join(_TEX.get(sign, sign) for sign in text)
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """A head and lines of cells, with notes below. `text`: the columns that hold words."""
@@ -103,6 +114,20 @@ class Table:
     def markdown(self) -> str:
         return "\n".join([markdown_table([self.head, *self.lines], self.text), *self.notes]) + "\n"
 
+    @property
+    def latex(self) -> str:
+        """The table for a paper that uses the package booktabs, with its notes as caption."""
+        columns = "".join("l" if name in self.text else "r" for name in self.head)
+        head, *lines = (" & ".join(map(_tex, cells)) + r" \\" for cells in (self.head, *self.lines))
+        rows = [
+            r"\begin{table}\centering\small\setlength{\tabcolsep}{4pt}",
+            rf"\caption{{{_tex(' '.join(self.notes))}}}",
+            rf"\begin{{tabular}}{{{columns}}}",
+            *(r"\toprule", head, r"\midrule", *lines, r"\bottomrule"),
+            r"\end{tabular}\end{table}",
+        ]
+        return "\n".join(rows) + "\n"
+
 
 def markdown_table(lines: Sequence[Sequence[str]], text: Collection[str]) -> str:
     """Return lines of cells, the head first, as a Markdown table. `text`: the columns that hold words."""
@@ -116,8 +141,8 @@ def markdown_table(lines: Sequence[Sequence[str]], text: Collection[str]) -> str
     return said
 
 
-def tables(rows: Sequence[Row]) -> list[Table]:
-    """Return both tables of results."""
+def tables(rows: Sequence[Row], target: float | None = None) -> list[Table]:
+    """Return the tables of results. `target`: of the metric, as shown; None: the best that all runs reach."""
     metric = compared(rows)
     seeds = list(dict.fromkeys(outcome.spec.seed for row in rows for outcome in row.outcomes))
     title = metric.title + metric.unit + ("" if metric.higher else " (lower is better)")
@@ -132,9 +157,15 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         "together, and seconds of their codecs.",
         *remarks(rows),
     ]
+    which = ", the best that all runs of a model reach" if target is None else ""
+    beside = [f"target: test {title}{which}. {measured.MEANING}"]
+    goals = {model: _common(of) if target is None else target for model, of in by_model(rows).items()}
     made = []
-    for name, cells, notes in (("Results", _published, published), ("Over the seeds", _trusted, trusted)):
-        lines = [cells(row, metric) for row in rows]
+    for name, lines, notes in (
+        ("Results", [_published(row, metric) for row in rows], published),
+        ("Over the seeds", [_trusted(row, metric) for row in rows], trusted),
+        ("To a target, and measured", [_measured(row, metric, goals[row.model]) for row in rows], beside),
+    ):
         made.append(Table(name, list(lines[0]), [list(line.values()) for line in lines], notes))
     return made
 
@@ -171,10 +202,21 @@ def _trusted(row: Row, metric: Metric) -> dict[str, str]:
     }
 
 
-def write(out: Path, rows: Sequence[Row]) -> str:
-    """Write table.md and runs.csv; return the Markdown."""
-    text = "\n".join(table.markdown for table in tables(rows))
+def _common(rows: Sequence[Row]) -> float | None:
+    return measured.common([run for row in rows for run in row.outcomes], compared(rows))
+
+
+def _measured(row: Row, metric: Metric, target: float | None) -> dict[str, str]:
+    runs, first = ([run for run in of.outcomes if run.summary] for of in (row, row.first or row))
+    return {"method": row.method, "model": row.model, **measured.cells(runs, first, metric, target)}
+
+
+def write(out: Path, results: Sequence[Table], rows: Sequence[Row], latex: bool = False) -> str:
+    """Write table.md, runs.csv and, where it is asked for, table.tex; return the Markdown."""
+    text = "\n".join(table.markdown for table in results)
     (out / "table.md").write_text(text)
+    if latex:
+        (out / LATEX).write_text("\n".join(table.latex for table in results))
     lines = [_run(outcome) for row in rows for outcome in row.outcomes]
     with (out / "runs.csv").open("w", newline="") as file:
         names = dict.fromkeys(name for line in lines for name in line)
@@ -189,14 +231,18 @@ def _run(outcome: Outcome) -> dict[str, Any]:
     """Return a run's line of runs.csv: what it was, how it ended, and the plain values of its summary."""
     spec = outcome.spec
     summary = {k: v for k, v in (outcome.summary or {}).items() if isinstance(v, (str, int, float))}
-    return summary | {
-        "run": spec.name,
-        "state": "failed" if outcome.failure else "done",
-        "method": spec.method.name,
-        "seed": spec.seed,
-        "nproc": spec.nproc,
-        "wall_s": outcome.wall_s,
-    }
+    return (
+        summary
+        | measured.figures_of(outcome.summary or {})
+        | {
+            "run": spec.name,
+            "state": "failed" if outcome.failure else "done",
+            "method": spec.method.name,
+            "seed": spec.seed,
+            "nproc": spec.nproc,
+            "wall_s": outcome.wall_s,
+        }
+    )
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:

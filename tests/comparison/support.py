@@ -45,6 +45,14 @@ def failed(method: str, seed: int = 0) -> Outcome:
     return Outcome(spec_of(method, seed), 1.0, failure="status 1")
 
 
+STAGE = {"memory_bytes": 2**20, "mean_staleness": 0.0, "max_staleness": 0, "peak_versions": 1}
+
+
+def staged(*stages: dict[str, Any], on_paper: float = 0.2) -> dict[str, Any]:
+    """What a summary says of its stages."""
+    return {"per_stage": [STAGE | stage for stage in stages], "simulated_bubble": on_paper}
+
+
 def outcome(
     method: str, seed: int = 0, *curve: float, metric: str = "acc", model: str = "vgg16", **more: Any
 ) -> Outcome:

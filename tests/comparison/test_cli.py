@@ -52,12 +52,14 @@ def test_it_goes_on_past_failed_runs_leaves_tables_and_keeps_what_is_done(out, c
     assert "2 of 4 runs failed: pipedream seed 0, layer_dist seed 1;" in said
     assert "layer_dist vgg16 1 of 2, pipedream vgg16 1 of 2" in (out / "table.md").read_text()
     misbehave(monkeypatch)
-    assert compare(*TWO, "--out", str(out), "data=digits") == 0
+    again = ("--target", "97.45", "--latex")
+    assert compare(*TWO, *again, "--out", str(out), "data=digits") == 0
     assert started(out) == [*ALL, "pipedream-seed0", "layer_dist-seed1"]
     said = capsys.readouterr().out
     assert re.search(r"\[4/4\] pipedream seed 1 \.\.\. 96\.50 % in [\d.]+s, kept from before\n", said)
     assert (out / "table.md").read_text() in said
-    assert said.endswith(f"written to {out}: table.md, runs.csv, report.html\n")
+    assert "| pipedream  | vgg16 |  97.45 |" in said
+    assert said.endswith(f"written to {out}: table.md, runs.csv, table.tex, report.html\n")
 
 
 def test_a_real_run(out, capsys):

@@ -113,13 +113,19 @@ def test_every_comparison_can_be_drawn_and_shows_each_method(tmp_path, outcomes:
 
 
 def test_curves_can_be_told_apart_without_colours():
-    names = [f"s{i}" for i in range(7)]
+    """Eight of the same values: by markers, which are not all at the same epochs, and by their widths."""
+    names = [f"s{i}" for i in range(20)]
     rows = make_rows([outcome(name, 0, *[0.9751, 0.97512, 0.97513] * 4) for name in names])
-    (axes,) = plots.draw(by_model(rows), names, "epoch").axes
-    assert len({line.get_marker() for line in axes.lines}) == 7
-    assert len({repr(line._unscaled_dash_pattern) for line in axes.lines}) == 7
+    (axes,) = plots.draw(by_model(rows[:8]), names, "epoch").axes
+    assert len({line.get_marker() for line in axes.lines}) == 8
+    assert len({line.get_color() for line in axes.lines}) == 8
+    assert {line.get_markevery() for line in axes.lines} == {(0, 4), (1, 4), (2, 4), (3, 4)}
     widths = [line.get_linewidth() for line in axes.lines]
-    assert widths == sorted(widths, reverse=True) != [widths[0]] * 7
+    assert widths == sorted(set(widths), reverse=True)
+    (all_there_are,) = plots.draw(by_model(rows), names, "epoch").axes
+    marked = {(line.get_marker(), repr(line._unscaled_dash_pattern)) for line in all_there_are.lines}
+    assert len(marked) == 20
+    assert max(line.get_linewidth() for line in all_there_are.lines) < 6
     low, high = axes.get_ylim()
     assert high - low >= 1.0  # not a hundredth of a percent as tall as the picture
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
@@ -11,26 +12,31 @@ import pytest
 
 from comparison.figures import ACCURACY, LOSS, Metric, duration, metric_of, spread
 from comparison.runs import Outcome
-from comparison.table import make_rows, remarks, tables, write
+from comparison.table import FILES, make_rows, remarks, tables, write
 from comparison.verdict import noise, verdict
-from tests.comparison.support import METRICS, failed, outcome
+from tests.comparison.support import METRICS, failed, outcome, staged
 
 GOLDEN = Path(__file__).with_name("golden_table.md")
 PPL = Metric("ppl", higher=False, percent=False)
+V = staged({"rank": 0, "bubble": 0.5}, {"rank": 1, "bubble": 0.25}, {"rank": 1, "bubble": 0.25})
+LATE = {"mean_staleness": 0.5, "max_staleness": 1, "peak_versions": 2}
 RUNS = [
-    outcome("layer_dist", 0, 0.90, 0.89, epoch_s=156.0),
+    outcome("layer_dist", 0, 0.90, 0.89, epoch_s=156.0, **V),
     outcome("gpipe", 0, 0.904, 0.90, epoch_s=78.0, bytes_per_epoch=0.41e9, codec_s_per_epoch=1.5),
     failed("pipedream"),
-    outcome("layer_dist", 1, 0.88, 0.91, epoch_s=158.0),
+    outcome("layer_dist", 1, 0.88, 0.91, epoch_s=158.0, **staged({"rank": 0, "bubble": 0.6} | LATE)),
     failed("gpipe", 1),
 ]
 
 
 def test_the_tables_to_the_letter(tmp_path):
-    assert write(tmp_path, make_rows(RUNS)) == GOLDEN.read_text()
+    rows = make_rows(RUNS)
+    assert write(tmp_path, tables(rows), rows) == GOLDEN.read_text()
     assert (tmp_path / "table.md").read_text() == GOLDEN.read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {*FILES}
     with (tmp_path / "runs.csv").open() as file:
         found = list(csv.DictReader(file))
+    assert [run["fullest_rank_mib"] for run in found] == ["2", "1", "", "", ""]
     assert [(run["run"], run["state"], run["best_val_acc"]) for run in found] == [
         ("vgg16-layer_dist-seed0", "done", "0.9"),
         ("vgg16-layer_dist-seed1", "done", "0.91"),
@@ -40,13 +46,56 @@ def test_the_tables_to_the_letter(tmp_path):
     ]
 
 
+def to_target(row: dict[str, str]) -> list[str]:
+    return [row[key] for key in ("target", "epochs", "seconds", "speedup")]
+
+
+def test_the_time_to_a_target_is_of_the_first_epoch_that_reaches_it():
+    """An epoch of these takes 10 s, and the target is what all reach or what is asked for."""
+    runs = [outcome("a", 0, 0.5, 0.8, 0.9), outcome("b", 0, 0.81, 0.7), outcome("b", 1, 0.2, 0.3, 0.4, 0.95)]
+    rows = make_rows(runs)
+    for target, a, b in (
+        (None, ["81.00", "3.0", "30.00", "1.00x"], ["81.00", "2.5 ± 2.1", "25.00 ± 21.21", "1.20x"]),
+        (85, ["85.00", "3.0", "30.00", "1.00x"], ["85.00", "-", "1 of 2", "-"]),
+        (99, ["99.00", "-", "0 of 1", "-"], ["99.00", "-", "0 of 2", "-"]),
+    ):
+        table = tables(rows, target)[-1]
+        assert [to_target(dict(zip(table.head, line, strict=True))) for line in table.lines] == [a, b]
+    # A lower perplexity is a better one, and of one that is no number nothing is known.
+    rows = make_rows([outcome(name, 0, *of, metric="ppl") for name, of in (("a", (9, 8, 5)), ("b", (7, 6)))])
+    table = tables(rows)[-1]
+    assert [line[2:6] for line in table.lines] == [
+        ["6.00", "3.0", "30.00", "1.00x"],
+        ["6.00", "2.0", "20.00", "1.50x"],
+    ]
+    rows = make_rows([outcome("a", 0, 0.5), outcome("b", 0, nan)])
+    assert [line[2:6] for line in tables(rows)[-1].lines] == [["-"] * 4] * 2
+
+
+def test_latex_has_the_same_cells_and_prints_every_sign(tmp_path):
+    rows = make_rows([outcome(r"50 % & $\frac_{1}^2$ ~#", 0, 0.9), failed("b")])
+    results = tables(rows)
+    write(tmp_path, results, rows, latex=True)
+    text = (tmp_path / "table.tex").read_text()
+    odd = r"50 \% \& \$\textbackslash{}frac\_\{1\}\textasciicircum{}2\$ \textasciitilde{}\#"
+    assert text.count(odd) == 3
+    assert [text.count(word) for word in (r"\begin{table}", r"\end{table}", r"\toprule", r"\midrule")] == [
+        3
+    ] * 4
+    assert r"deviation. last\_acc: test accuracy in \% after" in text
+    lines = [line.removesuffix(r" \\").split(" & ") for line in text.splitlines() if line.startswith("b & ")]
+    assert lines == [list(table.lines[1]) for table in results]
+    columns = [len(one) for one in re.findall(r"\\begin\{tabular\}\{([lr]+)\}", text)]
+    assert columns == [len(table.head) for table in results]
+
+
 def test_another_metric_takes_the_place_of_accuracy_and_a_failed_row_stands_beside_it():
     runs = [
         outcome("1f1b", 0, 11.0, 12.345, metric="ppl"),
         outcome("1f1b", 1, 13.0, 10.5, 12.545, metric="ppl"),
     ]
     unnamed = [replace(run, spec=replace(run.spec, model=None)) for run in (failed("layer_dist"), *runs)]
-    published, trusted = tables(make_rows(unnamed))
+    published, trusted, _ = tables(make_rows(unnamed))
     lines = [
         dict(zip(table.head, line, strict=True)) for table in (published, trusted) for line in table.lines
     ]
