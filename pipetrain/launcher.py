@@ -34,10 +34,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser, parse_args, run
 
+from pipetrain.cli import composed
 from pipetrain.ending import ENDED, FAILED, guarded, leave
 from pipetrain.rules import decoded, whole
-from pipetrain.settings import share_of_cores
+from pipetrain.settings import cores, share_of_cores
 from pipetrain.signals import LIMIT
+from pipetrain.start import refuse_few_layers
 from pipetrain.version import __version__
 
 LOOPBACK = "127.0.0.1"
@@ -64,6 +66,8 @@ def _main(words: Sequence[str]) -> int:
     count = processes(ours)
     os.environ.setdefault("OMP_NUM_THREADS", str(share_of_cores(count)))
     if not any(word.startswith("--nproc") for word in theirs):
+        if count > cores() and not any(word.startswith("-") for word in ours):  # so many take long to start
+            refuse_few_layers(composed("config", ours), count)
         theirs.append(f"--nproc_per_node={count}")
     if not any(word.startswith(("--nnodes", "--rdzv", "--master", "--standalone")) for word in theirs):
         # Not --standalone, whose rendezvous unpickles what anybody on this machine writes to its store.

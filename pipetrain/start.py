@@ -9,16 +9,22 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pipetrain import models
+from pipetrain.building import build
 from pipetrain.errors import ChannelError, ConfigError, Refused, one_line
+from pipetrain.network.values import named_layers
+from pipetrain.plan.balance import prove_layers
 from pipetrain.runtime.ranks import SILENCE_S, START_S, Ranks, World, make_group, this_attempt
 from pipetrain.runtime.together import prove_same
 from pipetrain.schedule.actions import ScheduleError
@@ -90,14 +96,20 @@ class Start:
     def refuse(self, error: ConfigError | ScheduleError) -> NoReturn:
         """End all ranks by an error of this one, before they train. Raises Refused, or the error."""
         self.doing = ""  # the folder with the log is gone
-        if self.world.size == 1 or self.trains.is_set() or isinstance(error, Refused):
+        if self.world.size == 1 or self.trains.is_set():
             raise error
-        limit_s = START_S if self.world.rank else REFUSED_S
-        try:
-            self._meet(limit_s).agree("start", refusal=one_line(error), limit_s=limit_s)
-        except ChannelError:  # nobody hears it
-            raise error from None
-        raise AssertionError("a refusal was not heard")
+        if not isinstance(error, Refused):
+            limit_s = START_S if self.world.rank else REFUSED_S
+            try:
+                self._meet(limit_s).agree("start", refusal=one_line(error), limit_s=limit_s)
+            except ChannelError:  # nobody hears it
+                raise error from None
+            except Refused as refused:
+                error = refused
+        self.signals.drained.set()  # when a rank has left torchrun ends the others, and rank 0 is to say why
+        with suppress(ChannelError):
+            self._meet(REFUSED_S).tell("the end")
+        raise error
 
     def _meet(self, limit_s: float) -> Ranks:
         """Return the ranks once all have come for the first time. Raises ChannelError."""
@@ -107,6 +119,13 @@ class Start:
                 make_group(self.world, store, timedelta(seconds=limit_s))
             self._ranks = Ranks(self.world, limit_s, dist.group.WORLD if store else None)
         return self._ranks
+
+
+def refuse_few_layers(cfg: DictConfig, ranks: int) -> None:
+    """Refuse more ranks than one of our own models has layers, which is known without its numbers."""
+    if str(OmegaConf.select(cfg, "model._target_")).startswith(f"{models.__name__}."):
+        with torch.device("meta"):
+            prove_layers(ranks, [name for name, _ in named_layers(build(cfg, "model"))])
 
 
 def seconds(cfg: DictConfig, key: str) -> float:

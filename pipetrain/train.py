@@ -46,7 +46,7 @@ from pipetrain.runtime.ranks import World
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.settings import Settings, share_of_cores
 from pipetrain.signals import Signals
-from pipetrain.start import Start
+from pipetrain.start import Start, refuse_few_layers
 
 log = logging.getLogger("pipetrain")
 
@@ -145,6 +145,7 @@ def read(cfg: DictConfig, start: Start) -> Settings:
     """Read what every rank can of a configuration, and refuse it alike. Raises ConfigError."""
     start.signals.drained.clear()  # as the job before has left it
     settings = Settings.composed(cfg, str(HydraConfig.get().runtime.choices["schedule"]), start.world.size)
+    refuse_few_layers(cfg, start.world.size)
     make_task(cfg)
     load_augment(cfg.data)
     choose_device(start.world, settings.device)

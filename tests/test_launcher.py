@@ -71,13 +71,25 @@ TWO_NODES = "--nnodes=2 --rdzv_endpoint=a:1 --nproc-per-node=2"
 def test_processes_and_threads(monkeypatch, words, environment, gpus, arguments, threads):
     started = []
     monkeypatch.setattr(launcher, "start", lambda given: started.append(" ".join(given)) or 7)
-    monkeypatch.setattr(settings, "cores", lambda: 4)
+    for of in (settings, launcher):
+        monkeypatch.setattr(of, "cores", lambda: 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(os, "environ", dict(environment))
     assert launcher.main(words.split()) == 7
     (given,) = started
     assert re.sub(r"(master_port)=\d+", r"\1=PORT", given) == arguments
     assert os.environ.get("OMP_NUM_THREADS") == (None if threads is None else str(threads))
+
+
+def test_more_processes_than_the_model_has_layers_are_not_started(monkeypatch, capfd):
+    monkeypatch.setattr(launcher, "start", lambda given: 7)
+    monkeypatch.setattr(launcher, "cores", lambda: 4)
+    assert launcher.main(["stages=12", "model=mlp"]) == 2
+    assert capfd.readouterr().err.startswith(
+        "pipetrain: stages=12 needs at least as many layers, but the model has 6"
+    )
+    assert launcher.main(["stages=4", "model=mlp", "model.depth=3"]) == 7  # its ranks refuse as fast
+    assert launcher.main(["--cfg", "job", "stages=12", "model=mlp"]) == 7
 
 
 def test_the_command_leaves_threads_of_torchruns_in_cpp_alone(monkeypatch):

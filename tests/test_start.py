@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -18,7 +19,7 @@ from pipetrain import start as module
 from pipetrain.errors import ConfigError, Refused
 from pipetrain.runtime.ranks import World
 from pipetrain.signals import Signals
-from pipetrain.start import Start
+from pipetrain.start import Start, refuse_few_layers
 from tests.support.processes import DEADLINE_S, SMALL, ended, lines_of, running
 
 # Alone
@@ -51,6 +52,24 @@ def test_what_takes_long_is_said_until_the_training_begins(alone, monkeypatch, c
     assert not reminding.is_alive()
     said = {record.getMessage() for record in caplog.records}
     assert said == {"pipetrain: it takes time to read the data set"}
+
+
+def test_a_refusing_rank_is_deaf_to_torchrun_before_the_others_may_leave(monkeypatch):
+    """With twelve ranks on two cores the first that left had rank 0 ended before it said why."""
+    monkeypatch.setattr(module, "this_attempt", lambda world: None)
+    start, waited = Start(World(0, 2), [], Signals(0)), []
+    start._ranks = SimpleNamespace(tell=lambda what: waited.append(start.signals.drained.is_set()))
+    with pytest.raises(Refused, match="too small"):
+        start.refuse(Refused("too small"))
+    assert waited == [True]
+
+
+def test_more_ranks_than_layers_are_refused_by_the_configuration_alone():
+    cfg = OmegaConf.create({"model": {"_target_": "pipetrain.models.mlp"}})
+    refuse_few_layers(cfg, 6)
+    with pytest.raises(ConfigError, match=r"stages=7 needs .*, but the model has 6: 0 hidden1"):
+        refuse_few_layers(cfg, 7)
+    refuse_few_layers(OmegaConf.create({"model": {"_target_": "elsewhere.made"}}), 7)  # dear to build
 
 
 # Ranks that are started one by one, as other launchers do

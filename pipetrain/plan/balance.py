@@ -34,12 +34,7 @@ def choose_cuts(partition: str | Sequence[int], layers: Sequence[Layer], where: 
     `where`: the rank of each stage. Raises ConfigError, with the list of layers, if there are too few, a
     stage would be empty or a cut is outside the model.
     """
-    stages, listed = len(where), ", ".join(f"{i} {layer.name}" for i, layer in enumerate(layers))
-    if stages > len(layers):
-        raise ConfigError(
-            f"stages={stages} needs at least as many layers, but the model has {len(layers)}: "
-            f"{listed}; choose fewer stages or a deeper model"
-        )
+    stages, listed = len(where), prove_layers(len(where), [layer.name for layer in layers])
     if partition == "even":
         return [round(len(layers) * stage / stages) for stage in range(1, stages)]
     if isinstance(partition, str):
@@ -80,6 +75,17 @@ def balance(weights: Sequence[float], where: Sequence[int]) -> list[int]:
     turns = range(half, len(weights) - (stages - half) + 1)
     starts = [[*even(0, t, half), t, *even(t, len(weights), stages - half)] for t in turns]
     return min((_refined(start, len(weights), size) for start in [equal, *starts]), key=size)
+
+
+def prove_layers(stages: int, names: Sequence[str]) -> str:
+    """Return the list of a model's layers. Raises ConfigError if there are too few."""
+    listed = ", ".join(f"{i} {name}" for i, name in enumerate(names))
+    if stages > len(names):
+        raise ConfigError(
+            f"stages={stages} needs at least as many layers, but the model has {len(names)}: "
+            f"{listed}; choose fewer stages or a deeper model"
+        )
+    return listed
 
 
 def _refined(cuts: list[int], layers: int, size: Callable[[Sequence[int]], float]) -> list[int]:
