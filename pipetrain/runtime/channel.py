@@ -37,9 +37,6 @@ from pipetrain.network.values import TensorSpec
 from pipetrain.runtime.watch import Deadline, Watch
 from pipetrain.schedule.actions import Edge, Tie
 
-ALL: Tie = ()
-"""Stands for the stages of all ranks, whose gradient has one norm."""
-
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -155,7 +152,7 @@ class Channel:
         self._stream: Any = None
         self._deadline = Deadline(timeout, self._abort, self._broken) if self.ordered else None
         self._watch: Watch | None = None
-        self._told: defaultdict[Tie, deque[tuple[Tensor, dist.Work]]] = defaultdict(deque)
+        self._told: defaultdict[Tie, deque[tuple[Tensor, list[dist.Work]]]] = defaultdict(deque)
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
         """Announce the receives until the next drain, in order; `watched` if `arrived` or `wait` is used."""
@@ -233,15 +230,25 @@ class Channel:
     # Sums over ranks
 
     def tell(self, tie: Tie, numbers: Tensor) -> None:
-        """Start to add up numbers over the ranks of a tie; those of one tie come in their order."""
-        numbers = numbers.to(self._place, non_blocking=self.ordered)
-        self._told[tie].append((numbers, self._add_up(numbers, self._sums[tie])))
+        """Give numbers to add up over the ranks of a tie; those of one tie come in their order."""
+        self._told[tie].append((numbers.to(self._place, non_blocking=self.ordered), []))
+        if not self.ordered:
+            self.begin(tie)
+
+    def begin(self, tie: Tie) -> None:
+        """Start the first sum of a tie that was told and not begun, if there is one."""
+        for numbers, works in self._told[tie]:
+            if not works:
+                works.append(self._add_up(numbers, self._sums[tie]))
+                return
 
     def hear(self, tie: Tie) -> Tensor:
         """Wait for the first sum of a tie that was told and not heard."""
-        numbers, work = self._told[tie].popleft()
+        if not self._told[tie][0][1]:
+            self.begin(tie)
+        numbers, works = self._told[tie].popleft()
         with self._waiting(error := partial(_failed_sum, tie, self._timeout)):
-            self._complete([work], error)
+            self._complete(works, error)
         return numbers.to(self._device, non_blocking=True)
 
     # What it holds

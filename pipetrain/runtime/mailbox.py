@@ -26,6 +26,7 @@ from pipetrain.runtime.channel import Channel, Message
 from pipetrain.runtime.feed import Feed
 from pipetrain.schedule.actions import Action, Edge
 from pipetrain.schedule.policy import Wait
+from pipetrain.schedule.posts import Sum
 
 _Specs = tuple[TensorSpec, ...]
 Slot = tuple[Edge, int, tuple[int, ...]]
@@ -164,8 +165,12 @@ class Mailbox:
         self.channel.send(message, self.coding.encode(message, tensors))
         self.raw_bytes[action.stage] += sum(spec.nbytes for spec in message.plain)
 
-    def post(self, receive: Action) -> None:
-        self.channel.post(self._message(receive))
+    def post(self, one: Action | Sum) -> None:
+        """Post a receive, or start a sum over ranks."""
+        if isinstance(one, Sum):
+            self.channel.begin(one.tie)
+        else:
+            self.channel.post(self._message(one))
 
     def recv(self, action: Action) -> None:
         message = self._message(action)

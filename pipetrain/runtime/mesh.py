@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pipetrain.errors import ConfigError
-from pipetrain.runtime.channel import ALL, Channel
+from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.ranks import Ranks, World, choose_interface, make_group, this_attempt
-from pipetrain.schedule.actions import Edge, Tie
+from pipetrain.schedule.actions import ALL, Edge, Tie
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
 _ALLOCATOR = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")

@@ -19,7 +19,7 @@ from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.microbatch import Saving
 from pipetrain.schedule.actions import NO_PEER, RECEIVES, Action, Op, last_uses, shortened
 from pipetrain.schedule.policy import Wait
-from pipetrain.schedule.posts import Post
+from pipetrain.schedule.posts import Post, Sum
 
 SHORT = 2  # batches in which a window does all that it ever does, such as keeping an old version
 
@@ -35,8 +35,8 @@ class Order:
     """A program's list of actions of one rank in one window, of `batches` batches. For single use.
 
     `ends` may end the window early; at most `ahead` receives are posted ahead on an edge. With `decide` the
-    list is an example of the decisions, with the same messages. `posts`: where receives are posted, see
-    `make_posts`; without, a receive is posted where it is waited for.
+    list is an example of the decisions, with the same messages. `posts`: where receives and sums are posted,
+    see `make_posts`; without, where they are waited for.
     """
 
     def __init__(
@@ -100,7 +100,11 @@ class Order:
             kept = shortened(self._list, batches, self.microbatches)
             stays = set(kept)
             left = [0, *accumulate(action in stays for action in self._list)]
-            self._posts = [(left[at], receive) for at, receive in self._posts if receive in stays]
+            self._posts = [
+                (left[at], one)
+                for at, one in self._posts
+                if (one.version <= batches if isinstance(one, Sum) else one in stays)
+            ]
             self._list, self._last_uses = kept, last_uses(kept)
             mail.channel.forget(batches * self.microbatches)
 

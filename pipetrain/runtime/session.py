@@ -20,7 +20,7 @@ from pipetrain.plan.memory import explained, is_out_of_memory
 from pipetrain.plan.plan import Plan
 from pipetrain.rate import Rate
 from pipetrain.runtime.buffers import Buffers
-from pipetrain.runtime.channel import ALL, Channel
+from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock, Observe
 from pipetrain.runtime.engine import Engine, Take, Tick
 from pipetrain.runtime.feed import Batches, Sizes, WindowFeed
@@ -35,7 +35,7 @@ from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.statistics import BatchStatistics
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.runtime.whole import WholeModel
-from pipetrain.schedule.actions import Edge
+from pipetrain.schedule.actions import ALL, Edge
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.posts import make_posts
 from pipetrain.schedule.programs import forward_only

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.numerics import numbers_of
-from pipetrain.runtime.channel import ALL
 from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.stage import Stage
-from pipetrain.schedule.actions import Action, Op, Tie
+from pipetrain.schedule.actions import ALL, Action, Op, Tie
 
 WAITING = frozenset({Op.NORM, Op.STEP})  # for what other stages tell
 _Key = tuple[Tie, int]  # with the version that an update makes

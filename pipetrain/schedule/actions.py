@@ -98,6 +98,7 @@ Program = list[list[Action]]  # one list of actions per rank
 Edge = tuple[int, int]  # (source stage, target stage) of messages; gradients go from a later stage
 Tie = tuple[int, ...]  # the stages that share some weights, ascending
 Ties = Sequence[Collection[int]]  # the stages that share each weight; a stage may share several
+ALL: Tie = ()  # stands for the stages of all ranks, whose gradient has one norm
 
 Schedule = Callable[..., Program]
 """(ranks, batches, microbatches a batch) -> a compute-only program: F, B (or I and W), R and STEP.

@@ -11,7 +11,8 @@ import torch
 from pipetrain.network.values import TensorSpec
 from pipetrain.runtime import channel as module
 from pipetrain.runtime.channel import Channel, Message, cause_of, failed
-from pipetrain.runtime.rehearsal import LoopbackChannel
+from pipetrain.runtime.rehearsal import LoopbackChannel, _Done
+from pipetrain.schedule.actions import ALL
 
 SPECS = (TensorSpec((2, 3), torch.float64), TensorSpec((2,), torch.int64))
 CPU = torch.device("cpu")
@@ -103,3 +104,18 @@ def test_where_the_stream_waits_receives_are_posted_where_the_program_says(
         channel.post(one)
         buffers.append(len(list(channel.buffers())))
     assert buffers == [open_ * 2, *([2, 4] if not open_ else [4, 4])]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_where_the_stream_waits_a_sum_begins_where_the_program_says_or_else_when_it_is_waited_for(ordered):
+    channel, begun = LoopbackChannel({}, 2, 60, CPU, sums={ALL: None, (0, 1): None}), []
+    channel._add_up = lambda numbers, group: begun.append(int(numbers)) or _Done()
+    channel.ordered = ordered
+    for tie, number in [(ALL, 1), ((0, 1), 2), ((0, 1), 3), ((0, 1), 4)]:
+        channel.tell(tie, torch.tensor(number))
+    assert begun == ([] if ordered else [1, 2, 3, 4])
+    channel.begin((0, 1))
+    channel.begin((0, 1))
+    assert [int(channel.hear(tie)) for tie in [(0, 1)] * 3 + [ALL]] == [2, 3, 4, 1]
+    assert begun == ([2, 3, 4, 1] if ordered else [1, 2, 3, 4])
+    assert not channel.adds_up

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from pipetrain.runtime.order import Order
-from pipetrain.schedule.actions import RECEIVES
+from pipetrain.schedule.actions import ALL, RECEIVES, Action, Op
 from pipetrain.schedule.lower import edges, lower
-from pipetrain.schedule.posts import make_posts
+from pipetrain.schedule.posts import Sum, make_posts
 from pipetrain.schedule.programs import gpipe, zbv
+from pipetrain.schedule.transforms import with_norms
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -36,18 +37,23 @@ def test_a_window_ends_before_a_batch_of_which_no_receive_is_posted(rank):
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 @pytest.mark.parametrize("ending", [1, 2, 3, 4])
 def test_receives_are_posted_before_they_are_due_and_none_of_a_batch_that_is_left_out(rank, ending):
-    program = lower(zbv(4, 4, 4))
+    program = lower(with_norms(zbv(4, 4, 4)))
     posts = make_posts(program, dict.fromkeys(edges(program), 1))
-    posted, last = [], []
+    posted, sums, last = [], [], []
 
     def forget(mb: int) -> None:
         last.append(mb)
         assert all(receive.mb < mb for receive in posted)
 
-    mail = SimpleNamespace(channel=SimpleNamespace(forget=forget), post=posted.append)
+    def post(one: Action | Sum) -> None:
+        (sums if isinstance(one, Sum) else posted).append(one)
+
+    mail = SimpleNamespace(channel=SimpleNamespace(forget=forget), post=post)
     order = Order(program[rank], 4, 4, lambda n, _: n >= ending, posts.ahead, posts=posts.of[rank])
     for action in order.actions(mail):
         assert action.op not in RECEIVES or action in posted
+        assert action.op is not Op.STEP or len(sums) >= action.version
+    assert sums == [Sum(ALL, version) for version in range(1, ending + 1)]
     assert sorted(map(str, posted)) == sorted(map(str, order.receives()))
     assert order.batches == ending
     assert last == [4 * ending][: ending < 4]

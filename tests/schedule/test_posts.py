@@ -2,65 +2,130 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from operator import itemgetter
+from typing import NamedTuple
 
 import pytest
 
 from pipetrain.schedule.actions import (
+    ALL,
     RECEIVES,
     SENDS,
     Action,
     Edge,
+    Op,
     Program,
     ScheduleError,
+    Tie,
+    Ties,
+    format_program,
+    has_norms,
     parse_program,
+    ranks_of,
 )
-from pipetrain.schedule.lower import edges, lower
+from pipetrain.schedule.lower import compute_only, edges, lower
 from pipetrain.schedule.policy import ForwardBackward
-from pipetrain.schedule.posts import Post, make_posts
+from pipetrain.schedule.posts import Post, Sum, make_posts
 from pipetrain.schedule.programs import one_f_one_b
-from tests.schedule.cases import CASES, accepted
+from pipetrain.schedule.simulate import Deadlock, simulate
+from pipetrain.schedule.transforms import with_norms, with_ties
+from tests.schedule.cases import CASES, Case, accepted, replicated
 
 SIZES = [(2, 3, 1), (2, 1, 16), (3, 2, 5), (4, 2, 8), (5, 1, 7), (8, 1, 8), (8, 2, 3)]
 LISTED = [case for case in CASES if not isinstance(case.schedule, ForwardBackward)]
 
 
-def stuck(program: Program, posts: list[list[Post]]) -> list[str]:
-    """Run it; return the actions at which ranks stay for good. Receives must be posted when they are due."""
-    made = [
-        [
-            step
-            for at, a in enumerate(actions)
-            for step in (*(("post", r) for p, r in own if p == at), ("do", a))
-        ]
-        for actions, own in zip(program, posts, strict=True)
-    ]
-    sent, posted = Counter[Edge](), Counter[Edge]()
-    open_: list[list[tuple[Counter[Edge], Edge, int]]] = [[] for _ in program]  # the other end's, by rank
-    taken, done, moved = Counter[Edge](), [0] * len(program), True
+What = tuple[Edge, int, int, int] | Sum  # a message: its edge, its ranks, and its number among theirs
+EARLIER = {Op.TIE: [Op.REDUCE], Op.NORM: [Op.REDUCE, Op.TIE], Op.STEP: [Op.REDUCE, Op.TIE, Op.NORM]}
+
+
+class Step(NamedTuple):
+    """What a rank does next: it posts something, or it needs some to be over."""
+
+    text: str
+    posts: What | None = None
+    needs: Sequence[What] = ()
+    computes: bool = False
+
+
+def sums_of(program: Program, ties: Ties) -> dict[Tie, tuple[Op, set[int]]]:
+    """Return, by tie, which actions tell it, and the ranks that it is a sum over, if they are several."""
+    ranks = ranks_of(program)
+    told_by = {(stage,): Op.REDUCE for stage in range(len(ranks))} | {(*tie,): Op.TIE for tie in ties}
+    told_by |= {ALL: Op.NORM} if has_norms(program) else {}
+    over = {tie: {rank for stage in tie or range(len(ranks)) for rank in ranks[stage]} for tie in told_by}
+    return {tie: (op, over[tie]) for tie, op in told_by.items() if len(over[tie]) > 1}
+
+
+def steps_of(program: Program, posts: list[list[Post]], ties: Ties) -> Iterator[list[Step]]:
+    """Yield each rank's steps. A sum that is posted before its shares are told needs what never is over."""
+    ranks, sums = ranks_of(program), sums_of(program, ties)
+
+    def told_with(action: Action, ops: Sequence[Op]) -> list[Sum]:
+        mine = [tie for tie, (op, _) in sums.items() if op in ops and (action.stage in tie or not tie)]
+        return [Sum(tie, action.version) for tie in mine]
+
+    for rank, (actions, own) in enumerate(zip(program, posts, strict=True)):
+        number = Counter[object]()
+
+        def message(action: Action, ends: str, rank: int = rank, number: Counter[object] = number) -> What:
+            other = ranks[action.peer][action.mb % len(ranks[action.peer])]
+            way = (action.edge, rank, other) if action.op in SENDS else (action.edge, other, rank)
+            number[way, ends] += 1
+            return (*way, number[way, ends])
+
+        steps = []
+        for at, action in enumerate(actions):
+            for one in (one for place, one in own if place == at):
+                if isinstance(one, Sum):
+                    early = any(one in told_with(later, [later.op]) for later in actions[at:])
+                    steps.append(Step(str(one), one, [((0, 0), 0, 0, 0)] * early))
+                else:
+                    steps.append(Step(f"post of {one}", message(one, "posts")))
+            if action.op in SENDS:
+                steps.append(Step(str(action), message(action, "sends")))
+            elif action.op in RECEIVES:
+                steps.append(Step(str(action), None, [message(action, "takes")]))
+            else:
+                steps.append(Step(str(action), None, told_with(action, EARLIER.get(action.op, [])), True))
+        yield steps
+
+
+def stuck(
+    program: Program, posts: list[list[Post]], ties: Ties = (), posting_waits: bool = False
+) -> list[str]:
+    """Run it; return where ranks stay for good, and what is not posted by all its ranks, once by each.
+
+    A rank computes when all is over that it has posted: each message that both ends have posted, each sum
+    that all have. `posting_waits`: so does it send and post, as where that allocates.
+    """
+    sums, steps = sums_of(program, ties), list(steps_of(program, posts, ties))
+    posted = defaultdict[What, list[int]](list)  # by which ranks
+    open_: list[list[What]] = [[] for _ in program]
+
+    def over(what: What) -> bool:
+        return sorted(posted[what]) == sorted(sums[what.tie][1] if isinstance(what, Sum) else what[1:3])
+
+    at, moved = [0] * len(program), True
     while moved:
         moved = False
-        for rank, steps in enumerate(made):
-            while done[rank] < len(steps):
-                what, action = steps[done[rank]]
-                open_[rank] = [(ends, edge, k) for ends, edge, k in open_[rank] if ends[edge] <= k]
-                if what == "post":
-                    open_[rank].append((sent, action.edge, posted[action.edge]))
-                    posted[action.edge] += 1
-                elif action.op in SENDS:
-                    open_[rank].append((posted, action.edge, sent[action.edge]))
-                    sent[action.edge] += 1
-                elif action.op in RECEIVES:
-                    if min(sent[action.edge], posted[action.edge]) <= taken[action.edge]:
-                        break
-                    taken[action.edge] += 1
-                elif open_[rank]:
+        for rank, own in enumerate(steps):
+            while at[rank] < len(own):
+                step = own[at[rank]]
+                open_[rank] = [what for what in open_[rank] if not over(what)]
+                waits = step.computes or (posting_waits and step.posts is not None)
+                if (waits and open_[rank]) or not all(map(over, step.needs)):
                     break
-                done[rank] += 1
+                if step.posts is not None:
+                    posted[step.posts].append(rank)
+                    open_[rank].append(step.posts)
+                at[rank] += 1
                 moved = True
-    return [str(steps[at][1]) for at, steps in zip(done, made, strict=True) if at < len(steps)] + [
-        f"{edge} has {posted[edge]} posts of {sent[edge]}" for edge in sent if posted[edge] != sent[edge]
-    ]
+    left = [own[done].text for done, own in zip(at, steps, strict=True) if done < len(own)]
+    return left + [f"{what} by ranks {by}" for what, by in posted.items() if not over(what)]
 
 
 def most_open(actions: list[Action], posts: list[Post]) -> int:
@@ -78,7 +143,7 @@ def most_open(actions: list[Action], posts: list[Post]) -> int:
 def test_no_schedule_hangs_and_no_edge_has_more_open_than_its_bound(case, buffer_size):
     for size, program in accepted(case, SIZES):
         posts = make_posts(program, dict.fromkeys(edges(program), buffer_size))
-        assert stuck(program, posts.of) == [], size
+        assert stuck(program, posts.of, posting_waits=True) == [], size
         assert posts.ahead == buffer_size
         assert max(map(most_open, program, posts.of)) <= buffer_size, size
 
@@ -129,3 +194,68 @@ def test_a_program_that_hangs_is_refused_and_one_that_needs_the_room_of_both_end
     assert make_posts([first, second], {(0, 1): 1}).ahead == 2
     with pytest.raises(ScheduleError, match="hangs: rank 0 stays at 0SEND_F2"):
         make_posts([first, second[1:]], {(0, 1): 1})
+
+
+# Sums over ranks
+
+
+def summed(case: Case, norms: bool, sizes: Sequence[tuple[int, int, int]]) -> Iterator[tuple[Program, Ties]]:
+    """Yield programs in which the first stage shares weights with the last, and with the second."""
+    for (_, _, microbatches), program in accepted(case, sizes):
+        ties = [(0, len(ranks_of(program)) - 1), (0, 1)][: len(ranks_of(program)) - 1]
+        made = with_ties(compute_only(program), ties)
+        made = lower(with_norms(made) if norms else made)
+        with suppress(Deadlock):
+            simulate(made, microbatches, ties=ties)
+            yield made, ties
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("case", LISTED, ids=str)
+def test_no_schedule_hangs_in_its_sums(case, norms):
+    programs = list(summed(case, norms, [(2, 2, 2), (3, 2, 4), (4, 1, 8)]))
+    assert len(programs) >= (1 if case.name == "v_async" else 2)
+    for program, ties in programs:
+        posts = make_posts(program, dict.fromkeys(edges(program), 2), ties)
+        assert stuck(program, posts.of, ties, posting_waits=True) == []
+
+
+def test_where_sums_are_posted_when_a_rank_has_told_its_shares_ranks_hang():
+    """Rank 1 has told the last stage's share, and the first stage's needs its next backward."""
+    [case] = [case for case in LISTED if case.name == "interleaved_1f1b"]
+    for program, ties in summed(case, False, [(2, 1, 2), (4, 1, 8)]):
+        posts = make_posts(program, dict.fromkeys(edges(program), 2), ties).of
+        for rank, own in enumerate(posts):
+            sums = {one: at for at, one in own if isinstance(one, Sum)}
+            for at, action in enumerate(program[rank]):
+                if action.op is Op.TIE:
+                    told = {Sum(tie, action.version) for tie in ties if action.stage in tie}
+                    sums |= dict.fromkeys(told & sums.keys(), at + 1)
+            messages = [(at, one) for at, one in own if not isinstance(one, Sum)]
+            posts[rank] = sorted([*messages, *((at, one) for one, at in sums.items())], key=itemgetter(0))
+        assert stuck(program, posts, ties)
+
+
+def test_a_sum_is_posted_on_all_ranks_where_the_last_of_them_tells_its_share():
+    """Rank 1 tells that of stage 3, then does two backwards of stage 1, for which stage 0 waits."""
+    [case] = [case for case in LISTED if case.name == "interleaved_1f1b"]
+    [(program, ties)] = summed(case, False, [(2, 1, 2)])
+    posts = make_posts(program, dict.fromkeys(edges(program), 2), ties)
+    assert "3TIE@1 1RECV_B0 1B0@0" in format_program(program)
+    said = [
+        [(*one.tie, str(actions[at])) for at, one in own if isinstance(one, Sum)]
+        for actions, own in zip(program, posts.of, strict=True)
+    ]
+    assert said == [[(0, 3, f"{rank}STEP@1"), (0, 1, f"{rank}STEP@1")] for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_replicas_reduce_where_the_last_of_them_has_its_gradient(norms):
+    for case in (case for case in LISTED if case.virtual == 1):
+        for _, program in accepted(case, [(3, 2, 5)]):
+            spread = replicated(compute_only(program), [2, 3, 1])
+            spread = lower(with_norms(spread) if norms else spread)
+            posts = make_posts(spread, dict.fromkeys(edges(spread), 2))
+            assert stuck(spread, posts.of, posting_waits=True) == [], case
+            reduced = [[one.tie for _, one in own if isinstance(one, Sum) and one.tie] for own in posts.of]
+            assert reduced == [[(0,)] * 2] * 2 + [[(1,)] * 2] * 3 + [[]]

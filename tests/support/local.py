@@ -104,6 +104,9 @@ class LocalChannel:
             self._told[tie] += 1
             self._wire.changed.notify_all()
 
+    def begin(self, tie: Tie) -> None:
+        """A sum begins when it is told."""
+
     def hear(self, tie: Tie) -> Tensor:
         told, start = self._wire.told[tie, self._heard[tie]], time.monotonic()
         self._heard[tie] += 1
