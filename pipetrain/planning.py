@@ -15,6 +15,7 @@ from pipetrain.plan.describe import OpenPlan
 from pipetrain.plan.memory import optimizer_state, sized
 from pipetrain.plan.plan import Plan, Samples, make_plan, prove_cut
 from pipetrain.runtime.together import Together, digest, level, prove_same
+from pipetrain.schedule.simulate import SHOWN
 from pipetrain.settings import PROFILE, Settings
 from pipetrain.tasks import Task
 
@@ -30,16 +31,18 @@ def first_plan(
 ) -> Plan:
     """Return the plan for batches like the first one, of which rank 0 compares the cuts with the model.
 
-    `samples`: the sizes of all batches; or the number of the first one's, then others may come. Raises
-    ConfigError and ScheduleError.
+    `samples`: the sizes of all batches; or the number of the first one's, then others may come, and a pass
+    that is an asynchronous window is planned as if it had SHOWN batches. Raises ConfigError, ScheduleError.
     """
     tried = settings
     if isinstance(samples, int):
         m = settings.microbatches
         full = max(1, samples // m)  # in a microbatch
         settings = replace(settings, batch_size=full * m)
-        sizes = [size * m for size in (full, full + 1) for _ in range(asked.least)]
-        samples, tried = Samples(sizes, [full, full + 1]), replace(settings, window=asked.least)
+        length = min(settings.window or SHOWN, SHOWN) if asked.asynchronous else 1
+        length = max(length, asked.least)
+        sizes = [size * m for size in (full, full + 1) for _ in range(length)]
+        samples, tried = Samples(sizes, [full, full + 1]), replace(settings, window=length)
     plan = sized(
         _made(asked, tried, network, form, samples, together), task, optimizer_state(asked.optimizer)
     )

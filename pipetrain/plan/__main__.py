@@ -28,7 +28,7 @@ from pipetrain.rules import COUNT, whole
 from pipetrain.schedule.actions import ScheduleError, compute_program, most_open, placement
 from pipetrain.schedule.draw import aligned
 from pipetrain.schedule.lower import lower
-from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.simulate import SHOWN, simulate
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import joined
 
@@ -38,7 +38,6 @@ WITHOUT_FOLDER = [
     "hydra/job_logging=none",
     "hydra/hydra_logging=none",
 ]
-SIMULATED = 16  # batches of a window that is an epoch
 BATCHES = whole(1, 1000)  # seconds to prove and to draw, and more of them show nothing else
 WORK = 3  # forwards that a rank's work for a microbatch takes, with its backward
 
@@ -113,7 +112,7 @@ def _times(run: Timeline, batches: int, unit: float) -> list[str]:
 def _batches(cfg: DictConfig) -> int:
     """Return how many batches of a schedule's window are simulated. Raises ConfigError."""
     batches: int | None = BATCHES.read("batches", cfg.batches, null=True)
-    return batches or min(_count(cfg, "window") or SIMULATED, SIMULATED)
+    return batches or min(_count(cfg, "window") or SHOWN, SHOWN)
 
 
 def _by_model(name: str, cfg: DictConfig, batches: int) -> tuple[str, list[str]]:

@@ -60,6 +60,7 @@ class Session:
         self.stages = make_stages(plan, model, task, optimizer, rate, mesh)
         self._copies = copies_of(self.stages)
         self.engine = make_engine(plan, self.stages, mesh)
+        self._proven = False  # a window that is trained
         self.last = self.stages.get(plan.stages - 1)
         """The last stage, which counts; None if another rank holds it."""
         self.whole: WholeModel | None = None
@@ -72,11 +73,17 @@ class Session:
             ModelTrial(self._task, example, m, self.last.module, self._mesh.device).settle()
 
     def prove(self, batches: int) -> None:
-        """Prove the program of a window of so many batches, if that has not been done."""
-        plan = self.plan
+        """Prove the program of a window of so many batches, if that has not been done.
+
+        The first one takes the place of those that the plan was made with before anything was known of it.
+        """
+        plan, first, self._proven = self.plan, not self._proven, True
         if batches not in plan.windows:
             assert isinstance(plan.windows, dict)
-            plan.windows[batches] = plan.proven(batches)
+            window = plan.proven(batches)
+            if first:
+                plan.windows.clear()
+            plan.windows[batches] = window
             self.engine.bounds = {stage: plan.peaks(stage) for stage in self.stages}
 
     def refuse_small(self, sizes: Sequence[int]) -> None:

@@ -34,6 +34,7 @@ from pipetrain.schedule.waits import BoundedEdge, Told
 
 Cost = Callable[[Action], float]
 BufferSize = int | Mapping[Edge, int]  # for all edges, or for each
+SHOWN = 16  # batches of a window that is a whole pass, to show what it is once it is full
 
 _TRAVEL = SENDS | TOLD  # whose rank goes on while the message travels
 
