@@ -149,7 +149,7 @@ class Channel:
         self.carried = 0
         """Bytes sent and received so far, as on the wire."""
         self._polls = False
-        self._stream: Any = None
+        self._awaited: list[Failed] = []  # by the stream, to be marked on it
         self._deadline = Deadline(timeout, self._abort, self._broken) if self.ordered else None
         self._watch: Watch | None = None
         self._told: defaultdict[Tie, deque[tuple[Tensor, list[dist.Work]]]] = defaultdict(deque)
@@ -159,7 +159,6 @@ class Channel:
         if watched and not self.ordered:
             self._watch = Watch(self._ends)
         self._polls = watched and self.ordered
-        self._stream = torch.cuda.current_stream() if self.ordered else None  # looked up once: it takes long
         for message in messages:
             self._ends[message.edge].to_post.append(message)
         for end in self._ends.values():
@@ -269,6 +268,13 @@ class Channel:
         if self._deadline:
             self._deadline.check()
 
+    def passed(self, by: Callable[[], bool]) -> None:
+        """Keep the deadline of what the stream waits for: `by` returns whether it has passed all of it."""
+        awaited, self._awaited = self._awaited, []
+        if self._deadline:
+            for error in awaited:
+                self._deadline.add(by, error)
+
     def let_go(self) -> None:
         """Refer to no process group any longer, nor to messages, which hold the connections open."""
         self._ends, self._sums = {}, {}
@@ -354,9 +360,7 @@ class Channel:
         for work in works:
             work.wait() if self.ordered else work.wait(_at_least(end - time.monotonic()))
         if self._deadline:
-            passed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            passed.record(self._stream)
-            self._deadline.add(passed.query, failed)
+            self._awaited.append(failed)
 
     def _backends(self) -> list[Any]:
         groups = [end.group for end in self._ends.values()]

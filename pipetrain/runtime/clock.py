@@ -96,8 +96,8 @@ class Clock:
 class Stopwatch:
     """Measures the spans of one window of one rank: `start` before each action, `stop` after it.
 
-    Messages for which the stream waits are marked on it, as computation is. `coded` returns the seconds of
-    encoding and decoding so far.
+    Messages for which the stream waits are marked on it, as computation is. An event that ends a span begins
+    the next one too. `coded` returns the seconds of encoding and decoding so far.
     """
 
     def __init__(self, clock: Clock, channel: Channel, coded: Callable[[], float] = lambda: 0.0) -> None:
@@ -106,6 +106,7 @@ class Stopwatch:
         self._spans: list[Span] = []
         self._action: Action | None = None
         self._waits = False  # outside of actions
+        self._end: Mark = self._began  # of the last span
         self._start: Mark = None
         self._before = (0.0, 0, 0.0)
 
@@ -114,22 +115,33 @@ class Stopwatch:
         if self._waits:
             self.stop()
         self._action, self._waits = action, action is None
-        self._start, self._before = self._mark(), self._sums()
+        shared = not self._by_host() and not isinstance(self._end, float)
+        self._start, self._before = self._end if shared else self._mark(), self._sums()
 
     def stop(self) -> None:
         waited, carried, coded = (now - then for now, then in zip(self._sums(), self._before, strict=True))
-        self._spans.append(Span(self._action, self._start, self._mark(), waited, int(carried), coded))
+        self._end = self._mark()
+        self._spans.append(Span(self._action, self._start, self._end, waited, int(carried), coded))
         self._waits = False
 
     def row(self) -> Row:
         """End the window and return its spans, to be resolved by the clock."""
         if self._waits:
             self.stop()
-        return Row(self._began, self._clock.mark(), self._spans)
+        return Row(self._began, self._marked(), self._spans)
+
+    def _by_host(self) -> bool:
+        """Return whether the action, or the wait, is one of the host."""
+        return self._action is None or (self._action.op in COMMUNICATION and not self._channel.ordered)
 
     def _mark(self) -> Mark:
-        by_host = self._action is None or (self._action.op in COMMUNICATION and not self._channel.ordered)
-        return time.perf_counter() if by_host else self._clock.mark()
+        return time.perf_counter() if self._by_host() else self._marked()
+
+    def _marked(self) -> Mark:
+        mark = self._clock.mark()
+        if self._channel.ordered:
+            self._channel.passed(mark.query)
+        return mark
 
     def _sums(self) -> tuple[float, int, float]:
         return self._channel.waited, self._channel.carried, self._coded()

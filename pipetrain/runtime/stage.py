@@ -85,6 +85,7 @@ class Stage:
         self._selective = selective
         self._proves = True  # whether the next recomputation is held against its forward
         self._open: dict[int, Microbatch] = {}
+        self._share: tuple[float, Tensor] | None = None  # of the last loss in its batch's, and as a tensor
         self._batch = Batch()  # whose gradient is being made
         self._reduced = Batch()  # that is to be stepped
 
@@ -262,7 +263,7 @@ class Stage:
     def _differentiate(self, one: Microbatch, grads: Tensors, run: Callable[[Any, Any], None]) -> Tensors:
         """Run a backward; return the gradients that the stage before needs."""
         if one.counted is not None:
-            grads = grads or (torch.full_like(one.outputs[0], one.counted.share),)
+            grads = grads or (self._share_of_loss(one.outputs[0], one.counted.share),)
         outputs = [t for t, need in zip(one.outputs, self.needed(one.outputs), strict=True) if need]
         pairs = [(t, grad) for t, grad in zip(outputs, grads, strict=True) if t.requires_grad]
         if pairs:
@@ -277,6 +278,12 @@ class Stage:
         for observer in self.observers:
             observer.after_backward(one, back)
         return back
+
+    def _share_of_loss(self, loss: Tensor, share: float) -> Tensor:
+        """Return the gradient of a loss, made anew where another microbatch had another share."""
+        if self._share is None or self._share[0] != share:
+            self._share = share, torch.full_like(loss, share)
+        return self._share[1]
 
     # Update
 

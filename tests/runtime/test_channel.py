@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,10 +92,7 @@ def test_an_edge_of_another_plan_has_no_bound_and_is_left_alone():
 @pytest.mark.parametrize(
     ("ordered", "watched", "open_"), [(True, False, 0), (True, True, 2), (False, False, 2)]
 )
-def test_where_the_stream_waits_receives_are_posted_where_the_program_says(
-    monkeypatch, ordered, watched, open_
-):
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+def test_where_the_stream_waits_receives_are_posted_where_the_program_says(ordered, watched, open_):
     channel = LoopbackChannel({(0, 1): None}, 2, 60, CPU)
     channel.ordered = ordered
     messages = [message(0, 1, mb) for mb in range(3)]
@@ -119,3 +117,14 @@ def test_where_the_stream_waits_a_sum_begins_where_the_program_says_or_else_when
     assert [int(channel.hear(tie)) for tie in [(0, 1)] * 3 + [ALL]] == [2, 3, 4, 1]
     assert begun == ([2, 3, 4, 1] if ordered else [1, 2, 3, 4])
     assert not channel.adds_up
+
+
+def test_the_deadline_of_what_the_stream_waits_for_is_kept_by_the_event_of_its_action():
+    channel, kept = LoopbackChannel({(0, 1): None}, 2, 60, torch.device("cuda")), list[object]()
+    work, failed, event = SimpleNamespace(wait=lambda: None), object(), object()
+    channel._deadline = SimpleNamespace(check=lambda: None, add=lambda *one: kept.append(one))
+    Channel._complete(channel, [work], failed)
+    assert kept == []
+    channel.passed(event)
+    channel.passed("the event of a later action")
+    assert kept == [(event, failed)]

@@ -22,7 +22,9 @@ class Device:
     def __init__(self) -> None:
         self.host, self.stream = 50.0, 50.0
         self.clock = Clock(torch.device("cuda", 0))
-        self.channel = SimpleNamespace(ordered=True, waited=0.0, carried=0)
+        self.marked = 0  # events
+        self.passed: list[object] = []  # what was told to the channel
+        self.channel = SimpleNamespace(ordered=True, waited=0.0, carried=0, passed=self.passed.append)
 
     def compute(self, seconds: float) -> None:
         self.stream = max(self.host, self.stream) + seconds
@@ -35,7 +37,11 @@ class Event:
 
     def record(self, stream: str) -> None:
         assert stream == "the stream"
+        self.device.marked += 1
         self.at = 1000.0 + max(self.device.host, self.device.stream)
+
+    def query(self) -> bool:
+        return self.at - 1000.0 <= self.device.host
 
     def synchronize(self) -> None:
         self.device.host = max(self.device.host, self.at - 1000.0)
@@ -73,6 +79,8 @@ def test_windows_follow_each_other_without_a_wait_of_the_host_and_messages_of_th
             measured(watch, action, lambda seconds=seconds: device.compute(seconds))
         unread.append(watch.row())
     assert device.host == pytest.approx(50.004)  # the host did not wait
+    assert device.marked == 1 + (3 + 2) + (1 + 2)  # one an action, beside the ends of windows and the anchor
+    assert len(device.passed) == (3 + 1) + (1 + 1)
     first, second = (device.clock.resolve(row) for row in unread)
     assert device.host == pytest.approx(57.0)
     assert times(first) == [(50.0, 52.0, 0.0), (52.0, 55.0, 3.0), (55.0, 56.0, 0.0)]

@@ -194,6 +194,16 @@ def test_an_update_of_what_is_not_finite_can_be_skipped_with_its_statistics_and_
 # Loss and update
 
 
+def test_the_gradient_of_the_loss_is_made_once_for_microbatches_of_one_share():
+    final, made = last(nn.Linear(3, 3)), []
+    for mb, share in enumerate((0.25, 0.25, 0.5)):
+        final.forward(mb, (randn(3, 3),), 0, Target(LABELS, 3.0, share))
+        with Kernels() as seen:
+            final.backward(mb, (), 0)
+        made.append(seen.ran["full_like"])
+    assert made == [1, 0, 1]
+
+
 @pytest.mark.parametrize(("device", "ran"), [("cpu", {"add_": 2}), ("cuda", {"_foreach_add_": 1})])
 def test_a_gpu_alone_adds_a_microbatch_s_gradients_by_one_kernel(device, ran):
     """On a CPU to hold them beside the sum would cost more than to launch is worth."""
