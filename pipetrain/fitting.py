@@ -282,8 +282,6 @@ def train_epochs(
         if source is not None:
             with source.used():
                 epochs.restore(source)
-        if pipe._given is not None and not pipe.rank:
-            pipe._given.prove(training=True)
         ready()
         finished = _run(epochs, keeper)
         interrupted = keeper is not None and not finished and keeper.asking.interrupted()

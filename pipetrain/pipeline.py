@@ -41,9 +41,9 @@ from pipetrain.cli import conf_dir
 from pipetrain.data.loader import Sampled
 from pipetrain.data.loading import Form, Loader, Reader
 from pipetrain.errors import ConfigError
-from pipetrain.network.chain import Chain, network_of
+from pipetrain.network.chain import network_of
 from pipetrain.network.factory import Factory
-from pipetrain.network.given import Given, form_of
+from pipetrain.network.given import form_of
 from pipetrain.network.model import give_memory, refuse_without_numbers, tensor_attributes
 from pipetrain.network.network import Network, Values
 from pipetrain.network.places import named_tensors
@@ -182,7 +182,6 @@ class Pipeline:
                 self._settings = replace(self._settings, seed=told)
         self._model = model
         self._form: Form | None = None
-        self._given: Given | None = None  # from the first batch on
         self._source: Source | None = None  # what was loaded before it
         self._closed = False
         self._passes = 0  # of train
@@ -350,10 +349,12 @@ class Pipeline:
         if training:
             self._refuse_apart()
 
+        unproven = [self._whole.given]
+
         def unchanged(read: Callable[[Reader], Any], reader: Reader) -> Any:
-            """Return what is read, if the model is still what was cut."""
-            if self._given is not None:
-                self._given.prove(training)
+            """Return what is read, at first if the model is still what was cut."""
+            if unproven and (given := unproven.pop()):
+                given.prove(training)
             return read(reader)
 
         def told(read: Callable[[Reader], Any]) -> Any:
@@ -428,7 +429,6 @@ class Pipeline:
         )
         self._together.on_first("the task", reader, partial(_prove_task, plan, self._task))
         self._apart = self._together.on_first("a batch", reader, partial(_parity, plan, network, self._task))
-        self._given = Given(model, not isinstance(network, Chain), self._whole.replaced)
         self._settings, self._form = plan.settings, form
         with self._together():
             self._mesh.open(list(plan.cut.bounds), plan.cut.ties)

@@ -12,6 +12,8 @@ from contextlib import contextmanager, nullcontext
 
 from torch import Tensor, nn
 
+from pipetrain.network.chain import Chain
+from pipetrain.network.given import Given
 from pipetrain.network.model import cast_exactly, state_names
 from pipetrain.network.network import Network, Values
 from pipetrain.network.places import in_place_of, named_tensors, on_meta, replace
@@ -35,6 +37,8 @@ class WholeModel:
         """The name of the tensor behind each entry of the state_dict."""
         self.lent = False
         """Whether stages have its tensors."""
+        self.given: Given | None = None
+        """What must not change of it from then on."""
         self._model = model
         self._mesh = mesh
         first: dict[int, str] = {}  # of all names that a tensor has
@@ -44,7 +48,6 @@ class WholeModel:
         self._stages: list[Stage] = []
         self._collected = False  # whether rank 0 has all numbers
         self._swapped: list[tuple[Tensor, Tensor]] = []  # what the stages need, and what was collected
-        self._known: dict[str, Tensor] = {}  # by place, as this last put them there
 
     def lend(self, network: Network, stages: Iterable[Stage], owners: dict[str, int]) -> None:
         """Let these stages have their tensors, and release all others."""
@@ -54,29 +57,12 @@ class WholeModel:
         others = {id(t): own[name] if name in own else on_meta(t) for name, t in tensors.items()}
         replace(network.modules, others)
         self._replace(others)
-
-    def replaced(self, traced: bool) -> str | None:
-        """Return the name of a tensor in whose place the program has put another one, None without.
-
-        Of a model that is not traced only parameters count: its layers run as they are.
-        """
-        now = self._placed()
-        for name, tensor in self._known.items():
-            if (traced or isinstance(tensor, nn.Parameter)) and now.get(name) is not tensor:
-                return name
-        return None
+        self.given = Given(self._model, not isinstance(network, Chain))
 
     def _replace(self, others: Mapping[int, Tensor]) -> None:
         replace([self._model], others)
-        self._known = self._placed()
-
-    def _placed(self) -> dict[str, Tensor]:
-        """Return the parameters, the buffers and the attributes of the model that are tensors."""
-        named = self._model.named_modules()
-        attributes = [
-            (f"{name}.{k}".lstrip("."), v) for name, module in named for k, v in vars(module).items()
-        ]
-        return dict(_all_named(self._model)) | {name: v for name, v in attributes if isinstance(v, Tensor)}
+        if self.given is not None:
+            self.given.note()
 
     def collect(self) -> nn.Module:
         """Put the tensors of all ranks into the model on rank 0, in host memory; return the model."""
