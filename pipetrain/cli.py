@@ -30,6 +30,7 @@ from pipetrain.schedule.actions import ScheduleError
 
 CODECS = ("codec.forward", "codec.backward")
 ALL = "--cfg job shows all there is"
+LEVELS = ("info", "warning", "error")  # of what is logged
 MAY_BE_NULL = {"data.sample", "data.train", "data.test"}  # mappings that some data sets do without
 
 # Keys that need `++` in Hydra: arguments of a `_target_`, and parts of what may also be a plain value.
@@ -46,6 +47,10 @@ _ASKING = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info",
 _CODEC = re.compile(r"^([+~]*)(codec\.(?:forward|backward)=)")
 
 OmegaConf.register_new_resolver("name_of", lambda target: str(target).rpartition(".")[2], replace=True)
+
+OmegaConf.register_new_resolver(  # another one is refused once there is a log to say so
+    "level_of", lambda level: level.upper() if level in LEVELS else "INFO", replace=True
+)
 
 
 def conf_dir() -> Path:

@@ -362,8 +362,9 @@ def _recorder(about: About, run_folder: RunFolder | None, ending: ExitStack) -> 
     """Return rank 0's recorder, with the plan for its folder."""
     if not (log.handlers or logging.getLogger().handlers):  # a program that has set up no logging
         log.addHandler(logging.StreamHandler())
-        log.setLevel(logging.INFO)
         ending.callback(log.handlers.clear)
+        ending.callback(log.setLevel, log.level)
+        log.setLevel(log.level or logging.INFO)  # unless the program has chosen one
     if run_folder is None:
         return Recorder(about)
     trackers = Trackers(run_folder.config, run_folder.path, run_folder.run)

@@ -34,12 +34,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser, parse_args, run
 
-from pipetrain.cli import composed
+from pipetrain.cli import composed, conf_dir
 from pipetrain.ending import ENDED, FAILED, guarded, leave
 from pipetrain.rules import decoded, whole
 from pipetrain.settings import cores, share_of_cores
 from pipetrain.signals import LIMIT
 from pipetrain.start import refuse_few_layers
+from pipetrain.usage import completion
 from pipetrain.version import __version__
 
 LOOPBACK = "127.0.0.1"
@@ -61,6 +62,9 @@ def _main(words: Sequence[str]) -> int:
         return start(words)
     if "--version" in words:
         print(f"pipetrain {__version__}")
+        return 0
+    if "--completion" in words:
+        print(completion(conf_dir()), end="")
         return 0
     theirs, ours = split(words)
     count = processes(ours)

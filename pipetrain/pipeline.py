@@ -64,6 +64,7 @@ from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.together import Together, level, prove_same
 from pipetrain.runtime.whole import WholeModel, brought, owners
 from pipetrain.schedule.actions import Schedule
+from pipetrain.schedule.draw import counted
 from pipetrain.schedule.lower import edges
 from pipetrain.settings import Settings
 from pipetrain.signals import Stopping
@@ -207,11 +208,11 @@ class Pipeline:
 
     def __repr__(self) -> str:
         settings, world = self._settings, self._mesh.world
-        state = "closed" if self._closed else f"{self.updates} updates"
+        state = "closed" if self._closed else counted(self.updates, "update")
         return (
-            f"<Pipeline of {type(self._model).__name__}: {settings.schedule}, {settings.microbatches} "
-            f"microbatches, stages on ranks {self._mesh.placement}, rank {world.rank} of {world.size}, "
-            f"{state}>"
+            f"<Pipeline of {type(self._model).__name__}: {settings.schedule}, "
+            f"{counted(settings.microbatches, 'microbatch')}, stages on ranks {self._mesh.placement}, "
+            f"rank {world.rank} of {world.size}, {state}>"
         )
 
     @property

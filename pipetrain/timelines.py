@@ -15,6 +15,7 @@ from pipetrain.ending import guarded
 from pipetrain.errors import ConfigError
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Op
+from pipetrain.schedule.draw import counted
 from pipetrain.schedule.figure import as_stack
 from pipetrain.schedule.timeline import Timeline, TracedWindow
 
@@ -55,8 +56,9 @@ def _median_window(path: Path, batches: int) -> tuple[str, TracedWindow, float]:
         whole = [window for window in windows if _batches(window) == max(map(_batches, windows))]
         window = sorted(whole, key=lambda one: one.timeline.makespan)[len(whole) // 2]
         name = (
-            f"{about['model']}, {about['schedule']}  ·  {about['ranks']} ranks on {about['device']}  ·  "
-            f"batch {about['batch_size']} in {about['microbatches']} microbatches"
+            f"{about['model']}, {about['schedule']}  ·  {counted(about['ranks'], 'rank')} on "
+            f"{about['device']}  ·  batch {about['batch_size']} in "
+            f"{counted(about['microbatches'], 'microbatch')}"
         )
         return name, window, _end(window.timeline, batches)
     except OSError as error:
@@ -75,7 +77,7 @@ def _title(name: str, window: TracedWindow, first_s: float) -> str:
     batches, gain = _batches(window), first_s / _batch_s(window)
     return (
         f"{name}  ·  epoch {1 + window.epoch}\n"
-        f"{window.timeline.makespan:.3f} s for {batches} batch{'es' * (batches > 1)}  ·  "
+        f"{window.timeline.makespan:.3f} s for {counted(batches, 'batch')}  ·  "
         f"{gain:.2f} times the first one's speed  ·  bubble {window.timeline.bubble:.1%}"
     )
 

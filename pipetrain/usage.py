@@ -8,18 +8,36 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from omegaconf import OmegaConf
 
 _OPTION = re.compile(r"(?P<indent> *)(?P<key>\w+): *(?P<value>[^#]*?)(?: *# *(?P<says>.*))?")
 _CHOICE = re.compile(r"  - (?:codec@)?(?P<key>[\w.]+): *(?P<value>[\w.]+)(?: *# *(?P<says>.*))?")
 _NO_OPTION = re.compile(r"_\w+_|name|recipe")  # recipe: what the data set gives the options of the training
-_COLUMN = 34
+_OF_DATA = re.compile(r"\$\{data\.([\w.]+)\}")
+_COLUMN, _WIDTH = 34, 100
 _FLAGS = {
     "--cfg job": "print the whole configuration, and run nothing",
     "--config-dir=FOLDER": "look for choices of your own in FOLDER too, as schedule/NAME.yaml",
     "--multirun": "run a sweep, such as seed=0,1,2",
+    "--completion": 'print what completes the command in bash and zsh: eval "$(pipetrain --completion)"',
     "--hydra-help": "the other flags of Hydra, which reads this command line",
 }
 _COMMANDS = {"config": "pipetrain", "plan": "python -m pipetrain.plan"}
+_COMPLETION = """\
+[ -z "$ZSH_VERSION" ] || { autoload -U +X bashcompinit && bashcompinit; }
+_pipetrain() {
+  local word="${COMP_LINE:0:$COMP_POINT}" words="%s"
+  word="${word##* }"
+  case "$word" in *=*) words="%s";; esac
+  COMPREPLY=($(compgen -W "$words" -- "$word"))
+  # bash itself completes what follows "="
+  if [ -z "$ZSH_VERSION" ] && [ "$word" != "${word#*=}" ]; then COMPREPLY=("${COMPREPLY[@]#*=}"); fi
+}
+complete -o nospace -o default -F _pipetrain pipetrain launch.sh
+"""
 
 
 def usage(conf: Path, name: str, words: Sequence[str]) -> str:
@@ -27,21 +45,41 @@ def usage(conf: Path, name: str, words: Sequence[str]) -> str:
     chosen = dict(word.lstrip("+").split("=", 1) for word in words if "=" in word)
     config = (conf / "config.yaml").read_text()
     lines = [f"{_COMMANDS[name]} [OPTION=VALUE ...]", "", "# Choices"]
-    groups = []
-    for match in filter(None, map(_CHOICE.fullmatch, config.splitlines())):
-        groups.append(group := match["key"])
-        chosen.setdefault(group, match["value"])
-        names = " ".join(sorted(path.stem for path in (conf / group.partition(".")[0]).glob("*.yaml")))
-        lines.append(_line(f"{group}={match['value']}", f"{match['says']}: {names}"))
+    groups = _choices(conf, config)
+    for group, (value, says, names) in groups.items():
+        chosen.setdefault(group, value)
+        lines.append(_line(f"{group}={value}", f"{says}: {' '.join(names)}"))
+    data = OmegaConf.create(_texts(conf, "data", chosen["data"]))
     if name != "config":
-        lines += _options((conf / f"{name}.yaml").read_text())
+        lines += _options((conf / f"{name}.yaml").read_text(), data)
     schedule = _texts(conf, "schedule", chosen["schedule"])  # sets options of the first level too
-    lines += _options(config, given=dict(re.findall(r"^(\w+): *(\w+)", schedule, re.MULTILINE)))
+    lines += _options(config, data, given=dict(re.findall(r"^(\w+): *(\w+)", schedule, re.MULTILINE)))
     for group in groups:
         text, prefix = (schedule, "") if group == "schedule" else (_texts(conf, group, chosen[group]), group)
-        options = [line for line in _options(text, prefix) if line.startswith(f"  {group}.")]
+        options = [line for line in _options(text, data, prefix) if line.startswith(f"  {group}.")]
         lines += ["", f"# {group}={chosen[group]}", *options] if options and group != "experiment" else []
     return "\n".join([*lines, "", "# Flags", *(_line(*flag) for flag in _FLAGS.items())]) + "\n"
+
+
+def completion(conf: Path) -> str:
+    """Return what lets a shell complete options and choices; no Python runs at a Tab."""
+    options = re.findall(r"^  (?:([\w.]+=)|(--\S+))", usage(conf, "config", []), re.MULTILINE)
+    groups = _choices(conf, (conf / "config.yaml").read_text())
+    choices = [f"{group}={name}" for group, (_, _, names) in groups.items() for name in names]
+    return _COMPLETION % (" ".join(map("".join, options)), " ".join(choices))
+
+
+def _choices(conf: Path, config: str) -> dict[str, tuple[str, str, list[str]]]:
+    """Return each group's choice, what is said of it, and the names to choose from."""
+    found = filter(None, map(_CHOICE.fullmatch, config.splitlines()))
+    return {
+        one["key"]: (
+            one["value"],
+            one["says"],
+            sorted(path.stem for path in (conf / one["key"].partition(".")[0]).glob("*.yaml")),
+        )
+        for one in found
+    }
 
 
 def _texts(conf: Path, group: str, choice: str) -> str:
@@ -50,8 +88,11 @@ def _texts(conf: Path, group: str, choice: str) -> str:
     return "\n".join(file.read_text() for file in files if file.is_file())
 
 
-def _options(text: str, prefix: str = "", given: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Yield a line for each option of a YAML file, and its headings. `given`: other values of some."""
+def _options(text: str, data: Any, prefix: str = "", given: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Yield what is said of each option of a YAML file, and its headings.
+
+    `data`: of the data set, which has the values of some; `given`: other values.
+    """
     above: list[tuple[int, str]] = []
     heading, blank = "", True
     for line in text.partition("\nhydra:")[0].splitlines():
@@ -71,8 +112,11 @@ def _options(text: str, prefix: str = "", given: Mapping[str, str] | None = None
         if heading:
             yield from ("", heading)
             heading = ""
-        yield _line(f"{key}={'' if '${' in value else value}", match["says"] or "")
+        value = _OF_DATA.sub(lambda of: str(OmegaConf.select(data, of[1], default="...")), value)
+        yield _line(f"{key}={value.partition('${')[0]}{'...' * ('${' in value)}", match["says"] or "")
 
 
 def _line(option: str, says: str) -> str:
-    return f"  {option.ljust(_COLUMN)} {says}".rstrip()
+    lines = wrap(says, _WIDTH - _COLUMN - 3, break_long_words=False, break_on_hyphens=False)
+    beside = "" if len(option) > _COLUMN or not lines else lines.pop(0)
+    return f"\n{' ' * (_COLUMN + 3)}".join([f"  {option.ljust(_COLUMN)} {beside}".rstrip(), *lines])

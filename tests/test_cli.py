@@ -76,6 +76,18 @@ def test_what_something_reads_and_what_a_target_takes_needs_no_plus(command, wor
     assert cfg.optim.get("nesterov", True) is True
 
 
+@pytest.mark.parametrize(("given", "level"), [("warning", 30), ("error", 40), ("INFO", 20), ("7", 20)])
+def test_a_level_decides_what_is_logged_and_a_wrong_one_is_left_to_its_rule(command, given, level):
+    logger = logging.getLogger("pipetrain")
+    before = logger.level
+    status, (cfg,) = command(f"log_level={given}", flags=(*QUIET[:2], QUIET[3]))
+    assert (status, logger.level) == (0, level)
+    logger.setLevel(before)
+    if level == 20:
+        with pytest.raises(ConfigError, match=f"log_level={given} must be one of info, warning, error"):
+            Settings.composed(cfg, "1f1b", 2)
+
+
 def test_hydra_s_own_spelling_and_values_that_speak_of_codecs_are_left_alone():
     words = ["codec@codec.forward=int8", "run_dir='runs/codec.forward=int8'", "codec.backward=int8,topk"]
     assert as_hydra(words) == [*words[:2], "codec@codec.backward=int8,topk"]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
 from pipetrain.cli import conf_dir
-from pipetrain.usage import usage
+from pipetrain.usage import completion, usage
 
 
 def helped(name: str = "config", *words: str) -> dict[str, tuple[str, str]]:
     """The lines of options: key -> (value, what is said of it)."""
-    lines = usage(conf_dir(), name, words).splitlines()
+    text = usage(conf_dir(), name, words)
+    assert all(len(line) <= 100 for line in text.splitlines())
+    lines = re.sub("\n {37}", " ", text).splitlines()
     found = [re.fullmatch(r"  ([\w.]+)=(\S*) *(.*)", line) for line in lines]
     keys = [match[1] for match in found if match]
     assert len(keys) == len(set(keys))
@@ -35,7 +38,9 @@ def test_each_option_of_a_command_has_one_line_that_says_what_it_is(name):
     for file in {"config", name}:
         content = OmegaConf.to_container(OmegaConf.load(conf_dir() / f"{file}.yaml"))
         expected = [key for key in leaves(content) if not key.startswith(("hydra.", "defaults"))]
-        assert [key for key in expected if not told.get(key, ("", ""))[1]] == []
+        assert [
+            key for key in expected if not all(told.get(key, ("", "")))
+        ] == []  # its default and what it is
 
 
 def test_each_choice_is_named_and_each_of_its_options_says_what_it_is():
@@ -51,9 +56,37 @@ def test_each_choice_is_named_and_each_of_its_options_says_what_it_is():
 
 def test_the_options_are_those_of_what_is_chosen():
     plain, other = helped(), helped("config", "data=text", "optim=adamw", "schedule=fbp")
+    assert [told[key][0] for told in (plain, other) for key in ("epochs", "optim.lr")] == [
+        "150",
+        "0.05",
+        "2",
+        "0.001",
+    ]
+    assert plain["run_dir"][0] == "runs/cifar10-..."
     assert "data.augment.crop" in plain
     assert plain["window"][0] == "1"
     assert "data.block" in other
     assert other["window"][0] == "null"
     assert other["schedule.in_flight"] == ("8", "microbatches that a stage holds open; bounds staleness too")
     assert {"data.augment.crop", "optim.momentum"} & set(other) == set()
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("mod", ["model="]),
+        ("epochs=2 model=vgg1", ["vgg11", "vgg13", "vgg16", "vgg19"]),
+        ("codec.forward=t", ["topk", "topk_int8"]),
+        ("optim.m", ["optim.momentum="]),
+        ("--comp", ["--completion"]),
+        ("resume=runs/", []),  # by bash, from the files
+    ],
+)
+def test_bash_completes_the_command_s_options_and_choices(typed, offered):
+    line = f"pipetrain {typed}"
+    asks = f"COMP_LINE='{line}' COMP_POINT={len(line)}; _pipetrain; echo ${{COMPREPLY[@]}}"
+    script = [completion(conf_dir()), asks, "complete -p pipetrain"]
+    told = subprocess.run(["bash", "-c", "\n".join(script)], capture_output=True, text=True, timeout=60)
+    words, bound = told.stdout.splitlines()
+    assert (words.split(), told.stderr) == (offered, "")
+    assert bound.endswith(" -F _pipetrain pipetrain")

@@ -26,7 +26,7 @@ from pipetrain.ending import guarded, unread
 from pipetrain.errors import ConfigError
 from pipetrain.rules import COUNT, whole
 from pipetrain.schedule.actions import ScheduleError, compute_program, most_open, placement
-from pipetrain.schedule.draw import aligned
+from pipetrain.schedule.draw import aligned, counted
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.simulate import SHOWN, simulate
 from pipetrain.schedule.timeline import Timeline
@@ -95,7 +95,7 @@ def show_table(cfg: DictConfig) -> None:
     head = ["schedule", "batch", "bubble", *of_model, "activations", "versions", "staleness"]
     part = f"1/{ranks} of the model" if ranks > 1 else "the model"
     print(
-        f"{ranks} rank{'s' * (ranks > 1)}, {m} microbatch{'es' * (m > 1)} a batch; all stages equal, "
+        f"{counted(ranks, 'rank')}, {counted(m, 'microbatch')} a batch; all stages equal, "
         f"messages free\n\n{aligned([head, *rows])}\n\n"
         f"batch: the time of one, where 1 is what a rank computes for a microbatch; {m} is no bubble\n"
         f"the rest by rank: activations held, in microbatches of {part}; weight versions; updates late\n"

@@ -26,7 +26,7 @@ from pipetrain.plan.cut import AnySize
 from pipetrain.plan.memory import gpu_bytes, known_state, memory, optimizer_state, says_whether_it_fits, sized
 from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.schedule.actions import Op, has_norms, splits
-from pipetrain.schedule.draw import aligned, as_text
+from pipetrain.schedule.draw import aligned, as_text, counted
 from pipetrain.schedule.figure import as_figure
 from pipetrain.schedule.memory import PARTS, Memory, peaks
 from pipetrain.schedule.theory import theory
@@ -124,9 +124,10 @@ def describe(
     """
     settings, batches = plan.settings, max(plan.windows)
     head = (
-        f"{settings.model}, schedule {settings.schedule}: {plan.stages} stages on {settings.ranks} ranks, "
-        f"batch {settings.batch_size} in {settings.microbatches} microbatches, window of {batches} "
-        f"batch{'es' * (batches > 1)}, buffer_size {settings.buffer_size}\n"
+        f"{settings.model}, schedule {settings.schedule}: {counted(plan.stages, 'stage')} on "
+        f"{counted(settings.ranks, 'rank')}, batch {settings.batch_size} in "
+        f"{counted(settings.microbatches, 'microbatch')}, window of {counted(batches, 'batch')}, "
+        f"buffer_size {settings.buffer_size}\n"
     )
     if not settings.codecs.plain:
         head += f"codec forward {settings.codecs.forward}, backward {settings.codecs.backward}\n"

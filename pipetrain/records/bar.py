@@ -27,7 +27,7 @@ class Bar:
 
     def tick(self, what: str, total: int) -> None:
         self._done += 1
-        if sys.stderr.isatty() or NOTEBOOK in sys.modules:
+        if log.level <= logging.INFO and (sys.stderr.isatty() or NOTEBOOK in sys.modules):
             if self._bar is None:
                 from tqdm.auto import tqdm  # here, as a check of a GPU trains without it
 

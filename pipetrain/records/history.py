@@ -20,6 +20,7 @@ from pipetrain.schedule.timeline import StageStats, StageTimes, total
 from pipetrain.settings import Settings
 from pipetrain.tasks import Task
 
+LAUNCHING = 0.1  # of a rank's time between its actions is notable
 NOTABLE = 1.15  # a rank is a straggler if it takes this many times the mean of all ranks
 MIB = 2**20
 MOST_ROWS = 40  # of the table of epochs
@@ -236,6 +237,17 @@ def straggler(stages: Sequence[Mapping[str, Any]], updates: int) -> dict[str, fl
     if slowest <= NOTABLE * mean_s:
         return None
     return {"rank": rank, "batch_s": slowest, "mean_s": mean_s, "cost_s": (slowest - mean_s) * updates}
+
+
+def launching(stages: Sequence[Mapping[str, Any]], microbatches: int) -> dict[str, float] | None:
+    """Return the rank with most time in which it neither computes nor waits, if that is notable.
+
+    `share`: of its time; `pass_s`: seconds that its forwards and backwards compute on average.
+    """
+    most = max(stages, key=lambda stage: stage["bubble"] - stage["wait"], default=None)
+    if most is None or (share := most["bubble"] - most["wait"]) < LAUNCHING:
+        return None
+    return {"rank": most["rank"], "share": share, "pass_s": most["stage_time_s"] / (2 * microbatches)}
 
 
 # The tables that end a training on the console

@@ -24,12 +24,13 @@ from pipetrain.plan.memory import says_whether_it_fits
 from pipetrain.records.bar import Bar
 from pipetrain.records.files import Files
 from pipetrain.records.folder import CONFIG, METRICS, RAN, RUNS, SUMMARY, TRACE, UPDATES
-from pipetrain.records.history import About, History, epoch_table, stage_table
+from pipetrain.records.history import About, History, epoch_table, launching, stage_table
 from pipetrain.records.tracer import Trace, about_trace
 from pipetrain.records.trackers import Trackers
 from pipetrain.runtime.held import Measured
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Program, format_program
+from pipetrain.schedule.draw import counted
 from pipetrain.schedule.figure import as_png
 
 log = logging.getLogger("pipetrain")
@@ -86,14 +87,15 @@ class Recorder:
         dtype = (
             settings.precision if settings.dtype == torch.float32 else str(settings.dtype).partition(".")[2]
         )
+        cuts = f", cut before layers {plan.cuts}" if plan.cuts else ""
         lines = [
             f"pipetrain: {settings.model} on {data.name} ({data.train} train, {data.test or 'no'} test "
             f"samples), schedule {settings.schedule}, {about.device}",
-            f"{f'{plan.stages} stages, cut before layers {plan.cuts}' if plan.cuts else '1 stage'}; batch "
-            f"{settings.batch_size} in "
-            f"{settings.microbatches} microbatches; bubble {bubble}",
+            f"{counted(plan.stages, 'stage')}{cuts}; batch {settings.batch_size} in "
+            f"{counted(settings.microbatches, 'microbatch')}; bubble {bubble}",
             f"{dtype}, {plan.numerics.memory_format}, threads a process: {threads}",
-            f"{about.epochs} epochs, {about.updates} updates, seed {settings.seed}{where}",
+            f"{counted(about.epochs, 'epoch')}, {counted(about.updates, 'update')}, seed "
+            f"{settings.seed}{where}",
         ]
         if about.room is not None:
             lines.append(says_whether_it_fits(self._history.predicted_memory, about.room))
@@ -150,10 +152,9 @@ class Recorder:
         )
         self.files.write()
         if self._folder is not None and TRACE not in self.files.failed:
-            windows = f"{len(trace.windows)} window{'s' * (len(trace.windows) > 1)}"
             limit = f"; it ends {trace.cut}" if trace.cut else ""
             where = f"{self._folder / TRACE}{limit}; open it at https://ui.perfetto.dev"
-            log.info(f"trace of {windows} in {where}")
+            log.info(f"trace of {counted(len(trace.windows), 'window')} in {where}")
 
     def programs(self, epoch: int, programs: Sequence[Program]) -> None:
         parts = [
@@ -184,14 +185,20 @@ class Recorder:
         if len(history.records) != self._brief:
             log.info("\n%s\n", epoch_table(history))
             log.info("%s\n", stage_table(summary["per_stage"]))
-        if one := summary["straggler"]:
+        if launches := launching(summary["per_stage"], about.settings.microbatches):
             log.info(
-                f"rank {one['rank']} is the straggler: {one['batch_s']:.4f} s a batch, "
-                f"{one['batch_s'] / one['mean_s']:.2f} times the mean of all ranks, which cost "
-                f"{one['cost_s']:.1f} s in all; see partition=profile\n"
+                f"rank {launches['rank']} neither computes nor waits in {launches['share']:.1%} of the time, "
+                f"which is a bubble that no plan has: it launches forwards and backwards, of "
+                f"{1e3 * launches['pass_s']:.2g} ms, and reads batches; larger microbatches have less of it\n"
             )
-        one = about.task.deciding
-        name, text = (one.name, one.text) if one else ("loss", "{:.4f}".format)
+        if slow := summary["straggler"]:
+            log.info(
+                f"rank {slow['rank']} is the straggler: {slow['batch_s']:.4f} s a batch, "
+                f"{slow['batch_s'] / slow['mean_s']:.2f} times the mean of all ranks, which cost "
+                f"{slow['cost_s']:.1f} s in all; see partition=profile\n"
+            )
+        metric = about.task.deciding
+        name, text = (metric.name, metric.text) if metric else ("loss", "{:.4f}".format)
         last, best = history.last, history.best
         result = f"train {name} {text(last.trained[name])} (not evaluated)"
         if last.evaluated:

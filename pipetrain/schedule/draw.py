@@ -121,7 +121,7 @@ def facts_of(timeline: Timeline, unit_of_time: str) -> list[str]:
     """Say how many ranks there are, how long it takes, and what of that is a bubble."""
     ranks = len(timeline.rows)
     return [
-        f"{ranks} rank{'s' * (ranks > 1)}",
+        counted(ranks, "rank"),
         f"makespan {timeline.makespan:.4g} {unit_of_time}".rstrip(),
         f"bubble {timeline.bubble:.1%}",
     ]
@@ -150,6 +150,11 @@ def cells_of(timeline: Timeline) -> int:
 def stages_of(timeline: Timeline) -> list[list[int]]:
     """Return the stages of each rank."""
     return [sorted({action.stage for action in row.actions}) for row in timeline.rows]
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things, such as `1 batch` or `2 batches`."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('tch') else 's'}"
 
 
 def aligned(rows: Sequence[Sequence[str]], right: bool = False) -> str:

@@ -40,3 +40,6 @@ def test_on_a_terminal_or_in_a_notebook_a_bar_counts_and_is_gone_at_the_end(bar,
     bar.tick("evaluation 2", 4)
     assert (bar._bar.n, bar._bar.total) == (1, 4)
     bar.close()
+    monkeypatch.setattr(module.log, "level", logging.WARNING)
+    bar.tick("evaluation 3", 4)
+    assert bar._bar is None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipetrain.records.history import History, epoch_table, stage_table, stage_times, straggler
+from pipetrain.records.history import History, epoch_table, launching, stage_table, stage_times, straggler
 from pipetrain.runtime.held import Measured
 from pipetrain.schedule.timeline import StageStats, StageTimes
 from tests.support.cases import Case, make_run
@@ -71,6 +71,15 @@ def test_the_slowest_rank_is_pointed_out_with_what_it_costs(ranks, seconds, slow
         {"rank": rank, "stage_time_s": time_s} for rank, time_s in zip(ranks, seconds, strict=True)
     ]
     assert straggler(stages, updates=10) == (slowest and pytest.approx(slowest))
+
+
+def test_time_between_the_actions_of_a_rank_is_the_reason_of_a_bubble_beside_the_plan_s():
+    """As of a tiny model: it computes in 2 % of the time, waits in 40 %, and launches in the rest."""
+    tiny = {"rank": 1, "bubble": 0.98, "wait": 0.4, "stage_time_s": 0.004}
+    waiting = {"rank": 0, "bubble": 0.98, "wait": 0.95, "stage_time_s": 0.004}
+    reason = {"rank": 1, "share": pytest.approx(0.58), "pass_s": pytest.approx(0.0005)}
+    assert launching([waiting, tiny], microbatches=4) == reason
+    assert launching([waiting], microbatches=4) is launching([], microbatches=4) is None
 
 
 def test_the_table_has_a_row_a_stage_and_a_dash_for_what_is_not_known():

@@ -158,6 +158,7 @@ def test_a_resumed_run_of_three_epochs_in_its_files_in_tensorboard_and_in_the_lo
     assert told in lines
     told = f"trace of 1 window in {folder}/trace.json; it ends where the run was stopped; open it at https"
     assert [line.startswith(told) for line in lines if line.startswith("trace of")] == [True]
+    assert lines[-6].startswith("rank 1 neither computes nor waits in 36.3% of the time, which is a bubble")
     assert lines[-5].startswith("rank 0 is the straggler: 0.3750 s a batch, 1.50 times the mean of all ranks")
     assert lines[-4] == "with_norm on tiny: val acc 90.00 % (best 90.00 %, epoch 2) in 9 s"
     assert lines[-3:-1] == [data.note, f"run folder: {folder}"]
