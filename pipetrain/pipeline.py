@@ -66,6 +66,7 @@ from pipetrain.runtime.whole import WholeModel, brought, owners
 from pipetrain.schedule.actions import Schedule
 from pipetrain.schedule.draw import counted
 from pipetrain.schedule.lower import edges
+from pipetrain.schedule.policy import ForwardBackward
 from pipetrain.settings import Settings
 from pipetrain.signals import Stopping
 from pipetrain.tally import Tally
@@ -161,9 +162,14 @@ class Pipeline:
         if self._settings.threads is not None:
             torch.set_num_threads(self._settings.threads)
         device = choose_device(world, self._settings.device)
-        self._mesh = mesh = Mesh(world, asked.placement, [], device, None, self._settings.timeout)
-        if mesh.staged and device.type == "cuda" and not world.rank:
-            log.warning("pipetrain: ranks share a GPU, so messages go through host memory over gloo")
+        decides = isinstance(asked.schedule, ForwardBackward)
+        how = device, None, self._settings.timeout, decides or None
+        self._mesh = mesh = Mesh(world, asked.placement, [], *how)
+        if mesh.staged and world.size > 1 and not world.rank:
+            why = (
+                f"{self._settings.schedule} decides its order as it runs" if decides else "ranks share a GPU"
+            )
+            log.warning("pipetrain: %s, so messages go through host memory over gloo", why)
         self._bar = Bar()
         self._signals = Stopping(self, world.rank)
         self._stopping = False  # as agreed after the last window

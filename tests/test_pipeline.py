@@ -57,6 +57,20 @@ def evaluated(model: nn.Module, n: int) -> dict[str, float]:
     return {"loss": cross_entropy(outputs, y).item(), "acc": float(accuracy(outputs, y))}
 
 
+@pytest.mark.parametrize(("schedule", "staged"), [("fbp", True), ("1f1b", None)])
+def test_on_a_gpu_messages_of_a_schedule_without_a_fixed_order_go_through_host_memory(
+    monkeypatch, schedule, staged
+):
+    class Seen(Exception): ...
+
+    def mesh(*given: Any) -> None:
+        raise Seen(given[-1])
+
+    monkeypatch.setattr(pipeline, "Mesh", mesh)
+    with pytest.raises(Seen, match=str(staged)):
+        pipe_of(schedule=schedule)
+
+
 # A function that makes the model
 
 

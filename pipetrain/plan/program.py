@@ -47,7 +47,7 @@ class Window:
     program: Program
     simulation: Timeline
     bounds: list[Bounds]  # by stage
-    posts: Posts | None = None  # None: a policy's, whose receives are posted all ahead
+    posts: Posts | None = None  # None: a policy's, whose messages are staged
 
 
 def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]:

@@ -10,8 +10,7 @@ the order of the stream, and a thread keeps the deadline. A posted NCCL receive 
 its message is there, and what is loaded waits for its end, as large kernels seem to for the multiprocessors
 that it holds: VGG16 with microbatches of 128 hung although all was loaded. So there a receive is posted
 where, in one global order, its send is made (schedule/posts.py); the sender leaves as many sends more
-unfinished. A policy has no such order: its receives are posted ahead there too, so its kernels must not wait
-for them.
+unfinished. A policy's order is not known before: its messages are staged, so that no kernel waits for one.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class _Transfer:
     @property
     def finished(self) -> bool:
         """Whether waiting for it would return at once, with or without an error."""
-        return self.watched.done() if self.watched else all(work.is_completed() for work in self.works)
+        return self.watched is not None and self.watched.done()
 
 
 @dataclass(slots=True)
@@ -148,7 +147,6 @@ class Channel:
         """Seconds blocked so far, waiting for other ranks."""
         self.carried = 0
         """Bytes sent and received so far, as on the wire."""
-        self._polls = False
         self._awaited: list[Failed] = []  # by the stream, to be marked on it
         self._deadline = Deadline(timeout, self._abort, self._broken) if self.ordered else None
         self._watch: Watch | None = None
@@ -156,9 +154,9 @@ class Channel:
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
         """Announce the receives until the next drain, in order; `watched` if `arrived` or `wait` is used."""
-        if watched and not self.ordered:
+        if watched:
+            assert not self.ordered, "a policy looks at what has arrived, and a stream's messages do not say"
             self._watch = Watch(self._ends)
-        self._polls = watched and self.ordered
         for message in messages:
             self._ends[message.edge].to_post.append(message)
         for end in self._ends.values():
@@ -284,7 +282,7 @@ class Channel:
 
     def _ahead(self, end: _End) -> int:
         """Return how many receives are posted before they are waited for."""
-        return 0 if self.ordered and not self._polls else end.bound
+        return 0 if self.ordered else end.bound
 
     def _post(self, end: _End, ahead: int) -> None:
         while end.to_post and len(end.posted) < ahead:
@@ -321,9 +319,8 @@ class Channel:
 
     def _wait(self, transfer: _Transfer) -> None:
         with self._waiting(error := self._failed(transfer.message, transfer.sending)):
-            if transfer.watched or (self._polls and not transfer.sending):
-                self._await_any([transfer])
             if transfer.watched:
+                self._await_any([transfer])
                 transfer.watched.result()
             else:
                 self._complete(transfer.works, error)
@@ -345,13 +342,9 @@ class Channel:
 
     def _await_any(self, transfers: Sequence[_Transfer]) -> None:
         """Let the host wait until one of these is finished. Raises TimeoutError."""
-        end = time.monotonic() + self._timeout
-        wait([transfer.watched for transfer in transfers if transfer.watched], self._timeout, FIRST_COMPLETED)
-        while not any(transfer.finished for transfer in transfers):
-            self.check()
-            if time.monotonic() > end:
-                raise TimeoutError
-            time.sleep(0)
+        watched = [transfer.watched for transfer in transfers if transfer.watched]
+        if not wait(watched, self._timeout, FIRST_COMPLETED).done:
+            raise TimeoutError
 
     def _complete(self, works: Sequence[dist.Work], failed: Failed) -> None:
         """Let the host wait or, where it does not, the stream, whose deadline is kept aside."""

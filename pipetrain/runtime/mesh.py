@@ -78,8 +78,8 @@ def _fresh_store(world: World, limit_s: float) -> Store:
 class Mesh(Ranks):
     """The process groups of one run. `placement[stage]` is the stage's rank.
 
-    `staged`: whether messages go through host memory, over gloo; None: if ranks share a GPU. `store`: of this
-    mesh alone; None with one rank.
+    `staged`: whether a GPU's messages go through host memory, over gloo; None: if ranks share it. `store`: of
+    this mesh alone; None with one rank.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Mesh(Ranks):
         super().__init__(world, timeout)
         self.placement = list(placement)
         self.device = device
-        self.staged = shares_gpu(world, device) if staged is None else staged
+        self.staged = device.type == "cuda" and (shares_gpu(world, device) if staged is None else staged)
         self.backend = "nccl" if device.type == "cuda" and not self.staged else "gloo"
         self._place = torch.device("cpu") if self.staged else device  # of what is sent
         # Twice the limit, so that the channel's own deadline, which names the message, comes first.

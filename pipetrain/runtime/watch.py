@@ -1,7 +1,7 @@
 """Threads that look after transfers: `Watch` detects that one is finished, `Deadline` that one never is.
 
 With gloo a receive that has arrived is not complete until a thread waits for it. So one thread per edge waits
-for its transfers in order; all transfers are posted from the engine's thread. NCCL can be polled.
+for its transfers in order; all transfers are posted from the engine's thread.
 
 With NCCL the device's stream waits for messages and the host goes on, so nobody on the host would notice one
 that never comes. A thread does: where the stream passes none of them for the time of the deadline, it aborts

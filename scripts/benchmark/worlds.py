@@ -78,7 +78,7 @@ class Place:
 
 
 CPU = Place()
-_fitted: dict[tuple[int, ...], Mesh] = {}  # by placement
+_fitted: dict[tuple[tuple[int, ...], bool], Mesh] = {}  # by placement, and whether it is staged
 
 
 def fitted(mesh: Mesh, plan: Plan) -> Mesh:
@@ -88,11 +88,11 @@ def fitted(mesh: Mesh, plan: Plan) -> Mesh:
     """
     if mesh.world.size == 1:
         return mesh
-    where = tuple(plan.placement)
-    if where not in _fitted:
-        _fitted[where] = Mesh(mesh.world, where, [], mesh.device, None, mesh._timeout, mesh.staged)
-    _fitted[where].open(list(plan.cut.bounds), plan.cut.ties)
-    return _fitted[where]
+    key = where, staged = tuple(plan.placement), mesh.staged or plan.policy is not None
+    if key not in _fitted:
+        _fitted[key] = Mesh(mesh.world, where, [], mesh.device, None, mesh._timeout, staged)
+    _fitted[key].open(list(plan.cut.bounds), plan.cut.ties)
+    return _fitted[key]
 
 
 class WorldFailed(RuntimeError):

@@ -89,14 +89,12 @@ def test_an_edge_of_another_plan_has_no_bound_and_is_left_alone():
     channel.drain()
 
 
-@pytest.mark.parametrize(
-    ("ordered", "watched", "open_"), [(True, False, 0), (True, True, 2), (False, False, 2)]
-)
-def test_where_the_stream_waits_receives_are_posted_where_the_program_says(ordered, watched, open_):
+@pytest.mark.parametrize(("ordered", "open_"), [(True, 0), (False, 2)])
+def test_where_the_stream_waits_receives_are_posted_where_the_program_says(ordered, open_):
     channel = LoopbackChannel({(0, 1): None}, 2, 60, CPU)
     channel.ordered = ordered
     messages = [message(0, 1, mb) for mb in range(3)]
-    channel.expect(messages, watched)
+    channel.expect(messages)
     buffers = [len(list(channel.buffers()))]
     for one in messages[:2]:
         channel.post(one)

@@ -46,6 +46,8 @@ def test_each_rank_has_a_gpu_of_its_machine_and_one_that_is_not_there_is_refused
         (1, TWO, "cpu", None, "gloo", False),
         (1, ALONE, "cuda", None, "nccl", False),
         (1, ALONE, "cuda", True, "gloo", True),
+        (2, TWO, "cuda", True, "gloo", True),  # a policy's
+        (1, TWO, "cpu", True, "gloo", False),
         (1, TWO, "cuda", None, "gloo", True),  # they share it, which NCCL refuses
         (1, TWO, "cuda", False, "nccl", False),
         (2, TWO, "cuda", None, "nccl", False),

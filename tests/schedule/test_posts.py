@@ -157,6 +157,14 @@ def test_schedules_hang_where_receives_are_posted_when_they_are_waited_for():
     assert hang == {"zbv", "zb_h2", "zb_auto", "v_half", "v_async", "interleaved_1f1b"}
 
 
+def test_fbp_hangs_where_receives_are_posted_ahead():
+    """The forward of rank 0 waits for the gradient that needs it. So its messages are staged on a GPU."""
+    [case] = [case for case in CASES if case.name == "fbp"]
+    for _, program in accepted(case, SIZES):
+        ahead = [[(0, a) for a in actions if a.op in RECEIVES] for actions in program]
+        assert "0F0@0" in stuck(program, ahead)
+
+
 @pytest.mark.parametrize("name", ["zbv", "1f1b"])
 def test_a_post_that_is_dropped_doubled_or_comes_too_late_is_noticed(name):
     case = next(case for case in CASES if case.name == name)
