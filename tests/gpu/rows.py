@@ -107,7 +107,8 @@ class Setting:
                     self.world(_one_by_one, ranks, work, items, say=hear, **options)
                 except WorldFailed as error:
                     traceback.print_exc()
-                    why = str(error).strip().splitlines()[-1]
+                    rank = re.match(r"rank \d+(?=: )", str(error))
+                    why = str(error).strip().splitlines()[-1] + (f" ({rank[0]})" if rank else "")
             done = len(found)
             yield from ((item, found[number], "") for number, item in enumerate(items[:done]))
             yield from ((item, None, why) for item in items[done : done + 1])
