@@ -1,4 +1,4 @@
-"""The examples of the pages docs/python.md, docs/moving.md and docs/tasks.md, run as they stand."""
+"""The examples of the pages, run as they stand."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import pipetrain
+from pipetrain import export
 from pipetrain.arguments import read_options
 from tests.docs import run_examples
 from tests.support.processes import CHECKOUT, TWO, finished
@@ -50,6 +51,12 @@ def test_every_example_runs_on_two_ranks(ranks, tmp_path):
     trained, resumed = said["fitting"].splitlines()
     assert trained == resumed
     assert trained.startswith("epoch 3: all test samples 0.")
+    first, trained, whole, plain = numbers(said["lora"])
+    assert trained < first / 10
+    assert whole == plain
+    best, last = map(int, re.findall(r"\d+", said["early_stopping"]))
+    assert last == best + 3
+    assert export.main([str(tmp_path / "runs" / "early"), "--best", "--out", str(tmp_path / "best")]) == 0
     four, none = numbers(said["predicting"])
     assert (four, none) == pytest.approx((4.0, 0.0), abs=0.2)
     assert len(numbers(said["from_torchgpipe"])) == 4
@@ -72,7 +79,7 @@ def test_the_readme_s_example_runs_as_it_says(words, tmp_path):
 
 def test_what_the_pages_show_is_what_is_run():
     """Each block is a part of an example, and each example is named."""
-    page = "".join((DOCS / name).read_text() for name in ("python.md", "moving.md", "tasks.md"))
+    page = "".join((DOCS / f"{name}.md").read_text() for name in ("python", "moving", "tasks", "recipes"))
     texts = {name: (EXAMPLES / f"{name}.py").read_text() for name in NAMES}
     for block in BLOCK.findall(page):
         assert any(block in text for text in texts.values()), block
