@@ -17,7 +17,7 @@ import torch
 from benchmark.report import progress
 from benchmark.worlds import titled
 from comparison.processes import interruptible
-from tests.gpu import front, memory, speed, traces, training, transport
+from tests.gpu import front, memory, speed, strict, traces, training, transport
 from tests.gpu.rows import FAIL, Check, Line, Row, Setting, earlier, head, markdown
 from tests.support.cases import SCHEDULES
 
@@ -34,11 +34,17 @@ CHECKS = [
     Check("options", "graphs", training.graphs, 90),
     Check("options", "trace", traces.trace, 50),
     Check("options", "nan", training.nan, 40),
-    Check("options", "compile", training.compiled, 200),
     Check("memory", "held", memory.memory, 300),
     Check("front", "torchrun", front.command_line, 280),
     Check("front", "pipeline", front.pipeline, 120),
     Check("front", "stopped-early", front.stopped_early, 120),
+    # What no GPU has shown yet, in 6 minutes.
+    Check("new", "no-waits", strict.no_waits, 60),
+    Check("new", "tight", strict.tight, 80),
+    Check("new", "float64", strict.float64, 25),
+    Check("new", "more-graphs", partial(training.graphs, names=training.MORE_GRAPHED), 60),
+    Check("new", "kept", front.kept, 35),
+    Check("new", "compile", training.compiled, 100),
     Check("speed", "one-process", speed.speed, 150),
     Check("speed", "gains", speed.gains, 200),
 ]

@@ -38,6 +38,7 @@ WAIT_S = 25  # that a rank may wait for another: it says so before torchrun kill
 STOP_S = 30.0  # torchrun kills its ranks so many seconds after SIGTERM
 RUN_S = 120.0  # a run may take
 TOLERANCE = 1e-9  # of weights in float64
+KEPT_S = 20.0  # that a training which is kept may take
 SLOW = ["model._target_=tests.support.models.faulty", "partition=[2]"]  # 20 ms a microbatch
 SLOW += ["+model.kind=sleep", "+model.rank=1", "+model.at=20"]
 WORDS = ["data=digits", "data.test_limit=64", "batch_size=64", "threads=1", f"timeout={WAIT_S}"]
@@ -195,6 +196,49 @@ def pipeline(setting: Setting) -> Iterator[Row]:
             out = ended(process)
     met = process.returncode == 0 and len(re.findall("^epoch 2: last update", out, re.MULTILINE)) == 1
     yield judged("docs/examples/mlp.py under torchrun", last(out), "epoch 2: last update ...", met)
+
+
+def kept(setting: Setting) -> Iterator[Row]:
+    """Predict, save and load by `Pipeline`, and the same by torch.distributed.checkpoint."""
+    if why := lacking():
+        yield Row("Pipeline", why, "", SKIPPED)
+        return
+    with TemporaryDirectory() as name:
+        items = [(schedule, setting.device, f"{name}/{schedule}") for schedule in ("zbv", "pipedream")]
+        for (schedule, *_), _, why in setting.each(
+            keep, 2, items[: 1 if setting.quick else None], within=KEPT_S
+        ):
+            what = f"{schedule}: predict, load, torch.distributed.checkpoint"
+            yield judged(what, why or "as before", "as before", not why)
+
+
+def keep(mesh: Mesh, item: tuple[str, str, str]) -> None:
+    """Train, predict as the weights alone do, and twice train on from what was saved, with equal losses."""
+    import torch.distributed.checkpoint as dcp
+    from torch.nn.functional import cross_entropy
+    from torch.testing import assert_close
+
+    from pipetrain import Pipeline
+    from tests.support.parity import ADAMW
+    from tests.support.subjects import classified, mlp
+
+    exactly()
+    schedule, device, folder = item
+    batches = classified(mlp()).batches
+    with Pipeline(mlp(), cross_entropy, ADAMW, schedule, microbatches=2, device=device, threads=1) as pipe:
+        list(pipe.train(batches))
+        state, outputs = pipe.state_dict(), list(pipe.predict([x for x, _ in batches]))
+        pipe.save(f"{folder}/own")
+        dcp.save(pipe.dcp(), checkpoint_id=f"{folder}/dcp")
+        wanted = list(pipe.train(batches))
+        pipe.load(f"{folder}/own")
+        assert_close(list(pipe.train(batches)), wanted, rtol=TOLERANCE, atol=0.0)
+        dcp.load(pipe.dcp(), checkpoint_id=f"{folder}/dcp")
+        assert_close(list(pipe.train(batches)), wanted, rtol=TOLERANCE, atol=0.0)
+    if mesh.world.rank == 0:
+        alone = mlp()
+        alone.load_state_dict(state)
+        assert_close(outputs, [alone(x).detach() for x, _ in batches], rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def train_by_pipeline(mesh: Mesh, item: tuple[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import pickle
 import re
 import traceback
@@ -83,16 +84,23 @@ class Setting:
         return run_world(work, ranks, say or self.say, *arguments, place=place, deadline=deadline)
 
     def each(
-        self, work: Callable[[Mesh, Any], Any], ranks: int, items: Sequence[Any], **options: Any
+        self,
+        work: Callable[[Mesh, Any], Any],
+        ranks: int,
+        items: Sequence[Any],
+        within: float = float("inf"),
+        **options: Any,
     ) -> Iterator[tuple[Any, Any, str]]:
         """Run `work`(mesh, item) for one item after the other in one world; `options`: see `world`.
 
-        Gives each item, what rank 0 returned for it, and why nothing was, if so. After one that failed the
-        others go on in a new world.
+        Gives each item, what rank 0 returned for it, and why nothing was, if so. After one that failed, or
+        took more than `within` seconds, the others go on in a new world.
         """
-        items, found = list(items), {}
+        items, found, most, began = list(items), {}, within * self.patience, float("inf")
 
         def hear(said: Any) -> None:
+            nonlocal began
+            began = monotonic()
             if isinstance(said, bytes):
                 number, result = pickle.loads(said)
                 found[number] = result
@@ -104,23 +112,31 @@ class Setting:
             found.clear()
             if self.left > START_S or not self.cuda:
                 try:
-                    self.world(_one_by_one, ranks, work, items, say=hear, **options)
+                    self.world(_one_by_one, ranks, work, items, most, say=hear, **options)
                 except WorldFailed as error:
                     traceback.print_exc()
                     rank = re.match(r"rank \d+(?=: )", str(error))
                     why = str(error).strip().splitlines()[-1] + (f" ({rank[0]})" if rank else "")
+                    if monotonic() - began >= most:
+                        why = f"it was still running after {most:.0f} s"
             done = len(found)
             yield from ((item, found[number], "") for number, item in enumerate(items[:done]))
             yield from ((item, None, why) for item in items[done : done + 1])
             items = items[done + 1 :]
 
 
-def _one_by_one(mesh: Mesh, say: Say, work: Callable[[Mesh, Any], Any], items: Sequence[Any]) -> None:
+def _one_by_one(
+    mesh: Mesh, say: Say, work: Callable[[Mesh, Any], Any], items: Sequence[Any], most: float
+) -> None:
     for number, item in enumerate(items):
         say(str(item))
+        if most < float("inf"):  # by a thread that waits for nobody, whatever the host or the device do
+            faulthandler.dump_traceback_later(most, exit=True)
         result = work(mesh, item)
+        if most < float("inf"):
+            faulthandler.cancel_dump_traceback_later()
         if mesh.world.rank == 0:
-            say(pickle.dumps((number, result)))  # type: ignore[arg-type]  # tensors do not outlive a pipe
+            say(pickle.dumps((number, result)))  # tensors do not outlive a pipe
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,19 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmark.worlds import share_gpu
+from pipetrain.runtime.engine import Engine
+from pipetrain.runtime.rehearsal import LoopbackChannel
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import parse_action
 from pipetrain.schedule.timeline import Row as Ran
 from pipetrain.schedule.timeline import Span, Timeline, TracedWindow
-from tests.gpu import cli, front, memory, traces, training
+from tests.gpu import cli, front, memory, strict, traces, training
 from tests.gpu.rows import (
     FAIL,
     MIB,
@@ -35,6 +38,7 @@ from tests.support.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 REHEARSED = ["large", "cold", "nccl-2", "exact", "codecs", "bf16", "trace", "nan", "held"]
+REHEARSED += ["no-waits", "tight", "float64"]
 OPTIONS = ["--device", "cpu", "--quick", "--out", "found", "--only"]
 NOT_NEEDED = ["safetensors", "tqdm", "tensorboard", "matplotlib", "sklearn", "scipy"]
 
@@ -96,9 +100,11 @@ def hang(mesh, say, *given):
 
 
 def count(mesh, item):
-    """Fail at an item, on the last rank."""
+    """Fail at an item, or stay at it, on the last rank."""
     if item == "bad" and mesh.world.rank == mesh.world.size - 1:
         raise ValueError("no more")
+    if item == "hangs" and mesh.world.rank == mesh.world.size - 1:
+        time.sleep(DEADLINE_S)
     return mesh.gather("the items", item)
 
 
@@ -117,10 +123,12 @@ def test_what_goes_wrong_is_a_row_and_the_next_goes_on(setting):
     assert late.outcome == FAIL
     assert re.fullmatch(r"ranks \[(0, )?1\] were still running after 1 s", late.figure)
     assert last[:2] == ("good", Row("all", "1", "1", PASS))
-    one, bad, three = setting.each(count, 2, ["one", "bad", "three"])  # those after it in a new world
+    rows = setting.each(count, 2, ["one", "bad", "three", "hangs"], within=3)  # after "bad" in a new world
+    one, bad, three, hangs = rows
     assert (one, three) == (("one", ["one"] * 2, ""), ("three", ["three"] * 2, ""))
     assert bad[:2] == ("bad", None)
     assert "ValueError: no more (rank 1)" in bad[2]
+    assert hangs == ("hangs", None, "it was still running after 3 s")
 
 
 @pytest.mark.parametrize(
@@ -163,8 +171,38 @@ def test_a_receive_before_its_send_and_computing_twice_at_once_are_seen():
 
 
 @pytest.mark.processes
-def test_a_pipeline_is_held_against_a_plain_loop(setting):
-    assert [row.outcome for row in front.pipeline(setting)] == [PASS, PASS]
+def test_a_pipeline_is_held_against_a_plain_loop_and_goes_on_from_what_it_saved(setting):
+    assert [row.outcome for row in (*front.pipeline(setting), *front.kept(setting))] == [PASS] * 3
+
+
+def test_a_wait_raises_in_windows_of_training_alone(monkeypatch):
+    """And not in a rehearsal, in which kernels are loaded."""
+    modes, seen = ["default"], []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(Engine, "_run", lambda engine, window: seen.append(modes[-1]))
+    loopback, mesh = (
+        LoopbackChannel({}, 2, 60, torch.device("cpu")),
+        SimpleNamespace(device=torch.device("cuda")),
+    )
+
+    def train(mesh, case):
+        for trains, channel in [
+            (True, loopback),
+            (False, loopback),
+            (True, None),
+            (False, None),
+            (True, None),
+        ]:
+            Engine._run(None, SimpleNamespace(trains=trains, mail=SimpleNamespace(channel=channel)))
+
+    monkeypatch.setattr(strict, "train", train)
+    strict.without_waits(mesh, None)
+    assert seen == ["default", "default", "error", "default", "error"]
+    assert modes[-1] == "default"
+
+
+def test_what_no_gpu_has_shown_takes_six_minutes_at_most():
+    assert sum(check.most for check in cli.CHECKS if check.group == "new") <= 360
 
 
 def test_memory_is_held_between_what_is_predicted_and_what_actions_need_beside_it():

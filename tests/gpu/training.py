@@ -6,8 +6,9 @@ Also what has no such reference: bf16, codecs that lose something, CUDA graphs, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ from tests.support.runs import epochs_of
 
 TOLERANCE = 1e-9  # of weights and losses in float64
 NEAR = 0.05  # of a loss, relative, where something is rounded
-COMPILE_S = 150.0  # that a rank may wait for another that compiles
+COMPILE_S = 90.0  # that a rank may wait for another that compiles
+GRAPHS_S = 20.0  # that a training may take
 MODELS = "model._target_=tests.support.models."
 COMMON = ("partition=even", "epochs=2")
 FLOAT32 = ("dtype=float32", "microbatches=4", *COMMON)
@@ -34,6 +36,7 @@ FOUR = ("1f1b", "interleaved_1f1b", "zb_h1", "zbv", "v_async", "pipedream", "pip
 STAGED = ("1f1b", "interleaved_1f1b", "zbv", "pipedream", "fbp")
 QUICK = ("1f1b", "fbp")
 GRAPHED = ("1f1b", "gpipe", "pipedream", "zb_h1")
+MORE_GRAPHED = ("interleaved_1f1b", "pipedream_2bw", "zb_h2", "zb_auto", "zbv", "v_half", "v_async")
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,9 @@ class Trained:
     epochs: list[tuple[float, ...]]
     sent: int = 0
     ran: list[Program] = field(default_factory=list)
+
+
+Work = Callable[[Mesh, Case], Trained]
 
 
 def train(mesh: Mesh, case: Case) -> Trained:
@@ -146,11 +152,11 @@ def exact(setting: Setting) -> Iterator[Row]:
 
 
 def against_reference(
-    setting: Setting, cases: Mapping[str, Case], ranks: int, staged: bool = False, timeout: float = 60.0
+    setting: Setting, cases: Mapping[str, Case], ranks: int, work: Work = train, **options: Any
 ) -> Iterator[Row]:
-    """Train cases in one world, and hold each against the reference."""
+    """Train cases in one world, and hold each against the reference. `options`: see Setting.each."""
     names = {case: name for name, case in cases.items()}
-    for case, found, why in setting.each(train, ranks, list(names), staged=staged, timeout=timeout):
+    for case, found, why in setting.each(work, ranks, list(names), **options):
         target = f"<= {TOLERANCE:g}"
         if why:
             yield judged(names[case], why, target, False)
@@ -214,15 +220,15 @@ def epochs_on_cpu(case: Case) -> list[tuple[float, ...]]:
     return [(f.trained["loss"],) for f in epochs]
 
 
-def graphs(setting: Setting) -> Iterator[Row]:
+def graphs(setting: Setting, names: Sequence[str] = GRAPHED) -> Iterator[Row]:
     """CUDA graphs change nothing, to the last bit."""
     if not setting.cuda:
         yield Row("cuda_graphs=true", "a rehearsal", "", SKIPPED)
         return
     option = "cuda_graphs=true"
-    cases = [Case(name, 2, (*FLOAT32, *more)) for name in GRAPHED for more in ((), (option,))]
+    cases = [Case(name, 2, (*FLOAT32, *more)) for name in names for more in ((), (option,))]
     eager: Trained | None = None
-    for case, found, why in setting.each(train, 2, cases):
+    for case, found, why in setting.each(train, 2, cases, within=GRAPHS_S):
         if option not in case.overrides:
             eager = found  # None where it did not train
             continue
