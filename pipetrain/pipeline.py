@@ -48,7 +48,7 @@ from pipetrain.network.model import give_memory, refuse_without_numbers, tensor_
 from pipetrain.network.network import Network, Values
 from pipetrain.network.places import named_tensors
 from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple
-from pipetrain.plan.parity import parity
+from pipetrain.plan.parity import parity, prove_stages
 from pipetrain.plan.plan import Plan, Samples, outputs_of, prove_targets
 from pipetrain.planning import first_plan
 from pipetrain.rate import Rate
@@ -435,7 +435,8 @@ class Pipeline:
             self._asked, self._settings, self._task, network, form, known or first[1], self._together
         )
         self._together.on_first("the task", reader, partial(_prove_task, plan, self._task))
-        self._apart = self._together.on_first("a batch", reader, partial(_parity, plan, network, self._task))
+        compare = partial(_compare, plan, network, self._task)
+        self._apart = self._together.on_first("the comparison", reader, compare)
         self._settings, self._form = plan.settings, form
         with self._together():
             self._mesh.open(list(plan.cut.bounds), plan.cut.ties)
@@ -573,9 +574,10 @@ def _prove_task(plan: Plan, task: Task, reader: Reader | Sampled) -> None:
     prove_targets(plan, _spare(task), first[1], getattr(reader, "classes", None))
 
 
-def _parity(plan: Plan, network: Network, task: Task, reader: Reader | Sampled) -> str:
+def _compare(plan: Plan, network: Network, task: Task, reader: Reader | Sampled) -> str:
     first = reader.first()
     assert first is not None
+    prove_stages(plan, network, first[0])
     return parity(plan, network, _spare(task), *first)
 
 

@@ -13,7 +13,7 @@ from pipetrain.network.network import Network
 from pipetrain.plan.costs import Facts, Profile, profile_conditions, read_profile
 from pipetrain.plan.describe import OpenPlan
 from pipetrain.plan.memory import optimizer_state, sized
-from pipetrain.plan.plan import Plan, Samples, make_plan, prove_cut
+from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.runtime.together import Together, digest, level, prove_same
 from pipetrain.schedule.simulate import SHOWN
 from pipetrain.settings import PROFILE, Settings
@@ -29,7 +29,7 @@ def first_plan(
     samples: Samples | int,
     together: Together,
 ) -> Plan:
-    """Return the plan for batches like the first one, of which rank 0 compares the cuts with the model.
+    """Return the plan for batches like the first one.
 
     `samples`: the sizes of all batches; or the number of the first one's, then others may come, and a pass
     that is an asynchronous window is planned as if it had SHOWN batches. Raises ConfigError, ScheduleError.
@@ -47,7 +47,6 @@ def first_plan(
         _made(asked, tried, network, form, samples, together), task, optimizer_state(asked.optimizer)
     )
     mesh = together.mesh
-    together.on_one(0, "the comparison", None if mesh.world.rank else partial(prove_cut, plan, network))
     with together():
         prove_same(mesh, "the plan", {**plan.pipeline, "program": digest(plan.window.program)})
         level(mesh, "the tensors of the layers", plan.foreign)

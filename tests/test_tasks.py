@@ -216,7 +216,9 @@ def test_too_few_classes_are_refused():
 )
 def test_a_loss_whose_parts_do_not_make_up_the_whole_is_refused(loss, outputs, targets):
     said = refused(Task(loss), outputs, targets)
-    assert said.startswith(f"the loss of task {Task(loss)} over 7 samples is ")
+    assert said.startswith(
+        "of 7 samples and made-up outputs the loss as one batch and in microbatches differ by "
+    )
     assert said.endswith("a function of the targets that says what they count for; or set microbatches=1")
     prove_task(Task(loss), outputs, "head", targets, None, microbatches=1)
 

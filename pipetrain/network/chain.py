@@ -61,6 +61,10 @@ class Chain(Network):
     """An nn.Sequential; each layer takes what the one before returns, a Pop what its Stash kept too."""
 
     model: nn.Sequential
+    way_out = (
+        "its layers exchange something that they do not return: let them return it, or keep them in one "
+        "stage by partition="
+    )
 
     def __init__(self, model: nn.Sequential) -> None:
         self.model = model
@@ -78,6 +82,9 @@ class Chain(Network):
             return tensors
         value: Value = made[index].pack(tensors)
         return value if isinstance(module, Stash) else module(value)
+
+    def run(self, inputs: ValueSpec, tensors: Tensors) -> Any:
+        return self.model(inputs.pack(tuple(tensors)))
 
     def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:
         return _ChainPart(self, slice, evaluated)
@@ -180,7 +187,7 @@ def is_chain(model: nn.Module) -> TypeGuard[nn.Sequential]:
 def network_of(model: nn.Module | Network, example: ValueSpec, autocast: bool = False) -> Network:
     """Return a model as a network; `example` of its inputs. Raises ConfigError if it cannot be traced.
 
-    `autocast`: it will run under bf16 autocast, and is compared so with its trace.
+    `autocast`: it will run under bf16 autocast.
     """
     if isinstance(model, Network):
         return model

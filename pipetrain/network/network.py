@@ -140,6 +140,8 @@ class Network(ABC):
     names: Sequence[str]
     modules: Sequence[nn.Module]
     shared_buffers_are_read_only: bool = False
+    way_out: str
+    """What to do where its layers compute something else than the model."""
     values: Values | None = None
     """The numbers that its tensors shall have; None: those that they have."""
 
@@ -150,6 +152,10 @@ class Network(ABC):
     @abstractmethod
     def call(self, index: int, tensors: Tensors, made: Sequence[ValueSpec]) -> Value:
         """Run one layer with the tensors that it takes. The last one returns what the model does."""
+
+    @abstractmethod
+    def run(self, inputs: ValueSpec, tensors: Tensors) -> Any:
+        """Run the model as it was given; `inputs`: their form."""
 
     @abstractmethod
     def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:

@@ -1,36 +1,100 @@
-"""Compares some samples as one batch with the same samples in microbatches: loss and gradients must agree.
+"""Compares, before anything is trained, the stages with the model, and a batch with its microbatches.
 
-A batch trains by the sum of what its microbatches make, each weighted by what it counts for. That is what one
-process makes of it only where no layer and no loss looks at several samples at once: not x - x.mean(0), a
-term over the batch, or an embedding that scales by frequency. So some samples of the first batch run through
-the whole model both ways, before anything is trained. BatchNorm and dropout are held, as in evaluation: in
-training each microbatch has its own, as every pipeline's.
+Some samples of the first batch run through the model as it was given and through its stages, which must make
+the same of them: layers of one process may tell each other more than what they return, and a trace holds
+nothing but operations. Then they run through the stages as one batch and in pieces, whose loss and gradients
+must agree. That is so only where no layer and no loss looks at several samples at once: not x - x.mean(0), a
+term over the batch, or an embedding that scales by frequency. There BatchNorm and dropout are held, as in
+evaluation: in training each microbatch has its own, as every pipeline's.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from copy import deepcopy
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipetrain.errors import ConfigError, one_line
+from pipetrain.network.chain import Chain
 from pipetrain.network.draws import Beginning, Seeds, drawing
 from pipetrain.network.network import Network, Part, evaluating, run_parts
-from pipetrain.network.places import named_tensors
+from pipetrain.network.places import named_tensors, standing_in
+from pipetrain.network.tensors import TOLERANCE, Results, difference, results
 from pipetrain.network.values import Value, as_tuple, cast_floats
 from pipetrain.plan.plan import Plan
-from pipetrain.tasks import ModelLoss, Task, WeightFunction, counted_for
-from pipetrain.tasks.trial import part_of
+from pipetrain.tasks import ModelLoss, Task
+from pipetrain.tasks.trial import APART, part_of, pieces_differ
 
 MOST_WORK = 2e9  # floating-point operations of a sample's forward: a second in all
+MOST_OF_A_CHAIN, MOST_OF_A_TRACE = 2e8, 1e10  # where stages are compared with the model
 ENOUGH_WORK = 2e9  # of all samples, for which there are more than two
 MOST_SAMPLES = 8
-LOSS = "the loss"
-FLOAT32 = torch.finfo(torch.float32).eps
+COARSE = 5e-2  # relative, in half precision; a module may choose another kernel for the same function
+_HALF = (torch.bfloat16, torch.float16)
 
-Made = dict[str, Tensor]
-"""The loss, and gradients by the names of parameters."""
+
+def prove_stages(plan: Plan, network: Network, inputs: Value) -> None:
+    """Refuse stages that do not make what the model does of two samples. Raises ConfigError.
+
+    `inputs`: of the first batch, in host memory. Outputs, gradients and buffers are compared, in training and
+    in evaluation, where the model is here as a whole, is not too dear, and runs alone.
+    """
+    chain = isinstance(network, Chain)
+    twin, work = network.spare(), _work(plan)
+    if _on_meta(network) or work > (MOST_OF_A_CHAIN if chain else MOST_OF_A_TRACE):
+        return
+    if chain and (twin is network or not plan.cuts):
+        return
+    model, stages = twin.model, _parts(plan, twin)
+    try:
+        apart = [deepcopy(stage) for stage in stages] if chain else stages
+    except Exception:  # a layer may hold anything
+        return
+    tensors = as_tuple(cast_floats(part_of(inputs, 0, 2), plan.settings.data_dtype))
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    first: dict[Tensor, str] = {}
+    names = {name: first.setdefault(tensor, name) for name, tensor in every}
+    before = [
+        (module._buffers, key, buffer, buffer.clone())
+        for part in (model, *apart)
+        for module in part.modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+    def of(run: Callable[[list[Tensor]], Any], modules: Sequence[torch.nn.Module], training: bool) -> Results:
+        mode = nullcontext() if training else evaluating(*modules)
+        with Beginning().again(), mode, plan.numerics.context("cpu"):
+            try:
+                return results(lambda: run([t.clone() for t in tensors]), modules, training, names)
+            finally:
+                for held, key, buffer, old in before:
+                    held[key] = buffer.copy_(old)
+
+    with standing_in(model, {}):
+        for training in (True, False):
+            try:
+                whole = of(partial(twin.run, plan.example), [model], training)
+            except Exception:  # it does not take these, or not on this device
+                return
+            try:
+                over = of(partial(run_parts, apart, copied=True), apart, training)
+                coarse = plan.numerics.autocast or any(t.dtype in _HALF for t in over.values())
+                tolerance = COARSE if coarse else TOLERANCE
+                why = difference(whole, over, tolerance, dtypes=not plan.numerics.autocast)
+            except Exception as error:
+                why = one_line(error)[:200]
+            if why:
+                mode = "training" if training else "evaluation"
+                raise ConfigError(
+                    f"over stages the model would not compute in {mode} what it does in one process: {why}; "
+                    f"{network.way_out}"
+                )
 
 
 def parity(plan: Plan, network: Network, task: Task, inputs: Value, targets: Value) -> str:
@@ -39,71 +103,42 @@ def parity(plan: Plan, network: Network, task: Task, inputs: Value, targets: Val
     `inputs`, `targets`: of the first batch, in host memory. What is too large, is not here as a whole, or
     does not run alone on a CPU is not compared.
     """
-    work = sum(layer.flops for layer in plan.layers) / plan.settings.full
+    work = _work(plan)
     n = min(len(as_tuple(targets)[0]), max(2, min(MOST_SAMPLES, int(ENOUGH_WORK / max(1.0, work)))))
-    meta = any(tensor.is_meta for tensor in named_tensors(network.model).values())
-    if plan.settings.microbatches == 1 or n < 2 or meta or work > MOST_WORK:
+    if plan.settings.microbatches == 1 or n < 2 or _on_meta(network) or work > MOST_WORK:
         return ""
-    twin = network.spare()
-    parts = [twin.part(*both) for both in zip(plan.cut.slices, plan.evaluation_cut.slices, strict=True)]
+    parts = _parts(plan, network.spare())
     dtype = plan.settings.data_dtype
     inputs, targets = (cast_floats(part_of(value, 0, n), dtype) for value in (inputs, targets))
+    named = [(p, name) for part in parts for name, p in part.named_parameters() if p.requires_grad]
+    leaves: dict[Tensor, str] = dict(named)
+
+    def loss_of(start: int, end: int) -> Tensor:
+        outputs = run_parts(parts, [t.clone() for t in as_tuple(part_of(inputs, start, end))])
+        return task.loss(parts[-1].pack(outputs), part_of(targets, start, end))
+
     found: list[str] = []
     for weight in task.weights if isinstance(task, ModelLoss) else [task.weight]:
         try:
             with Beginning().again(), drawing(Seeds(0, 0, 0)), evaluating(*parts):
-                whole = _made(parts, task, weight, inputs, targets, [n])
-                pieces = _made(parts, task, weight, inputs, targets, [n // 2, n - n // 2])
+                differs = pieces_differ(loss_of, weight, targets, leaves)
         except Exception:  # a model may run on another device alone, and a user's code may raise anything
             continue
-        if not (differs := _difference(whole, pieces)):
+        if not differs:
             return ""
         found.append(differs)
-    if not found:
-        return ""
-    return (
-        f"of {n} samples of the first batch {found[0]}: a layer or the loss looks at several samples at "
-        f"once, as x - x.mean(0), a term over the batch or scale_grad_by_freq=True does, or the loss is no "
-        f"mean over what counts. Let each sample count for itself, and give weight=, a function of the "
-        f"targets that says what they count for; or set microbatches=1"
-    )
+    return f"of {n} samples of the first batch {found[0]}: {APART}" if found else ""
 
 
-def _made(
-    parts: Sequence[Part], task: Task, weight: WeightFunction, inputs: Value, targets: Value, sizes: list[int]
-) -> Made:
-    """Return what microbatches of these sizes make together."""
-    named = {p: name for part in parts for name, p in part.named_parameters() if p.requires_grad}
-    total, made, start = counted_for(weight, targets), Made(), 0
-    for size in sizes:
-        some, wanted = (part_of(value, start, start + size) for value in (inputs, targets))
-        start += size
-        share = counted_for(weight, wanted) / total if total else 0.0
-        if not share:
-            continue
-        outputs = run_parts(parts, [t.clone() for t in as_tuple(some)])
-        loss = share * task.loss(parts[-1].pack(outputs), wanted)
-        grads = torch.autograd.grad(loss, list(named), allow_unused=True)
-        made[LOSS] = made.get(LOSS, 0) + loss.detach()
-        for name, grad in zip(named.values(), grads, strict=True):
-            if grad is not None:
-                made[name] = made.get(name, 0) + grad.to_dense()
-    return made
+def _work(plan: Plan) -> float:
+    """Return the floating-point operations of a sample's forward."""
+    return sum(layer.flops for layer in plan.layers) / plan.settings.full
 
 
-def _difference(whole: Made, pieces: Made) -> str:
-    """Say what differs by more than rounding; "" if nothing does, or nothing can be told."""
-    if not all(t.isfinite().all() for made in (whole, pieces) for t in made.values()):
-        return ""
-    sizes = {name: float(t.abs().max()) for name, t in whole.items() if t.numel()}
-    largest = max((size for name, size in sizes.items() if name != LOSS), default=0.0)
-    for name, size in sizes.items():
-        one, other = whole[name], pieces.get(name, torch.zeros_like(whole[name]))
-        rounding = math.sqrt(max(torch.finfo(one.dtype).eps, FLOAT32))  # a model may compute a part in it
-        # Of a weight whose gradient is next to nothing, as a key's bias, there is only rounding to see.
-        limit = 0.3 * rounding * size if name == LOSS else 3 * rounding * max(size, 1e-3 * largest)
-        off = float((one - other).abs().max())
-        if off > limit:
-            what = LOSS if name == LOSS else f"the gradient of {name}"
-            return f"{what} as one batch and in microbatches differ by {off:.3g}, of {size:.3g}"
-    return ""
+def _on_meta(network: Network) -> bool:
+    return any(tensor.is_meta for tensor in named_tensors(network.model).values())
+
+
+def _parts(plan: Plan, network: Network) -> list[Part]:
+    """Return the stages of a network as modules."""
+    return [network.part(*both) for both in zip(plan.cut.slices, plan.evaluation_cut.slices, strict=True)]

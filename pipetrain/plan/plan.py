@@ -10,11 +10,9 @@ from torch import Tensor, nn
 
 from pipetrain.data.loader import pieces
 from pipetrain.errors import ConfigError
-from pipetrain.network.chain import Chain, network_of
+from pipetrain.network.chain import network_of
 from pipetrain.network.network import Network
 from pipetrain.network.numerics import Numerics
-from pipetrain.network.places import named_tensors
-from pipetrain.network.proving import MOST_WORK, prove_parts
 from pipetrain.network.values import TensorSpec, Value, ValueSpec, cast_floats
 from pipetrain.plan.balance import Prediction, choose_cuts, cut_by_times, predictor_of
 from pipetrain.plan.costs import Profile, Table, by_work, refuse_other_layers
@@ -328,12 +326,3 @@ def prove_targets(plan: Plan, task: Task, targets: Value, classes: int | None = 
     _cast("targets", ValueSpec.in_batch(targets), dtype)
     targets, m = cast_floats(targets, dtype), plan.settings.microbatches
     prove_task(task, outputs_of(plan), plan.layers[-1].name, targets, classes, m)
-
-
-def prove_cut(plan: Plan, network: Network) -> None:
-    """Compare the stages with the model, where they may differ and it is cheap. Raises ConfigError."""
-    meta = any(tensor.is_meta for tensor in named_tensors(network.model).values())
-    work = sum(layer.flops for layer in plan.layers) / plan.settings.full
-    if isinstance(network, Chain) and plan.cuts and not meta and work < MOST_WORK:
-        slices = list(zip(plan.cut.slices, plan.evaluation_cut.slices, strict=True))
-        prove_parts(network, slices, plan.example, [network.names[cut] for cut in plan.cuts])

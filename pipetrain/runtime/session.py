@@ -41,7 +41,7 @@ from pipetrain.schedule.posts import make_posts
 from pipetrain.schedule.programs import forward_only
 from pipetrain.settings import Mode
 from pipetrain.tasks import ModelLoss, Task
-from pipetrain.tasks.trial import ModelTrial
+from pipetrain.tasks.trial import choose_weight
 
 
 class Session:
@@ -70,7 +70,7 @@ class Session:
         """Find what the labels of a model count for that computes its loss. Raises ConfigError."""
         if self.last is not None and isinstance(self._task, ModelLoss):
             m, example = self.plan.settings.microbatches, self.plan.example
-            ModelTrial(self._task, example, m, self.last.module, self._mesh.device).settle()
+            choose_weight(self._task, example, m, self.last.module, self._mesh.device)
 
     def prove(self, batches: int) -> None:
         """Prove the program of a window of so many batches, if that has not been done.

@@ -1,15 +1,15 @@
 """Tries a task before the start, on made-up outputs: what it cannot take is refused, and a wrong weight too.
 
-The losses of parts of a batch, weighted, must make up that of the batch, and so must their gradients: they
-show wrong weights even where the losses of the parts are alike.
+What the pieces of a batch make, weighted, must be what the batch makes: the loss, and gradients, which show
+wrong weights even where the losses of the pieces are alike.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 from torch import Tensor
@@ -19,10 +19,16 @@ from pipetrain.network.network import INPUT, Made, Part, evaluating
 from pipetrain.network.values import Value, ValueSpec, as_tuple, differentiable, leaves_of, on_each, specs_of
 from pipetrain.tally import Tally
 from pipetrain.tasks.metrics import Metric
-from pipetrain.tasks.task import IGNORED, LossFunction, ModelLoss, Task, WeightFunction, counted_for
+from pipetrain.tasks.task import IGNORED, ModelLoss, Task, WeightFunction, counted_for
 
 MOST_TRIED = 2**25  # numbers in the made outputs of a trial
-CPU = torch.device("cpu")
+LOSS = "the loss"
+FLOAT32 = torch.finfo(torch.float32).eps
+APART = (
+    "a layer or the loss looks at several samples at once, as x - x.mean(0), a term over the batch or "
+    "scale_grad_by_freq=True does, or the loss is no mean over what counts. Let each sample count for "
+    "itself, and give weight=, a function of the targets that says what they count for; or set microbatches=1"
+)
 
 
 def prove_task(
@@ -37,8 +43,8 @@ def prove_task(
 
     `outputs`: what the last `layer` returns, for any number of samples; `targets`: those of a few samples
     [n, ...]; `classes`: of the data set, None if unknown. The outputs are made up: numbers from 0 to 1, which
-    a loss of probabilities takes too. Losses of parts of the samples must add up to that of all, where a
-    batch has several `microbatches`; ModelTrial tries that of a model that computes its loss.
+    a loss of probabilities takes too. Losses of pieces of the samples must add up to that of all, where a
+    batch has several `microbatches`; of a model that computes its loss `choose_weight` tries that.
     """
     given, wanted = _made_up(outputs, targets)
     known = task.classes_of(outputs)
@@ -53,9 +59,7 @@ def prove_task(
         if isinstance(task, ModelLoss):
             task.loss(given, wanted)
         else:
-            _prove_loss(task, given, wanted)
-            if microbatches > 1:
-                prove_sum(f"task {task}", task.loss, task.weight, given, wanted)
+            _prove_loss(task, given, wanted, microbatches)
     names = ["loss", *(metric.name for metric in task.metrics)]
     for number, metric in enumerate(task.metrics, 1):
         with _said_of(f"metric {metric.name} of {where}"):
@@ -116,57 +120,8 @@ def part_of(value: Value, start: int, end: int) -> Value:
     return on_each(value, lambda t: t[start:end] if t.dim() else t)
 
 
-def prove_sum(
-    what: str,
-    loss_of: LossFunction,
-    weight_of: WeightFunction,
-    given: Value,
-    wanted: Value,
-    device: torch.device = CPU,
-) -> None:
-    """Refuse a loss that those of parts of the samples do not add up to, or their gradients.
-
-    `given`, `wanted`: outputs and targets [n, ...]. Raises ConfigError.
-    """
-    n = len(as_tuple(wanted)[0])
-    weight = counted_for(weight_of, wanted)
-    if n < 2 or not weight:
-        return
-    whole, *slopes = _sloped(loss_of, given, wanted, device)
-    if not whole.isfinite():
-        return
-    sums = [torch.zeros_like(tensor) for tensor in (whole, *slopes)]
-    parts = min(8, max(2, n // 2))
-    for start, end in pairwise(n * part // parts for part in range(parts + 1)):
-        some, targets = part_of(given, start, end), part_of(wanted, start, end)
-        if share := counted_for(weight_of, targets) / weight:
-            loss, *own = _sloped(loss_of, some, targets, device)
-            sums[0] += share * loss
-            for total, slope in zip(sums[1:], own, strict=True):
-                (total[start:end] if total.dim() else total).add_(slope, alpha=share)
-    eps = max(torch.finfo(tensor.dtype).eps for tensor in sums)
-    for one, other in zip((whole, *slopes), sums, strict=True):
-        scale = max(1e-3 if one is whole else 0.0, float(one.abs().nan_to_num(0, 0).max()))
-        if not torch.allclose(one, other, rtol=0, atol=10 * math.sqrt(eps) * scale, equal_nan=True):
-            raise ConfigError(
-                f"the loss of {what} over {n} samples is {float(whole):.6g}, and the mean over its "
-                f"microbatches, weighted by weight(targets), is another, or its gradient: let it be a mean "
-                f"over what counts (not a sum, and without a term between samples), and give weight=, a "
-                f"function of the targets that says what they count for; or set microbatches=1"
-            )
-
-
-def _sloped(loss_of: LossFunction, given: Value, wanted: Value, device: torch.device) -> list[Tensor]:
-    """Return a loss, and its gradients for the outputs that can have one."""
-    outputs = on_each(given, lambda t: t.to(device).detach().requires_grad_(differentiable(t)))
-    loss = loss_of(outputs, on_each(wanted, lambda t: t.to(device)))
-    leaves = [t for t in leaves_of(outputs) if t.requires_grad]
-    slopes = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-    return [loss.detach(), *slopes]
-
-
-def _prove_loss(task: Task, given: Value, wanted: Value) -> None:
-    """Refuse a loss that is not one number with a gradient for the outputs alone."""
+def _prove_loss(task: Task, given: Value, wanted: Value, microbatches: int) -> None:
+    """Refuse a loss that is not one number with a gradient for the outputs alone, or no sum over samples."""
     outputs = on_each(given, lambda t: t.detach().requires_grad_(differentiable(t)))
     whole = task.loss(outputs, wanted)
     for loss in (whole, task.evaluation_loss(given, wanted)):
@@ -181,7 +136,17 @@ def _prove_loss(task: Task, given: Value, wanted: Value) -> None:
             f"its loss has a gradient for a {specs_of(others)[0]} that is not among the outputs, which no "
             f"stage would train: put it into a layer, or give it requires_grad_(False)"
         )
-    counted_for(task.weight, wanted)
+    n = len(as_tuple(wanted)[0])
+    leaves = {leaf: f"output {k}" for k, leaf in enumerate(leaves_of(outputs)) if leaf.requires_grad}
+
+    def loss_of(start: int, end: int) -> Tensor:
+        return task.loss(part_of(outputs, start, end), part_of(wanted, start, end))
+
+    counted = counted_for(task.weight, wanted)
+    if not counted or microbatches == 1 or n < 2:
+        return
+    if differs := pieces_differ(loss_of, task.weight, wanted, leaves):
+        raise ConfigError(f"of {n} samples and made-up outputs {differs}: {APART}")
 
 
 def _leaves(root: Tensor) -> Iterator[Tensor]:
@@ -196,92 +161,121 @@ def _leaves(root: Tensor) -> Iterator[Tensor]:
             nodes += [following for following, _ in node.next_functions]
 
 
-class ModelTrial:
-    """Tries the loss that a model computes itself, by its last layer with made-up inputs. `part`: its layers.
+# A batch and its pieces
 
-    What its labels count for cannot be read from the model: a causal language model leaves out the first of
-    each sequence, others do not. Wrong weights would train otherwise than one process does, so the loss of a
-    batch, and its gradients, must be those of its parts.
+LossOf = Callable[[int, int], Tensor]
+"""Returns the loss of samples `start` to `end`."""
+_Sums = dict[str, Tensor]
+"""The loss, and gradients by name."""
 
-    `example`: of the model's inputs; `microbatches`: of a batch.
+
+def pieces_differ(
+    loss_of: LossOf, weight_of: WeightFunction, targets: Value, leaves: Mapping[Tensor, str]
+) -> str:
+    """Say by how much a loss or gradient of a batch is not that of its two pieces; "" if it is.
+
+    `targets`: of the batch, tensors [n, ...]; `leaves`: the names of the tensors whose gradients count.
     """
+    n = len(as_tuple(targets)[0])
+    whole, pieces = (_sums(loss_of, weight_of, targets, leaves, ends) for ends in ([0, n], [0, n // 2, n]))
+    if not all(t.isfinite().all() for sums in (whole, pieces) for t in sums.values()):
+        return ""
+    sizes = {name: float(t.abs().max()) for name, t in whole.items() if t.numel()}
+    largest = max((size for name, size in sizes.items() if name != LOSS), default=0.0)
+    for name, size in sizes.items():
+        one, other = whole[name], pieces.get(name, torch.zeros_like(whole[name]))
+        rounding = math.sqrt(max(torch.finfo(one.dtype).eps, FLOAT32))  # a model may compute a part in it
+        # Of a weight whose gradient is next to nothing, as a key's bias, there is only rounding to see.
+        limit = 0.3 * rounding * size if name == LOSS else 3 * rounding * max(size, 1e-3 * largest)
+        off = float((one - other).abs().max())
+        if off > limit:
+            what = LOSS if name == LOSS else f"the gradient of {name}"
+            return f"{what} as one batch and in microbatches differ by {off:.3g}, of {size:.3g}"
+    return ""
 
-    def __init__(
-        self,
-        task: ModelLoss,
-        example: ValueSpec,
-        microbatches: int,
-        part: Part,
-        device: torch.device,
-    ) -> None:
-        layer, names = part.last_layer(), example.names or ()
-        if layer is None:
-            raise ConfigError(
-                "an nn.Sequential takes no labels beside its inputs: give a loss= of outputs and targets, or "
-                "a model of another class that takes them by name"
-            )
-        if missing := [label for label in task.labels if label not in names]:
-            known = ", ".join(names) or "without names"
-            raise ConfigError(
-                f"the model's inputs are {known}, and {missing[0]} is not among them: name the labels, by "
-                f"targets= or on the command line task.labels="
-            )
-        self._task = task
-        self._microbatches = microbatches
-        self._part = part
-        self._device = device
-        self._layer = layer
-        numbers = [names.index(label) for label in task.labels]
-        self._labels = {Made(INPUT, number): example.specs[number] for number in numbers}
-        others = (value for value in layer.takes if value not in self._labels)
-        self._by_sample = [value for value in others if layer.spec(value, 2) != layer.spec(value, 3)]
-        self._filled = 0  # with what whole numbers are made up
 
-    def settle(self) -> None:
-        """Find what the labels of sequences count for. Raises ConfigError if none of the weights is right."""
-        first, *others = (torch.zeros((2, *spec.shape), dtype=spec.dtype) for spec in self._labels.values())
-        if len(self._task.weights) == 1 or first.is_floating_point() or first.dim() < 2 or first.shape[1] < 2:
+def _sums(
+    loss_of: LossOf,
+    weight_of: WeightFunction,
+    targets: Value,
+    leaves: Mapping[Tensor, str],
+    ends: list[int],
+) -> _Sums:
+    """Return what pieces of a batch with these ends make together."""
+    total, sums = counted_for(weight_of, targets), _Sums()
+    for start, end in pairwise(ends):
+        if share := counted_for(weight_of, part_of(targets, start, end)) / total if total else 0.0:
+            loss = share * loss_of(start, end)
+            grads = torch.autograd.grad(loss, list(leaves), allow_unused=True)
+            sums[LOSS] = sums.get(LOSS, 0) + loss.detach()
+            for name, grad in zip(leaves.values(), grads, strict=True):
+                if grad is not None:
+                    sums[name] = sums.get(name, 0) + grad.to_dense()
+    return sums
+
+
+# The loss that a model computes
+
+
+def choose_weight(
+    task: ModelLoss, example: ValueSpec, microbatches: int, part: Part, device: torch.device
+) -> None:
+    """Find what the labels of sequences count for, by a model's last layer with made-up inputs.
+
+    It cannot be read from the model: a causal language model leaves out the first of each sequence, others do
+    not. `example`: of the model's inputs; `part`: the last layers. Raises ConfigError if none of the task's
+    weights is right.
+    """
+    layer, names = part.last_layer(), example.names or ()
+    if layer is None:
+        raise ConfigError(
+            "an nn.Sequential takes no labels beside its inputs: give a loss= of outputs and targets, or a "
+            "model of another class that takes them by name"
+        )
+    if missing := [label for label in task.labels if label not in names]:
+        known = ", ".join(names) or "without names"
+        raise ConfigError(
+            f"the model's inputs are {known}, and {missing[0]} is not among them: name the labels, by "
+            f"targets= or on the command line task.labels="
+        )
+    numbers = [names.index(label) for label in task.labels]
+    specs = [example.of(2).specs[number] for number in numbers]
+    first, *others = (torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs)
+    if len(task.weights) == 1 or first.is_floating_point() or first.dim() < 2 or first.shape[1] < 2:
+        return
+    first[:, 2:] = first[1, 0] = IGNORED  # the first label of the first sequence counts, or does not
+    labels = {Made(INPUT, n): t for n, t in zip(numbers, (first, *others), strict=True)}
+    targets = (first, *others) if others else first
+    cut = [value for value in layer.takes if value in labels or layer.spec(value, 2) != layer.spec(value, 3)]
+    refused, generator = "", torch.Generator().manual_seed(0)
+
+    def made_up(value: Made, filled: int) -> Tensor:
+        spec = layer.spec(value, 2)
+        if spec.dtype.is_floating_point:
+            made = torch.rand(spec.shape, generator=generator).to(device, spec.dtype)
+            return made.requires_grad_(value in cut)
+        return torch.full(spec.shape, filled, dtype=spec.dtype, device=device)
+
+    for filled, weight in product((0, 1), task.weights):  # some take no 1, and of 0 some make nothing
+        tensors = {v: labels[v].to(device) if v in labels else made_up(v, filled) for v in layer.takes}
+        leaves = {t: f"input {number}" for number, t in enumerate(tensors.values()) if t.requires_grad}
+
+        def loss_of(start: int, end: int, of: Mapping[Made, Tensor] = tensors) -> Tensor:
+            given = [of[value][start:end] if value in cut else of[value] for value in layer.takes]
+            return task.loss(layer.run(given), targets)
+
+        try:
+            with evaluating(part), torch.enable_grad():
+                refused = "" if loss_of(0, 2).isfinite() else "it is not finite"
+                refused = refused or pieces_differ(loss_of, weight, targets, leaves)
+        except Exception as error:  # the model's code may raise anything
+            refused = one_line(error)
+        if not refused:
+            task.weights = [weight]
             return
-        first[:, 2:] = first[1, 0] = IGNORED  # the first label of the first sequence counts, or does not
-        wanted = (first, *others) if others else first
-        refused: Exception
-        for filled in (0, 1):
-            self._filled = filled
-            for weight in self._task.weights:
-                try:
-                    if self._loss(self._made_up(2), wanted).isfinite():
-                        prove_sum("the model", self._loss, weight, self._made_up(2), wanted, self._device)
-                        self._task.weights = [weight]
-                        return
-                    refused = ValueError("it is not finite")
-                except Exception as error:  # the model's code may raise anything
-                    refused = error
-        if self._microbatches == 1:  # nothing is added up
-            return
+    if microbatches > 1:  # else nothing is added up
         raise ConfigError(
             f"the loss that the model computes is no mean over labels that are not {IGNORED}, nor over those "
             f"after the first of each sequence: give weight=, a function of the labels that says what they "
-            f"count for ({one_line(refused)})"
+            f"count for ({refused})"
         )
-
-    def _made_up(self, samples: int) -> tuple[Tensor, ...]:
-        made = tuple(self._tensor(value, samples) for value in self._by_sample)
-        return made or (torch.zeros(samples),)
-
-    def _tensor(self, value: Made, samples: int) -> Tensor:
-        spec = self._layer.spec(value, samples)
-        if spec.dtype.is_floating_point:
-            generator = torch.Generator().manual_seed(value.layer * 1000 + value.number + 2000)
-            return torch.rand(spec.shape, generator=generator).to(self._device, spec.dtype)
-        return torch.full(spec.shape, self._filled, dtype=spec.dtype, device=self._device)
-
-    def _loss(self, given: Value, wanted: Value) -> Tensor:
-        known = dict(
-            zip([*self._labels, *self._by_sample], (*as_tuple(wanted), *as_tuple(given)), strict=False)
-        )
-        tensors = [
-            known[value].to(self._device) if value in known else self._tensor(value, 1)
-            for value in self._layer.takes
-        ]
-        with evaluating(self._part), torch.enable_grad():
-            return self._task.loss(self._layer.run(tensors), wanted)

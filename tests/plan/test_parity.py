@@ -1,4 +1,4 @@
-"""A batch and its microbatches are compared before the first update, over the whole model and its loss."""
+"""Stages are compared with the model, and a batch with its microbatches, before the first update."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 
-from pipetrain import ConfigError, Pipeline
+from pipetrain import ConfigError, Pipeline, Pop, Stash
+from pipetrain.models import gpt
+from pipetrain.network.chain import network_of
+from pipetrain.network.values import Value, ValueSpec
+from pipetrain.plan.parity import prove_stages
+from pipetrain.plan.plan import Samples, make_plan
+from pipetrain.schedule.programs import one_f_one_b
+from pipetrain.settings import Settings
+from tests.support.cases import config
+from tests.support.models import Join, skipping
 
 INPUTS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 TOKENS, LABELS = torch.arange(48).reshape(8, 6) % 5, torch.arange(8) % 3
@@ -101,3 +110,171 @@ def test_trials_call_a_copy_of_a_loss_that_counts_its_calls():
     loss = Counting()
     trained(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)), loss, INPUTS)
     assert loss.calls == 4
+
+
+# The stages and the model
+
+NUMBERS = torch.rand(2, 6, generator=torch.Generator().manual_seed(0))
+
+
+def prove(model: nn.Module, cuts: list[int], inputs: Value = NUMBERS, *options: str) -> None:
+    overrides = [f"partition={cuts}", "batch_size=4", "microbatches=2", *options]
+    settings = Settings.composed(config(["data=digits", *overrides]), "1f1b", len(cuts) + 1)
+    example = ValueSpec.in_batch(inputs)
+    network = network_of(model, example, settings.precision == "bf16")
+    plan = make_plan(settings, one_f_one_b, network.spare(), example, Samples([4], [2]))
+    prove_stages(plan, network, inputs)
+
+
+class Says(nn.Module):
+    """Returns what it is given, and leaves something in a box."""
+
+    def __init__(self, box: dict[str, object], what: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.box, self.what = box, what
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.box["left"] = self.what(x)
+        return x
+
+
+class Hears(nn.Module):
+    def __init__(self, box: dict[str, object], when: bool | None = None) -> None:
+        super().__init__()
+        self.box, self.when = box, when
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.box.get("left", 1) if self.when in (None, self.training) else x
+
+
+def exchanging(what: Callable[[Tensor], object], when: bool | None = None) -> nn.Sequential:
+    box: dict[str, object] = {}
+    return nn.Sequential(nn.Linear(6, 6), Says(box, what), nn.Linear(6, 6), Hears(box, when))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (partial(exchanging, lambda x: float(x.detach().sum())), "training .*: output 0 differs"),
+        (partial(exchanging, lambda x: 2, False), "evaluation .*: output 0 differs"),
+        (partial(exchanging, lambda x: x), "training .*: (output 0|the gradient of 0.weight) differs"),
+    ],
+)
+def test_what_layers_exchange_across_a_cut_is_refused_and_within_a_stage_it_is_not(make, says):
+    with pytest.raises(ConfigError, match=f"over stages the model would not compute in {says}"):
+        prove(make(), [2])
+    prove(make(), [1])
+
+
+def tied() -> nn.Sequential:
+    shared = nn.Linear(6, 6)
+    stash = Stash()
+    layers = [shared, stash, nn.Dropout(0.5), nn.BatchNorm1d(6), nn.ReLU(inplace=True), Pop(stash), Join()]
+    return nn.Sequential(*layers, shared)
+
+
+def with_a_function() -> nn.Sequential:
+    """What cannot be told apart by copies is not compared."""
+    model = exchanging(lambda x: float(x.detach().sum()))
+    model[0].function = lambda: model
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "cuts", "inputs"),
+    [
+        (tied, [3, 5], NUMBERS),
+        (skipping, [2, 4], torch.rand(2, 3, 32, 32)),
+        (lambda: gpt(1, 2, 8, 5, 11, dropout=0.5, tied=True), [1, 3], torch.arange(10).reshape(2, 5)),
+        (with_a_function, [2], NUMBERS),
+    ],
+)
+def test_a_model_whose_layers_return_all_is_the_same_over_stages_and_stays_as_it_is(make, cuts, inputs):
+    model = make()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random = torch.get_rng_state()
+    prove(model, cuts, inputs)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Model(nn.Module):
+    """A module, which is traced, whose forward is a function."""
+
+    before: Tensor | None = None
+
+    def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("seen", torch.zeros(6))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def keeps_the_one_before(self: Model, x: Tensor) -> Tensor:
+    y = self.layer(x) + (0 if self.before is None else self.before.mean())
+    self.before = y.detach()
+    return y
+
+
+def hooks_a_tensor(self: Model, x: Tensor) -> Tensor:
+    y = self.layer(x)
+    if y.requires_grad:
+        y.register_hook(lambda gradient: gradient * 2)
+    return y
+
+
+def overwrites_what_its_backward_needs(self: Model, x: Tensor) -> Tensor:
+    h = self.layer(x)
+    y = self.layer(h)
+    h.mul_(2)
+    return h + y
+
+
+def asks_for_a_dtype(self: Model, x: Tensor) -> Tensor:
+    y = self.layer(x)
+    return self.layer(y * 2 if y.dtype == torch.bfloat16 else y)
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (keeps_the_one_before, "evaluation .*: output 0 differs"),
+        (hooks_a_tensor, r"training .*: the gradient of layer\.weight differs"),
+    ],
+)
+def test_what_no_trace_holds_is_refused_and_the_model_is_as_it_was(function, says):
+    model = Model(function)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ConfigError, match=f"in {says}.*its trace holds only operations of torch's: make the"):
+        prove(model, [])
+    assert model.training
+    assert model.before is None
+    torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
+
+
+def test_stages_are_compared_in_the_precision_of_the_run():
+    prove(Model(asks_for_a_dtype), [])
+    with pytest.raises(ConfigError, match=r"in training .*: output 0 differs"):
+        prove(Model(asks_for_a_dtype), [], NUMBERS, "precision=bf16")
+
+
+def refused() -> str:
+    x = torch.ones(4, 6)
+    with pytest.raises(ConfigError) as error:
+        Pipeline(
+            exchanging(lambda x: float(x.detach().sum())), mse_loss, partial(torch.optim.SGD, lr=0.1),
+            sample=(x, x), partition=[2], device="cpu",
+        )  # fmt: skip
+    return str(error.value)
+
+
+def test_a_pipeline_refuses_it_on_every_rank(ranks):
+    for said in ranks(refused):
+        assert (
+            "over stages the model would not compute in training what it does in one process: output 0"
+            in said
+        )

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -50,14 +51,6 @@ def as_arguments(example: ValueSpec, tensors: Sequence[Any]) -> tuple[tuple[Any,
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model's tensors."""
     return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-
-
-@contextmanager
-def without_numbers(model: nn.Module) -> Iterator[None]:
-    """Let a model run on tensors without numbers, quietly, and restore what it changes."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.random.fork_rng([]), standing_in(model, _fakes(model, mode)), quietly(), mode:
-        yield
 
 
 def _fakes(model: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
@@ -122,6 +115,7 @@ def _exported(model: nn.Module, example: ValueSpec, training: bool, autocast: bo
             torch.random.fork_rng([]),
             standing_in(model, others),
             quietly(),
+            patch.object(torch.autograd.Function, "apply", _refuse_backward),
         ):
             args, kwargs = as_arguments(example, [made_up(t, device) for t in example.of(SAMPLES).specs])
             shapes = tree_map(lambda _: {0: batch}, bound(model, args, kwargs))
@@ -130,6 +124,14 @@ def _exported(model: nn.Module, example: ValueSpec, training: bool, autocast: bo
         raise
     except Exception as error:  # the user's forward may raise anything
         raise _refusal(model, example, error) from error
+
+
+@classmethod  # type: ignore[misc]
+def _refuse_backward(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    raise ConfigError(
+        f"the model uses the autograd Function {cls.__name__}, whose backward a trace would leave out: write "
+        f"it with torch's operations, or {WAY_OUT}"
+    )
 
 
 def bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

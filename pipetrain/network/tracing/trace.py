@@ -12,18 +12,18 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn.utils.parametrize import ParametrizationList
 
 from pipetrain.errors import ConfigError
+from pipetrain.network.draws import Beginning
 from pipetrain.network.tracing.dataflow import Dataflow
 from pipetrain.network.tracing.exporting import (
+    WAY_OUT,
     Held,
     Operations,
     adapted,
     calls_of,
-    device_of,
     operations_of,
     place_of,
 )
 from pipetrain.network.tracing.grouping import Item, group, module_of
-from pipetrain.network.tracing.proving import MOST_WORK, prove, try_alone
 from pipetrain.network.tracing.traced import Traced
 from pipetrain.network.values import ValueSpec
 
@@ -40,10 +40,14 @@ def trace(model: nn.Module, example: ValueSpec, autocast: bool = False) -> Trace
 
 
 def _traced(model: nn.Module, example: ValueSpec, autocast: bool) -> Traced:
-    work = try_alone(model, example)
+    before = Beginning()
     trained, evaluated = (
         Dataflow(operations_of(model, example, training, autocast)) for training in (True, False)
     )
+    if before.drawn():
+        raise ConfigError(
+            f"the model draws from Python's or NumPy's random numbers: draw by torch, or {WAY_OUT}"
+        )
     _refuse_outputs(trained.operations, evaluated.operations)
     there = _places(trained, evaluated)
     elsewhere = evaluated.forbidden()
@@ -60,10 +64,7 @@ def _traced(model: nn.Module, example: ValueSpec, autocast: bool) -> Traced:
     starts = group(items, _elements(model) & called, forbidden, type(model).__name__)
     _, *cuts = starts.values()
     modes = {True: (trained, cuts), False: (evaluated, [there[cut] for cut in cuts])}
-    network = Traced(model, modes, list(starts))
-    if work <= MOST_WORK and device_of(model).type != "meta":
-        prove(network, example, autocast)
-    return network
+    return Traced(model, modes, list(starts))
 
 
 def _refuse_outputs(training: Operations, evaluation: Operations) -> None:

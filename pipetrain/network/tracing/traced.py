@@ -25,7 +25,7 @@ from pipetrain.network import draws
 from pipetrain.network.network import INPUT, LastLayer, Made, Network, Part, See, Slice, Tensors
 from pipetrain.network.places import named_tensors
 from pipetrain.network.tracing.dataflow import Dataflow, is_random, is_size, spec_of
-from pipetrain.network.tracing.exporting import Constant, Held, Input, Region
+from pipetrain.network.tracing.exporting import WAY_OUT, Constant, Held, Input, Region, adapted, as_arguments
 from pipetrain.network.values import TensorSpec, Value, ValueSpec
 
 
@@ -33,6 +33,7 @@ class Traced(Network):
     """Any nn.Module, as traced by torch.export. Layers return tuples; see trace.py for how it is made."""
 
     modules: list[Part]
+    way_out = f"its trace holds only operations of torch's: {WAY_OUT}"
     shared_buffers_are_read_only = True  # what is written and read elsewhere too keeps layers together
 
     def __init__(
@@ -56,6 +57,11 @@ class Traced(Network):
     def call(self, index: int, tensors: Tensors, made: Sequence[ValueSpec]) -> Value:
         result: Tensors = self.modules[index](*tensors)
         return self.pack(result) if index == len(self.names) - 1 else result
+
+    def run(self, inputs: ValueSpec, tensors: Tensors) -> Any:
+        args, kwargs = as_arguments(inputs, tensors)
+        with adapted(self.model, inputs):
+            return self.model(*args, **kwargs)
 
     def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:
         return TracedPart(self, slice, evaluated)
