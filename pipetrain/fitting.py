@@ -314,7 +314,8 @@ def _about(pipe: Pipeline, settings: Settings, data: DataFacts, batches: int, so
 def _run(epochs: Epochs, keeper: Keeper | None) -> bool:
     """Run the epochs; return False if a signal has stopped them."""
     try:
-        return epochs.run()
+        with keeper.asking.losing() if keeper else nullcontext():
+            return epochs.run()
     except ChannelError as error:
         if keeper and (by := keeper.asking.stopped_by):  # another rank has left
             terminate(f"{error}, after {name_of(by)}; {keeper.asking.saved()}", status_after(by))

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from pipetrain.ending import INTERRUPTED, TERMINATED, leave, terminate
+from pipetrain.errors import ChannelError
 
 Asked = Literal["", "save", "stop"]
 ORDER: list[Asked] = ["", "save", "stop"]  # by rising priority
@@ -68,6 +69,7 @@ class Signals:
         self.asked: Asked = ""
         self.stopped_by = 0
         self.updated = False
+        self._lost = False
         self.drained = Event()
 
     @contextmanager
@@ -75,14 +77,25 @@ class Signals:
         """Handle the signals while the block runs."""
         before = _replace(SIGNALS, _do_nothing)
         try:
-            with hearing(self.hear):
+            with hearing(self.hear), self.losing():
                 yield
         finally:
             _put_back(before)
 
+    @contextmanager
+    def losing(self) -> Iterator[None]:
+        """Before the first update, let a Ctrl-C say why the other ranks are lost: it ends all of them."""
+        try:
+            yield
+        except ChannelError:
+            self._lost = True
+            if not (self.updated or self.drained.is_set()):
+                time.sleep(ONE_S)  # it may be on its way to this rank
+            raise
+
     def hear(self, number: int) -> None:
         """Act on a signal, in a thread of its own."""
-        if number not in SIGNALS:
+        if number not in SIGNALS or (self._lost and number == signal.SIGTERM):  # torchrun's, at a lost rank
             return
         asks, again, drained = SIGNALS[number], self._interrupted.again(number), self.drained.is_set()
         if asks == "stop" and (again or not (self.updated or drained)):

@@ -79,7 +79,8 @@ def run_command(world: World, signals: Signals) -> int:
     before = given_folder(sys.argv[1:])
     run_job, refused = (lead, partial(discard_folder, *before)) if leads else (follow, lambda: None)
     try:
-        return compose("config", lambda cfg: run_job(cfg, start), refused, leads)
+        with signals.losing():
+            return compose("config", lambda cfg: run_job(cfg, start), refused, leads)
     except (ConfigError, ScheduleError) as error:
         start.refuse(error)
     finally:

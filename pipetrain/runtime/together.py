@@ -42,6 +42,8 @@ class Together:
         """Run a part of what all ranks do together: after an error this rank leaves them for good."""
         try:
             yield
+        except KeyboardInterrupt as stop:
+            raise stop from None  # not from a connection that another rank has closed, at the same Ctrl-C
         except Exception as error:
             self.stopped = one_line(error) or type(error).__name__
             self._ended()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from pipetrain.runtime.together import conditions, level
+from pipetrain.runtime.together import Together, conditions, level
 from pipetrain.schedule.programs import gpipe, one_f_one_b
 from pipetrain.settings import Settings
 
@@ -40,3 +41,15 @@ def test_only_tensors_that_differ_travel():
     mesh: Any = SimpleNamespace(gather=gather, copy_from_first=lambda what, tensor: copied.append(tensor))
     level(mesh, "the model", tensors)
     assert [len(tensor) for tensor in copied] == [3]
+
+
+def test_ctrl_c_is_not_told_as_a_connection_that_another_rank_has_closed_at_the_same_one():
+    def lost_and_interrupted() -> None:
+        try:
+            raise RuntimeError("Connection closed by peer")
+        finally:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as stop, Together(SimpleNamespace(), lambda: None)():
+        lost_and_interrupted()
+    assert stop.value.__suppress_context__

@@ -14,6 +14,7 @@ from unittest.mock import Mock, patch
 import pytest
 
 from pipetrain import signals as module
+from pipetrain.errors import ChannelError
 from pipetrain.signals import LIMIT, Signals
 from tests.support.deadlines import DEADLINE_S
 from tests.support.processes import FAULTY, LAUNCHER, Ended, await_line, finished, rank_of, started
@@ -156,6 +157,30 @@ def test_what_has_nothing_to_save_or_is_interrupted_twice_ends_at_once(limits, r
         rank.drained.set()
     with pytest.raises(Left, match=f"^{says}$"):
         rank.hear(last)
+
+
+@pytest.mark.parametrize(
+    ("rank", "comes", "says"),
+    [
+        (training(0, updated=False), [TERM, INT], f"Left 130: interrupted; {SAVED}"),
+        (training(0, updated=False), [TERM], "ChannelError lost rank 1"),  # torchrun's, of which rank 1 died
+        (training(0), [], "ChannelError lost rank 1"),
+        (drained(), [], "ChannelError lost rank 1"),
+    ],
+)
+def test_before_the_first_update_a_ctrl_c_that_another_rank_got_first_says_why_it_is_lost(
+    limits, monkeypatch, rank, comes, says
+):
+    """Rank 1 has left; this rank sees the connection closed before it hears the signal."""
+
+    def sleep(_: float) -> None:
+        for number in comes or [INT]:
+            rank.hear(number)
+
+    monkeypatch.setattr(module.time, "sleep", sleep)
+    with pytest.raises((Left, ChannelError)) as end, rank.losing():
+        raise ChannelError("lost rank 1")
+    assert f"{end.type.__name__} {end.value}" == says
 
 
 @pytest.mark.parametrize(("name", "end"), [("SIGUSR1", (0, "imported\n")), ("SIGINT", (-signal.SIGINT, ""))])
