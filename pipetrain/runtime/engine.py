@@ -117,7 +117,12 @@ class Engine:
     def evaluate(
         self, order: Order, feed: Feed, progress: Tick = lambda stage: None, take: Take | None = None
     ) -> None:
-        """Run forwards with the newest weights; the last stage counts them, or `take` gets its outputs."""
+        """Run forwards with the newest weights; the last stage counts them, or `take` gets its outputs.
+
+        Raises TrainingStopped if a number of the training was not finite.
+        """
+        for stage in self.stages.values():
+            stage.settle()
         self._rehearse(order, feed, 1, training=False)
         mail = self._evaluation
         self._run(_Window(order, feed, 1, EVALUATION, mail, Sums(self.stages, mail), take), progress)

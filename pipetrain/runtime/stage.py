@@ -161,10 +161,8 @@ class Stage:
     def predict(self, x: Tensors, target: Target | None = None) -> Tensors:
         """Evaluate with the newest weights, or their moving average, and the running statistics.
 
-        The last stage counts, or without targets returns the model's outputs. Raises TrainingStopped if a
-        number of the training was not finite.
+        The last stage counts, or without targets returns the model's outputs.
         """
-        self.settle()
         with evaluating(self.module), self.weights.averaged():
             outputs = self._call(tuple(self.numerics.arrange(t) for t in x))
             if self.objective is None:

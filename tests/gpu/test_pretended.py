@@ -1,0 +1,382 @@
+"""What code for a GPU does, on a pretended one: it equals the CPU, no host waits in a window, nothing hangs.
+
+Ranks are threads over a pretended NCCL, on devices whose kernels wait for all transfers that their rank has
+posted; `support/pretended` says how. The faults at the end are such that it has to see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import pipetrain
+from pipetrain import Pipeline, TrainingStopped, fit
+from pipetrain.runtime import rehearsal
+from pipetrain.runtime.channel import Channel
+from pipetrain.runtime.feed import WindowFeed
+from pipetrain.runtime.finite import StopOnNaN
+from pipetrain.runtime.graphs import FixedWeights, GraphedStage, Pass
+from pipetrain.runtime.objective import Counted, Objective
+from pipetrain.runtime.stage import Stage
+from pipetrain.runtime.sums import Sums
+from pipetrain.runtime.weights import Weights
+from pipetrain.schedule.actions import UPDATE
+from pipetrain.tasks import Regression
+from tests.support.cases import SCHEDULES, Case, compare, make_run, run_in_threads
+from tests.support.models import flat
+from tests.support.pretended.device import is_tagged
+from tests.support.pretended.nccl import Hang
+from tests.support.pretended.world import Trained, alone, on_gpus
+
+SHORT = ("epochs=1", "microbatches=4")
+EVEN = (*SHORT, "partition=even")
+FLOATS = (*EVEN, "dtype=float32")
+CLIPPED = ("clip_grad_norm=0.1", "clip_grad_norm_over=model")
+HALF = ("codec.forward=half", "codec.backward=half")
+TIED = "model._target_=tests.support.models.tied"
+
+
+def case(schedule: str, *words: str, samples: int = 24) -> Case:
+    """Two batches, or so many samples: 24 are two."""
+    return Case(schedule, 2, words, samples)
+
+
+def equal_the_cpu(one: Case) -> Trained:
+    """Hold a case against the CPU, to the last bit, and let no host wait in its windows."""
+    words = tuple(word for word in one.overrides if not word.startswith("cuda_graphs="))
+    plain, figures = run_in_threads(replace(one, overrides=words))
+    trained = on_gpus(one, exclusive=True)
+    assert plain.keys() == trained.state.keys()
+    assert [name for name, tensor in plain.items() if not torch.equal(tensor, trained.state[name])] == []
+    numbers = [[(f.trained, f.evaluated, f.score) for f in some] for some in (figures, trained.figures)]
+    assert numbers[0] == numbers[1]
+    assert trained.waits == {}
+    return trained
+
+
+def of_passes(trained: Trained) -> int:
+    """Return how many kernels ran in windows of training, those of updates not counted."""
+    return sum(n for (_, op, _), n in trained.kernels.items() if op and op not in UPDATE)
+
+
+@pytest.mark.parametrize("schedule", [schedule for schedule in SCHEDULES if schedule != "fbp"])
+def test_every_schedule_trains_as_on_a_cpu(schedule):
+    equal_the_cpu(case(schedule, *EVEN))
+
+
+def test_an_order_that_is_found_while_it_runs_equals_its_reference():
+    """Its receives are posted ahead, so here kernels do not wait for them."""
+    trained = on_gpus(one := case("fbp", *EVEN))
+    compare(one, trained.state, trained.figures)
+    assert trained.waits == {}
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        case("1f1b", *EVEN, *CLIPPED, "recompute=always", "optim=adamw", samples=32),  # one batch of 8
+        case("pipedream", *FLOATS, "precision=bf16", "recompute=selective", "ema=0.6", "window=2"),
+        case("zbv", *SHORT, *CLIPPED, TIED, "partition=[2,3,4]", "batchnorm=batch"),
+        case("1f1b", *SHORT, TIED, "partition=[3]", "clip_grad_norm=0.1"),
+        case("1f1b", *SHORT, "model._target_=tests.support.models.skipping", "partition=[7]"),
+        case("1f1b", *FLOATS, "codec.forward=int8", "codec.backward=topk"),
+        case(
+            "pipedream", *FLOATS, "codec.forward=half", "codec.backward=half", "memory_format=channels_last"
+        ),
+        case("zb_h1", *EVEN, "model._target_=tests.support.models.dropping"),
+        case("1f1b", *SHORT, *CLIPPED, "model._target_=tests.gpu.test_pretended.idle", "partition=[2]"),
+    ],
+    ids=str,
+)
+def test_every_option_that_touches_the_device_trains_as_on_a_cpu(one):
+    equal_the_cpu(one)
+
+
+def idle() -> nn.Sequential:
+    """Its last layers have no weights."""
+    return nn.Sequential(*flat(), nn.Linear(12, 10), nn.Tanh(), nn.Tanh())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "zb_h1", "zbv"])
+def test_cuda_graphs_replay_what_single_launches_do(schedule):
+    words = (*FLOATS, "window=2", "clip_grad_norm=0.1")
+    single, graphs = (equal_the_cpu(case(schedule, *words, *more)) for more in ((), ("cuda_graphs=true",)))
+    assert of_passes(graphs) < of_passes(single) / 2  # a replay is none
+
+
+# What a microbatch costs beside its model
+
+
+def kernels_beside(model: str, *words: str) -> float:
+    """Return how many kernels a stage runs for a microbatch beside those of plain PyTorch."""
+    one = case("1f1b", *SHORT, "dtype=float32", f"model._target_={model}", *words)
+    ours = of_passes(on_gpus(one))
+    run = make_run(one)
+    network = run.take_network().model
+    with alone() as gpu:
+        network, x = network.to("cuda"), torch.randn(3, 3, 32, 32, device="cuda")
+        before = sum(gpu.kernels.values())
+        nn.functional.cross_entropy(network(x), torch.zeros(3, dtype=torch.long, device="cuda")).backward()
+        plain = sum(gpu.kernels.values()) - before
+    return (ours / (4 * len(run.sampler.batch_sizes)) - plain) / run.plan.stages
+
+
+VGG = ("pipetrain.models.vgg11", "+model.width=4", "partition=flops")
+SMALL = ("tests.support.models.with_norm", "partition=even")
+
+
+@pytest.mark.parametrize(
+    ("words", "most"), [(VGG, 4), ((*VGG, *CLIPPED, "ema=0.9"), 4), (SMALL, 6), ((*SMALL, "on_nan=skip"), 8)]
+)
+def test_a_microbatch_costs_few_kernels_beside_its_model_s(words, most):
+    assert kernels_beside(*words) <= most
+
+
+# What a program calls
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def batches(n: int, classes: bool) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    labels = partial(torch.randint, 4, (8,)) if classes else partial(torch.randn, 8, 4)
+    return [(torch.randn(8, 6, generator=generator), labels(generator=generator)) for _ in range(n)]
+
+
+def pipeline(device: str, loss: Any = nn.functional.cross_entropy, **options: Any) -> Pipeline:
+    options = {"schedule": "interleaved_1f1b", "microbatches": 2, **options}
+    return Pipeline(mlp(), loss, partial(torch.optim.AdamW, lr=0.01), device=device, **options)
+
+
+def called(device: str, folder: Path, classes: bool = True, **options: Any) -> list[Any]:
+    """Train, evaluate, predict, save, load and go on; return every number."""
+    data = batches(5, classes)
+    with pipeline(device, **options) as pipe:
+        seen = [list(pipe.train(data[:3])), list(pipe.train(data[:3], window=3)), pipe.step(*data[3])]
+        seen += [pipe.evaluate(data[3:]), list(pipe.predict([x for x, _ in data]))]
+        pipe.save(folder / device)
+        dcp.save(pipe.dcp(), checkpoint_id=folder / f"{device}.dcp")
+        seen += [list(pipe.train(data)), pipe.state_dict(), list(pipe.collect().parameters())]
+    with pipeline(device, **options) as pipe:
+        pipe.load(folder / device)
+        seen.append(list(pipe.train(data)))
+    with pipeline(device, sample=data[0], **options) as pipe:
+        dcp.load(pipe.dcp(), checkpoint_id=folder / f"{device}.dcp")
+        seen.append(list(pipe.train(data)))
+    return seen
+
+
+def fitted(device: str, folder: Path, classes: bool = True, **options: Any) -> list[Any]:
+    with pipeline(device, **options) as pipe:
+        rows = fit(pipe, batches(3, classes), batches(2, classes), epochs=2, run_dir=folder / f"{device}.run")
+        return [[(row["train_loss"], row["val_loss"]) for row in rows], pipe.state_dict()]
+
+
+def squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.mse_loss(outputs, targets)
+
+
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        (called, {"schedule": "zbv", "clip_grad_norm": 0.1, "ema": 0.9}),
+        (called, {"loss": Regression(), "classes": False}),
+        (called, {"loss": squares, "classes": False, "recompute": "always", "metrics": {"error": squares}}),
+        (fitted, {"schedule": "1f1b", "batchnorm": "batch"}),
+    ],
+)
+def test_a_program_gets_the_same_numbers_from_a_gpu_and_in_host_memory(program, options, tmp_path):
+    plain = program("cpu", tmp_path, **options)
+    with alone() as gpu:
+        seen = program("cuda", tmp_path, **options)
+        assert not any(is_tagged(t) for t in tree_leaves(seen) if isinstance(t, Tensor))
+    torch.testing.assert_close(seen, plain, rtol=0, atol=0)
+    assert gpu.waits == {}
+
+
+def test_a_program_whose_default_dtype_is_float64_trains_on_a_gpu():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with alone(), pipeline("cuda") as pipe:
+            assert len(list(pipe.train(batches(2, True)))) == 2
+    finally:
+        torch.set_default_dtype(before)
+
+
+# Faults that it has to see
+
+
+def planted(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
+    """Put in place of a method what `make` makes of it."""
+    return patch.object(owner, name, make(getattr(owner, name)))
+
+
+def reading(reduce: Any) -> Any:
+    def read(self: Stage) -> None:
+        reduce(self)
+        if self.objective is not None:
+            self.last_loss = float(self.objective.losses[-1])  # type: ignore[attr-defined]
+
+    return read
+
+
+def one_buffer_for_all(hand_on: Any) -> Any:
+    def overwrite(self: Stage, mb: int, outputs: Any) -> Any:
+        outputs = hand_on(self, mb, outputs)
+        kept = vars(self).setdefault("kept", [t.clone() for t in outputs])
+        return tuple(old.copy_(t) for old, t in zip(kept, outputs, strict=True))
+
+    return overwrite
+
+
+def not_waiting(complete: Any) -> Any:
+    return lambda self, works, failed: None if self.ordered else complete(self, works, failed)
+
+
+@contextmanager
+def nothing_put_back(stages: Any, training: bool) -> Iterator[None]:
+    for stage in stages:
+        stage.begin_rehearsal()
+    yield
+    for stage in stages:
+        stage.rehearses = False
+
+
+def on_the_host(norm: Any) -> Any:
+    return lambda self, device, without=(): norm(self, "cpu", without)
+
+
+def rebound(reduce: Any) -> Any:
+    def rebind(self: FixedWeights) -> None:
+        self._graded = set(self._graded)  # a rehearsal puts the old one back
+        reduce(self)
+
+    return rebind
+
+
+def early(settle: Any) -> Any:
+    def look(self: StopOnNaN, wait: bool) -> None:
+        for _, _, _, arrived in self._coming:
+            arrived.query = lambda: True
+            arrived.synchronize = lambda: None
+        settle(self, wait)
+
+    return look
+
+
+def host_sums(counted: Any) -> Any:
+    def count(self: Objective, loss: Tensor, outputs: Any, target: Any) -> Counted:
+        one = counted(self, loss, outputs, target)
+        return one._replace(sums={name: some + torch.ones(2) for name, some in one.sums.items()})
+
+    return count
+
+
+def unpinned(moved: Any) -> Any:
+    def move(self: WindowFeed, value: Any) -> Any:
+        return value.to(self._device, self._dtype if value.is_floating_point() else None, non_blocking=True)
+
+    return move
+
+
+def one_slot(capture: Any) -> Any:
+    def share(self: GraphedStage, slots: int, versions: int) -> None:
+        capture(self, slots, versions)
+        self._free = [0] * slots
+
+    return share
+
+
+GRAPHS = (*FLOATS, "cuda_graphs=true")
+FAULTS = {
+    "a loss is read at each update": (Stage, "reduce", reading, case("1f1b", *EVEN)),
+    "inputs are copied from memory that is not pinned": (WindowFeed, "_moved", unpinned, case("1f1b", *EVEN)),
+    "a number of the host is copied at each tie": (
+        Sums,
+        "tell_tied",
+        lambda tell: lambda self, action: (torch.tensor([1.0], device="cuda"), tell(self, action)),
+        case("1f1b", *SHORT, TIED, "partition=[3]"),
+    ),
+    "one buffer is sent for all microbatches": (
+        Stage,
+        "_handed_on",
+        one_buffer_for_all,
+        case("gpipe", *EVEN),
+    ),
+    "a message is read before it has come": (Channel, "_complete", not_waiting, case("1f1b", *EVEN)),
+    "what is sent is not contiguous": (
+        Channel,
+        "_to_wire",
+        lambda wire: lambda self, t: t.detach(),
+        case("1f1b", *FLOATS, "memory_format=channels_last"),
+    ),
+    "receives are posted ahead": (
+        Channel,
+        "_ahead",
+        lambda ahead: lambda self, end: end.bound,
+        case("zbv", *EVEN),
+    ),
+    "receives are posted when they are needed": (
+        Channel,
+        "post",
+        lambda post: lambda self, message: None,
+        case("zbv", *EVEN),
+    ),
+    "a rehearsal trains": (rehearsal, "put_back", lambda put_back: nothing_put_back, case("1f1b", *EVEN)),
+    "a norm of nothing is in host memory": (
+        Weights,
+        "gradient_norm",
+        on_the_host,
+        case("1f1b", *SHORT, *CLIPPED, "model._target_=tests.gpu.test_pretended.idle", "partition=[2]"),
+    ),
+    "losses are looked at before they have arrived": (StopOnNaN, "settle", early, case("1f1b", *EVEN)),
+    "sums of a metric are in host memory": (Objective, "counted", host_sums, case("1f1b", *EVEN)),
+    "graphs forget which weights have gradients": (FixedWeights, "reduce", rebound, case("1f1b", *GRAPHS)),
+    "graphs add to the gradients of the batch before": (
+        FixedWeights,
+        "step",
+        lambda step: lambda self, *a, **k: Weights.step(self, *a, **k),
+        case("1f1b", *GRAPHS),
+    ),
+    "microbatches in flight share the memory of a graph": (
+        GraphedStage,
+        "capture",
+        one_slot,
+        case("gpipe", *GRAPHS),
+    ),
+    "a loss is overwritten by the next replay": (
+        Pass,
+        "counted",
+        lambda counted: lambda self, target: self.recorded.counted,
+        case("1f1b", *GRAPHS),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault):
+    owner, name, make, one = FAULTS[fault]
+    with planted(owner, name, make), pytest.raises((AssertionError, pipetrain.ActionFailed, TrainingStopped)):
+        equal_the_cpu(one)
+
+
+def test_ranks_that_wait_for_each_other_are_named():
+    with planted(Channel, "_ahead", FAULTS["receives are posted ahead"][2]), pytest.raises(Hang) as caught:
+        on_gpus(case("zbv", *EVEN), exclusive=True)
+    assert "rank 0 waits for" in str(caught.value)
+    assert "rank 1 waits for" in str(caught.value)
