@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
@@ -35,6 +35,7 @@ _here = threading.local()
 """Of a rank's thread: its `rank`; `watched`: whether its host must not wait; the `graph` it captures."""
 _device = torch._C.TensorBase.device
 _to, _tolist, _numpy = Tensor.to, Tensor.tolist, Tensor.numpy
+_rng_state, _set_rng_state = torch.get_rng_state, torch.set_rng_state
 _group_tensors = _foreach_utils._group_tensors_by_device_and_dtype
 
 
@@ -106,7 +107,7 @@ class Gpu:
         self.kernels: Counter[tuple[Any, Any, str]] = Counter()
         self.before_kernel: Callable[[], None] = lambda: None
         self.on_write: Callable[[list[Tensor]], None] = lambda tensors: None
-        self.coming: list[_Copy] = []
+        self.coming: defaultdict[Any, list[_Copy]] = defaultdict(list)  # by rank
 
     def wait(self, what: str) -> None:
         """Note that the host waits for the device."""
@@ -199,7 +200,7 @@ class _Kernels(TorchDispatchMode):
         no_wait = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
         _note_copy(self._gpu, source, target, no_wait)
         if is_tagged(source) and no_wait and is_pinned(target):
-            self._gpu.coming.append(_Copy(target, source))
+            self._gpu.coming[here("rank")].append(_Copy(target, source))
             return target
         return func(*args, **kwargs)
 
@@ -250,7 +251,7 @@ def _event(gpu: Gpu) -> type:
             self._at, self._asked, self._before = 0.0, 0, list[_Copy]()
 
         def record(self, stream: Any = None) -> None:
-            self._at, self._before = time.perf_counter(), list(gpu.coming)
+            self._at, self._before = time.perf_counter(), list(gpu.coming[here("rank")])
 
         def query(self) -> bool:
             self._asked += 1
@@ -266,7 +267,8 @@ def _event(gpu: Gpu) -> type:
         def _land(self) -> None:
             for copy in self._before:
                 copy.land()
-            gpu.coming = [copy for copy in gpu.coming if copy not in self._before]
+            coming = gpu.coming[here("rank")]
+            coming[:] = [copy for copy in coming if copy not in self._before]
             self._before = []
 
         def elapsed_time(self, other: Event) -> float:
@@ -386,6 +388,8 @@ def pretended() -> Iterator[Gpu]:
             stack.enter_context(patch.object(torch.cuda, name, value))
         for name, value in methods.items():
             stack.enter_context(patch.object(Tensor, name, value))
+        stack.enter_context(patch.object(torch, "get_rng_state", _plain(_rng_state)))
+        stack.enter_context(patch.object(torch, "set_rng_state", _plain(_set_rng_state)))
         for place in (_foreach_utils, torch.nn.utils.clip_grad):
             stack.enter_context(patch.object(place, "_group_tensors_by_device_and_dtype", _grouped))
         stack.enter_context(patch.object(torch, "autocast", lambda kind, *a, **k: autocast("cpu", *a, **k)))
@@ -393,6 +397,19 @@ def pretended() -> Iterator[Gpu]:
         stack.enter_context(patch.object(torch, "get_autocast_dtype", lambda kind: dtype_of("cpu")))
         stack.enter_context(patch.object(Graph, "replays", 0))
         yield gpu
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function run without modes: a generator is locked while it makes the tensor of its state.
+
+    In a mode that is Python's, which another thread may enter then, to wait for the lock and never let go.
+    """
+
+    def call(*args: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args)
+
+    return call
 
 
 def _grouped(lists: Any, with_indices: bool = False) -> Any:
