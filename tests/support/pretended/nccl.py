@@ -4,6 +4,8 @@ Kernels of two streams are ordered by waits alone. So each rank's stream has a v
 written while a send of it may still read it is an error, also where this run would have gone well. With
 `exclusive` a kernel waits for all transfers that its rank has posted, as one may that is loaded or allocates.
 All waits are in one place, so that ranks that wait for each other are noticed at once.
+
+`staged` makes it gloo: between host memories, and waited for by threads that are no ranks.
 """
 
 from __future__ import annotations
@@ -83,8 +85,8 @@ class Work(dist.Work):
 class Nccl:
     """What travels between `ranks` threads."""
 
-    def __init__(self, ranks: int, exclusive: bool = False) -> None:
-        self._changed = threading.Condition()
+    def __init__(self, ranks: int, exclusive: bool = False, staged: bool = False) -> None:
+        self._changed, self._staged = threading.Condition(), staged
         self._running, self._exclusive = ranks, exclusive
         self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
         self._hang = ""
@@ -98,6 +100,10 @@ class Nccl:
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         """Let a rank wait. Raises Hang where nobody goes on."""
         rank = here("rank")
+        if self._staged:
+            with self._changed:
+                assert self._changed.wait_for(ready, DEADLINE_S), what
+            return
         with self._changed:
             self._waiting[rank] = ready, what
             while not ready():
@@ -157,7 +163,7 @@ class Nccl:
     # torch.distributed
 
     def isend(self, tensor: Tensor, dst: int, group: Group, tag: int = 0) -> Work:
-        _refuse(tensor)
+        self._refuse(tensor)
         rank, number = here("rank"), len(group.sends)
         with self._changed, _disable_current_modes():
             self._tick(rank)
@@ -172,7 +178,7 @@ class Nccl:
         )
 
     def irecv(self, tensor: Tensor, src: int, group: Group, tag: int = 0) -> Work:
-        _refuse(tensor)
+        self._refuse(tensor)
         rank, number = here("rank"), len(group.receives)
 
         def take() -> None:
@@ -192,7 +198,7 @@ class Nccl:
         )
 
     def all_reduce(self, tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Work:
-        _refuse(tensor)
+        self._refuse(tensor)
         assert isinstance(group, Group)
         rank = here("rank")
         told, ranks = group.sums[group.told[rank]], group.ranks
@@ -240,7 +246,6 @@ class Nccl:
                 stack.enter_context(patch.object(dist, name, getattr(self, name)))
             yield
 
-
-def _refuse(tensor: Tensor) -> None:
-    assert is_tagged(tensor), "No backend type associated with device type cpu"
-    assert tensor.is_contiguous(), "Tensors must be contiguous"
+    def _refuse(self, tensor: Tensor) -> None:
+        assert is_tagged(tensor) != self._staged, f"No backend type associated with {tensor.device}"
+        assert tensor.is_contiguous(), "Tensors must be contiguous"

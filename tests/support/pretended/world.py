@@ -31,15 +31,15 @@ from tests.support.runs import epochs_of
 class PretendedMesh(LocalMesh):
     """The mesh of one rank with a pretended GPU."""
 
-    def __init__(self, world: World, nccl: Nccl, plan: Plan, groups: Groups) -> None:
+    def __init__(self, world: World, nccl: Nccl, plan: Plan, groups: Groups, staged: bool) -> None:
         super().__init__(world, Wire(plan.placement), Barrier(1), [])
-        self.device = CUDA
+        self.device, self.staged = CUDA, staged
         self._nccl, self._groups = nccl, groups
 
     def channel(self, buffer_size: Any, channels_last: bool = False) -> Channel:  # type: ignore[override]
         edges = {edge: group for edge, group in self._groups.edges.items() if self.world.rank in group.ranks}
         sums = {tie: group for tie, group in self._groups.sums.items() if self.world.rank in group.ranks}
-        return Channel(edges, buffer_size, DEADLINE_S, self.device, False, channels_last, sums)
+        return Channel(edges, buffer_size, DEADLINE_S, self.device, self.staged, channels_last, sums)
 
     def gather(self, what: str, item: object) -> list[Any]:
         return self._nccl.gather(json.loads(json.dumps(item)))
@@ -67,11 +67,11 @@ class Trained:
     kernels: Counter[tuple[Any, Any, str]]
 
 
-def on_gpus(case: Case, exclusive: bool = False) -> Trained:
-    """Train a case. `exclusive`: kernels wait for the transfers that their rank has posted."""
+def on_gpus(case: Case, exclusive: bool = False, staged: bool = False) -> Trained:
+    """Train a case. `exclusive`: kernels wait for what their rank has posted; `staged`: over gloo."""
     with patch.object(torch.cuda, "is_available", lambda: True):  # as CUDA graphs need one
         run = make_run(case)
-    nccl, listener, state = Nccl(case.ranks, exclusive), Listener(), {}
+    nccl, listener, state = Nccl(case.ranks, exclusive, staged), Listener(), {}
     groups = Groups(run.plan, case.ranks)
     with ExitStack() as stack:
         gpu = stack.enter_context(pretended())
@@ -81,7 +81,8 @@ def on_gpus(case: Case, exclusive: bool = False) -> Trained:
         if any(layer.draws for layer in run.plan.layers):
             stack.enter_context(drawing_in_turn())
         meshes = [
-            PretendedMesh(World(rank, case.ranks), nccl, run.plan, groups) for rank in range(case.ranks)
+            PretendedMesh(World(rank, case.ranks), nccl, run.plan, groups, staged)
+            for rank in range(case.ranks)
         ]
         trainers = []
         for mesh in meshes:
