@@ -329,9 +329,11 @@ class Epochs:
 
         In the second there are gradients and the optimizer's state. CUDA graphs do not tell.
         """
-        if self._about.settings.cuda_graphs or not (self._windows == 1 or (last and not self._windows)):
+        stages = self.session.stages
+        measured = self._windows == 1 or (last and not self._windows)
+        if not measured or any(stage.captured for stage in stages.values()):
             return None
-        return Meter(self.session.stages, self._mesh.device)
+        return Meter(stages, self._mesh.device)
 
     def _observer(self, traced: Observe | None) -> Observe | None:
         """Return what looks at a window, for which the host waits for the device; None if nothing does."""

@@ -125,6 +125,8 @@ RECOMPUTED = Rule(
 )
 LR_SCHEDULE = Rule(f"one of {', '.join(SHAPES)}, or lr_schedule._target_=FUNCTION", _lr_schedule)
 TRACE = Rule("true or false; trace.windows=4 traces the first 4 windows", _trace)
+GRAPHS = Rule("auto, true or false", lambda key, value: kept(value, value in (AUTO, True, False)))
+UNLIKE_GRAPHS = "needs other passes than CUDA graphs have captured"
 CODEC = Rule("a codec's name", make_codec)
 MOST_THREADS = max(64, 8 * cores())  # more are probably a mistake
 
@@ -187,7 +189,7 @@ class Settings:
     dtype: torch.dtype = option(torch.float32, DTYPE)
     precision: str = option("fp32", one_of("fp32", "bf16"))
     memory_format: str = option("auto", one_of("auto", "contiguous", "channels_last"))
-    cuda_graphs: bool = option(False, BOOL)
+    cuda_graphs: bool | str = option(AUTO, GRAPHS)
     compile: bool = option(False, BOOL)
     threads: int | None = option(None, whole(1, MOST_THREADS))
     workers: int = of_run(0, whole(0, MOST_THREADS), key="data.workers")
@@ -253,6 +255,18 @@ class Settings:
         return self.device != "cpu" and torch.cuda.is_available()
 
     @property
+    def unlike_graphs(self) -> dict[str, str]:
+        """The options that need other passes than CUDA graphs capture, each with the value to choose."""
+        chosen = {
+            "compile": self.compile and "false",
+            "on_nan": self.on_nan == "skip" and "stop",
+            "batchnorm": self.batchnorm == "batch" and "microbatch",
+            "recompute": self.recompute not in (AUTO, "never") and "never",
+            "memory_limit": self.memory_limit is not None and "null",
+        }
+        return {name: choose for name, choose in chosen.items() if choose}
+
+    @property
     def full(self) -> int:
         """The samples of a full microbatch; some have 1 less if `microbatches` do not divide a batch."""
         return -(-self.batch_size // self.microbatches)
@@ -294,26 +308,15 @@ def _refuse_together(settings: Settings) -> None:
         )
     if settings.precision == "bf16" and (settings.as_given or settings.dtype != torch.float32):
         raise ConfigError("precision=bf16 needs weights of float32: give dtype=float32")
-    if settings.cuda_graphs and not settings.on_gpu:
+    if settings.cuda_graphs is True and not settings.on_gpu:
         raise ConfigError("cuda_graphs=true needs a GPU: set cuda_graphs=false")
-    by_batch = settings.batchnorm == "batch" and "microbatch"
     if settings.compile:
         why = "looks at single operations, which torch.compile joins"
         selective = "selective" in settings.recompute
-        _refuse_beside(
-            "compile", why, settings, recompute=selective and "always", batchnorm=by_batch and "microbatch"
-        )
-    if settings.cuda_graphs:
-        _refuse_beside(
-            "cuda_graphs",
-            "needs other passes than CUDA graphs have captured",
-            settings,
-            compile=settings.compile and "false",
-            on_nan=settings.on_nan == "skip" and "stop",
-            batchnorm=by_batch,
-            recompute=settings.recompute not in (AUTO, "never") and "never",
-            memory_limit=settings.memory_limit is not None and "null",
-        )
+        by_batch = settings.batchnorm == "batch" and "microbatch"
+        _refuse_beside("compile", why, settings, recompute=selective and "always", batchnorm=by_batch)
+    if settings.cuda_graphs is True:
+        _refuse_beside("cuda_graphs", UNLIKE_GRAPHS, settings, **settings.unlike_graphs)
     if settings.build == "stages" and settings.partition == PROFILE and settings.profile is None:
         raise ConfigError(
             f"partition={PROFILE} measures the whole model in each process, which build=stages does not "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -71,12 +72,37 @@ def _of(owner: nn.Module) -> Iterator[Place]:
             yield from (Place(value, k) for k, v in items if isinstance(v, Tensor))
 
 
+def _containers(module: nn.Module) -> list[Any]:
+    """Return the dicts of a module's and its children's attributes, and the dicts and lists among these."""
+    attributes = [vars(owner) for owner in module.modules()]
+    inner = (value for held in attributes for value in held.values())
+    return [*attributes, *(value for value in inner if isinstance(value, dict | list))]
+
+
+class Attributes:
+    """What modules, their children and some dicts hold now."""
+
+    def __init__(self, modules: Iterable[nn.Module], *dicts: dict[str, Any]) -> None:
+        containers = [*dicts, *chain.from_iterable(map(_containers, modules))]
+        self._sizes = [(of, len(of)) for of in containers]
+        reads = [partial(of.get, key) for of in containers if isinstance(of, dict) for key in of]
+        reads += [
+            partial(of.__getitem__, n) for of in containers if isinstance(of, list) for n in range(len(of))
+        ]
+        self._values = [(read, read()) for read in reads]
+
+    def changed(self) -> bool:
+        """Return whether anything else is held; a tensor whose numbers have changed in place is the same."""
+        return any(len(of) != size for of, size in self._sizes) or any(
+            (now := read()) is not value and not (isinstance(now, int | float | str) and now == value)
+            for read, value in self._values
+        )
+
+
 @contextmanager
 def standing_in(module: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
     """Let a module run with `others[id(tensor)]` in each place of `tensor`; then restore all attributes."""
-    attributes = [vars(owner) for owner in module.modules()]
-    inner = (value for held in attributes for value in held.values())
-    containers = [*attributes, *(value for value in inner if isinstance(value, dict | list))]
+    containers = _containers(module)
     before = [container.copy() for container in containers]
     try:
         replace([module], others)

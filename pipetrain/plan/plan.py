@@ -37,7 +37,7 @@ from pipetrain.schedule.policy import Bounds, ForwardBackward
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, StageTimes, Timeline
-from pipetrain.settings import PROFILE, Mode, Settings
+from pipetrain.settings import PROFILE, UNLIKE_GRAPHS, Mode, Settings
 from pipetrain.tasks import Task
 from pipetrain.tasks.trial import prove_task
 
@@ -64,6 +64,14 @@ class Plan:
     @property
     def layers(self) -> Sequence[Layer]:
         return self.table.layers
+
+    def not_captured(self, stage: int) -> str:
+        """Say why the passes of a stage are not to be captured as CUDA graphs, or nothing."""
+        settings, slice = self.settings, self.cut.slices[stage]
+        for name in settings.unlike_graphs:
+            return f"{name}={getattr(settings, name)} {UNLIKE_GRAPHS}"
+        drawing = [layer.name for layer in self.layers[slice.start : slice.end] if layer.draws]
+        return f"layer {drawing[0]} draws random numbers, which they would repeat" if drawing else ""
 
     @property
     def policy(self) -> ForwardBackward | None:
@@ -278,7 +286,7 @@ def _estimates(
 
 def _refuse_drawing(settings: Settings, layers: Sequence[Layer]) -> None:
     """Refuse layers whose random numbers a CUDA graph would repeat. Raises ConfigError."""
-    if settings.cuda_graphs and (drawing := [layer.name for layer in layers if layer.draws]):
+    if settings.cuda_graphs is True and (drawing := [layer.name for layer in layers if layer.draws]):
         raise ConfigError(
             f"layer {drawing[0]} draws random numbers, and cuda_graphs=true would repeat them: set "
             f"cuda_graphs=false, or its dropout to 0"

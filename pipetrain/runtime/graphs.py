@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipetrain.errors import ConfigError, one_line
+from pipetrain.errors import one_line
+from pipetrain.network.draws import Beginning
 from pipetrain.network.network import Tensors
+from pipetrain.network.places import Attributes
 from pipetrain.network.values import ValueSpec, as_tuple
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Saving
@@ -93,6 +95,12 @@ class FixedWeights(Weights):
     def fixed(self) -> bool:
         return bool(self._fixed)
 
+    def unfix(self) -> None:
+        """Let all be as before `fix`."""
+        self._fixed, self._spare = {}, []
+        self._versions = {self.newest: self._fresh_leaves()}
+        self._accumulating = self._versions[self.newest]
+
     def storage(self, version: int) -> int:
         return _address(self._versions[version].values())
 
@@ -142,18 +150,26 @@ class GraphedStage(Stage):
         super().__init__(*arguments, **options)
         self._free: list[int] = []  # slots
         self._passes: dict[tuple[int, int], Pass] = {}  # by slot, and by the storage of a weight version
-        self._example: list[tuple[Tensors, Target | None, Saving]] = []  # of the first rehearsal, its last
+        self._example: (
+            list[tuple[Tensors, Target | None, Saving]] | None
+        ) = []  # the last one before `capture`
         self._replayed: dict[int, Pass] = {}
+        self._known: Attributes | None = None  # of the capture
+        self._replays = False  # in this window: a program may have changed attributes since
 
     def forward(
         self, mb: int, x: Tensors, version: int, target: Target | None = None, saving: Saving = WHOLE
     ) -> Tensors:
         x = tuple(self.numerics.arrange(t.detach()) for t in x)
         aims = as_tuple(target.value) if target is not None else ()
-        one = self._passes.get((self._free[-1], self.weights.storage(version))) if self._free else None
+        one = (
+            self._passes.get((self._free[-1], self.weights.storage(version)))
+            if self._replays and self._free
+            else None
+        )
         weighs = target is None or target.weight
         if one is None or one.saving != saving or not one.fits(x, aims) or not weighs:
-            if self.rehearses and not self._passes:
+            if self.rehearses and self._example is not None:
                 self._example[:] = [(x, target, saving)]
             return super().forward(mb, x, version, target, saving)
         self._free.pop()
@@ -198,25 +214,46 @@ class GraphedStage(Stage):
         one.backward.replay()
         return tuple(t.clone() for t in one.back)  # the slot's next forward may overwrite it
 
-    def capture(self, slots: int, versions: int) -> None:
+    @property
+    def captured(self) -> bool:
+        return bool(self._passes)
+
+    def capture(self, slots: int, versions: int) -> str:
         """Capture the passes of so many open microbatches and weight versions.
 
-        Raises ConfigError for layers that cannot be captured.
+        Where that cannot be, say why and leave the stage as it was.
         """
-        x, target, saving = self._example.pop()
+        example, self._example = self._example, None
+        assert example, f"stage {self.index} is captured once, after a rehearsal"
+        before, generators, why = self._attributes(), Beginning(), ""
+        hooks = [(m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in self.module.modules()]
         pools = [torch.cuda.graph_pool_handle() for _ in range(slots)]
-        for storage, leaves in self.weights.fix(versions).items():
-            with self.weights.only(leaves):
-                try:
-                    for slot, pool in enumerate(pools):
-                        self._passes[slot, storage] = self._captured(slot, pool, x, target, saving)
-                except Exception as error:
-                    raise ConfigError(
-                        f"cuda_graphs=true: the passes of stage {self.index} cannot be captured, as layers "
-                        f"or loss do what a graph cannot, such as to look at a number: {one_line(error)}; "
-                        f"set cuda_graphs=false"
-                    ) from error
-        self._free = list(range(slots))
+        try:
+            with torch.cuda.stream(torch.cuda.current_stream()):  # which a capture that fails does not leave
+                for storage, leaves in self.weights.fix(versions).items():
+                    with self.weights.only(leaves):
+                        for slot, pool in enumerate(pools):
+                            self._passes[slot, storage] = self._captured(slot, pool, *example[0])
+            if any(map(any, hooks)) or before.changed() or generators.drawn():
+                why = "layers have hooks, or do more than change tensors in place, which a replay would not"
+        except Exception as error:
+            why = f"layers or loss do what a graph cannot, such as to look at a number: {one_line(error)}"
+        if why:
+            self._passes, self._open, self._batch = {}, {}, Batch()
+            self.weights.unfix()
+        else:
+            self._free, self._known = list(range(slots)), before
+        return why
+
+    def _attributes(self) -> Attributes:
+        """Return what the passes may depend on beside tensors: what layers and the task hold."""
+        held = [vars(self.objective.task)] if self.objective else []
+        losses = [value for of in held for value in of.values() if isinstance(value, nn.Module)]
+        return Attributes([*self.module.children(), *losses], *held)
+
+    def begin_window(self) -> None:
+        super().begin_window()
+        self._replays = self._known is not None and not self._known.changed()
 
     def _captured(self, slot: int, pool: Any, x: Tensors, target: Target | None, saving: Saving) -> Pass:
         """Capture the passes of one slot. `x`, `target`: such as will come."""
@@ -241,6 +278,13 @@ class GraphedStage(Stage):
         return Pass(slot, mine, aims, one, outputs, grads, back, first, second, third, saving)
 
 
-def _capturing(graph: Any, pool: Any) -> Any:
+@contextmanager
+def _capturing(graph: Any, pool: Any) -> Iterator[None]:
     # thread_local: other threads look at events meanwhile.
-    return torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")  # before the wait of a host would spoil the capture
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from pipetrain.data.loader import pieces
 from pipetrain.data.loading import BadBatch
-from pipetrain.errors import ActionFailed
+from pipetrain.errors import ActionFailed, ConfigError
 from pipetrain.network.chain import network_of
 from pipetrain.network.model import materialise
 from pipetrain.network.network import Network
@@ -42,6 +43,8 @@ from pipetrain.schedule.programs import forward_only
 from pipetrain.settings import Mode
 from pipetrain.tasks import ModelLoss, Task
 from pipetrain.tasks.trial import choose_weight
+
+log = logging.getLogger("pipetrain")
 
 
 class Session:
@@ -204,13 +207,14 @@ def make_stages(
     mine = [index for index, rank in enumerate(plan.placement) if rank == mesh.world.rank]
     home = homes(network, plan.cuts)
     known = {id(p): name for name, p in network.model.named_parameters()}
-    kind = GraphedStage if settings.cuda_graphs else Stage
+    wanted = settings.cuda_graphs and mesh.device.type == "cuda"
     stages: dict[int, Stage] = {}
     for index in mine:
         part = network.part(plan.cut.slices[index], plan.evaluation_cut.slices[index])
         names = {own: known[id(p)] for own, p in part.named_parameters() if known[id(p)] != own}
         if any(index in tie and not stages.keys().isdisjoint(tie) for tie in plan.cut.ties):
             part = deepcopy(part)  # each stage has copies of the weights that it shares
+        kind = GraphedStage if wanted and not plan.not_captured(index) else Stage
         stages[index] = stage = kind(
             index,
             part.to(mesh.device),
@@ -255,16 +259,30 @@ def make_engine(
         how = edges, plan.settings.timeout, mesh.device, mesh.staged, channels_last
         return mailbox(LoopbackChannel(dict.fromkeys(edges), *how, ties), training)
 
+    uncaptured: list[str] = []  # why stages of this rank are
+
     def meet(norms: bool) -> None:
         if norms and mesh.world.size > 1:
             channel.tell(ALL, torch.zeros(plan.stages, dtype=torch.float64))
             channel.hear(ALL)
-        mesh.gather("the rehearsal", None)
+        eager = [one for of_rank in mesh.gather("the rehearsal", uncaptured) for one in of_rank]
+        uncaptured.clear()
+        if eager and not mesh.world.rank:
+            log.info("pipetrain: not all passes are CUDA graphs (cuda_graphs=auto): %s", eager[0])
 
     def capture() -> None:
-        for index, stage in stages.items():
+        for index, stage in stages.items() if plan.settings.cuda_graphs else ():
             if isinstance(stage, GraphedStage):
-                stage.capture(bounds[index].activations, bounds[index].versions)
+                why = stage.capture(bounds[index].activations, bounds[index].versions)
+                if why and plan.settings.cuda_graphs is True:
+                    raise ConfigError(
+                        f"cuda_graphs=true: the passes of stage {index} cannot be captured: {why}; "
+                        f"set cuda_graphs=false"
+                    )
+            else:
+                why = plan.not_captured(index)
+            if why:
+                uncaptured.append(why)
 
     return Engine(
         stages,

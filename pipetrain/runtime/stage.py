@@ -90,6 +90,11 @@ class Stage:
         self._reduced = Batch()  # that is to be stepped
 
     @property
+    def captured(self) -> bool:
+        """Whether CUDA graphs of its passes are replayed."""
+        return False
+
+    @property
     def in_flight(self) -> int:
         return len(self._open)
 

@@ -93,7 +93,7 @@ def in_one(task: Task, batches: int, mesh: Mesh) -> Builders:
 # On a GPU
 
 RIVALS = ("gpipe", "1f1b")
-ON_GPU: Ways = {name: (name,) for name in (*RIVALS, "pipedream")}
+ON_GPU: Ways = {name: (name, "cuda_graphs=false") for name in (*RIVALS, "pipedream")}
 GRAPHED: Ways = {f"{name}, CUDA graphs": (name, "cuda_graphs=true") for name in ("1f1b", "pipedream")}
 GPU_TIMEOUT_S = 60.0  # of a wait between ranks
 _DEEP = ("model.depth=8", "model.width=512", "model.heads=8", "batch_size=16", "data.block=256")

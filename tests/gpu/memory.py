@@ -57,7 +57,8 @@ def memory(setting: Setting) -> Iterator[Row]:
     """Schedules with whole and split backwards, and recomputation, on 2 and 4 ranks."""
     model = "mlp" if setting.quick else "vgg16"
     for ranks, ways in ((2, {"zbv": ()}),) if setting.quick else ((2, TWO), (4, FOUR)):
-        cases = [Case(model, name.split(",")[0], ranks, (BATCH, *more)) for name, more in ways.items()]
+        each = {name: (BATCH, "cuda_graphs=false", *more) for name, more in ways.items()}
+        cases = [Case(model, name.split(",")[0], ranks, words) for name, words in each.items()]
         for name, (_, found, why) in zip(ways, setting.each(measure, ranks, cases), strict=True):
             if why:
                 yield judged(f"{ranks} ranks, {name}", why, "its windows", False)

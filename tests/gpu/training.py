@@ -226,7 +226,8 @@ def graphs(setting: Setting, names: Sequence[str] = GRAPHED) -> Iterator[Row]:
         yield Row("cuda_graphs=true", "a rehearsal", "", SKIPPED)
         return
     option = "cuda_graphs=true"
-    cases = [Case(name, 2, (*FLOAT32, *more)) for name in names for more in ((), (option,))]
+    ways = (("cuda_graphs=false",), (option,))
+    cases = [Case(name, 2, (*FLOAT32, *more)) for name in names for more in ways]
     eager: Trained | None = None
     for case, found, why in setting.each(train, 2, cases, within=GRAPHS_S):
         if option not in case.overrides:
