@@ -161,7 +161,7 @@ def _played(
         return Window(program, run, [schedule.bounds(stage, *size) for stage in range(len(program))])
     edge_sizes = cut.bounds if cut else dict.fromkeys(edges(program), settings.buffer_size)
     bounds = [*map(Bounds, run.activations, run.versions, run.staleness)]
-    return Window(program, run, bounds, make_posts(program, edge_sizes, ties))
+    return Window(program, run, bounds, make_posts(run, edge_sizes, ties))
 
 
 @contextmanager

@@ -40,6 +40,7 @@ from pipetrain.schedule.actions import ALL, Edge
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.posts import make_posts
 from pipetrain.schedule.programs import forward_only
+from pipetrain.schedule.simulate import simulate
 from pipetrain.settings import Mode
 from pipetrain.tasks import ModelLoss, Task
 from pipetrain.tasks.trial import choose_weight
@@ -135,8 +136,9 @@ class Session:
         Each is one microbatch: a model may look at the whole batch. `take` gets the outputs of a prediction,
         which has no targets.
         """
-        program = lower(forward_only(self.plan.placement, len(sizes)), self.plan.cut.edges)
-        posts, rank = make_posts(program, self.plan.cut.bounds), self._mesh.world.rank
+        routes, bounds, rank = self.plan.cut.edges, self.plan.cut.bounds, self._mesh.world.rank
+        program = lower(forward_only(self.plan.placement, len(sizes)), routes)
+        posts = make_posts(simulate(program, 1, buffer_size=bounds, routes=routes), bounds)
         self._level()
         order = Order(program[rank], len(sizes), 1, ends, posts.ahead, posts=posts.of[rank])
         with (

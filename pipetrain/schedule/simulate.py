@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 
 from pipetrain.schedule.actions import (
     COMMUNICATION,
@@ -73,7 +74,9 @@ def simulate(
         raise ScheduleError(
             f"stages {sorted(unknown)} have a TIE, and simulate was not told with which stages"
         )
-    return Timeline(_Simulation(program, buffer_size, cost, routes, ties).run(), microbatches)
+    simulation = _Simulation(program, buffer_size, cost, routes, ties)
+    rows = simulation.run()
+    return Timeline(rows, microbatches, [rank for _, rank in sorted(simulation.began, key=itemgetter(0))])
 
 
 def _named(buffer_size: BufferSize) -> str:
@@ -111,6 +114,8 @@ class _Simulation:
         self._waiting: list[BoundedEdge | None] = [None] * len(program)
         self._ready = list(range(len(program)))
         self._rows = [Row(0.0, 0.0, []) for _ in program]
+        self.began: list[tuple[float, int]] = []
+        """When each action began, and its rank; of equal times, none is before what it waits for."""
 
     def run(self) -> list[Row]:
         while self._ready:
@@ -142,6 +147,7 @@ class _Simulation:
                 return
             end = freed if action.op in _TRAVEL else freed + self._cost(action)
             row.spans.append(Span(action, now, end, freed - now))
+            self.began.append((freed, rank))
             row.ended = end
 
     # These return until when the rank is blocked: `now` if it is not, None if unknown.

@@ -138,10 +138,14 @@ def stage_stats(row: Row, microbatches: int) -> dict[int, StageStats]:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The rows of all ranks in one window, with batches of `microbatches` each."""
+    """The rows of all ranks in one window, with batches of `microbatches` each.
+
+    `order`: of a simulation, the rank of each action in turn; none comes before one that it waits for.
+    """
 
     rows: list[Row]
     microbatches: int
+    order: Sequence[int] = field(default=(), compare=False)
 
     @property
     def makespan(self) -> float:

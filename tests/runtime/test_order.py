@@ -12,6 +12,7 @@ from pipetrain.schedule.actions import ALL, RECEIVES, Action, Op
 from pipetrain.schedule.lower import edges, lower
 from pipetrain.schedule.posts import Sum, make_posts
 from pipetrain.schedule.programs import gpipe, zbv
+from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.transforms import with_norms
 
 
@@ -38,7 +39,7 @@ def test_a_window_ends_before_a_batch_of_which_no_receive_is_posted(rank):
 @pytest.mark.parametrize("ending", [1, 2, 3, 4])
 def test_receives_are_posted_before_they_are_due_and_none_of_a_batch_that_is_left_out(rank, ending):
     program = lower(with_norms(zbv(4, 4, 4)))
-    posts = make_posts(program, dict.fromkeys(edges(program), 1))
+    posts = make_posts(simulate(program, 4, buffer_size=1), dict.fromkeys(edges(program), 1))
     posted, sums, last = [], [], []
 
     def forget(mb: int) -> None:

@@ -18,17 +18,15 @@ from pipetrain.schedule.actions import (
     Edge,
     Op,
     Program,
-    ScheduleError,
     Tie,
     Ties,
     format_program,
     has_norms,
-    parse_program,
     ranks_of,
 )
 from pipetrain.schedule.lower import compute_only, edges, lower
 from pipetrain.schedule.policy import ForwardBackward
-from pipetrain.schedule.posts import Post, Sum, make_posts
+from pipetrain.schedule.posts import Post, Posts, Sum, make_posts
 from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.schedule.transforms import with_norms, with_ties
@@ -128,6 +126,11 @@ def stuck(
     return left + [f"{what} by ranks {by}" for what, by in posted.items() if not over(what)]
 
 
+def posted(program: Program, buffer_size: int = 2, ties: Ties = ()) -> Posts:
+    run = simulate(program, 1, buffer_size=buffer_size, ties=ties)
+    return make_posts(run, dict.fromkeys(edges(program), buffer_size), ties)
+
+
 def most_open(actions: list[Action], posts: list[Post]) -> int:
     """Return the most receives of an edge that are posted and not received."""
     most, open_ = 0, Counter[Edge]()
@@ -140,12 +143,19 @@ def most_open(actions: list[Action], posts: list[Post]) -> int:
 
 @pytest.mark.parametrize("buffer_size", [1, 2])
 @pytest.mark.parametrize("case", LISTED, ids=str)
-def test_no_schedule_hangs_and_no_edge_has_more_open_than_its_bound(case, buffer_size):
+def test_no_schedule_hangs_and_no_edge_has_more_open_than_both_its_ends_have_room(case, buffer_size):
     for size, program in accepted(case, SIZES):
-        posts = make_posts(program, dict.fromkeys(edges(program), buffer_size))
+        posts = posted(program, buffer_size)
         assert stuck(program, posts.of, posting_waits=True) == [], size
-        assert posts.ahead == buffer_size
-        assert max(map(most_open, program, posts.of)) <= buffer_size, size
+        assert buffer_size <= posts.ahead <= 2 * buffer_size
+        assert max(map(most_open, program, posts.of)) <= posts.ahead, size
+
+
+def test_most_schedules_have_one_receive_of_an_edge_open():
+    several = {
+        c.name for c in LISTED for _, p in accepted(c, SIZES) if max(map(most_open, p, posted(p).of)) > 1
+    }
+    assert several == {"interleaved_1f1b", "zb_auto", "zb_h2", "zbv"}
 
 
 def waited_for(program: Program) -> list[list[Post]]:
@@ -169,7 +179,7 @@ def test_fbp_hangs_where_receives_are_posted_ahead():
 def test_a_post_that_is_dropped_doubled_or_comes_too_late_is_noticed(name):
     case = next(case for case in CASES if case.name == name)
     [(_, program)] = accepted(case, [(2, 1, 4)])
-    posts = make_posts(program, dict.fromkeys(edges(program), 2)).of
+    posts = posted(program).of
     for rank, own in enumerate(posts):
         lasts = {receive.edge: receive for _, receive in own}
         for i, (_, receive) in enumerate(own):
@@ -185,7 +195,7 @@ def test_a_post_that_is_dropped_doubled_or_comes_too_late_is_noticed(name):
 def test_a_receive_is_posted_where_its_send_is_made():
     """Rank 0 is at its third forward when rank 1 has done its first backward, and so on."""
     program = lower(one_f_one_b(2, 1, 3))
-    posts = make_posts(program, {(0, 1): 2, (1, 0): 2})
+    posts = posted(program)
     said = [
         [f"{receive} before {actions[at]}" for at, receive in own]
         for actions, own in zip(program, posts.of, strict=True)
@@ -194,14 +204,6 @@ def test_a_receive_is_posted_where_its_send_is_made():
         ["0RECV_B0 before 0RECV_B0", "0RECV_B1 before 0SEND_F2", "0RECV_B2 before 0RECV_B2"],
         ["1RECV_F0 before 1RECV_F0", "1RECV_F1 before 1B0@0", "1RECV_F2 before 1RECV_F2"],
     ]
-
-
-def test_a_program_that_hangs_is_refused_and_one_that_needs_the_room_of_both_ends_has_it():
-    [first, second] = parse_program("0F0@0 0SEND_F0 0F1@0 0SEND_F1 0F2@0 0SEND_F2\n1RECV_F0 1F0@0")
-    assert make_posts([first, second], {(0, 1): 2}).ahead == 2
-    assert make_posts([first, second], {(0, 1): 1}).ahead == 2
-    with pytest.raises(ScheduleError, match="hangs: rank 0 stays at 0SEND_F2"):
-        make_posts([first, second[1:]], {(0, 1): 1})
 
 
 # Sums over ranks
@@ -224,7 +226,7 @@ def test_no_schedule_hangs_in_its_sums(case, norms):
     programs = list(summed(case, norms, [(2, 2, 2), (3, 2, 4), (4, 1, 8)]))
     assert len(programs) >= (1 if case.name == "v_async" else 2)
     for program, ties in programs:
-        posts = make_posts(program, dict.fromkeys(edges(program), 2), ties)
+        posts = posted(program, 2, ties)
         assert stuck(program, posts.of, ties, posting_waits=True) == []
 
 
@@ -232,7 +234,7 @@ def test_where_sums_are_posted_when_a_rank_has_told_its_shares_ranks_hang():
     """Rank 1 has told the last stage's share, and the first stage's needs its next backward."""
     [case] = [case for case in LISTED if case.name == "interleaved_1f1b"]
     for program, ties in summed(case, False, [(2, 1, 2), (4, 1, 8)]):
-        posts = make_posts(program, dict.fromkeys(edges(program), 2), ties).of
+        posts = posted(program, 2, ties).of
         for rank, own in enumerate(posts):
             sums = {one: at for at, one in own if isinstance(one, Sum)}
             for at, action in enumerate(program[rank]):
@@ -248,7 +250,7 @@ def test_a_sum_is_posted_on_all_ranks_where_the_last_of_them_tells_its_share():
     """Rank 1 tells that of stage 3, then does two backwards of stage 1, for which stage 0 waits."""
     [case] = [case for case in LISTED if case.name == "interleaved_1f1b"]
     [(program, ties)] = summed(case, False, [(2, 1, 2)])
-    posts = make_posts(program, dict.fromkeys(edges(program), 2), ties)
+    posts = posted(program, 2, ties)
     assert "3TIE@1 1RECV_B0 1B0@0" in format_program(program)
     said = [
         [(*one.tie, str(actions[at])) for at, one in own if isinstance(one, Sum)]
@@ -263,7 +265,7 @@ def test_replicas_reduce_where_the_last_of_them_has_its_gradient(norms):
         for _, program in accepted(case, [(3, 2, 5)]):
             spread = replicated(compute_only(program), [2, 3, 1])
             spread = lower(with_norms(spread) if norms else spread)
-            posts = make_posts(spread, dict.fromkeys(edges(spread), 2))
+            posts = posted(spread)
             assert stuck(spread, posts.of, posting_waits=True) == [], case
             reduced = [[one.tie for _, one in own if isinstance(one, Sum) and one.tie] for own in posts.of]
             assert reduced == [[(0,)] * 2] * 2 + [[(1,)] * 2] * 3 + [[]]
