@@ -2,7 +2,7 @@
 
 Prints the cuts, the tensors that cross them, the timeline, and the schedule's memory and bubble beside the
 formulas; with a profile by measured times. Starts no process, and reads no data set whose configuration
-declares a sample.
+declares a sample. With `costs=FILE.csv` the layers are those of a file, without any model.
 
 With `compare=[1f1b,zbv]` several schedules stand in one table, in one unit of time: what a rank computes for
 a microbatch. It is the same for all schedules, however many stages a rank has, so a batch of m microbatches
@@ -55,6 +55,13 @@ def main() -> None:
 
 def show(cfg: DictConfig) -> None:
     """Print the plan of a configuration, or the table of several schedules. Raises ConfigError."""
+    if cfg.costs is not None and _has_model():
+        raise ConfigError(
+            "costs= stands in place of a model: leave model= out, or give the model's times by "
+            "partition.profile=FILE"
+        )
+    if cfg.costs is None and cfg.bandwidth is not None:
+        raise ConfigError("bandwidth= is for costs=FILE: of a model, partition.profile=FILE has it")
     if cfg.compare is not None:
         show_table(cfg)
     else:
@@ -72,7 +79,7 @@ def show_table(cfg: DictConfig) -> None:
     if unused := [key for key in ("out", "span") if cfg[key] is not None]:
         raise ConfigError(f"compare= prints a table, which takes no {unused[0]}=: leave one of them out")
     ranks, m = _count(cfg, "stages") or 2, _count(cfg, "microbatches") or 1
-    has_model = any(word.lstrip("+").startswith(("model", "experiment=")) for word in words)
+    has_model = cfg.costs is not None or _has_model()
     shared = [word for word in words if not word.startswith("compare=")]
     rows, notes, title = [], [], ""
     for name in _names(cfg):
@@ -102,6 +109,12 @@ def show_table(cfg: DictConfig) -> None:
         f"{''.join(f'without {note}' for note in notes)}",
         end="",
     )
+
+
+def _has_model() -> bool:
+    """Return whether the command line names a model."""
+    words = HydraConfig.get().overrides.task
+    return any(word.lstrip("+").startswith(("model", "experiment=")) for word in words)
 
 
 def _times(run: Timeline, batches: int, unit: float) -> list[str]:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import sub
 from typing import NamedTuple
 
 from pipetrain.codec import Identity
@@ -26,6 +27,8 @@ from pipetrain.plan.program import make_program, modes_of
 from pipetrain.schedule.actions import Op, Program, Schedule, splits
 from pipetrain.schedule.memory import GIB, Items, counts, held_bytes
 from pipetrain.settings import AUTO, PROFILE, STRATEGIES, Mode, Settings
+
+LISTED = 40  # layers in a sentence
 
 
 def choose_cuts(partition: str | Sequence[int], layers: Sequence[Layer], where: Sequence[int]) -> list[int]:
@@ -59,7 +62,10 @@ def balance(weights: Sequence[float], where: Sequence[int]) -> list[int]:
     until = [0.0, *accumulate(weights)]
 
     def even(start: int, end: int, stages: int) -> list[int]:
-        cuts, _ = best_cuts(end - start, stages, lambda stage, a, b: until[start + b] - until[start + a])
+        inside = until[start : end + 1]
+        # One slice after the other may be filled until a layer is too much.
+        limit = (inside[-1] - inside[0]) / stages + max(map(sub, inside[1:], inside))
+        cuts, _ = best_cuts(end - start, stages, lambda stage, a, b: inside[b] - inside[a], inside, limit)
         return [start + cut for cut in cuts]
 
     def size(cuts: Sequence[int]) -> float:
@@ -79,7 +85,9 @@ def balance(weights: Sequence[float], where: Sequence[int]) -> list[int]:
 
 def prove_layers(stages: int, names: Sequence[str]) -> str:
     """Return the list of a model's layers. Raises ConfigError if there are too few."""
-    listed = ", ".join(f"{i} {name}" for i, name in enumerate(names))
+    numbered = [f"{i} {name}" for i, name in enumerate(names)]
+    few = numbered if len(names) <= LISTED else [*numbered[:LISTED], "...", numbered[-1]]
+    listed = ", ".join(few)
     if stages > len(names):
         raise ConfigError(
             f"stages={stages} needs at least as many layers, but the model has {len(names)}: "
@@ -101,23 +109,35 @@ def _refined(cuts: list[int], layers: int, size: Callable[[Sequence[int]], float
     return cuts
 
 
-def best_cuts(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> tuple[list[int], float]:
+def best_cuts(
+    layers: int,
+    stages: int,
+    cost: Callable[[int, int, int], float],
+    until: Sequence[float] = (),
+    limit: float = math.inf,
+) -> tuple[list[int], float]:
     """Cut `layers` layers into `stages` non-empty slices so that the largest cost of a slice is smallest.
 
     Returns the cuts and that cost. `cost(stage, start, end)` is the cost of layers `start` to `end`
-    (exclusive) as that stage. Among equal cuts the later slices are smaller where one choice decides it. It
-    calls `cost` at most stages x layers^2 / 2 times.
+    (exclusive) as that stage; where `until` is given, at least until[end] - until[start]. `limit`: what some
+    cuts cost at most. Both spare calls of `cost`, of which there may be stages x layers^2 / 2. Among equal
+    cuts the later slices are larger where one choice decides it.
     """
     # best[k][i]: the smallest largest cost of the first i layers in k slices; cut[k][i]: its last cut.
     best = [[math.inf] * (layers + 1) for _ in range(stages + 1)]
     cut = [[stage - 1] * (layers + 1) for stage in range(stages + 1)]
     best[0][0] = 0.0
+    until, limit = until or [0.0] * (layers + 1), limit * (1 + 1e-9)  # as sums are rounded
     for k in range(1, stages + 1):
         for i in range(k, layers + 1):
-            for j in range(k - 1, i):
-                if best[k - 1][j] < best[k][i]:
+            if until[layers] - until[i] > (stages - k) * limit:
+                continue  # too much is left
+            for j in range(i - 1, k - 2, -1):
+                if until[i] - until[j] > min(best[k][i], limit):
+                    break
+                if best[k - 1][j] <= min(best[k][i], limit):
                     largest = max(best[k - 1][j], cost(k - 1, j, i))
-                    if largest < best[k][i]:
+                    if largest <= best[k][i]:
                         best[k][i], cut[k][i] = largest, j
     cuts, end = [], layers
     for k in range(stages, 1, -1):
@@ -206,6 +226,14 @@ class Predictor:
             for nbytes in both
         )
 
+    def work_until(self) -> list[float]:
+        """Return the seconds a batch that no stage can do without, of all layers before each one."""
+        each = (
+            min(of.forward_s, of.recorded_s, of.kept_s) + min(of.backward_s, of.input_s + of.weight_s)
+            for of in self.table.times
+        )
+        return [0.0, *accumulate(self.microbatches * seconds for seconds in each)]
+
     def best(self, stage: int, start: int, end: int, limit: float) -> StageCost:
         """Return a stage in the fastest mode that holds at most `limit` bytes, else in that of the least."""
         ways = [self.stage(stage, start, end, mode) for mode in self.modes[stage]]
@@ -235,7 +263,8 @@ def predictor_of(
     again = programs(stages) if any(modes != [Mode.NEVER] for modes in asked) else plain
     ways: list[dict[Mode, InSchedule]] = []
     for stage, modes in enumerate(asked):
-        never, recomputing = (_in_schedule(settings, of, stage) for of in (plain, again))
+        never = _in_schedule(settings, plain, stage)
+        recomputing = never if again is plain else _in_schedule(settings, again, stage)
         chosen = modes if recomputing.share else [Mode.NEVER]
         ways.append({mode: never if mode is Mode.NEVER else recomputing for mode in chosen})
     split = any(splits(program) for program in plain.values())
@@ -269,7 +298,10 @@ def balance_times(predictor: Predictor, allowed: Collection[int], limit: float =
     def held(stage: int, start: int, end: int) -> float:
         return predictor.best(stage, start, end, 0).held_bytes if {start, end} <= within else math.inf
 
-    cuts, slowest = best_cuts(layers, stages, seconds)
+    until = predictor.work_until()
+    even = balance([b - a for a, b in pairwise(until)], range(stages))
+    reached = max(seconds(stage, *span) for stage, span in enumerate(pairwise([0, *even, layers])))
+    cuts, slowest = best_cuts(layers, stages, seconds, until, reached)
     if slowest < math.inf:
         return cuts
     _, smallest = best_cuts(layers, stages, held)
@@ -291,6 +323,6 @@ def cut_by_times(
     """Choose the cuts by measured times, and compare them with those of the other strategies."""
     layers, where = predictor.table.layers, predictor.placement
     limit = math.inf if settings.memory_limit is None else settings.memory_limit * GIB
-    cuts = {PROFILE: balance_times(predictor, allowed, limit)}
-    cuts |= {name: choose_cuts(name, layers, where) for name in STRATEGIES}
+    others = {name: choose_cuts(name, layers, where) for name in STRATEGIES}
+    cuts = {PROFILE: balance_times(predictor, allowed, limit), **others}
     return Prediction(profile, {name: predictor.choice(of, limit) for name, of in cuts.items()}, limit)

@@ -276,12 +276,12 @@ def copies_output(layers: Sequence[Layer], leaves: Iterable[Made], start: int) -
     return any(map(kept, leaves))
 
 
-def cuts_that_may_be(network: Network, layers: Sequence[Layer]) -> list[int]:
+def cuts_that_may_be(network: Network | None, layers: Sequence[Layer]) -> list[int]:
     """Return the possible cuts, as the first layers behind them."""
     return [cut for cut in range(1, len(layers)) if not any(_inseparable(network, layers, [cut]))]
 
 
-def refuse_cuts(network: Network, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
+def refuse_cuts(network: Network | None, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
     """Refuse a cut across which layers would behave otherwise than in one process. Raises ConfigError."""
     for layer, other, why in _inseparable(network, layers, cuts):
         raise ConfigError(
@@ -291,9 +291,9 @@ def refuse_cuts(network: Network, layers: Sequence[Layer], cuts: Sequence[int]) 
 
 
 def _inseparable(
-    network: Network, layers: Sequence[Layer], cuts: Sequence[int]
+    network: Network | None, layers: Sequence[Layer], cuts: Sequence[int]
 ) -> Iterator[tuple[int, int, str]]:
-    """Yield pairs of layers of two stages that belong into one, and why."""
+    """Yield pairs of layers of two stages that belong into one, and why. `network`: None if not known."""
     for user, layer in enumerate(layers):
         behind = [0, *cuts][stage_of(user, cuts)]
         taken = [value for value in layer.takes if value.layer != INPUT]
@@ -305,7 +305,7 @@ def _inseparable(
             elif value in written and copies_output(layers, [value], 0):
                 yield value.layer, user, "keeps its output, which a later layer modifies"
     yield from _unseen_writes(layers, cuts)
-    if not network.shared_buffers_are_read_only:
+    if network and not network.shared_buffers_are_read_only:
         yield from _shared_tensors(network, layers, cuts)
 
 

@@ -25,6 +25,8 @@ from pipetrain.plan.costs import profile_conditions, read_profile
 from pipetrain.plan.cut import AnySize
 from pipetrain.plan.memory import gpu_bytes, known_state, memory, optimizer_state, says_whether_it_fits, sized
 from pipetrain.plan.plan import Plan, Samples, make_plan
+from pipetrain.plan.rows import read_rows, write_rows
+from pipetrain.rules import PATH, POSITIVE
 from pipetrain.schedule.actions import Op, has_norms, splits
 from pipetrain.schedule.draw import aligned, as_text, counted
 from pipetrain.schedule.figure import as_figure
@@ -57,17 +59,25 @@ class OpenPlan(Plan):
 def show_plan(cfg: DictConfig, batches: int) -> None:
     """Print the plan of a window of a configuration and, with `out`, draw its timeline."""
     plan = planned(cfg, str(HydraConfig.get().runtime.choices["schedule"]), batches)
-    plan, span = sized(plan, make_task(cfg), _state_of(cfg)), _span(cfg)
+    task, span, rows = None if cfg.costs else make_task(cfg), _span(cfg), str(cfg.out).endswith(".csv")
+    plan = sized(plan, task, _state_of(cfg))
+    if cfg.costs and cfg.out is None and span is None:
+        write_rows(plan, sys.stdout)
+        return
     if cfg.out is not None:
         run = plan.timeline()
         try:
-            as_figure(run, Path(str(cfg.out)), _title(plan), plan.unit_of_time, span, memory(plan, run))
+            if rows:
+                with Path(str(cfg.out)).open("w", newline="") as file:
+                    write_rows(plan, file)
+            else:
+                as_figure(run, Path(str(cfg.out)), _title(plan), plan.unit_of_time, span, memory(plan, run))
         except OSError as error:
             raise ConfigError(f"out={cfg.out} cannot be written: {error}") from error
     room = gpu_bytes(plan.settings.device)
     print(describe(plan, get_terminal_size((100, 24)).columns, span, room), end="")
     if cfg.out is not None:
-        print(f"\ntimeline drawn in {cfg.out}")
+        print(f"\n{'a row a stage' if rows else 'timeline drawn'} in {cfg.out}")
 
 
 def planned(cfg: DictConfig, schedule: str, batches: int) -> Plan:
@@ -75,6 +85,8 @@ def planned(cfg: DictConfig, schedule: str, batches: int) -> Plan:
 
     On paper nothing is measured: without a file partition=profile is the draft that a run begins with.
     """
+    if cfg.costs is not None:
+        return _planned_by_rows(cfg, schedule, batches)
     settings = replace(Settings.composed(cfg, schedule, None), window=None)
     samples = Samples([settings.batch_size] * batches, [settings.full])
     model = make_model(cfg, settings.seed, settings.dtype)
@@ -88,6 +100,22 @@ def planned(cfg: DictConfig, schedule: str, batches: int) -> Plan:
             "partition=profile measures when a run starts; this is its draft, cut by flops", file=sys.stderr
         )
     return make_plan(settings, make_schedule(cfg), network, example, samples, profile, _state_of(cfg))
+
+
+def _planned_by_rows(cfg: DictConfig, schedule: str, batches: int) -> Plan:
+    """Plan a window of the layers of costs=FILE, each microbatch a sample. Raises ConfigError."""
+    path, cfg = PATH.read("costs", cfg.costs), cfg.copy()
+    cfg.batch_size = cfg.microbatches
+    settings = replace(Settings.composed(cfg, schedule, None), window=None, model=path.stem)
+    if settings.profile is not None:
+        raise ConfigError("costs= and partition.profile= both give times: leave one of them out")
+    if settings.partition == "flops":  # the default; there are times for all
+        settings = replace(settings, partition=PROFILE)
+    speed = POSITIVE.read("bandwidth", cfg.bandwidth, null=True)
+    rows = read_rows(path, 1e-9 / speed if speed else 0.0)
+    samples = Samples([settings.batch_size] * batches, [1])
+    schedule_made = make_schedule(cfg)
+    return make_plan(settings, schedule_made, rows.layers, rows.data, samples, rows.profile, _state_of(cfg))
 
 
 def _state_of(cfg: DictConfig) -> Callable[[TensorSpec], int]:

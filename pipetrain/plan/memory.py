@@ -31,14 +31,16 @@ from pipetrain.tasks import Task
 WAYS = "choose more stages, more microbatches, recompute=selective or always, or precision=bf16"
 
 
-def sized(plan: Plan, task: Task, state_of: Callable[[TensorSpec], float]) -> Plan:
+def sized(plan: Plan, task: Task | None, state_of: Callable[[TensorSpec], float]) -> Plan:
     """Return a plan with the bytes of its stages. `state_of`: of the optimizer's state of a parameter.
+
+    `task`: of which there are targets; None: without any.
 
     Raises ConfigError if a rank is predicted to hold more than memory_limit=; the cut of partition=profile
     keeps to it, by what was measured.
     """
     outputs = plan.layers[-1].output
-    classes = task.classes_of(outputs)
+    classes = task and task.classes_of(outputs)
     # Labels, or numbers as the outputs are.
     targets = 8 * outputs.specs[0].numel // classes if classes else plan.table.loss
     table, sizes = replace(plan.table, state_of=state_of, targets=targets), []

@@ -192,7 +192,7 @@ class Samples:
 def make_plan(
     settings: Settings,
     schedule: Schedule,
-    model: nn.Module | Network,
+    model: nn.Module | Network | list[Layer],
     example: ValueSpec,
     samples: Samples,
     profile: Profile | None = None,
@@ -200,20 +200,26 @@ def make_plan(
 ) -> Plan:
     """Cut the model, and make and check every program. Raises ConfigError and ScheduleError.
 
-    This changes `model`, which must not be trained afterwards. `example`: of the input; `profile`: for
-    partition=profile, which is a draft without: cut by flops, whatever the memory_limit; `state_of`: the
-    bytes of the optimizer's state of a parameter.
+    This changes `model`, which must not be trained afterwards; or there is none, but its layers. `example`:
+    of the input; `profile`: its times, without which partition=profile is a draft: cut by flops, whatever the
+    memory_limit; `state_of`: the bytes of the optimizer's state of a parameter.
     """
     if settings.partition == PROFILE and profile is None:
         settings = replace(settings, partition="flops", memory_limit=None)
     example = _cast("inputs", example, settings.data_dtype)
-    network = network_of(model, example, settings.precision == "bf16")
     lengths = samples.windows(settings.window)
     draft = draft_program(settings, schedule, lengths[0])
     settings, where = settle_clipping(settings, schedule, draft), placement(draft)
     modes = modes_of(settings.recompute, len(where))
 
-    numerics, trained, evaluated = _estimates(settings, network, example, samples)
+    network, numerics = None, Numerics()
+    trained: Estimates = {}
+    evaluated: Estimates = {}
+    if isinstance(model, list):
+        trained = evaluated = {settings.full: model}
+    else:
+        network = network_of(model, example, settings.precision == "bf16")
+        numerics, trained, evaluated = _estimates(settings, network, example, samples)
     layers = trained[settings.full]
     dtype, outputs = settings.data_dtype, layers[-1].output.specs
     table = Table(
@@ -222,15 +228,17 @@ def make_plan(
         by_work(layers, settings.ranks),
         codecs=settings.codecs,
         state_of=state_of,
-        loss=sum(spec.numel * (dtype or spec.dtype).itemsize for spec in outputs),  # as a cross-entropy saves
+        # As a cross-entropy saves:
+        loss=sum(spec.numel * (dtype or spec.dtype).itemsize for spec in outputs) if network else 0,
         averaged=settings.ema is not None,
         on_gpu=settings.on_gpu,
     )
     prediction = None
-    if profile is not None and settings.partition == PROFILE:
+    if profile is not None:
         refuse_other_layers(profile, layers)
         latency_s, s_per_byte = profile.latency_s, profile.s_per_byte
         table = replace(table, times=profile.layers, latency_s=latency_s, s_per_byte=s_per_byte)
+    if profile is not None and settings.partition == PROFILE:
         predictor = predictor_of(settings, schedule, where, lengths, table)
         prediction = cut_by_times(settings, predictor, cuts_that_may_be(network, layers), profile)
         cuts, modes = prediction.chosen.cuts, [stage.mode for stage in prediction.chosen.stages]
@@ -238,7 +246,8 @@ def make_plan(
         cuts = choose_cuts(settings.partition, layers, where)
     refuse_cuts(network, layers, cuts)
     _refuse_drawing(settings, layers)
-    cut = cut_layers({settings.full: layers, **trained}, cuts, example, shared_weights(network, cuts))
+    shared = shared_weights(network, cuts) if network else {}
+    cut = cut_layers({settings.full: layers, **trained}, cuts, example, shared)
     refuse_ties(settings, schedule, cut)
 
     stage_costs = table.costs(cut, modes, splits(draft), settings.full)
@@ -257,7 +266,7 @@ def make_plan(
         evaluation=evaluation,
         schedule=schedule,
         modes=modes,
-        costs=stage_costs if prediction else None,
+        costs=stage_costs if profile else None,
         prediction=prediction,
     )
 

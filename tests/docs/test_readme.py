@@ -89,7 +89,8 @@ OURS = [c for c in commands() if ("pipetrain" in c or "launch" in c) and "--conf
 @pytest.mark.parametrize("command", OURS)
 def test_every_training_command_composes(command):
     sweep_apart = [o.partition(",")[0] if "--multirun" in command else o for o in overrides(command)]
-    config([o for o in sweep_apart if not o.startswith(("out=", "NPROC=", "compare="))])
+    own = ("out=", "NPROC=", "compare=", "costs=", "bandwidth=")
+    config([o for o in sweep_apart if not o.startswith(own)])
 
 
 def run_plan(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -104,6 +105,7 @@ def run_plan(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.mark.parametrize("command", [c for c in OURS if "pipetrain.plan" in c])
 def test_every_plan_command_runs(command, tmp_path, monkeypatch):
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
     monkeypatch.chdir(tmp_path)
     assert run_plan(command, monkeypatch) == 0
 

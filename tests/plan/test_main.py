@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import subprocess
 import sys
@@ -50,6 +51,11 @@ REFUSED = [
     (["schedule=foo"], "In 'config': Could not find 'schedule/foo'; choose one in 'schedule': 1f1b "),
     (["memory_limit=0.001"], "memory_limit=0.001 is too small: rank 0 is predicted to hold 0.00"),
     (["+partition.profile=no.json"], "partition.profile=no.json cannot be read: No such file or directory"),
+    (
+        ["costs=mine.csv"],
+        "costs= stands in place of a model: leave model= out, or give the model's times by pa",
+    ),
+    (["bandwidth=1"], "bandwidth= is for costs=FILE: of a model, partition.profile=FILE has it"),
     (["cost=trace.json"], "there is no cost in the configuration; "),
     (["batches=100000000"], "batches=100000000 must be a whole number of at least 1 and at most 1000"),
     (["span=9-3"], "span=9-3 must be all, or from which cell to which, such as 0-40"),
@@ -92,6 +98,31 @@ def test_a_process_that_plans_draws_and_loads_nothing_that_runs(tmp_path):
     assert figures(ended.stdout)["activations"] == ("4 3 2 1", "4 3 2 1")
     assert [path.name for path in tmp_path.iterdir()] == ["x.svg"]
     assert ElementTree.parse(tmp_path / "x.svg").getroot().tag.endswith("svg")
+
+
+def test_costs_of_one_s_own_need_no_model_and_a_plan_is_a_row_a_stage(run, tmp_path):
+    """Sixteen layers of one millisecond and two, on 16 ranks: a batch of m takes 3 (m + 15) ms by 1f1b."""
+    lines = ["name,forward_ms,backward_ms", *(f"layer{n},1,2" for n in range(16))]
+    (tmp_path / "mine.csv").write_text("\n".join(lines))
+    words = ["costs=mine.csv", "stages=16", "microbatches=8"]
+    status, out, err = run(*words)
+    rows = list(csv.DictReader(out.splitlines()))
+    assert (status, err, len(rows)) == (0, "", 16)
+    assert {row["batch_ms"] for row in rows} == {"69"}
+    assert {row["bubble"] for row in rows} == {f"{15 / 23:.6g}"}
+    assert [row["activations"] for row in rows] == [str(min(16 - n, 8)) for n in range(16)]
+    status, text, _ = run(*words, "out=plan.csv")
+    assert text.startswith("mine, schedule 1f1b: 16 stages on 16 ranks, batch 8 in 8 microbatches")
+    assert text.endswith("\na row a stage in plan.csv\n")
+    assert (tmp_path / "plan.csv").read_text() == out
+    table = rows_of(run(*words, "compare=[1f1b,gpipe]")[1])
+    assert table["schedule"][:4] == ["batch", "bubble", "mine ms batch", "mine ms bubble"]
+    assert [row[2:4] for name, row in table.items() if name != "schedule"] == [["69", "65.2%"]] * 2
+    # Without times it is in units of work, as the timeline is.
+    assert run("model=mlp", "out=work.csv")[0] == 0
+    rows = list(csv.DictReader((tmp_path / "work.csv").read_text().splitlines()))
+    assert sum(float(row["forward"]) for row in rows) == pytest.approx(2, rel=1e-5)
+    assert [row["recompute"] for row in rows] == ["never"] * 2
 
 
 def test_a_long_window_is_drawn_in_short_unless_all_of_it_is_asked_for(run, monkeypatch, tmp_path):
