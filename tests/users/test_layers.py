@@ -87,6 +87,31 @@ def test_layers_and_a_model_return_tuples_in_tuples_and_dicts(ranks):
     assert max(ranks(partial(apart, schedule="zb_h1"), ends_in_one, of_the_sequence, 3)) < 1e-12
 
 
+class Adapted(nn.Module):
+    """A frozen layer with an adapter beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = linear().requires_grad_(False)
+        self.down, self.up = (nn.Parameter(torch.randn(*s, dtype=torch.float64)) for s in ((2, 4), (4, 2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+def adapted(alone: bool) -> nn.Module:
+    """Five layers, with adapters beside all or beside the last one alone."""
+    layers = [linear().requires_grad_(False) if alone and n < 4 else Adapted() for n in range(5)]
+    return nn.Sequential(*(one for layer in layers for one in (layer, nn.Tanh())))
+
+
+def test_adapters_train_on_all_stages_and_on_the_last_alone(ranks):
+    """Zero bubble schedules too, whose split backwards start from what needs a gradient."""
+    for schedule in ("1f1b", "zb_h1", "zbv"):
+        for alone in (False, True):
+            assert max(ranks(partial(apart, schedule=schedule), partial(adapted, alone))) < 1e-12
+
+
 def refused(*models: Callable[[], nn.Module]) -> list[str]:
     return [programs.ended(partial(apart, make)) for make in models]
 
