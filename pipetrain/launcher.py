@@ -2,6 +2,7 @@
 
     pipetrain                                              the quickstart: a few minutes, no download
     pipetrain model=resnet18 schedule=pipedream epochs=3   any override of the configuration
+    pipetrain model=mlp data=digits seed=0,1,2 -m          a sweep, which ends with its table
     pipetrain --max-restarts=3 model=vgg16 resume=auto     torchrun's options, as --OPTION=VALUE
     pipetrain --nproc_per_node=2 -m pipetrain model=vgg16  torchrun's whole command line
 
@@ -58,8 +59,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _main(words: Sequence[str]) -> int:
-    if "-m" in words:
+    if re.search(r"(^| )-m [\w.]+( |$)", " ".join(words)):  # and no override, before which -m is Hydra's
         return start(words)
+    words = ["--multirun" if word == "-m" else word for word in words]
     if "--version" in words:
         print(f"pipetrain {__version__}")
         return 0

@@ -39,6 +39,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.fitting import RunFolder, train_epochs
 from pipetrain.pipeline import Pipeline
 from pipetrain.records import folder
+from pipetrain.records.sweep import end_sweep
 from pipetrain.records.trackers import check_loggers
 from pipetrain.runtime.mesh import choose_device, keep_freed_memory
 from pipetrain.runtime.optimizer import Configured
@@ -78,13 +79,23 @@ def run_command(world: World, signals: Signals) -> int:
             sys.argv.append(f"run_dir={quoted(run_dir)}")  # otherwise each restart would make a folder
     before = given_folder(sys.argv[1:])
     run_job, refused = (lead, partial(discard_folder, *before)) if leads else (follow, lambda: None)
+    swept: list[tuple[list[str], Path]] = []
+
+    def job(cfg: DictConfig) -> None:
+        run_job(cfg, start)
+        hydra = HydraConfig.get()
+        if leads and hydra.mode == RunMode.MULTIRUN:
+            swept.append((list(hydra.overrides.task), Path(hydra.runtime.output_dir)))
+
     try:
         with signals.losing():
-            return compose("config", lambda cfg: run_job(cfg, start), refused, leads)
+            return compose("config", job, refused, leads)
     except (ConfigError, ScheduleError) as error:
         start.refuse(error)
     finally:
         start.trains.set()
+        if table := end_sweep(swept):  # also of what was done before an error
+            print(table, flush=True)
 
 
 def given_folder(words: Sequence[str]) -> tuple[Path, folder.Before]:

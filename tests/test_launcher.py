@@ -65,6 +65,8 @@ TWO_NODES = "--nnodes=2 --rdzv_endpoint=a:1 --nproc-per-node=2"
         ("x=1", {"OMP_NUM_THREADS": "3"}, 0, f"{N}2 {OWN} x=1", 3),
         ("--max-restarts=3 x=1", {}, 0, f"--max-restarts=3 {N}2 {OWN} x=1", 2),
         (f"x=1 {TWO_NODES}", {}, 8, f"{TWO_NODES} -m pipetrain x=1", 1),
+        ("seed=0,1 -m", {}, 0, f"{N}2 {OWN} seed=0,1 --multirun", 2),
+        ("-m seed=0,1", {}, 0, f"{N}2 {OWN} --multirun seed=0,1", 2),
         ("--standalone -m pipetrain x=1", {}, 4, "--standalone -m pipetrain x=1", None),
     ],
 )

@@ -156,6 +156,12 @@ def test_multirun_is_one_run_after_another_each_in_one_folder_and_ranks_profile_
     assert summaries[0]["val_loss"] != summaries[1]["val_loss"]
     assert [path.name for path in where.iterdir()] == ["swept"]
     lines = lines_of(ended.out)
+    *_, head, first_run, second_run, last = lines
+    assert head.startswith(
+        "run  seed  val loss  val acc  best val loss  best val acc  best epoch  epoch s  bubble"
+    )
+    assert [row.split()[:2] for row in (first_run, second_run)] == [["0", "1"], ["1", "2"]]
+    assert last == f"all figures in {where}/swept/sweep.csv"
     assert sum(line.startswith("epoch 1/1: ") for line in lines) == 2
     first = lines.index("pipetrain: profiling 6 layers, 16 samples at a time")
     assert re.fullmatch(r"profiled in [\d.]+ s", lines[first + 1])

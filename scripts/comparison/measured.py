@@ -5,15 +5,14 @@ All of it is measured, and stands in a run's records. An older run may lack some
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from math import isfinite
 from statistics import fmean
 
 from comparison.figures import Metric, spread
-from comparison.runs import Outcome, Summary
+from comparison.runs import Outcome
+from pipetrain.records.sweep import figures_of
 
-MIB = 2**20
 MEANING = (
     "epochs, seconds: until the first epoch that reaches it, evaluations included; speedup: those seconds of "
     "the model's first row over those of the row. bubble: the share of all ranks' time in which they do not "
@@ -35,24 +34,6 @@ def reached(run: Outcome, metric: Metric, target: float) -> tuple[float, float] 
     columns = zip(*(run.curves[key] for key in ("epoch", "elapsed_s", f"val_{metric.name}")), strict=True)
     goals = (end for *end, value in columns if metric.worth(metric.scale * value) >= worst)
     return next(((epoch, seconds) for epoch, seconds in goals), None)
-
-
-def figures_of(summary: Summary) -> dict[str, float]:
-    """Return the measured figures of a run, over all its stages and ranks."""
-    stages = summary.get("per_stage") or []
-    if not stages:
-        return {}
-    held: dict[int, float] = defaultdict(float)
-    for stage in stages:
-        held[stage["rank"]] += (stage["memory_bytes"] or 0.0) / MIB
-    return {
-        "bubble": 100 * fmean({stage["rank"]: stage["bubble"] for stage in stages}.values()),
-        "bubble_on_paper": 100 * summary["simulated_bubble"],
-        "mean_staleness": fmean(stage["mean_staleness"] for stage in stages),
-        "max_staleness": max(stage["max_staleness"] for stage in stages),
-        "max_versions": max(stage["peak_versions"] for stage in stages),
-        "fullest_rank_mib": max(held.values()),
-    }
 
 
 def cells(

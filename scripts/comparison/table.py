@@ -18,6 +18,7 @@ from typing import Any
 from comparison import measured
 from comparison.figures import Metric, duration, metric_of, spread
 from comparison.runs import Outcome, Summary
+from pipetrain.records.sweep import figures_of
 
 FILES = ("table.md", "runs.csv")
 LATEX = "table.tex"
@@ -233,7 +234,7 @@ def _run(outcome: Outcome) -> dict[str, Any]:
     summary = {k: v for k, v in (outcome.summary or {}).items() if isinstance(v, (str, int, float))}
     return (
         summary
-        | measured.figures_of(outcome.summary or {})
+        | figures_of(outcome.summary or {})
         | {
             "run": spec.name,
             "state": "failed" if outcome.failure else "done",

@@ -1,0 +1,89 @@
+"""The table that ends a sweep: a row a run, beside the overrides in which the runs differ.
+
+It is made of the summary.json of each run, so that a run that was finished before is in it too.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from pipetrain.schedule.draw import aligned
+
+MIB = 2**20
+FILE = "sweep.csv"
+Summary = Mapping[str, Any]
+
+
+def figures_of(summary: Summary) -> dict[str, float]:
+    """Return what was measured of a run's pipeline, over all its stages and ranks."""
+    stages = summary.get("per_stage") or []
+    if not stages:
+        return {}
+    held: dict[int, float] = defaultdict(float)
+    for stage in stages:
+        held[stage["rank"]] += (stage["memory_bytes"] or 0.0) / MIB
+    return {
+        "bubble": 100 * fmean({stage["rank"]: stage["bubble"] for stage in stages}.values()),
+        "bubble_on_paper": 100 * summary["simulated_bubble"],
+        "mean_staleness": fmean(stage["mean_staleness"] for stage in stages),
+        "max_staleness": max(stage["max_staleness"] for stage in stages),
+        "max_versions": max(stage["peak_versions"] for stage in stages),
+        "fullest_rank_mib": max(held.values()),
+    }
+
+
+def end_sweep(runs: Sequence[tuple[Sequence[str], Path]]) -> str:
+    """Return the table of some runs, and write it beside their folders as CSV; "" if fewer than two are done.
+
+    `runs`: the overrides and the folder of each.
+    """
+    rows: list[dict[str, str]] = []
+    lines: list[dict[str, Any]] = []
+    given = [dict(word.lstrip("+~").partition("=")[::2] for word in words) for words, _ in runs]
+    varied = [
+        key
+        for key in dict.fromkeys(k for one in given for k in one)
+        if len({one.get(key) for one in given}) > 1
+    ]
+    for overrides, (_, folder) in zip(given, runs, strict=True):
+        with suppress(OSError, ValueError):  # one that was stopped has none
+            summary = json.loads((folder / "summary.json").read_text())
+            chosen = {"run": folder.name, **{key: overrides.get(key, "-") for key in varied}}
+            rows.append(chosen | _shown(summary))
+            plain = {key: value for key, value in summary.items() if isinstance(value, str | int | float)}
+            lines.append(chosen | plain | figures_of(summary))
+    if len(rows) < 2:
+        return ""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    file = runs[0][1].parent / FILE
+    with suppress(OSError), file.open("w", newline="") as opened:
+        writer = csv.DictWriter(
+            opened, list(dict.fromkeys(key for line in lines for key in line)), lineterminator="\n"
+        )
+        writer.writeheader()
+        writer.writerows(lines)
+    table = aligned([names, *([row.get(name, "-") for name in names] for row in rows)])
+    return f"{table}\nall figures in {file}"
+
+
+def _shown(summary: Summary) -> dict[str, str]:
+    """Return the cells of a run: loss and metrics after the last epoch and the best one, and what it took."""
+    percent = {"loss": False} | {metric["name"]: metric["percent"] for metric in summary["metrics"]}
+    cells = {}
+    for of in ("val", "best_val") if "val_loss" in summary else ("train",):
+        for name, share in percent.items():
+            value = summary[f"{of}_{name}"]
+            cells[f"{of.replace('_', ' ')} {name}"] = f"{value:.2%}" if share else f"{value:.4g}"
+    cells |= {"best epoch": str(summary["best_epoch"] or "-"), "epoch s": f"{summary['epoch_s']:.2f}"}
+    if figures := figures_of(summary):
+        cells["bubble"] = f"{figures['bubble']:.1f}%"
+        cells["updates late"] = f"{figures['mean_staleness']:.2f}"
+        cells["MiB"] = f"{figures['fullest_rank_mib']:.1f}"
+    return cells
