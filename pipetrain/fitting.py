@@ -38,7 +38,7 @@ from pipetrain.data.sets import DataFacts
 from pipetrain.ending import terminate
 from pipetrain.epochs import AfterEpoch, Epochs, Passes
 from pipetrain.errors import ChannelError, ConfigError
-from pipetrain.pipeline import TRAINING, Pipeline
+from pipetrain.pipeline import Pipeline
 from pipetrain.plan.describe import choices, describe
 from pipetrain.plan.memory import gpu_bytes
 from pipetrain.plan.program import window_lengths
@@ -176,7 +176,7 @@ def _opened(
                 return [None, uuid.uuid4().hex]
             return [str(source.folder), source.manifest.run]
 
-        found, run = pipe._together.on_one(0, "the run's folder", None if pipe.rank else find)
+        found, run = pipe._together.on_one(0, "the run's folder", find)
         source = None if found is None else read_source(Path(found), pipe.rank)
         yield RunFolder(path, run, source, config)
 
@@ -223,7 +223,7 @@ class Loaders:
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         self._random = torch.get_rng_state()
-        return self._pipe._batches(self._train, f"{TRAINING} (epoch {epoch + 1})")
+        return self._pipe._batches(self._train, f"the training (epoch {epoch + 1})", trains=True)
 
     def train(self, epoch: int, done: int) -> Batches:
         batches, self._ahead = self._ahead or self._begin(epoch), None
@@ -251,7 +251,7 @@ def _batches_in(pipe: Pipeline, loader: Loader, name: str) -> int:
             )
         return batches
 
-    batches: int = pipe._together.on_one(0, f"the length of the {name} loader", None if pipe.rank else count)
+    batches: int = pipe._together.on_one(0, f"the length of the {name} loader", count)
     return batches
 
 

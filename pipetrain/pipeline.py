@@ -43,7 +43,6 @@ from pipetrain.data.loading import Form, Loader, Reader
 from pipetrain.errors import ConfigError
 from pipetrain.network.chain import network_of
 from pipetrain.network.factory import Factory
-from pipetrain.network.given import form_of
 from pipetrain.network.model import give_memory, refuse_without_numbers, tensor_attributes
 from pipetrain.network.network import Network, Values
 from pipetrain.network.places import named_tensors
@@ -73,7 +72,6 @@ from pipetrain.tally import Tally
 from pipetrain.tasks import LossFunction, Metric, Task
 from pipetrain.tasks.metrics import MetricFunction
 
-TRAINING = "the training"
 NO_BATCH = "the loader has no batch: give one that has, and that can be read again"
 log = logging.getLogger("pipetrain")
 PREDICTED_AT_ONCE = 8  # batches of a window of a prediction, whose outputs are kept until its end
@@ -177,7 +175,7 @@ class Pipeline:
         self._together = Together(mesh, self._ended)
         with self._together():
             drawn = {"how the model's factory makes its parameters": record.digest} if record else {}
-            prove_same(mesh, "the settings", asked.conditions() | form_of(model) | drawn)
+            prove_same(mesh, "the settings", asked.conditions() | drawn)
             mesh.open(edges(asked.program))
             refuse_without_numbers(mesh.tell("the model", [] if record else give_memory(model)))
             level(mesh, "the model", named_tensors(model) | tensor_attributes(model))
@@ -263,7 +261,7 @@ class Pipeline:
         self._passes += 1
         with self._together():
             self._counted(Stage.take_trained)  # what steps, or a pass that was left, have counted
-        batches = self._batches(loader, f"{TRAINING} (pass {self._passes})")
+        batches = self._batches(loader, f"the training (pass {self._passes})", trains=True)
         for sizes in self._windows(batches, window):
             losses = self._train(sizes, batches)
             samples += sum(sizes)
@@ -288,7 +286,7 @@ class Pipeline:
                 f"it: use `for loss in pipe.train(loader)`, or a schedule that flushes, such as 1f1b"
             )
         batch = inputs if targets is None else (inputs, targets)
-        batches = self._batches([batch], f"{TRAINING} by step()")
+        batches = self._batches([batch], "the training by step()", trains=True)
         for sizes in self._windows(batches, 1):
             (loss,) = self._train(sizes, batches)
             return loss
@@ -337,23 +335,23 @@ class Pipeline:
 
     # One pass
 
-    def _batches(self, loader: Loader, what: str, labelled: bool = True) -> Batches:
+    def _batches(self, loader: Loader, what: str, trains: bool = False, labelled: bool = True) -> Batches:
         """Return the batches of a pass over a loader; the first one decides the plan.
 
         `what`: the training, by which call, or the evaluation, so that a rank that is at another is found.
         `labelled`: whether targets are read.
         """
         self._refuse_stopped()
-        training, form = what.startswith(TRAINING), self._form
+        form = self._form
         if form is not None and not labelled:
             form = replace(form, targets=ValueSpec((TensorSpec((), torch.float32),)))
-        weight = self._task.weight if training else None
+        weight = self._task.weight if trains else None
         reader = None if self.rank else Reader(loader, "batch", form, self._named, weight, labelled)
         if self._session is None:
             self._begin(reader)
             form = self._form
         assert form is not None
-        if training:
+        if trains:
             self._refuse_apart()
 
         unproven = [self._whole.given]
@@ -361,7 +359,7 @@ class Pipeline:
         def unchanged(read: Callable[[Reader], Any], reader: Reader) -> Any:
             """Return what is read, at first if the model is still what was cut."""
             if unproven and (given := unproven.pop()):
-                given.prove(training)
+                given.prove(trains)
             return read(reader)
 
         def told(read: Callable[[Reader], Any]) -> Any:
@@ -444,9 +442,7 @@ class Pipeline:
             optimizer, rate = self._asked.optimizer, self._asked.rate
             self._session = Session(plan, network, self._task, optimizer, rate, self._mesh)
             last = plan.placement[-1]
-            self._together.on_one(
-                last, "the model's loss", self._session.settle if self.rank == last else None
-            )
+            self._together.on_one(last, "the model's loss", self._session.settle)
         self._session.whole = self._whole
         self._whole.lend(network, self._session.stages.values(), owned)
         if self._source is not None:
@@ -456,9 +452,7 @@ class Pipeline:
         """Plan for samples by number, of which so many batches are done; prove the task on both."""
         if self._session is None:
             self._begin(None if self.rank else train, Samples(train.sizes, test.sizes, done))
-            self._together.on_first(
-                "the task", None if self.rank else test, partial(_prove_task, self.plan, self._task)
-            )
+            self._together.on_first("the task", test, partial(_prove_task, self.plan, self._task))
             self._refuse_apart()
 
     # What is left of a training
@@ -515,7 +509,7 @@ class Pipeline:
         """
         self._refuse_stopped()
         find = partial(_saved_in, PATH.read("folder", folder))
-        found = self._together.on_one(0, "the checkpoint to load", None if self.rank else find)
+        found = self._together.on_one(0, "the checkpoint to load", find)
         if found is None:
             return
         source = read_source(Path(found), self.rank)

@@ -48,7 +48,8 @@ def first_plan(
     )
     mesh = together.mesh
     with together():
-        prove_same(mesh, "the plan", {**plan.pipeline, "program": digest(plan.window.program)})
+        layers = {f"layer {one.name}": [str(one.output), one.draws, *one.weights] for one in plan.layers}
+        prove_same(mesh, "the plan", {**plan.pipeline, "program": digest(plan.window.program), **layers})
         level(mesh, "the tensors of the layers", plan.foreign)
     return plan if tried is settings else OpenPlan.of(plan, settings)
 
@@ -66,7 +67,7 @@ def _made(
         conditions = profile_conditions(settings, asked.optim)
         if settings.profile is not None:
             read = partial(_profile_in, settings.profile, conditions)
-            profile = Profile.from_json(together.on_one(0, "the profile", None if mesh.world.rank else read))
+            profile = Profile.from_json(together.on_one(0, "the profile", read))
         else:
             twin = twin_of(network)
             draft = make(settings, model=network.spare())

@@ -83,28 +83,3 @@ def _differs(was: object, now: object) -> bool:
     if was is None or isinstance(was, _PLAIN):
         return isinstance(now, _PLAIN) and (type(now) is not type(was) or now != was)
     return True
-
-
-def form_of(model: nn.Module) -> dict[str, Any]:
-    """Return by name what says how a model trains, beside its tensors: it must be the same on all ranks.
-
-    Classes and modes of the modules, what is trained, and the public attributes of torch's own modules. Those
-    of a user's may differ, as `verbose = rank == 0` does.
-    """
-    found: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        of = f"model.{name}".rstrip(".")
-        found |= {of: type(module).__qualname__, f"{of}.training": module.training}
-        if type(module).__module__.startswith("torch.nn"):
-            own = vars(module).items()
-            found |= {f"{of}.{k}": v for k, v in own if k[0] != "_" and _is_plain(v)}
-    named = model.named_parameters(remove_duplicate=False)
-    return found | {f"model.{name}.requires_grad": p.requires_grad for name, p in named}
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (tuple, list, set):
-        return all(map(_is_plain, value))
-    if type(value) is dict:
-        return all(map(_is_plain, value.values()))
-    return value is None or isinstance(value, bool | int | float | complex | str)

@@ -27,13 +27,9 @@ from pipetrain.runtime.buffers import Buffers, Copies
 from pipetrain.runtime.microbatch import Batch, Microbatch, Observer
 from pipetrain.runtime.stage import Stage
 
-DATA = "what came from the data"
-NOTHING = "the loss itself, as where no target counts"
 LOWER = "try a lower optim.lr, or a warmup"
-WAYS_OUT = {
-    DATA: "look for NaN and infinite numbers there",
-    NOTHING: "give weight=, a function of the targets that says what they count for",
-}
+CLEAN = "look for NaN and infinite numbers there"
+WEIGH = "give weight=, a function of the targets that says what they count for"
 
 
 def not_finite(tensors: Sequence[Tensor]) -> Tensor:
@@ -61,12 +57,13 @@ def _numbers(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [numbers_of(t.detach()) for t in tensors]
 
 
-def origin(stage: Stage, microbatch: Microbatch) -> str:
-    """Say where the outputs of a forward in host memory stopped being finite; "" if that is not found."""
+def origin(stage: Stage, microbatch: Microbatch) -> tuple[str, str]:
+    """Return where a forward's outputs in host memory stopped being finite, "" if unknown; and a way out."""
     for value, tensor in zip(stage.module.slice.enters, microbatch.inputs, strict=True):
         if not all_finite(_numbers([tensor])):
-            earlier = f"what came from layer {value.layer}, in an earlier stage"
-            return DATA if value.layer == INPUT else earlier
+            if value.layer == INPUT:
+                return "what came from the data", CLEAN
+            return f"what came from layer {value.layer}, in an earlier stage", LOWER
     found: list[str] = []
 
     def see(name: str, outputs: Tensors) -> None:
@@ -82,8 +79,8 @@ def origin(stage: Stage, microbatch: Microbatch) -> str:
         stage.module.observed(microbatch.inputs, see)
     target = microbatch.target
     if not found and target is not None and not all_finite(_numbers(as_tuple(target.value))):
-        return f"the targets, {DATA}"
-    return next(iter(found), "")
+        return "the targets, what came from the data", CLEAN
+    return next(iter(found), ""), LOWER
 
 
 class StopOnNaN(Observer):
@@ -110,12 +107,12 @@ class StopOnNaN(Observer):
         if self._fine([t for t in outputs if objective or t.requires_grad]):  # not, say, a mask of -inf
             return
         what = f"the activation of microbatch {microbatch.mb} is not finite"
-        where = origin(self._stage, microbatch)
+        where, way_out = origin(self._stage, microbatch)
         if objective is not None:
             what = f"the loss of microbatch {microbatch.mb} is {outputs[0].item()}"
             if not where and objective.task.counts_samples and bool(outputs[0].isnan()):
-                where = NOTHING
-        self._stop(f"{what} (first in {where})" if where else what)
+                where, way_out = "the loss itself, as where no target counts", WEIGH
+        self._stop(f"{what} (first in {where})" if where else what, way_out=way_out)
 
     def after_backward(self, microbatch: Microbatch, back: Tensors) -> None:
         if not self._fine(back):
@@ -159,14 +156,13 @@ class StopOnNaN(Observer):
         numbers = _numbers([t for t in tensors if differentiable(t)])
         return self._stage.rehearses or any(t.is_cuda for t in numbers) or all_finite(numbers)
 
-    def _stop(self, what: str, update: int | None = None) -> None:
+    def _stop(self, what: str, update: int | None = None, way_out: str = LOWER) -> None:
         """Stop the training at an update's number, by default one of the next update."""
         if self._stage.rehearses:
             return
         updates = self._stage.weights.updates
         update = updates if update is None else update
         when = f"{updates - update} updates later" if updates > update else "before the update"
-        way_out = next((way for cause, way in WAYS_OUT.items() if cause in what), LOWER)
         raise TrainingStopped(
             f"{what} at stage {self._stage.index}, update {update}: stopped {when}; {way_out}"
         )

@@ -1,7 +1,7 @@
 """The optimizer of a configuration or of a program, tried before the start.
 
 Each stage has its own optimizer over its own parameters. So it is tried on small copies of the model's: two
-optimizers of half of them each must step as one of all does, and their state must fit into a checkpoint.
+optimizers of half of them each must step as one of all does.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipetrain.building import build, not_built
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.rules import BOOL, POSITIVE, decoded
-from pipetrain.runtime.memory import Memory
+from pipetrain.rules import BOOL, decoded
 from pipetrain.runtime.weights import Named, OptimizerFactory
 
 NORMS_AND_BIASES = "norms_and_biases"  # a group of this name needs no pattern
@@ -67,18 +66,17 @@ def make_optimizer(cfg: DictConfig, model: nn.Module, stages: int = 1) -> Optimi
     left_out = {"groups"} if fused is not None else {"groups", "fused"}
     cfg.optim = {key: node[key] for key in node if key not in left_out}
     if "lr" in node:
-        cfg.optim.lr = POSITIVE.read("optim.lr", decoded(node.lr))
-    factory, saves = build(cfg, "optim"), cfg.checkpoint.every is not None
+        cfg.optim.lr = decoded(node.lr)  # which Settings has read
+    factory = build(cfg, "optim")
     groups = _groups("optim.groups", given, model)
-    tried = partial(_tried, node._target_, groups=groups, model=model, stages=stages, saves=saves)
+    tried = partial(_tried, node._target_, groups=groups, model=model, stages=stages)
     try:
         if fused is None:
             with suppress(ConfigError):
                 return tried(partial(factory, fused=True))
         return tried(factory)
     except ConfigError as error:
-        cause = error.__cause__
-        if isinstance(cause, TypeError) and "unexpected keyword argument" in str(cause):
+        if isinstance(cause := error.__cause__, TypeError):
             raise not_built("optim", node, cause) from error
         raise
 
@@ -167,14 +165,13 @@ def _tried(
     groups: Sequence[Group],
     model: nn.Module,
     stages: int,
-    saves: bool = True,
 ) -> OptimizerFactory:
-    """Return the factory; refuse an optimizer that fails, or that stages or checkpoints cannot use."""
+    """Return the factory; refuse an optimizer that fails, or that stages cannot use."""
     factory = partial(_over, function, groups)
     whole, apart, gradients = small_copies(model), small_copies(model), _gradients(model)
     middle = len(apart) // 2
     try:
-        memory, known = _stepped(factory, whole, gradients)
+        known = _stepped(factory, whole, gradients)
         for half in filter(None, (apart[:middle], apart[middle:])):
             _stepped(factory, half, gradients)
     except ConfigError:
@@ -194,14 +191,6 @@ def _tried(
             f"optim {target} lets the step of one parameter depend on others, and each of {stages} stages "
             f"sees its own alone: choose another optimizer, or one stage"
         )
-    try:
-        for _, weight in whole if saves else ():
-            memory.of(weight)
-    except TypeError as error:
-        raise ConfigError(
-            f"optim {target} remembers {error}, which a checkpoint cannot hold: choose another optimizer, or "
-            f"checkpoint.every=null"
-        ) from error
     return factory
 
 
@@ -216,8 +205,8 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def _stepped(
     factory: OptimizerFactory, named: _Parameters, gradients: Mapping[str, Tensor]
-) -> tuple[Memory, Mapping[str, Any]]:
-    """Make some steps; return what the optimizer remembers, and its options.
+) -> Mapping[str, Any]:
+    """Make some steps; return the optimizer's options.
 
     Raises ConfigError if it has other parameters.
     """
@@ -228,10 +217,9 @@ def _stepped(
             f"gives its own: let the function pass on its argument, all of it, as in lambda p: "
             f"{type(optimizer).__name__}(p, ...), and freeze the others by requires_grad_(False)"
         )
-    memory = Memory(optimizer)
     for size in SIZES:
         for name, weight in named:
             most = torch.finfo(weight.dtype).max ** 0.5  # far from an overflow, of float16
             weight.grad = gradients[name] * min(size, most)
         optimizer.step()
-    return memory, optimizer.defaults
+    return optimizer.defaults

@@ -54,13 +54,13 @@ class Together:
 
     def on_first(self, what: str, reader: Any, read: Callable[[Any], Any]) -> Any:
         """Return on every rank what `read` returns of the `reader` that rank 0 has; see `on_one`."""
-        return self.on_one(0, what, None if reader is None else partial(read, reader))
+        return self.on_one(0, what, partial(read, reader))
 
-    def on_one(self, rank: int, what: str, read: Callable[[], Any] | None) -> Any:
+    def on_one(self, rank: int, what: str, read: Callable[[], Any]) -> Any:
         """Return on every rank what `read` returns on a `rank`, or raise its error on all."""
         found, error = None, None
         try:
-            found = None if read is None else read()
+            found = read() if rank == self.mesh.world.rank else None
         except Exception as caught:  # a loader may raise anything
             error = caught
         text = None if error is None else one_line(error) or type(error).__name__

@@ -24,11 +24,15 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributions import Distribution
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import (
+    ConstraintViolationError,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+)
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map
 
 from pipetrain.errors import ConfigError, one_line
@@ -150,12 +154,12 @@ def _refusal(model: nn.Module, example: ValueSpec, error: Exception) -> ConfigEr
     """Return why a model cannot be traced, as one sentence."""
     text, kind, where = one_line(error), type(error).__name__, _place(error)
     at = f" at {where}" if where else ""
-    if "data-dependent" in text or kind in ("GuardOnDataDependentSymNode", "DataDependentOutputException"):
+    if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException):
         return ConfigError(
             f"the model decides on its data{at}, which cannot be cut into stages: compute both ways and "
             f"choose by torch.where (for nn.Transformer pass is_causal beside mask), or {WAY_OUT}"
         )
-    if "specialized it to be a constant" in text or "Constraints violated" in text:
+    if isinstance(error.__cause__ or error.__context__, ConstraintViolationError):
         found = re.search(r"batch = Dim\('batch', (min|max)=(\d+)", text)
         other = f" where it has {'fewer' if found[1] == 'min' else 'more'} than {found[2]}" if found else ""
         return ConfigError(
