@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from pipetrain.errors import one_line
 from pipetrain.network.values import TensorSpec, leaves_of
 
-SIZES = (2, 3)  # samples, for which a model is compared with its parts
 TOLERANCE = 1e-3  # relative: a gradient may be added up in another order
 
 Results = dict[str, Tensor]  # outputs, gradients and buffers, by what they are
