@@ -277,6 +277,8 @@ class Channel:
         """Refer to no process group any longer, nor to messages, which hold the connections open."""
         self._ends, self._sums = {}, {}
         self._told.clear()
+        if self._deadline:
+            self._deadline.close()
 
     # Transfers
 

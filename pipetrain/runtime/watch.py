@@ -75,6 +75,7 @@ class Deadline:
         self._thread: Thread | None = None
         self._error: Exception | None = None
         self._raised = Event()
+        self._closed = False
 
     def add(self, passed: Callable[[], bool], error: Callable[[str], Exception]) -> None:
         """Watch a message. `passed`: whether the stream has it; `error` makes the error that names it."""
@@ -92,9 +93,15 @@ class Deadline:
             self._raised.set()
             raise self._error
 
+    def close(self) -> None:
+        """End the thread: nobody waits for messages any longer."""
+        self._closed = True
+
     def _run(self) -> None:
         while self._error is None:
             time.sleep(min(1.0, self._timeout / 20))
+            if self._closed:
+                return
             with self._lock:
                 try:
                     self._look(time.monotonic())

@@ -94,3 +94,11 @@ def test_a_host_that_does_not_come_to_raise_the_error_is_ended_with_a_sentence(m
     seen.deadline._thread.join(20)
     assert ended == [1]
     assert capfd.readouterr().err == "pipetrain: [Errno a] the connection has failed\n"
+
+
+def test_the_thread_ends_with_its_channel(seen):
+    seen.add("a")
+    seen.deadline.close()
+    seen.deadline._thread.join(20)
+    assert not seen.deadline._thread.is_alive()
+    assert not seen.aborted.is_set()
