@@ -347,6 +347,8 @@ def pretended() -> Iterator[Gpu]:
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "set_rng_state": lambda state, *_: torch.set_rng_state(state),
         "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
+        "get_sync_debug_mode": lambda: 0,
+        "set_sync_debug_mode": lambda _: None,  # waits are refused while a graph is captured, as it is
         "reset_peak_memory_stats": lambda *_: None,
         "max_memory_allocated": lambda *_: 0,
     }

@@ -71,14 +71,15 @@ def on_gpus(case: Case, exclusive: bool = False, staged: bool = False) -> Traine
     """Train a case. `exclusive`: kernels wait for what their rank has posted; `staged`: over gloo."""
     with patch.object(torch.cuda, "is_available", lambda: True):  # as CUDA graphs need one
         run = make_run(case)
-    nccl, listener, state = Nccl(case.ranks, exclusive, staged), Listener(), {}
+    draws = any(layer.draws for layer in run.plan.layers)  # one rank at a time, which is not to wait then
+    nccl, listener, state = Nccl(case.ranks, exclusive and not draws, staged), Listener(), {}
     groups = Groups(run.plan, case.ranks)
     with ExitStack() as stack:
         gpu = stack.enter_context(pretended())
         gpu.before_kernel, gpu.on_write = nccl.before_kernel, nccl.on_write
         stack.enter_context(nccl.patched())
         stack.enter_context(watched())
-        if any(layer.draws for layer in run.plan.layers):
+        if draws:
             stack.enter_context(drawing_in_turn())
         meshes = [
             PretendedMesh(World(rank, case.ranks), nccl, run.plan, groups, staged)
