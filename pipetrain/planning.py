@@ -8,6 +8,7 @@ from typing import Any
 
 from pipetrain.arguments import Asked
 from pipetrain.data.loading import Form
+from pipetrain.errors import ConfigError
 from pipetrain.measure import measure, twin_of
 from pipetrain.network.network import Network
 from pipetrain.plan.costs import Facts, Profile, profile_conditions, read_profile
@@ -15,7 +16,7 @@ from pipetrain.plan.describe import OpenPlan
 from pipetrain.plan.memory import optimizer_state, sized
 from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.runtime.together import Together, digest, level, prove_same
-from pipetrain.schedule.simulate import SHOWN
+from pipetrain.schedule.simulate import SHOWN, Deadlock
 from pipetrain.settings import PROFILE, Settings
 from pipetrain.tasks import Task
 
@@ -34,24 +35,35 @@ def first_plan(
     `samples`: the sizes of all batches; or the number of the first one's, then others may come, and a pass
     that is an asynchronous window is planned as if it had SHOWN batches. Raises ConfigError, ScheduleError.
     """
-    tried = settings
+    state_of = optimizer_state(asked.optimizer)
+
+    def of(settings: Settings, samples: Samples) -> Plan:
+        return sized(_made(asked, settings, network, form, samples, together), task, state_of)
+
     if isinstance(samples, int):
         m = settings.microbatches
         full = max(1, samples // m)  # in a microbatch
-        settings = replace(settings, batch_size=full * m)
-        length = min(settings.window or SHOWN, SHOWN) if asked.asynchronous else 1
-        length = max(length, asked.least)
-        sizes = [size * m for size in (full, full + 1) for _ in range(length)]
-        samples, tried = Samples(sizes, [full, full + 1]), replace(settings, window=length)
-    plan = sized(
-        _made(asked, tried, network, form, samples, together), task, optimizer_state(asked.optimizer)
-    )
+        settings, sizes = replace(settings, batch_size=full * m), [full, full + 1]
+
+        def of_windows(length: int) -> Plan:
+            batches = Samples([size * m for size in sizes for _ in range(length)], sizes)
+            return OpenPlan.of(of(replace(settings, window=length), batches), settings)
+
+        whole = min(settings.window or SHOWN, SHOWN) if asked.asynchronous else 1
+        try:
+            plan: Plan = of_windows(max(whole, asked.least))
+        except ConfigError as error:
+            if not isinstance(error.__cause__, Deadlock) or whole <= asked.least:
+                raise
+            plan = of_windows(asked.least)  # a shorter window may do
+    else:
+        plan = of(settings, samples)
     mesh = together.mesh
     with together():
         layers = {f"layer {one.name}": [str(one.output), one.draws, *one.weights] for one in plan.layers}
         prove_same(mesh, "the plan", {**plan.pipeline, "program": digest(plan.window.program), **layers})
         level(mesh, "the tensors of the layers", plan.foreign)
-    return plan if tried is settings else OpenPlan.of(plan, settings)
+    return plan
 
 
 def _made(

@@ -66,8 +66,8 @@ def _facts(model: nn.Module, traced: bool) -> Iterator[tuple[str, Callable[[], A
     for path, module in model.named_modules():
         of, own = f"{path}.".lstrip("."), vars(module)
         dicts = [own["_parameters"], *([own["_buffers"], own] if traced else [])]
-        for held in [*dicts, own["_modules"]] if traced or module is model else dicts:
-            yield from ((f"{of}{key}", partial(held.get, key)) for key in held)
+        for entries in [*dicts, own["_modules"]] if traced or module is model else dicts:
+            yield from ((f"{of}{key}", partial(entries.get, key)) for key in entries)
         for key in (key for key, p in own["_parameters"].items() if p is not None):
             yield f"{of}{key}.requires_grad", partial(_trains, own["_parameters"], key)
         if isinstance(module, _LISTS) and (traced or module is model):

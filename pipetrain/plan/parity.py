@@ -31,7 +31,7 @@ from pipetrain.tasks import ModelLoss, Task
 from pipetrain.tasks.trial import APART, part_of, pieces_differ
 
 MOST_WORK = 2e9  # floating-point operations of a sample's forward: a second in all
-MOST_OF_A_CHAIN, MOST_OF_A_TRACE = 2e8, 1e10  # where stages are compared with the model
+MOST_OF_A_CHAIN, MOST_OF_A_TRACE = 5e8, 1e10  # where stages are compared with the model
 ENOUGH_WORK = 2e9  # of all samples, for which there are more than two
 MOST_SAMPLES = 8
 COARSE = 5e-2  # relative, in half precision; a module may choose another kernel for the same function
@@ -73,8 +73,8 @@ def prove_stages(plan: Plan, network: Network, inputs: Value) -> None:
             try:
                 return results(lambda: run([t.clone() for t in tensors]), modules, training, names)
             finally:
-                for held, key, buffer, old in before:
-                    held[key] = buffer.copy_(old)
+                for buffers, key, buffer, old in before:
+                    buffers[key] = buffer.copy_(old)
 
     with standing_in(model, {}):
         for training in (True, False):
@@ -117,7 +117,7 @@ def parity(plan: Plan, network: Network, task: Task, inputs: Value, targets: Val
         outputs = run_parts(parts, [t.clone() for t in as_tuple(part_of(inputs, start, end))])
         return task.loss(parts[-1].pack(outputs), part_of(targets, start, end))
 
-    found: list[str] = []
+    differences: list[str] = []
     for weight in task.weights if isinstance(task, ModelLoss) else [task.weight]:
         try:
             with Beginning().again(), drawing(Seeds(0, 0, 0)), evaluating(*parts):
@@ -126,8 +126,8 @@ def parity(plan: Plan, network: Network, task: Task, inputs: Value, targets: Val
             continue
         if not differs:
             return ""
-        found.append(differs)
-    return f"of {n} samples of the first batch {found[0]}: {APART}" if found else ""
+        differences.append(differs)
+    return f"of {n} samples of the first batch {differences[0]}: {APART}" if differences else ""
 
 
 def _work(plan: Plan) -> float:

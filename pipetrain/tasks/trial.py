@@ -252,8 +252,8 @@ def choose_weight(
     def made_up(value: Made, filled: int) -> Tensor:
         spec = layer.spec(value, 2)
         if spec.dtype.is_floating_point:
-            made = torch.rand(spec.shape, generator=generator).to(device, spec.dtype)
-            return made.requires_grad_(value in cut)
+            numbers = torch.rand(spec.shape, generator=generator).to(device, spec.dtype)
+            return numbers.requires_grad_(value in cut)
         return torch.full(spec.shape, filled, dtype=spec.dtype, device=device)
 
     for filled, weight in product((0, 1), task.weights):  # some take no 1, and of 0 some make nothing
@@ -261,8 +261,8 @@ def choose_weight(
         leaves = {t: f"input {number}" for number, t in enumerate(tensors.values()) if t.requires_grad}
 
         def loss_of(start: int, end: int, of: Mapping[Made, Tensor] = tensors) -> Tensor:
-            given = [of[value][start:end] if value in cut else of[value] for value in layer.takes]
-            return task.loss(layer.run(given), targets)
+            inputs = [of[value][start:end] if value in cut else of[value] for value in layer.takes]
+            return task.loss(layer.run(inputs), targets)
 
         try:
             with evaluating(part), torch.enable_grad():
