@@ -223,6 +223,14 @@ def test_what_fails_before_a_window_leaves_the_pipeline_as_it_was(pipe):
     assert len(list(pipe.train(labelled_batches(8)))) == 1
 
 
+def test_a_plan_made_before_a_pass_gives_way_to_that_of_the_first_one():
+    with pipe_of(schedule="pipedream", sample=labelled_batches(8)[0]) as made:
+        assert set(made.plan.windows) == {1}  # one stage is never late, else as many as show it
+        for batches, windows in ((3, {3}), (2, {3, 2}), (1, {3, 2, 1})):
+            assert len(list(made.train(labelled_batches(8 * batches)))) == batches
+            assert set(made.plan.windows) == windows
+
+
 def test_what_fails_within_a_window_ends_the_pipeline(pipe):
     x, y = labelled_batches(8)[0]
     pipe.step(x, y)
