@@ -69,13 +69,15 @@ def _facts(model: nn.Module, traced: bool) -> Iterator[tuple[str, Callable[[], A
         for entries in [*dicts, own["_modules"]] if traced or module is model else dicts:
             yield from ((f"{of}{key}", partial(entries.get, key)) for key in entries)
         for key in (key for key, p in own["_parameters"].items() if p is not None):
-            yield f"{of}{key}.requires_grad", partial(_trains, own["_parameters"], key)
+            for fact in ("requires_grad", "dtype"):
+                yield f"{of}{key}.{fact}", partial(_of, own["_parameters"], key, fact)
         if isinstance(module, _LISTS) and (traced or module is model):
             yield f"the length of {path or 'it'}", partial(len, own["_modules"])
 
 
-def _trains(parameters: dict[str, nn.Parameter], key: str) -> bool:
-    return parameters[key].requires_grad
+def _of(parameters: dict[str, nn.Parameter], key: str, fact: str) -> bool | str:
+    value = getattr(parameters[key], fact)
+    return value if isinstance(value, bool) else str(value)
 
 
 def _differs(was: object, now: object) -> bool:

@@ -31,6 +31,7 @@ SIZES = (1.0, 1e4, 1e-2)  # of the trial's gradients, which reveal clipping by a
 Function = Callable[[Any], Optimizer]
 """Of parameters, or of dicts of them with the options of a group, as the classes of torch.optim."""
 _Parameters = list[tuple[str, nn.Parameter]]
+_Options = dict[str, dict[str, Any]]  # by parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +172,15 @@ def _tried(
     whole, apart, gradients = small_copies(model), small_copies(model), _gradients(model)
     middle = len(apart) // 2
     try:
-        known = _stepped(factory, whole, gradients)
+        optimizer = _stepped(factory, whole, gradients)
+        of_stages: _Options = {}
         for half in filter(None, (apart[:middle], apart[middle:])):
-            _stepped(factory, half, gradients)
+            of_stages |= _options_of(_stepped(factory, half, gradients), half)
     except ConfigError:
         raise
     except Exception as error:  # a user's class may raise anything
         raise ConfigError(f"optim cannot be built by {target}: {one_line(error)}") from error
+    known = optimizer.defaults
     of_groups = [(f"{group.name}.{name}", value) for group in groups for name, value in group.options.items()]
     for option, value in [*((f"optim.{name}", value) for name, value in known.items()), *of_groups]:
         if any(isinstance(one, float) and not math.isfinite(one) for one in tree_leaves(value)):
@@ -187,11 +190,34 @@ def _tried(
             raise ConfigError(f"{group.name}.{unknown[0]}: {target} has no {unknown[0]}")
     same = (torch.allclose(a, b, equal_nan=True) for (_, a), (_, b) in zip(whole, apart, strict=True))
     if stages > 1 and not all(same):
+        _refuse_by_position(target, _options_of(optimizer, whole), of_stages)
         raise ConfigError(
-            f"optim {target} lets the step of one parameter depend on others, and each of {stages} stages "
-            f"sees its own alone: choose another optimizer, or one stage"
+            f"optimizer {target} lets the step of one parameter depend on others, and each of {stages} "
+            f"stages sees its own alone: choose another optimizer, or one stage; clip_grad_norm= clips over "
+            f"all"
         )
     return factory
+
+
+def _refuse_by_position(target: str, of_all: _Options, of_stages: _Options) -> None:
+    """Refuse options that follow from a parameter's number among those of its stage. Raises ConfigError."""
+    for name, options in of_all.items():
+        for option, value in options.items():
+            if (other := of_stages[name].get(option)) != value:
+                raise ConfigError(
+                    f"optimizer {target} gives {name} {option}={value} by its position among all parameters, "
+                    f"and a stage, which counts its own alone, {option}={other}: give options by name, as "
+                    f"param_groups={{'mine': {{'params': {re.escape(name)!r}, {option!r}: {value}}}}}, or on "
+                    f"the command line by optim.groups"
+                )
+
+
+def _options_of(optimizer: Optimizer, named: _Parameters) -> _Options:
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    return {
+        name: {option: value for option, value in groups[id(p)].items() if isinstance(value, int | float)}
+        for name, p in named
+    }
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -203,10 +229,8 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: g.to_sparse(1) if name in names else g for name, g in dense.items()}
 
 
-def _stepped(
-    factory: OptimizerFactory, named: _Parameters, gradients: Mapping[str, Tensor]
-) -> Mapping[str, Any]:
-    """Make some steps; return the optimizer's options.
+def _stepped(factory: OptimizerFactory, named: _Parameters, gradients: Mapping[str, Tensor]) -> Optimizer:
+    """Make some steps; return the optimizer.
 
     Raises ConfigError if it has other parameters.
     """
@@ -222,4 +246,4 @@ def _stepped(
             most = torch.finfo(weight.dtype).max ** 0.5  # far from an overflow, of float16
             weight.grad = gradients[name] * min(size, most)
         optimizer.step()
-    return optimizer.defaults
+    return optimizer

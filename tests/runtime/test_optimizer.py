@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -44,8 +47,23 @@ class Rich(torch.optim.SGD):
         return super().step(closure)
 
 
+def test_a_rate_by_the_number_of_a_parameter_is_refused_with_what_to_write_by_name():
+    def slower(parameters):
+        return torch.optim.SGD([{"params": [p], "lr": 0.5**n} for n, p in enumerate(parameters)], 0.1)
+
+    model = nn.Sequential(LINEAR, nn.Linear(2, 2))
+    says = refusal(lambda: prove_optimizer(slower, None, model, 2))
+    assert "slower gives 1.weight lr=0.25 by its position among all parameters, and a stage, which " in says
+    advice = re.search(r"param_groups=(\{.*\}\}), or on the command line by optim.groups$", says)
+    groups = ast.literal_eval(advice[1])
+    factory = prove_optimizer(lambda p: torch.optim.SGD(p, 0.1), groups, model, 2)
+    taken = {group["lr"]: len(group["params"]) for group in factory(model.named_parameters()).param_groups}
+    assert taken == {0.25: 1, 0.1: 3}
+    assert prove_optimizer(slower, None, model, 1)
+
+
 def test_an_optimizer_whose_step_looks_at_all_parameters_is_refused_over_several_stages():
-    says = f"optim {HERE}Clips lets the step of one parameter depend on others, and each of 2 stages"
+    says = f"optimizer {HERE}Clips lets the step of one parameter depend on others, and each of 2 stages"
     assert refusal(lambda: made(f"{HERE}Clips")).startswith(says)
     assert made(f"{HERE}Clips", stages=1)
 

@@ -167,6 +167,13 @@ def longer(layers: nn.Sequential) -> Iterator[None]:
     del layers[-1]
 
 
+@contextmanager
+def single(layer: nn.Module) -> Iterator[None]:
+    layer.float()
+    yield
+    layer.double()
+
+
 ONES = torch.ones(6, dtype=torch.float64)
 Change = Callable[[Any, Any], AbstractContextManager[object]]
 GRAD = "requires_grad"
@@ -176,6 +183,7 @@ CHANGES: list[tuple[str, str, Change]] = [
     (f"0.weight.{GRAD}", "both tests", lambda _, layers: having(layers[0].weight, GRAD, False)),
     ("1.training", "tests", lambda _, layers: having(layers[1], "training", True)),
     ("4.momentum", "", lambda _, layers: having(layers[4], "momentum", 0.3)),
+    ("0.weight.dtype", "both", lambda _, layers: single(layers[0])),
     ("2", "both", lambda _, layers: having(layers, "2", nn.Tanh())),
     ("4.running_mean", "", lambda _, layers: having(layers[4], "running_mean", ONES)),
     ("the length of (it|layers)", "both", lambda _, layers: longer(layers)),
