@@ -103,7 +103,10 @@ class Form:
 
 
 def pair(batch: Any, what: str, named: NamedTargets | None = None) -> tuple[Value, Value]:
-    """Return a batch's inputs and targets, tensors of one length. Raises BadBatch."""
+    """Return a batch's inputs and targets, tensors of one length; targets in host memory, where they count.
+
+    Raises BadBatch.
+    """
     if named is not None:
         batch = named.pair(batch, what)
     if not isinstance(batch, tuple | list) or len(batch) != 2:
@@ -120,7 +123,7 @@ def pair(batch: Any, what: str, named: NamedTargets | None = None) -> tuple[Valu
                 )
     if not samples(inputs):
         raise BadBatch(f"{what} has no sample")
-    return inputs, targets
+    return inputs, on_each(targets, Tensor.cpu)
 
 
 def unlabelled(batch: Any, what: str, form: Form, named: NamedTargets | None) -> tuple[Value, Value]:
@@ -157,7 +160,7 @@ def _listed(names: Iterable[Any]) -> str:
 
 
 def _value(part: Any, what: str) -> Value:
-    """Return tensors [n, ...] in host memory. Raises BadBatch."""
+    """Return tensors [n, ...]. Raises BadBatch."""
     if isinstance(part, Mapping) and part:
         hint = ": leave it out, or make it one (data of Hugging Face's by set_format('torch'))"
         return {str(name): _tensor(t, f"{name} of the {what}", "", hint) for name, t in part.items()}
@@ -168,7 +171,7 @@ def _value(part: Any, what: str) -> Value:
 
 def _tensor(part: Any, what: str, also: str = "", hint: str = "") -> Tensor:
     if isinstance(part, Tensor) and part.dim():
-        return part.cpu()
+        return part
     got = "a number" if isinstance(part, Tensor) else type(part).__name__
     raise BadBatch(f"{what} must be a tensor [n, ...]{also}; got {got}{hint}")
 
@@ -217,8 +220,14 @@ class Reader:
         self._all_counts: bool | None = None  # as far as is known at the start
 
     def first(self) -> tuple[Value, Value] | None:
-        """Return the first batch without taking it; None if there is none. Raises BadBatch, ConfigError."""
-        return self._held[0] if self._held or self._read_one() else None
+        """Return the first batch, in host memory, without taking it; None if there is none.
+
+        Raises BadBatch and ConfigError.
+        """
+        if not self._held and not self._read_one():
+            return None
+        inputs, targets = self._held[0]
+        return on_each(inputs, Tensor.cpu), targets
 
     def window(self, batches: int | None) -> list[int] | None:
         """Return the samples of each of the next `batches` (None: of all that are left).

@@ -139,7 +139,7 @@ class WindowFeed:
         """Start the copy to the device; to a GPU it is asynchronous from pinned memory only."""
 
         def move(tensor: Tensor) -> Tensor:
-            if self._device.type == "cuda":
+            if self._device.type == "cuda" and not tensor.is_cuda:
                 tensor = tensor.pin_memory()
             dtype = self._dtype if tensor.is_floating_point() else None
             return tensor.to(self._device, dtype or tensor.dtype, non_blocking=True)

@@ -207,6 +207,16 @@ def test_a_program_gets_the_same_numbers_from_a_gpu_and_in_host_memory(program, 
     assert gpu.waits == {}
 
 
+def test_inputs_that_a_loader_has_on_the_gpu_stay_there():
+    """Targets come to the host, which sees whether they count."""
+    with pipeline("cpu") as pipe:
+        plain = list(pipe.train(batches(3, True), window=3))
+    with alone() as gpu, pipeline("cuda") as pipe:
+        there = [(x.cuda(), y.cuda()) for x, y in batches(3, True)]
+        assert list(pipe.train(there, window=3)) == plain
+        assert {what.split(", data/")[0] for what in gpu.waits} <= {"a copy from the device of [8]"}
+
+
 def test_a_program_whose_default_dtype_is_float64_trains_on_a_gpu():
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
