@@ -343,7 +343,9 @@ def _keeper(pipe: Pipeline, about: About, run_folder: RunFolder) -> Keeper:
     config: Any = OmegaConf.to_container(run_folder.config, resolve=True)
     return Keeper(
         writer=Writer(path, pipe._mesh, store, settings.checkpoint_keep, settings.timeout),
-        asking=Asking(pipe._mesh, store, about.plan.placement[0], partial(saved_so_far, path)),
+        asking=Asking(
+            pipe._mesh, store, about.plan.placement[0], partial(saved_so_far, path, run_folder.config)
+        ),
         every=settings.checkpoint_every,
         unit=settings.checkpoint_unit,
         run=run_folder.run,
@@ -379,9 +381,9 @@ def _recorder(about: About, run_folder: RunFolder | None, ending: ExitStack) -> 
     return recorder
 
 
-def saved_so_far(run_dir: Path) -> str:
+def saved_so_far(run_dir: Path, config: DictConfig) -> str:
     """Return which checkpoint remains of a run that was interrupted."""
     saved = folders(run_dir / CHECKPOINTS)
     if not saved:
         return "there is no checkpoint yet"
-    return f"{saved[0].name} is saved: go on with run_dir={run_dir} resume=auto"
+    return f"{saved[0].name} is saved: go on with {folder.go_on(run_dir, config)}"

@@ -93,7 +93,8 @@ def twin_of(network: Network) -> Network:
     if any(tensor.is_meta for tensor in network.model.parameters()):
         raise ConfigError(
             "partition=profile measures the whole model in each process, which does not hold it: choose "
-            "partition=flops, or give partition.profile=, a file measured where it fits"
+            "partition=flops, or give the file of a profile measured where it fits, as "
+            "partition.profile=FILE or in a program partition={'profile': FILE}"
         )
     try:
         return network.twin()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache, partial
@@ -213,8 +213,8 @@ class Settings:
         stages = settings.stages
         if ranks is not None and stages not in (None, ranks):
             raise ConfigError(
-                f"stages={stages} needs {stages} processes and there are {ranks}; start torchrun with "
-                f"--nproc_per_node={stages} (or NPROC={stages} ./launch.sh), or leave stages out"
+                f"stages={stages} needs {stages} processes and there are {ranks}; start {stages}, by "
+                f"torchrun --nproc_per_node={stages} or NPROC={stages} pipetrain, or leave stages out"
             )
         return replace(settings, ranks=ranks or stages or 2)
 
@@ -255,16 +255,16 @@ class Settings:
         return self.device != "cpu" and torch.cuda.is_available()
 
     @property
-    def unlike_graphs(self) -> dict[str, str]:
-        """The options that need other passes than CUDA graphs capture, each with the value to choose."""
+    def unlike_graphs(self) -> list[str]:
+        """The options that need other passes than CUDA graphs capture."""
         chosen = {
-            "compile": self.compile and "false",
-            "on_nan": self.on_nan == "skip" and "stop",
-            "batchnorm": self.batchnorm == "batch" and "microbatch",
-            "recompute": self.recompute not in (AUTO, "never") and "never",
-            "memory_limit": self.memory_limit is not None and "null",
+            "compile": self.compile,
+            "on_nan": self.on_nan == "skip",
+            "batchnorm": self.batchnorm == "batch",
+            "recompute": self.recompute not in (AUTO, "never"),
+            "memory_limit": self.memory_limit is not None,
         }
-        return {name: choose for name, choose in chosen.items() if choose}
+        return [name for name, needs in chosen.items() if needs]
 
     @property
     def full(self) -> int:
@@ -309,14 +309,13 @@ def _refuse_together(settings: Settings) -> None:
     if settings.precision == "bf16" and (settings.as_given or settings.dtype != torch.float32):
         raise ConfigError("precision=bf16 needs weights of float32: give dtype=float32")
     if settings.cuda_graphs is True and not settings.on_gpu:
-        raise ConfigError("cuda_graphs=true needs a GPU: set cuda_graphs=false")
+        raise ConfigError("cuda_graphs needs a GPU: leave it out")
     if settings.compile:
         why = "looks at single operations, which torch.compile joins"
-        selective = "selective" in settings.recompute
-        by_batch = settings.batchnorm == "batch" and "microbatch"
-        _refuse_beside("compile", why, settings, recompute=selective and "always", batchnorm=by_batch)
+        beside = {"recompute": "selective" in settings.recompute, "batchnorm": settings.batchnorm == "batch"}
+        _refuse_beside("compile", why, settings, [name for name, looks in beside.items() if looks])
     if settings.cuda_graphs is True:
-        _refuse_beside("cuda_graphs", UNLIKE_GRAPHS, settings, **settings.unlike_graphs)
+        _refuse_beside("cuda_graphs", UNLIKE_GRAPHS, settings, settings.unlike_graphs)
     if settings.build == "stages" and settings.partition == PROFILE and settings.profile is None:
         raise ConfigError(
             f"partition={PROFILE} measures the whole model in each process, which build=stages does not "
@@ -329,9 +328,7 @@ def _refuse_together(settings: Settings) -> None:
         )
 
 
-def _refuse_beside(option: str, why: str, settings: Settings, **others: str | bool) -> None:
-    """Refuse other options beside one; each with the value to choose, or False where it does no harm."""
-    for other, choose in others.items():
-        if choose:
-            given = getattr(settings, other)
-            raise ConfigError(f"{other}={given} {why}: set {other}={choose}, or {option}=false")
+def _refuse_beside(option: str, why: str, settings: Settings, others: Sequence[str]) -> None:
+    """Refuse other options beside one, in words of both doors."""
+    for other in others:
+        raise ConfigError(f"{other}={getattr(settings, other)} {why}: leave {other} out, or {option}")

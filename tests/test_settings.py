@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import numpy as np
@@ -137,3 +138,19 @@ def test_a_program_gives_the_options_by_name_with_numbers_of_python_or_numpy():
     assert Settings.read({"codec_forward": Half("bf16")}).codec_forward == Half("bf16")
     assert "codec_forward=zip is unknown" in refusal(lambda: Settings.read({"codec_forward": "zip"}))
     assert "microbatches='4' must be a whole" in refusal(lambda: read.changed({"microbatches": "4"}))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"compile": True, "batchnorm": "batch"}, "operations, .*: leave batchnorm out, or compile$"),
+        ({"compile": True, "recompute": "selective"}, "operations, .*: leave recompute out, or compile$"),
+        ({"cuda_graphs": True, "device": "cpu"}, "^cuda_graphs needs a GPU: leave it out$"),
+        (
+            {"stages": 3},
+            "start 3, by torchrun --nproc_per_node=3 or NPROC=3 pipetrain, or leave",
+        ),
+    ],
+)
+def test_a_program_and_a_command_line_can_follow_what_is_advised(options, says):
+    assert re.search(says, refusal(lambda: Settings.read(options, 2)))

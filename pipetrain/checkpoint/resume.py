@@ -94,8 +94,8 @@ def find_source(resume: str | Path, run_dir: Path) -> Source | None:
     folder, later = Path(resume).expanduser().absolute(), folders(run_dir / CHECKPOINTS)
     if later and folder.parent.resolve() == later[0].parent.resolve() and folder.name != later[0].name:
         raise ConfigError(
-            f"{folder} is older than {later[0].name} in the same run_dir, from which resume=auto would go on "
-            f"later: choose another run_dir, or remove the newer ones"
+            f"{folder} is older than {later[0].name} in the same run_dir, from which resume='auto' would go "
+            f"on later: choose another run_dir, or remove the newer ones"
         )
     source = saved_in(folder)
     if source is None:

@@ -142,8 +142,8 @@ def _refuse_unsound(settings: Settings, batches: int, program: Program, cut: Cut
     routes, ties = _joins(cut)
     if settings.compile and splits(program):
         raise ConfigError(
-            f"schedule {settings.schedule} splits backwards, and compile=true runs them whole: set "
-            f"compile=false, or choose a schedule without I and W"
+            f"schedule {settings.schedule} splits backwards, and compile runs them whole: leave compile "
+            f"out, or choose a schedule without I and W"
         )
     placement(program)  # one rank a stage: the engine has no replicas yet
     check(program, batches, settings.microbatches, routes, has_norms(program), ties)

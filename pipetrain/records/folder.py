@@ -64,7 +64,7 @@ def claim(
                 why = "holds a finished run; choose another, or remove it"
             elif not resuming and folders(folder / CHECKPOINTS):
                 why = (
-                    "holds the checkpoints of a run that did not finish; go on with resume=auto, choose "
+                    "holds the checkpoints of a run that did not finish; go on with resume='auto', choose "
                     "another folder, or remove it"
                 )
         except OSError as error:
@@ -126,6 +126,13 @@ def discard(folder: Path, before: Before, log: str = LOCK) -> None:
                     (folder / name).unlink(missing_ok=True)
             for path in before.missing if locked else ():
                 path.rmdir()  # unless it holds other runs
+
+
+def go_on(folder: Path | None, config: DictConfig | None) -> str:
+    """Return what goes on in a run's folder; the configuration of a program has no model."""
+    if config is not None and "model" in config:
+        return f"run_dir={folder} resume=auto"
+    return f'fit(..., run_dir="{folder}", resume="auto")'
 
 
 def is_finished(folder: Path, cfg: DictConfig | None) -> bool:

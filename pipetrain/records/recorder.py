@@ -23,7 +23,7 @@ from pipetrain.errors import NotRecorded
 from pipetrain.plan.memory import says_whether_it_fits
 from pipetrain.records.bar import Bar
 from pipetrain.records.files import Files
-from pipetrain.records.folder import CONFIG, METRICS, RAN, RUNS, SUMMARY, TRACE, UPDATES
+from pipetrain.records.folder import CONFIG, METRICS, RAN, RUNS, SUMMARY, TRACE, UPDATES, go_on
 from pipetrain.records.history import About, History, epoch_table, launching, stage_table
 from pipetrain.records.tracer import Trace, about_trace
 from pipetrain.records.trackers import Trackers
@@ -56,6 +56,7 @@ class Recorder:
         self._bar = Bar()
         self._brief = 0  # a number of epochs after which no tables are shown
         self._folder = folder
+        self._go_on = go_on(folder, config)
         self._trackers = trackers
         self.files = Files(folder)
         self._tensorboard: Any = None
@@ -175,7 +176,7 @@ class Recorder:
             raise NotRecorded(
                 f"the run has finished, but {', '.join(failed)} cannot be written: "
                 f"{'; '.join(dict.fromkeys(failed.values()))}; make room and start it again with "
-                f"run_dir={self._folder} resume=auto"
+                f"{self._go_on}"
             )
         if self._trackers:
             self._trackers.close(summary)
@@ -218,13 +219,12 @@ class Recorder:
         """End a training that was stopped. `not_saved`: the update of a checkpoint that was lost."""
         self._bar.close()
         self.files.write()
-        go_on = f"run_dir={self._folder} resume=auto"
         if not_saved is not None:
             raise NotRecorded(
                 f"ended, and the checkpoint of update {not_saved} was NOT saved, so what was trained since "
-                f"the one before is lost; see the warning above, and go on with: {go_on}"
+                f"the one before is lost; see the warning above, and go on with: {self._go_on}"
             )
-        log.info(f"stopped after a checkpoint; go on with: {go_on}")
+        log.info(f"stopped after a checkpoint; go on with: {self._go_on}")
 
 
 def as_csv(rows: Sequence[Mapping[str, float]]) -> str:

@@ -278,8 +278,8 @@ def make_engine(
                 why = stage.capture(bounds[index].activations, bounds[index].versions)
                 if why and plan.settings.cuda_graphs is True:
                     raise ConfigError(
-                        f"cuda_graphs=true: the passes of stage {index} cannot be captured: {why}; "
-                        f"set cuda_graphs=false"
+                        f"cuda_graphs: the passes of stage {index} cannot be captured: {why}; leave "
+                        f"cuda_graphs out"
                     )
             else:
                 why = plan.not_captured(index)

@@ -145,12 +145,12 @@ def test_passes_that_are_replayed_train_alike(schedule, request):
 @pytest.mark.parametrize(
     ("schedule", "words", "said"),
     [
-        ("1f1b", (), "cuda_graphs=true needs a GPU"),
+        ("1f1b", (), "cuda_graphs needs a GPU: leave it out"),
         ("1f1b", ("on_nan=skip",), "on_nan=skip needs other passes than CUDA graphs have captured"),
         (
             "1f1b",
             ("model._target_=tests.support.models.dropping",),
-            "layer .* draws random numbers, and cuda_graphs=true would repeat them",
+            "layer .* draws random numbers, which cuda_graphs would repeat",
         ),
     ],
 )
