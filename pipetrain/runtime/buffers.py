@@ -6,7 +6,7 @@ left out takes with it what its forwards have changed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,6 +57,21 @@ class Buffers:
             yield
         if self.reruns is None:
             self.reruns = any(not torch.equal(buffer, copied) for buffer, copied in copies)
+
+    def restore_if(self, spoilt: Tensor, before: Copies, later: Iterable[Copies]) -> None:
+        """Go back where `spoilt` is 1, in copies of `later` forwards too, as the device finds: no host waits.
+
+        A buffer keeps its place, without a new version: one that has not changed gets its own numbers.
+        """
+        spoilt = spoilt > 0
+        for place, (buffer, old) in zip(self._places, before, strict=True):
+            if place.tensor is buffer:
+                torch.where(spoilt, old, buffer.data, out=buffer.data)
+            else:
+                place.container[place.key] = torch.where(spoilt, old, place.tensor)
+        for place, *copies in zip(self._places, *later, strict=True):
+            for _, copied in copies:
+                torch.where(spoilt, place.tensor, copied, out=copied)
 
     def restore(self, before: Copies) -> None:
         """Go back; a buffer that has changed is replaced, not overwritten, as graphs may have saved it."""

@@ -161,15 +161,19 @@ class Times:
 
     def add(self, row: Row, microbatches: int, raw_bytes: Mapping[int, int], observe: Observe | None) -> None:
         """Add a window; for `observe` the host waits until the device is done."""
-        for index, stage in self._stages.items():
+        for index in self._stages:
             self.stats[index].raw_bytes += raw_bytes[index]
-            self.stats[index].skipped += stage.skipped
-            stage.skipped = 0
         self._unread.append((row, microbatches, observe))
         self.read(wait=observe is not None)
 
     def read(self, wait: bool) -> None:
-        """Read the times of all windows, for which the host waits, or of those that are too many."""
+        """Read the times of all windows, for which the host waits, or of those that are too many.
+
+        And take what stages have skipped, as far as they know.
+        """
+        for index, stage in self._stages.items():
+            self.stats[index].skipped += stage.skipped
+            stage.skipped = 0
         while self._unread and (wait or len(self._unread) > UNREAD):
             row, microbatches, observe = self._unread.popleft()
             row = self._clock.resolve(row)

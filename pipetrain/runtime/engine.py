@@ -130,6 +130,8 @@ class Engine:
 
     def settle(self) -> None:
         """Wait until the device has done all. Raises ChannelError for a message that never came."""
+        for stage in self.stages.values():
+            stage.settle()
         self._times.read(wait=True)
         self._clock.settle()
         self._training.channel.check()

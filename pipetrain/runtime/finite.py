@@ -4,15 +4,16 @@ In host memory each activation and gradient is looked at before it is sent on, a
 gradient before the update. The layer where a forward stopped being finite is found by running it again, layer
 by layer, with the same weights but other random numbers. On a GPU one reduction checks the gradient of a
 batch; its result is looked at with the losses when they have come to the host, for which nothing waits within
-a window, unless updates are left out.
+a window. There an update is left out by the device, see Weights.step, and counted later.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from pipetrain.network.numerics import numbers_of
 from pipetrain.network.values import as_tuple, differentiable
 from pipetrain.runtime.buffers import Buffers, Copies
 from pipetrain.runtime.microbatch import Batch, Microbatch, Observer
+from pipetrain.runtime.objective import Counted
 from pipetrain.runtime.stage import Stage
 
 LOWER = "try a lower optim.lr, or a warmup"
@@ -83,14 +85,30 @@ def origin(stage: Stage, microbatch: Microbatch) -> tuple[str, str]:
     return next(iter(found), ""), LOWER
 
 
-class StopOnNaN(Observer):
-    """Stops the training at a number of a stage that is not finite; in a forward, names the layer too."""
+class _Awaiting(Observer):
+    """Looks at numbers of a GPU when they have come to the host."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        # Microbatches of an update, their losses with whether the gradient is bad, on the host, and the
-        # torch.cuda.Event of their arrival.
-        self._coming: deque[tuple[list[int], int, Tensor, Any]] = deque()
+        # What looks at the numbers, these in host memory, and the torch.cuda.Event of their arrival.
+        self._coming: deque[tuple[Callable[[list[float]], None], Tensor, Any]] = deque()
+
+    def settle(self, wait: bool) -> None:
+        while self._coming and (wait or self._coming[0][-1].query()):
+            look, numbers, arrived = self._coming.popleft()
+            arrived.synchronize()
+            look(numbers.tolist())
+
+    def _await(self, look: Callable[[list[float]], None], numbers: Tensor) -> None:
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        self._coming.append((look, host, arrived))
+
+
+class StopOnNaN(_Awaiting):
+    """Stops the training at a number of a stage that is not finite; in a forward, names the layer too."""
 
     def around_forward(self, microbatch: Microbatch) -> AbstractContextManager[object]:
         target = microbatch.target
@@ -123,30 +141,21 @@ class StopOnNaN(Observer):
         losses = [] if batch.losses is None else [batch.losses.detach()]
         if any(t.is_cuda for t in (*losses, *gradients.values())):
             bad = not_finite([*gradients.values()] or losses).reshape(1)
-            self._await(batch.mbs if losses else [], torch.cat([*losses, bad]))
+            look = partial(self._look, batch.mbs if losses else [], self._stage.weights.updates)
+            self._await(look, torch.cat([*losses, bad]))
             self.settle(wait=False)
             return
         for name, grad in reversed(gradients.items()):  # a backward begins at the last one
             if not all_finite([grad]):
                 self._stop(f"the gradient of {name} is not finite")
 
-    def settle(self, wait: bool) -> None:
-        while self._coming and (wait or self._coming[0][-1].query()):
-            mbs, update, numbers, arrived = self._coming.popleft()
-            arrived.synchronize()
-            *losses, bad = numbers.tolist()
-            for mb, loss in zip(mbs, losses, strict=True):
-                if not math.isfinite(loss):
-                    self._stop(f"the loss of microbatch {mb} is {loss}", update)
-            if bad:
-                self._stop("the gradient is not finite", update)
-
-    def _await(self, mbs: list[int], numbers: Tensor) -> None:
-        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        host.copy_(numbers, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-        self._coming.append((mbs, self._stage.weights.updates, host, arrived))
+    def _look(self, mbs: Sequence[int], update: int, numbers: list[float]) -> None:
+        *losses, bad = numbers
+        for mb, loss in zip(mbs, losses, strict=True):
+            if not math.isfinite(loss):
+                self._stop(f"the loss of microbatch {mb} is {loss}", update)
+        if bad:
+            self._stop("the gradient is not finite", update)
 
     def _fine(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether tensors in host memory are finite.
@@ -168,13 +177,14 @@ class StopOnNaN(Observer):
         )
 
 
-class SkipOnNaN(Observer):
+class SkipOnNaN(_Awaiting):
     """Leaves out an update whose gradient is not finite, with its changes of the `buffers`, and counts on."""
 
     def __init__(self, stage: Stage, buffers: Buffers) -> None:
-        self._stage = stage
-        self._buffers = buffers
+        super().__init__(stage)
+        self._buffers, self._on_gpu = buffers, stage.device != "cpu"
         self._before: dict[int, Copies] = {}  # each forward
+        self._uncounted: list[Counted] = []  # of the batch that is to be stepped
 
     def around_forward(self, microbatch: Microbatch) -> AbstractContextManager[object]:
         self._before[microbatch.mb] = self._buffers.copies()
@@ -182,20 +192,51 @@ class SkipOnNaN(Observer):
 
     def after_reduce(self, batch: Batch) -> None:
         gradients = [numbers_of(gradient) for gradient in self._stage.weights.gradients().values()]
-        before = self._before[batch.mbs[0]] if not gradients else ()  # without any the buffers tell
+        before = self._before[batch.mbs[0]] if not gradients else []  # without any the buffers tell
+        if self._on_gpu:
+            batch.skipped = self._is_bad(gradients, before)
+            self._uncounted, batch.counted = batch.counted, []
+            return
         spoilt = any(not torch.equal(now.isfinite(), old.isfinite()) for now, old in before)
         batch.skipped = not self._stage.rehearses and (spoilt or not all_finite(gradients))
         if batch.losses is not None:
-            finite = map(math.isfinite, batch.losses.tolist())
-            batch.counted = [one for one, counts in zip(batch.counted, finite, strict=True) if counts]
+            batch.counted = _finite(batch.counted, batch.losses.tolist())
 
     def hear(self, batch: Batch, numbers: Tensor) -> None:
-        batch.skipped = batch.skipped or not all_finite([numbers])
+        if isinstance(batch.skipped, Tensor):
+            batch.skipped = torch.maximum(batch.skipped, self._is_bad([numbers], []))
+        else:
+            batch.skipped = batch.skipped or not all_finite([numbers])
 
     def before_step(self, batch: Batch) -> None:
         """Put back the buffers of before a batch that is left out, also for later forwards."""
-        if batch.skipped:
-            self._buffers.restore(self._before[batch.mbs[0]])
-            self._before = {mb: self._buffers.copies() for mb in self._before}
+        before, skipped = self._before[batch.mbs[0]], batch.skipped
         for mb in batch.mbs:
             del self._before[mb]
+        if isinstance(skipped, Tensor):
+            self._buffers.restore_if(skipped, before, self._before.values())
+            losses = [] if batch.losses is None else [batch.losses.detach()]
+            counted, self._uncounted = self._uncounted, []
+            self._await(partial(self._count, counted), torch.cat([*losses, skipped.reshape(1)]))
+            return
+        if skipped:
+            self._buffers.restore(before)
+            self._before = {mb: self._buffers.copies() for mb in self._before}
+        self._stage.skipped += skipped
+
+    def _is_bad(self, numbers: Sequence[Tensor], before: Copies) -> Tensor:
+        """Return 1 if numbers of a GPU are not finite, or buffers no longer are; in a rehearsal 0."""
+        bad = [not_finite(numbers)] if numbers else [torch.zeros((), device=self._stage.device)]
+        bad += [(now.isfinite() != old.isfinite()).any().float() for now, old in before]
+        return reduce(torch.maximum, bad) * (not self._stage.rehearses)
+
+    def _count(self, counted: Sequence[Counted], numbers: list[float]) -> None:
+        *losses, skipped = numbers
+        self._stage.skipped += bool(skipped)
+        if self._stage.objective is not None and losses:
+            self._stage.objective.count_all(_finite(counted, losses))
+
+
+def _finite(counted: Sequence[Counted], losses: Sequence[float]) -> list[Counted]:
+    """Return the microbatches whose losses are finite: the others count for nothing."""
+    return [one for one, loss in zip(counted, losses, strict=True) if math.isfinite(loss)]

@@ -60,7 +60,7 @@ class Batch:
     mbs: list[int] = field(default_factory=list)
     counted: list[Counted] = field(default_factory=list)  # at the last stage
     losses: Tensor | None = None  # [n], at the last stage: each times its share of the batch's
-    skipped: bool = False  # whether the update is left out
+    skipped: bool | Tensor = False  # whether the update is left out; on a GPU a scalar there, 1 if it is
 
 
 class Observer:

@@ -66,6 +66,10 @@ class Objective:
     def count(self, losses: Tensor, counted: Sequence[Counted]) -> None:
         """Count a batch: the losses [n] of all its microbatches, times their shares, and those that count."""
         self.losses.append(losses.sum() if len(losses) > 1 else losses[0])
+        self.count_all(counted)
+
+    def count_all(self, counted: Sequence[Counted]) -> None:
+        """Count the microbatches of a batch."""
         for one in counted:
             self.trained.add(*one[1:])
         self.trained.add_up()

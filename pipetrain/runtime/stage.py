@@ -303,8 +303,8 @@ class Stage:
             self.objective.count(batch.losses, batch.counted)
 
     @property
-    def leaves_out(self) -> bool:
-        """Whether the update of the batch that was reduced is to be left out."""
+    def leaves_out(self) -> bool | Tensor:
+        """Whether the update of the batch that was reduced is to be left out, as Batch says it."""
         return self._reduced.skipped
 
     def hear(self, numbers: Tensor) -> None:
@@ -324,13 +324,12 @@ class Stage:
         if self._clip is not None:
             by = self.gradient_norm() if norm is None else norm
             self.hear(by)
-            if not self.leaves_out:
+            if self.leaves_out is not True:
                 clip_grads_with_norm_(self.weights.live.values(), self._clip, by)
         batch, self._reduced = self._reduced, Batch()
         for observer in self.observers:
             observer.before_step(batch)
         self.weights.step(keep, batch.skipped)
-        self.skipped += batch.skipped
 
     # Between windows
 

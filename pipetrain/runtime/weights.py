@@ -183,15 +183,14 @@ class Weights:
 
     # Update
 
-    def step(self, keep: bool, skip: bool = False) -> None:
+    def step(self, keep: bool, skip: bool | Tensor = False) -> None:
         """Make the next version, `keep` the previous one for later actions; `skip` drops the gradient."""
         if keep and self.live:
             self._move()
         if self.optimizer is not None:
             for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
                 group["lr"] = peak * self._rate(self.updates)
-            if not skip:
-                self._step(self.optimizer)
+            self._step(self.optimizer, skip)
             for parameter in self.live.values():
                 parameter.grad = None
         if self._ema is not None:
@@ -205,10 +204,21 @@ class Weights:
             increment_version(leaves.values())
             self._versions[self.newest] = leaves
 
-    def _step(self, optimizer: Optimizer) -> None:
-        """Step; weights with their first gradient separately, as torch's fused SGD takes no mixture."""
+    def _step(self, optimizer: Optimizer, skip: bool | Tensor) -> None:
+        """Step; weights with their first gradient separately, as torch's fused SGD takes no mixture.
+
+        A fused optimizer of torch skips by itself, once all weights have their state; else the host decides.
+        """
         given = self.gradients() if self._unmoved else {}
         first = self._unmoved & given.keys()
+        by_itself = getattr(optimizer, "_step_supports_amp_scaling", False) and not first
+        if isinstance(skip, Tensor) and by_itself:
+            vars(optimizer)["found_inf"] = skip  # as torch.amp.GradScaler hands it over
+            optimizer.step()
+            del vars(optimizer)["found_inf"]
+            return
+        if skip:
+            return
         self._unmoved -= first
         if 0 < len(first) < len(given) and any(group.get("fused") for group in optimizer.param_groups):
             for name, parameter in self.live.items():

@@ -6,6 +6,7 @@ posted; `support/pretended` says how. The faults at the end are such that it has
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -52,8 +53,8 @@ def case(schedule: str, *words: str, samples: int = 24) -> Case:
     return Case(schedule, 2, words, samples)
 
 
-def equal_the_cpu(one: Case) -> Trained:
-    """Hold a case against the CPU, to the last bit, and let no host wait in its windows."""
+def equal_the_cpu(one: Case, waits: int = 0) -> Trained:
+    """Hold a case against the CPU, to the last bit, and let no host wait in its windows, or so many times."""
     words = tuple(word for word in one.overrides if not word.startswith("cuda_graphs="))
     plain, figures = run_in_threads(replace(one, overrides=words))
     trained = on_gpus(one, exclusive=True)
@@ -61,7 +62,7 @@ def equal_the_cpu(one: Case) -> Trained:
     assert [name for name, tensor in plain.items() if not torch.equal(tensor, trained.state[name])] == []
     numbers = [[(f.trained, f.evaluated, f.score) for f in some] for some in (figures, trained.figures)]
     assert numbers[0] == numbers[1]
-    assert trained.waits == {}
+    assert sum(trained.waits.values()) == waits, trained.waits
     return trained
 
 
@@ -100,6 +101,25 @@ def test_an_order_that_is_found_while_it_runs_equals_its_reference():
 )
 def test_every_option_that_touches_the_device_trains_as_on_a_cpu(one):
     equal_the_cpu(one)
+
+
+@pytest.mark.parametrize("words", [("1f1b", "optim.momentum=0.9"), ("pipedream", "window=3", "optim=adamw")])
+def test_a_gpu_leaves_updates_out_by_itself_once_its_weights_have_their_state(words):
+    """The host of each stage waits for the first update alone; later ones are left out, with statistics."""
+    model = ("model._target_=tests.gpu.test_pretended.striking", "partition=[2]", "on_nan=skip")
+    trained = equal_the_cpu(case(words[0], *SHORT, *model, *words[1:], samples=60), waits=2)
+    assert 0 < sum(of.skipped for of in trained.figures[0].stages.values()) < 10
+
+
+class Strike(nn.Module):
+    """Its input times infinity, where the first number of that is large in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x[0, 0, 0, 0] > 1.5, x * math.inf, x) if self.training else x
+
+
+def striking() -> nn.Sequential:
+    return nn.Sequential(Strike(), *flat(nn.BatchNorm1d(12)), nn.Tanh(), nn.Linear(12, 12), nn.Linear(12, 10))
 
 
 def idle() -> nn.Sequential:

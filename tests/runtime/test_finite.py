@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipetrain.errors import TrainingStopped
-from pipetrain.runtime.finite import StopOnNaN, all_finite, not_finite
+from pipetrain.runtime.finite import SkipOnNaN, StopOnNaN, all_finite, not_finite
+from pipetrain.runtime.weights import Weights
 from tests.support.cases import Case, run_in_threads
 
 MODEL = ("model._target_=tests.support.models.spoilt", "partition=[2,4]", "microbatches=4", "epochs=2")
@@ -51,7 +54,8 @@ def test_on_a_gpu_it_stops_when_the_loss_has_arrived():
     stage: Any = SimpleNamespace(index=1, rehearses=False, weights=SimpleNamespace(updates=2))
     observer, events = StopOnNaN(stage), [Event(), Event()]
     losses = [torch.tensor([1.0, 0.0]), torch.tensor([float("nan"), 0.0])]  # and whether the gradient is bad
-    observer._coming = deque(([mb], mb, losses[mb], events[mb]) for mb in range(2))
+    looks = [partial(observer._look, [mb], mb) for mb in range(2)]
+    observer._coming = deque(zip(looks, losses, events, strict=True))
     observer.settle(wait=False)  # nothing has arrived
     events[1].happened = True
     observer.settle(wait=False)  # in order: the first has not
@@ -78,3 +82,76 @@ def test_one_reduction_tells_whatever_the_default_dtype_is():
     finally:
         torch.set_default_dtype(before)
     assert found == [0, 1]
+
+
+MODELS, SKIP = "model._target_=tests.support.", ("on_nan=skip", "epochs=2", "microbatches=4")
+MOMENTUM, ADAMW = ("optim.momentum=0.9",), ("optim=adamw", "optim.lr=0.003")
+OWN = ("optim._target_=torch.optim.RMSprop", "~optim.momentum")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "words"),
+    [
+        ("1f1b", 2, ("edges.strikes", "partition=[1]", *MOMENTUM, "clip_grad_norm=0.1")),
+        ("pipedream", 3, ("edges.strikes", "partition=[2,3]", "window=3", *ADAMW)),
+        ("pipedream_2bw", 2, ("edges.strikes", "partition=[2]", "window=3", *MOMENTUM, "ema=0.9")),
+        ("1f1b", 2, ("edges.strikes", "partition=[1]", *OWN)),
+        ("zb_h1", 3, ("again.norms", "+model.struck=true", "batchnorm=batch", *MOMENTUM)),
+        ("1f1b", 3, ("models.skipping_struck", "partition=[3,9]", *ADAMW)),
+    ],
+    ids=str,
+)
+def test_updates_that_a_gpu_leaves_out_by_itself_are_those_that_a_host_leaves_out(
+    schedule, ranks, words, monkeypatch
+):
+    """To the last bit, with what counts; numbers arrive late, and an own optimizer is not stepped."""
+    case = Case(schedule, ranks, (MODELS + words[0], *words[1:], *SKIP))
+    state, epochs = run_in_threads(case)
+    make, waits = SkipOnNaN.__init__, list[bool]()
+
+    def on_gpu(self: SkipOnNaN, *arguments: Any) -> None:
+        make(self, *arguments)
+        self._on_gpu = True
+
+    def arrives(self: SkipOnNaN, look: Any, numbers: torch.Tensor) -> None:
+        self._coming.append((look, numbers.clone(), Event()))
+
+    def decided(self: Weights, optimizer: Any, skip: Any, step: Any = Weights._step) -> None:
+        waits.append(not isinstance(skip, torch.Tensor))
+        step(self, optimizer, skip)
+
+    monkeypatch.setattr(SkipOnNaN, "__init__", on_gpu)
+    monkeypatch.setattr(SkipOnNaN, "_await", arrives)
+    monkeypatch.setattr(Weights, "_step", decided)
+    again, others = run_in_threads(case)
+    assert waits
+    assert not any(waits)
+    assert [name for name, tensor in state.items() if not torch.equal(tensor, again[name])] == []
+    for one, other in zip(epochs, others, strict=True):
+        assert (one.trained, one.evaluated) == (other.trained, other.evaluated)
+        assert [of.skipped for of in one.stages.values()] == [of.skipped for of in other.stages.values()]
+    assert sum(of.skipped for of in others[0].stages.values()) > 0
+
+
+@pytest.mark.parametrize(("fused", "reads"), [(True, [True, False, False]), (False, [True, True, True])])
+def test_a_fused_optimizer_of_torch_skips_by_itself_once_its_state_is_there(fused, reads):
+    layer, read = torch.nn.Linear(3, 3), list[bool]()
+    weights = Weights(layer, partial(torch.optim.AdamW, lr=0.1, fused=fused), lambda update: 1.0)
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            read[-1] |= func is torch.ops.aten._local_scalar_dense.default and args[0] is skip
+            return func(*args, **(kwargs or {}))
+
+    before = [p.detach().clone() for p in layer.parameters()]
+    for bad in (0, 1, 0):
+        layer.weight.grad, layer.bias.grad = torch.full((3, 3), math.nan if bad else 1.0), torch.ones(3)
+        skip = torch.tensor(float(bad))
+        read.append(False)
+        with Reads():
+            weights.step(False, skip)
+        moved = [not torch.equal(p, was) for p, was in zip(layer.parameters(), before, strict=True)]
+        assert moved == [not bad] * 2
+        before = [p.detach().clone() for p in layer.parameters()]
+    assert read == reads
+    assert weights.updates == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import traceback
@@ -392,7 +393,7 @@ def pretended() -> Iterator[Gpu]:
             stack.enter_context(patch.object(Tensor, name, value))
         stack.enter_context(patch.object(torch, "get_rng_state", _plain(_rng_state)))
         stack.enter_context(patch.object(torch, "set_rng_state", _plain(_set_rng_state)))
-        for place in (_foreach_utils, torch.nn.utils.clip_grad):
+        for place in (_foreach_utils, torch.nn.utils.clip_grad, sys.modules["torch.optim.optimizer"]):
             stack.enter_context(patch.object(place, "_group_tensors_by_device_and_dtype", _grouped))
         stack.enter_context(patch.object(torch, "autocast", lambda kind, *a, **k: autocast("cpu", *a, **k)))
         stack.enter_context(patch.object(torch, "is_autocast_enabled", lambda kind: is_enabled("cpu")))
