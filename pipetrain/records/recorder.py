@@ -184,20 +184,7 @@ class Recorder:
     def _log_results(self, summary: Mapping[str, Any]) -> None:
         history, about = self._history, self._about
         if len(history.records) != self._brief:
-            log.info("\n%s\n", epoch_table(history))
-            log.info("%s\n", stage_table(summary["per_stage"]))
-        if launches := launching(summary["per_stage"], about.settings.microbatches):
-            log.info(
-                f"rank {launches['rank']} neither computes nor waits in {launches['share']:.1%} of the time, "
-                f"which is a bubble that no plan has: it launches forwards and backwards, of "
-                f"{1e3 * launches['pass_s']:.2g} ms, and reads batches; larger microbatches have less of it\n"
-            )
-        if slow := summary["straggler"]:
-            log.info(
-                f"rank {slow['rank']} is the straggler: {slow['batch_s']:.4f} s a batch, "
-                f"{slow['batch_s'] / slow['mean_s']:.2f} times the mean of all ranks, which cost "
-                f"{slow['cost_s']:.1f} s in all; see partition=profile\n"
-            )
+            self._log_tables(summary)
         metric = about.task.deciding
         name, text = (metric.name, metric.text) if metric else ("loss", "{:.4f}".format)
         last, best = history.last, history.best
@@ -214,6 +201,23 @@ class Recorder:
             run, runs = self._folder, self._folder.parent
             shown = f"--logdir {runs}" if runs.name == RUNS else f"--logdir_spec {run.name}:{run}"
             log.info(f"look at it: tensorboard {shown}")
+
+    def _log_tables(self, summary: Mapping[str, Any]) -> None:
+        log.info("\n%s\n", epoch_table(self._history))
+        log.info("%s\n", stage_table(summary["per_stage"]))
+        if launches := launching(summary["per_stage"], self._about.settings.microbatches):
+            log.info(
+                f"rank {launches['rank']} neither computes nor waits in {launches['share']:.1%} of the time, "
+                f"which is a bubble that no plan has: it launches forwards and backwards, of "
+                f"{1e3 * launches['pass_s']:.2g} ms, and reads batches; larger microbatches have less of the "
+                f"one, data workers of the other\n"
+            )
+        if slow := summary["straggler"]:
+            log.info(
+                f"rank {slow['rank']} is the straggler: {slow['batch_s']:.4f} s a batch, "
+                f"{slow['batch_s'] / slow['mean_s']:.2f} times the mean of all ranks, which cost "
+                f"{slow['cost_s']:.1f} s in all; see partition=profile\n"
+            )
 
     def stop(self, not_saved: int | None) -> None:
         """End a training that was stopped. `not_saved`: the update of a checkpoint that was lost."""
