@@ -259,7 +259,6 @@ class Settings:
         """The options that need other passes than CUDA graphs capture."""
         chosen = {
             "compile": self.compile,
-            "on_nan": self.on_nan == "skip",
             "batchnorm": self.batchnorm == "batch",
             "recompute": self.recompute not in (AUTO, "never"),
             "memory_limit": self.memory_limit is not None,

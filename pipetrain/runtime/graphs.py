@@ -10,7 +10,7 @@ always alternate; two slots that shared one would overwrite what the other holds
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -174,9 +174,13 @@ class GraphedStage(Stage):
             return super().forward(mb, x, version, target, saving)
         self._free.pop()
         torch._foreach_copy_([*one.inputs, *one.target], [*x, *aims])
-        one.forward.replay()
+        opened = self._open[mb] = Microbatch(mb, (), version, saving)
+        with ExitStack() as around:
+            for observer in self.observers:
+                around.enter_context(observer.around_forward(opened))
+            one.forward.replay()
+        opened.counted = one.counted(target)
         self._replayed[mb] = one
-        self._open[mb] = Microbatch(mb, (), version, saving, counted=one.counted(target))
         return one.outputs
 
     def backward(self, mb: int, grads: Tensors, version: int) -> Tensors:
@@ -228,6 +232,7 @@ class GraphedStage(Stage):
         before, generators, why = self._attributes(), Beginning(), ""
         hooks = [(m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in self.module.modules()]
         pools = [torch.cuda.graph_pool_handle() for _ in range(slots)]
+        observers, self.observers = self.observers, []  # in a pass on a GPU they look at nothing
         try:
             with torch.cuda.stream(torch.cuda.current_stream()):  # which a capture that fails does not leave
                 for storage, leaves in self.weights.fix(versions).items():
@@ -238,6 +243,7 @@ class GraphedStage(Stage):
                 why = "layers have hooks, or do more than change tensors in place, which a replay would not"
         except Exception as error:
             why = f"layers or loss do what a graph cannot, such as to look at a number: {one_line(error)}"
+        self.observers = observers
         if why:
             self._passes, self._open, self._batch = {}, {}, Batch()
             self.weights.unfix()

@@ -103,11 +103,12 @@ def test_every_option_that_touches_the_device_trains_as_on_a_cpu(one):
     equal_the_cpu(one)
 
 
+@pytest.mark.parametrize("more", [(), ("cuda_graphs=true",)])
 @pytest.mark.parametrize("words", [("1f1b", "optim.momentum=0.9"), ("pipedream", "window=3", "optim=adamw")])
-def test_a_gpu_leaves_updates_out_by_itself_once_its_weights_have_their_state(words):
+def test_a_gpu_leaves_updates_out_by_itself_once_its_weights_have_their_state(words, more):
     """The host of each stage waits for the first update alone; later ones are left out, with statistics."""
     model = ("model._target_=tests.gpu.test_pretended.striking", "partition=[2]", "on_nan=skip")
-    trained = equal_the_cpu(case(words[0], *SHORT, *model, *words[1:], samples=60), waits=2)
+    trained = equal_the_cpu(case(words[0], *SHORT, *model, *words[1:], *more, samples=60), waits=2)
     assert 0 < sum(of.skipped for of in trained.figures[0].stages.values()) < 10
 
 
