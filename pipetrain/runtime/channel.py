@@ -7,10 +7,10 @@ and the plan the sizes, so there are no headers. Every wait has a deadline; its 
 
 Over gloo the host waits. Over NCCL the device's stream does, while the host goes on: the bounds then hold in
 the order of the stream, and a thread keeps the deadline. A posted NCCL receive is a kernel that runs until
-its message is there, and what is loaded waits for its end, as large kernels seem to for the multiprocessors
-that it holds: VGG16 with microbatches of 128 hung although all was loaded. So there a receive is posted
-where, in one global order, its send is made (schedule/posts.py); the sender leaves as many sends more
-unfinished. A policy's order is not known before: its messages are staged, so that no kernel waits for one.
+its message is there, and what is loaded waits for its end, as large kernels seem to: VGG16 with microbatches
+of 128 hung although all was loaded. So there a receive is posted where, in one order, its send is made
+(schedule/posts.py); the sender leaves as many more unfinished. A policy's messages are staged: its order is
+not known before.
 """
 
 from __future__ import annotations
@@ -160,12 +160,12 @@ class Channel:
         for message in messages:
             self._ends[message.edge].to_post.append(message)
         for end in self._ends.values():
-            self._post(end, self._ahead(end))
+            self._post(end)
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Start a send; waits only while the sends of the edge are as many as may be unfinished."""
         end = self._ends[message.edge]
-        while len(end.sent) >= 2 * end.bound - self._ahead(end):
+        while len(end.sent) >= end.bound * (2 if self.ordered else 1):
             self._wait(end.sent.popleft())
         end.sent.append(self._start(message, True, [self._to_wire(t) for t in tensors]))
         self.carried += message.nbytes
@@ -173,7 +173,7 @@ class Channel:
     def post(self, message: Message) -> None:
         """Post the receive of this message, the next one of its edge, unless it is posted ahead anyway."""
         end = self._ends[message.edge]
-        if not self._ahead(end):
+        if self.ordered:
             self._post(end, len(end.posted) + 1)
 
     def recv(self, message: Message) -> tuple[Tensor, ...]:
@@ -184,7 +184,7 @@ class Channel:
         end.posted.popleft()
         self._wait(transfer)
         self.carried += message.nbytes
-        self._post(end, self._ahead(end))
+        self._post(end)
         return tuple(self._from_wire(t) for t in transfer.tensors)
 
     def forget(self, mb: int) -> None:
@@ -214,7 +214,7 @@ class Channel:
         end = self._ends[message.edge]
         while end.sent and end.sent[0].finished:
             self._wait(end.sent.popleft())
-        return len(end.sent) < 2 * end.bound - self._ahead(end)
+        return len(end.sent) < end.bound
 
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
         """Wait until one of `receives` has arrived, or there is room for one of `sends`."""
@@ -282,11 +282,9 @@ class Channel:
 
     # Transfers
 
-    def _ahead(self, end: _End) -> int:
-        """Return how many receives are posted before they are waited for."""
-        return 0 if self.ordered else end.bound
-
-    def _post(self, end: _End, ahead: int) -> None:
+    def _post(self, end: _End, least: int = 0) -> None:
+        """Post receives until there are so many, or, where the host waits, as many as the edge's bound."""
+        ahead = least if self.ordered else end.bound
         while end.to_post and len(end.posted) < ahead:
             message = end.to_post.popleft()
             end.posted.append(self._start(message, False, [self._empty(spec) for spec in message.specs]))
