@@ -48,9 +48,26 @@ HALF = ("codec.forward=half", "codec.backward=half")
 TIED = "model._target_=tests.support.models.tied"
 
 
+def shared() -> nn.Sequential:
+    """A layer with weights, two that share theirs, and a last one."""
+    first, second = nn.Linear(12, 12), nn.Linear(12, 12)
+    second.weight = first.weight
+    return nn.Sequential(*flat(), first, second, nn.Linear(12, 10))
+
+
 def case(schedule: str, *words: str, samples: int = 24) -> Case:
     """Two batches, or so many samples: 24 are two."""
     return Case(schedule, 2, words, samples)
+
+
+# Rank 0 tells its share of the weight and then has backwards of its other stage to do.
+SHARED = case(
+    "interleaved_1f1b",
+    *SHORT,
+    "model._target_=tests.gpu.test_pretended.shared",
+    "partition=[1,2,3]",
+    "window=2",
+)
 
 
 def equal_the_cpu(one: Case, waits: int = 0) -> Trained:
@@ -88,7 +105,7 @@ def test_an_order_that_is_found_while_it_runs_equals_its_reference():
         case("1f1b", *EVEN, *CLIPPED, "recompute=always", "optim=adamw", samples=32),  # one batch of 8
         case("pipedream", *FLOATS, "precision=bf16", "recompute=selective", "ema=0.6", "window=2"),
         case("zbv", *SHORT, *CLIPPED, TIED, "partition=[2,3,4]", "batchnorm=batch"),
-        case("1f1b", *SHORT, TIED, "partition=[3]", "clip_grad_norm=0.1"),
+        SHARED,
         case("1f1b", *SHORT, "model._target_=tests.support.models.skipping", "partition=[7]"),
         case("1f1b", *FLOATS, "codec.forward=int8", "codec.backward=topk"),
         case(
@@ -357,8 +374,8 @@ FAULTS = {
     ),
     "receives are posted ahead": (
         Channel,
-        "_ahead",
-        lambda ahead: lambda self, end: end.bound,
+        "_post",
+        lambda post: lambda self, end, least=0: post(self, end, max(least, end.bound)),
         case("zbv", *EVEN),
     ),
     "receives are posted when they are needed": (
@@ -366,6 +383,12 @@ FAULTS = {
         "post",
         lambda post: lambda self, message: None,
         case("zbv", *EVEN),
+    ),
+    "a sum is posted when its share is told": (
+        Channel,
+        "tell",
+        lambda tell: lambda self, tie, numbers: (tell(self, tie, numbers), self.begin(tie)),
+        SHARED,
     ),
     "a rehearsal trains": (rehearsal, "put_back", lambda put_back: nothing_put_back, case("1f1b", *EVEN)),
     "a norm of nothing is in host memory": (
@@ -406,7 +429,7 @@ def test_a_planted_fault_is_seen(fault):
 
 
 def test_ranks_that_wait_for_each_other_are_named():
-    with planted(Channel, "_ahead", FAULTS["receives are posted ahead"][2]), pytest.raises(Hang) as caught:
+    with planted(Channel, "_post", FAULTS["receives are posted ahead"][2]), pytest.raises(Hang) as caught:
         on_gpus(case("zbv", *EVEN), exclusive=True)
     assert "rank 0 waits for" in str(caught.value)
     assert "rank 1 waits for" in str(caught.value)
