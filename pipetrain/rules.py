@@ -34,7 +34,7 @@ class Rule(NamedTuple):
         except ConfigError:
             raise
         except (ValueError, TypeError, OverflowError):
-            words = f"{self.words}{' or null' if null else ''}"
+            words = f"{self.words}{' or null (in Python None)' if null else ''}"
             raise ConfigError(f"{key}={_shown(value)} must be {words}") from None
 
 

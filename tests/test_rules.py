@@ -52,4 +52,4 @@ def test_what_does_not_is_refused_in_one_sentence(rule, value, says):
     for null in (False, True):
         with pytest.raises(ConfigError) as refused:
             rule.read("key", value, null)
-        assert str(refused.value) == says + " or null" * null
+        assert str(refused.value) == says + " or null (in Python None)" * null
