@@ -120,13 +120,21 @@ class Nccl:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Be one of the ranks; who has gone is waited for in vain."""
+        """Be one of the ranks. Who has gone is waited for in vain, and not at all after an error."""
         try:
             yield
+        except BaseException as error:
+            self._hang = self._hang or f"rank {here('rank')} has ended: {error!r}"
+            raise
         finally:
             with self._changed:
                 self._running -= 1
                 self._changed.notify_all()
+
+    def join(self) -> None:
+        """Wait until no rank runs, as the GPU is pretended no longer afterwards."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: not self._running, DEADLINE_S)
 
     def gather(self, item: Any) -> list[Any]:
         """Return what all ranks bring to their meeting of one number."""

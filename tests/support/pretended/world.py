@@ -96,7 +96,10 @@ def on_gpus(case: Case, exclusive: bool = False, staged: bool = False) -> Traine
                 for name, tensor in state_of(trainers[rank], run).items():
                     state[name] = tensor.cpu()
 
-        in_threads(work, Barrier(case.ranks))
+        try:
+            in_threads(work, Barrier(case.ranks))
+        finally:
+            nccl.join()
     return Trained(state, listener.epochs, gpu.waits, gpu.kernels)
 
 
