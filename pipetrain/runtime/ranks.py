@@ -222,8 +222,7 @@ def make_group(world: World, store: Store, limit: timedelta) -> None:
     choose_interface(world)
     hook = sys.excepthook
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
-    if getattr(hook, "__name__", "") == "_distributed_excepthook":  # of torch: it names the rank, once
-        sys.excepthook = hook
+    sys.excepthook = hook  # torch puts one in its place, which names the rank
 
 
 class Ranks:
