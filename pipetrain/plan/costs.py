@@ -36,7 +36,7 @@ from pipetrain.settings import Mode, Settings
 
 VERSION = 4
 ANEW = "make one with partition=profile"
-AT_ONCE = 2**22  # bytes of a gradient: to add up a larger one takes a GPU longer than the host to launch it
+SMALL_GRADIENT = 2**22  # bytes: to add up a larger one takes a GPU longer than the host to launch it
 Facts = Mapping[str, Any]
 
 
@@ -264,7 +264,7 @@ class Table:
             outputs=self.wire_bytes(leaves)[0],
             returned=self.wire_bytes(enters)[1],
             tied=_nbytes({name: spec for name, spec in weights.items() if name in elsewhere}),
-            adding=sum(n for spec in weights.values() if (n := spec.nbytes) <= AT_ONCE) * self.on_gpu,
+            adding=sum(n for spec in weights.values() if (n := spec.nbytes) <= SMALL_GRADIENT) * self.on_gpu,
         )
 
 

@@ -150,9 +150,8 @@ class GraphedStage(Stage):
         super().__init__(*arguments, **options)
         self._free: list[int] = []  # slots
         self._passes: dict[tuple[int, int], Pass] = {}  # by slot, and by the storage of a weight version
-        self._example: (
-            list[tuple[Tensors, Target | None, Saving]] | None
-        ) = []  # the last one before `capture`
+        # The last microbatch before `capture`, in a list, as a rehearsal puts attributes back; None after it.
+        self._example: list[tuple[Tensors, Target | None, Saving]] | None = []
         self._replayed: dict[int, Pass] = {}
         self._known: Attributes | None = None  # of the capture
         self._replays = False  # in this window: a program may have changed attributes since
@@ -162,11 +161,8 @@ class GraphedStage(Stage):
     ) -> Tensors:
         x = tuple(self.numerics.arrange(t.detach()) for t in x)
         aims = as_tuple(target.value) if target is not None else ()
-        one = (
-            self._passes.get((self._free[-1], self.weights.storage(version)))
-            if self._replays and self._free
-            else None
-        )
+        replays = self._replays and self._free
+        one = self._passes.get((self._free[-1], self.weights.storage(version))) if replays else None
         weighs = target is None or target.weight
         if one is None or one.saving != saving or not one.fits(x, aims) or not weighs:
             if self.rehearses and self._example is not None:

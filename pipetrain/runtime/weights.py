@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipetrain.network.numerics import numbers_of
 from pipetrain.network.places import places
-from pipetrain.plan.costs import AT_ONCE
+from pipetrain.plan.costs import SMALL_GRADIENT
 from pipetrain.rate import Rate
 from pipetrain.runtime.memory import Memory
 
@@ -151,7 +151,7 @@ class Weights:
     @contextmanager
     def adding_at_once(self) -> Iterator[None]:
         """Let a backward make small gradients anew, and add them to the batch's by one kernel of a GPU."""
-        small = [leaf for leaf in self._accumulating.values() if leaf.nbytes <= AT_ONCE]
+        small = [leaf for leaf in self._accumulating.values() if leaf.nbytes <= SMALL_GRADIENT]
         sums = [(leaf, leaf.grad) for leaf in small if leaf.grad is not None and not leaf.grad.is_sparse]
         for leaf, _ in sums:
             leaf.grad = None

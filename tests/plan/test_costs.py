@@ -111,7 +111,7 @@ def test_the_last_stage_holds_the_targets_and_what_the_loss_saves(monkeypatch):
     assert [b - a for a, b in zip(whole, with_loss, strict=True)] == [1010, 10, 10] + [0] * 11
     small = FLOAT * (12 * 10 + 10)  # of whose gradients a GPU holds two for a moment
     assert held(chain(), (2, 48), 0, 4, on_gpu=True).adding == small + FLOAT * (48 * 12 + 12)
-    monkeypatch.setattr(costs, "AT_ONCE", FLOAT * 12 * 10)
+    monkeypatch.setattr(costs, "SMALL_GRADIENT", FLOAT * 12 * 10)
     assert held(chain(), (2, 48), 0, 4, on_gpu=True).adding == small + FLOAT * 12
     assert held(chain(), (2, 48), 0, 2, loss=1000, targets=10) == held(chain(), (2, 48), 0, 2)
 

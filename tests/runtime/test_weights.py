@@ -109,7 +109,7 @@ class Kernels(TorchDispatchMode):
 
 def test_small_gradients_are_added_by_one_kernel_to_the_same_bits(monkeypatch):
     """A large gradient is added alone; a sparse one, and the want of one, do no harm."""
-    monkeypatch.setattr("pipetrain.runtime.weights.AT_ONCE", 4 * 4 * 6)
+    monkeypatch.setattr("pipetrain.runtime.weights.SMALL_GRADIENT", 4 * 4 * 6)
     sums = []
     for at_once in (False, True):
         torch.manual_seed(0)
