@@ -177,7 +177,8 @@ class GraphedStage(Stage):
             one.forward.replay()
         opened.counted = one.counted(target)
         self._replayed[mb] = one
-        return one.outputs
+        # Free again after the backward: where no gradient comes back, these may still be on their way.
+        return one.outputs if one.grads else tuple(t.clone() for t in one.outputs)
 
     def backward(self, mb: int, grads: Tensors, version: int) -> Tensors:
         if (one := self._replayed.pop(mb, None)) is None:
@@ -207,7 +208,7 @@ class GraphedStage(Stage):
     def _give(self, one: Pass, opened: Microbatch, grads: Tensors) -> None:
         if opened.counted is not None:
             one.grads[0].fill_(opened.counted.share)
-        else:
+        elif grads:  # there are none where no weight is before
             torch._foreach_copy_(list(one.grads), list(grads))
 
     def _back(self, one: Pass) -> Tensors:

@@ -152,6 +152,11 @@ def test_cuda_graphs_replay_what_single_launches_do(schedule):
     assert of_passes(graphs) < of_passes(single) / 2  # a replay is none
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_cuda_graphs_of_a_stage_without_weights_have_no_gradient_to_take(schedule):
+    equal_the_cpu(case(schedule, *FLOATS[:2], "dtype=float32", "partition=[1]", "cuda_graphs=true"))
+
+
 # What a microbatch costs beside its model
 
 
