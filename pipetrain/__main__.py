@@ -1,4 +1,4 @@
-"""`python -m pipetrain` runs `pipetrain.train`, with the garbage collector off during imports.
+"""`python -m pipetrain` runs `commands/train.py`, with the garbage collector off during imports.
 
 While PyTorch is imported, the collector takes a sixth of the time and finds nothing. SIGUSR1 asks to save,
 and there is nothing yet; Ctrl-C ends the imports without a traceback.
@@ -12,6 +12,6 @@ if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.disable()
-    from pipetrain.train import main
+    from pipetrain.commands.train import main
 
     main()

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipetrain.building import make_schedule, names_of, shipped
+from pipetrain.building import make_schedule
+from pipetrain.choices import names_of, shipped
 from pipetrain.data.loading import NamedTargets
 from pipetrain.errors import ConfigError
 from pipetrain.network.factory import Factory, Initial, build

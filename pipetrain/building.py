@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 from torch import nn
 
-from pipetrain.cli import conf_dir
+from pipetrain.choices import names_of, shipped
 from pipetrain.codec import Codec
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network import factory
@@ -52,18 +52,6 @@ def build_node(key: str, node: object, partial: bool = False) -> Any:
         ) from error
     _refuse_ignored(key, node)
     return made
-
-
-def shipped(group: str, name: object) -> DictConfig | None:
-    """Return what conf/ has by a name of a group; None if it has none of that name."""
-    path = conf_dir() / group / f"{name}.yaml"
-    content = OmegaConf.load(path) if isinstance(name, str) and path.is_file() else None
-    return content if isinstance(content, DictConfig) else None
-
-
-def names_of(group: str) -> str:
-    """Return the names that conf/ has in a group, in words."""
-    return ", ".join(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))
 
 
 def _refuse_ignored(key: str, node: object) -> None:

@@ -19,7 +19,6 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pipetrain.building import names_of, shipped
 from pipetrain.checkpoint.asking import Asking
 from pipetrain.checkpoint.files import CHECKPOINTS, Position, folders
 from pipetrain.checkpoint.resume import (
@@ -33,6 +32,7 @@ from pipetrain.checkpoint.resume import (
 )
 from pipetrain.checkpoint.state import restore_random
 from pipetrain.checkpoint.writer import Keeper, Writer
+from pipetrain.choices import names_of, shipped
 from pipetrain.data.loading import Loader, has_length
 from pipetrain.data.sets import DataFacts
 from pipetrain.ending import terminate

@@ -37,7 +37,7 @@ from pipetrain.checkpoint.resume import (
 )
 from pipetrain.checkpoint.state import StatefulPart, parts_of, restore, restore_random
 from pipetrain.checkpoint.writer import save_now
-from pipetrain.cli import conf_dir
+from pipetrain.choices import conf_dir
 from pipetrain.data.loader import Sampled
 from pipetrain.data.loading import Form, Loader, Reader
 from pipetrain.errors import ConfigError

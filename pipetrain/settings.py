@@ -22,7 +22,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigTypeError
 
 from pipetrain.building import build_function, make_codec
-from pipetrain.cli import LEVELS
 from pipetrain.codec import Codec, Codecs, Identity
 from pipetrain.errors import ConfigError
 from pipetrain.rate import SHAPES, Rate, learning_rate
@@ -195,7 +194,7 @@ class Settings:
     workers: int = of_run(0, whole(0, MOST_THREADS), key="data.workers")
     drop_last: bool = of_run(False, BOOL, key="data.drop_last")
 
-    log_level: str = of_run("info", one_of(*LEVELS))
+    log_level: str = of_run("info", one_of("info", "warning", "error"))
     log_every: int = of_run(10, COUNT)
     trace: int = of_run(0, TRACE)  # windows to trace
     checkpoint_every: int | None = of_run(1, COUNT, key="checkpoint.every", null=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from pipetrain.cli import conf_dir
+from pipetrain.choices import conf_dir
 from pipetrain.data import Data, Images, declared_example, load_augment, load_data
 from pipetrain.data.augment import Augment
 from pipetrain.data.sets import Draw, Tensors

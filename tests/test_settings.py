@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from pipetrain.cli import conf_dir
+from pipetrain.choices import conf_dir
 from pipetrain.codec import Half
 from pipetrain.settings import Settings, options
 from tests.support.cases import config

@@ -11,7 +11,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from pipetrain.cli import conf_dir
+from pipetrain.choices import conf_dir
 from pipetrain.data.augment import Augment
 from pipetrain.data.dataset import as_split
 from pipetrain.data.loader import Sampler, loaded, pieces

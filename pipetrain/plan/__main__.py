@@ -21,7 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig
 
-from pipetrain.cli import compose
+from pipetrain.commands.cli import compose
 from pipetrain.ending import guarded, unread
 from pipetrain.errors import ConfigError
 from pipetrain.rules import COUNT, whole

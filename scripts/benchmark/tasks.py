@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipetrain import tasks
 from pipetrain.building import make_model, make_schedule, make_task
-from pipetrain.cli import composed
+from pipetrain.commands.cli import composed
 from pipetrain.data import load_data
 from pipetrain.network.values import ValueSpec, named_layers
 from pipetrain.plan.plan import Plan, Samples, make_plan

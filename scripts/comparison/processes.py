@@ -21,7 +21,7 @@ import pipetrain
 MARK = "PIPETRAIN_COMPARISON"
 PATIENCE_S = 10.0  # that killed processes have to be gone
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PIPETRAIN = (sys.executable, "-m", "pipetrain.launcher")
+PIPETRAIN = (sys.executable, "-m", "pipetrain.commands.launcher")
 
 
 def run(command: Sequence[str], nproc: int, log: Path, keep_open: Sequence[int] = ()) -> int:

@@ -29,7 +29,7 @@ from typing import Any
 from comparison.figures import metric_of
 from comparison.processes import PIPETRAIN, run
 from comparison.request import Spec
-from pipetrain.cli import quoted
+from pipetrain.commands.cli import quoted
 from pipetrain.errors import ConfigError
 
 Summary = dict[str, Any]

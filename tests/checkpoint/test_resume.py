@@ -24,11 +24,11 @@ from pipetrain.checkpoint.resume import (
     with_cuts_of,
 )
 from pipetrain.checkpoint.tensors import names_of
-from pipetrain.cli import contained
+from pipetrain.commands.cli import contained
+from pipetrain.commands.train import conditions_of
 from pipetrain.errors import ConfigError
 from pipetrain.records.folder import lengthens
 from pipetrain.settings import Settings
-from pipetrain.train import conditions_of
 from tests.support.cases import Case, Epochs, Saved, compare, config, make_run, run_in_threads
 
 pytestmark = pytest.mark.slow

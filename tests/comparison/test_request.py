@@ -15,7 +15,7 @@ from hydra.utils import instantiate
 from comparison import request
 from comparison.request import load, merged
 from comparison.runs import words
-from pipetrain.cli import quoted
+from pipetrain.commands.cli import quoted
 from tests.comparison.support import asked, compare
 from tests.support.cases import config
 

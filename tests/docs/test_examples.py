@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import pipetrain
-from pipetrain import export
 from pipetrain.arguments import read_options
+from pipetrain.commands import export
 from tests.docs import run_examples
 from tests.support.processes import CHECKOUT, TWO, finished
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmark import cli
 from pipetrain.building import make_codec
-from pipetrain.cli import conf_dir
+from pipetrain.choices import conf_dir
 from pipetrain.codec import Codec
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan import __main__ as plan

@@ -97,5 +97,5 @@ def test_the_image_of_docker_has_what_its_files_say():
     (install,) = re.findall(r"^pip install .*?(?=  #)", (CHECKOUT / "README.md").read_text(), re.MULTILINE)
     assert ["RUN", *install.split()] in lines
     assert lines[-1] == ["ENTRYPOINT", '["pipetrain"]']
-    assert "pipetrain = pipetrain.launcher:main" in setup["options.entry_points"]["console_scripts"]
+    assert "pipetrain = pipetrain.commands.launcher:main" in setup["options.entry_points"]["console_scripts"]
     assert ["USER", "trainer"] in lines

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipetrain.cli import contained
+from pipetrain.commands.cli import contained
 from pipetrain.errors import NotRecorded
 from pipetrain.records import recorder as module
 from pipetrain.records.recorder import Recorder

@@ -29,7 +29,8 @@ from pipetrain.checkpoint.files import read_whole
 from pipetrain.checkpoint.progress import EpochRecord
 from pipetrain.checkpoint.resume import Source, tensors_of
 from pipetrain.checkpoint.writer import Keeper, Writer
-from pipetrain.cli import as_hydra, conf_dir
+from pipetrain.choices import conf_dir
+from pipetrain.commands.cli import as_hydra
 from pipetrain.data import Augment, Data, Images, load_augment
 from pipetrain.epochs import Epochs
 from pipetrain.network.draws import Seeds, drawing

@@ -37,9 +37,9 @@ CHECKOUT = Path(__file__).parents[2]
 SMALL = ["model=mlp", "data=digits", "data.train_limit=384", "data.test_limit=64", "batch_size=64"]
 SMALL += ["device=cpu", "threads=1"]
 FAULTY = ["model._target_=tests.support.models.faulty", "partition=[2]"]
-TORCHRUN, LAUNCHER = "torch.distributed.run", "pipetrain.launcher"
+TORCHRUN, LAUNCHER = "torch.distributed.run", "pipetrain.commands.launcher"
 TWO = ["-m", TORCHRUN, "--standalone", "--nproc_per_node=2"]
-PRELOADED = ["torch._dynamo", TORCHRUN, "sklearn.datasets", "pipetrain.train", "matplotlib.figure"]
+PRELOADED = ["torch._dynamo", TORCHRUN, "sklearn.datasets", "pipetrain.commands.train", "matplotlib.figure"]
 PRELOADED += ["matplotlib.backends.backend_agg", "torch.utils.tensorboard", "benchmark.contestants"]
 PRELOADED += ["tests.support.jobs"]
 PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "bert")]

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipetrain import Pipeline, export
+from pipetrain import Pipeline
+from pipetrain.commands import export
 from tests.support import parity, subjects
 from tests.support.parity import ADAMW, GROUPS, Way
 

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from pipetrain.building import make_model, make_schedule
-from pipetrain.cli import conf_dir
+from pipetrain.choices import conf_dir
 from pipetrain.data import load_augment
 from pipetrain.rate import SHAPES
 from pipetrain.runtime.optimizer import make_optimizer

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.test_main import train_here
+from tests.commands.test_train import train_here
 
 pytestmark = pytest.mark.slow
 

@@ -18,6 +18,7 @@ APART = {"benchmark", "comparison", "docs", "gpu", "support", "users", "whole"}
 """Folders whose tests are of no one module."""
 SEEN_IN = {
     "__init__": "docs/test_api_docs",
+    "choices": "whole/test_conf",
     "checkpoint/state": "checkpoint/test_dcp",
     "errors": "test_ending",
     "planning": "test_pipeline",
@@ -43,7 +44,6 @@ SEEN_IN = {
     "schedule/timeline": "schedule/test_simulate",
     "schedule/waits": "schedule/test_simulate",
     "signals": "whole/test_stops",
-    "train": "test_main",
 }
 """Modules without a test file of their own: what shows them."""
 

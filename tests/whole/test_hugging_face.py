@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipetrain.building import build
-from pipetrain.cli import conf_dir
+from pipetrain.choices import conf_dir
 from pipetrain.data import declared_example, load_data
 from pipetrain.errors import ConfigError
 from pipetrain.network.tensors import made_up

@@ -83,7 +83,7 @@ def checkout(tmp_path: Path) -> Checkout:
 VENV = "OMP= -m venv {root}/.venv"
 RUN = "OMP= -m pip install -q -c constraints.txt -e ."
 TEST = "OMP= -m pip install -q -c constraints.txt -e .[test]"
-TRAIN = "OMP= -m pipetrain.launcher epochs=1"
+TRAIN = "OMP= -m pipetrain.commands.launcher epochs=1"
 IMPORTS = "OMP=1 -c from importlinter.cli import lint_imports_command as lint; lint() --no-logo --no-cache"
 LINT = ["OMP=1 -m ruff check .", "OMP=1 -m ruff format --check .", "OMP=1 -m mypy", IMPORTS]
 PYTEST = "OMP=1 -m pytest -n 3 --dist worksteal"
@@ -105,9 +105,9 @@ def test_arguments_and_status_pass_through_a_link_in_another_folder_and_the_chec
     link = tmp_path / "link"
     link.symlink_to(checkout.installed().root / "launch.sh")
     words = ["run_dir='a b'", "data.root=$HOME", "*"]
-    done = checkout.run(link, *words, FAIL="pipetrain.launcher")
+    done = checkout.run(link, *words, FAIL="pipetrain.commands.launcher")
     assert done.returncode == 7
-    assert checkout.calls() == ["OMP= -m pipetrain.launcher run_dir='a b' data.root=$HOME *"]
+    assert checkout.calls() == ["OMP= -m pipetrain.commands.launcher run_dir='a b' data.root=$HOME *"]
     checkout.program("python3", '#!/bin/bash\necho "$PYTHONPATH" >"$NOTES"\n')
     checkout.run("launch.sh", PYTHONPATH="/mine")
     assert checkout.calls() == [f"{checkout.root}:/mine"]
@@ -190,7 +190,7 @@ def test_ci_needs_no_terminal(checkout):
     checkout.program("python3", '#!/bin/bash\n[[ $1 == -P ]] || { echo "$CI $*" >>"$NOTES"; cat; }\n')
     assert checkout.run(".ci/run").returncode == 0
     calls = checkout.calls()
-    assert "true -m pipetrain.launcher" in calls
+    assert "true -m pipetrain.commands.launcher" in calls
     assert calls[-1] == "true -m pytest -n 3 --dist worksteal"
 
 

@@ -187,7 +187,7 @@ def test_before_the_first_update_a_ctrl_c_that_another_rank_got_first_says_why_i
 def test_while_it_imports_sigusr1_ends_no_process_and_ctrl_c_shows_no_traceback(name, end, tmp_path):
     code = f"""
 import os, runpy, signal, sys, types
-train = sys.modules["pipetrain.train"] = types.ModuleType("pipetrain.train")
+train = sys.modules["pipetrain.commands.train"] = types.ModuleType("pipetrain.commands.train")
 train.__getattr__ = lambda _: os.kill(os.getpid(), signal.{name}) or (lambda: print("imported"))
 runpy.run_module("pipetrain", run_name="__main__")
 """

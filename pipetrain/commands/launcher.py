@@ -35,13 +35,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser, parse_args, run
 
-from pipetrain.cli import composed, conf_dir
+from pipetrain.choices import conf_dir
+from pipetrain.commands.cli import composed
+from pipetrain.commands.start import refuse_few_layers
+from pipetrain.commands.usage import completion
 from pipetrain.ending import ENDED, FAILED, guarded, leave
 from pipetrain.rules import decoded, whole
 from pipetrain.settings import cores, share_of_cores
 from pipetrain.signals import LIMIT
-from pipetrain.start import refuse_few_layers
-from pipetrain.usage import completion
 from pipetrain.version import __version__
 
 LOOPBACK = "127.0.0.1"

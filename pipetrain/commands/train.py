@@ -29,7 +29,8 @@ from omegaconf import DictConfig, OmegaConf
 from pipetrain.building import make_schedule, make_task, model_of
 from pipetrain.checkpoint import resume
 from pipetrain.checkpoint.resume import AUTO, Source, find_source, read_source
-from pipetrain.cli import compose, contained, quoted
+from pipetrain.commands.cli import compose, contained, quoted
+from pipetrain.commands.start import Start, refuse_few_layers
 from pipetrain.data import Data, DataFacts, load_augment, load_data, obtain_data, with_fallback
 from pipetrain.data.loader import Sampled, Sampler, even
 from pipetrain.documents import read_as
@@ -47,7 +48,6 @@ from pipetrain.runtime.ranks import World
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.settings import Settings, share_of_cores
 from pipetrain.signals import Signals
-from pipetrain.start import Start, refuse_few_layers
 
 log = logging.getLogger("pipetrain")
 

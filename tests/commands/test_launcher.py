@@ -1,4 +1,4 @@
-"""How a run that was started by pipetrain.launcher ends: its status, and that nobody shows a traceback."""
+"""How a run that was started by `pipetrain` ends: its status, and that nobody shows a traceback."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import pipetrain
-from pipetrain import launcher, settings
+from pipetrain import settings
 from pipetrain.checkpoint.files import CHECKPOINTS
+from pipetrain.commands import launcher
 from pipetrain.schedule import chrome
 from pipetrain.signals import ONE_S
 from tests.support.processes import (
@@ -117,7 +118,8 @@ def test_a_wrong_nproc_is_refused(monkeypatch, capsys):
 
 LOSES = """
 import signal, subprocess
-from pipetrain import launcher, settings
+from pipetrain import settings
+from pipetrain.commands import launcher
 
 lost = []
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from safetensors.torch import load_file
 
 from pipetrain import Pipeline
 from pipetrain.checkpoint.files import CHECKPOINTS
-from pipetrain.export import main
+from pipetrain.commands.export import main
 from tests.support import edges
 from tests.support.cases import Case, Saved, make_run, run_in_threads
 from tests.support.damage import forge, put
@@ -117,3 +119,12 @@ def test_a_model_of_transformers_is_a_folder_that_from_pretrained_reads(tmp_path
     read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "weights")
     assert type(read) is type(model)
     assert torch.equal(read.eval()(ids).logits, model.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("module", ["pipetrain.export", "pipetrain.timelines"])
+def test_a_command_runs_by_the_name_that_is_documented(module, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(module, run_name="__main__")
+    assert end.value.code == 0
+    assert f"python -m {module}" in capsys.readouterr().out

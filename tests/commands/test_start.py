@@ -15,11 +15,11 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from pipetrain import start as module
+from pipetrain.commands import start as module
+from pipetrain.commands.start import Start, refuse_few_layers
 from pipetrain.errors import ConfigError, Refused
 from pipetrain.runtime.ranks import World
 from pipetrain.signals import Signals
-from pipetrain.start import Start, refuse_few_layers
 from tests.support.processes import DEADLINE_S, SMALL, ended, lines_of, running
 
 # Alone
@@ -108,7 +108,8 @@ def test_a_rank_with_another_command_line_is_named_once_and_all_end_alike(tmp_pa
 
 OTHERWISE = """
 import os, sys
-from pipetrain import data, train
+from pipetrain import data
+from pipetrain.commands import train
 from pipetrain.errors import ConfigError
 
 def cannot(*_):

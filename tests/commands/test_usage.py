@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from pipetrain.cli import conf_dir
-from pipetrain.usage import completion, usage
+from pipetrain.choices import conf_dir
+from pipetrain.commands.usage import completion, usage
 
 
 def helped(name: str = "config", *words: str) -> dict[str, tuple[str, str]]:

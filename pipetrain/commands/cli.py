@@ -1,4 +1,4 @@
-"""The command line: where the configuration files are, how overrides are written, and error messages.
+"""The command line: how overrides are written, and error messages.
 
 Hydra composes the configuration. Its own error report has several lines and, inside a job, a traceback. With
 HYDRA_FULL_ERROR it raises its exceptions, and each becomes one sentence here. This module does not import
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from logging import getLevelNamesMapping
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -24,13 +25,13 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pipetrain.choices import conf_dir
 from pipetrain.ending import unread
 from pipetrain.errors import ConfigError
 from pipetrain.schedule.actions import ScheduleError
 
 CODECS = ("codec.forward", "codec.backward")
 ALL = "--cfg job shows all there is"
-LEVELS = ("info", "warning", "error")  # of what is logged
 MAY_BE_NULL = {"data.sample", "data.train", "data.test"}  # mappings that some data sets do without
 
 # Keys that need `++` in Hydra: arguments of a `_target_`, and parts of what may also be a plain value.
@@ -49,14 +50,10 @@ _CODEC = re.compile(r"^([+~]*)(codec\.(?:forward|backward)=)")
 OmegaConf.register_new_resolver("name_of", lambda target: str(target).rpartition(".")[2], replace=True)
 
 OmegaConf.register_new_resolver(  # another one is refused once there is a log to say so
-    "level_of", lambda level: level.upper() if level in LEVELS else "INFO", replace=True
+    "level_of",
+    lambda level: str(level).upper() if str(level).upper() in getLevelNamesMapping() else "INFO",
+    replace=True,
 )
-
-
-def conf_dir() -> Path:
-    """Return the folder of the YAML files: inside an installed package, or beside it in a checkout."""
-    package = Path(__file__).resolve().parent
-    return next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
 
 
 def as_hydra(words: Sequence[str]) -> list[str]:
@@ -167,7 +164,7 @@ def _refuse_unread_keys(cfg: DictConfig, name: str) -> None:
 
 
 def _help(name: str) -> int:
-    from pipetrain.usage import usage
+    from pipetrain.commands.usage import usage
 
     try:
         print(usage(conf_dir(), name, sys.argv[1:]), end="", flush=True)

@@ -139,7 +139,7 @@ def seconds(cfg: DictConfig, key: str) -> float:
 
 def code_fingerprint() -> str:
     """Return a digest of this package's source code."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())

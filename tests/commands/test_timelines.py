@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipetrain import timelines
+from pipetrain.commands import timelines
 from pipetrain.schedule.actions import Op, Program
 from pipetrain.schedule.chrome import write
 from pipetrain.schedule.lower import lower

@@ -11,7 +11,7 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-from pipetrain.cli import as_hydra, compose, contained
+from pipetrain.commands.cli import as_hydra, compose, contained
 from pipetrain.errors import ConfigError
 from pipetrain.network.values import TensorSpec
 from pipetrain.settings import Settings

@@ -17,21 +17,21 @@ import pytest
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 
-from pipetrain.cli import compose
+from pipetrain.commands.cli import compose
+from pipetrain.commands.start import Start
+from pipetrain.commands.train import discard_folder, given_folder, lead
 from pipetrain.errors import ConfigError
 from pipetrain.records.recorder import Recorder
 from pipetrain.runtime.ranks import World
 from pipetrain.schedule import chrome
 from pipetrain.signals import Signals
-from pipetrain.start import Start
-from pipetrain.train import discard_folder, given_folder, lead
 from tests.support.processes import TWO as TORCHRUN
 from tests.support.processes import Ended, finished, lines_of
 
 pytestmark = pytest.mark.processes
 
 TWO = [*TORCHRUN, "-m", "pipetrain"]
-LAUNCHED = ["-m", "pipetrain.launcher"]  # two ranks too, where there is no GPU
+LAUNCHED = ["-m", "pipetrain.commands.launcher"]  # two ranks too, where there is no GPU
 SMALL = ["model=mlp", "data=digits", "batch_size=128", "device=cpu"]
 FEW = [*SMALL, "data.train_limit=256", "epochs=1"]
 EPOCH = re.compile(

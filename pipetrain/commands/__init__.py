@@ -1,0 +1,1 @@
+"""What a shell starts. Each command reads its words and calls the floors below: wiring only."""
