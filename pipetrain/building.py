@@ -29,7 +29,7 @@ from pipetrain.schedule.actions import Schedule
 from pipetrain.tasks import Mean, Metric, Task
 
 
-def build(cfg: DictConfig, group: str) -> Any:
+def build(cfg: Mapping[str, Any], group: str) -> Any:
     """Build a group's `_target_`. Raises ConfigError."""
     return build_node(group, cfg[group])
 
@@ -91,7 +91,7 @@ def _not_taken(key: str, target: str, argument: str) -> str:
     return f"{target} takes no {argument}; {meant}leave it out with ~{key}.{argument}"
 
 
-def make_schedule(cfg: DictConfig) -> Schedule:
+def make_schedule(cfg: Mapping[str, Any]) -> Schedule:
     """Return the program function that `cfg.schedule` names. Raises ConfigError."""
     schedule: Schedule = build(cfg, "schedule")
     if not callable(schedule):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+import yaml
 
 
 def conf_dir() -> Path:
@@ -13,11 +14,13 @@ def conf_dir() -> Path:
     return next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
 
 
-def shipped(group: str, name: object) -> DictConfig | None:
+def shipped(group: str, name: object) -> dict[str, Any] | None:
     """Return what conf/ has by a name of a group; None if it has none of that name."""
     path = conf_dir() / group / f"{name}.yaml"
-    content = OmegaConf.load(path) if isinstance(name, str) and path.is_file() else None
-    return content if isinstance(content, DictConfig) else None
+    known: dict[str, Any] | None = None
+    if isinstance(name, str) and path.is_file():
+        known = yaml.safe_load(path.read_text())
+    return known
 
 
 def names_of(group: str) -> str:

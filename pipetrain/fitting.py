@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +15,6 @@ from threading import current_thread, main_thread
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -32,7 +31,6 @@ from pipetrain.checkpoint.resume import (
 )
 from pipetrain.checkpoint.state import restore_random
 from pipetrain.checkpoint.writer import Keeper, Writer
-from pipetrain.choices import names_of, shipped
 from pipetrain.data.loading import Loader, has_length
 from pipetrain.data.sets import DataFacts
 from pipetrain.ending import terminate
@@ -46,7 +44,7 @@ from pipetrain.records import folder
 from pipetrain.records.folder import METRICS, PROFILE_FILE, RAN, SUMMARY, TRACE, UPDATES
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
-from pipetrain.records.trackers import Trackers, check_loggers
+from pipetrain.records.trackers import Trackers, check_loggers, read_loggers
 from pipetrain.rules import COUNT, PATH
 from pipetrain.runtime.feed import Batches, OfLoader
 from pipetrain.settings import Settings
@@ -62,14 +60,14 @@ _trainings = count()
 class RunFolder:
     """A run's folder, locked for it on rank 0, and what its records and checkpoints say of the run.
 
-    `run`: its unique name. `source`: the checkpoint to go on from. `config`: its configuration, with the
+    `run`: its unique name. `source`: the checkpoint to go on from. `config`: its configuration, with its
     loggers. `conditions`: what a checkpoint to go on from must share, beside the model's tensors and batches.
     """
 
     path: Path
     run: str
     source: Source | None
-    config: DictConfig
+    config: Mapping[str, Any]
     conditions: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -164,11 +162,11 @@ def _opened(
     loggers: Sequence[str] | Mapping[str, Mapping[str, Any]],
 ) -> Iterator[RunFolder]:
     """Lock a run's folder on rank 0; find the checkpoint to go on from. Raises ConfigError, on all ranks."""
-    path, config = path.expanduser().absolute(), _logging(loggers)
+    path, chosen = path.expanduser().absolute(), read_loggers(loggers)
     with ExitStack() as held:
 
         def find() -> list[Any]:
-            check_loggers(config)
+            check_loggers(chosen)
             held.enter_context(folder.claim(path, resume is not None, resume is not None))
             source = find_source(resume, path) if resume is not None else None
             if source is None:
@@ -178,24 +176,7 @@ def _opened(
 
         found, run = pipe._together.on_one(0, "the run's folder", find)
         source = None if found is None else read_source(Path(found), pipe.rank)
-        yield RunFolder(path, run, source, config)
-
-
-def _logging(loggers: Sequence[str] | Mapping[str, Mapping[str, Any]]) -> DictConfig:
-    """Return a configuration with the options of loggers. Raises ConfigError for an unknown one."""
-    chosen: dict[str, Any] = {}
-    loggers = [loggers] if isinstance(loggers, str) else loggers
-    options = loggers.values() if isinstance(loggers, Mapping) else [{}]
-    if not isinstance(loggers, Iterable) or not all(isinstance(one, Mapping) for one in options):
-        raise ConfigError(f"loggers={loggers} must be names, or options by name")
-    for name in loggers:
-        known = shipped("logger", name)
-        if known is None:
-            raise ConfigError(f"loggers has an unknown {name}; choose from: {names_of('logger')}")
-        chosen |= known
-        if isinstance(loggers, Mapping):
-            chosen[name] = {**chosen[name], **loggers[name]}
-    return OmegaConf.create({"logger": chosen})
+        yield RunFolder(path, run, source, {"logger": chosen})
 
 
 class Loaders:
@@ -340,7 +321,6 @@ def _keeper(pipe: Pipeline, about: About, run_folder: RunFolder) -> Keeper:
         if pipe.rank == 0:
             _go_on(path, source, done == about.updates)
     store = pipe._mesh.store and PrefixStore(f"fit {next(_trainings)}", pipe._mesh.store)
-    config: Any = OmegaConf.to_container(run_folder.config, resolve=True)
     return Keeper(
         writer=Writer(path, pipe._mesh, store, settings.checkpoint_keep, settings.timeout),
         asking=Asking(
@@ -350,7 +330,7 @@ def _keeper(pipe: Pipeline, about: About, run_folder: RunFolder) -> Keeper:
         unit=settings.checkpoint_unit,
         run=run_folder.run,
         conditions=conditions,
-        config={"seed": pipe._begun.engine.seed, **transformers_config(pipe._model), **config},
+        config={"seed": pipe._begun.engine.seed, **transformers_config(pipe._model), **run_folder.config},
     )
 
 
@@ -381,7 +361,7 @@ def _recorder(about: About, run_folder: RunFolder | None, ending: ExitStack) -> 
     return recorder
 
 
-def saved_so_far(run_dir: Path, config: DictConfig) -> str:
+def saved_so_far(run_dir: Path, config: Mapping[str, Any]) -> str:
     """Return which checkpoint remains of a run that was interrupted."""
     saved = folders(run_dir / CHECKPOINTS)
     if not saved:

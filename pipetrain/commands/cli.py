@@ -173,6 +173,12 @@ def _help(name: str) -> int:
     return 0
 
 
+def as_mapping(cfg: DictConfig) -> dict[str, Any]:
+    """Return a configuration's values as dicts and lists."""
+    content: Any = OmegaConf.to_container(cfg, resolve=True)
+    return content  # type: ignore[no-any-return]
+
+
 def contained(cfg: DictConfig, run_dir: Path) -> DictConfig:
     """Return the configuration with Hydra's interpolations resolved and absolute folders."""
     cfg = cfg.copy()

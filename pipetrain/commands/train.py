@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from pipetrain.building import make_schedule, make_task, model_of
 from pipetrain.checkpoint import resume
 from pipetrain.checkpoint.resume import AUTO, Source, find_source, read_source
-from pipetrain.commands.cli import compose, contained, quoted
+from pipetrain.commands.cli import as_mapping, compose, contained, quoted
 from pipetrain.commands.start import Start, refuse_few_layers
 from pipetrain.data import Data, DataFacts, load_augment, load_data, obtain_data, with_fallback
 from pipetrain.data.loader import Sampled, Sampler, even
@@ -132,13 +132,13 @@ def lead(composed: DictConfig, start: Start) -> None:
     """Run a job as rank 0: claim its folder, find its data and checkpoint, and tell the others."""
     cfg = contained(composed, Path(HydraConfig.get().runtime.output_dir))
     run_dir, resuming = Path(cfg.run_dir), cfg.resume == AUTO
-    settings = read(cfg, start)
-    check_loggers(cfg)
-    if resuming and folder.is_finished(run_dir, cfg if start.run_dir is None else None):
+    settings, config = read(cfg, start), as_mapping(cfg)
+    check_loggers(config["logger"])
+    if resuming and folder.is_finished(run_dir, config if start.run_dir is None else None):
         start.begin(composed)
         log.info("pipetrain: run_dir=%s holds this run, finished: nothing is left to do", run_dir)
         return
-    longer = resuming and folder.lengthens(run_dir, cfg, settings)
+    longer = resuming and folder.lengthens(run_dir, config, settings)
     with folder.claim(run_dir, cfg.resume is not None, longer, RELEASE_S if resuming else 0.0):
         cfg, data, source = find(cfg, settings, start)
         word = Word(
@@ -245,7 +245,7 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
     pipe._begin_by_number(*samples, done=source.manifest.position.batch if source else 0)
     passes = PassesByNumber(*samples, pipe._begun, task, pipe._mesh)
     conditions = conditions_of(cfg, settings, facts)
-    run_folder = RunFolder(Path(word.run_dir), word.run, source, cfg, conditions)
+    run_folder = RunFolder(Path(word.run_dir), word.run, source, as_mapping(cfg), conditions)
 
     def ready() -> None:
         start.agree("begin to train")
@@ -265,7 +265,7 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
 def conditions_of(cfg: DictConfig, settings: Settings, facts: DataFacts) -> dict[str, Any]:
     """Return what a run and its checkpoint must agree in, beside the tensors of the model."""
     return {
-        "model": OmegaConf.to_container(cfg.model, resolve=True),
+        "model": as_mapping(cfg.model),
         "data": facts.name,
         "data's fingerprint": facts.fingerprint,
         "task": str(make_task(cfg)),

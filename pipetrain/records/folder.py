@@ -6,13 +6,13 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+import yaml
 
 from pipetrain.checkpoint.files import CHECKPOINTS, folders
 from pipetrain.data.loader import Sampler
@@ -128,37 +128,35 @@ def discard(folder: Path, before: Before, log: str = LOCK) -> None:
                 path.rmdir()  # unless it holds other runs
 
 
-def go_on(folder: Path | None, config: DictConfig | None) -> str:
+def go_on(folder: Path | None, config: Mapping[str, Any] | None) -> str:
     """Return what goes on in a run's folder; the configuration of a program has no model."""
     if config is not None and "model" in config:
         return f"run_dir={folder} resume=auto"
     return f'fit(..., run_dir="{folder}", resume="auto")'
 
 
-def is_finished(folder: Path, cfg: DictConfig | None) -> bool:
+def is_finished(folder: Path, config: Mapping[str, Any] | None) -> bool:
     """Return whether a folder holds a finished run, with this configuration (except `resume`) if given."""
-    return (folder / SUMMARY).exists() and (cfg is None or is_of(folder, cfg, {"resume"}))
+    return (folder / SUMMARY).exists() and (config is None or is_of(folder, config, {"resume"}))
 
 
-def is_of(folder: Path, cfg: DictConfig, apart_from: set[str]) -> bool:
+def is_of(folder: Path, config: Mapping[str, Any], apart_from: set[str]) -> bool:
     """Return whether a folder's run has this configuration, apart from some keys."""
     try:
-        theirs = OmegaConf.to_container(OmegaConf.load(folder / CONFIG))
+        theirs = yaml.safe_load((folder / CONFIG).read_text())
     except Exception:  # an unreadable file is not this configuration
         return False
-    mine = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(mine, dict)
     without = dict.fromkeys(apart_from)
-    return isinstance(theirs, dict) and {**mine, **without} == {**theirs, **without}
+    return isinstance(theirs, dict) and {**config, **without} == {**theirs, **without}
 
 
-def lengthens(run_dir: Path, cfg: DictConfig, settings: Settings) -> bool:
+def lengthens(run_dir: Path, config: Mapping[str, Any], settings: Settings) -> bool:
     """Return whether more updates would continue the finished run in `run_dir`.
 
     Raises ConfigError if the learning rates of its finished updates would have been different.
     """
     finished = (run_dir / SUMMARY).exists() and folders(run_dir / CHECKPOINTS)
-    if not (finished and is_of(run_dir, cfg, {"resume", "epochs", "max_updates"})):
+    if not (finished and is_of(run_dir, config, {"resume", "epochs", "max_updates"})):
         return False
     path = run_dir / SUMMARY
     summary = read_as(dict[str, Any], read_json(path), str(path))
@@ -169,7 +167,7 @@ def lengthens(run_dir: Path, cfg: DictConfig, settings: Settings) -> bool:
     if updates > done and any(rate(update) != other(update) for update in range(done)):
         raise ConfigError(
             f"run_dir={run_dir} holds a run that finished after {done} updates, and with "
-            f"lr_schedule={cfg.lr_schedule} warmup={cfg.warmup:g} the rates of {updates} updates "
+            f"lr_schedule={config['lr_schedule']} warmup={settings.warmup:g} the rates of {updates} updates "
             f"differ from the start: train anew in another run_dir, or go on there from its last weights "
             f"with resume={run_dir}"
         )

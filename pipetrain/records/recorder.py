@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+import yaml
 
 from pipetrain.checkpoint.progress import EpochRecord
 from pipetrain.errors import NotRecorded
@@ -48,7 +48,7 @@ class Recorder:
         self,
         about: About,
         folder: Path | None = None,
-        config: DictConfig | None = None,
+        config: Mapping[str, Any] | None = None,
         trackers: Trackers | None = None,
     ) -> None:
         self._about = about
@@ -63,13 +63,14 @@ class Recorder:
         if folder is not None and config is not None:
             self._introduce(folder, config)
 
-    def _introduce(self, folder: Path, config: DictConfig) -> None:
-        about, history, text = self._about, self._history, OmegaConf.to_yaml(config, resolve=True)
+    def _introduce(self, folder: Path, config: Mapping[str, Any]) -> None:
+        about, history = self._about, self._history
+        text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
         title = f"{about.settings.model}, {about.settings.schedule}"
         picture = as_png(history.simulated, title, about.plan.unit_of_time, history.predicted_memory)
         self.files.text(CONFIG, text)
         self.files.whole("timeline.png", lambda new: new.write_bytes(picture))
-        if TENSORBOARD in config.logger:
+        if TENSORBOARD in config["logger"]:
             from pipetrain.records.tensorboard import TensorBoard  # imports Matplotlib
 
             self._tensorboard = TensorBoard(folder, history, text, picture)

@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from hashlib import sha256
@@ -21,13 +21,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from pipetrain.checkpoint.progress import EpochRecord
+from pipetrain.choices import names_of, shipped
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.records.history import History
 
 FINISH_S = 30.0  # for the last values to arrive when a run ends
+
+Loggers = Mapping[str, Mapping[str, Any]]
+"""The options of each logger, by its name."""
 
 log = logging.getLogger("pipetrain")
 
@@ -123,14 +125,13 @@ class Trackers:
     Raises ConfigError if one cannot start; a later failure is a warning, once.
     """
 
-    def __init__(self, cfg: DictConfig, folder: Path, run: str) -> None:
+    def __init__(self, config: Mapping[str, Any], folder: Path, run: str) -> None:
         self._started: dict[str, Any] = {}
         self._epochs: Counter[str] = Counter()  # that each has
         self._warned: set[str] = set()
         self._thread = ThreadPoolExecutor(1, "trackers")
         id = sha256(f"{run} {folder}".encode()).hexdigest()[:16]
-        config: Any = OmegaConf.to_container(cfg, resolve=True)
-        for name, options in _chosen(cfg):
+        for name, options in _chosen(config["logger"]):
             try:
                 self._started[name] = LIBRARIES[name](options, folder, config, id)
             except Exception as error:
@@ -169,14 +170,28 @@ class Trackers:
             self._warned.add(name)
 
 
-def _chosen(cfg: DictConfig) -> list[tuple[str, dict[str, Any]]]:
-    options: Any = OmegaConf.to_container(cfg.logger, resolve=True)
-    return [(name, options[name]) for name in LIBRARIES if name in options]
+def _chosen(loggers: Loggers) -> list[tuple[str, Mapping[str, Any]]]:
+    return [(name, loggers[name]) for name in LIBRARIES if name in loggers]
 
 
-def check_loggers(cfg: DictConfig) -> None:
+def read_loggers(loggers: Sequence[str] | Loggers) -> dict[str, dict[str, Any]]:
+    """Return the options of loggers, given by names of conf/logger or by name. Raises ConfigError."""
+    loggers = [loggers] if isinstance(loggers, str) else loggers
+    options = loggers.values() if isinstance(loggers, Mapping) else [{}]
+    if not isinstance(loggers, Iterable) or not all(isinstance(one, Mapping) for one in options):
+        raise ConfigError(f"loggers={loggers} must be names, or options by name")
+    chosen = {}
+    for name in loggers:
+        known = shipped("logger", name)
+        if known is None:
+            raise ConfigError(f"loggers has an unknown {name}; choose from: {names_of('logger')}")
+        chosen[name] = {**known[name], **(loggers[name] if isinstance(loggers, Mapping) else {})}
+    return chosen
+
+
+def check_loggers(loggers: Loggers) -> None:
     """Refuse trackers that cannot work: not installed, or not logged in. Raises ConfigError."""
-    for name, options in _chosen(cfg):
+    for name, options in _chosen(loggers):
         if find_spec(name) is None:
             raise ConfigError(
                 f"logger={name} is not installed: pip install pipetrain[{name}], or leave it out"

@@ -24,7 +24,7 @@ from pipetrain.checkpoint.resume import (
     with_cuts_of,
 )
 from pipetrain.checkpoint.tensors import names_of
-from pipetrain.commands.cli import contained
+from pipetrain.commands.cli import as_mapping, contained
 from pipetrain.commands.train import conditions_of
 from pipetrain.errors import ConfigError
 from pipetrain.records.folder import lengthens
@@ -357,7 +357,7 @@ def test_a_finished_run_goes_on_where_its_checkpoint_is_there_and_its_rates_stay
     cfg = contained(config([*before, *words, "resume=auto"]), tmp_path)
     settings = Settings.composed(cfg, "1f1b", 2)
     if isinstance(longer, bool):
-        assert lengthens(tmp_path, cfg, settings) == longer
+        assert lengthens(tmp_path, as_mapping(cfg), settings) == longer
     else:
         with pytest.raises(ConfigError, match=longer):
-            lengthens(tmp_path, cfg, settings)
+            lengthens(tmp_path, as_mapping(cfg), settings)

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipetrain.commands.cli import contained
+from pipetrain.commands.cli import as_mapping, contained
 from pipetrain.errors import NotRecorded
 from pipetrain.records import recorder as module
 from pipetrain.records.recorder import Recorder
@@ -49,7 +49,9 @@ def one_picture(monkeypatch):
 
 
 def begun(folder: Path | None, *words: str, about: Any = ABOUT, trackers: Any = None, done=()) -> Recorder:
-    made = Recorder(about, folder, folder and contained(config([*WORDS, *words]), folder), trackers)
+    made = Recorder(
+        about, folder, folder and as_mapping(contained(config([*WORDS, *words]), folder)), trackers
+    )
     made.begin(done)
     return made
 

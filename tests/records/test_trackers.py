@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from pipetrain.checkpoint.progress import EpochRecord
+from pipetrain.commands.cli import as_mapping
 from pipetrain.errors import ConfigError
 from pipetrain.records import trackers as module
-from pipetrain.records.trackers import Trackers, check_loggers
+from pipetrain.records.trackers import Trackers, check_loggers, read_loggers
 from tests.support.cases import config
 from tests.support.deadlines import DEADLINE_S
 from tests.support.figures import figures
@@ -55,8 +56,8 @@ def started(name: str, folder: Path, run: str = "a") -> Any:
     return closing(Trackers(configured(f"logger={name}", *words[name]), folder, run))
 
 
-def configured(*words: str) -> Any:
-    return config([*words, "run_dir=here", "model=mlp", "data=digits"])
+def configured(*words: str) -> dict[str, Any]:
+    return as_mapping(config([*words, "run_dir=here", "model=mlp", "data=digits"]))
 
 
 def recorded(name: str, folder: Path) -> tuple[Values, dict[str, Any], dict[str, Any], str]:
@@ -212,13 +213,22 @@ def test_one_that_cannot_start_is_refused_and_the_others_are_ended(fakes, tmp_pa
     assert fakes["wandb"].ended == [None]
 
 
-# Refused before the start
+# Chosen, and refused before the start
+
+
+def test_loggers_are_chosen_by_names_or_options_which_stay_what_they_are():
+    assert read_loggers("mlflow") == {"mlflow": {"uri": None, "experiment": "pipetrain"}}
+    chosen = read_loggers({"wandb": {"project": "${mine}"}, "tensorboard": {}})
+    assert chosen == {"wandb": {"project": "${mine}", "entity": None, "mode": None}, "tensorboard": {}}
+    for wrong, says in (("loggers=3 must be names", 3), ("unknown nothing; choose", ["nothing"])):
+        with pytest.raises(ConfigError, match=wrong):
+            read_loggers(says)  # type: ignore[arg-type]
 
 
 def test_what_is_not_installed_or_has_no_account_is_refused_with_its_remedy(monkeypatch):
-    check_loggers(configured("logger=wandb", "logger.wandb.mode=offline"))
+    check_loggers(configured("logger=wandb", "logger.wandb.mode=offline")["logger"])
     with pytest.raises(ConfigError, match="logger=wandb is not logged in: run `wandb login`, set"):
-        check_loggers(configured("logger=wandb"))
+        check_loggers(configured("logger=wandb")["logger"])
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"logger=mlflow is not installed: pip install pipetrain\[mlflow\]"):
-        check_loggers(configured("logger=mlflow"))
+        check_loggers(configured("logger=mlflow")["logger"])
