@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import re
-
 import pytest
 import torch
 from torch import nn
@@ -53,9 +50,9 @@ def test_a_rate_by_the_number_of_a_parameter_is_refused_with_what_to_write_by_na
 
     model = nn.Sequential(LINEAR, nn.Linear(2, 2))
     says = refusal(lambda: prove_optimizer(slower, None, model, 2))
-    assert "slower gives 1.weight lr=0.25 by its position among all parameters, and a stage, which " in says
-    advice = re.search(r"param_groups=(\{.*\}\}), or on the command line by optim.groups$", says)
-    groups = ast.literal_eval(advice[1])
+    assert "lets the step of one parameter depend on others, or on how many there are before it" in says
+    assert says.endswith("and param_groups= (optim.groups) gives options by name")
+    groups = {"mine": {"params": "1.weight", "lr": 0.25}}
     factory = prove_optimizer(lambda p: torch.optim.SGD(p, 0.1), groups, model, 2)
     taken = {group["lr"]: len(group["params"]) for group in factory(model.named_parameters()).param_groups}
     assert taken == {0.25: 1, 0.1: 3}
@@ -63,7 +60,7 @@ def test_a_rate_by_the_number_of_a_parameter_is_refused_with_what_to_write_by_na
 
 
 def test_an_optimizer_whose_step_looks_at_all_parameters_is_refused_over_several_stages():
-    says = f"optimizer {HERE}Clips lets the step of one parameter depend on others, and each of 2 stages"
+    says = f"optimizer {HERE}Clips lets the step of one parameter depend on others, or on how many"
     assert refusal(lambda: made(f"{HERE}Clips")).startswith(says)
     assert made(f"{HERE}Clips", stages=1)
 
@@ -146,8 +143,6 @@ A, NORMS = "optim.groups.a", "optim.groups.norms_and_biases"
         ),
         ([f"{A}.weight_decay=0"], f"{A} needs {A}.params=, a regular expression that its parameters' names"),
         ([f"{A}.params='('"], f"{A}.params=( is no regular expression: missing ), unterminated"),
-        (["optim.weight_decay=nan"], "optim.weight_decay=nan must be finite"),
-        ([f"{NORMS}.weight_decay=inf"], f"{NORMS}.weight_decay=inf must be finite"),
         ([f"{A}=3"], f"{A}=3 must have options of the optimizer, such as {A}.weight_decay=0"),
         (["optim.groups=3"], "optim.groups=3 must have a name for each group, with its options"),
         ([f"{NORMS}.weight_dekay=0"], f"{NORMS}.weight_dekay: torch.optim.SGD has no weight_dekay"),
