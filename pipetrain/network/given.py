@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError
@@ -32,7 +33,7 @@ class Given:
         self._warned = False
         facts = [(name, read, read()) for name, read in _facts(model, traced)]
         self._facts = [
-            fact for fact in facts if isinstance(fact[2], None | Tensor | _PLAIN) or callable(fact[2])
+            fact for fact in facts if isinstance(fact[2], Tensor | torch.dtype | _PLAIN) or callable(fact[2])
         ]
 
     def note(self) -> None:
@@ -51,9 +52,9 @@ class Given:
                     "the statistics of BatchNorm as they are: call model.train() before, if that is not meant"
                 )
         for name, read, was in self._facts:
-            if (now := read()) is was or not _differs(was, now):
-                continue
-            if training or name.rpartition(".")[2] not in ("training", "requires_grad"):
+            now = read()
+            same = now is was or (isinstance(was, _PLAIN) and type(now) is type(was) and now == was)
+            if not same and (training or name.rpartition(".")[2] not in ("training", "requires_grad")):
                 raise ConfigError(
                     f"since the model was cut into stages, which do not follow, this has changed: {name}; do "
                     f"so before the first batch; to go on so, end this Pipeline by collect() and close(), "
@@ -75,13 +76,5 @@ def _facts(model: nn.Module, traced: bool) -> Iterator[tuple[str, Callable[[], A
             yield f"the length of {path or 'it'}", partial(len, own["_modules"])
 
 
-def _of(parameters: dict[str, nn.Parameter], key: str, fact: str) -> bool | str:
-    value = getattr(parameters[key], fact)
-    return value if isinstance(value, bool) else str(value)
-
-
-def _differs(was: object, now: object) -> bool:
-    """Return whether a value stands for another model; what was None may be made at its first use."""
-    if was is None or isinstance(was, _PLAIN):
-        return isinstance(now, _PLAIN) and (type(now) is not type(was) or now != was)
-    return True
+def _of(parameters: dict[str, nn.Parameter], key: str, fact: str) -> Any:
+    return getattr(parameters[key], fact)
