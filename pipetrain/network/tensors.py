@@ -37,6 +37,17 @@ def strided(*values: Any) -> list[Tensor]:
     return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.layout is torch.strided]
 
 
+def graph_of(*roots: Tensor) -> set[Any]:
+    """Return the nodes of autograd that a backward of tensors would go through."""
+    nodes, todo = set(), [root.grad_fn for root in roots]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            todo += [before for before, _ in node.next_functions]
+    return nodes
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep torch from logging a traceback of an error that is reported otherwise."""

@@ -24,7 +24,7 @@ from pipetrain.network.chain import Chain
 from pipetrain.network.network import INPUT, Made, Network, Tensors
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.places import places, standing_in
-from pipetrain.network.tensors import made_up, quiet, storage_of
+from pipetrain.network.tensors import graph_of, made_up, quiet, storage_of
 from pipetrain.network.values import Packing, TensorSpec, ValueSpec, leaves_of, specs_of
 from pipetrain.plan.observed import NOTHING, Kept, SavedWatch, Spy
 
@@ -297,12 +297,7 @@ def _with_gradients(runs: Sequence[_Run]) -> list[Layer]:
 
 def _reached(output: Tensor, leaves: Sequence[Tensor]) -> list[bool]:
     """Return which leaves get a gradient from an output."""
-    nodes, todo = set(), [output.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            todo += [before for before, _ in node.next_functions]
+    nodes = graph_of(output)
     if not any(isinstance(node, BackwardCFunction) for node in nodes):
         ends = {id(getattr(node, "variable", None)) for node in nodes}
         return [id(leaf) in ends for leaf in leaves]

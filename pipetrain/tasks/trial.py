@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from itertools import pairwise, product
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.network import INPUT, Made, Part, evaluating
@@ -121,44 +121,26 @@ def part_of(value: Value, start: int, end: int) -> Value:
 
 
 def _prove_loss(task: Task, given: Value, wanted: Value, microbatches: int) -> None:
-    """Refuse a loss that is not one number with a gradient for the outputs alone, or no sum over samples."""
+    """Refuse a loss that is not one number, that has weights, or that is no sum over samples."""
     outputs = on_each(given, lambda t: t.detach().requires_grad_(differentiable(t)))
-    whole = task.loss(outputs, wanted)
-    for loss in (whole, task.evaluation_loss(given, wanted)):
-        if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+    for loss in (task.loss(outputs, wanted), task.evaluation_loss(given, wanted)):
+        if not isinstance(loss, Tensor) or loss.dim():
             returned = specs_of([loss])[0] if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(f"its loss must be a tensor of one number, the mean; it returns {returned}")
-    if not whole.requires_grad:
-        raise TypeError("its loss has no gradient with respect to the outputs, as after detach() or item()")
-    ours = {id(t) for t in leaves_of(outputs)}
-    if others := [leaf for leaf in _leaves(whole) if id(leaf) not in ours]:
+    modules = [module for module in vars(task).values() if isinstance(module, nn.Module)]
+    for name, _ in (one for module in modules for one in module.named_parameters() if one[1].requires_grad):
         raise TypeError(
-            f"its loss has a gradient for a {specs_of(others)[0]} that is not among the outputs, which no "
-            f"stage would train: put it into a layer, or give it requires_grad_(False)"
+            f"its loss has a parameter {name}, which no stage would train: put it into a layer, or give it "
+            f"requires_grad_(False)"
         )
-    n = len(as_tuple(wanted)[0])
     leaves = {leaf: f"output {k}" for k, leaf in enumerate(leaves_of(outputs)) if leaf.requires_grad}
 
     def loss_of(start: int, end: int) -> Tensor:
         return task.loss(part_of(outputs, start, end), part_of(wanted, start, end))
 
-    counted = counted_for(task.weight, wanted)
-    if not counted or microbatches == 1 or n < 2:
-        return
-    if differs := pieces_differ(loss_of, task.weight, wanted, leaves):
+    if microbatches > 1 and (differs := pieces_differ(loss_of, task.weight, wanted, leaves)):
+        n = len(as_tuple(wanted)[0])
         raise ConfigError(f"of {n} samples and made-up outputs {differs}: {APART}")
-
-
-def _leaves(root: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that a backward of `root` would give a gradient."""
-    nodes, met = [root.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in met:
-            met.add(node)
-            if isinstance(leaf := getattr(node, "variable", None), Tensor):
-                yield leaf
-            nodes += [following for following, _ in node.next_functions]
 
 
 # A batch and its pieces

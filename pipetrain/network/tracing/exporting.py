@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.autograd.function import BackwardCFunction
 from torch.distributions import Distribution
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind
@@ -38,7 +38,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_map
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.network import evaluating
 from pipetrain.network.places import named_tensors, standing_in
-from pipetrain.network.tensors import made_up
+from pipetrain.network.tensors import graph_of, made_up
 from pipetrain.network.values import ValueSpec
 
 SAMPLES = 3  # of a microbatch in the trace, which holds for any number
@@ -112,6 +112,7 @@ def _exported(model: nn.Module, example: ValueSpec, training: bool, autocast: bo
         device = torch.device("cpu")
         others = _fakes(model, FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
     zeros = nullcontext() if autocast else _zeros_of_the_fast_path(model, training)
+    looks = model.register_forward_hook(_refuse_backward)
     try:
         with (
             nullcontext() if training else evaluating(model),
@@ -119,7 +120,6 @@ def _exported(model: nn.Module, example: ValueSpec, training: bool, autocast: bo
             torch.random.fork_rng([]),
             standing_in(model, others),
             quietly(),
-            patch.object(torch.autograd.Function, "apply", _refuse_backward),
         ):
             args, kwargs = as_arguments(example, [made_up(t, device) for t in example.of(SAMPLES).specs])
             shapes = tree_map(lambda _: {0: batch}, bound(model, args, kwargs))
@@ -128,14 +128,19 @@ def _exported(model: nn.Module, example: ValueSpec, training: bool, autocast: bo
         raise
     except Exception as error:  # the user's forward may raise anything
         raise _refusal(model, example, error) from error
+    finally:
+        looks.remove()
 
 
-@classmethod  # type: ignore[misc]
-def _refuse_backward(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    raise ConfigError(
-        f"the model uses the autograd Function {cls.__name__}, whose backward a trace would leave out: write "
-        f"it with torch's operations, or {WAY_OUT}"
-    )
+def _refuse_backward(model: nn.Module, args: Any, outputs: Any) -> None:
+    """Refuse outputs whose gradient goes through code of the user's, of which the trace has the forward."""
+    for node in graph_of(*(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))):
+        if isinstance(node, BackwardCFunction):
+            name = type(node).__name__.removesuffix("Backward")
+            raise ConfigError(
+                f"the model uses the autograd Function {name}, whose backward a trace would leave out: write "
+                f"it with torch's operations, or {WAY_OUT}"
+            )
 
 
 def bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
