@@ -49,7 +49,6 @@ class Op(StrEnum):
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R})  # uses a microbatch and a weight version
 UPDATE = frozenset({Op.REDUCE, Op.TIE, Op.NORM, Op.STEP})  # `version` is the new one; no microbatch
-TOLD = frozenset({Op.TIE, Op.NORM})  # of these, what other stages are told; the rank goes on meanwhile
 COMMUNICATION = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})  # a microbatch, no version
 
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
@@ -200,10 +199,10 @@ def most_open(program: Program) -> int:
     """Return the most microbatches that a rank holds at once, over all its stages, from F to B or W."""
     most = 0
     for actions in program:
-        held = 0
+        opened = 0
         for action in actions:
-            held += (action.op is Op.F) - (action.op in (Op.B, Op.W))
-            most = max(most, held)
+            opened += (action.op is Op.F) - (action.op in (Op.B, Op.W))
+            most = max(most, opened)
     return most
 
 
@@ -220,12 +219,12 @@ def last_uses(actions: Sequence[Action]) -> dict[tuple[int, int], int]:
 
 def most_versions(actions: Sequence[Action]) -> dict[int, int]:
     """Return, by stage, the most weight versions at once: the newest, and older ones that are still read."""
-    uses, held = last_uses(actions), {action.stage: [0] for action in actions}
-    most = dict.fromkeys(held, 1)
+    uses, versions = last_uses(actions), {action.stage: [0] for action in actions}
+    most = dict.fromkeys(versions, 1)
     for position, action in enumerate(actions):
         if action.op is Op.STEP:
             stage = action.stage
-            kept = [version for version in held[stage] if uses.get((stage, version), -1) > position]
-            held[stage] = [*kept, action.version]
-            most[stage] = max(most[stage], len(held[stage]))
+            kept = [version for version in versions[stage] if uses.get((stage, version), -1) > position]
+            versions[stage] = [*kept, action.version]
+            most[stage] = max(most[stage], len(versions[stage]))
     return most

@@ -1,12 +1,13 @@
 """v_async: the V placement without a flush, with weight stashing.
 
-As in PipeDream, a forward reads the newest weights of its stage and its backward the same, and a stage steps
-after each batch's last W. But a microbatch comes back to the rank that it left, so all ranks hold about as
-much, a third to a half of what PipeDream's first rank does: fewer activations, fewer weight versions, less
-staleness. With the works in a periodic order (see `periodic`) no rank waits once the pipeline is full.
+As in PipeDream, a forward reads the newest weights of its stage, its backward reads the same ones, and a
+stage steps after each batch's last W. But a microbatch comes back to the rank that it left, so all ranks hold
+about as much, a third to a half of what PipeDream's first rank holds: fewer activations, fewer weight
+versions, less staleness. The works are in a periodic order (see `periodic`), so no rank waits once the
+pipeline is full.
 
-The order is made for the costs. What is least stale where F = I = W, V-Min's offsets, would leave ranks
-waiting a sixth of the time where I takes a fifth longer.
+The order is made for the costs. V-Min's offsets are least stale where F = I = W, but ranks would wait a sixth
+of the time where I takes a fifth longer.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ _SLOWER = 1.01  # times the shortest period, for less staleness
 class AsynchronousV:
     """Makes a periodic order for the costs of the stages; called, it is a Schedule.
 
-    `like`: v_min or v_half has the offsets of that rule for F = I = W; auto chooses among these and some made
-    for the costs: of those that are as fast, to a hundredth, what holds the fewest activations and is so the
-    least stale. `memory`: the most activations that a rank may hold, in microbatches of its two stages
+    `like`: v_min and v_half take that rule's offsets for F = I = W; auto chooses among these and some made
+    for the costs: of the fastest, to a hundredth, those that hold the fewest activations, which are the least
+    stale. `memory`: the most activations that a rank may hold, in microbatches of its two stages
     together; None: any number.
     """
 
@@ -61,7 +62,7 @@ class AsynchronousV:
         if self.like != "auto":
             possible = [possible[self.like == "v_half"]]
         if self.memory is not None:
-            least = min(held for _, held, _ in possible)
+            least = min(activations for _, activations, _ in possible)
             possible = [one for one in possible if one[1] <= 2 * self.memory]
             if not possible:
                 raise ScheduleError(
@@ -86,8 +87,8 @@ def _timed(times: WorkTimes, buffer_size: int) -> list[tuple[float, float, Offse
     timed: list[tuple[float, float, Offsets]] = []
     for by in (WorkTimes.of(unit_cost, where), times):  # F = I = W, and what the stages take
         for hop in (0.0, 0.25, 0.125):
-            found = offsets(where, by, hop)
-            programs = (lower(_program(found, where, n)) for n in (count, 2 * count))
+            candidate = offsets(where, by, hop)
+            programs = (lower(_program(candidate, where, n)) for n in (count, 2 * count))
             try:
                 once, twice = (
                     simulate(program, 1, buffer_size=buffer_size, cost=times.cost).makespan
@@ -96,9 +97,9 @@ def _timed(times: WorkTimes, buffer_size: int) -> list[tuple[float, float, Offse
                 period = (twice - once) / count
             except Deadlock:
                 period = inf
-            timed.append((period, most_open(_program(found, where, stages)), found))
+            timed.append((period, most_open(_program(candidate, where, stages)), candidate))
     return timed
 
 
-def _program(found: Offsets, where: Sequence[int], total: int, microbatches: int = 1) -> Program:
-    return [versioned(order, microbatches, newest) for order in found.orders(where, total)]
+def _program(by: Offsets, where: Sequence[int], total: int, microbatches: int = 1) -> Program:
+    return [versioned(order, microbatches, newest) for order in by.orders(where, total)]

@@ -70,21 +70,23 @@ class ZeroBubbleAuto:
             orders, makespan = play.run()
             return [versioned(order, microbatches, newest) for order in orders], makespan
 
-        def made(by: Preference | Schedule, batches: int) -> Program:
+        def program_by(by: Preference | Schedule, batches: int) -> Program:
             return played(by, batches)[0] if isinstance(by, Preference) else by(ranks, batches, microbatches)
 
         trial = max(1, min(batches, _LARGE // (3 * len(where) * microbatches)))
-        ways: list[Preference | Schedule] = [by for by in FIXED[self.v] if most_open(made(by, 1)) <= most]
+        ways: list[Preference | Schedule] = [
+            by for by in FIXED[self.v] if most_open(program_by(by, 1)) <= most
+        ]
         ways += sorted(_RULES[self.v], key=lambda rule: played(rule, trial)[1])[:_SIMULATED]
-        found: list[tuple[float, int]] = []
+        simulated: list[tuple[float, int]] = []
         for number, by in enumerate(ways):
             with suppress(Deadlock):  # with this bound of the channel
-                program = lower(joined(made(by, trial)))
+                program = lower(joined(program_by(by, trial)))
                 run = simulate(program, microbatches, buffer_size=buffer_size, cost=costs)
-                found.append((run.makespan, number))
-        if not found:
+                simulated.append((run.makespan, number))
+        if not simulated:
             raise ScheduleError(
                 f"schedule zb_auto found no order of {ranks} ranks and {microbatches} microbatches that does "
                 f"with memory={limit} and buffer_size={buffer_size}: raise one of them"
             )
-        return made(ways[min(found)[1]], batches)
+        return program_by(ways[min(simulated)[1]], batches)

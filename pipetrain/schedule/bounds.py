@@ -1,9 +1,9 @@
 """The bound of each edge: how many receives are posted ahead, and how many sends may be unfinished.
 
-Neighbours take their messages about as fast as they are made, and any small bound keeps them from waiting. A
-message that skips stages is made while those stages still have to do their part: with S stages, the first one
-of 1F1B has made S of them when the last one takes the first. If its edge held fewer, it would hold up the
-pipeline, or block it for good where the rank must first turn to another of its stages.
+Neighbours take messages about as fast as they are made, so a small bound is enough. A message that skips
+stages waits until those stages have done their part: with S stages of 1F1B, the first stage has made S such
+messages when the last one takes the first. With less room the edge would hold up the pipeline, or block it
+for good where the rank must first run another of its stages.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ def edge_bounds(
 ) -> dict[Edge, int]:
     """Return the bound of each edge of a lowered program, for `simulate` and for the channel.
 
-    Neighbours have `buffer_size`. A skip has room for as many messages more as are on their way when one is
-    sent, at unit costs and if nothing but the neighbours' edges held up anything; so it has as much to spare
-    as they have. It needs no more than half of the microbatches that its source holds open: both ends
-    together then have room for all of them. An evaluation (`forward_only`) has the same bounds for any number
-    of microbatches. Raises Deadlock if a program with skips blocks on the neighbours' edges alone.
+    Neighbours have `buffer_size`. A skip has room for that many and for the messages that are on their way
+    when one is sent, at unit costs and if only the neighbours' edges block. It needs no more than half of the
+    microbatches that its source holds open: both ends together then have room for all of them. An evaluation
+    (`forward_only`) has the same bounds for any number of microbatches. Raises Deadlock if a program with
+    skips blocks on the neighbours' edges alone.
     """
-    found = edges(program, routes)
+    used = edges(program, routes)
     if not any(action.op in (Op.B, Op.I) for actions in program for action in actions):
         # Ranks that advance together have at most d + 1 messages on the way over d stages.
-        return {edge: buffer_size + (edge[1] - edge[0]) // 2 for edge in found}
-    bounds = free_skips(found, buffer_size, 1 + max(action.mb for actions in program for action in actions))
+        return {edge: buffer_size + (edge[1] - edge[0]) // 2 for edge in used}
+    bounds = free_skips(used, buffer_size, 1 + max(action.mb for actions in program for action in actions))
     if not all(map(_near, bounds)):
         run = simulate(program, 1, buffer_size=bounds, routes=routes, ties=ties)
-        ahead, held = _ahead(run), run.activations
+        ahead, activations = _ahead(run), run.activations
         for edge in bounds:
             if not _near(edge):
-                enough = max(buffer_size, -(-held[min(edge)] // 2))
+                enough = max(buffer_size, -(-activations[min(edge)] // 2))
                 bounds[edge] = min(buffer_size + -(-ahead[edge] // 2), enough)
     return bounds
 

@@ -52,8 +52,8 @@ def check(
     one newer than the microbatch's batch; an R comes between its F and its B or I, at most once; batch
     n's STEP makes version n + 1 after exactly its backwards and before any of the next batch;
     communication is what `lower` makes of the rest. `norms`: every update waits for the norms of all
-    stages, and both are where `with_norms` puts them; otherwise there are none. `ties`: so do those of
-    stages that share weights, as `with_ties` has it.
+    stages, and NORM and STEP are where `with_norms` puts them; without it there is no NORM. `ties`: the
+    stages that share weights, whose updates wait as `with_ties` says.
     """
     ranks = ranks_of(program)
     idle = [rank for rank, actions in enumerate(program) if not actions]
@@ -77,14 +77,15 @@ def check(
 def _check_communication(program: Program, routes: Sequence[Edge] | None, norms: bool, ties: Ties) -> None:
     compute = with_ties(without_norms(compute_only(program)), ties)
     canonical = lower(with_norms(compute) if norms else compute, routes)
-    made_by = " and ".join(["with_ties()"] * bool(ties) + ["with_norms()"] * norms)
+    earlier = ["with_ties()"] * bool(ties) + ["with_norms()"] * norms
+    after = f", after {' and '.join(earlier)}" if earlier else ""
     for rank, (actions, right) in enumerate(zip(program, canonical, strict=True)):
         if actions != right:
-            for found, wanted in zip_longest(actions, right):
-                if found != wanted:
+            for actual, expected in zip_longest(actions, right):
+                if actual != expected:
                     raise ScheduleError(
-                        f"rank {rank} has {found or 'nothing more'} where {wanted or 'nothing'} belongs: its "
-                        f"communication must be what lower() makes{f', after {made_by}' if made_by else ''}"
+                        f"rank {rank} has {actual or 'nothing more'} where {expected or 'nothing'} belongs: "
+                        f"its communication must be what lower() makes{after}"
                     )
 
 

@@ -168,17 +168,17 @@ def _draw_memory(axes: Axes, timeline: Timeline, memory: Memory, since: float, u
     names = []
     for rank, (of_rank, row) in enumerate(zip(memory, timeline.rows, strict=True)):
         done = [span.end for span in row.spans if span.action is not None]
-        held, activations = totals(of_rank), totals(of_rank, ["activations"])
-        peak = max(held, default=0)
+        whole, activations = totals(of_rank), totals(of_rank, ["activations"])
+        peak = max(whole, default=0)
         names.append(f"rank {rank}\npeak {peak / 2**20:.4g} MiB")
         if not done:
             continue
         times, base = [row.began, *done, timeline.makespan], rank + 0.38
-        fixed = [all_of_it - part for all_of_it, part in zip(held, activations, strict=True)]
-        for values, colour in ((held, _MEMORY), (fixed, _FIXED)):
+        fixed = [nbytes - part for nbytes, part in zip(whole, activations, strict=True)]
+        for values, colour in ((whole, _MEMORY), (fixed, _FIXED)):
             tops = [base - 0.76 * value / (peak or 1) for value in (values[0], *values, values[-1])]
             axes.fill_between(times, base, tops, step="post", color=colour, linewidth=0, zorder=2)
-        if since <= (at := done[held.index(peak)]) <= until:
+        if since <= (at := done[whole.index(peak)]) <= until:
             axes.plot([at], [base - 0.76], marker="v", markersize=3.5, color=_INK, zorder=4)
     axes.set_title("memory held, each rank at its own scale", loc="left", fontsize=8, color=_INK)
     axes.set_yticks(range(len(names)), names, fontsize=7, color=_INK)

@@ -19,15 +19,15 @@ class FixedProgram:
 
     def __call__(self, ranks: int, batches: int, microbatches: int) -> Program:
         """Return the program of a window. Raises ScheduleError if the file's is of another size."""
-        found = {action.mb for actions in self._program for action in actions if action.op is Op.F}
+        mbs = {action.mb for actions in self._program for action in actions if action.op is Op.F}
         times, rest = divmod(batches, self.batches or 1)
-        fits = len(self._program) == ranks and found == set(range(self.batches * microbatches))
+        fits = len(self._program) == ranks and mbs == set(range(self.batches * microbatches))
         if not fits or rest or (times > 1 and self.batches > 1):
             raise ScheduleError(
                 f"the program in {self._path} is of {len(self._program)} ranks, {self.batches} batches "
-                f"and {len(found)} microbatches in all; there are {ranks} ranks, a window of {batches} "
+                f"and {len(mbs)} microbatches in all; there are {ranks} ranks, a window of {batches} "
                 f"batches and microbatches={microbatches} a batch: start {len(self._program)} processes, and "
-                f"set microbatches={len(found) // (self.batches or 1)}"
+                f"set microbatches={len(mbs) // (self.batches or 1)}"
             )
         return [
             [self._later(action, batch, microbatches) for batch in range(times) for action in actions]

@@ -97,8 +97,10 @@ class ListScheduler:
 
     def __post_init__(self) -> None:
         stages, ranks = range(len(self.where)), range(max(self.where) + 1)
-        self.held = [[stage for stage in stages if self.where[stage] == rank] for rank in ranks]
-        self.wanted = [[(op, held[at]) for op, at in self.rule.order if at < len(held)] for held in self.held]
+        self.stages_of = [[stage for stage in stages if self.where[stage] == rank] for rank in ranks]
+        self.wanted = [
+            [(op, own[at]) for op, at in self.rule.order if at < len(own)] for own in self.stages_of
+        ]
         self.most = self._depths()
         self.done = {op: [0 for _ in stages] for op in (Op.F, Op.I, Op.W)}
         # When each input is there, as far as it is known.
@@ -144,7 +146,7 @@ class ListScheduler:
             if comes <= now:
                 return op, stage
             soonest = min(soonest, comes)
-        ready = [stage for stage in self.held[rank] if self._weights(stage) <= now]
+        ready = [stage for stage in self.stages_of[rank] if self._weights(stage) <= now]
         if ready:
             stage = min(ready, key=lambda stage: (self.done[Op.W][stage], -stage))
             if soonest - now >= self.rule.patience * self.times.w[stage]:
@@ -159,7 +161,7 @@ class ListScheduler:
             return inf
         if self.done[Op.W][stage] < mb - mb % self.microbatches:  # the batch before has not made its step
             return inf
-        above = sum(mb >= self.done[Op.F][other] for other in self.held[rank] if other > stage)
+        above = sum(mb >= self.done[Op.F][other] for other in self.stages_of[rank] if other > stage)
         if self.open[rank] + above >= self.limit:  # those stages need a place for this microbatch too
             return inf
         apart = stage + 1 < len(self.where) and self.where[stage + 1] != rank

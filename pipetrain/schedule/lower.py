@@ -102,7 +102,7 @@ def lower(program: Program, routes: Sequence[Edge] | None = None) -> Program:
             if action.op in UPDATE:
                 reduced_for.setdefault(action.stage, action.op)
     return [
-        [made for action in actions for made in lowering.lowered(action, reduced_for.get(action.stage))]
+        [each for action in actions for each in lowering.lowered(action, reduced_for.get(action.stage))]
         for actions in program
     ]
 

@@ -1,8 +1,8 @@
-"""What the stages of a rank hold while it runs its list: how many of each item, times the bytes of one.
+"""What the stages of a rank hold while it runs its list: the number of each item, times the bytes of one.
 
-How many follows from the order of the actions alone, so it is the same for a simulated and for a measured
-timeline; times say when. What an action needs only while it runs (the gradients between its layers,
-workspaces) is not counted.
+The numbers follow from the order of the actions alone, so they are the same for a simulated and for a
+measured timeline. What an action needs only while it runs (gradients between its layers, workspaces) is not
+counted.
 
 A stage holds a microbatch from its F until the end of its B or W, in one of three states. Receives are posted
 `bound` ahead, and a sender keeps what it has sent until `bound` later messages are sent; a sent activation is
@@ -46,10 +46,10 @@ class Items(NamedTuple):
 _OF_WEIGHTS = ("weights", "versions", "gradients", "optimizer")
 _PART_OF = (*["activations"] * 3, *_OF_WEIGHTS, *["messages"] * 6, "gradients")
 
-Held = Mapping[str, int]
-"""The bytes of one stage at a moment, by part."""
-Memory = Sequence[Mapping[int, Sequence[Held]]]
-"""By rank and stage, what is held after each action of the rank."""
+PartBytes = Mapping[str, int]
+"""The bytes that one stage holds at a moment, by part."""
+Memory = Sequence[Mapping[int, Sequence[PartBytes]]]
+"""By rank and stage, the bytes after each action of the rank."""
 
 
 def held_bytes(counts: Items, sizes: Items) -> int:
@@ -57,17 +57,17 @@ def held_bytes(counts: Items, sizes: Items) -> int:
     return sum(map(mul, counts, sizes))
 
 
-def in_parts(counts: Items, sizes: Items) -> Held:
+def in_parts(counts: Items, sizes: Items) -> PartBytes:
     """Return the bytes of a stage that holds so many of each, by part."""
-    held = dict.fromkeys(PARTS, 0)
+    sums = dict.fromkeys(PARTS, 0)
     for part, nbytes in zip(_PART_OF, map(mul, counts, sizes), strict=True):
-        held[part] += nbytes
-    return held
+        sums[part] += nbytes
+    return sums
 
 
 def over_time(
     timeline: Timeline, sizes: Sequence[Items], bound: int, copied: Collection[int] = ()
-) -> list[dict[int, list[Held]]]:
+) -> list[dict[int, list[PartBytes]]]:
     """Return what the stages hold after each action of a timeline; for the rest see `counts`."""
     memory = []
     for row in timeline.rows:
@@ -79,18 +79,18 @@ def over_time(
 
 def peaks(memory: Memory) -> list[dict[str, int]]:
     """Return the most that each stage holds, in `total` and of each part, whose peaks are at any moments."""
-    found = {stage: held for of_rank in memory for stage, held in of_rank.items()}
+    by_stage = {stage: moments for of_rank in memory for stage, moments in of_rank.items()}
     return [
-        {"total": max((sum(one.values()) for one in held), default=0)}
-        | {part: max((one[part] for one in held), default=0) for part in PARTS}
-        for _, held in sorted(found.items())
+        {"total": max((sum(parts.values()) for parts in moments), default=0)}
+        | {part: max((parts[part] for parts in moments), default=0) for part in PARTS}
+        for _, moments in sorted(by_stage.items())
     ]
 
 
-def totals(of_rank: Mapping[int, Sequence[Held]], parts: Collection[str] = PARTS) -> list[int]:
+def totals(of_rank: Mapping[int, Sequence[PartBytes]], parts: Collection[str] = PARTS) -> list[int]:
     """Return the bytes of a rank's stages together after each of its actions."""
     moments = zip(*of_rank.values(), strict=True)
-    return [sum(held[part] for held in moment for part in parts) for moment in moments]
+    return [sum(by_part[part] for by_part in moment for part in parts) for moment in moments]
 
 
 def counts(actions: Sequence[Action], bound: int, copied: Collection[int] = ()) -> Iterator[dict[int, Items]]:
@@ -100,14 +100,14 @@ def counts(actions: Sequence[Action], bound: int, copied: Collection[int] = ()) 
     `copied`: the stages that send copies of their activations, as by a codec.
     """
     own = {stage: [a for a in actions if a.stage == stage] for stage in sorted({a.stage for a in actions})}
-    held = {stage: _held(of, bound, stage in copied) for stage, of in own.items()}
-    now = {stage: next(items) for stage, items in held.items()}
+    items = {stage: _items(of, bound, stage in copied) for stage, of in own.items()}
+    now = {stage: next(of) for stage, of in items.items()}
     for action in actions:
-        now = {**now, action.stage: next(held[action.stage])}
+        now = {**now, action.stage: next(items[action.stage])}
         yield now
 
 
-def _held(actions: Sequence[Action], bound: int, copied: bool) -> Iterator[Items]:
+def _items(actions: Sequence[Action], bound: int, copied: bool) -> Iterator[Items]:
     """Yield what a stage holds before its first action, and after each."""
     recomputed = {action.mb for action in actions if action.op is Op.R}
     has = {op: any(action.op is op for action in actions) for op in Op}

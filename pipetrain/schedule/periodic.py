@@ -94,15 +94,15 @@ def offsets(where: Sequence[int], times: WorkTimes, hop: float = 0.0) -> Offsets
                 grown.append(_Partial(cost, (*state.starts, at), tuple(taken), at + least))
         beam = sorted(grown, key=lambda state: state.cost)[:_BEAM]
 
-    def held(start: dict[Node, int]) -> float:
+    def holding_time(start: dict[Node, int]) -> float:
         """Return for how long all stages hold a microbatch, and a little of how long it takes to pass."""
         return sum(start[Op.W, s] - start[Op.F, s] for s in stages) + 0.01 * max(start.values())
 
-    found = [
+    candidates = [
         _with_weights(dict(zip(path, state.starts, strict=True)), state.taken, where, lengths, period)
         for state in beam
     ]
-    return Offsets(period, min(found, key=held))
+    return Offsets(period, min(candidates, key=holding_time))
 
 
 def _with_weights(
@@ -119,13 +119,13 @@ def _with_weights(
         options: list[dict[Node, int]] = []
         for order in (mine, mine[::-1]):
             placed: dict[Node, int] = {}
-            held = busy
+            filled = busy
             for index, stage in enumerate(order):
                 rest = tuple(sorted(lengths[Op.W, other] for other in order[index + 1 :]))
                 length = lengths[Op.W, stage]
                 ready = start[Op.I, stage] + lengths[Op.I, stage]
-                placed[Op.W, stage] = at = next(_places(held, ready, length, rest, period))
-                held = _with(held, at % period, length)
+                placed[Op.W, stage] = at = next(_places(filled, ready, length, rest, period))
+                filled = _with(filled, at % period, length)
             options.append(placed)
         best = min(options, key=lambda placed: sum(placed.values()))
         start |= best
@@ -149,12 +149,12 @@ def _places(taken: Taken, ready: int, length: int, left: tuple[int, ...], period
     sums = {sum(some) for count in range(len(left) + 1) for some in combinations(left, count)}
     edges = {start + long + gap for start, long in taken for gap in sums}
     edges |= {start - length - gap for start, _ in taken for gap in sums}
-    found = 0
+    places = 0
     for wait in sorted({0, *((edge - ready) % period for edge in edges)}):
         if _fits(_with(taken, (ready + wait) % period, length), left, period):
             yield ready + wait
-            found += 1
-            if found == _BRANCHES:
+            places += 1
+            if places == _BRANCHES:
                 return
 
 

@@ -1,12 +1,11 @@
 """fbp: a schedule whose order is decided while the pipeline runs.
 
 Each rank asks for its next computation, by which messages have arrived and where there is room for a send.
-`lower` determines the messages and their order on each edge, as for every program, so channels need no
-changes.
+`lower` determines the messages and their order on each edge, as for every program.
 
-It is a `Schedule` too: called like one, it is played at unit costs. That program is checked and drawn as an
-example. A run is checked against the bounds, which hold for any timing, and the actions that ran must pass
-`check`.
+It is a `Schedule` too: called like one, it is played at unit costs. That program is an example, which is
+checked and drawn. A run is checked against the bounds, which hold for any timing, and the actions that ran
+must pass `check`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Where receives and sums are posted, so that a program ends where computing waits for all its rank posted.
+"""Where each rank posts its receives and sums, so that no program hangs on a GPU.
 
-What is posted may be a kernel, and a kernel that computes may have to wait for all of them: while it is
-loaded, or allocates. So a receive is posted where, in one order of all actions, its send is made; and a sum
-over ranks where the last of them tells its share: of gradients of shared weights (TIE), of norms (NORM), and
-of gradients of replicas (REDUCE). The order is that of the simulation, which shows by ending that there is
-one. Then none hangs: whatever an action waits for comes before it in that order, so the first action that has
-not ended can end. It can even if posting waits too, as where a message's memory is allocated near the end of
-memory. And ranks that share sums post them in one order.
+On a GPU what is posted is a kernel, and another kernel may wait for all posted ones while it is loaded or
+allocates. So a receive is posted where its send is made, in one order of the actions of all ranks. A sum over
+ranks is posted where the last rank gives its share: of gradients of shared weights (TIE), of norms (NORM), or
+of gradients of replicas (REDUCE). The order is the simulation's. All that an action waits for comes before it
+in this order, so the first unfinished action can always end, even if posting itself waits, as where a message
+is allocated near the end of memory. Ranks that share sums post them in one order.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Post = tuple[int, Action | Sum]
 
 @dataclass(frozen=True, slots=True)
 class Posts:
-    """Where the ranks post. `ahead`: the most receives of an edge that are posted and not received."""
+    """Where the ranks post. `ahead`: the most receives of an edge that are posted and not yet received."""
 
     of: list[list[Post]]  # by rank, ascending
     ahead: int
@@ -42,14 +41,14 @@ class Posts:
 def make_posts(run: Timeline, bounds: Mapping[Edge, int], ties: Ties = ()) -> Posts:
     """Return where each rank of a simulated program posts, in the order of each edge and each sum.
 
-    `bounds`: those of the channel that posts all ahead; the room of both ends together is twice as much.
+    `bounds`: those of a channel that posts receives ahead; both ends together have room for twice as many.
     """
     program = [row.actions for row in run.rows]
     ranks, done = ranks_of(program), [0] * len(program)
     tied = [tuple(sorted(tie)) for tie in ties]
     posts: list[list[Post]] = [[] for _ in program]
     open_, ahead = Counter[tuple[Edge, int]](), max(bounds.values(), default=0)
-    told = Counter[Sum]()
+    shares = Counter[Sum]()
     for rank in run.order:
         action = program[rank][done[rank]]
         if action.op in SENDS:
@@ -60,18 +59,18 @@ def make_posts(run: Timeline, bounds: Mapping[Edge, int], ties: Ties = ()) -> Po
         elif action.op in RECEIVES:
             open_[action.edge, rank] -= 1
         done[rank] += 1
-        for tie in _told_by(action, tied):
-            shares = [of for stage in tie or range(len(ranks)) for of in ranks[stage]]
-            one, together = Sum(tie, action.version), action.op is Op.REDUCE  # which ends on all at once
-            told[one] += 1
-            if told[one] == (1 if together else len(shares)):
-                for of in set(shares) if len(set(shares)) > 1 else ():
-                    posts[of].append((done[of] + (together and of != rank), one))
+        for tie in _summed_at(action, tied):
+            sources = [source for stage in tie or range(len(ranks)) for source in ranks[stage]]
+            sum_, together = Sum(tie, action.version), action.op is Op.REDUCE  # which ends on all at once
+            shares[sum_] += 1
+            if shares[sum_] == (1 if together else len(sources)):
+                for of in set(sources) if len(set(sources)) > 1 else ():
+                    posts[of].append((done[of] + (together and of != rank), sum_))
     return Posts(posts, ahead)
 
 
-def _told_by(action: Action, ties: list[Tie]) -> list[Tie]:
-    """Return the sums of which an action tells a share."""
+def _summed_at(action: Action, ties: list[Tie]) -> list[Tie]:
+    """Return the ties to whose sums an action gives a share."""
     if action.op is Op.TIE:
         return [tie for tie in ties if action.stage in tie]
     return [ALL] if action.op is Op.NORM else [(action.stage,)] if action.op is Op.REDUCE else []

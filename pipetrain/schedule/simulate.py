@@ -10,14 +10,12 @@ until the norms of all stages have arrived.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 
 from pipetrain.schedule.actions import (
     COMMUNICATION,
     SENDS,
-    TOLD,
     UPDATE,
     Action,
     Edge,
@@ -31,13 +29,13 @@ from pipetrain.schedule.actions import (
 )
 from pipetrain.schedule.lower import Lowering
 from pipetrain.schedule.timeline import Row, Span, Timeline
-from pipetrain.schedule.waits import BoundedEdge, Told
+from pipetrain.schedule.waits import BoundedEdge, Collective
 
 Cost = Callable[[Action], float]
 BufferSize = int | Mapping[Edge, int]  # for all edges, or for each
 SHOWN = 16  # batches of a window that is a whole pass, to show what it is once it is full
 
-_TRAVEL = SENDS | TOLD  # whose rank goes on while the message travels
+_TRAVEL = SENDS | {Op.TIE, Op.NORM}  # whose rank goes on while the message travels
 
 _UNITS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0, Op.R: 1.0}
 
@@ -103,11 +101,11 @@ class _Simulation:
         self._edges: dict[tuple[int, ...], BoundedEdge] = {}  # by its stages and ranks
         self._shares = len(set().union(*self._lowering.ranks)) < sum(map(len, self._lowering.ranks))
         self._done: set[tuple[int, Op, int]] = set()  # (stage, F or B, microbatch), where ranks have several
-        self._reduced: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # each replica's REDUCE
-        stages = range(len(self._lowering.ranks))
-        self._norms = Told("norm", stages if has_norms(program) else (), self._lowering.ranks)
+        stages, ranks = range(len(self._lowering.ranks)), self._lowering.ranks
+        self._reduces = [Collective("REDUCE", [stage], ranks) for stage in stages]
+        self._norms = Collective("norm", stages if has_norms(program) else (), ranks)
         self._ties = {
-            stage: Told("tied gradient", set().union(*tied), self._lowering.ranks)
+            stage: Collective("tied gradient", set().union(*tied), ranks)
             for stage in stages
             if (tied := [tie for tie in ties if stage in tie])
         }
@@ -133,12 +131,15 @@ class _Simulation:
             if action.op in COMMUNICATION:
                 freed = self._exchange(rank, action, now)
             elif action.op is Op.REDUCE:
-                freed = self._reduce(rank, action, now)
+                self._join([self._reduces[action.stage]], rank, action, now)
+                freed = self._reduces[action.stage].complete(action.version, now)
             elif action.op is Op.TIE:
-                freed = self._tell(self._ties.values(), rank, action, now)
+                freed = now
+                self._join(self._ties.values(), rank, action, now + self._cost(action))
             elif action.op is Op.NORM:
                 freed = self._summed(action, now)
-                freed = freed if freed is None else self._tell([self._norms], rank, action, freed)
+                if freed is not None:
+                    self._join([self._norms], rank, action, freed + self._cost(action))
             elif action.op is Op.STEP:
                 freed = self._step(action, now)
             else:
@@ -160,30 +161,13 @@ class _Simulation:
                 self._done.add((action.stage, Op.F if action.op is Op.F else Op.B, action.mb))
         return now
 
-    def _reduce(self, rank: int, action: Action, now: float) -> float | None:
-        replicas, came = self._lowering.ranks[action.stage], self._reduced[action.stage, action.version]
-        last = rank not in came and len(came) + 1 == len(replicas)
-        came[rank] = now
-        if len(came) < len(replicas):
-            return None
-        if last:
-            self._ready += [other for other in replicas if other != rank]
-        return max(came.values())
-
-    def _tell(self, whom: Iterable[Told], rank: int, action: Action, now: float) -> float:
-        arrives = now + self._cost(action)
-        complete = [told.tell(action, rank, arrives) for told in whom]
-        if any(complete):
-            self._ready += [other for other in range(len(self._rows)) if other != rank]
-        return now
-
     def _summed(self, action: Action, now: float) -> float | None:
         tied = self._ties.get(action.stage)
-        return tied.heard(action.version, now) if tied else now
+        return tied.complete(action.version, now) if tied else now
 
     def _step(self, action: Action, now: float) -> float | None:
         freed = self._summed(action, now)
-        return freed if freed is None else self._norms.heard(action.version, freed)
+        return freed if freed is None else self._norms.complete(action.version, freed)
 
     def _exchange(self, rank: int, action: Action, now: float) -> float | None:
         edge = self._edge(rank, action)
@@ -198,10 +182,16 @@ class _Simulation:
                 edge.received.append(freed + self._cost(action))
         if freed is None:
             self._waiting[rank] = edge
-        elif edge.settle() and self._waiting[other] is edge:
+        elif edge.deliver() and self._waiting[other] is edge:
             self._waiting[other] = None
             self._ready.append(other)
         return freed
+
+    def _join(self, collectives: Iterable[Collective], rank: int, action: Action, arrives: float) -> None:
+        """Send what an action gives to these collectives, and wake the ranks of one that is complete."""
+        for collective in collectives:
+            if collective.send(action, rank, arrives):
+                self._ready += collective.ranks - {rank}
 
     def _edge(self, rank: int, action: Action) -> BoundedEdge:
         other = self._lowering.rank(action.peer, action.mb)
@@ -234,13 +224,13 @@ class _Simulation:
 
     def _awaited(self, rank: int, action: Action) -> str:
         if action.op is Op.REDUCE:
-            came = self._reduced[action.stage, action.version]
-            missing = [str(other) for other in self._lowering.ranks[action.stage] if other not in came]
-            return f"rank {' and '.join(missing)} to do {action}"
+            missing = self._reduces[action.stage].missing(action.version)
+            return f"rank {' and '.join(str(other) for _, other in missing)} to do {action}"
         if action.op in UPDATE:
             tied = self._ties.get(action.stage)
-            untold = tied.missing(action.version) if tied else ""
-            return untold or self._norms.missing(action.version)
+            late = tied if tied and tied.missing(action.version) else self._norms
+            stages = sorted({stage for stage, _ in late.missing(action.version)})
+            return f"the {late.name} of stage {' and '.join(map(str, stages))}"
         if action.op not in COMMUNICATION:
             source, op, mb = next(needed for needed in self._needs(action) if needed not in self._done)
             return f"{op} of microbatch {mb} at stage {source}, which its own list has not done"

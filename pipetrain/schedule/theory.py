@@ -44,8 +44,8 @@ def _interleaved(ranks: int, microbatches: int, virtual: int) -> Theory:
     """Megatron's order. The bubble is known if the microbatches form whole groups of `ranks`."""
     if ranks == 1:  # each microbatch goes through all stages and back before the next
         return _flushing([1] * virtual, 0.0)
-    held = [_interleaved_peak(stage, ranks, microbatches, virtual) for stage in range(ranks * virtual)]
-    return _flushing(held, None if microbatches % ranks else _fill_and_drain(ranks, virtual * microbatches))
+    peaks = [_interleaved_peak(stage, ranks, microbatches, virtual) for stage in range(ranks * virtual)]
+    return _flushing(peaks, None if microbatches % ranks else _fill_and_drain(ranks, virtual * microbatches))
 
 
 def _interleaved_peak(stage: int, ranks: int, microbatches: int, virtual: int) -> int:
@@ -113,19 +113,19 @@ def _zb_h2(ranks: int, batches: int, microbatches: int) -> Theory:
 
 
 def _zbv(ranks: int, batches: int, microbatches: int) -> Theory:
-    held = [min(2 * ranks - stage, microbatches) for stage in range(2 * ranks)]
+    peaks = [min(2 * ranks - stage, microbatches) for stage in range(2 * ranks)]
     alone = 2 * (2 * ranks - 1 - microbatches)  # one microbatch's way there and back, less what others fill
     idle = max(ranks - 1, alone) + (batches - 1) * max(0, alone)
-    return _zero_bubble(held, idle, 2 * batches * microbatches)
+    return _zero_bubble(peaks, idle, 2 * batches * microbatches)
 
 
 def _v_half(ranks: int, batches: int, microbatches: int) -> Theory | None:
     if ranks == 1:
         return None
     odd, stages = ranks % 2, range(2 * ranks)
-    held = [min(ranks + 1 - (s + odd) // 2, 2 * ranks - s, microbatches) for s in stages]
+    peaks = [min(ranks + 1 - (s + odd) // 2, 2 * ranks - s, microbatches) for s in stages]
     idle = 2 * batches + 1 if ranks == 2 else batches * (3 * (ranks - 1) - odd)
-    return _zero_bubble(held, idle if microbatches > ranks // 2 else None, 2 * batches * microbatches)
+    return _zero_bubble(peaks, idle if microbatches > ranks // 2 else None, 2 * batches * microbatches)
 
 
 def _v_min(ranks: int, batches: int, microbatches: int) -> Theory | None:

@@ -1,9 +1,9 @@
 """Transforms: program -> program, both without communication.
 
-A backward is split for what waits for its first half; where nothing does, it is joined again.
+A backward is split because another stage waits for its first half; where none does, the halves are joined.
 
-What an update waits for is told as early as it can be, and awaited as late as it may: it travels meanwhile,
-and a rank with several stages has told all that others wait for before it waits itself.
+A stage sends what the updates of others wait for as early as it can, and waits itself as late as it may. The
+numbers travel meanwhile, and a rank with several stages has sent all of them before it waits.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from pipetrain.schedule.lower import Lowering
 def joined(program: Program, routes: Sequence[Edge] | None = None) -> Program:
     """Make one B of each I and its own W between which nothing is sent: one pass costs less than two.
 
-    So it is on stage 0, whose I is for nobody, and where the stages before are on the same rank. Elsewhere
-    `lower` puts a message between the two, which would have to wait for the W. At equal costs the program
-    takes the same time. `routes`: see `lower`.
+    That is so on stage 0, which sends no gradient, and where the stages before are on the same rank.
+    Elsewhere `lower` puts a message between the two, which would have to wait for the W. At equal costs the
+    program takes the same time. `routes`: see `lower`.
     """
     lowering = Lowering(ranks_of(program), routes)
 
@@ -40,15 +40,15 @@ def joined(program: Program, routes: Sequence[Edge] | None = None) -> Program:
         own = (first.op, second.op) == (Op.I, Op.W) and (first.stage, first.mb) == (second.stage, second.mb)
         return own and not lowering.sends(first)
 
-    made: Program = []
+    whole: Program = []
     for actions in program:
-        made.append([])
+        whole.append([])
         for action in actions:
-            if made[-1] and halves(made[-1][-1], action):
-                made[-1][-1] = replace(action, op=Op.B)
+            if whole[-1] and halves(whole[-1][-1], action):
+                whole[-1][-1] = replace(action, op=Op.B)
             else:
-                made[-1].append(action)
-    return made
+                whole[-1].append(action)
+    return whole
 
 
 def with_recompute(program: Program, stages: Collection[int]) -> Program:
@@ -57,16 +57,18 @@ def with_recompute(program: Program, stages: Collection[int]) -> Program:
     So `lower` puts it before the RECV_B, and it runs while the gradient is awaited. There is none where a
     backward is what its rank computes next after the forward, as the activations are needed at once.
     """
-    made: Program = []
+    changed: Program = []
     for actions in program:
-        made.append([])
+        changed.append([])
         computed: Action | None = None  # last
         for action in actions:
             again = action.op in (Op.B, Op.I) and action.stage in stages
-            made[-1] += [replace(action, op=Op.R)] if again and computed != replace(action, op=Op.F) else []
-            made[-1].append(action)
+            changed[-1] += (
+                [replace(action, op=Op.R)] if again and computed != replace(action, op=Op.F) else []
+            )
+            changed[-1].append(action)
             computed = action if action.op in COMPUTE else computed
-    return made
+    return changed
 
 
 def with_norms(program: Program) -> Program:
@@ -103,17 +105,17 @@ def _arranged(actions: Sequence[Action], tied: Collection[int], norms: bool) -> 
     """Arrange the updates of a rank anew; a STEP that waits for nothing stays where it is."""
     actions = [action for action in actions if action.op not in (Op.TIE, Op.NORM)]
     ends = _last_backwards(actions)
-    made: list[Action] = []
+    arranged: list[Action] = []
     untold: list[Action] = []  # the NORMs of tied stages
     waiting: dict[int, Action] = {}  # stage -> its STEP
 
     def step(stage: int) -> None:
         action = waiting.pop(stage)
-        made.extend(
+        arranged.extend(
             norm for norm in sorted(untold, key=attrgetter("stage")) if norm.version <= action.version
         )
         untold[:] = [norm for norm in untold if norm.version > action.version]
-        made.append(action)
+        arranged.append(action)
 
     for position, action in enumerate(actions):
         stage, ahead = action.stage, waiting.get(action.stage)
@@ -123,18 +125,18 @@ def _arranged(actions: Sequence[Action], tied: Collection[int], norms: bool) -> 
         if action.op is Op.STEP and (norms or stage in tied):
             waiting[stage] = action
         else:
-            made.append(action)
+            arranged.append(action)
         if position in ends:
             version = ends[position]
             norm = [Action(stage, Op.NORM, version=version)] if norms else []
             if stage in tied:
-                made.append(Action(stage, Op.TIE, version=version))
+                arranged.append(Action(stage, Op.TIE, version=version))
                 untold += norm
             else:
-                made += norm
+                arranged += norm
     for stage in sorted(waiting):
         step(stage)
-    return made
+    return arranged
 
 
 def _last_backwards(actions: Sequence[Action]) -> dict[int, int]:

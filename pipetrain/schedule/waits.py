@@ -1,4 +1,4 @@
-"""What the actions of a simulation wait for: messages on bounded edges, and what stages tell each other."""
+"""What the actions of a simulation wait for: messages on bounded edges, and collectives of several stages."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class BoundedEdge:
         index = len(self.received)
         return max(now, self.arrived[index]) if index < len(self.arrived) else None
 
-    def settle(self) -> bool:
-        """Let the next message leave if it can; one event releases at most one message."""
+    def deliver(self) -> bool:
+        """Deliver the next message if it can leave; one event releases at most one message."""
         index = len(self.arrived)
         posted_by = index - self.bound
         if index >= len(self.issued) or posted_by >= len(self.received):
@@ -48,28 +48,28 @@ class BoundedEdge:
         return True
 
 
-class Told:
-    """What some stages tell of each update, and each of their replicas; others wait until all of it came."""
+class Collective:
+    """Numbers that some stages, and each of their replicas, send before each update; others wait for all."""
 
     def __init__(self, name: str, stages: Iterable[int], ranks: Placement) -> None:
         self.name = name
         self._from = {(stage, rank) for stage in stages for rank in ranks[stage]}
-        self._came: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)  # by version
+        self.ranks = {rank for _, rank in self._from}
+        self._arrivals: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)  # by version
 
-    def tell(self, action: Action, rank: int, at: float) -> bool:
-        """Return whether this is the last that was missing."""
-        came = self._came[action.version]
-        if (action.stage, rank) not in self._from:
+    def send(self, action: Action, rank: int, arrives: float) -> bool:
+        """Send a stage's numbers, once; return whether they are the last that were missing."""
+        arrivals, source = self._arrivals[action.version], (action.stage, rank)
+        if source not in self._from or source in arrivals:
             return False
-        came[action.stage, rank] = at
-        return len(came) == len(self._from)
+        arrivals[source] = arrives
+        return len(arrivals) == len(self._from)
 
-    def heard(self, version: int, now: float) -> float | None:
-        """Return when all has come; None if unknown yet."""
-        came = self._came[version]
-        return max([now, *came.values()]) if len(came) == len(self._from) else None
+    def complete(self, version: int, now: float) -> float | None:
+        """Return when all have arrived; None if unknown yet."""
+        arrivals = self._arrivals[version]
+        return max([now, *arrivals.values()]) if len(arrivals) == len(self._from) else None
 
-    def missing(self, version: int) -> str:
-        """Return what has not come, in words; "" if all has."""
-        stages = sorted({stage for stage, _ in self._from - self._came[version].keys()})
-        return f"the {self.name} of stage {' and '.join(map(str, stages))}" if stages else ""
+    def missing(self, version: int) -> list[tuple[int, int]]:
+        """Return the stages, with their ranks, whose numbers have not been sent."""
+        return sorted(self._from - self._arrivals[version].keys())

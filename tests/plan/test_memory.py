@@ -15,14 +15,14 @@ from pipetrain.plan import memory as module
 from pipetrain.plan.memory import WAYS, explained, gpu_bytes, is_out_of_memory, memory, peaks_by_rank
 from pipetrain.plan.memory import says_whether_it_fits as says
 from pipetrain.plan.plan import Plan
-from pipetrain.schedule.memory import GIB, PARTS, Held
+from pipetrain.schedule.memory import GIB, PARTS, PartBytes
 from tests.support.cases import config, prepared
 from tests.support.refusals import refusal
 
 DIGITS = ["data=digits", "model=mlp", "batch_size=8", "epochs=1"]
 
 
-def moments(*totals: tuple[int, ...]) -> dict[int, list[Held]]:
+def moments(*totals: tuple[int, ...]) -> dict[int, list[PartBytes]]:
     """What each stage of a rank holds after each action."""
     nothing = dict.fromkeys(PARTS, 0)
     stages = enumerate(zip(*totals, strict=True))

@@ -37,16 +37,16 @@ def repeated(order: Sequence[Work], size: int, batches: int, microbatches: int) 
 
 def versioned(order: Iterable[Work], microbatches: int, reads: Reads) -> list[Action]:
     """Add to each action the version that it reads, and a STEP after the last backward of each batch."""
-    made: dict[int, int] = defaultdict(int)  # the newest version of each stage
+    latest: dict[int, int] = defaultdict(int)  # the newest version of each stage
     read: dict[tuple[int, int], int] = {}
     actions: list[Action] = []
     for op, stage, mb in order:
         if op is Op.F:
-            read[stage, mb] = reads(mb // microbatches, made[stage])
+            read[stage, mb] = reads(mb // microbatches, latest[stage])
         actions.append(Action(stage, op, mb, read[stage, mb]))
         if op in (Op.B, Op.W) and (mb + 1) % microbatches == 0:
-            made[stage] += 1
-            actions.append(Action(stage, Op.STEP, version=made[stage]))
+            latest[stage] += 1
+            actions.append(Action(stage, Op.STEP, version=latest[stage]))
     return actions
 
 
@@ -55,9 +55,9 @@ def v_placement(ranks: int) -> list[int]:
     return [*range(ranks), *reversed(range(ranks))]
 
 
-def newest(batch: int, made: int) -> int:
+def newest(batch: int, latest: int) -> int:
     """Read the newest weights of the stage."""
-    return made
+    return latest
 
 
 def require(schedule: str, **counts: int) -> None:

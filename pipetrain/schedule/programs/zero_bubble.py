@@ -20,7 +20,7 @@ from math import inf
 from pipetrain.schedule.actions import Op, Program
 from pipetrain.schedule.programs.order import Work, repeated, require
 
-Offsets = Callable[[int], tuple[int, int, int, int]]  # of a rank, in slots
+FirstSlots = Callable[[int], tuple[int, int, int, int]]  # of a rank: the slots of microbatch 0
 
 
 def zb_h1(ranks: int, batches: int, microbatches: int) -> Program:
@@ -115,11 +115,11 @@ def v_half(ranks: int, batches: int, microbatches: int) -> Program:
     require("v_half", ranks=ranks, batches=batches, microbatches=microbatches)
     gap = 3 if ranks % 2 == 0 else 0
 
-    def offsets(rank: int) -> tuple[int, int, int, int]:
+    def first_slots(rank: int) -> tuple[int, int, int, int]:
         back = 3 * ranks + gap
         return 2 * rank, 3 * ranks - 2 - rank, back - 1 + 2 * rank, back + 3 * ranks - 2 - rank
 
-    return _periodic(offsets, ranks, batches, microbatches, limit=2 * (ranks // 2 + 1))
+    return _periodic(first_slots, ranks, batches, microbatches, limit=2 * (ranks // 2 + 1))
 
 
 def v_min(ranks: int, batches: int, microbatches: int) -> Program:
@@ -130,24 +130,24 @@ def v_min(ranks: int, batches: int, microbatches: int) -> Program:
     require("v_min", ranks=ranks, batches=batches, microbatches=microbatches)
     gap = 2 if ranks % 3 == 0 else 0
 
-    def offsets(rank: int) -> tuple[int, int, int, int]:
+    def first_slots(rank: int) -> tuple[int, int, int, int]:
         back = 2 * ranks + gap
         return rank, 2 * ranks - 1 - rank, back + rank, back + 2 * ranks - 1 - rank
 
-    return _periodic(offsets, ranks, batches, microbatches, limit=2 * ((ranks + 4) // 3))
+    return _periodic(first_slots, ranks, batches, microbatches, limit=2 * ((ranks + 4) // 3))
 
 
-def _periodic(offsets: Offsets, ranks: int, batches: int, microbatches: int, limit: int) -> Program:
+def _periodic(first_slots: FirstSlots, ranks: int, batches: int, microbatches: int, limit: int) -> Program:
     """Each microbatch goes the way of the one before it, six slots later, at most `limit` open on a rank.
 
-    Six slots are all the work of a rank on a microbatch. `offsets(rank)`: those in which microbatch 0 passes
-    it, by F of stage a and of b, then I of b and of a. The slots give the order of F and I; where each W goes
-    is found by playing one batch.
+    Six slots are all the work of a rank on a microbatch. `first_slots(rank)`: those in which microbatch 0
+    passes it, by F of stage a and of b, then I of b and of a. The slots give the order of F and I; playing
+    one batch gives the places of W.
     """
     orders: list[list[Work]] = []
     for rank in range(ranks):
         a, b = rank, 2 * ranks - 1 - rank
-        kinds = zip(offsets(rank), ((Op.F, a), (Op.F, b), (Op.I, b), (Op.I, a)), strict=True)
+        kinds = zip(first_slots(rank), ((Op.F, a), (Op.F, b), (Op.I, b), (Op.I, a)), strict=True)
         slots = {slot + 6 * mb: (*kind, mb) for slot, kind in kinds for mb in range(microbatches)}
         orders.append([slots[slot] for slot in sorted(slots) if slots[slot][:2] != (Op.I, 0)])
     play = _Slots(orders, microbatches, limit)
