@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import random
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from hydra.errors import InstantiationException
-from hydra.utils import get_method, get_object, instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 from torch import nn
@@ -25,6 +24,7 @@ from pipetrain.errors import ConfigError, one_line
 from pipetrain.network import factory
 from pipetrain.network.model import prove_model
 from pipetrain.network.values import specs_of
+from pipetrain.rules import Misfit
 from pipetrain.schedule.actions import Schedule
 from pipetrain.tasks import Mean, Metric, Task
 
@@ -39,56 +39,51 @@ def build_node(key: str, node: object, partial: bool = False) -> Any:
     if not isinstance(node, Mapping | DictConfig) or "_target_" not in node:
         raise ConfigError(f"{key} needs a _target_: the dotted name of what builds it")
     node = node if isinstance(node, DictConfig) else OmegaConf.create(dict(node))
+    _refuse_unknown(key, node)
     try:
         more = {"_partial_": True} if partial else {}
-        made = instantiate(node, _convert_="all", **more)  # lists and dicts, as callers in Python give
-    except InstantiationException as error:
-        raise not_built(key, node, error) from error
+        return instantiate(node, _convert_="all", **more)  # lists and dicts, as callers in Python give
     except InterpolationKeyError as error:
-        missing = one_line(error).split("'")[1]
+        why = one_line(error.__cause__ or error)
         raise ConfigError(
-            f"{key} needs {missing}, which the configuration does not have: choose another {key}= or "
-            f"{missing.split('.')[0]}="
+            f"{key} cannot be built: {why}; choose another {key}=, or another data= that has it"
         ) from error
-    _refuse_ignored(key, node)
-    return made
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, Misfit):
+            raise ConfigError(f"{key}.{cause}") from error
+        if isinstance(cause, ConfigError):
+            raise cause from error
+        why = f"{type(cause).__name__}: {one_line(cause)}" if cause else one_line(error)
+        raise ConfigError(f"{key} cannot be built: {why}") from error
 
 
-def _refuse_ignored(key: str, node: object) -> None:
-    """Refuse arguments that a dataclass keeps and does not know, as transformers' configurations do."""
-    if not isinstance(node, DictConfig):
-        return
-    for name, inner in node.items():
-        _refuse_ignored(f"{key}.{name!s}", inner)
-    made = get_object(node["_target_"]) if "_target_" in node else None
-    if isinstance(made, type) and is_dataclass(made):
-        known = {*dir(made), *inspect.signature(made).parameters, *getattr(made, "attribute_map", ())}
-        for name in map(str, node):
-            if not known & {name, f"_{name}"} and not name.startswith("_"):
-                raise ConfigError(f"{key} cannot be built: {_not_taken(key, node['_target_'], name)}")
+def _refuse_unknown(key: str, node: DictConfig) -> None:
+    """Refuse an argument that a node's `_target_`, or that of a node in it, does not take.
 
-
-def not_built(key: str, node: Mapping[str, Any], error: Exception) -> ConfigError:
-    """Return the error for a `_target_` that could not be called; it names an unknown argument."""
-    cause = error.__cause__ or error
-    if isinstance(cause, ConfigError):  # of ours, which may begin with the name of an argument
-        return ConfigError(f"{key}.{cause}") if re.match(r"\w+=", str(cause)) else cause
-    text = re.split(r",? (?:set env var HYDRA_FULL_ERROR|full_key: )", one_line(cause))[0]
-    if argument := re.search(r"unexpected keyword argument '(\w+)'", text):
-        text = _not_taken(key, str(node["_target_"]), argument[1])
-    elif cause is not error:
-        text = f"{type(cause).__name__}: {text}"
-    return ConfigError(f"{key} cannot be built: {text}")
-
-
-def _not_taken(key: str, target: str, argument: str) -> str:
+    A dataclass is asked for its fields: those of transformers' configurations keep whatever they are given.
+    """
+    for name, inner in node.items_ex(resolve=False):
+        if isinstance(inner, DictConfig):
+            _refuse_unknown(f"{key}.{name!s}", inner)
     try:
-        known = list(inspect.signature(get_method(target)).parameters)
-    except Exception:  # some callables have no signature
-        known = []
-    close = difflib.get_close_matches(argument, known, n=1)
-    meant = f"did you mean {close[0]}? If not, " if close else ""
-    return f"{target} takes no {argument}; {meant}leave it out with ~{key}.{argument}"
+        target = get_object(node["_target_"])
+        parameters = inspect.signature(target, follow_wrapped=False).parameters
+    except Exception:  # it has none, or a module that cannot be imported, which is said when it is built
+        return
+    known = {*parameters}
+    if isinstance(target, type) and is_dataclass(target):
+        known |= {*dir(target), *getattr(target, "attribute_map", ())}
+    elif any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for name in map(str, node):
+        if not known & {name, f"_{name}"} and not name.startswith("_"):
+            close = difflib.get_close_matches(name, known, n=1)
+            meant = f"did you mean {close[0]}? If not, " if close else ""
+            raise ConfigError(
+                f"{key} cannot be built: {node['_target_']} takes no {name}; {meant}leave it out with "
+                f"~{key}.{name}"
+            )
 
 
 def make_schedule(cfg: Mapping[str, Any]) -> Schedule:

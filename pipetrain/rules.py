@@ -19,6 +19,10 @@ LONGEST = 256  # characters of a text in a sentence, as of a path
 WIDEST = 80  # characters of a value in a sentence: a tensor or a dict may have many, in several lines
 
 
+class Misfit(ConfigError):
+    """A value that its rule refuses; the message begins with its key."""
+
+
 class Rule(NamedTuple):
     """What a value must be, in words; and what reads it under its key, or raises ValueError or TypeError."""
 
@@ -35,7 +39,7 @@ class Rule(NamedTuple):
             raise
         except (ValueError, TypeError, OverflowError):
             words = f"{self.words}{' or null (in Python None)' if null else ''}"
-            raise ConfigError(f"{key}={_shown(value)} must be {words}") from None
+            raise Misfit(f"{key}={_shown(value)} must be {words}") from None
 
 
 def _shown(value: Any) -> str:

@@ -37,7 +37,7 @@ def gpt(
     """
     sizes = {"depth": depth, "heads": heads, "width": width, "sequence": sequence, "vocabulary": vocabulary}
     for name, size in sizes.items():
-        COUNT.read(f"model.{name}", size)
+        COUNT.read(name, size)
     if width % heads:
         raise ConfigError(
             f"model.width={width} must be a multiple of model.heads={heads}: change one of them"

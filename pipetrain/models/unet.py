@@ -33,7 +33,7 @@ def unet(
     sizes = {"levels": levels, "num_classes": num_classes, "convolutions": convolutions}
     for name, size in (sizes | {"width": width, "channels": channels}).items():
         least = 2 if name == "levels" else 1
-        whole(least).read(f"model.{name}", size)
+        whole(least).read(name, size)
     model = nn.Sequential()
     stashes = [Stash() for _ in range(levels - 1)]
     for level, stash in enumerate(stashes, start=1):

@@ -19,8 +19,8 @@ def mlp(num_classes: int = 10, depth: int = 6, width: int = 128) -> nn.Sequentia
     Without BatchNorm the result does not depend on the microbatches, so every flush schedule must give the
     same weights. Raises ConfigError if depth is under 2 or width under 1.
     """
-    whole(2).read("model.depth", depth)
-    COUNT.read("model.width", width)
+    whole(2).read("depth", depth)
+    COUNT.read("width", width)
     first, others = 3 * 32 * 32, before_relu(width)
     linear = NormalLinear(first, width, std=before_relu(first))
     model = stack(hidden1=stack(flatten=nn.Flatten(), linear=linear, relu=nn.ReLU()))
@@ -64,7 +64,7 @@ def _vgg(depths: tuple[int, ...], num_classes: int, width: int) -> nn.Sequential
     Source: Simonyan and Zisserman, "Very deep convolutional networks", 2015, table 1, with BatchNorm and the
     one linear layer that is usual for CIFAR-10.
     """
-    COUNT.read("model.width", width)
+    COUNT.read("width", width)
     model, channels = nn.Sequential(), 3
     for block, (depth, times) in enumerate(zip(depths, (1, 2, 4, 8, 8), strict=True), start=1):
         for index in range(1, depth + 1):

@@ -23,7 +23,7 @@ def overloads(*packets: Any) -> Iterator[Any]:
     """Yield ATen operations and their overloads, as a traced model calls them."""
     for packet in packets:
         yield packet
-        yield from (getattr(packet, name) for name in packet.overloads() if not name.endswith("out"))
+        yield from (getattr(packet, name) for name in packet.overloads())
 
 
 _PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm")

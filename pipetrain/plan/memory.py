@@ -8,7 +8,6 @@ only what is above a limit that was given.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -95,14 +94,9 @@ def says_whether_it_fits(held: Memory, room: int) -> str:
     return compared if peak <= room else f"{compared} and is likely to run out: to hold less, {WAYS}"
 
 
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an allocator raised it."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
 def explained(error: ActionFailed, plan: Plan, rank: int, device: torch.device) -> ActionFailed:
     """Return the error of an action that ran out of memory, with what the plan predicted and what helps."""
-    room = gpu_bytes(device.type) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    room = gpu_bytes(device.type) or 0
     predicted = ""
     if plan.sizes:
         peak = peaks_by_rank(memory(plan, plan.timeline()))[rank]

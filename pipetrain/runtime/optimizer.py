@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipetrain.building import build, not_built
+from pipetrain.building import build
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.rules import BOOL, decoded
 from pipetrain.runtime.weights import Named, OptimizerFactory
@@ -69,15 +69,10 @@ def make_optimizer(cfg: DictConfig, model: nn.Module, stages: int = 1) -> Optimi
     factory = build(cfg, "optim")
     groups = _groups("optim.groups", given, model)
     tried = partial(_tried, node._target_, groups=groups, model=model, stages=stages)
-    try:
-        if fused is None:
-            with suppress(ConfigError):
-                return tried(partial(factory, fused=True))
-        return tried(factory)
-    except ConfigError as error:
-        if isinstance(cause := error.__cause__, TypeError):
-            raise not_built("optim", node, cause) from error
-        raise
+    if fused is None:
+        with suppress(ConfigError):
+            return tried(partial(factory, fused=True))
+    return tried(factory)
 
 
 def prove_optimizer(

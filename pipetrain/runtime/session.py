@@ -17,7 +17,7 @@ from pipetrain.network.chain import network_of
 from pipetrain.network.model import materialise
 from pipetrain.network.network import Network
 from pipetrain.plan.cut import homes
-from pipetrain.plan.memory import explained, is_out_of_memory
+from pipetrain.plan.memory import explained
 from pipetrain.plan.plan import Plan
 from pipetrain.rate import Rate
 from pipetrain.runtime.buffers import Buffers
@@ -172,7 +172,7 @@ class Session:
         try:
             yield WindowFeed(cut, inputs, given if targets else None, self._task.weight, device, dtype)
         except ActionFailed as error:
-            if not is_out_of_memory(error.__cause__):
+            if not isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise
             raise explained(error, self.plan, self._mesh.world.rank, device) from error.__cause__
         for wait, _ in sent:

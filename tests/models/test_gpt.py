@@ -109,7 +109,7 @@ def test_weights_are_drawn_as_gpt_2_s_and_the_first_loss_is_that_of_even_odds():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"depth": 0}, "model.depth=0 must be a whole number of at least 1"),
+        ({"depth": 0}, "depth=0 must be a whole number of at least 1"),
         ({"heads": 3}, "model.width=8 must be a multiple of model.heads=3: change one of them"),
         ({"dropout": 1}, "model.dropout must be a fraction, at least 0 and less than 1; got 1"),
         ({"sequence": 8}, r"layer 0 \(embedding\).*16 tokens are more than .* sequence of 8"),

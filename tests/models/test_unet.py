@@ -78,7 +78,7 @@ def test_activations_keep_their_scale_and_gradients_reach_every_weight():
 
 
 def test_a_shape_that_cannot_be_is_refused_and_an_image_before_the_start():
-    with pytest.raises(ConfigError, match=r"model\.levels=1 must be a whole number of at least 2"):
+    with pytest.raises(ConfigError, match=r"levels=1 must be a whole number of at least 2"):
         unet(levels=1)
     says = r"layer 12 \(up2_conv1\) of the model cannot take .*: Sizes of tensors must match"
     with pytest.raises(ConfigError, match=says):

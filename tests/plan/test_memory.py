@@ -12,7 +12,7 @@ import torch
 import pipetrain
 from pipetrain.errors import ActionFailed
 from pipetrain.plan import memory as module
-from pipetrain.plan.memory import WAYS, explained, gpu_bytes, is_out_of_memory, memory, peaks_by_rank
+from pipetrain.plan.memory import WAYS, explained, gpu_bytes, memory, peaks_by_rank
 from pipetrain.plan.memory import says_whether_it_fits as says
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.memory import GIB, PARTS, PartBytes
@@ -75,9 +75,6 @@ def test_an_error_out_of_memory_says_what_was_there_and_what_was_predicted(monke
     for known, middle in ((plan, predicted), (replace(plan, sizes=()), "")):
         said = str(explained(failed, known, 1, cuda))
         assert said == f"{failed}; there are 80 GiB{middle}: to hold less, {WAYS}"
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
-    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"))
-    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
 def test_nothing_frees_the_allocator_s_memory_while_a_model_is_trained():

@@ -19,10 +19,12 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch._higher_order_ops.wrap import wrap_with_autocast, wrap_with_set_grad_enabled
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.distributions import Distribution
@@ -41,6 +43,14 @@ from pipetrain.network.places import named_tensors, standing_in
 from pipetrain.network.tensors import graph_of, made_up
 from pipetrain.network.values import ValueSpec
 
+_ATEN = torch.ops.aten
+_ASSERTIONS = {
+    _ATEN._assert_async,
+    _ATEN._assert_scalar,
+    _ATEN._assert_tensor_metadata,
+    _ATEN.sym_constrain_range,
+    _ATEN.sym_constrain_range_for_size,
+}
 SAMPLES = 3  # of a microbatch in the trace, which holds for any number
 WAY_OUT = "make the model an nn.Sequential of its layers, and what cannot be traced stays inside one"
 
@@ -180,13 +190,10 @@ def _refusal(model: nn.Module, example: ValueSpec, error: Exception) -> ConfigEr
 
 def _place(error: BaseException) -> str:
     """Return the file and line of the user's code in an error's traceback, or ""."""
-    stack = re.findall(r'File "([^"]+)", line (\d+)', str(error))
-    stack += [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    stack = traceback.extract_tb(error.__traceback__)
     machinery = ("/torch/", "pipetrain/network/", "<")
-    own = [
-        f"{file.rpartition('/')[2]}:{line}" for file, line in stack if not any(m in file for m in machinery)
-    ]
-    return own[-1] if own else ""
+    own = [frame for frame in stack if not any(folder in frame.filename for folder in machinery)]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
 
 
 @contextmanager
@@ -352,13 +359,12 @@ def _unfold(module: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], re
 
 
 def _call(node: fx.Node, graph: fx.Graph, env: dict[fx.Node, Any], region: Region) -> Any:
-    name = str(node.target)
     args: list[Any] = [env[arg] if isinstance(arg, fx.Node) else arg for arg in node.args]
-    if name.startswith(("aten._assert", "aten.sym_constrain_range")):
+    if getattr(node.target, "overloadpacket", None) in _ASSERTIONS:
         return None
-    if name == "wrap_with_set_grad_enabled":
+    if node.target is wrap_with_set_grad_enabled:
         return _inside(args[1], args[2:], graph, region._replace(grad=args[0]))
-    if name == "wrap_with_autocast":
+    if node.target is wrap_with_autocast:
         _, dtype, enabled, _, inner, *given = args
         return _inside(inner, given, graph, region._replace(autocast=enabled, dtype=dtype))
     if node.target is operator.getitem and not isinstance(args[0], fx.Node):
@@ -367,7 +373,7 @@ def _call(node: fx.Node, graph: fx.Graph, env: dict[fx.Node, Any], region: Regio
         return args[0]  # a copy of a constant, which has no gradient anyway
     in_functorch = getattr(node.target, "__module__", "").startswith("torch._functorch")
     if in_functorch or any(isinstance(leaf, fx.GraphModule) for leaf in tree_leaves(args)):
-        what = "torch.vmap or torch.func" if in_functorch else name
+        what = "torch.vmap or torch.func" if in_functorch else str(node.target)
         calls = calls_of(node)
         inside = f" around {calls[-1]}" if calls else ""
         raise ConfigError(
@@ -383,9 +389,6 @@ def _call(node: fx.Node, graph: fx.Graph, env: dict[fx.Node, Any], region: Regio
 def _inside(inner: fx.GraphModule, given: Sequence[Any], graph: fx.Graph, region: Region) -> Any:
     placeholders = inner.graph.find_nodes(op="placeholder")
     return _unfold(inner, graph, dict(zip(placeholders, given, strict=True)), region)
-
-
-_ATEN = torch.ops.aten
 
 
 def calls_of(node: fx.Node) -> tuple[str, ...]:
