@@ -19,12 +19,12 @@ from pipetrain.errors import ConfigError
 from pipetrain.network.factory import Factory, Initial, build
 from pipetrain.network.model import own_dtype, prove_model
 from pipetrain.network.values import Value
-from pipetrain.plan.program import draft_program, make_program, prove_window, settle_clipping
+from pipetrain.plan.program import Draft
 from pipetrain.rate import Rate, rate_of
 from pipetrain.runtime.optimizer import Configured, Function, make_optimizer, prove_optimizer, small_copies
 from pipetrain.runtime.together import conditions
 from pipetrain.runtime.weights import OptimizerFactory
-from pipetrain.schedule.actions import Program, Schedule, parse_program, placement
+from pipetrain.schedule.actions import Program, Schedule, parse_program
 from pipetrain.schedule.fixed import FixedProgram
 from pipetrain.schedule.lower import ADDED
 from pipetrain.settings import PIPELINE_OPTIONS, SEED, Settings
@@ -41,15 +41,12 @@ _ARGUMENTS = (  # beside the options
 class Asked:
     """What a program asks Pipeline to train and how, proven as far as it can be without a batch.
 
-    `least`: the batches of the shortest window. `program`: of a short window. `made`: an optimizer of small
-    copies of the parameters; `optim`: its name and options.
+    `program`: of the draft, with its messages. `made`: an optimizer of small copies of the parameters;
+    `optim`: its name and options.
     """
 
-    settings: Settings
-    schedule: Schedule
-    least: int
+    draft: Draft
     program: Program
-    asynchronous: bool
     optimizer: OptimizerFactory
     made: Optimizer
     optim: Mapping[str, Any]
@@ -73,16 +70,13 @@ class Asked:
         settings = given if isinstance(given, Settings) else read_options(given, model, name, defaults, ranks)
         typed = isinstance(given, Settings) or given.get("dtype") is not None
         prove_model(model, "Pipeline needs", settings.dtype if typed else None)
-        least = function.batches if isinstance(function, FixedProgram) else 1
-        batches = least if least > 1 else 4  # several tell whether weights are read late
-        settings = settle_clipping(settings, function, draft_program(settings, function, batches))
-        program = make_program(function, None, batches, settings)
-        window = prove_window(settings, function, batches, program)
-        late = any(bounds.staleness for bounds in window.bounds)
+        draft = Draft.of(settings, function)
+        program = draft.proven()
         of_ours = isinstance(schedule, str) and shipped("schedule", schedule) is not None
         if not (isinstance(given, Settings) or given.get("window") or of_ours):
-            settings = replace(settings, window=None if late and least == 1 else least)
-        where = placement(window.program)
+            whole = draft.asynchronous and draft.least == 1
+            draft = replace(draft, settings=replace(draft.settings, window=None if whole else draft.least))
+        where = draft.placement
         if where[0]:
             raise ConfigError(
                 f"schedule {name} has stage 0 on rank {where[0]}, and rank 0 reads the batches: let rank 0 "
@@ -95,12 +89,7 @@ class Asked:
         rate, made = rate_of(lr_schedule), factory(small_copies(model))
         named = {"_target_": type(made).__name__}
         optim = optimizer.cfg.optim if isinstance(optimizer, Configured) else named
-        return cls(settings, function, least, window.program, late, factory, made, optim, rate)
-
-    @property
-    def placement(self) -> list[int]:
-        """The rank of each stage."""
-        return placement(self.program)
+        return cls(draft, program, factory, made, optim, rate)
 
     @property
     def peak(self) -> float:
@@ -109,7 +98,7 @@ class Asked:
 
     def conditions(self) -> dict[str, Any]:
         """Return what must be the same on all ranks."""
-        return conditions(self.settings, self.made, self.program, self.rate)
+        return conditions(self.draft.settings, self.made, self.program, self.rate)
 
 
 def read_task(

@@ -262,7 +262,6 @@ class Epochs:
             over = done + len(sizes) == total
             meter = self._meter(epoch + 1 == about.epochs and over)
             self.session.engine.watcher = meter
-            self.session.prove(len(sizes))
             observe = self._observer(tracer.observer(epoch, sizes) if tracer else None)
             ends = self._ends(len(sizes), *batch_s)
             trained, losses = self.session.train(sizes, batches, tick, observe, ends)

@@ -288,7 +288,7 @@ def _about(pipe: Pipeline, settings: Settings, data: DataFacts, batches: int, so
     at = source.manifest.position if source else Position()
     for epoch, done in ((1, 0), (about.epochs, 0), (at.epoch + 1, at.batch)):
         for length in window_lengths(about.batches_of(epoch), settings.window, done):
-            session.prove(length)
+            session.plan.windows.of(length)
     return about
 
 

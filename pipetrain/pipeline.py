@@ -156,13 +156,13 @@ class Pipeline:
         self._asked = asked = Asked.read(
             model, schedule, settings or given, optimizer, param_groups, lr_schedule, world.size
         )
-        self._settings = asked.settings
+        self._settings = asked.draft.settings
         if self._settings.threads is not None:
             torch.set_num_threads(self._settings.threads)
         device = choose_device(world, self._settings.device)
-        decides = isinstance(asked.schedule, ForwardBackward)
+        decides = isinstance(asked.draft.schedule, ForwardBackward)
         how = device, None, self._settings.timeout, decides or None
-        self._mesh = mesh = Mesh(world, asked.placement, [], *how)
+        self._mesh = mesh = Mesh(world, asked.draft.placement, [], *how)
         if mesh.staged and world.size > 1 and not world.rank:
             why = (
                 f"{self._settings.schedule} decides its order as it runs" if decides else "ranks share a GPU"
@@ -280,7 +280,7 @@ class Pipeline:
         It is NaN where nothing in the batch counts, which is then skipped. Raises ConfigError for a schedule
         that does not flush, which needs several batches at once, and TrainingStopped as `train` does.
         """
-        if self._asked.asynchronous:
+        if self._asked.draft.asynchronous:
             raise ConfigError(
                 f"schedule {self._settings.schedule} is asynchronous, and a step of one batch would drain "
                 f"it: use `for loss in pipe.train(loader)`, or a schedule that flushes, such as 1f1b"
@@ -429,9 +429,12 @@ class Pipeline:
         form, model = Form.from_json(first[0]), self._model
         network = network_of(model, form.inputs, self._settings.precision == "bf16")
         network.values = self._whole.values
-        plan = first_plan(
-            self._asked, self._settings, self._task, network, form, known or first[1], self._together
-        )
+        settings = self._settings
+        if known is None:
+            m = settings.microbatches
+            settings = replace(settings, batch_size=max(m, first[1] // m * m))
+        draft = replace(self._asked.draft, settings=settings)
+        plan = first_plan(self._asked, draft, self._task, network, form, known, self._together)
         self._together.on_first("the task", reader, partial(_prove_task, plan, self._task))
         compare = partial(_compare, plan, network, self._task)
         self._apart = self._together.on_first("the comparison", reader, compare)

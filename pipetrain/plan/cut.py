@@ -148,11 +148,16 @@ class AnySize(dict[int, Specs]):
 
 
 def cut_layers(
-    estimates: Estimates, cuts: Sequence[int], example: ValueSpec, shared: Mapping[str, Tie] | None = None
+    estimates: Estimates,
+    cuts: Sequence[int],
+    example: ValueSpec,
+    shared: Mapping[str, Tie] | None = None,
+    any_size: bool = False,
 ) -> Cut:
     """Return a model cut before the layers `cuts`, as the first of its estimates tells.
 
-    `example`: of its inputs, which all enter the first stage.
+    `example`: of its inputs, which all enter the first stage; `any_size`: whether microbatches may come of
+    other sizes than these.
     """
     layers = next(iter(estimates.values()))
     data = {Made(INPUT, number): False for number in range(len(example.specs))}
@@ -171,7 +176,7 @@ def cut_layers(
     return Cut(
         slices=tuple(_slices(layers, cuts, enters, routes, example)),
         routes=tuple(routes),
-        specs={size: specs(size, of) for size, of in estimates.items()},
+        specs=(AnySize if any_size else dict)((size, specs(size, of)) for size, of in estimates.items()),
         shared=shared or {},
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from shutil import get_terminal_size
 
@@ -22,9 +22,9 @@ from pipetrain.network.chain import network_of
 from pipetrain.network.values import TensorSpec
 from pipetrain.plan.balance import Prediction
 from pipetrain.plan.costs import profile_conditions, read_profile
-from pipetrain.plan.cut import AnySize
 from pipetrain.plan.memory import gpu_bytes, known_state, memory, optimizer_state, says_whether_it_fits, sized
 from pipetrain.plan.plan import Plan, Samples, make_plan
+from pipetrain.plan.program import Draft
 from pipetrain.plan.rows import read_rows, write_rows
 from pipetrain.rules import PATH, POSITIVE
 from pipetrain.schedule.actions import Op, has_norms, splits
@@ -34,24 +34,6 @@ from pipetrain.schedule.memory import PARTS, Memory, peaks
 from pipetrain.schedule.theory import theory
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.settings import PROFILE, Mode, Settings
-
-
-class OpenPlan(Plan):
-    """A plan for any batch size and window; it prints as `python -m pipetrain.plan` does."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        return describe(self)
-
-    @classmethod
-    def of(cls, plan: Plan, settings: Settings) -> OpenPlan:
-        """Return a plan made for two batch sizes, with these settings."""
-        known = {one.name: getattr(plan, one.name) for one in fields(plan)}
-        for name in ("cut", "evaluation_cut"):
-            known[name] = replace(known[name], specs=AnySize(known[name].specs))
-        return cls(**known | {"settings": settings, "windows": dict(plan.windows)})
-
 
 # The command
 
@@ -99,7 +81,8 @@ def planned(cfg: DictConfig, schedule: str, batches: int) -> Plan:
         print(
             "partition=profile measures when a run starts; this is its draft, cut by flops", file=sys.stderr
         )
-    return make_plan(settings, make_schedule(cfg), network, example, samples, profile, _state_of(cfg))
+    draft = Draft.of(settings, make_schedule(cfg))
+    return make_plan(draft, network, example, samples, profile, _state_of(cfg))
 
 
 def _planned_by_rows(cfg: DictConfig, schedule: str, batches: int) -> Plan:
@@ -114,8 +97,8 @@ def _planned_by_rows(cfg: DictConfig, schedule: str, batches: int) -> Plan:
     speed = POSITIVE.read("bandwidth", cfg.bandwidth, null=True)
     rows = read_rows(path, 1e-9 / speed if speed else 0.0)
     samples = Samples([settings.batch_size] * batches, [1])
-    schedule_made = make_schedule(cfg)
-    return make_plan(settings, schedule_made, rows.layers, rows.data, samples, rows.profile, _state_of(cfg))
+    draft = Draft.of(settings, make_schedule(cfg))
+    return make_plan(draft, rows.layers, rows.data, samples, rows.profile, _state_of(cfg))
 
 
 def _state_of(cfg: DictConfig) -> Callable[[TensorSpec], int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,26 +16,31 @@ from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import TensorSpec, Value, ValueSpec, cast_floats
 from pipetrain.plan.balance import Prediction, choose_cuts, cut_by_times, predictor_of
 from pipetrain.plan.costs import Profile, Table, by_work, refuse_other_layers
-from pipetrain.plan.cut import Cut, Estimates, cut_layers, cuts_that_may_be, refuse_cuts, shared_weights
+from pipetrain.plan.cut import (
+    Cut,
+    Estimates,
+    cut_layers,
+    cuts_that_may_be,
+    refuse_cuts,
+    shared_weights,
+)
 from pipetrain.plan.estimate import Layer, estimate
 from pipetrain.plan.program import (
+    Draft,
     Window,
-    draft_program,
-    make_program,
+    Windows,
     modes_of,
     prove,
-    prove_window,
     recomputing,
     refuse_ties,
-    settle_clipping,
     window_lengths,
 )
-from pipetrain.schedule.actions import Op, Program, Schedule, asks_for, placement, splits
+from pipetrain.schedule.actions import Op, Program, Schedule, asks_for, splits
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.memory import Items
 from pipetrain.schedule.policy import Bounds, ForwardBackward
 from pipetrain.schedule.programs import forward_only
-from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.schedule.timeline import Costs, StageTimes, Timeline
 from pipetrain.settings import PROFILE, UNLIKE_GRAPHS, Mode, Settings
 from pipetrain.tasks import Task
@@ -44,22 +49,30 @@ from pipetrain.tasks.trial import prove_task
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything known of a run before it starts. Stages are numbered over all ranks, virtual ones too."""
+    """Everything known of a run before it starts. Stages are numbered over all ranks, virtual ones too.
+
+    `samples`: None where only the first batch is known: others may have any size, and the windows any length.
+    """
 
     settings: Settings
+    samples: Samples | None
     numerics: Numerics
     example: ValueSpec  # of the input
     table: Table  # the costs of the layers for a full microbatch
     placement: list[int]  # the rank of each stage
     cut: Cut
     evaluation_cut: Cut
-    windows: Mapping[int, Window]  # by the number of batches
+    windows: Windows  # by the number of batches
     evaluation: Program
     schedule: Schedule = field(compare=False)
     modes: Sequence[Mode]  # of recomputation, of each stage
     costs: Costs | None = None  # from a profile
     prediction: Prediction | None = None  # from a profile
     sizes: Sequence[Items] = ()  # the bytes of each stage, see memory.sized
+    text: Callable[[Plan], str] = field(default=repr, compare=False, repr=False)  # how it prints
+
+    def __str__(self) -> str:
+        return self.text(self)
 
     @property
     def layers(self) -> Sequence[Layer]:
@@ -166,14 +179,6 @@ class Plan:
             for stage, rank in enumerate(self.placement)
         ]
 
-    def program(self, batches: int) -> Program:
-        recompute = recomputing(self.modes)
-        return make_program(self.schedule, self.cut, batches, self.settings, self.stage_costs, recompute)
-
-    def proven(self, batches: int) -> Window:
-        """Return a window of another length, proven as those of the plan are."""
-        return prove_window(self.settings, self.schedule, batches, self.program(batches), self.cut)
-
 
 @dataclass(frozen=True, slots=True)
 class Samples:
@@ -183,6 +188,12 @@ class Samples:
     evaluation: list[int]
     resumed: int = 0  # batches already done of the first epoch
 
+    @classmethod
+    def like(cls, settings: Settings) -> Samples:
+        """Return two sizes, from which those of any other follow: that of a full microbatch and one more."""
+        two = [settings.full, settings.full + 1]
+        return cls([size * settings.microbatches for size in two], two)
+
     def windows(self, window: int | None) -> list[int]:
         """Return all lengths of windows, the longest first."""
         lengths = {n for done in (0, self.resumed) for n in window_lengths(len(self.batches), window, done)}
@@ -190,78 +201,58 @@ class Samples:
 
 
 def make_plan(
-    settings: Settings,
-    schedule: Schedule,
+    draft: Draft,
     model: nn.Module | Network | list[Layer],
     example: ValueSpec,
-    samples: Samples,
+    samples: Samples | None,
     profile: Profile | None = None,
     state_of: Callable[[TensorSpec], float] = lambda spec: 0,
 ) -> Plan:
     """Cut the model, and make and check every program. Raises ConfigError and ScheduleError.
 
     This changes `model`, which must not be trained afterwards; or there is none, but its layers. `example`:
-    of the input; `profile`: its times, without which partition=profile is a draft: cut by flops, whatever the
-    memory_limit; `state_of`: the bytes of the optimizer's state of a parameter.
+    of the input; `samples`: None for a first batch of the settings' size, after which others may come;
+    `profile`: its times, without which partition=profile is a draft: cut by flops, whatever the memory_limit;
+    `state_of`: the bytes of the optimizer's state of a parameter.
     """
+    settings, schedule, where = draft.settings, draft.schedule, draft.placement
     if settings.partition == PROFILE and profile is None:
         settings = replace(settings, partition="flops", memory_limit=None)
-    example = _cast("inputs", example, settings.data_dtype)
-    lengths = samples.windows(settings.window)
-    draft = draft_program(settings, schedule, lengths[0])
-    settings, where = settle_clipping(settings, schedule, draft), placement(draft)
-    modes = modes_of(settings.recompute, len(where))
-
-    network, numerics = None, Numerics()
-    trained: Estimates = {}
-    evaluated: Estimates = {}
-    if isinstance(model, list):
-        trained = evaluated = {settings.full: model}
-    else:
-        network = network_of(model, example, settings.precision == "bf16")
-        numerics, trained, evaluated = _estimates(settings, network, example, samples)
+    example, open_ = _cast("inputs", example, settings.data_dtype), samples is None
+    lengths = samples.windows(settings.window) if samples else [draft.shown]
+    samples = samples or Samples.like(settings)
+    cutting = model if isinstance(model, list) else network_of(model, example, settings.precision == "bf16")
+    network = None if isinstance(cutting, list) else cutting
+    numerics, trained, evaluated = _estimates(settings, cutting, example, samples)
     layers = trained[settings.full]
-    dtype, outputs = settings.data_dtype, layers[-1].output.specs
-    table = Table(
-        layers,
-        example.of(settings.full),
-        by_work(layers, settings.ranks),
-        codecs=settings.codecs,
-        state_of=state_of,
-        # As a cross-entropy saves:
-        loss=sum(spec.numel * (dtype or spec.dtype).itemsize for spec in outputs) if network else 0,
-        averaged=settings.ema is not None,
-        on_gpu=settings.on_gpu,
-    )
-    prediction = None
-    if profile is not None:
-        refuse_other_layers(profile, layers)
-        latency_s, s_per_byte = profile.latency_s, profile.s_per_byte
-        table = replace(table, times=profile.layers, latency_s=latency_s, s_per_byte=s_per_byte)
-    if profile is not None and settings.partition == PROFILE:
-        predictor = predictor_of(settings, schedule, where, lengths, table)
-        prediction = cut_by_times(settings, predictor, cuts_that_may_be(network, layers), profile)
-        cuts, modes = prediction.chosen.cuts, [stage.mode for stage in prediction.chosen.stages]
-    else:
-        cuts = choose_cuts(settings.partition, layers, where)
-    refuse_cuts(network, layers, cuts)
-    _refuse_drawing(settings, layers)
+    table = _table(settings, layers, example, network is not None, profile, state_of)
+    cuts, modes, prediction = _cuts(settings, draft, lengths, network, table, profile)
     shared = shared_weights(network, cuts) if network else {}
-    cut = cut_layers({settings.full: layers, **trained}, cuts, example, shared)
+    cut = cut_layers(trained, cuts, example, shared, open_)
     refuse_ties(settings, schedule, cut)
-
-    stage_costs = table.costs(cut, modes, splits(draft), settings.full)
-    programs = {n: make_program(schedule, cut, n, settings, stage_costs, recomputing(modes)) for n in lengths}
+    stage_costs = table.costs(cut, modes, splits(draft.program), settings.full)
     evaluation = lower(forward_only(where, len(samples.evaluation)), cut.edges)
-    cut, windows = prove(settings, schedule, cut, programs, evaluation)
+
+    def proven(lengths: Sequence[int]) -> tuple[Cut, Windows]:
+        return prove(
+            settings, schedule, cut, lengths, evaluation, stage_costs, recomputing(modes), examples=open_
+        )
+
+    try:
+        bounded, windows = proven(lengths)
+    except ConfigError as error:
+        if not (open_ and isinstance(error.__cause__, Deadlock) and draft.shown > draft.least):
+            raise
+        bounded, windows = proven([draft.least])  # a shorter window may do
     return Plan(
         settings=settings,
+        samples=None if open_ else samples,
         numerics=numerics,
         example=example,
         table=table,
         placement=where,
-        cut=cut,
-        evaluation_cut=cut_layers(evaluated, cuts, example),
+        cut=bounded,
+        evaluation_cut=cut_layers(evaluated, cuts, example, any_size=open_),
         windows=windows,
         evaluation=evaluation,
         schedule=schedule,
@@ -272,18 +263,22 @@ def make_plan(
 
 
 def _estimates(
-    settings: Settings, network: Network, example: ValueSpec, samples: Samples
+    settings: Settings, model: Network | list[Layer], example: ValueSpec, samples: Samples
 ) -> tuple[Numerics, Estimates, Estimates]:
-    """Choose the memory format, and estimate the layers for each size of a microbatch."""
+    """Choose the memory format, and estimate the layers for each size of a microbatch, the full one first."""
+    if isinstance(model, list):
+        return Numerics(), {settings.full: model}, {settings.full: model}
+    network = model
 
     def of(numerics: Numerics) -> tuple[Numerics, Estimates, Estimates]:
-        def at(sizes: Collection[int], train: bool) -> Estimates:
-            return {size: estimate(network, example.of(size), numerics, train) for size in sorted(sizes)}
+        def at(sizes: Iterable[int], train: bool) -> Estimates:
+            return {size: estimate(network, example.of(size), numerics, train) for size in sizes}
 
-        return numerics, at(trained, True), at(set(samples.evaluation), False)
+        return numerics, at(trained, True), at(sorted(set(samples.evaluation)), False)
 
     m = settings.microbatches
-    trained = {settings.full, *(n for batch in set(samples.batches) for n in pieces(batch, m))}
+    others = {n for batch in set(samples.batches) for n in pieces(batch, m)}
+    trained = [settings.full, *sorted(others - {settings.full})]
     numerics = Numerics(settings.precision == "bf16", settings.memory_format == "channels_last")
     if settings.memory_format == "auto" and settings.dtype == torch.float32:
         try:
@@ -291,6 +286,55 @@ def _estimates(
         except ConfigError:  # such as a view that needs the channels outermost
             pass
     return of(numerics)
+
+
+def _table(
+    settings: Settings,
+    layers: Sequence[Layer],
+    example: ValueSpec,
+    has_loss: bool,
+    profile: Profile | None,
+    state_of: Callable[[TensorSpec], float],
+) -> Table:
+    """Return the costs of the layers, by a profile or else by their work. Raises ConfigError."""
+    dtype, outputs = settings.data_dtype, layers[-1].output.specs
+    if profile is not None:
+        refuse_other_layers(profile, layers)
+    return Table(
+        layers,
+        example.of(settings.full),
+        profile.layers if profile else by_work(layers, settings.ranks),
+        latency_s=profile.latency_s if profile else 0.0,
+        s_per_byte=profile.s_per_byte if profile else 0.0,
+        codecs=settings.codecs,
+        state_of=state_of,
+        # As a cross-entropy saves:
+        loss=sum(spec.numel * (dtype or spec.dtype).itemsize for spec in outputs) if has_loss else 0,
+        averaged=settings.ema is not None,
+        on_gpu=settings.on_gpu,
+    )
+
+
+def _cuts(
+    settings: Settings,
+    draft: Draft,
+    lengths: Sequence[int],
+    network: Network | None,
+    table: Table,
+    profile: Profile | None,
+) -> tuple[list[int], list[Mode], Prediction | None]:
+    """Choose the first layers of stages 1, 2, ..., and what each stage recomputes. Raises ConfigError."""
+    where, layers, prediction = draft.placement, table.layers, None
+    modes = modes_of(settings.recompute, len(where))
+    if profile is not None and settings.partition == PROFILE:
+        predictor = predictor_of(settings, draft.schedule, where, lengths, table)
+        prediction = cut_by_times(settings, predictor, cuts_that_may_be(network, layers), profile)
+        cuts, modes = prediction.chosen.cuts, [stage.mode for stage in prediction.chosen.stages]
+    else:
+        cuts = choose_cuts(settings.partition, layers, where)
+    refuse_cuts(network, layers, cuts)
+    _refuse_drawing(settings, layers)
+    return cuts, modes, prediction
 
 
 def _refuse_drawing(settings: Settings, layers: Sequence[Layer]) -> None:
@@ -320,8 +364,8 @@ def with_costs(plan: Plan, costs: Costs) -> Plan:
     plan = replace(plan, costs=costs, prediction=None)
     if not plan.by_costs:
         return plan
-    programs = {n: plan.program(n) for n in plan.windows}
-    cut, windows = prove(plan.settings, plan.schedule, plan.cut, programs, plan.evaluation)
+    how = plan.settings, plan.schedule, plan.cut, list(plan.windows), plan.evaluation, costs
+    cut, windows = prove(*how, recomputing(plan.modes))
     return replace(plan, cut=cut, windows=windows)
 
 

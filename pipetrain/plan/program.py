@@ -1,11 +1,14 @@
 """The programs of a run, and their proof: each is sound, and ends within the channel's bounds.
 
+A Draft is what a schedule says before the model is known, and is made once. A window of the cut model is
+proven with the plan, or when it is first asked for.
+
 A window is what runs between two drains of the pipeline. Its length comes from the configuration alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, pairwise
@@ -29,15 +32,17 @@ from pipetrain.schedule.actions import (
 )
 from pipetrain.schedule.bounds import edge_bounds, widest
 from pipetrain.schedule.check import check
+from pipetrain.schedule.fixed import FixedProgram
 from pipetrain.schedule.lower import edges, lower
 from pipetrain.schedule.policy import Bounds, ForwardBackward
 from pipetrain.schedule.posts import Posts, make_posts
-from pipetrain.schedule.simulate import Cost, Deadlock, simulate
+from pipetrain.schedule.simulate import SHOWN, Cost, Deadlock, simulate
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import joined, with_norms, with_recompute, with_ties
 from pipetrain.settings import AUTO, RECOMPUTE, Mode, Settings
 
 TOGETHER = "keep the layers that share it in one stage by partition="
+DRAFTED = 4  # batches: several tell whether weights are read late
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,82 @@ class Window:
     simulation: Timeline
     bounds: list[Bounds]  # by stage
     posts: Posts | None = None  # None: a policy's, whose messages are staged
+
+
+class Windows(dict[int, Window]):
+    """The windows of a plan, by their number of batches; `of` proves another one when it is first asked for.
+
+    `examples`: whether those that are there only show how windows will be, until the first is asked for.
+    """
+
+    def __init__(
+        self, known: Mapping[int, Window], prove: Callable[[int], Window], examples: bool = False
+    ) -> None:
+        super().__init__(known)
+        self._prove = prove
+        self._examples = examples
+
+    def of(self, batches: int) -> Window:
+        """Return the window of so many batches. Raises ScheduleError and ConfigError."""
+        window = self.get(batches) or self._prove(batches)
+        if self._examples:
+            self.clear()
+            self._examples = False
+        self[batches] = window
+        return window
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What settings and a schedule say before the model is known, by a compute-only program of a few batches.
+
+    `settings`: with what follows from the program. Programs of any length have its `placement`: the rank of
+    each stage.
+    """
+
+    settings: Settings
+    schedule: Schedule
+    program: Program
+    placement: list[int]
+
+    @classmethod
+    def of(cls, settings: Settings, schedule: Schedule) -> Draft:
+        """Return the draft of a schedule. Raises ScheduleError and ConfigError."""
+        least = _least(schedule)
+        program = draft_program(settings, schedule, DRAFTED if least == 1 else least)
+        return cls(_settle_clipping(settings, schedule, program), schedule, program, placement(program))
+
+    @property
+    def least(self) -> int:
+        """The batches of the shortest window."""
+        return _least(self.schedule)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether forwards may read weights that lack updates of earlier batches."""
+        stages, m = len(self.placement), self.settings.microbatches
+        if isinstance(self.schedule, ForwardBackward):
+            return any(self.schedule.bounds(s, stages, DRAFTED, m).staleness for s in range(stages))
+        return reads_old(self.program, m)
+
+    @property
+    def shown(self) -> int:
+        """The batches of a window that shows what those are like that a pass will have."""
+        whole = min(self.settings.window or SHOWN, SHOWN) if self.asynchronous else 1
+        return max(whole, self.least)
+
+    def proven(self) -> Program:
+        """Return the lowered program, proven for stages of which each sends to the next.
+
+        Raises ScheduleError and ConfigError.
+        """
+        program = _completed(self.program, None, self.settings)
+        batches = DRAFTED if self.least == 1 else self.least
+        return prove_window(self.settings, self.schedule, batches, program).program
+
+
+def _least(schedule: Schedule) -> int:
+    return schedule.batches if isinstance(schedule, FixedProgram) else 1
 
 
 def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]:
@@ -90,11 +171,17 @@ def make_program(
     `cut`: None for stages of which each sends to the next. `costs`: None if they are not known yet;
     `recompute`: the stages that recompute their forwards. Raises ScheduleError and ConfigError.
     """
-    routes, ties = _joins(cut)
+    routes, _ = _joins(cut)
     known = {} if costs is None else {"costs": costs}
     compute = draft_program(settings, schedule, batches, routes=routes, recompute=recompute, **known)
     if "recompute" not in asks_for(schedule):
         compute = with_recompute(compute, recompute)
+    return _completed(compute, cut, settings)
+
+
+def _completed(compute: Program, cut: Cut | None, settings: Settings) -> Program:
+    """Return a compute-only program with its norms, ties and messages."""
+    routes, ties = _joins(cut)
     compute = joined(compute, routes)
     if settings.clip_grad_norm is not None and settings.clip_grad_norm_over == "model":
         compute = with_norms(compute)
@@ -109,20 +196,37 @@ def _joins(cut: Cut | None) -> tuple[list[Edge] | None, Ties]:
 
 
 def prove(
-    settings: Settings, schedule: Schedule, cut: Cut, programs: Mapping[int, Program], evaluation: Program
-) -> tuple[Cut, dict[int, Window]]:
-    """Return the cut with the bounds of its edges, and the window of each program.
+    settings: Settings,
+    schedule: Schedule,
+    cut: Cut,
+    lengths: Sequence[int],
+    evaluation: Program,
+    costs: Cost,
+    recompute: Collection[int] = (),
+    examples: bool = False,
+) -> tuple[Cut, Windows]:
+    """Return the cut with the bounds of its edges, and the windows of these `lengths`.
 
-    `programs`: by number of batches. Raises ScheduleError and ConfigError.
+    `costs`, `recompute`: see `make_program`; `examples`: see Windows. Raises ScheduleError and ConfigError.
     """
+
+    def make(batches: int) -> Program:
+        return make_program(schedule, cut, batches, settings, costs, recompute)
+
+    programs = {batches: make(batches) for batches in lengths}
     every = [evaluation, *programs.values()]
     for batches, program in programs.items():
         _refuse_unsound(settings, batches, program, cut)
     with _explained(settings, any(map(has_norms, every)), cut):
         bounds = [edge_bounds(one, cut.edges, settings.buffer_size, cut.ties) for one in every]
-        cut = cut.bounded(widest(bounds))
-        simulate(evaluation, 1, buffer_size=cut.bounds, routes=cut.edges)
-        return cut, {n: _played(settings, schedule, n, program, cut) for n, program in programs.items()}
+        bounded = cut.bounded(widest(bounds))
+        simulate(evaluation, 1, buffer_size=bounded.bounds, routes=cut.edges)
+        known = {n: _played(settings, schedule, n, program, bounded) for n, program in programs.items()}
+
+    def prove_another(batches: int) -> Window:
+        return prove_window(settings, schedule, batches, make(batches), bounded)
+
+    return bounded, Windows(known, prove_another, examples)
 
 
 def prove_window(
@@ -183,7 +287,7 @@ def _explained(settings: Settings, norms: bool, cut: Cut | None) -> Iterator[Non
 # What settings ask of a program
 
 
-def settle_clipping(settings: Settings, schedule: Schedule, draft: Program) -> Settings:
+def _settle_clipping(settings: Settings, schedule: Schedule, draft: Program) -> Settings:
     """Return the settings with clip_grad_norm_over=auto decided by a window's program. Raises ConfigError.
 
     It becomes model where no forward reads old weights, so that the pipeline is empty at an update anyway.

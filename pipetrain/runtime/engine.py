@@ -57,8 +57,8 @@ class _Window:
 class Engine:
     """Runs programs over the stages of one rank.
 
-    `training` and `evaluation`: how stages exchange tensors. `bounds[stage]` is asserted while the program
-    runs. `seed`: of random numbers such as dropout's.
+    `training` and `evaluation`: how stages exchange tensors. `bounds`: of a stage in all windows so
+    far, asserted while a program runs. `seed`: of random numbers such as dropout's.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Engine:
         stages: Mapping[int, Stage],
         training: Mailbox,
         evaluation: Mailbox,
-        bounds: Mapping[int, Bounds],
+        bounds: Callable[[int], Bounds],
         clock: Clock,
         seed: int = 0,
         rehearsal: Rehearsal | None = None,
@@ -74,7 +74,8 @@ class Engine:
         self.stages = stages
         self._training, self.coding = training, training.coding
         self._evaluation = evaluation
-        self.bounds = bounds
+        self._bounds = bounds
+        self._limits = {stage: bounds(stage) for stage in stages}
         self._clock = clock
         self.seed = seed
         self._rehearsal = rehearsal
@@ -108,6 +109,7 @@ class Engine:
         `progress` is called at each update, `observe` with the measured spans. Raises ChannelError and
         TrainingStopped.
         """
+        self._limits = {stage: self._bounds(stage) for stage in self.stages}
         self._rehearse(order, feed, microbatches, training=True)
         mail, first = self._training, next(iter(self.stages.values())).weights.updates
         window = _Window(order, feed, microbatches, first, mail, Sums(self.stages, mail))
@@ -227,7 +229,7 @@ class Engine:
             window.mail.hand_on(action.stage, mb, outputs)
         elif window.take is not None:
             window.take(outputs)
-        held, limit = stage.in_flight, self.bounds[action.stage].activations
+        held, limit = stage.in_flight, self._limits[action.stage].activations
         assert held <= limit, f"{action}: {held} microbatches in flight, {limit} simulated"
 
     def _recompute(self, action: Action, window: _Window) -> None:
@@ -256,7 +258,7 @@ class Engine:
         keep = window.order.needed(action.stage, action.version - 1)
         stage.step(keep, window.sums.norms.get(action.version))
         self._release(action, window)
-        held, limit = stage.weights.held, self.bounds[action.stage].versions
+        held, limit = stage.weights.held, self._limits[action.stage].versions
         assert held <= limit, f"{action}: {held} weight versions held, {limit} simulated"
 
     def _release(self, action: Action, window: _Window) -> None:

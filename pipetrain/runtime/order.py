@@ -127,7 +127,7 @@ class Order:
 
 def order_of(plan: Plan, batches: int, rank: int, ends: Ends | None = None) -> Order:
     """Return the actions of a rank in a window of `batches` batches."""
-    window = plan.windows[batches]
+    window = plan.windows.of(batches)
     actions, ahead = window.program[rank], max(plan.cut.bounds.values(), default=0)
     policy, stages, routes = plan.policy, plan.stages, plan.cut.edges
 

@@ -64,7 +64,6 @@ class Session:
         self.stages = make_stages(plan, model, task, optimizer, rate, mesh)
         self._copies = copies_of(self.stages)
         self.engine = make_engine(plan, self.stages, mesh)
-        self._proven = False  # a window that is trained
         self.last = self.stages.get(plan.stages - 1)
         """The last stage, which counts; None if another rank holds it."""
         self.whole: WholeModel | None = None
@@ -75,20 +74,6 @@ class Session:
         if self.last is not None and isinstance(self._task, ModelLoss):
             m, example = self.plan.settings.microbatches, self.plan.example
             choose_weight(self._task, example, m, self.last.module, self._mesh.device)
-
-    def prove(self, batches: int) -> None:
-        """Prove the program of a window of so many batches, if that has not been done.
-
-        The first one takes the place of those that the plan was made with before anything was known of it.
-        """
-        plan, first, self._proven = self.plan, not self._proven, True
-        if batches not in plan.windows:
-            assert isinstance(plan.windows, dict)
-            window = plan.proven(batches)
-            if first:
-                plan.windows.clear()
-            plan.windows[batches] = window
-            self.engine.bounds = {stage: plan.peaks(stage) for stage in self.stages}
 
     def refuse_small(self, sizes: Sequence[int]) -> None:
         """Refuse a batch with fewer samples than microbatches. Raises BadBatch."""
@@ -114,7 +99,6 @@ class Session:
         """
         m = self.plan.settings.microbatches
         self.refuse_small(sizes)
-        self.prove(len(sizes))
         order = order_of(self.plan, len(sizes), self._mesh.world.rank, ends)
         if self.whole is not None:
             self.whole.take_back()
@@ -290,7 +274,7 @@ def make_engine(
         stages,
         mailbox(channel, True),
         mailbox(channel, False),
-        bounds,
+        plan.peaks,
         Clock(mesh.device),
         plan.settings.seed,
         Rehearsal(loopback, meet, capture) if rehearses(mesh.device) else None,

@@ -20,6 +20,7 @@ from pipetrain.commands.cli import composed
 from pipetrain.data import load_data
 from pipetrain.network.values import ValueSpec, named_layers
 from pipetrain.plan.plan import Plan, Samples, make_plan
+from pipetrain.plan.program import Draft
 from pipetrain.runtime.optimizer import make_optimizer
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.settings import Settings
@@ -94,7 +95,7 @@ def prepare(task: Task, schedule: str, ranks: int, window: int = 1) -> Job:
     assert isinstance(model, nn.Sequential), "a benchmark's model is compared as an nn.Sequential"
     samples, targets = _batch(task, cfg, settings)
     sizes = Samples([len(samples)] * window, [len(samples)])
-    plan = make_plan(settings, make_schedule(cfg), spare, ValueSpec.in_batch(samples), sizes)
+    plan = make_plan(Draft.of(settings, make_schedule(cfg)), spare, ValueSpec.in_batch(samples), sizes)
     return Job(plan, model, make_task(cfg), make_optimizer(cfg, spare, plan.stages), samples, targets)
 
 

@@ -9,6 +9,7 @@ import pytest
 from pipetrain.building import make_model, make_schedule
 from pipetrain.plan.describe import describe
 from pipetrain.plan.plan import Samples, make_plan
+from pipetrain.plan.program import Draft
 from pipetrain.schedule.theory import theory
 from pipetrain.settings import Settings
 from tests.support.cases import SCHEDULES, config
@@ -103,7 +104,9 @@ def by_profile(*words: str) -> str:
     read = Settings.composed(cfg, "1f1b", None)
     model, same = (make_model(cfg, 0, read.dtype) for _ in range(2))
     measured = profile_of(same, IMAGE.of(16), [1, 1, 1, 1, 1, 3])
-    return describe(make_plan(read, make_schedule(cfg), model, IMAGE, Samples([64], [64]), measured))
+    return describe(
+        make_plan(Draft.of(read, make_schedule(cfg)), model, IMAGE, Samples([64], [64]), measured)
+    )
 
 
 def choices(text: str) -> dict[str, tuple[str, ...]]:

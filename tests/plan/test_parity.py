@@ -17,6 +17,7 @@ from pipetrain.network.chain import network_of
 from pipetrain.network.values import Value, ValueSpec
 from pipetrain.plan.parity import prove_stages
 from pipetrain.plan.plan import Samples, make_plan
+from pipetrain.plan.program import Draft
 from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.settings import Settings
 from tests.support.cases import config
@@ -122,7 +123,7 @@ def prove(model: nn.Module, cuts: list[int], inputs: Value = NUMBERS, *options: 
     settings = Settings.composed(config(["data=digits", *overrides]), "1f1b", len(cuts) + 1)
     example = ValueSpec.in_batch(inputs)
     network = network_of(model, example, settings.precision == "bf16")
-    plan = make_plan(settings, one_f_one_b, network.spare(), example, Samples([4], [2]))
+    plan = make_plan(Draft.of(settings, one_f_one_b), network.spare(), example, Samples([4], [2]))
     prove_stages(plan, network, inputs)
 
 

@@ -16,11 +16,12 @@ from pipetrain.errors import ConfigError
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan import program as programs
 from pipetrain.plan.plan import Plan, Samples, make_plan, prove_targets
-from pipetrain.plan.program import window_lengths
+from pipetrain.plan.program import Draft, window_lengths
 from pipetrain.schedule.actions import Action, Op, Program, Schedule, has_norms, parse_program
 from pipetrain.schedule.automatic import ZeroBubbleAuto
 from pipetrain.schedule.memory import GIB
 from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream
+from pipetrain.schedule.simulate import SHOWN
 from pipetrain.schedule.transforms import with_recompute
 from pipetrain.settings import Mode, Settings
 from pipetrain.tasks import Regression, Task
@@ -52,7 +53,7 @@ def plan(
     **others: Any,
 ) -> Plan:
     chosen = settings_of("partition=even", *overrides, ranks=ranks)
-    return make_plan(chosen, schedule, model or with_norm(), IMAGE, samples, **others)
+    return make_plan(Draft.of(chosen, schedule), model or with_norm(), IMAGE, samples, **others)
 
 
 # Windows, and what a plan says
@@ -81,11 +82,12 @@ def test_each_length_is_proven_once(monkeypatch, words):
     assert proven == [2, 1] * 2
 
 
-@pytest.mark.parametrize(("window", "over"), [("1", "model"), ("2", "stage"), ("null", "stage")])
-def test_windows_of_all_lengths_are_clipped_alike_also_a_short_last_one_that_reads_nothing_late(window, over):
-    made = plan(f"window={window}", "clip_grad_norm=1", schedule=pipedream)
+@pytest.mark.parametrize(("schedule", "over"), [(gpipe, "model"), (pipedream, "stage")])
+def test_windows_of_all_lengths_are_clipped_alike_also_one_batch_that_reads_nothing_late(schedule, over):
+    """On paper as in a run, which may be asked for longer windows later."""
+    made = plan("window=1", "clip_grad_norm=1", schedule=schedule)
     assert made.settings.clip_grad_norm_over == over
-    assert {has_norms(w.program) for w in made.windows.values()} == {over == "model"}
+    assert [has_norms(made.windows.of(n).program) for n in (1, 2, 3)] == [over == "model"] * 3
 
 
 def test_peaks_and_recomputation_are_those_of_any_window():
@@ -93,9 +95,22 @@ def test_peaks_and_recomputation_are_those_of_any_window():
     words = ("microbatches=1", "recompute=selective")
     made = plan("window=1", *words, ranks=3, schedule=pipedream, samples=Samples([12] * 5, [11]))
     assert made.recompute == ["never"] * 3
-    longer = replace(made, windows=made.windows | {4: made.proven(4)})
-    assert longer.recompute == ["selective", "selective", "never"]
-    assert [longer.peaks(stage) for stage in range(3)] == [(3, 3, 2), (2, 2, 1), (1, 1, 0)]
+    made.windows.of(4)
+    assert made.recompute == ["selective", "selective", "never"]
+    assert [made.peaks(stage) for stage in range(3)] == [(3, 3, 2), (2, 2, 1), (1, 1, 0)]
+
+
+def test_a_plan_of_the_first_batch_alone_shows_a_window_until_the_first_is_asked_for(monkeypatch):
+    """Its layers are estimated for two sizes of a microbatch, from which any other follows."""
+    proven: list[int] = []
+    monkeypatch.setattr(programs, "check", lambda program, batches, *more: proven.append(batches))
+    made = plan("window=null", schedule=pipedream, samples=None)
+    assert (made.samples, made.window is made.windows[SHOWN]) == (None, True)
+    for batches, windows in ((3, {3}), (2, {3, 2}), (3, {3, 2})):
+        assert made.windows.of(batches) is made.windows[batches]
+        assert set(made.windows) == windows
+    assert proven == [SHOWN, 3, 2]
+    assert [made.cut.entering(1, size)[0].shape[0] for size in (3, 4, 7)] == [3, 4, 7]
 
 
 def test_slices_cover_the_model_in_order():
@@ -266,7 +281,9 @@ def test_an_evaluation_may_hand_on_fewer_tensors_than_training():
 
 def test_inputs_and_targets_that_the_run_s_dtype_would_round_are_refused():
     wide = ValueSpec((TensorSpec((3, 32, 32), torch.float64), TensorSpec((4,), torch.int64)), single=False)
-    said = refusal(lambda: make_plan(settings_of("partition=even"), one_f_one_b, with_norm(), wide, UPDATES))
+    said = refusal(
+        lambda: make_plan(Draft.of(settings_of("partition=even"), one_f_one_b), with_norm(), wide, UPDATES)
+    )
     assert said.startswith("the inputs are float64[3, 32, 32] + int64[4] a sample, and with dtype=float32")
     made = plan(model=nn.Sequential(FLAT, nn.Linear(48, 4), nn.Linear(4, 2)))
     with pytest.raises(ConfigError, match=r"the targets are float64\[2\] a sample, .* would be rounded"):

@@ -9,6 +9,7 @@ import torch
 from pipetrain.building import make_model, make_schedule
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.plan import Plan, Samples, make_plan
+from pipetrain.plan.program import Draft
 from pipetrain.settings import Settings
 from tests.support.cases import config
 
@@ -33,7 +34,7 @@ def planned(schedule: str, stages: int, microbatches: int, batches: int, *overri
     read = Settings.composed(cfg, schedule, None)
     model = make_model(cfg, read.seed, read.dtype)
     samples = Samples([read.batch_size] * batches, [read.batch_size])
-    return make_plan(read, make_schedule(cfg), model, IMAGE, samples)
+    return make_plan(Draft.of(read, make_schedule(cfg)), model, IMAGE, samples)
 
 
 def figures(text: str) -> dict[str, tuple[str, ...]]:

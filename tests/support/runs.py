@@ -22,6 +22,7 @@ from pipetrain.network.network import Network
 from pipetrain.network.values import ValueSpec
 from pipetrain.plan.memory import optimizer_state, sized
 from pipetrain.plan.plan import Plan, Samples, make_plan
+from pipetrain.plan.program import Draft
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.runtime.mesh import Mesh
@@ -95,7 +96,7 @@ def prepare(cfg: DictConfig, schedule: str, ranks: int, data: Data, resumed: int
     samples = Samples(sampler.batch_sizes, even(facts.test, settings.batch_size), resumed)
     network = network_for(cfg, settings, facts.example)
     task = make_task(cfg)
-    plan = make_plan(settings, make_schedule(cfg), network, facts.example, samples)
+    plan = make_plan(Draft.of(settings, make_schedule(cfg)), network, facts.example, samples)
     optimizer = make_optimizer(cfg, network.model, plan.stages)
     return Run(
         settings=settings,
