@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipetrain.building import make_schedule
+from pipetrain.building import Function, Optim, make_schedule
 from pipetrain.choices import names_of, shipped
 from pipetrain.data.loading import NamedTargets
 from pipetrain.errors import ConfigError
@@ -20,8 +20,8 @@ from pipetrain.network.factory import Factory, Initial, build
 from pipetrain.network.model import own_dtype, prove_model
 from pipetrain.network.values import Value
 from pipetrain.plan.program import Draft
-from pipetrain.rate import Rate, rate_of
-from pipetrain.runtime.optimizer import Configured, Function, make_optimizer, prove_optimizer, small_copies
+from pipetrain.rate import LearningRate, Rate, learning_rate
+from pipetrain.runtime.optimizer import prove_optimizer, small_copies
 from pipetrain.runtime.together import conditions
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.schedule.actions import Program, Schedule, parse_program
@@ -50,7 +50,7 @@ class Asked:
     optimizer: OptimizerFactory
     made: Optimizer
     optim: Mapping[str, Any]
-    rate: Rate
+    rate: LearningRate
 
     @classmethod
     def read(
@@ -58,14 +58,13 @@ class Asked:
         model: nn.Module,
         schedule: str | Path | Schedule,
         given: Mapping[str, Any] | Settings,
-        optimizer: Function | Configured | None,
+        optimizer: Function | Optim | None,
         groups: Mapping[str, Mapping[str, Any]] | None,
         lr_schedule: Rate | None,
         ranks: int,
     ) -> Asked:
         """Read Pipeline's arguments; `given`: the options by name. Raises ConfigError and ScheduleError."""
-        if optimizer is None:
-            raise ConfigError("Pipeline needs optimizer=, such as lambda p: torch.optim.SGD(p, 0.01)")
+        optim = read_optimizer(optimizer, groups)
         name, function, defaults = read_schedule(schedule)
         settings = given if isinstance(given, Settings) else read_options(given, model, name, defaults, ranks)
         typed = isinstance(given, Settings) or given.get("dtype") is not None
@@ -82,23 +81,31 @@ class Asked:
                 f"schedule {name} has stage 0 on rank {where[0]}, and rank 0 reads the batches: let rank 0 "
                 f"have it"
             )
-        if isinstance(optimizer, Configured):
-            factory = make_optimizer(optimizer.cfg, model, len(where))
-        else:
-            factory = prove_optimizer(optimizer, groups, model, len(where))
-        rate, made = rate_of(lr_schedule), factory(small_copies(model))
-        named = {"_target_": type(made).__name__}
-        optim = optimizer.cfg.optim if isinstance(optimizer, Configured) else named
-        return cls(draft, program, factory, made, optim, rate)
-
-    @property
-    def peak(self) -> float:
-        """The learning rate of which `rate` gives a fraction."""
-        return float(self.made.param_groups[0].get("lr", 0.0))
+        factory = prove_optimizer(optim, model, len(where))
+        made, fraction = factory(small_copies(model)), learning_rate(lr_schedule or "constant", 0.0, 1)
+        rate = LearningRate(float(made.param_groups[0].get("lr", 0.0)), fraction)
+        options = optim.options or {"_target_": type(made).__name__}
+        return cls(draft, program, factory, made, options, rate)
 
     def conditions(self) -> dict[str, Any]:
         """Return what must be the same on all ranks."""
-        return conditions(self.draft.settings, self.made, self.program, self.rate)
+        return conditions(self.draft.settings, self.made, self.program, self.rate.fraction)
+
+
+def read_optimizer(function: Any, groups: Mapping[str, Mapping[str, Any]] | None) -> Optim:
+    """Return the optimizer of a program's function of parameters and `param_groups`. Raises ConfigError."""
+    if isinstance(function, Optim):
+        return function
+    if function is None:
+        raise ConfigError("Pipeline needs optimizer=, such as lambda p: torch.optim.SGD(p, 0.01)")
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    if not callable(function):
+        example = name if hasattr(function, "param_groups") else "torch.optim.SGD"
+        raise ConfigError(
+            f"optimizer must be a function of the parameters, such as lambda p: {example}(p, ...), as each "
+            f"stage has its own; got {name}"
+        )
+    return Optim(name, [function], "param_groups", groups, {})
 
 
 def read_task(

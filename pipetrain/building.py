@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 from torch import nn
+from torch.optim import Optimizer
 
 from pipetrain.choices import names_of, shipped
 from pipetrain.codec import Codec
@@ -24,7 +25,7 @@ from pipetrain.errors import ConfigError, one_line
 from pipetrain.network import factory
 from pipetrain.network.model import prove_model
 from pipetrain.network.values import specs_of
-from pipetrain.rules import Misfit
+from pipetrain.rules import BOOL, POSITIVE, Misfit, decoded
 from pipetrain.schedule.actions import Schedule
 from pipetrain.tasks import Mean, Metric, Task
 
@@ -117,6 +118,39 @@ def make_task(cfg: DictConfig) -> Task:
             made if isinstance(made, Metric) else Mean(name, made) for name, made in metrics.items()
         ]
     return task
+
+
+Function = Callable[[Any], Optimizer]
+"""Of parameters, or of dicts of them with the options of a group, as the classes of torch.optim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Optim:
+    """An optimizer that was chosen, before it is tried.
+
+    `name`: what sentences call it. `forms`: the first of them that works is taken. `groups`: the options of
+    parameter groups, and `key` theirs. `options`: all that a configuration says of it.
+    """
+
+    name: str
+    forms: Sequence[Function]
+    key: str
+    groups: Any
+    options: Mapping[str, Any]
+
+
+def make_optimizer(cfg: DictConfig) -> Optim:
+    """Return a configuration's optimizer; `fused` null: the fused form if it works. Raises ConfigError."""
+    if not isinstance(cfg.optim, DictConfig):
+        return build(cfg, "optim")  # type: ignore[no-any-return]  # which refuses it
+    options: Any = OmegaConf.to_container(cfg.optim, resolve=True)
+    lr = POSITIVE.read("optim.lr", decoded(options.get("lr")))
+    fused = BOOL.read("optim.fused", options.get("fused", True), null=True)
+    left_out = {"groups"} if fused is not None else {"groups", "fused"}
+    node = {key: value for key, value in options.items() if key not in left_out}
+    factory = build_node("optim", node | {"lr": lr})
+    forms = [factory] if fused is not None else [partial(factory, fused=True), factory]
+    return Optim(str(options["_target_"]), forms, "optim.groups", options.get("groups"), options)
 
 
 def build_function(key: str, node: object) -> Any:

@@ -22,7 +22,6 @@ from pipetrain.checkpoint.writer import Keeper
 from pipetrain.data.loader import Sampled
 from pipetrain.documents import read_as
 from pipetrain.errors import TrainingStopped
-from pipetrain.rate import Rate
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.records.tracer import Tracer
@@ -105,7 +104,6 @@ class Epochs:
         mesh: Mesh,
         passes: Passes,
         about: About,
-        rate: Rate,
         recorder: Recorder | None = None,
         keeper: Keeper | None = None,
         after_epoch: AfterEpoch = lambda row: None,
@@ -116,7 +114,6 @@ class Epochs:
         self._mesh = mesh
         self._passes = passes
         self._about = about
-        self._rate = rate
         self._recorder = recorder
         self._keeper = keeper
         self._position = Position(update=next(iter(session.stages.values())).weights.updates)
@@ -380,7 +377,7 @@ class Epochs:
                 f"are not finite, or the model's outputs for the test samples; lower lr, or see on_nan"
             )
         every, first = self._about.settings.log_every, self._position.update - len(losses) + 1
-        means, peak = by_update(losses, first, every), self._about.settings.lr
+        means, rate = by_update(losses, first, every), self._about.rate
         record = EpochRecord(
             epoch=epoch + 1,
             trained=self._values(trained),
@@ -388,8 +385,8 @@ class Epochs:
             score=self._about.task.score(evaluated) if evaluates else math.nan,
             samples=trained.samples,
             losses=means,
-            rates={update: peak * self._rate(update - 1) for update in means},
-            lr=peak * self._rate(self._position.update - 1),
+            rates={update: rate(update - 1) for update in means},
+            lr=rate(self._position.update - 1),
             train_s=max(figures.train_s for figures in ranks),
             eval_s=max(figures.eval_s for figures in ranks),
             stages={stage: stats for figures in ranks for stage, stats in figures.stages.items()},

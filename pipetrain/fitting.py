@@ -7,7 +7,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -257,9 +257,7 @@ def train_epochs(
         if keeper is not None:  # until all records are written
             ending.enter_context(keeper.asking.handled())
         recorder = None if pipe.rank else _recorder(about, run_folder, ending)
-        epochs = Epochs(
-            pipe._begun, pipe._mesh, passes, about, pipe._asked.rate, recorder, keeper, after_epoch
-        )
+        epochs = Epochs(pipe._begun, pipe._mesh, passes, about, recorder, keeper, after_epoch)
         if source is not None:
             with source.used():
                 epochs.restore(source)
@@ -281,10 +279,11 @@ def train_epochs(
 def _about(pipe: Pipeline, settings: Settings, data: DataFacts, batches: int, source: Source | None) -> About:
     """Return what the records say of the training, with all of its windows proven."""
     session, device, world = pipe._begun, pipe._mesh.device, pipe._mesh.world
-    settings = replace(settings, lr=pipe._asked.peak)
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     room = gpu_bytes(device.type, world.local_size)
-    about = About(settings, session.plan, pipe._task, data, batches, f"{world.size} x {kind}", room)
+    about = About(
+        settings, session.plan, pipe._task, data, batches, pipe._asked.rate, f"{world.size} x {kind}", room
+    )
     at = source.manifest.position if source else Position()
     for epoch, done in ((1, 0), (about.epochs, 0), (at.epoch + 1, at.batch)):
         for length in window_lengths(about.batches_of(epoch), settings.window, done):

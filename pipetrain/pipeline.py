@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.arguments import Asked, read_model, read_targets, read_task
+from pipetrain.building import Function, Optim
 from pipetrain.checkpoint.resume import (
     Source,
     open_weights,
@@ -56,7 +57,6 @@ from pipetrain.rules import COUNT, PATH
 from pipetrain.runtime.engine import Tick
 from pipetrain.runtime.feed import EVALUATED_AT_ONCE, Batches, OfLoader
 from pipetrain.runtime.mesh import Mesh, choose_device
-from pipetrain.runtime.optimizer import Configured, Function
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import Stage
@@ -123,7 +123,7 @@ class Pipeline:
         self,
         model: nn.Module | Factory,
         loss: LossFunction | Task | str | None = None,
-        optimizer: Function | Configured | None = None,
+        optimizer: Function | Optim | None = None,
         schedule: str | Path | Schedule = "1f1b",
         *,
         microbatches: int | None = None,
@@ -269,7 +269,7 @@ class Pipeline:
         self.metrics = self._values(
             "the metrics",
             Stage.take_trained,
-            learning_rate=self._asked.peak * self._asked.rate(max(0, self.updates - 1)),
+            learning_rate=self._asked.rate(max(0, self.updates - 1)),
             samples_per_s=samples / (time.perf_counter() - began),
         )
 
@@ -442,7 +442,7 @@ class Pipeline:
         with self._together():
             self._mesh.open(list(plan.cut.bounds), plan.cut.ties)
             owned = owners(network, plan)
-            optimizer, rate = self._asked.optimizer, self._asked.rate
+            optimizer, rate = self._asked.optimizer, self._asked.rate.fraction
             self._session = Session(plan, network, self._task, optimizer, rate, self._mesh)
             last = plan.placement[-1]
             self._together.on_one(last, "the model's loss", self._session.settle)

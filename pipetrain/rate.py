@@ -1,18 +1,31 @@
 """The learning rate as a function of the update number.
 
-It is a fraction of the peak rate, which each parameter group of the optimizer has for itself. Every stage
-computes it at its own STEP, so changing it needs no barrier, and resuming needs no state.
+It is a fraction of the peak rate, which each parameter group of the optimizer has for itself: its `lr`. Every
+stage computes it at its own STEP, so changing it needs no barrier, and resuming needs no state.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pipetrain.errors import ConfigError
 
 Rate = Callable[[int], float]
 """(update 0, 1, 2, ...) -> the learning rate, as a fraction of its peak."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRate:
+    """The learning rate of an update: a fraction of its peak."""
+
+    peak: float
+    fraction: Rate
+
+    def __call__(self, update: int) -> float:
+        return self.peak * self.fraction(update)
+
 
 Shape = Callable[[float, float], float]
 """(progress, warmup), both fractions of all updates -> fraction of the peak rate."""
@@ -46,7 +59,7 @@ SHAPES: dict[str, Shape] = {"constant": constant, "cosine": cosine, "one_cycle":
 
 
 def learning_rate(schedule: str | Rate, warmup: float, updates: int) -> Rate:
-    """Return the rate of update 0 ... `updates` - 1: a shape by its name, or a function of the update.
+    """Return the fraction at update 0 ... `updates` - 1: a shape by its name, or a function of the update.
 
     Raises ConfigError for a function that gives no finite number of at least 0 for one of the updates. A
     function includes its own warm-up.
@@ -56,11 +69,6 @@ def learning_rate(schedule: str | Rate, warmup: float, updates: int) -> Rate:
     shape = SHAPES[schedule]
     # Progress is that of the middle of an update, so that neither the first nor the last rate is 0.
     return lambda update: shape((update + 0.5) / updates, warmup)
-
-
-def rate_of(function: Rate | None) -> Rate:
-    """Return a program's own function of the update, tried for update 0; None: 1. Raises ConfigError."""
-    return _tried(function, 1) if function is not None else lambda update: 1.0
 
 
 def _tried(function: Rate, updates: int) -> Rate:

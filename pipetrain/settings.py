@@ -172,7 +172,6 @@ class Settings:
     epochs: int = of_run(1, COUNT)
     max_updates: int | None = of_run(None, COUNT)
     lr_schedule: str | Rate = of_run("constant", LR_SCHEDULE)
-    lr: float = of_run(1.0, POSITIVE, key="optim.lr")
     warmup: float = of_run(0.0, SHARE)  # of all updates
     label_smoothing: float = of_run(0.0, SHARE)
     clip_grad_norm: float | None = option(None, POSITIVE)
@@ -274,7 +273,7 @@ class Settings:
         return min(self.epochs * batches, self.max_updates or sys.maxsize)
 
     def rate(self, updates: int) -> Rate:
-        """Return the learning rate as a fraction of `lr`. Raises ConfigError for a wrong function."""
+        """Return the learning rate as a fraction of its peak. Raises ConfigError for a wrong function."""
         return learning_rate(self.lr_schedule, self.warmup, updates)
 
 

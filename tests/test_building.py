@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from pipetrain.building import make_model, make_schedule, make_task
+from pipetrain.building import make_model, make_optimizer, make_schedule, make_task
 from pipetrain.network.chain import network_of
 from pipetrain.network.values import TensorSpec, Value, ValueSpec
 from pipetrain.plan.cut import refuse_cuts
 from pipetrain.plan.estimate import estimate
-from pipetrain.runtime.optimizer import make_optimizer
+from pipetrain.runtime.optimizer import prove_optimizer
 from pipetrain.tasks import Classification, LanguageModelling, Regression, Segmentation, Task
 from tests.support.cases import config
 from tests.support.refusals import ARGUMENTS, TARGETS, WORDS, changed, outcome, refusal
@@ -149,7 +149,7 @@ def test_metrics_by_name_are_functions_or_classes_and_replace_the_task_s():
 MAKERS: dict[str, Callable[[DictConfig], Any]] = {
     "model": lambda cfg: make_model(cfg, 0, torch.float32),
     "schedule": make_schedule,
-    "optim": lambda cfg: make_optimizer(cfg, nn.Linear(2, 2)),
+    "optim": lambda cfg: prove_optimizer(make_optimizer(cfg), nn.Linear(2, 2), 1),
     "task": make_task,
 }
 L1 = "+loss._target_=torch.nn.L1Loss"

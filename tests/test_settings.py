@@ -19,7 +19,7 @@ from tests.support.cases import config
 from tests.support.refusals import JUNK, changed, outcome, refusal
 
 SCALARS = ["stages", "partition", "microbatches", "window", "buffer_size", "timeout", "batch_size", "epochs"]
-SCALARS += ["lr_schedule", "optim.lr", "warmup", "label_smoothing", "seed", "device", "dtype", "threads"]
+SCALARS += ["lr_schedule", "warmup", "label_smoothing", "seed", "device", "dtype", "threads"]
 SCALARS += ["memory_limit", "data.workers", "data.drop_last", "trace", "codec", "codec.forward"]
 
 
@@ -28,13 +28,13 @@ def shrinking(update: int, by: float = 2.0) -> float:
 
 
 def test_settings_are_what_was_configured(monkeypatch):
-    monkeypatch.setenv("LR", "0.25")
-    words = ["data=digits", "model=mlp", "partition=[2]", "seed=7", "optim.lr=${oc.env:LR}"]
+    monkeypatch.setenv("WARMUP", "0.25")
+    words = ["data=digits", "model=mlp", "partition=[2]", "seed=7", "warmup=${oc.env:WARMUP}"]
     rate = "lr_schedule._target_=tests.test_settings.shrinking"
     read = Settings.composed(config([*words, rate, "lr_schedule.by=4"]), "1f1b", 2)
     assert (read.model, read.schedule, read.ranks, read.partition) == ("mlp", "1f1b", 2, [2])
     assert (read.batch_size, read.microbatches, read.window, read.buffer_size) == (64, 4, 1, 2)
-    assert (read.epochs, read.lr, read.warmup, read.seed) == (6, 0.25, 0.05, 7)
+    assert (read.epochs, read.warmup, read.seed) == (6, 0.25, 7)
     assert (read.device, read.dtype, read.threads) == ("auto", torch.float32, None)
     assert (read.workers, read.drop_last, read.label_smoothing, read.timeout) == (0, False, 0.0, 300.0)
     assert [read.rate(3)(update) for update in range(3)] == [1, 0.25, 0.0625]
@@ -110,7 +110,6 @@ def test_whatever_a_scalar_says_it_is_read_or_refused_in_one_line(key, value):
         assert min(read.batch_size, read.microbatches, read.buffer_size, read.epochs, read.ranks) >= 1
         assert 0 < read.timeout < float("inf")
         assert 0 < read.rate(10)(5) <= 1
-        assert 0 < read.lr < float("inf")
         assert 0 <= read.label_smoothing < 1
 
 
@@ -123,7 +122,7 @@ def test_the_files_of_conf_have_the_defaults_of_the_dataclass(data):
     for name, (rule, key, null, _) in options().items():
         if key.startswith("codec."):
             written = chosen[f"codec@{key}"]
-        elif key == "optim.lr" or OmegaConf.is_interpolation(content, key):  # by the data set's recipe
+        elif OmegaConf.is_interpolation(content, key):  # by the data set's recipe
             continue
         else:
             written = OmegaConf.select(content, key, throw_on_missing=True)

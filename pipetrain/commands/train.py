@@ -26,7 +26,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from pipetrain.building import make_schedule, make_task, model_of
+from pipetrain.building import make_optimizer, make_schedule, make_task, model_of
 from pipetrain.checkpoint import resume
 from pipetrain.checkpoint.resume import AUTO, Source, find_source, read_source
 from pipetrain.commands.cli import as_mapping, compose, contained, quoted
@@ -43,7 +43,6 @@ from pipetrain.records import folder
 from pipetrain.records.sweep import end_sweep
 from pipetrain.records.trackers import check_loggers
 from pipetrain.runtime.mesh import choose_device, keep_freed_memory
-from pipetrain.runtime.optimizer import Configured
 from pipetrain.runtime.ranks import World
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.settings import Settings, share_of_cores
@@ -159,6 +158,7 @@ def read(cfg: DictConfig, start: Start) -> Settings:
     settings = Settings.composed(cfg, str(HydraConfig.get().runtime.choices["schedule"]), start.world.size)
     refuse_few_layers(cfg, start.world.size)
     make_task(cfg)
+    make_optimizer(cfg)
     load_augment(cfg.data)
     choose_device(start.world, settings.device)
     return settings
@@ -226,7 +226,7 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
     pipe = Pipeline(
         model,
         task,
-        Configured(cfg),
+        make_optimizer(cfg),
         make_schedule(cfg),
         lr_schedule=rate,
         weights=settings.weights,

@@ -13,9 +13,9 @@ from pathlib import Path
 from shutil import get_terminal_size
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from pipetrain.building import build, make_model, make_schedule, make_task
+from pipetrain.building import make_model, make_optimizer, make_schedule, make_task
 from pipetrain.data import declared_example, load_data
 from pipetrain.errors import ConfigError
 from pipetrain.network.chain import network_of
@@ -103,14 +103,10 @@ def _planned_by_rows(cfg: DictConfig, schedule: str, batches: int) -> Plan:
 
 def _state_of(cfg: DictConfig) -> Callable[[TensorSpec], int]:
     """Return what tells the bytes of the configured optimizer's state of a parameter."""
-    options = dict(cfg.optim)
-    if (kept := known_state(str(options.get("_target_")), options)) is not None:
+    optim = make_optimizer(cfg)
+    if (kept := known_state(optim.name, optim.options)) is not None:
         return lambda spec: kept * spec.nbytes
-    cfg = cfg.copy()
-    OmegaConf.set_struct(cfg, False)
-    for key in ("groups", "fused"):
-        cfg.optim.pop(key, None)
-    return optimizer_state(build(cfg, "optim"))
+    return optimizer_state(optim.forms[-1])
 
 
 def _span(cfg: DictConfig) -> tuple[int, int] | None:

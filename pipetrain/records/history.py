@@ -13,6 +13,7 @@ from pipetrain.checkpoint.progress import EpochRecord, best_epoch
 from pipetrain.data.sets import DataFacts
 from pipetrain.plan.memory import memory
 from pipetrain.plan.plan import Plan
+from pipetrain.rate import LearningRate
 from pipetrain.runtime.held import Measured
 from pipetrain.schedule.draw import aligned
 from pipetrain.schedule.memory import peaks
@@ -47,8 +48,7 @@ _CHARTED = {
 class About:
     """The conditions of a training of epochs of `batches` batches each; `updates` may end the last one early.
 
-    `settings.lr`: the peak rate. `device`: a description such as `2 x cpu`. `room`: bytes of GPU for each
-    rank; None on a CPU.
+    `device`: a description such as `2 x cpu`. `room`: bytes of GPU for each rank; None on a CPU.
     """
 
     settings: Settings
@@ -56,6 +56,7 @@ class About:
     task: Task
     data: DataFacts
     batches: int
+    rate: LearningRate
     device: str = "cpu"
     room: int | None = None
 
@@ -80,7 +81,8 @@ class About:
         settings, plan = self.settings, self.plan
         same = ("model", "schedule", "ranks", "batch_size", "microbatches", "buffer_size", "window")
         return {
-            **{name: getattr(settings, name) for name in (*same, "lr", "seed", "precision", "compile")},
+            **{name: getattr(settings, name) for name in (*same, "seed", "precision", "compile")},
+            "lr": self.rate.peak,
             "data": self.data.name,
             "parameters": sum(layer.params for layer in plan.layers),
             "placement": plan.placement,

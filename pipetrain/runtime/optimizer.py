@@ -1,4 +1,4 @@
-"""The optimizer of a configuration or of a program, tried before the start.
+"""The optimizer, tried before the start.
 
 Each stage has its own optimizer over its own parameters. So it is tried on small copies of the model's: two
 optimizers of half of them each must step as one of all does.
@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipetrain.building import build
+from pipetrain.building import Function, Optim
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.rules import BOOL, decoded
 from pipetrain.runtime.weights import Named, OptimizerFactory
 
 NORMS_AND_BIASES = "norms_and_biases"  # a group of this name needs no pattern
 SIZES = (1.0, 1e4, 1e-2)  # of the trial's gradients, which reveal clipping by a common norm
 
-Function = Callable[[Any], Optimizer]
-"""Of parameters, or of dicts of them with the options of a group, as the classes of torch.optim."""
 _Parameters = list[tuple[str, nn.Parameter]]
 
 
@@ -48,48 +44,14 @@ class Group:
         return parameter.dim() < 2 if self.pattern is None else bool(re.fullmatch(self.pattern, name))
 
 
-@dataclass(frozen=True, slots=True)
-class Configured:
-    """The optimizer of a configuration, in the place of a function of parameters."""
-
-    cfg: DictConfig
-
-
-def make_optimizer(cfg: DictConfig, model: nn.Module, stages: int = 1) -> OptimizerFactory:
-    """Return a stage's optimizer factory; `fused` null: the fused form if it works. Raises ConfigError."""
-    if not isinstance(cfg.optim, DictConfig):
-        return build(cfg, "optim")  # type: ignore[no-any-return]  # which refuses it
-    cfg, node = cfg.copy(), cfg.optim
-    given, fused = node.get("groups"), BOOL.read("optim.fused", node.get("fused", True), null=True)
-    given = OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given
-    left_out = {"groups"} if fused is not None else {"groups", "fused"}
-    cfg.optim = {key: node[key] for key in node if key not in left_out}
-    if "lr" in node:
-        cfg.optim.lr = decoded(node.lr)  # which Settings has read
-    factory = build(cfg, "optim")
-    groups = _groups("optim.groups", given, model)
-    tried = partial(_tried, node._target_, groups=groups, model=model, stages=stages)
-    if fused is None:
+def prove_optimizer(optim: Optim, model: nn.Module, stages: int) -> OptimizerFactory:
+    """Return a stage's factory, of the first form that works. Raises ConfigError."""
+    groups = _groups(optim.key, optim.groups, model)
+    *first, last = (partial(_tried, optim.name, form, groups, model, stages) for form in optim.forms)
+    for tried in first:
         with suppress(ConfigError):
-            return tried(partial(factory, fused=True))
-    return tried(factory)
-
-
-def prove_optimizer(
-    function: Function, groups: Mapping[str, Any] | None, model: nn.Module, stages: int
-) -> OptimizerFactory:
-    """Return a stage's factory from a program's function of parameters and `param_groups`.
-
-    Raises ConfigError.
-    """
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    example = name if hasattr(function, "param_groups") else "torch.optim.SGD"
-    if not callable(function):
-        raise ConfigError(
-            f"optimizer must be a function of the parameters, such as lambda p: {example}(p, ...), as each "
-            f"stage has its own; got {name}"
-        )
-    return _tried(name, function, _groups("param_groups", groups, model), model, stages)
+            return tried()
+    return last()
 
 
 def small_copies(model: nn.Module) -> _Parameters:

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from pipetrain.network.numerics import numbers_of
 from pipetrain.network.places import places
 from pipetrain.plan.costs import SMALL_GRADIENT
-from pipetrain.rate import Rate
+from pipetrain.rate import LearningRate, Rate
 from pipetrain.runtime.memory import Memory
 
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -71,10 +71,9 @@ class Weights:
         ]
         self.optimizer = optimizer([*self.live.items()]) if self.live else None
         self._memory = Memory(self.optimizer) if self.optimizer else None
-        self._peaks = (
-            [group.get("lr", 0.0) for group in self.optimizer.param_groups] if self.optimizer else []
-        )
-        self._rate, self._ema = rate, ema
+        groups = self.optimizer.param_groups if self.optimizer else []
+        self._rates = [LearningRate(group.get("lr", 0.0), rate) for group in groups]
+        self._ema = ema
         self._unmoved = set(self.live)  # weights that have had no gradient so far
         self._average: dict[str, nn.Parameter] = {}  # by name; empty before the first step
         self._spare: list[list[Tensor]] = []
@@ -188,8 +187,8 @@ class Weights:
         if keep and self.live:
             self._move()
         if self.optimizer is not None:
-            for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
-                group["lr"] = peak * self._rate(self.updates)
+            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate(self.updates)
             self._step(self.optimizer, skip)
             for parameter in self.live.values():
                 parameter.grad = None

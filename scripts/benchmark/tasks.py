@@ -15,13 +15,13 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from pipetrain import tasks
-from pipetrain.building import make_model, make_schedule, make_task
+from pipetrain.building import make_model, make_optimizer, make_schedule, make_task
 from pipetrain.commands.cli import composed
 from pipetrain.data import load_data
 from pipetrain.network.values import ValueSpec, named_layers
 from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.plan.program import Draft
-from pipetrain.runtime.optimizer import make_optimizer
+from pipetrain.runtime.optimizer import prove_optimizer
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.settings import Settings
 
@@ -96,7 +96,8 @@ def prepare(task: Task, schedule: str, ranks: int, window: int = 1) -> Job:
     samples, targets = _batch(task, cfg, settings)
     sizes = Samples([len(samples)] * window, [len(samples)])
     plan = make_plan(Draft.of(settings, make_schedule(cfg)), spare, ValueSpec.in_batch(samples), sizes)
-    return Job(plan, model, make_task(cfg), make_optimizer(cfg, spare, plan.stages), samples, targets)
+    optimizer = prove_optimizer(make_optimizer(cfg), spare, plan.stages)
+    return Job(plan, model, make_task(cfg), optimizer, samples, targets)
 
 
 def _batch(task: Task, cfg: DictConfig, settings: Settings) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from pipetrain.arguments import read_optimizer
+from pipetrain.building import make_optimizer
 from pipetrain.errors import ConfigError
-from pipetrain.runtime.optimizer import make_optimizer, prove_optimizer
+from pipetrain.runtime.optimizer import prove_optimizer
 from tests.support.cases import config
 from tests.support.refusals import changed, refusal
 
@@ -18,7 +20,7 @@ HERE = "tests.runtime.test_optimizer."
 def made(target: str, model: nn.Module = LINEAR, stages: int = 2, **options: object):
     """Make an optimizer of one's own."""
     cfg = changed("optim", {"_target_": target, "_partial_": True, "lr": 0.1, **options})
-    return make_optimizer(cfg, model, stages)
+    return prove_optimizer(make_optimizer(cfg), model, stages)
 
 
 class Clips(torch.optim.SGD):
@@ -49,14 +51,14 @@ def test_a_rate_by_the_number_of_a_parameter_is_refused_with_what_to_write_by_na
         return torch.optim.SGD([{"params": [p], "lr": 0.5**n} for n, p in enumerate(parameters)], 0.1)
 
     model = nn.Sequential(LINEAR, nn.Linear(2, 2))
-    says = refusal(lambda: prove_optimizer(slower, None, model, 2))
+    says = refusal(lambda: prove_optimizer(read_optimizer(slower, None), model, 2))
     assert "lets the step of one parameter depend on others, or on how many there are before it" in says
     assert says.endswith("and param_groups= (optim.groups) gives options by name")
     groups = {"mine": {"params": "1.weight", "lr": 0.25}}
-    factory = prove_optimizer(lambda p: torch.optim.SGD(p, 0.1), groups, model, 2)
+    factory = prove_optimizer(read_optimizer(lambda p: torch.optim.SGD(p, 0.1), groups), model, 2)
     taken = {group["lr"]: len(group["params"]) for group in factory(model.named_parameters()).param_groups}
     assert taken == {0.25: 1, 0.1: 3}
-    assert prove_optimizer(slower, None, model, 1)
+    assert prove_optimizer(read_optimizer(slower, None), model, 1)
 
 
 def test_an_optimizer_whose_step_looks_at_all_parameters_is_refused_over_several_stages():
@@ -68,9 +70,9 @@ def test_an_optimizer_whose_step_looks_at_all_parameters_is_refused_over_several
 def test_it_is_tried_with_weights_and_gradients_such_as_the_model_s():
     embedding, spectrum = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3, dtype=torch.complex64)
     for model, fused in ((embedding, False), (spectrum, False), (LINEAR, True)):
-        factory = make_optimizer(config(["data=digits", "optim.weight_decay=0"]), model, 2)
+        factory = prove_optimizer(make_optimizer(config(["data=digits", "optim.weight_decay=0"])), model, 2)
         assert bool(factory(model.named_parameters()).defaults["fused"]) == fused
-    says = refusal(lambda: make_optimizer(config(["data=digits"]), embedding, 2))
+    says = refusal(lambda: prove_optimizer(make_optimizer(config(["data=digits"])), embedding, 2))
     assert says.startswith("optim cannot be built by torch.optim.SGD: ")  # weight decay wants dense gradients
     assert "sparse" in says
     half = nn.Sequential(LINEAR, nn.Linear(2, 2).half())  # which cannot hold large gradients
@@ -89,7 +91,7 @@ class Net(nn.Module):
 
 
 def grouped(*words: str):
-    return make_optimizer(config(["data=digits", *words]), Net(), 2)
+    return prove_optimizer(make_optimizer(config(["data=digits", *words])), Net(), 2)
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw"])
@@ -117,11 +119,11 @@ def test_a_parameter_is_of_the_first_group_that_takes_it(optim):
 def test_a_function_of_a_program_has_groups_too_and_its_mistakes_are_said_as_python_says_them():
     model, groups = Net(), {"a": {"params": ".*bias", "weight_decay": 0}}
     for chosen, wanted in ((None, [(6, 0.01)]), (groups, [(3, 0.01), (3, 0)])):
-        factory = prove_optimizer(lambda p: torch.optim.AdamW(p, 3e-4), chosen, model, 2)
+        factory = prove_optimizer(read_optimizer(lambda p: torch.optim.AdamW(p, 3e-4), chosen), model, 2)
         found = factory(model.named_parameters()).param_groups
         assert [(len(g["params"]), g["weight_decay"]) for g in found] == wanted
     with pytest.raises(ConfigError, match=r"^optim cannot be built by .* unexpected keyword argument 'lrr'$"):
-        prove_optimizer(lambda p: torch.optim.SGD(p, lrr=1), None, LINEAR, 2)
+        prove_optimizer(read_optimizer(lambda p: torch.optim.SGD(p, lrr=1), None), LINEAR, 2)
 
 
 A, NORMS = "optim.groups.a", "optim.groups.norms_and_biases"
@@ -133,6 +135,8 @@ A, NORMS = "optim.groups.a", "optim.groups.norms_and_biases"
         (["optim.momentun=1"], "optim cannot be built: torch.optim.SGD takes no momentun; did you mean mome"),
         (["optim.momentum=-1"], "optim cannot be built by torch.optim.SGD: Invalid momentum value: -1"),
         (["optim._partial_=false"], "optim cannot be built: "),
+        (["optim.lr=0"], "optim.lr=0 must be a finite number above 0"),
+        (["~optim.lr"], "optim.lr=None must be a finite number above 0"),
         (["optim.fused=3"], "optim.fused=3 must be true or false"),
         ([f"{A}.params=tail"], f"{A} has no parameter: none that is left by the groups before it is matched"),
         # Not those whose names it is only a part of.

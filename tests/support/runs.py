@@ -10,7 +10,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from pipetrain.building import make_schedule, make_task, model_of
+from pipetrain.building import make_optimizer, make_schedule, make_task, model_of
 from pipetrain.checkpoint.writer import Keeper
 from pipetrain.data import Data, DataFacts, Sampler
 from pipetrain.data.loader import Sampled, even
@@ -23,10 +23,11 @@ from pipetrain.network.values import ValueSpec
 from pipetrain.plan.memory import optimizer_state, sized
 from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.plan.program import Draft
+from pipetrain.rate import LearningRate
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.runtime.optimizer import make_optimizer
+from pipetrain.runtime.optimizer import prove_optimizer
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.settings import Settings
@@ -44,6 +45,7 @@ class Run:
     plan: Plan
     sampler: Sampler
     optimizer: OptimizerFactory
+    lr: float
     take_network: Callable[[], Network]
 
     @property
@@ -57,15 +59,15 @@ class Run:
     @property
     def about(self) -> About:
         """What the records say of it."""
-        return About(self.settings, self.plan, self.task, self.facts, len(self.sampler.batch_sizes))
+        rate = LearningRate(self.lr, self.settings.rate(self.updates))
+        return About(self.settings, self.plan, self.task, self.facts, len(self.sampler.batch_sizes), rate)
 
 
 def epochs_of(run: Run, mesh: Mesh, recorder: Recorder | None = None, keeper: Keeper | None = None) -> Epochs:
     """Return the epochs of a run on one rank."""
     settings, data = run.settings, run.data
-    rate = settings.rate(run.updates)
     # The whole model is built, as its initial weights depend on the order of layers, and then dropped.
-    session = Session(run.plan, run.take_network(), run.task, run.optimizer, rate, mesh)
+    session = Session(run.plan, run.take_network(), run.task, run.optimizer, settings.rate(run.updates), mesh)
     session.settle()
     # A seed per rank, for dropout; set after the model is built, whose weights use the seed itself.
     torch.manual_seed((settings.seed + 1_000_003 * (mesh.world.rank + 1)) % 2**63)
@@ -73,7 +75,7 @@ def epochs_of(run: Run, mesh: Mesh, recorder: Recorder | None = None, keeper: Ke
     train = Sampled(data.train if data else None, run.sampler.batch_sizes, run.sampler, *own)
     test = Sampled(data.test if data else None, run.evaluation_sizes, None, *own)
     passes = PassesByNumber(train, test, session, run.task, mesh)
-    return Epochs(session, mesh, passes, run.about, rate, recorder, keeper)
+    return Epochs(session, mesh, passes, run.about, recorder, keeper)
 
 
 def network_for(cfg: DictConfig, settings: Settings, example: ValueSpec) -> Network:
@@ -97,7 +99,7 @@ def prepare(cfg: DictConfig, schedule: str, ranks: int, data: Data, resumed: int
     network = network_for(cfg, settings, facts.example)
     task = make_task(cfg)
     plan = make_plan(Draft.of(settings, make_schedule(cfg)), network, facts.example, samples)
-    optimizer = make_optimizer(cfg, network.model, plan.stages)
+    optimizer = prove_optimizer(make_optimizer(cfg), network.model, plan.stages)
     return Run(
         settings=settings,
         facts=facts,
@@ -106,5 +108,6 @@ def prepare(cfg: DictConfig, schedule: str, ranks: int, data: Data, resumed: int
         plan=sized(plan, task, optimizer_state(optimizer)),
         sampler=sampler,
         optimizer=optimizer,
+        lr=cfg.optim.lr,
         take_network=partial(network_for, cfg, settings, plan.example),
     )

@@ -12,11 +12,11 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from pipetrain.building import make_model, make_schedule
+from pipetrain.building import make_model, make_optimizer, make_schedule
 from pipetrain.choices import conf_dir
 from pipetrain.data import load_augment
 from pipetrain.rate import SHAPES
-from pipetrain.runtime.optimizer import make_optimizer
+from pipetrain.runtime.optimizer import prove_optimizer
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
 from pipetrain.settings import Settings
@@ -65,8 +65,10 @@ def test_each_schedule_makes_a_sound_program_and_comes_before_the_experiment_s(o
 @options("optim")
 def test_each_optimizer_is_built_with_the_data_set_s_rate(option):
     cfg = composed(f"optim={option}", "data=shapes")
-    optimizer = make_optimizer(cfg, nn.Linear(1, 1))([("0", nn.Parameter(torch.zeros(1)))])
-    assert optimizer.defaults["lr"] == cfg.data.recipe[f"{option}_lr"] == Settings.composed(cfg, "1f1b", 2).lr
+    optimizer = prove_optimizer(make_optimizer(cfg), nn.Linear(1, 1), 1)(
+        [("0", nn.Parameter(torch.zeros(1)))]
+    )
+    assert optimizer.defaults["lr"] == cfg.data.recipe[f"{option}_lr"]
 
 
 @options("data")
@@ -96,7 +98,7 @@ def test_each_experiment_is_a_run(option):
     choices = cfg.hydra.runtime.choices
     read = Settings.composed(cfg, choices["schedule"], 2)
     assert len(make_model(cfg, read.seed, read.dtype)) >= 2
-    make_optimizer(cfg, nn.Linear(1, 1), 2)
+    prove_optimizer(make_optimizer(cfg), nn.Linear(1, 1), 2)
     check(lower(make_schedule(cfg)(2, 2, read.microbatches)), 2, read.microbatches)
     if option == "quickstart":  # as the README promises
         assert [choices[key] for key in ("model", "data", "schedule")] == ["vgg16", "digits", "1f1b"]

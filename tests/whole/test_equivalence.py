@@ -150,7 +150,7 @@ def test_one_process_is_plain_sgd_with_accumulation_bit_for_bit(schedule, microb
             x = run.data.train.inputs(ids, Draw(run.settings.seed, 0))
             loss = functional.cross_entropy(model(x), run.data.train.targets(ids, None)) / microbatches
             loss.backward()
-        optimizer.param_groups[0]["lr"] = run.settings.lr * rate(update)
+        optimizer.param_groups[0]["lr"] = run.lr * rate(update)
         optimizer.step()
         optimizer.zero_grad()
     for name, tensor in model.state_dict().items():
