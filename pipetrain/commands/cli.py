@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipetrain.choices import conf_dir
+from pipetrain.commands.usage import usage
 from pipetrain.ending import unread
 from pipetrain.errors import ConfigError
 from pipetrain.schedule.actions import ScheduleError
@@ -40,7 +41,12 @@ _ADDED = re.compile(
     r"|data\.(source|augment|train|test|columns|sample))\.[^=]+="
     r"|(partition\.profile|trace\.windows|lr_schedule\.\w+)="
 )
-_LOGGING = re.compile(r"\+*hydra/(job|hydra)_logging=")
+_NO_OUTPUTS = [
+    "hydra.run.dir=.",
+    "hydra.output_subdir=null",
+    "++hydra.job_logging.root=null",
+    "++hydra.hydra_logging.root=null",
+]
 _OVERRIDE = re.compile(r"~|[^-][^=]*=")
 # Flags by which something is printed, and nothing runs.
 _ASKING = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
@@ -82,42 +88,19 @@ def compose(
     task: Callable[[DictConfig], None],
     refused: Callable[[], None] = lambda: None,
     leads: bool = True,
+    outputs: bool = True,
 ) -> int:
     """Run `task` with the command line's configuration, once per job of a sweep; return the exit status.
 
     `refused` is called within a job that ends with one of the errors of an invalid configuration. A process
-    that does not lead prints nothing, and makes no folder of the run. Raises the errors of `task`, and
-    ConfigError if the configuration is invalid.
+    that does not lead prints nothing; it makes no folder and no log, nor does one without `outputs`. Raises
+    the errors of `task`, and ConfigError if the configuration is invalid.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    if not leads and any(word.partition("=")[0] in _ASKING for word in sys.argv[1:]):
+    words = sys.argv[1:]
+    if not leads and any(word.partition("=")[0] in _ASKING for word in words):
         return 0
-    if {"-h", "--help"} & {*sys.argv[1:]}:
-        return _help(name)
-    for word in sys.argv[1:]:
-        _refuse_word(word)
-    sys.argv[1:] = as_hydra(sys.argv[1:])
-    with nullcontext() if leads else _without_outputs():
-        return _compose(name, task, refused)
 
-
-@contextmanager
-def _without_outputs() -> Iterator[None]:
-    """Let Hydra log nothing, and make no folder but that of a sweep, which is removed."""
-    folder = Path(gettempdir(), f"pipetrain-{os.getpid()}")
-    words = [word for word in sys.argv[1:] if not _LOGGING.match(word)]
-    nowhere = ["hydra.run.dir=.", f"hydra.sweep.dir={quoted(str(folder))}", "hydra.output_subdir=null"]
-    ours = [*nowhere, "hydra/job_logging=none", "hydra/hydra_logging=none"]
-    overrides = [index for index, word in enumerate(words, 1) if _OVERRIDE.match(word)]
-    end = overrides[-1] if overrides else len(words)  # argparse takes overrides in one row, or refuses them
-    sys.argv[1:] = [*words[:end], *ours, *words[end:]]
-    try:
-        yield
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _compose(name: str, task: Callable[[DictConfig], None], refused: Callable[[], None]) -> int:
     def job(cfg: DictConfig) -> None:
         try:
             _refuse_unread_keys(cfg, name)
@@ -128,14 +111,21 @@ def _compose(name: str, task: Callable[[DictConfig], None], refused: Callable[[]
             raise _JobFailed(error) from error
 
     try:
-        hydra.main(config_path=str(conf_dir()), config_name=name, version_base="1.3")(job)()
+        if {"-h", "--help"} & {*words}:
+            print(usage(conf_dir(), name, words), end="", flush=True)
+            return 0
+        for word in words:
+            _refuse_word(word)
+        sys.argv[1:] = as_hydra(words)
+        with nullcontext() if leads and outputs else _without_outputs():
+            hydra.main(config_path=str(conf_dir()), config_name=name, version_base="1.3")(job)()
     except _JobFailed as failed:
         if isinstance(failed.error, OmegaConfBaseException):
             raise ConfigError(_sentence(failed.error, _known(name))) from failed.error
         raise failed.error from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_sentence(error, _known(name))) from error
-    except BrokenPipeError:  # of --cfg
+    except BrokenPipeError:  # of --help and --cfg
         return unread()
     except OSError as error:
         made = f"{error.filename}: {error.strerror}"
@@ -143,6 +133,19 @@ def _compose(name: str, task: Callable[[DictConfig], None], refused: Callable[[]
     except SystemExit as end:  # raised by Hydra's argument parser
         return end.code if isinstance(end.code, int) else int(bool(end.code))
     return 0
+
+
+@contextmanager
+def _without_outputs() -> Iterator[None]:
+    """Let Hydra log nothing, and make no folder but that of a sweep, which is removed."""
+    words, folder = sys.argv[1:], Path(gettempdir(), f"pipetrain-{os.getpid()}")
+    overrides = [index for index, word in enumerate(words, 1) if _OVERRIDE.match(word)]
+    end = overrides[-1] if overrides else len(words)  # argparse takes overrides in one row, or refuses them
+    sys.argv[1:] = [*words[:end], *_NO_OUTPUTS, f"hydra.sweep.dir={quoted(str(folder))}", *words[end:]]
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def composed(name: str, words: Sequence[str]) -> DictConfig:
@@ -161,16 +164,6 @@ def composed(name: str, words: Sequence[str]) -> DictConfig:
 def _refuse_unread_keys(cfg: DictConfig, name: str) -> None:
     content: Any = OmegaConf.to_container(cfg, resolve=False)
     _refuse_unread(content, _known(name), str(content))
-
-
-def _help(name: str) -> int:
-    from pipetrain.commands.usage import usage
-
-    try:
-        print(usage(conf_dir(), name, sys.argv[1:]), end="", flush=True)
-    except BrokenPipeError:
-        return unread()
-    return 0
 
 
 def as_mapping(cfg: DictConfig) -> dict[str, Any]:
@@ -205,7 +198,7 @@ def _sentence(error: Exception, known: Collection[str]) -> str:
     text = str(error.__cause__ if isinstance(error.__cause__, HydraException) else error)
     if key := re.search(r"Could not override '([^']+)'", text):
         return f"there is no {key[1]} in the configuration{_suggestion(key[1], known)}; {ALL}"
-    text = re.split(r"\s*(?:Set the environment variable|full_key: |Config search path:|See https)", text)[0]
+    text = re.split(r"\s*(?:full_key: |Config search path:|See https)", text)[0]
     text = " ".join(text.replace("Available options in", "; choose one in").split()).replace(" ;", ";")
     if isinstance(error, OverrideParseException) and error.override not in text:
         return f"{error.override} cannot be read: {text}"

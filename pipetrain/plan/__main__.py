@@ -12,7 +12,6 @@ Torch is imported only where a model is given, to cut it.
 
 from __future__ import annotations
 
-import re
 import sys
 
 import hydra
@@ -32,23 +31,14 @@ from pipetrain.schedule.simulate import SHOWN, simulate
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import joined
 
-WITHOUT_FOLDER = [
-    "hydra.run.dir=.",
-    "hydra.output_subdir=null",
-    "hydra/job_logging=none",
-    "hydra/hydra_logging=none",
-]
 BATCHES = whole(1, 1000)  # seconds to prove and to draw, and more of them show nothing else
 WORK = 3  # forwards that a rank's work for a microbatch takes, with its backward
 
 
 def main() -> None:
     """Print the plan of the command line's configuration; exit with its status."""
-    # Insert among the other overrides, which Hydra needs to be adjacent.
-    first = next((i for i, word in enumerate(sys.argv) if re.match(r"[+~\w]\S*=", word)), len(sys.argv))
-    sys.argv[first:first] = WITHOUT_FOLDER
     try:
-        sys.exit(guarded(lambda: compose("plan", show)))
+        sys.exit(guarded(lambda: compose("plan", show, outputs=False)))
     except BrokenPipeError:
         sys.exit(unread())
 
