@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-AT_ONCE = 32  # microbatches are added up at most
+MOST_ADDED = 32  # microbatches that are added up together
 Number = Annotated[float, "or infinite, or NaN"]
 _LOSS = ""  # its name among the sums
 
@@ -34,7 +34,7 @@ class Tally:
         return self.loss / self.weight if self.weight else math.nan
 
 
-class Counter:
+class Accumulator:
     """Accumulates a tally on the device.
 
     Microbatches are added up several at a time: each alone would cost a kernel for every number.
@@ -51,7 +51,7 @@ class Counter:
         self._added.append((weight, {**mean, **sums}))
         self._weight += weight
         self._samples += samples
-        if len(self._added) >= AT_ONCE:
+        if len(self._added) >= MOST_ADDED:
             self.add_up()
 
     def add_up(self) -> None:

@@ -129,8 +129,8 @@ def prune(last: Path, keep: int, best: str | None = None) -> None:
 
     Newer ones than that neither count nor go: they are damaged, and this run will write them anew.
     """
-    found = [path for path in folders(last.parent) if _order(path) <= _order(last)]
-    for path in found[keep:]:
+    written = [path for path in folders(last.parent) if _order(path) <= _order(last)]
+    for path in written[keep:]:
         if path.name != best:
             with suppress(OSError):
                 _discard(path)
@@ -148,8 +148,8 @@ def remove_unfinished(checkpoints: Path, without: Path) -> None:
 
 def folders(checkpoints: Path) -> list[Path]:
     """Return the folders of a run's checkpoints, damaged ones included, newest first."""
-    found = [path for path in checkpoints.glob("update-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=_order, reverse=True)
+    paths = [path for path in checkpoints.glob("update-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(paths, key=_order, reverse=True)
 
 
 def newest_first(checkpoints: Path) -> Iterator[tuple[Path, Manifest | DamagedCheckpoint]]:

@@ -23,7 +23,7 @@ from pipetrain.checkpoint.files import (
     read_manifest,
     read_whole,
 )
-from pipetrain.checkpoint.tensors import MODEL, Loaded, Tensors, open_plain, read_files
+from pipetrain.checkpoint.tensors import MODEL, Loaded, NamedTensors, open_plain, read_files
 from pipetrain.documents import DamagedCheckpoint, OtherFormat, read_as
 from pipetrain.errors import ChannelError, ConfigError, TrainingStopped, one_line
 from pipetrain.network.model import state_names
@@ -53,10 +53,10 @@ class Source:
         tensors = source.tensors()
         for name, form in forms.items():
             kind, *shape = form
-            wanted = [REAL_OF[kind], *shape, 2] if kind in REAL_OF else form
-            found = tensors.get(MODEL + name)
-            own = [] if found is None else [str(found.dtype).removeprefix("torch."), *found.shape]
-            if own != wanted:
+            expected = [REAL_OF[kind], *shape, 2] if kind in REAL_OF else form
+            tensor = tensors.get(MODEL + name)
+            own = [] if tensor is None else [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
+            if own != expected:
                 raise DamagedCheckpoint(f"{where} says that {name} is {form}, and its file has {own}")
         if manifest.pipeline.keys() != PIPELINE or min(astuple(manifest.position)) < 0:
             raise DamagedCheckpoint(f"{where} has no pipeline and position of ours")
@@ -64,7 +64,7 @@ class Source:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Say of which checkpoint something cannot be used that it holds. Raises DamagedCheckpoint."""
+        """Name the checkpoint in the error of something that cannot be used. Raises DamagedCheckpoint."""
         try:
             yield
         except (ConfigError, ChannelError, TrainingStopped):
@@ -73,15 +73,15 @@ class Source:
             why = f"{type(error).__name__}: {one_line(error)}"
             raise DamagedCheckpoint(f"{self.folder} holds a state that cannot be used: {why}") from error
 
-    def tensors(self) -> Tensors:
+    def tensors(self) -> NamedTensors:
         return read_files(self.folder, self.manifest.parts)
 
     def model(self, prefix: str = MODEL) -> dict[str, Tensor]:
         """Return the model's tensors by their names, complex ones again as such."""
         forms, tensors = self.manifest.conditions["tensors"], self.tensors()
-        found = {name: tensors[prefix + name] for name in forms if prefix + name in tensors}
-        pairs = [name for name in found if forms[name][0].startswith("complex")]
-        return found | {name: torch.view_as_complex(found[name].clone()) for name in pairs}
+        by_name = {name: tensors[prefix + name] for name in forms if prefix + name in tensors}
+        pairs = [name for name in by_name if forms[name][0].startswith("complex")]
+        return by_name | {name: torch.view_as_complex(by_name[name].clone()) for name in pairs}
 
 
 def find_source(resume: str | Path, run_dir: Path) -> Source | None:
@@ -125,16 +125,16 @@ def saved_in(folder: Path) -> Source | None:
 
 def _newest(run_dir: Path) -> Source | None:
     damaged = False
-    for folder, found in newest_first(run_dir / CHECKPOINTS):
+    for folder, manifest in newest_first(run_dir / CHECKPOINTS):
         try:
-            if isinstance(found, Manifest):
-                return Source.proven(folder, found)
+            if isinstance(manifest, Manifest):
+                return Source.proven(folder, manifest)
         except DamagedCheckpoint as damage:
-            found = damage
-        if isinstance(found, OtherFormat):
-            raise found
+            manifest = damage
+        if isinstance(manifest, OtherFormat):
+            raise manifest
         damaged = True
-        log.warning("pipetrain: checkpoint %s is damaged: %s; trying the one before", folder.name, found)
+        log.warning("pipetrain: checkpoint %s is damaged: %s; trying the one before", folder.name, manifest)
     if damaged:
         raise ConfigError(
             f"no checkpoint of {run_dir} is whole: train anew in another run_dir, or give resume= another "

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipetrain.checkpoint.files import stage_file
 from pipetrain.checkpoint.resume import Source
-from pipetrain.checkpoint.tensors import EMA, MODEL, OPTIMIZER, Tensors, names_of
+from pipetrain.checkpoint.tensors import EMA, MODEL, OPTIMIZER, NamedTensors, names_of
 from pipetrain.network.numerics import numbers_of
 from pipetrain.runtime.mailbox import Slot
 from pipetrain.runtime.mesh import Mesh
@@ -49,7 +49,7 @@ def state_of(stage: Stage) -> dict[str, Tensor]:
     pairs of real numbers), `optimizer/NAME/NUMBER` for the optimizer's state, `ema/NAME` for the moving
     average of the weights. What several stages share is in the state of the first of them.
     """
-    stage.settle()
+    stage.check()
     weights = stage.weights
     tensors = {MODEL + name: numbers_of(tensor.detach()) for name, tensor in named(stage)}
     tensors |= {OPTIMIZER + path: tensor for path, tensor in weights.optimizer_state().items()}
@@ -76,7 +76,7 @@ def restore(source: Source, session: Session, mesh: Mesh) -> None:
 
 
 @torch.no_grad()
-def _load(stage: Stage, tensors: Tensors, updates: int) -> None:
+def _load(stage: Stage, tensors: NamedTensors, updates: int) -> None:
     """Restore from `state_of`, of this stage or of other stages that held these layers."""
     for name, tensor in named(stage):
         numbers_of(tensor.data).copy_(tensors[MODEL + name])
@@ -158,17 +158,17 @@ def parts_of(
             stage.weights.load_average({})
 
     def state() -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
+        by_name: dict[str, dict[str, Any]] = {}
         for weights, name, parameter in live:
             known = weights.optimizer.state.get(parameter) if weights.optimizer else None
             if not weights.updates and not known:
                 known = _fresh_state(optimizer, name, parameter)
-            found[name] = {key: value for key, value in (known or {}).items() if value is not None}
-        return {name: values for name, values in found.items() if values}
+            by_name[name] = {key: value for key, value in (known or {}).items() if value is not None}
+        return {name: values for name, values in by_name.items() if values}
 
-    def load_state(found: Mapping[str, Mapping[str, Any]]) -> None:
+    def load_state(by_name: Mapping[str, Mapping[str, Any]]) -> None:
         for weights, name, parameter in live:
-            for key, value in found.get(name, {}).items():
+            for key, value in by_name.get(name, {}).items():
                 copied = value.clone() if isinstance(value, Tensor) else value
                 weights.optimizer.state[parameter][key] = copied  # type: ignore[union-attr]
 
@@ -189,6 +189,6 @@ def parts_of(
 def _fresh_state(optimizer: OptimizerFactory, name: str, parameter: Tensor) -> dict[str, Any]:
     twin = nn.Parameter(torch.zeros_like(parameter))
     twin.grad = torch.zeros_like(parameter)
-    made = optimizer([(name, twin)])
-    made.step()
-    return dict(made.state.get(twin, {}))
+    stepped = optimizer([(name, twin)])
+    stepped.step()
+    return dict(stepped.state.get(twin, {}))

@@ -22,11 +22,11 @@ from pipetrain.network.values import specs_of
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MODEL, OPTIMIZER, EMA = "model/", "optimizer/", "ema/"  # before names in our checkpoints
 
-Tensors = Mapping[str, Tensor]
+NamedTensors = Mapping[str, Tensor]
 """Not to be changed, nor viewed as complex: in a file numbers may lie where complex ones must not."""
 
 
-def names_of(tensors: Tensors, prefix: str) -> list[str]:
+def names_of(tensors: NamedTensors, prefix: str) -> list[str]:
     """Return the names that start with `prefix`, without it."""
     return [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
 
@@ -38,7 +38,7 @@ class Loaded:
     tensor that is missing, one that the model does not have, and one of another form.
     """
 
-    def __init__(self, path: Path, tensors: Tensors, model: nn.Module, keys: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, tensors: NamedTensors, model: nn.Module, keys: Mapping[str, str]) -> None:
         self._path = path
         self._tensors = tensors
         self._keys: dict[str, list[str]] = {name: [] for name in keys.values()}
@@ -57,7 +57,7 @@ class Loaded:
                 self._refuse_other(key, tensors[key], mine[name])
 
     def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
-        found = {}
+        chosen = {}
         for name in self._keys.keys() & names:
             first, *others = (self._tensors[key] for key in self._keys[name])
             if not all(torch.equal(first, other) for other in others):
@@ -65,8 +65,8 @@ class Loaded:
                     f"{self._path} has two different tensors for {name}, which the model uses in several "
                     f"places: give it one, or a model that does not tie them"
                 )
-            found[name] = first.clone()
-        return found
+            chosen[name] = first.clone()
+        return chosen
 
     def _refuse_other(self, key: str, theirs: Tensor, mine: Tensor) -> None:
         same_kind = theirs.is_floating_point() == mine.is_floating_point()

@@ -25,7 +25,8 @@ from pipetrain.building import build
 from pipetrain.errors import ChannelError, ConfigError, Refused, one_line
 from pipetrain.network.values import named_layers
 from pipetrain.plan.balance import prove_layers
-from pipetrain.runtime.ranks import SILENCE_S, START_S, Ranks, World, make_group, this_attempt
+from pipetrain.runtime.meeting import SILENCE_S, START_S, make_group, this_attempt
+from pipetrain.runtime.ranks import Ranks, World
 from pipetrain.runtime.together import prove_same
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.signals import Signals

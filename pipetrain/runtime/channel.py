@@ -150,7 +150,7 @@ class Channel:
         self._awaited: list[Failed] = []  # by the stream, to be marked on it
         self._deadline = Deadline(timeout, self._abort, self._broken) if self.ordered else None
         self._watch: Watch | None = None
-        self._told: defaultdict[Tie, deque[tuple[Tensor, list[dist.Work]]]] = defaultdict(deque)
+        self._pending: defaultdict[Tie, deque[tuple[Tensor, list[dist.Work]]]] = defaultdict(deque)
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
         """Announce the receives until the next drain, in order; `watched` if `arrived` or `wait` is used."""
@@ -228,22 +228,22 @@ class Channel:
 
     def tell(self, tie: Tie, numbers: Tensor) -> None:
         """Give numbers to add up over the ranks of a tie; those of one tie come in their order."""
-        self._told[tie].append((numbers.to(self._place, non_blocking=self.ordered), []))
+        self._pending[tie].append((numbers.to(self._place, non_blocking=self.ordered), []))
         if not self.ordered:
             self.begin(tie)
 
     def begin(self, tie: Tie) -> None:
         """Start the first sum of a tie that was told and not begun, if there is one."""
-        for numbers, works in self._told[tie]:
+        for numbers, works in self._pending[tie]:
             if not works:
                 works.append(self._add_up(numbers, self._sums[tie]))
                 return
 
     def hear(self, tie: Tie) -> Tensor:
         """Wait for the first sum of a tie that was told and not heard."""
-        if not self._told[tie][0][1]:
+        if not self._pending[tie][0][1]:
             self.begin(tie)
-        numbers, works = self._told[tie].popleft()
+        numbers, works = self._pending[tie].popleft()
         with self._waiting(error := partial(_failed_sum, tie, self._timeout)):
             self._complete(works, error)
         return numbers.to(self._device, non_blocking=True)
@@ -252,14 +252,14 @@ class Channel:
 
     @property
     def adds_up(self) -> bool:
-        return any(self._told.values())
+        return any(self._pending.values())
 
     def buffers(self) -> Iterator[tuple[Sequence[int], Tensor]]:
         """Yield the tensors that it holds, with the stages between which they travel."""
         for edge, end in self._ends.items():
             yield from ((edge, tensor) for one in (*end.posted, *end.sent) for tensor in one.tensors)
-        for tie, told in self._told.items():
-            yield from ((tie, numbers) for numbers, _ in told if tie)
+        for tie, pending in self._pending.items():
+            yield from ((tie, numbers) for numbers, _ in pending if tie)
 
     def check(self) -> None:
         """Raise ChannelError if a message, for which the stream waits, did not come in time."""
@@ -276,7 +276,7 @@ class Channel:
     def let_go(self) -> None:
         """Refer to no process group any longer, nor to messages, which hold the connections open."""
         self._ends, self._sums = {}, {}
-        self._told.clear()
+        self._pending.clear()
         if self._deadline:
             self._deadline.close()
 

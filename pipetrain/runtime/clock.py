@@ -52,14 +52,14 @@ class Clock:
         event.record(self._stream)  # looking up the stream takes longer than to record
         return event
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
+        """Wait for the device."""
         if self._cuda:
             torch.cuda.synchronize()
 
     def durations(self, spans: Iterable[tuple[int, Mark, Mark]]) -> Iterator[tuple[int, float]]:
         """Convert (key, start, end) into (key, seconds); waits for the device once."""
-        if self._cuda:
-            torch.cuda.synchronize()
+        self.synchronize()
         for key, start, end in spans:
             yield key, start.elapsed_time(end) / 1000 if self._cuda else end - start
 

@@ -124,7 +124,7 @@ class Engine:
         Raises TrainingStopped if a number of the training was not finite.
         """
         for stage in self.stages.values():
-            stage.settle()
+            stage.check()
         self._rehearse(order, feed, 1, training=False)
         mail = self._evaluation
         self._run(_Window(order, feed, 1, EVALUATION, mail, Sums(self.stages, mail), take), progress)
@@ -133,9 +133,9 @@ class Engine:
     def settle(self) -> None:
         """Wait until the device has done all. Raises ChannelError for a message that never came."""
         for stage in self.stages.values():
-            stage.settle()
+            stage.check()
         self._times.read(wait=True)
-        self._clock.settle()
+        self._clock.synchronize()
         self._training.channel.check()
         self._evaluation.channel.check()
 
@@ -195,7 +195,7 @@ class Engine:
                     methods[action.op](action, window)
                 watch.stop()
                 if watcher:
-                    watcher.after(chain(mail.held(), sums.held()))
+                    watcher.after(chain(mail.tensors(), sums.tensors()))
                 if action.op is counted:
                     progress(action.stage)
         except (TrainingStopped, AssertionError):
@@ -229,8 +229,8 @@ class Engine:
             window.mail.hand_on(action.stage, mb, outputs)
         elif window.take is not None:
             window.take(outputs)
-        held, limit = stage.in_flight, self._limits[action.stage].activations
-        assert held <= limit, f"{action}: {held} microbatches in flight, {limit} simulated"
+        opened, limit = stage.in_flight, self._limits[action.stage].activations
+        assert opened <= limit, f"{action}: {opened} microbatches in flight, {limit} simulated"
 
     def _recompute(self, action: Action, window: _Window) -> None:
         with drawing(self._seeds(action, window)):
@@ -258,8 +258,8 @@ class Engine:
         keep = window.order.needed(action.stage, action.version - 1)
         stage.step(keep, window.sums.norms.get(action.version))
         self._release(action, window)
-        held, limit = stage.weights.held, self._limits[action.stage].versions
-        assert held <= limit, f"{action}: {held} weight versions held, {limit} simulated"
+        versions, limit = stage.weights.count, self._limits[action.stage].versions
+        assert versions <= limit, f"{action}: {versions} weight versions held, {limit} simulated"
 
     def _release(self, action: Action, window: _Window) -> None:
         weights = self.stages[action.stage].weights

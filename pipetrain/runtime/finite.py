@@ -36,9 +36,9 @@ WEIGH = "give weight=, a function of the targets that says what they count for"
 
 def not_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Return 1 if a number of tensors on a GPU is not finite, else 0, as torch.amp.GradScaler finds it."""
-    found = torch.zeros((), dtype=torch.float32, device=tensors[0].device)  # whatever the default is
-    torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), found, torch.ones_like(found))
-    return found
+    bad = torch.zeros((), dtype=torch.float32, device=tensors[0].device)  # whatever the default is
+    torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), bad, torch.ones_like(bad))
+    return bad
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
@@ -66,11 +66,11 @@ def origin(stage: Stage, microbatch: Microbatch) -> tuple[str, str]:
             if value.layer == INPUT:
                 return "what came from the data", CLEAN
             return f"what came from layer {value.layer}, in an earlier stage", LOWER
-    found: list[str] = []
+    first: list[str] = []
 
     def see(name: str, outputs: Tensors) -> None:
-        if not found and not all_finite(_numbers(outputs)):
-            found.append(f"layer {name}")
+        if not first and not all_finite(_numbers(outputs)):
+            first.append(f"layer {name}")
 
     with (
         stage.weights.installed(microbatch.version),
@@ -80,9 +80,9 @@ def origin(stage: Stage, microbatch: Microbatch) -> tuple[str, str]:
     ):
         stage.module.observed(microbatch.inputs, see)
     target = microbatch.target
-    if not found and target is not None and not all_finite(_numbers(as_tuple(target.value))):
+    if not first and target is not None and not all_finite(_numbers(as_tuple(target.value))):
         return "the targets, what came from the data", CLEAN
-    return next(iter(found), ""), LOWER
+    return next(iter(first), ""), LOWER
 
 
 class _Awaiting(Observer):
@@ -93,7 +93,7 @@ class _Awaiting(Observer):
         # What looks at the numbers, these in host memory, and the torch.cuda.Event of their arrival.
         self._coming: deque[tuple[Callable[[list[float]], None], Tensor, Any]] = deque()
 
-    def settle(self, wait: bool) -> None:
+    def check(self, wait: bool) -> None:
         while self._coming and (wait or self._coming[0][-1].query()):
             look, numbers, arrived = self._coming.popleft()
             arrived.synchronize()
@@ -143,7 +143,7 @@ class StopOnNaN(_Awaiting):
             bad = not_finite([*gradients.values()] or losses).reshape(1)
             look = partial(self._look, batch.mbs if losses else [], self._stage.weights.updates)
             self._await(look, torch.cat([*losses, bad]))
-            self.settle(wait=False)
+            self.check(wait=False)
             return
         for name, grad in reversed(gradients.items()):  # a backward begins at the last one
             if not all_finite([grad]):

@@ -83,13 +83,13 @@ class FixedWeights(Weights):
         own = [p.data for p in self.live.values()]
         while len(self._spare) < versions - 1:
             self._spare.append([torch.empty_like(t) for t in own])
-        found = {}
+        by_address = {}
         for storage in (own, *self._spare):
             leaves = self._fresh_leaves()
             for leaf, data in zip(leaves.values(), storage, strict=True):
                 leaf.data = data
-            found[_address(storage)] = leaves
-        return found
+            by_address[_address(storage)] = leaves
+        return by_address
 
     @property
     def fixed(self) -> bool:
@@ -250,9 +250,9 @@ class GraphedStage(Stage):
 
     def _attributes(self) -> Attributes:
         """Return what the passes may depend on beside tensors: what layers and the task hold."""
-        held = [vars(self.objective.task)] if self.objective else []
-        losses = [value for of in held for value in of.values() if isinstance(value, nn.Module)]
-        return Attributes([*self.module.children(), *losses], *held)
+        of_task = vars(self.objective.task) if self.objective else {}
+        losses = [value for value in of_task.values() if isinstance(value, nn.Module)]
+        return Attributes([*self.module.children(), *losses], of_task)
 
     def begin_window(self) -> None:
         super().begin_window()

@@ -68,7 +68,7 @@ class Meter:
         by_stage: dict[int, list[Tensor]] = {stage: [] for stage in self._stages}
         for between, tensor in messages:
             by_stage[next(stage for stage in reversed(between) if stage in by_stage)].append(tensor)
-        now = {stage: self._held(stage, tensors) for stage, tensors in by_stage.items()}
+        now = {stage: self._bytes_of(stage, tensors) for stage, tensors in by_stage.items()}
         self._peaks = {stage: max(peak, now[stage]) for stage, peak in self._peaks.items()}
         return now
 
@@ -89,7 +89,7 @@ class Meter:
     def _forget(self, stage: int, key: int, _: object) -> None:
         del self._saved[stage][key], self._refs[stage, key]
 
-    def _held(self, number: int, messages: list[Tensor]) -> int:
+    def _bytes_of(self, number: int, messages: list[Tensor]) -> int:
         """Return the bytes of a stage; each storage counts once, whoever has it."""
         stage, weights = self._stages[number], self._stages[number].weights
         tensors = [*stage.module.parameters(), *stage.module.buffers(), *weights.average().values()]

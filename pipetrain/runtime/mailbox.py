@@ -135,8 +135,8 @@ class Mailbox:
     def inputs(self, stage: int, mb: int) -> Tensors:
         """Return what enters a stage, the first one from the feed."""
         if stage == 0:
-            given: Tensors = self._feed.input(mb)
-            return given
+            inputs: Tensors = self._feed.input(mb)
+            return inputs
         routes = self.cut.routes_into[stage]
         return merge((route.values, self._arrived.pop((route.edge, mb))) for route in routes)
 
@@ -157,9 +157,9 @@ class Mailbox:
         message = self._message(action)
         tensors = self._to_send.pop((message.edge, action.mb))
         if specs_of(tensors) != message.plain:  # the receiver would not notice
-            made, planned = (" + ".join(map(str, specs)) for specs in (specs_of(tensors), message.plain))
+            actual, planned = (" + ".join(map(str, specs)) for specs in (specs_of(tensors), message.plain))
             raise TrainingStopped(
-                f"stage {action.stage} made {made} for {message.name}, and the plan says {planned}: what a "
+                f"stage {action.stage} made {actual} for {message.name}, and the plan says {planned}: what a "
                 f"layer returns must depend only on the number of samples"
             )
         self.channel.send(message, self.coding.encode(message, tensors))
@@ -176,8 +176,8 @@ class Mailbox:
         message = self._message(action)
         self._arrived[message.edge, action.mb] = self.coding.decode(message, self.channel.recv(message))
 
-    def held(self) -> Iterator[tuple[Sequence[int], Tensor]]:
-        """Yield the tensors of messages that this rank holds, with the stages between which they travel."""
+    def tensors(self) -> Iterator[tuple[Sequence[int], Tensor]]:
+        """Yield the tensors of messages on this rank, with the stages between which they travel."""
         yield from self.channel.buffers()
         for (edge, _), tensors in (*self._arrived.items(), *self._to_send.items()):
             yield from ((edge, tensor) for tensor in tensors)

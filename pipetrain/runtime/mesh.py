@@ -23,7 +23,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pipetrain.errors import ConfigError
 from pipetrain.runtime.channel import Channel
-from pipetrain.runtime.ranks import Ranks, World, choose_interface, make_group, this_attempt
+from pipetrain.runtime.meeting import choose_interface, make_group, this_attempt
+from pipetrain.runtime.ranks import Ranks, World
 from pipetrain.schedule.actions import ALL, Edge, Tie
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # mallopt(3)

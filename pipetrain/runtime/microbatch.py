@@ -48,9 +48,9 @@ class Microbatch:
         if self.target is not None:
             yield from as_tuple(self.target.value)
         if self.recompute is not None:
-            yield from self.recompute.held
+            yield from self.recompute.tensors
         if self.deferred is not None:
-            yield from self.deferred.held
+            yield from self.deferred.tensors
 
 
 @dataclass(slots=True)
@@ -85,5 +85,5 @@ class Observer:
     def before_step(self, batch: Batch) -> None:
         """Prepare for a batch's update, or for that it is left out."""
 
-    def settle(self, wait: bool) -> None:
+    def check(self, wait: bool) -> None:
         """Raise what is known by now or, with `wait`, of all that the device was given."""

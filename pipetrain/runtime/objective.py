@@ -11,7 +11,7 @@ from torch import Tensor
 from pipetrain.network.network import Tensors
 from pipetrain.network.values import as_tuple, cast_floats, differentiable
 from pipetrain.runtime.feed import Target
-from pipetrain.tally import Counter
+from pipetrain.tally import Accumulator
 from pipetrain.tasks import Task
 
 
@@ -36,7 +36,7 @@ class Objective:
         self.start_counting()
 
     def start_counting(self) -> None:
-        self.trained, self.evaluated = Counter(), Counter()
+        self.trained, self.evaluated = Accumulator(), Accumulator()
         self.losses: list[Tensor] = []  # the mean of each update
 
     def take_losses(self) -> list[float]:
@@ -50,17 +50,17 @@ class Objective:
             # A loss among the outputs may be a mean over nothing.
             numbers = (t if t.dim() else t.nan_to_num() for t in outputs if differentiable(t))
             return torch.stack([(t * 0).sum() for t in numbers]).sum()
-        return self.task.loss(self.made(outputs), target.value)
+        return self.task.loss(self.model_output(outputs), target.value)
 
     @torch.no_grad()
     def counted(self, loss: Tensor, outputs: Tensors, target: Target | None) -> Counted:
         assert target is not None, "the last stage needs the targets"
-        made = self.made(tuple(t.detach() for t in outputs))
-        sums = {metric.name: metric.sums(made, target.value) for metric in self.task.metrics}
+        output = self.model_output(tuple(t.detach() for t in outputs))
+        sums = {metric.name: metric.sums(output, target.value) for metric in self.task.metrics}
         return Counted(target.share, loss.detach(), target.weight, target.samples, sums)
 
     def evaluate(self, outputs: Tensors, target: Target) -> None:
-        loss = self.task.evaluation_loss(self.made(outputs), target.value)
+        loss = self.task.evaluation_loss(self.model_output(outputs), target.value)
         self.evaluated.add(*self.counted(loss, outputs, target)[1:])
 
     def count(self, losses: Tensor, counted: Sequence[Counted]) -> None:
@@ -74,7 +74,8 @@ class Objective:
             self.trained.add(*one[1:])
         self.trained.add_up()
 
-    def made(self, outputs: Tensors) -> Any:
+    def model_output(self, outputs: Tensors) -> Any:
+        """Return tensors as the model returns them."""
         return self._pack(as_tuple(cast_floats(outputs, torch.float32)) if self._autocast else outputs)
 
 

@@ -44,7 +44,7 @@ class Recompute:
         self._sums: list[Tensor] = []
 
     @property
-    def held(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         return [*(copied for _, copied in self.buffers), *(t for t in self.kept if t is not None)]
 
     @contextmanager
@@ -118,7 +118,7 @@ class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, kept: deque[Tensor | None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
-        self._made: list[Tensor] = []  # by the operation that runs
+        self._of_operation: list[Tensor] = []  # results, of the operation that runs
         self.noted: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(
@@ -129,11 +129,11 @@ class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return kept
         result = func(*args, **(kwargs or {}))
         if dear and self._kept is None:
-            self._made.append(result.detach())  # without a graph
+            self._of_operation.append(result.detach())  # without a graph
         return result
 
     def handed_on(self, output: Tensor) -> None:
-        for result in self._made:
+        for result in self._of_operation:
             same = storage_of(result) == storage_of(output)
             self.noted.append((result, output if same else result))
-        self._made = []
+        self._of_operation = []

@@ -143,7 +143,7 @@ def put_back(stages: Iterable[Stage], training: bool) -> Iterator[None]:
                 stage.begin_rehearsal()
             yield
             for stage in stages:
-                stage.settle()
+                stage.check()
         finally:
             for tensor, data, values in before:
                 data.copy_(values)

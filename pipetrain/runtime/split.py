@@ -85,7 +85,7 @@ class Deferred(Watching):
             _run(edges, grads, list(wanted.values()), accumulate=True)
 
     @property
-    def held(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """What stays between I and W: the inputs of operations, and gradients. Tensors may share storage."""
         kept = [tensor for one in self.kept for tensor in (*one.inputs, one.grad)]
         return [*(tensor for tensor in kept if tensor is not None), *(grad for _, grad in self._at_once)]
@@ -183,10 +183,10 @@ def _run(
 
     Without the checks of their arguments, which take 6 to 9 us.
     """
-    found: Sequence[Tensor] = _engine_run_backward(
+    gradients: Sequence[Tensor] = _engine_run_backward(
         tuple(edges), tuple(grads), not accumulate, False, tuple(to), accumulate, accumulate_grad=accumulate
     )
-    return found
+    return gradients
 
 
 def _cast(tensor: Tensor) -> Tensor:

@@ -124,12 +124,12 @@ class Stage:
             around.enter_context(self.weights.installed(version))
             if one.recompute is not None:
                 around.enter_context(one.recompute.forward())
-            made = self._recorded(one)
-        outputs = made if self.objective is None else (self.objective.loss(made, target),)
+            result = self._recorded(one)
+        outputs = result if self.objective is None else (self.objective.loss(result, target),)
         for observer in self.observers:
             observer.after_forward(one, outputs)
         if self.objective is not None:
-            one.counted = self.objective.counted(outputs[0], made, target)
+            one.counted = self.objective.counted(outputs[0], result, target)
         if one.recompute is None:
             one.outputs = outputs
         else:
@@ -173,7 +173,7 @@ class Stage:
             if self.objective is None:
                 return self._handed_on(0, outputs)
         if target is None:
-            return leaves_of(self.objective.made(outputs))
+            return leaves_of(self.objective.model_output(outputs))
         self.objective.evaluate(outputs, target)
         return ()
 
@@ -275,8 +275,8 @@ class Stage:
         needs = needs_grad(self.module.slice.enters_grad, one.inputs)
         for number, (t, need) in enumerate(zip(one.inputs, needs, strict=True)):
             if need != (t.grad is not None):
-                found = "no" if need else "a"
-                raise self._unplanned(one.mb, f"{found} gradient reaches input {number}")
+                count = "no" if need else "a"
+                raise self._unplanned(one.mb, f"{count} gradient reaches input {number}")
         back = tuple(t.grad for t in one.inputs if t.grad is not None)
         for observer in self.observers:
             observer.after_backward(one, back)
@@ -333,23 +333,23 @@ class Stage:
 
     # Between windows
 
-    def settle(self, wait: bool = True) -> None:
+    def check(self, wait: bool = True) -> None:
         """Raise what the observers know by now or, with `wait`, of all that the device was given."""
         for observer in self.observers:
-            observer.settle(wait)
+            observer.check(wait)
 
     def begin_window(self) -> None:
         """Start counting versions from 0. No microbatch may be open."""
         assert not self._open, f"microbatches {sorted(self._open)} outlived their window"
-        self.settle(wait=False)
+        self.check(wait=False)
         # On a GPU the host would wait for the outcome: there the rehearsal does.
         self._proves = self.device == "cpu" or self.rehearses
         self.weights.begin_window()
 
     def changing(self, training: bool) -> tuple[list[Tensor], list[Any]]:
         """Return the tensors and the containers that windows change, beside attributes of layers."""
-        self.settle()
-        containers = [vars(held) for held in (self, self.objective) if held is not None]
+        self.check()
+        containers = [vars(owner) for owner in (self, self.objective) if owner is not None]
         if not training:
             return [], containers
         tensors, more = self.weights.changing()
@@ -368,12 +368,12 @@ class Stage:
 
     def peek_trained(self) -> Tally:
         """Return the tally of training. Raises TrainingStopped for a bad loss."""
-        self.settle()
+        self.check()
         return self.counts.trained.peek()
 
     def take_trained(self) -> Tally:
         """Return and reset the tally of training. Raises TrainingStopped for a bad loss."""
-        self.settle()
+        self.check()
         return self.counts.trained.take()
 
     def take_evaluated(self) -> Tally:

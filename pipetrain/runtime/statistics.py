@@ -66,13 +66,13 @@ class BatchStatistics(Observer):
         buffers = dict(module.named_buffers(remove_duplicate=False))
         self._running: dict[int, _Running] = {}  # by id of the running mean
         for name, mean in buffers.items():
-            prefix, found, _ = name.rpartition("running_mean")
+            prefix, is_mean, _ = name.rpartition("running_mean")
             norm, variance = owners.get(id(mean)), buffers.get(f"{prefix}running_var")
-            if found and variance is not None and not isinstance(norm, _InstanceNorm):
+            if is_mean and variance is not None and not isinstance(norm, _InstanceNorm):
                 calls = buffers.get(f"{prefix}num_batches_tracked")
                 averages = isinstance(norm, _NormBase) and norm.momentum is None
                 self._running[id(mean)] = _Running(mean, variance, calls, averages)
-        self._made: dict[int, _Calls] = {}  # by microbatch
+        self._calls: dict[int, _Calls] = {}  # by microbatch
 
     @property
     def buffers(self) -> set[int]:
@@ -81,18 +81,18 @@ class BatchStatistics(Observer):
     @contextmanager
     def around_forward(self, microbatch: Microbatch) -> Iterator[None]:
         """Let a forward note its moments in place of moving the running statistics."""
-        made = self._made[microbatch.mb] = defaultdict(list)
-        with _Noting(self._running, made):
+        by_norm = self._calls[microbatch.mb] = defaultdict(list)
+        with _Noting(self._running, by_norm):
             yield
-        for key, calls in made.items():
+        for key, calls in by_norm.items():
             if (counted := self._running[key].calls) is not None:
                 counted.sub_(len(calls))
 
     def before_step(self, batch: Batch) -> None:
         """Move the running statistics by a batch, unless its update is left out."""
-        made = [self._made.pop(mb) for mb in batch.mbs]
+        by_microbatch = [self._calls.pop(mb) for mb in batch.mbs]
         for key, running in self._running.items() if batch.skipped is not True else ():
-            for calls in zip_longest(*(one[key] for one in made)):
+            for calls in zip_longest(*(one[key] for one in by_microbatch)):
                 self._move(running, [call for call in calls if call is not None], batch.skipped)
 
     @torch.no_grad()
@@ -129,20 +129,20 @@ _Calls = defaultdict[int, list[Moments]]  # of each BatchNorm in one forward
 
 
 class _Noting(TorchFunctionMode):
-    def __init__(self, running: Mapping[int, _Running], made: _Calls) -> None:
+    def __init__(self, running: Mapping[int, _Running], calls: _Calls) -> None:
         super().__init__()
-        self._running, self._made = running, made
+        self._running, self._calls = running, calls
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(zip(_NORMS[func], args, strict=False)) | dict(kwargs or {}) if func in _NORMS else {}
-        key = id(given.get("running_mean"))
-        if key not in self._running or not given.get("training"):
+        arguments = dict(zip(_NORMS[func], args, strict=False)) | dict(kwargs or {}) if func in _NORMS else {}
+        key = id(arguments.get("running_mean"))
+        if key not in self._running or not arguments.get("training"):
             return func(*args, **(kwargs or {}))
-        x, momentum, running = given["input"], given.get("momentum", 0.1), self._running[key]
+        x, momentum, running = arguments["input"], arguments.get("momentum", 0.1), self._running[key]
         # Zeros, moved by all of a microbatch's moments, are these moments.
         mean, variance = torch.zeros_like(running.mean), torch.zeros_like(running.variance)
-        result = func(**given | {"running_mean": mean, "running_var": variance, "momentum": 1.0})
-        self._made[key].append(Moments(mean, variance, x.numel() // x.shape[1], float(momentum)))
+        result = func(**arguments | {"running_mean": mean, "running_var": variance, "momentum": 1.0})
+        self._calls[key].append(Moments(mean, variance, x.numel() // x.shape[1], float(momentum)))
         return result

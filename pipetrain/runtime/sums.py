@@ -81,7 +81,7 @@ class Sums:
                 unpack(self._weights(key[0], stage), sums)
                 stage.hear(sums)
 
-    def held(self) -> Iterator[tuple[Sequence[int], Tensor]]:
+    def tensors(self) -> Iterator[tuple[Sequence[int], Tensor]]:
         """Yield the tensors that wait for others, with the stages of their sum."""
         for (tie, _), shares in self._shares.items():
             yield from (((stage,), numbers) for stage, numbers in shares.items() if tie)

@@ -31,7 +31,7 @@ from pipetrain.network.numerics import numbers_of
 from pipetrain.network.places import places
 from pipetrain.plan.costs import SMALL_GRADIENT
 from pipetrain.rate import LearningRate, Rate
-from pipetrain.runtime.memory import Memory
+from pipetrain.runtime.optimizer_state import OptimizerState
 
 Named = Iterable[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[Named], Optimizer]
@@ -70,7 +70,7 @@ class Weights:
             if id(place.tensor) in names
         ]
         self.optimizer = optimizer([*self.live.items()]) if self.live else None
-        self._memory = Memory(self.optimizer) if self.optimizer else None
+        self._state = OptimizerState(self.optimizer) if self.optimizer else None
         groups = self.optimizer.param_groups if self.optimizer else []
         self._rates = [LearningRate(group.get("lr", 0.0), rate) for group in groups]
         self._ema = ema
@@ -85,7 +85,8 @@ class Weights:
     # Versions
 
     @property
-    def held(self) -> int:
+    def count(self) -> int:
+        """The number of versions."""
         return len(self._versions)
 
     def leaves(self, version: int) -> list[Tensor]:
@@ -114,7 +115,7 @@ class Weights:
 
     def begin_window(self) -> None:
         """Count versions from 0 again: version 0 is the newest one."""
-        assert self.held == 1, f"versions {sorted(self._versions)} outlived their window"
+        assert self.count == 1, f"versions {sorted(self._versions)} outlived their window"
         self._versions = {0: self._versions.pop(self.newest)}
         self.newest = 0
 
@@ -208,8 +209,8 @@ class Weights:
 
         A fused optimizer of torch skips by itself, once all weights have their state; else the host decides.
         """
-        given = self.gradients() if self._unmoved else {}
-        first = self._unmoved & given.keys()
+        gradients = self.gradients() if self._unmoved else {}
+        first = self._unmoved & gradients.keys()
         by_itself = getattr(optimizer, "_step_supports_amp_scaling", False) and not first
         if isinstance(skip, Tensor) and by_itself:
             vars(optimizer)["found_inf"] = skip  # as torch.amp.GradScaler hands it over
@@ -219,12 +220,12 @@ class Weights:
         if skip:
             return
         self._unmoved -= first
-        if 0 < len(first) < len(given) and any(group.get("fused") for group in optimizer.param_groups):
+        if 0 < len(first) < len(gradients) and any(group.get("fused") for group in optimizer.param_groups):
             for name, parameter in self.live.items():
-                parameter.grad = given[name] if name in first else None
+                parameter.grad = gradients[name] if name in first else None
             optimizer.step()
             for name, parameter in self.live.items():
-                parameter.grad = None if name in first else given.get(name)
+                parameter.grad = None if name in first else gradients.get(name)
         optimizer.step()
 
     def _average_in(self, decay: float) -> None:
@@ -239,17 +240,17 @@ class Weights:
     # State
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Return the optimizer's state, by `PARAMETER/NUMBER`. Raises TypeError: see Memory."""
-        memory = self._memory
-        each = {name: memory.of(p) for name, p in self.live.items()} if memory else {}
+        """Return the optimizer's state, by `PARAMETER/NUMBER`. Raises TypeError: see OptimizerState."""
+        saved = self._state
+        each = {name: saved.of(p) for name, p in self.live.items()} if saved else {}
         return {f"{name}/{number}": t for name, state in each.items() for number, t in enumerate(state)}
 
     def load_optimizer_state(self, state: Mapping[str, Tensor], updates: int) -> None:
         self.updates = updates
         for name, p in self.live.items():
             count = sum(path.rpartition("/")[0] == name for path in state)
-            if count and self._memory is not None:
-                self._memory.restore(p, [state[f"{name}/{number}"] for number in range(count)])
+            if count and self._state is not None:
+                self._state.restore(p, [state[f"{name}/{number}"] for number in range(count)])
 
     def average(self) -> dict[str, Tensor]:
         """Return the moving average of the weights by name; empty without one."""

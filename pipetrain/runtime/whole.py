@@ -119,30 +119,30 @@ class WholeModel:
             return self._initial(names) if not self._mesh.world.rank else {}
         with self.suspended():
             own = self._own(ema)
-        found: dict[str, Tensor] = {}
+        collected: dict[str, Tensor] = {}
         for owner in range(self._mesh.world.size):
             of = [name for name in self._owners if name in names and self._owners[name] == owner]
             tensors = [own[name] for name in of] if owner == self._mesh.world.rank else []
-            found |= zip(of, self._mesh.to_first("the model", tensors, owner), strict=False)
-        return {name: found[name] for name in names if name in found}
+            collected |= zip(of, self._mesh.to_first("the model", tensors, owner), strict=False)
+        return {name: collected[name] for name in names if name in collected}
 
     def _initial(self, names: Collection[str]) -> dict[str, Tensor]:
         tensors = {name: tensor for name, tensor in named_tensors(self._model).items() if name in names}
-        given = self.values.tensors(names) if self.values is not None else {}
+        values = self.values.tensors(names) if self.values is not None else {}
         return {
-            name: cast_exactly(name, given[name], mine.dtype) if name in given else mine
+            name: cast_exactly(name, values[name], mine.dtype) if name in values else mine
             for name, mine in tensors.items()
         }
 
     def _own(self, ema: bool = False) -> dict[str, Tensor]:
         """Return the tensors of this rank's stages, by name."""
-        found: dict[str, Tensor] = {}
+        own: dict[str, Tensor] = {}
         for stage in self._stages:
             with stage.weights.averaged() if ema else nullcontext():
                 for name, tensor in _all_named(stage.module):
                     if name in self._names:  # not one that a layer has made as it ran
-                        found.setdefault(self._names[name], tensor)
-        return found
+                        own.setdefault(self._names[name], tensor)
+        return own
 
 
 def _all_named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

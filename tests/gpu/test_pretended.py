@@ -321,12 +321,12 @@ def rebound(reduce: Any) -> Any:
     return rebind
 
 
-def early(settle: Any) -> Any:
+def early(check: Any) -> Any:
     def look(self: StopOnNaN, wait: bool) -> None:
         for _, _, _, arrived in self._coming:
             arrived.query = lambda: True
             arrived.synchronize = lambda: None
-        settle(self, wait)
+        check(self, wait)
 
     return look
 
@@ -402,7 +402,7 @@ FAULTS = {
         on_the_host,
         case("1f1b", *SHORT, *CLIPPED, "model._target_=tests.gpu.test_pretended.idle", "partition=[2]"),
     ),
-    "losses are looked at before they have arrived": (StopOnNaN, "settle", early, case("1f1b", *EVEN)),
+    "losses are looked at before they have arrived": (StopOnNaN, "check", early, case("1f1b", *EVEN)),
     "sums of a metric are in host memory": (Objective, "counted", host_sums, case("1f1b", *EVEN)),
     "graphs forget which weights have gradients": (FixedWeights, "reduce", rebound, case("1f1b", *GRAPHS)),
     "graphs add to the gradients of the batch before": (

@@ -56,12 +56,12 @@ def test_on_a_gpu_it_stops_when_the_loss_has_arrived():
     losses = [torch.tensor([1.0, 0.0]), torch.tensor([float("nan"), 0.0])]  # and whether the gradient is bad
     looks = [partial(observer._look, [mb], mb) for mb in range(2)]
     observer._coming = deque(zip(looks, losses, events, strict=True))
-    observer.settle(wait=False)  # nothing has arrived
+    observer.check(wait=False)  # nothing has arrived
     events[1].happened = True
-    observer.settle(wait=False)  # in order: the first has not
+    observer.check(wait=False)  # in order: the first has not
     stage.weights.updates = 3
     with pytest.raises(TrainingStopped, match="microbatch 1 is nan at stage 1, update 1: stopped 2 updates"):
-        observer.settle(wait=True)
+        observer.check(wait=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -91,7 +91,7 @@ def test_results_that_are_overwritten_by_way_of_another_view_are_made_again(kept
     recompute = Recompute([], keep=True)
     with recompute.forward():
         recompute.end([forward()])
-    assert len(recompute.held) == 1 + kept
+    assert len(recompute.tensors) == 1 + kept
     with recompute.recomputing():
         found = torch.autograd.grad(forward().sum(), [first.weight, second.weight])
     assert all(map(torch.equal, found, wanted))
@@ -111,7 +111,7 @@ def test_a_traced_model_keeps_dear_results_and_draws_the_same():
     recompute = Recompute([], keep=True)
     with recompute.forward():
         recompute.end(forward())
-    assert len(recompute.held) == 4  # products
+    assert len(recompute.tensors) == 4  # products
     with recompute.recomputing():
         found = gradients(model, forward())
     assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())

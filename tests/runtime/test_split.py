@@ -360,10 +360,10 @@ def test_after_i_only_inputs_and_output_gradients_of_dear_operations_are_held(wi
         # The norm's weights have their gradients; x and the last gradient are made elsewhere.
         inputs = grads = 17 * 7 + 17 * 11
         assert live.now // 4 == 7 + 7 + inputs + grads
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in deferred.held}
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in deferred.tensors}
         assert sum(held.values()) == live.now + x.nbytes + grad.nbytes
         deferred.weight_half()
-        assert deferred.held == []
+        assert deferred.tensors == []
         assert live.now == sum(p.nbytes for p in module.parameters())  # their gradients
 
 

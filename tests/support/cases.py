@@ -237,15 +237,15 @@ class LocalMesh:
         return 0.0, 0.0
 
 
-class Told(Asking):
-    """Hears no signals: asks for what it is told, after so many windows.
+class FixedAsking(Asking):
+    """Hears no signals: asks for `asked` after so many windows.
 
     `ends`: the number of the window, evaluations counted, that ends early, and after how many batches.
     """
 
     def __init__(self, at: int = 0, asked: Asked = "", ends: tuple[int, int] = (0, 0)) -> None:
         super().__init__(Ranks(World(), DEADLINE_S), None, 0, str)
-        self._at, self._told_to, self._count = at, asked, 0
+        self._at, self._asked, self._count = at, asked, 0
         self._ends, self._begun = ends, 0
 
     def begin_window(self, batches: int, batch_s: float | None = None) -> None:
@@ -259,7 +259,7 @@ class Told(Asking):
         if self.ended:
             return "stop"
         self._count += 1
-        return self._told_to if self._count == self._at else ""
+        return self._asked if self._count == self._at else ""
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class Saved:
         return [
             Keeper(
                 Writer(self.folder, Ranks(World(rank), DEADLINE_S), store, self.keep, DEADLINE_S),
-                Told(self.at, self.asked, self.ends),
+                FixedAsking(self.at, self.asked, self.ends),
                 self.every,
                 self.unit,
                 run="a run",

@@ -18,8 +18,9 @@ from pipetrain.errors import Refused
 from pipetrain.network.values import TensorSpec, specs_of
 from pipetrain.runtime.channel import ChannelError, Message
 from pipetrain.runtime.mailbox import Coding
+from pipetrain.runtime.meeting import make_group
 from pipetrain.runtime.mesh import Mesh
-from pipetrain.runtime.ranks import Ranks, World, make_group
+from pipetrain.runtime.ranks import Ranks, World
 from pipetrain.schedule.actions import ALL
 from tests.support.cases import Case, Listener, Ran, compare, make_run, state_of
 from tests.support.deadlines import DEADLINE_S

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipetrain.network.values import Value
-from pipetrain.tally import Counter
+from pipetrain.tally import Accumulator
 from pipetrain.tasks import Accuracy, Mean, MeanIoU, Metric, Perplexity, SquaredError, Task
 
 N, CLASSES = 23, 6
@@ -30,7 +30,7 @@ def labels(*shape: int, classes: int = CLASSES, ignore: bool = False) -> Tensor:
 
 def over_parts(metric: Metric, outputs: Tensor, targets: Tensor) -> float:
     """The metric, counted as a run does."""
-    counter = Counter()
+    counter = Accumulator()
     for made, wanted in zip(outputs.split(PARTS), targets.split(PARTS), strict=True):
         counter.add(torch.zeros(()), len(made), len(made), {metric.name: metric.sums(made, wanted)})
     return Task(metrics=[metric]).values(counter.take())[metric.name]
@@ -69,7 +69,7 @@ def test_mean_iou_leaves_out_classes_that_never_occur():
 
 def test_perplexity_is_of_the_mean_loss_over_tokens():
     scores, tokens = randn(N, 4, CLASSES), labels(N, 4, ignore=True)
-    metric, counter = Perplexity(), Counter()
+    metric, counter = Perplexity(), Accumulator()
     for made, wanted in zip(scores.split(PARTS), tokens.split(PARTS), strict=True):
         loss = functional.cross_entropy(made.flatten(0, 1), wanted.flatten())
         sums = metric.sums(made, wanted)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipetrain.runtime.memory import Memory
+from pipetrain.runtime.optimizer_state import OptimizerState
 
 NUMBERS = st.lists(st.floats(-9, 9), max_size=3)
 TENSORS = st.one_of(
@@ -47,24 +47,24 @@ def sgd() -> tuple[nn.Parameter, torch.optim.Optimizer]:
 @given(state=st.dictionaries(st.text(), TREES, max_size=3), option=TREES)
 def test_any_tree_and_any_option_come_back(state, option):
     weight, optimizer = sgd()
-    memory = Memory(optimizer)
+    memory = OptimizerState(optimizer)
     optimizer.state[weight] = state
     optimizer.param_groups[0]["k"] = option
     tensors = memory.of(weight)
     assert not any(tensor.is_complex() for tensor in tensors)
     other, again = sgd()
-    Memory(again).restore(other, tensors)
+    OptimizerState(again).restore(other, tensors)
     assert equal(again.state[other], state)
     assert equal(again.param_groups[0]["k"], option)
 
 
 def test_options_that_a_person_set_are_not_remembered_and_what_cannot_be_told_is_named():
     weight, optimizer = sgd()
-    memory = Memory(optimizer)
+    memory = OptimizerState(optimizer)
     optimizer.param_groups[0]["lr"] = 3.0  # the schedule's
     other = nn.Parameter(torch.zeros(2))
     again = torch.optim.SGD([other], lr=0.1, momentum=0.9)
-    Memory(again).restore(other, memory.of(weight))
+    OptimizerState(again).restore(other, memory.of(weight))
     assert (again.param_groups[0]["momentum"], again.param_groups[0]["lr"]) == (0.9, 0.1)
     for thing, says in ((object(), "type object"), ([{1: 2}], "type dict")):
         optimizer.state[weight] = {"thing": thing}

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_map_only
 _SET_BY_US = ("params", "lr")
 
 
-class Memory:
-    """The state that `optimizer`, a new one, will have."""
+class OptimizerState:
+    """The state of an optimizer, by parameter; `optimizer` has not stepped yet."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
