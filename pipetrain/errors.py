@@ -5,6 +5,8 @@ Every module may raise them, so this one imports none. The schedules have their 
 
 from __future__ import annotations
 
+import re
+
 
 class ConfigError(ValueError):
     """An invalid option or input; the text says what is wrong, where, and what to do."""
@@ -28,6 +30,12 @@ class NotRecorded(RuntimeError):
 
 class ChannelError(RuntimeError):
     """A message between ranks that was not received or sent; the text says which, and between whom."""
+
+
+def cause_of(error: Exception) -> str:
+    """Return what torch.distributed says of a failure, without gloo's source line and its advice."""
+    text = str(error).strip().splitlines()[0]
+    return re.sub(r"^\[\S+:\d+\] |\. This is typically caused by .*", "", text)
 
 
 def one_line(error: object) -> str:

@@ -12,8 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from pipetrain.ending import guarded
-from pipetrain.errors import ConfigError, NotRecorded, Refused, TrainingStopped
-from pipetrain.runtime.channel import ChannelError
+from pipetrain.errors import ChannelError, ConfigError, NotRecorded, Refused, TrainingStopped
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.schedule.simulate import Deadlock
 from tests.support.processes import DEADLINE_S

@@ -1,7 +1,7 @@
 """The buffers of a stage's module, such as running statistics: copied, compared, and put back.
 
-They have no versions. A forward that is run again must not change them a second time, and an update that is
-left out takes with it what its forwards have changed.
+They have no versions. A recomputed forward must not change them a second time, and an update that is left
+out takes back what its forwards changed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Buffers:
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Let a backward run, and drop its changes, as those of a forward count once; the first one tells."""
+        """Drop the changes of a backward, as those of a forward count once. The first one sets `reruns`."""
         copies = [] if self.reruns is False else self.copies()
         with self.replaced(copies):
             yield
@@ -59,9 +59,9 @@ class Buffers:
             self.reruns = any(not torch.equal(buffer, copied) for buffer, copied in copies)
 
     def restore_if(self, spoilt: Tensor, before: Copies, later: Iterable[Copies]) -> None:
-        """Go back where `spoilt` is 1, in copies of `later` forwards too, as the device finds: no host waits.
+        """Go back if `spoilt` is 1, in copies of `later` forwards too. The device decides; no host waits.
 
-        A buffer keeps its place, without a new version: one that has not changed gets its own numbers.
+        Each buffer stays where it is, without a new version; if `spoilt` is 0 it gets its own numbers.
         """
         spoilt = spoilt > 0
         for place, (buffer, old) in zip(self._places, before, strict=True):

@@ -2,21 +2,20 @@
 
 An edge is an ordered pair of stages on different ranks; activations go up, gradients down. On each edge the
 receiver posts at most `buffer_size` receives ahead and the sender leaves at most `buffer_size` sends
-unfinished, the bound for which `simulate` proved the program free of deadlock. The program fixes the order
-and the plan the sizes, so there are no headers. Every wait has a deadline; its error names the message.
+unfinished: with this bound `simulate` proved the program free of deadlock. The program fixes the order and
+the plan the sizes, so there are no headers. Every wait has a deadline; its error names the message.
 
-Over gloo the host waits. Over NCCL the device's stream does, while the host goes on: the bounds then hold in
-the order of the stream, and a thread keeps the deadline. A posted NCCL receive is a kernel that runs until
-its message is there, and what is loaded waits for its end, as large kernels seem to: VGG16 with microbatches
-of 128 hung although all was loaded. So there a receive is posted where, in one order, its send is made
-(schedule/posts.py); the sender leaves as many more unfinished. A policy's messages are staged: its order is
-not known before.
+Over gloo the host waits. Over NCCL the device's stream waits and the host goes on: the bounds hold in the
+order of the stream, and a thread keeps the deadline. A posted NCCL receive is a kernel that runs until its
+message arrives. Loading a kernel waits for its end, and large kernels seem to wait too: VGG16 with
+microbatches of 128 hung although all was loaded. So over NCCL a receive is posted where its send is made
+(schedule/posts.py), and the sender leaves twice as many unfinished. A policy's order is not known before, so
+its messages go through host memory.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipetrain.errors import ChannelError as ChannelError
+from pipetrain.errors import ChannelError, cause_of
 from pipetrain.network.values import TensorSpec
 from pipetrain.runtime.watch import Deadline, Watch
 from pipetrain.schedule.actions import Edge, Tie
@@ -81,15 +80,9 @@ def failed(receives: Sequence[Message], sends: Sequence[Message], timeout: float
     return ChannelError(f"rank {me} waited {timeout:g} s for {' or for '.join(what)}")
 
 
-def cause_of(error: Exception) -> str:
-    """Return what torch.distributed says of a failure, without gloo's source line and its advice."""
-    said = str(error).strip().splitlines()[0]
-    return re.sub(r"^\[\S+:\d+\] |\. This is typically caused by .*", "", said)
-
-
 @dataclass(slots=True)
 class _Transfer:
-    """Tensors in transfer; they and the works must be kept unchanged until the transfer is finished."""
+    """A message under way. Its tensors and works are kept, unchanged, until it is finished."""
 
     message: Message
     sending: bool
@@ -117,10 +110,10 @@ class _End:
 class Channel:
     """One rank's end of all its edges, over torch.distributed. Not for use from two threads.
 
-    `groups`: a process group for each edge; `sums`: one for the ranks of each tie. Tensors come from and go
-    to `device`. `staged`: they go through pinned host memory, because gloo cannot send CUDA tensors.
-    `channels_last`: four-dimensional tensors are sent and received with their channels innermost, without a
-    copy if they already are. `buffer_size`: of all edges, or of each that a plan has.
+    `groups`: a process group for each edge; `sums`: one for the ranks of each tie. Tensors are on `device`.
+    `staged`: they go through pinned host memory, because gloo cannot send CUDA tensors. `channels_last`:
+    four-dimensional tensors travel with their channels innermost, without a copy if they are so already.
+    `buffer_size`: of all edges, or of each edge.
     """
 
     def __init__(
@@ -227,20 +220,20 @@ class Channel:
     # Sums over ranks
 
     def tell(self, tie: Tie, numbers: Tensor) -> None:
-        """Give numbers to add up over the ranks of a tie; those of one tie come in their order."""
+        """Give numbers to be added up over the ranks of a tie; the sums of a tie are heard in this order."""
         self._pending[tie].append((numbers.to(self._place, non_blocking=self.ordered), []))
         if not self.ordered:
             self.begin(tie)
 
     def begin(self, tie: Tie) -> None:
-        """Start the first sum of a tie that was told and not begun, if there is one."""
+        """Start the first sum of a tie that has been told and not begun, if there is one."""
         for numbers, works in self._pending[tie]:
             if not works:
                 works.append(self._add_up(numbers, self._sums[tie]))
                 return
 
     def hear(self, tie: Tie) -> Tensor:
-        """Wait for the first sum of a tie that was told and not heard."""
+        """Wait for the first sum of a tie that has been told and not heard; return it."""
         if not self._pending[tie][0][1]:
             self.begin(tie)
         numbers, works = self._pending[tie].popleft()
@@ -248,10 +241,9 @@ class Channel:
             self._complete(works, error)
         return numbers.to(self._device, non_blocking=True)
 
-    # What it holds
-
     @property
     def adds_up(self) -> bool:
+        """Whether a sum is not heard yet."""
         return any(self._pending.values())
 
     def buffers(self) -> Iterator[tuple[Sequence[int], Tensor]]:
@@ -267,14 +259,14 @@ class Channel:
             self._deadline.check()
 
     def passed(self, by: Callable[[], bool]) -> None:
-        """Keep the deadline of what the stream waits for: `by` returns whether it has passed all of it."""
+        """Let the deadline hold for what the stream waits for; `by` returns whether it has passed that."""
         awaited, self._awaited = self._awaited, []
         if self._deadline:
             for error in awaited:
                 self._deadline.add(by, error)
 
     def let_go(self) -> None:
-        """Refer to no process group any longer, nor to messages, which hold the connections open."""
+        """Drop the process groups and the messages, which keep the connections open."""
         self._ends, self._sums = {}, {}
         self._pending.clear()
         if self._deadline:
@@ -283,7 +275,7 @@ class Channel:
     # Transfers
 
     def _post(self, end: _End, least: int = 0) -> None:
-        """Post receives until there are so many, or, where the host waits, as many as the edge's bound."""
+        """Post receives up to the edge's bound or, where the stream waits, up to `least`."""
         ahead = least if self.ordered else end.bound
         while end.to_post and len(end.posted) < ahead:
             message = end.to_post.popleft()
@@ -327,7 +319,7 @@ class Channel:
 
     @contextmanager
     def _waiting(self, failed: Failed) -> Iterator[None]:
-        """Count the time of a wait, and say what it was for if it fails."""
+        """Count the time of a wait, and raise the error that names it if it fails."""
         start = time.monotonic()
         try:
             yield
@@ -347,7 +339,7 @@ class Channel:
             raise TimeoutError
 
     def _complete(self, works: Sequence[dist.Work], failed: Failed) -> None:
-        """Let the host wait or, where it does not, the stream, whose deadline is kept aside."""
+        """Let the host wait or, over NCCL, the stream, whose deadline a thread keeps."""
         end = time.monotonic() + self._timeout
         self.check()
         for work in works:
@@ -390,7 +382,7 @@ class Channel:
 
 
 def _at_least(seconds: float) -> timedelta:
-    """Return so much time or up to 1 ms more: gloo waits for whole milliseconds, and would end too early."""
+    """Return so much time or up to 1 ms more: gloo counts whole milliseconds, and would end too early."""
     return timedelta(milliseconds=max(0, math.floor(1000 * seconds)) + 1)
 
 

@@ -15,10 +15,9 @@ from itertools import chain
 import torch
 from torch.profiler import record_function
 
-from pipetrain.errors import ActionFailed, TrainingStopped
+from pipetrain.errors import ActionFailed, ChannelError, TrainingStopped
 from pipetrain.network.draws import EVALUATION, Seeds, drawing
 from pipetrain.network.network import Tensors
-from pipetrain.runtime.channel import ChannelError
 from pipetrain.runtime.clock import Clock, Observe, Stopwatch, Times
 from pipetrain.runtime.feed import Feed
 from pipetrain.runtime.held import Meter

@@ -1,10 +1,10 @@
 """Numbers that are not finite: they stop the training, or leave out the update.
 
-In host memory each activation and gradient is looked at before it is sent on, and each loss and weight's
-gradient before the update. The layer where a forward stopped being finite is found by running it again, layer
-by layer, with the same weights but other random numbers. On a GPU one reduction checks the gradient of a
-batch; its result is looked at with the losses when they have come to the host, for which nothing waits within
-a window. There an update is left out by the device, see Weights.step, and counted later.
+On a CPU each activation and gradient is checked before it is sent, and each loss and weight's gradient before
+the update. To find the layer, the forward runs again, layer by layer, with the same weights but other random
+numbers. On a GPU one reduction checks the gradient of a batch. Its result comes to the host with the losses,
+later, as nothing waits for the device within a window. There the device leaves out an update, see
+Weights.step, and the host counts it later.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """CUDA graphs of a stage's passes: one launch in place of hundreds.
 
-A program is static and its bounds are proven, so a stage needs the memory of so many microbatches in flight,
-the slots, and of so many weight versions. For each slot and each version's storage, the forward and the
-backward of a microbatch are captured once, and replayed from then on: inputs, targets and gradients are
-copied to where the graphs expect them. A slot has a memory pool of its own, as its forward and backward
-always alternate; two slots that shared one would overwrite what the other holds between the two.
+The plan proves how many microbatches a stage has in flight at most, each in a slot, and how many weight
+versions. For each slot and each version's storage, the forward and the backward of a microbatch are captured
+once and replayed from then on: inputs, targets and gradients are copied to where the graphs expect them. Each
+slot has its own memory pool, as its forward and backward alternate; with a common pool one slot would
+overwrite what another holds between the two.
 """
 
 from __future__ import annotations

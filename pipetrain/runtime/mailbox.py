@@ -1,4 +1,4 @@
-"""The messages of a rank's stages: tensors are handed over between two of them, or encoded for another rank.
+"""The messages of a rank's stages: handed over between two stages of the rank, or encoded for another rank.
 
 Activations travel along the routes of the cut, gradients the other way.
 
@@ -45,7 +45,7 @@ class Coding:
         self.residuals: dict[Slot, Tensor] = {}
         """What is owed to later messages, in the tensor's dtype, or float32 for 16-bit tensors."""
         self.seconds = 0.0
-        """What it took so far; on a GPU only the launch of it."""
+        """The time of encoding and decoding so far; on a GPU of its launches."""
 
     def specs(self, edge: Edge, plain: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
         """Return the specs of a message as it travels."""
@@ -127,7 +127,7 @@ class Mailbox:
         self.channel.expect([self._message(action) for action in receives], watched)
 
     def end(self) -> None:
-        """Refer to nothing of the window: what a feed has sent holds connections open."""
+        """Drop all tensors of the window: what a feed has sent keeps connections open."""
         self._feed = None
         self._arrived.clear()
         self._to_send.clear()

@@ -26,8 +26,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from pipetrain.errors import ChannelError
-from pipetrain.runtime.channel import cause_of
+from pipetrain.errors import ChannelError, cause_of
 from pipetrain.runtime.ranks import World, came_too_late
 
 log = logging.getLogger("pipetrain")

@@ -1,4 +1,4 @@
-"""What a stage holds of each open microbatch, and of a batch until its update, and who looks at them."""
+"""Open microbatches of a stage, the batch until its update, and the observers of both."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ class Batch:
 
 
 class Observer:
-    """Checks and statistics, none of which a stage knows by name; they may raise TrainingStopped."""
+    """A check or a statistic of a stage, which does not know its kind. It may raise TrainingStopped."""
 
     def around_forward(self, microbatch: Microbatch) -> AbstractContextManager[object]:
-        """Return a context for the layers' forward of a microbatch, not for one that is run again."""
+        """Return a context for the layers' forward of a microbatch; a recomputation has none."""
         return nullcontext()
 
     def after_forward(self, microbatch: Microbatch, outputs: Tensors) -> None:
@@ -83,7 +83,7 @@ class Observer:
         """Look at numbers of other stages on which the update depends."""
 
     def before_step(self, batch: Batch) -> None:
-        """Prepare for a batch's update, or for that it is left out."""
+        """Prepare for a batch's update, which may be left out."""
 
     def check(self, wait: bool) -> None:
-        """Raise what is known by now or, with `wait`, of all that the device was given."""
+        """Raise an error that is known by now or, with `wait`, of all that the device has to do."""

@@ -4,9 +4,9 @@ The engine takes one action after the other, and asks whether a weight version i
 its later actions; under a policy, forwards read only the newest weights, so an older version is needed while
 a microbatch that read it is open.
 
-A window may end early, where the run is asked to stop: before a batch of which no rank has posted a receive.
-Receives are posted so far ahead, so the first stage's rank decides one microbatch more before that batch,
-before its forward; the others look after they have received that microbatch, and so after the decision.
+A window may end early, if the run is asked to stop: before a batch of which no rank has posted a receive. So
+the first stage's rank decides as many microbatches before that batch as receives are posted ahead, and one
+more, before its forward. The others look after they have received that microbatch, so after the decision.
 """
 
 from __future__ import annotations

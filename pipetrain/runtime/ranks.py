@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipetrain.errors import ChannelError, Refused
+from pipetrain.errors import ChannelError, Refused, cause_of
 from pipetrain.network.values import TensorSpec, bytes_of
-from pipetrain.runtime.channel import cause_of
 
 HEAD = 504  # bytes of a rank's text that the first collective carries
 ROUNDS = 32  # messages to and fro to compare two clocks

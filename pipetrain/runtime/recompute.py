@@ -1,13 +1,12 @@
-"""A forward that is run again before its backward, so that meanwhile it holds little.
+"""Recomputation: a forward saves nothing for its backward, and runs a second time before it.
 
-The first forward computes as ever, but saves nothing for a backward. The second one has the same inputs,
-weight version, buffers and random numbers, so all that it makes is the same to the last bit, and its changes
-of buffers are dropped, so that statistics count once.
+The second forward has the same inputs, weight version, buffers and random numbers, so its results are the
+same to the last bit. Its changes of buffers are dropped, so that statistics count once.
 
-It may keep the results of dear operations (products and convolutions with a weight, about half of what a
-network saves and most of its work), which the second forward then takes instead of computing them: norms,
-activations and attention alone are made again (selective recomputation, Korthikanti et al. 2022, arXiv
-2205.05198). A result that a later layer overwrites is not kept.
+Selective recomputation keeps the results of dear operations: products and convolutions with a weight, about
+half of what a network saves and most of its work. The second forward takes them and computes only norms,
+activations and attention (Korthikanti et al. 2022, arXiv 2205.05198). A result that a later layer overwrites
+is not kept.
 """
 
 from __future__ import annotations
@@ -56,12 +55,12 @@ class Recompute:
         self.kept = deque(None if seen._version else result for result, seen in results.noted)
 
     def end(self, outputs: Sequence[Tensor]) -> None:
-        """End the first forward, the loss included; `outputs`: to be held against those of the second."""
+        """End the first forward, the loss included. `outputs`: to be compared with those of the second."""
         self._beginning.end()
         self._sums = _sums(outputs)
 
     def equals(self, outputs: Sequence[Tensor]) -> bool:
-        """Return whether the second forward made what the first did, as far as that was noted.
+        """Return whether the second forward has the outputs of the first, if these were noted.
 
         A GPU may add numbers in another order each time.
         """

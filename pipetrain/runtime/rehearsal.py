@@ -1,10 +1,9 @@
-"""One use of everything that a window needs, before a message is waited for.
+"""Rehearsals: a few batches with made-up messages, before a window with microbatches of a new size.
 
-Over NCCL a posted receive is a kernel that runs until its message is there, and what a GPU loads at its first
-use (a library, a kernel, a handle) waits for that kernel to end. A forward that is the first of its kind then
-waits for a message that waits for that forward. So before a window with microbatches of a new size, every
-rank plays a few batches of it with made-up messages, and puts back all that it changed; no receive is posted
-until every rank is through.
+Over NCCL a posted receive is a kernel that runs until its message arrives. What a GPU loads at its first use
+(a library, a kernel, a handle) waits for the end of that kernel. The first forward of a kind would so wait
+for a message that waits for that forward. The rehearsal uses everything once. Then each rank puts back all
+that it changed, and no receive is posted until every rank is ready.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ def rehearses(device: torch.device) -> bool:
 class Rehearsal:
     """What an engine needs to rehearse, and what it has rehearsed.
 
-    `loopback`: makes the mailbox of training (True) or of evaluation. `meet` returns when all ranks have
-    called it, alike: with True where stages tell norms, which then connects the ranks. `after_first`: called
-    after the first rehearsal of training, as for CUDA graphs of its passes.
+    `loopback`: makes the mailbox of training (True) or of evaluation. `meet`: returns when all ranks have
+    called it; with True, where stages tell norms, it also connects the ranks of that sum. `after_first`:
+    called after the first rehearsal of training, to capture CUDA graphs.
     """
 
     loopback: Callable[[bool], Mailbox]
@@ -58,7 +57,7 @@ class Rehearsal:
         new = sorted(size for _, size in sizes - self.done)
         if not new:
             return
-        # In the second one of a size the optimizer has its state.
+        # At the second time of a size the optimizer has its state.
         twice = [alike(feed, size) for size in new for _ in range(2)]
         with put_back(stages, training):
             norms = [play(one, self.loopback(training)) for one in twice]
@@ -70,10 +69,10 @@ class Rehearsal:
 
 
 class LoopbackChannel(Channel):
-    """A channel to nobody: what is sent on it is dropped, and what is received is made up.
+    """A channel to nobody: it drops what is sent, and makes up what is received.
 
-    A gradient has not arrived until it is waited for, so that a policy goes on with forwards, as where other
-    ranks lag, and updates keep the versions of open microbatches.
+    A gradient arrives when it is waited for. So a policy goes on with forwards, as if other ranks were late,
+    and updates keep the versions of open microbatches.
     """
 
     _late: Sequence[Message] = ()  # gradients that were waited for last
@@ -125,9 +124,9 @@ def alike(feed: Feed, size: int) -> Repeated:
 
 @contextmanager
 def put_back(stages: Iterable[Stage], training: bool) -> Iterator[None]:
-    """Put back, to the last bit, what running the stages changes: all that they hold, and random numbers.
+    """Put back, to the last bit, what running the stages changes: their tensors, attributes, random state.
 
-    Meanwhile copies of the values are in host memory.
+    The copies are in host memory.
     """
     with attributes_put_back(stages):
         tensors: list[Tensor] = []

@@ -1,16 +1,16 @@
 """A backward in two halves: I, the gradients of the inputs, and later W, those of the weights.
 
-The stage before waits for I alone, so that W can fill waits (zero bubble, Qi et al. 2023, arXiv 2401.10241).
-Differentiating the stage's graph once for each half would go through all its layers twice. Instead,
-operations whose weight gradient is dear (matrix products, convolutions and embeddings) get a small graph of
-their own while the forward runs. In the stage's graph each stands as one node, which in I differentiates its
-small graph to the input alone, and keeps the output's gradient; W differentiates all small graphs to the
-weights. Kernels and the order of sums are those of a whole backward, so the gradients are equal to the last
-bit. Between I and W only the inputs of these operations and the gradients of their outputs are held.
+The stage before waits for I alone, so W can fill waits (zero bubble, Qi et al. 2023, arXiv 2401.10241). To
+differentiate the stage's graph once for each half would go through all its layers twice. Instead, each
+operation whose weight gradient is dear (matrix product, convolution, embedding) gets a small graph of its own
+while the forward runs. In the stage's graph it is one node. In I this node differentiates its small graph to
+the input alone, and keeps the output's gradient; W differentiates all small graphs to the weights. Kernels
+and the order of sums are those of a whole backward, so the gradients are equal to the last bit. Between I and
+W only the inputs of these operations and the gradients of their outputs are held.
 
-What is not put off has its gradient in I, and W adds it: the weights of norms, of torch's recurrent layers
-(one operation for all their steps), of layers that recompute inside, and weights computed from others, as by
-weight_norm; views of weights are put off.
+Other weights get their gradient in I, and W adds it: those of norms, of torch's recurrent layers (one
+operation for all their steps), of layers that recompute inside, and weights computed from others, as by
+weight_norm. The gradients of views of weights are put off too.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _CAST = {torch.float32, torch.float16, torch.bfloat16}  # by autocast
 class Deferred(Watching):
     """The weight gradients of one microbatch's forward that are put off.
 
-    It is a context in which to run the forward, and to put off the weight gradients of dear operations;
-    `input_half` then is I, and `weight_half` W. `leaves`: of the weight version, which are distinct tensors.
+    The forward runs in it as a context; `input_half` then is I, and `weight_half` W. `leaves`: of the weight
+    version, which are distinct tensors.
     """
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:

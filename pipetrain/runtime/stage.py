@@ -1,8 +1,8 @@
 """One stage: a slice of the model, its weights, and the tensors saved for the backward of open microbatches.
 
-A stage has no notion of ranks or messages. Its memory is bounded by the program: the peak of `in_flight` is
-the number of activations that `simulate` predicts. What checks numbers, keeps statistics of batches or leaves
-out updates is among its observers.
+A stage knows no ranks or messages. The program bounds its memory: the peak of `in_flight` is the number of
+activations that `simulate` predicts. Observers check numbers, keep statistics of batches, or leave out
+updates.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from pipetrain.tasks import Task
 class Stage:
     """Slice `index` of a model. The last stage has the task; the others pass their outputs on.
 
-    `module.slice` tells what enters and leaves it. `selective`: a forward that is to be run again keeps dear
-    results, see recompute.py. `clip_grad_norm`: the most that the norm of a batch's gradient may be.
-    `names`: those of parameters in the model, where they differ, as of a weight that an earlier layer has
-    too; `elsewhere`: tensors, by their names in the model, that are in the state of an earlier stage.
+    `module.slice` says what enters and leaves it. `selective`: a forward that is to be recomputed keeps dear
+    results, see recompute.py. `clip_grad_norm`: the largest norm of a batch's gradient. `names`: of
+    parameters in the model, where they differ, as for a weight that an earlier layer has too. `elsewhere`:
+    the names in the model of tensors that are in the state of an earlier stage.
     """
 
     _weights: type[Weights] = Weights
@@ -78,9 +78,9 @@ class Stage:
         self.objective = Objective(task, module.pack, self.numerics.autocast) if task is not None else None
         self.observers: list[Observer] = []
         self.rehearses = False
-        """Whether numbers are made up, and may be as they are."""
+        """Whether numbers are made up, so that none is refused."""
         self.skipped = 0
-        """The number of updates that were left out since they were counted."""
+        """The updates that were left out since this was last read."""
         self._clip = clip_grad_norm
         self._selective = selective
         self._proves = True  # whether the next recomputation is held against its forward
@@ -140,8 +140,8 @@ class Stage:
     def recompute(self, mb: int, version: int) -> None:
         """Run a forward again, with the weights, buffers and random numbers of the first time.
 
-        Neither metrics nor observers see it. Raises TrainingStopped if it made other outputs, for the first
-        microbatch of a window.
+        Metrics and observers do not see it. For the first microbatch of a window it raises TrainingStopped
+        if the outputs are others.
         """
         one = self._open[mb]
         recompute, one.recompute = one.recompute, None
@@ -178,7 +178,7 @@ class Stage:
         return ()
 
     def _recorded(self, one: Microbatch) -> Tensors:
-        """Run the layers; where the backward is split, with what puts the gradients of weights off."""
+        """Run the layers; if the backward is split, put off the gradients of weights."""
         if one.recompute is None and one.saving.split and any(t.requires_grad for t in one.inputs):
             one.deferred = Deferred(self.weights.leaves(one.version))
         with one.deferred or nullcontext():
@@ -249,7 +249,7 @@ class Stage:
             deferred.weight_half()
 
     def _adding(self) -> AbstractContextManager[None]:
-        """Return a context that adds gradients; on a CPU to keep two of them costs more than to launch."""
+        """Return a context that adds gradients; on a CPU a second copy costs more than many launches."""
         return nullcontext() if self.device == "cpu" else self.weights.adding_at_once()
 
     def _close(self, mb: int, version: int) -> Microbatch:
@@ -283,7 +283,7 @@ class Stage:
         return back
 
     def _share_of_loss(self, loss: Tensor, share: float) -> Tensor:
-        """Return the gradient of a loss, made anew where another microbatch had another share."""
+        """Return the gradient of a loss; the last one is used again for the same share."""
         if self._share is None or self._share[0] != share:
             self._share = share, torch.full_like(loss, share)
         return self._share[1]
@@ -334,7 +334,7 @@ class Stage:
     # Between windows
 
     def check(self, wait: bool = True) -> None:
-        """Raise what the observers know by now or, with `wait`, of all that the device was given."""
+        """Raise an error that observers know by now or, with `wait`, of all that the device has to do."""
         for observer in self.observers:
             observer.check(wait)
 
@@ -356,7 +356,7 @@ class Stage:
         return [*tensors, *self.module.buffers()], [*containers, *more]
 
     def begin_rehearsal(self) -> None:
-        """Let what is made up go elsewhere, until what `changing` returned is put back."""
+        """Count what is made up elsewhere, until what `changing` returned is put back."""
         self.rehearses, self._batch = True, Batch()
         if self.objective is not None:
             self.objective.start_counting()

@@ -1,11 +1,11 @@
 """The running statistics of BatchNorm over whole batches rather than microbatches.
 
-In training a BatchNorm normalises each microbatch by its own mean and variance, as it sees no other. By
-default each also moves the running statistics, which evaluations use: m times a batch, by moments of few
-samples. With batchnorm=batch they move once an update, by the mean and the unbiased variance of all samples
-of its batch, as in one process that is given them at once (torchgpipe's DeferredBatchNorm; Kim et al. 2020,
-arXiv 2004.09910, section 3.3.2). The moments of the microbatches are joined by the rule of Chan, Golub and
-LeVeque (1983), and no sum of squares loses digits.
+In training a BatchNorm normalises each microbatch by its own mean and variance. By default each microbatch
+also moves the running statistics, which evaluations use: m times a batch, by moments of few samples. With
+batchnorm=batch they move once an update, by the mean and the unbiased variance of all samples of its batch,
+as in one process that gets the whole batch (torchgpipe's DeferredBatchNorm; Kim et al. 2020, arXiv
+2004.09910, section 3.3.2). The moments of the microbatches are joined by the rule of Chan, Golub and LeVeque
+(1983), so no sum of squares loses digits.
 
 A batch counts when its update is made, so an update that is skipped takes its statistics with it.
 """

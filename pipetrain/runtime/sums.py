@@ -1,9 +1,9 @@
-"""What the stages tell each other before an update: gradients of the weights that they share, and norms.
+"""The sums over stages before an update: of the gradients of shared weights, and of norms.
 
-Each stage has a copy of a weight that layers in several stages share. Before an update the stages add up
-their gradients of it, so every copy is stepped by the same numbers, with the same optimizer state, and stays
-the same to the last bit. A rank tells the others once for all its stages, and goes on until an update needs
-what the others told.
+Each stage has its own copy of a weight that layers in several stages share. Before an update the stages add
+up their gradients of it. So every copy makes the same step, with the same optimizer state, and the copies
+stay equal to the last bit. A rank tells the others one sum for all its stages, and goes on until an update
+needs what the others tell.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Threads that look after transfers: `Watch` detects that one is finished, `Deadline` that one never is.
+"""Threads that look after transfers: `Watch` sees that one is finished, `Deadline` that one never will be.
 
 With gloo a receive that has arrived is not complete until a thread waits for it. So one thread per edge waits
 for its transfers in order; all transfers are posted from the engine's thread.
 
-With NCCL the device's stream waits for messages and the host goes on, so nobody on the host would notice one
-that never comes. A thread does: where the stream passes none of them for the time of the deadline, it aborts
-all transfers, so that the stream goes on and the host can say which one it was. If it cannot, the thread says
-it and ends the process.
+With NCCL the device's stream waits for messages and the host goes on, so the host would not notice one that
+never comes. A thread does: if the stream passes no message within the deadline, it aborts all transfers. The
+stream then goes on, and the host raises an error that names the message. If the host cannot, the thread
+prints the error and ends the process.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from pipetrain.schedule.actions import Edge
 
-LONG = timedelta(days=30)  # the engine's thread keeps the deadline
-RAISED_S = 5.0  # within which the host must raise an error: one that cannot, waits for the device for good
+LONG = timedelta(days=30)  # the engine's thread has the deadline
+RAISED_S = 5.0  # in which the host must raise the error; else it waits for the device for ever
 _Queue = SimpleQueue[tuple[Sequence[dist.Work], Future[None]] | None]
 
 
@@ -37,7 +37,7 @@ class Watch:
             Thread(target=_follow, args=(queue,), daemon=True).start()
 
     def add(self, edge: Edge, works: Sequence[dist.Work]) -> Future[None]:
-        """Return what is done when all these works are, or with the error of one."""
+        """Return a future that is done when all these works are, or has the error of one."""
         done: Future[None] = Future()
         self._queues[edge].put((works, done))
         return done
@@ -60,7 +60,7 @@ def _follow(queue: _Queue) -> None:
 
 
 class Deadline:
-    """Keeps the deadline of messages for which the device's stream waits. `abort` ends all transfers.
+    """The deadline of messages for which the device's stream waits. `abort` ends all transfers.
 
     `broken`: whether the connection to another rank has failed.
     """

@@ -2,8 +2,8 @@
 
 A version is a set of autograd leaves. A forward computes with the leaves of the version that its action
 names; a backward finds its version in its graph. A step updates in place if no later action needs the old
-values, and otherwise moves the live parameters to other storage. Released storage is used again in a ring,
-because fresh allocations would be page-faulted in at every step.
+values, and otherwise moves the live parameters to other storage. Released storage is used again, because a
+fresh allocation would be page-faulted in at every step.
 
 Leaves are made from `p.data`, so they share storage with the parameter but not its version counter. The
 counter of a leaf moves exactly when its storage is overwritten, so autograd raises if a graph still needs it.
@@ -150,7 +150,7 @@ class Weights:
 
     @contextmanager
     def adding_at_once(self) -> Iterator[None]:
-        """Let a backward make small gradients anew, and add them to the batch's by one kernel of a GPU."""
+        """Let a backward make new small gradients, and add them to the batch's by one kernel of a GPU."""
         small = [leaf for leaf in self._accumulating.values() if leaf.nbytes <= SMALL_GRADIENT]
         sums = [(leaf, leaf.grad) for leaf in small if leaf.grad is not None and not leaf.grad.is_sparse]
         for leaf, _ in sums:
@@ -205,9 +205,9 @@ class Weights:
             self._versions[self.newest] = leaves
 
     def _step(self, optimizer: Optimizer, skip: bool | Tensor) -> None:
-        """Step; weights with their first gradient separately, as torch's fused SGD takes no mixture.
+        """Step. Weights with their first gradient step alone, as torch's fused SGD refuses a mixture.
 
-        A fused optimizer of torch skips by itself, once all weights have their state; else the host decides.
+        A fused optimizer of torch skips by itself once all weights have their state; else the host decides.
         """
         gradients = self.gradients() if self._unmoved else {}
         first = self._unmoved & gradients.keys()

@@ -1,8 +1,8 @@
-"""The model that was given, while its tensors are with the ranks that train them.
+"""The program's model, while the ranks train its tensors.
 
-Each rank has the tensors of its stages. All others of the model would show old numbers there and take its
-memory: they are on the meta device, where computing with them is an error, until `collect` brings the numbers
-of all ranks to rank 0.
+Each rank has the tensors of its stages. The model's other tensors would show old numbers and take memory. So
+they are on the meta device, where computing with them is an error, until `collect` brings the numbers of all
+ranks to rank 0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def owners(network: Network, plan: Plan) -> dict[str, int]:
 
 
 class WholeModel:
-    """A model and the tensors of its stages. `values`: what it begins with, before its own numbers."""
+    """A model and the tensors of its stages. `values`: those that it begins with in place of its own."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, values: Values | None) -> None:
         self.values = values

@@ -17,8 +17,9 @@ from torch import Tensor
 from benchmark.contestants import Ours
 from benchmark.tasks import Task, prepare
 from benchmark.worlds import Say, WorldFailed
+from pipetrain.errors import ChannelError
 from pipetrain.network.values import TensorSpec
-from pipetrain.runtime.channel import ChannelError, Message
+from pipetrain.runtime.channel import Message
 from pipetrain.runtime.mesh import Mesh
 from tests.gpu.rows import MIB, Row, Setting, judged
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from pipetrain.errors import cause_of
 from pipetrain.network.values import TensorSpec
 from pipetrain.runtime import channel as module
-from pipetrain.runtime.channel import Channel, Message, cause_of, failed
+from pipetrain.runtime.channel import Channel, Message, failed
 from pipetrain.runtime.rehearsal import LoopbackChannel, _Done
 from pipetrain.schedule.actions import ALL
 

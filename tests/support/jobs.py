@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from pipetrain.codec import Codecs
-from pipetrain.errors import Refused
+from pipetrain.errors import ChannelError, Refused
 from pipetrain.network.values import TensorSpec, specs_of
-from pipetrain.runtime.channel import ChannelError, Message
+from pipetrain.runtime.channel import Message
 from pipetrain.runtime.mailbox import Coding
 from pipetrain.runtime.meeting import make_group
 from pipetrain.runtime.mesh import Mesh

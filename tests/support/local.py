@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import _python_dispatch
 
-from pipetrain.runtime.channel import ChannelError, Message, failed
+from pipetrain.errors import ChannelError
+from pipetrain.runtime.channel import Message, failed
 from pipetrain.schedule.actions import Edge, Tie
 from tests.support.deadlines import DEADLINE_S
 
