@@ -94,9 +94,9 @@ def said(run_dir: Path) -> str:
 
 def weights(run_dir: Path) -> dict[str, Tensor]:
     """Return all tensors of a run's newest checkpoint."""
-    for folder, found in newest_first(run_dir / CHECKPOINTS):
-        if not isinstance(found, DamagedCheckpoint):
-            return {key: t for name in found.parts for key, t in load_file(folder / name).items()}
+    for folder, manifest in newest_first(run_dir / CHECKPOINTS):
+        if not isinstance(manifest, DamagedCheckpoint):
+            return {key: t for name in manifest.parts for key, t in load_file(folder / name).items()}
     return {}
 
 

@@ -67,17 +67,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Make the parser."""
-    made = argparse.ArgumentParser(
+    command = argparse.ArgumentParser(
         prog="bench.py",
         description="Measure pipetrain beside torch.distributed.pipelining, DDP and plain loops, in turns.",
         allow_abbrev=False,
     )
     known = f"{', '.join(SUITES)} (default: all but gpu)"
-    made.add_argument("suites", nargs="*", metavar="SUITE", type=_suite, help=known)
-    made.add_argument("--rounds", type=int, default=5, metavar="N", help="that are counted (default: 5)")
-    made.add_argument("--quick", action="store_true", help="one small round: to see that it works, no more")
-    made.add_argument("--out", type=Path, metavar="FILE", help="write the report there too")
-    return made
+    command.add_argument("suites", nargs="*", metavar="SUITE", type=_suite, help=known)
+    command.add_argument("--rounds", type=int, default=5, metavar="N", help="that are counted (default: 5)")
+    command.add_argument(
+        "--quick", action="store_true", help="one small round: to see that it works, no more"
+    )
+    command.add_argument("--out", type=Path, metavar="FILE", help="write the report there too")
+    return command
 
 
 def _suite(name: str) -> str:

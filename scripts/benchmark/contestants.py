@@ -176,8 +176,8 @@ class BatchFeed(Repeated):
         targets = job.targets.to(device).chunk(job.microbatches)
         weights = [float(job.task.weight(part)) for part in targets]
         parts = zip(targets, weights, strict=True)
-        given = [Target(part, weight, weight / sum(weights)) for part, weight in parts]
-        super().__init__(len(inputs[0]), [(part,) for part in inputs], given, copies)
+        counted = [Target(part, weight, weight / sum(weights)) for part, weight in parts]
+        super().__init__(len(inputs[0]), [(part,) for part in inputs], counted, copies)
 
 
 class Ours:
@@ -324,15 +324,15 @@ def torch_pipeline(schedule: str, job: Job, mesh: Mesh, batches: int, name: str 
     wait for it for good.
     """
     plan, last, device = job.plan, job.plan.stages - 1, mesh.device
-    innermost, made = plan.numerics.channels_last, TORCHS[schedule]
-    several = issubclass(made, PipelineScheduleMulti)
+    innermost, kind = plan.numerics.channels_last, TORCHS[schedule]
+    several = issubclass(kind, PipelineScheduleMulti)
     parts: dict[int, nn.Module] = {}
     for stage in (stage for stage, rank in enumerate(plan.placement) if rank == mesh.world.rank):
         part: nn.Module = job.stage(stage).to(device)
         plan.numerics.arrange_weights(part)
         parts[stage] = Innermost(part, stage > 0, stage < last, several) if innermost else part
     samples = plan.numerics.arrange(job.samples.to(device))
-    given = (samples,) if 0 in parts else ()
+    first_inputs = (samples,) if 0 in parts else ()
     targets, loss_of = job.targets.to(device), job.task.to(device).loss
     for stage, part in parts.items():
         x = _entering(job, stage).to(device) if stage else samples[: job.size]
@@ -344,11 +344,13 @@ def torch_pipeline(schedule: str, job: Job, mesh: Mesh, batches: int, name: str 
     group = _own_group(mesh)
     stages = [PipelineStage(part, stage, plan.stages, device, group=group) for stage, part in parts.items()]
     # Gradients are divided by the number of microbatches, so that an update is the batch's mean, as ours.
-    runs = made(stages if several else stages[0], job.microbatches, loss_fn=loss_of, scale_grads=True)
+    runs = kind(stages if several else stages[0], job.microbatches, loss_fn=loss_of, scale_grads=True)
 
     def backward() -> Tensor | None:
         losses: list[Tensor] = []
-        runs.step(*given, target=targets if last in parts else None, losses=losses, return_outputs=False)
+        runs.step(
+            *first_inputs, target=targets if last in parts else None, losses=losses, return_outputs=False
+        )
         return torch.stack(losses).mean() if last in parts else None
 
     return Theirs(name or f"torch {schedule}", job, batches, nn.ModuleList(parts.values()), backward)

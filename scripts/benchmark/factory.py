@@ -77,6 +77,6 @@ def _train(depth: int, width: int) -> tuple[float, dict[str, float]]:
 
 def _mib(key: str) -> float:
     """Return a figure of this process, in MiB."""
-    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
+    line = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert line is not None
+    return int(line[1]) / 1024

@@ -85,7 +85,7 @@ def measure(mesh: Mesh, say: Say, case: Case) -> list[tuple[int, int, int]]:
         order = order_of(plan, max(plan.windows), mesh.world.rank)
         engine.train(order, BatchFeed(job, mesh.device, copies=True), job.microbatches)
     predicted = peaks(memory(plan, plan.timeline()))
-    return [(stage, held, predicted[stage]["total"]) for stage, held in meter.close().stages.items()]
+    return [(stage, nbytes, predicted[stage]["total"]) for stage, nbytes in meter.close().stages.items()]
 
 
 def row(benchmark: str, stage: int, measured: int, predicted: int) -> Row:

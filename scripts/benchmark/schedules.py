@@ -116,14 +116,14 @@ def contestants(microbatches: tuple[int, ...], product_s: float, quick: bool, me
         racing: Contestant = torch_pipeline(rival, job, mesh, 1, name) if rival else Ours(name, job, mesh)
         return Paced(racing, one_s, bound(job.plan, one_s))
 
-    made: dict[str, Callable[[], Contestant]] = {}
+    builders: dict[str, Callable[[], Contestant]] = {}
     ways = {name: WAYS[name] for name in ("1f1b", "zb_h1", "zbv")} if quick else WAYS
     for m in microbatches:
         for name, way in ways.items():
             for rival in ("", name) if name in TORCHS else ("",):
                 title = f"{'torch ' * bool(rival)}{name}, m = {m}"
-                made[title] = partial(build, title, way, m, rival)
-    return made
+                builders[title] = partial(build, title, way, m, rival)
+    return builders
 
 
 STATIC = "pipedream, buffer_size 2"
@@ -155,8 +155,8 @@ def jittered(product_s: float, window: int, rounds: int, mesh: Mesh) -> Builders
     def sleeping(build: Callable[[], Contestant]) -> Contestant:
         return Paced(build(), naps(mesh.world.rank, product_s, SPREAD), slept)
 
-    made = ours(mesh, task_of(ranks, 1), JITTERED, window=window)
-    return {name: partial(sleeping, build) for name, build in made.items()}
+    builders = ours(mesh, task_of(ranks, 1), JITTERED, window=window)
+    return {name: partial(sleeping, build) for name, build in builders.items()}
 
 
 def mean_nap(stage: int, product_s: float, window: int, rounds: int) -> float:

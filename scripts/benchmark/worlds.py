@@ -136,9 +136,9 @@ def run_ranks(
     end, (here, there) = monotonic() + deadline, context.Pipe(duplex=False)
     listener = threading.Thread(target=_hear, args=(here, say))
     with tempfile.TemporaryDirectory() as folder:
-        given = ranks, Path(folder), meet, work, there, deadline, arguments
+        entry = ranks, Path(folder), meet, work, there, deadline, arguments
         running = start_processes(  # type: ignore[no-untyped-call]
-            _enter, given, ranks, join=False, daemon=True, start_method=method
+            _enter, entry, ranks, join=False, daemon=True, start_method=method
         )
         there.close()
         listener.start()

@@ -64,12 +64,12 @@ def _kill_marked(mark: str) -> None:
 
 def marked(mark: str) -> set[int]:
     """Return the processes with this `NAME=value` in their environment. Where there is no /proc: none."""
-    found = set()
+    pids = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has just ended, or is somebody else's
             if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found.add(int(folder.name))
-    return found
+                pids.add(int(folder.name))
+    return pids
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

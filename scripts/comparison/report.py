@@ -42,7 +42,7 @@ def write(
     )
     failed = [outcome for outcome in outcomes if outcome.summary is None]
     said = verdict(rows, len(failed), len(asked.specs) - len(outcomes), len(asked.specs))
-    keys = dict.fromkeys(key for outcome in outcomes for key in outcome.made if key != "date")
+    keys = dict.fromkeys(key for outcome in outcomes for key in outcome.machine if key != "date")
     page = environment.get_template(FILE).render(
         title=asked.title,
         verdict=said or ["No run was made."],
@@ -55,7 +55,7 @@ def write(
         commands="\n\n".join(
             shlex.join(["pipetrain", *words(spec, asked.out / "runs" / spec.name)]) for spec in asked.specs
         ),
-        machine={key: _each(o.made[key] for o in outcomes if key in o.made) for key in keys},
+        machine={key: _each(o.machine[key] for o in outcomes if key in o.machine) for key in keys},
         again=f"python scripts/compare.py {asked.typed}",
         logs=shlex.quote(str(asked.out / "runs")),
         date=f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
@@ -74,15 +74,15 @@ def _address(picture: Path) -> str:
 
 def _every_run(asked: Request, outcomes: Sequence[Outcome]) -> Table:
     """Return a line for each run that was asked for, also where it is not made yet."""
-    made = {outcome.spec: outcome for outcome in outcomes}
+    by_spec = {outcome.spec: outcome for outcome in outcomes}
     lines = []
     for spec in asked.specs:
-        if (outcome := made.get(spec)) is None:
+        if (outcome := by_spec.get(spec)) is None:
             lines.append([spec.title, "not made yet", *["-"] * 3])
             continue
         link = Markup('<a href="runs/{}.log">output</a>').format(quote(spec.name))
         state = "failed" if outcome.summary is None else "done"
-        lines.append([spec.title, state, duration(outcome.wall_s), outcome.made.get("date", "-"), link])
+        lines.append([spec.title, state, duration(outcome.wall_s), outcome.machine.get("date", "-"), link])
     head = ["run", "state", "whole run", "started", "records"]
     note = "The figures of each run, and of its stages, are in runs.csv and in the run's own summary.json."
     return Table("Every run", head, lines, [note], ("run", "state", "started", "records"))

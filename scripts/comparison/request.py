@@ -102,7 +102,7 @@ class Request:
 
 def parser() -> argparse.ArgumentParser:
     """Make the parser of everything but the overrides."""
-    made = argparse.ArgumentParser(
+    command = argparse.ArgumentParser(
         prog="compare.py",
         description="Train by several methods in turn; put them into one table, plots and a report.",
         epilog="Words such as model=vgg16 epochs=5, and all after --, are overrides for every run.",
@@ -113,22 +113,24 @@ def parser() -> argparse.ArgumentParser:
     )
     several: dict[str, Any] = {"metavar": "NAME", "nargs": "+", "default": []}
     schedules, experiments = names(conf_dir() / "schedule"), ", ".join(names(FOLDER))
-    made.add_argument("--experiment", metavar="NAME", help=f"{experiments}, or FILE.yaml")
-    made.add_argument("--schedules", choices=schedules, help=", ".join(schedules), **several)
-    made.add_argument("--method", action="append", default=[], metavar="'NAME: OVERRIDES'", help=own)
-    made.add_argument("--seeds", type=int, help="default: 0", **several | {"metavar": "N"})
-    made.add_argument(
+    command.add_argument("--experiment", metavar="NAME", help=f"{experiments}, or FILE.yaml")
+    command.add_argument("--schedules", choices=schedules, help=", ".join(schedules), **several)
+    command.add_argument("--method", action="append", default=[], metavar="'NAME: OVERRIDES'", help=own)
+    command.add_argument("--seeds", type=int, help="default: 0", **several | {"metavar": "N"})
+    command.add_argument(
         "--models", choices=names(conf_dir() / "model"), help="rows for several models", **several
     )
-    made.add_argument("--nproc", type=int, metavar="N", help="processes (default: stages= or 2)")
-    made.add_argument("--out", type=Path, metavar="DIR", help="default: comparisons/ and what is compared")
-    made.add_argument("--fresh", action="store_true", help="remove these runs where they are done")
+    command.add_argument("--nproc", type=int, metavar="N", help="processes (default: stages= or 2)")
+    command.add_argument("--out", type=Path, metavar="DIR", help="default: comparisons/ and what is compared")
+    command.add_argument("--fresh", action="store_true", help="remove these runs where they are done")
     reach = (
         "of the metric, such as 90 (%%): times until it is reached (default: the best that all runs reach)"
     )
-    made.add_argument("--target", type=float, metavar="VALUE", help=reach)
-    made.add_argument("--latex", action="store_true", help="write the tables as table.tex too, for booktabs")
-    return made
+    command.add_argument("--target", type=float, metavar="VALUE", help=reach)
+    command.add_argument(
+        "--latex", action="store_true", help="write the tables as table.tex too, for booktabs"
+    )
+    return command
 
 
 def names(folder: Path) -> list[str]:
@@ -162,15 +164,15 @@ def load(name: str) -> Experiment:
     path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
     try:
         data: Any = OmegaConf.merge(OmegaConf.structured(Experiment), OmegaConf.load(path))
-        made: Any = OmegaConf.to_object(data)
+        experiment: Any = OmegaConf.to_object(data)
     except Exception as error:  # whatever YAML raises
         choices = f"choose from {', '.join(names(FOLDER))}, or FILE.yaml"
         raise ConfigError(f"--experiment {path}: {one_line(error)}; {choices}") from error
-    assert isinstance(made, Experiment)
-    made.title = made.title or path.stem
-    if not made.methods or not made.seeds:
+    assert isinstance(experiment, Experiment)
+    experiment.title = experiment.title or path.stem
+    if not experiment.methods or not experiment.seeds:
         raise ConfigError(f"{path}: an experiment needs methods, a list of overrides each, and seeds")
-    return made
+    return experiment
 
 
 def key(word: str) -> str:
@@ -196,19 +198,19 @@ def _specs(options: argparse.Namespace, overrides: Sequence[str], asked: Experim
     methods = list(_methods(options, asked))
     if not methods:
         raise ConfigError("there is nothing to compare: give --schedules, --method or --experiment")
-    given = {key(word): word.partition("=")[2] for word in overrides}
+    values = {key(word): word.partition("=")[2] for word in overrides}
     for word, option in OWN.items():
         of_method = any(key(own) == word for method in methods for own in method.overrides)
-        if (word in given and (word != "model" or options.models)) or (of_method and word != "schedule"):
+        if (word in values and (word != "model" or options.models)) or (of_method and word != "schedule"):
             raise ConfigError(f"{word} is set by {option}; leave {word}= out of the overrides")
-    stages = given.get("stages", "")
+    stages = values.get("stages", "")
     nproc = options.nproc if options.nproc is not None else int(stages) if stages.isdecimal() else asked.nproc
     COUNT.read("--nproc", nproc)
-    models: list[str | None] = options.models or ([] if "model" in given else list(asked.models)) or [None]
+    models: list[str | None] = options.models or ([] if "model" in values else list(asked.models)) or [None]
     for seed in options.seeds or asked.seeds:
         whole(0).read("--seeds", seed)
         for model in models:
-            own = asked.models.get(model or given.get("model", ""), [])
+            own = asked.models.get(model or values.get("model", ""), [])
             words = merged(asked.overrides, own, overrides)
             yield from (Spec(method, seed, model, words, nproc) for method in methods)
 

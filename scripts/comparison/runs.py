@@ -49,7 +49,7 @@ class Outcome:
     curves: dict[str, list[float]] = field(default_factory=dict)
     failure: str = ""
     kept: bool = False
-    made: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, str] = field(default_factory=dict)  # and the date
     others: float = 0.0
 
 
@@ -112,7 +112,7 @@ class Runs:
         folder.mkdir()
         asked = {"overrides": spec.arguments, "nproc": spec.nproc}
         _write(folder, asked)
-        made, others_s, begin = describe_machine(), _others_s(), time.perf_counter()
+        machine, others_s, begin = describe_machine(), _others_s(), time.perf_counter()
         status = run([*self._command, *words(spec, folder)], spec.nproc, self.log(spec), [lock])
         seconds = time.perf_counter() - begin
         wall_s, others = round(seconds, 1), round(max(0.0, _others_s() - others_s) / seconds, 2)
@@ -121,9 +121,9 @@ class Runs:
                 raise ValueError(f"status {status}")
             summary, curves = read_records(folder)
         except ValueError as error:
-            return Outcome(spec, wall_s, failure=str(error), made=made)
-        _write(folder, {**asked, "wall_s": wall_s, "made": made, "others": others})
-        return Outcome(spec, wall_s, summary, curves, made=made, others=others)
+            return Outcome(spec, wall_s, failure=str(error), machine=machine)
+        _write(folder, {**asked, "wall_s": wall_s, "made": machine, "others": others})
+        return Outcome(spec, wall_s, summary, curves, machine=machine, others=others)
 
     def forget(self, spec: Spec) -> None:
         """Remove a run and its output."""

@@ -161,14 +161,14 @@ def tables(rows: Sequence[Row], target: float | None = None) -> list[Table]:
     which = ", the best that all runs of a model reach" if target is None else ""
     beside = [f"target: test {title}{which}. {measured.MEANING}"]
     goals = {model: _common(of) if target is None else target for model, of in by_model(rows).items()}
-    made = []
+    tables = []
     for name, lines, notes in (
         ("Results", [_published(row, metric) for row in rows], published),
         ("Over the seeds", [_trusted(row, metric) for row in rows], trusted),
         ("To a target, and measured", [_measured(row, metric, goals[row.model]) for row in rows], beside),
     ):
-        made.append(Table(name, list(lines[0]), [list(line.values()) for line in lines], notes))
-    return made
+        tables.append(Table(name, list(lines[0]), [list(line.values()) for line in lines], notes))
+    return tables
 
 
 def _published(row: Row, metric: Metric) -> dict[str, str]:
@@ -190,11 +190,11 @@ def _published(row: Row, metric: Metric) -> dict[str, str]:
 
 def _trusted(row: Row, metric: Metric) -> dict[str, str]:
     mine, theirs = row.seconds, (row.first or row).seconds
-    made, sent = len(row.outcomes), [(summary.get("bytes_per_epoch") or 0.0) / 1e6 for summary in row.done]
+    runs, sent = len(row.outcomes), [(summary.get("bytes_per_epoch") or 0.0) / 1e6 for summary in row.done]
     return {
         "method": row.method,
         "model": row.model,
-        "seeds": str(made) if len(row.done) == made else f"{len(row.done)} of {made}",
+        "seeds": str(runs) if len(row.done) == runs else f"{len(row.done)} of {runs}",
         f"last_{metric.name}": spread(row.last, metric.number) if row.done else "failed",
         "train_s": spread(mine),
         "speedup": f"{fmean(theirs) / fmean(mine):.2f}x" if mine and theirs else "-",
@@ -250,11 +250,11 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     """Say what failed, and what is not alike in runs that are compared."""
     said = []
     counts = [(row, len(row.outcomes), len(row.outcomes) - len(row.done)) for row in rows]
-    if failed := [f"{row.method} {row.model} {n} of {made}" for row, made, n in counts if n]:
+    if failed := [f"{row.method} {row.model} {n} of {runs}" for row, runs, n in counts if n]:
         said.append(f"Failed runs, left out of the means: {', '.join(failed)}.")
     for model, of_model in by_model(rows).items():
         done = [outcome for row in of_model for outcome in row.outcomes]
-        facts = [outcome.made | outcome.summary for outcome in done if outcome.summary]
+        facts = [outcome.machine | outcome.summary for outcome in done if outcome.summary]
         unlike = {key: "; ".join(each) for key in FAIR if len(each := _distinct(facts, key)) > 1}
         said += [f"Not alike in all runs: {key} ({model}: {each})." for key, each in unlike.items()]
     return said

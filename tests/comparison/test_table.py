@@ -109,9 +109,9 @@ def test_another_metric_takes_the_place_of_accuracy_and_a_failed_row_stands_besi
 def test_runs_of_other_settings_machines_or_revisions_are_not_averaged_in_silence():
     here = {"date": "2026-01-01", "machine": "A, 2 cores", "torch": "2.12", "pipetrain": "0123456789"}
     there = here | {"date": "2026-02-01", "machine": "B, 8 cores", "pipetrain": "abcdef0123"}
-    a = replace(outcome("gpipe", 0, 0.9, threads=1, precision="fp32"), made=here)
-    b = replace(outcome("gpipe", 1, 0.9, threads=4, lr=0.1), made=there)
-    assert remarks(make_rows([a, replace(a, made=here | {"date": "2026-02-01"})])) == []
+    a = replace(outcome("gpipe", 0, 0.9, threads=1, precision="fp32"), machine=here)
+    b = replace(outcome("gpipe", 1, 0.9, threads=4, lr=0.1), machine=there)
+    assert remarks(make_rows([a, replace(a, machine=here | {"date": "2026-02-01"})])) == []
     assert remarks(make_rows([a, b])) == [
         f"Not alike in all runs: {what}."
         for what in (
