@@ -23,6 +23,10 @@ class TrainingStopped(RuntimeError):
 class ActionFailed(TrainingStopped):
     """An action whose layers raised an error or ran out of memory; its cause is that error."""
 
+    def __init__(self, text: str, stage: int) -> None:
+        super().__init__(text)
+        self.stage = stage
+
 
 class NotRecorded(RuntimeError):
     """A run that finished or was stopped, but whose records or weights could not be written."""

@@ -8,13 +8,13 @@ from typing import Any
 
 from pipetrain.arguments import Asked
 from pipetrain.data.loading import Form
-from pipetrain.measure import measure, twin_of
 from pipetrain.network.network import Network
 from pipetrain.plan.costs import Facts, Profile, profile_conditions, read_profile
 from pipetrain.plan.describe import describe
 from pipetrain.plan.memory import optimizer_state, sized
-from pipetrain.plan.plan import Plan, Samples, make_plan
+from pipetrain.plan.plan import Measure, Plan, Samples, make_plan
 from pipetrain.plan.program import Draft
+from pipetrain.runtime.profile import measure, twin_of
 from pipetrain.runtime.together import Together, digest, level, prove_same
 from pipetrain.settings import PROFILE
 from pipetrain.tasks import Task
@@ -33,19 +33,17 @@ def first_plan(
 
     `samples`: the sizes of all batches; None: others may come. Raises ConfigError and ScheduleError.
     """
-    state_of, mesh, profile = optimizer_state(asked.optimizer), together.mesh, None
-    make = partial(make_plan, draft, example=form.inputs, samples=samples, state_of=state_of)
-    if draft.settings.partition == PROFILE:
-        conditions = profile_conditions(draft.settings, asked.optim)
-        if draft.settings.profile is not None:
-            read = partial(_profile_in, draft.settings.profile, conditions)
+    state_of, mesh, settings = optimizer_state(asked.optimizer), together.mesh, draft.settings
+    profile: Profile | Measure | None = None
+    if settings.partition == PROFILE:
+        conditions = profile_conditions(settings, asked.optim)
+        if settings.profile is not None:
+            read = partial(_profile_in, settings.profile, conditions)
             profile = Profile.from_json(together.on_one(0, "the profile", read))
         else:
-            twin = twin_of(network)
-            by_flops = make(model=network.spare())
-            with together():
-                profile = measure(mesh, by_flops, conditions, lambda: (twin, asked.optimizer))
-    plan = sized(make(model=network.spare(), profile=profile), task, state_of)
+            known = mesh, settings, conditions, twin_of(network), asked.optimizer
+            profile = together()(partial(measure, *known))
+    plan = sized(make_plan(draft, network.spare(), form.inputs, samples, profile, state_of), task, state_of)
     with together():
         layers = {f"layer {one.name}": [str(one.output), one.draws, *one.weights] for one in plan.layers}
         prove_same(mesh, "the plan", {**plan.pipeline, "program": digest(plan.window.program), **layers})

@@ -230,7 +230,7 @@ class Predictor:
         """Return the seconds a batch that no stage can do without, of all layers before each one."""
         each = (
             min(of.forward_s, of.recorded_s, of.kept_s) + min(of.backward_s, of.input_s + of.weight_s)
-            for of in self.table.times
+            for of in self.table.times.layers
         )
         return [0.0, *accumulate(self.microbatches * seconds for seconds in each)]
 

@@ -34,7 +34,7 @@ from pipetrain.schedule.memory import Items
 from pipetrain.schedule.timeline import Costs, Kind
 from pipetrain.settings import Mode, Settings
 
-VERSION = 4
+VERSION = 5
 ANEW = "make one with partition=profile"
 SMALL_GRADIENT = 2**22  # bytes: to add up a larger one takes a GPU longer than the host to launch it
 Facts = Mapping[str, Any]
@@ -57,27 +57,30 @@ class LayerTime:
 
 
 SECONDS = tuple(field.name for field in fields(LayerTime) if field.name.endswith("_s"))
+NO_TIME = LayerTime("", 0, **dict.fromkeys(SECONDS, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A whole model, as measured on all ranks at the same time, and the time of a message."""
+    """The times of a whole model and of messages: measured on all ranks at the same time, or by its work."""
 
-    conditions: Facts  # must match the run's
+    conditions: Facts  # must match the run's; none if not measured
     machine: Facts
     latency_s: float  # per message; 0 if not measured
     s_per_byte: float
     layers: list[LayerTime]
+    stage: LayerTime = NO_TIME  # what one takes beside its layers
 
     def to_json(self) -> dict[str, Any]:
         return {"pipetrain_profile": VERSION, **asdict(self)}
 
     @classmethod
     def from_json(cls, data: Any) -> Profile:
-        """Read what `to_json` returned. Raises ValueError."""
-        if not isinstance(data, dict) or data.get("pipetrain_profile") != VERSION:
+        """Read what `to_json` returned; version 4 knew no times of a stage. Raises ValueError."""
+        values = dict(data) if isinstance(data, dict) else {}
+        if (version := values.pop("pipetrain_profile", None)) not in (4, VERSION):
             raise ValueError(f"it is no profile of version {VERSION}")
-        values = {key: value for key, value in data.items() if key != "pipetrain_profile"}
+        values |= {"stage": asdict(NO_TIME)} if version == 4 else {}
         return read_as(cls, values, "its content")  # type: ignore[no-any-return]
 
 
@@ -136,16 +139,14 @@ def average(ranks: Sequence[Sequence[LayerTime]]) -> list[LayerTime]:
 class Table:
     """The costs of a model's layers for one microbatch.
 
-    `inputs`: of the model; `times`: of each layer; a message takes `latency_s` and `s_per_byte`; `state_of`:
-    the bytes of the optimizer's state of a parameter; `loss`, `targets`: the bytes that the loss saves, and
-    those of the targets; `averaged`: a moving average of the weights is kept; `on_gpu`: the model is.
+    `inputs`: of the model; `state_of`: the bytes of the optimizer's state of a parameter; `loss`, `targets`:
+    the bytes that the loss saves, and those of the targets; `averaged`: a moving average of the weights is
+    kept; `on_gpu`: the model is.
     """
 
     layers: Sequence[Layer]
     inputs: ValueSpec
-    times: Sequence[LayerTime] = ()
-    latency_s: float = 0.0
-    s_per_byte: float = 0.0
+    times: Profile
     codecs: Codecs = field(default_factory=Codecs)
     state_of: Callable[[TensorSpec], float] = lambda spec: 0
     loss: int = 0
@@ -160,14 +161,19 @@ class Table:
     @cached_property
     def _until(self) -> dict[str, list[float]]:
         """The sums of each time over the layers before each one."""
-        return {name: [0.0, *accumulate(getattr(layer, name) for layer in self.times)] for name in SECONDS}
+        return {
+            name: [0.0, *accumulate(getattr(layer, name) for layer in self.times.layers)] for name in SECONDS
+        }
 
     def seconds(self, start: int, end: int, split: bool, mode: Mode) -> dict[Op, float]:
         """Return the times of the actions of layers `start` to `end`; `split`: the schedule splits backwards.
 
         Where nothing that enters needs a gradient, W is all of the backward.
         """
-        of = {name: until[end] - until[start] for name, until in self._until.items()}
+        of = {
+            name: getattr(self.times.stage, name) + until[end] - until[start]
+            for name, until in self._until.items()
+        }
         hands_back = any(self.entering(start, end).values())
         recorded = of["recorded_s" if split and hands_back else "forward_s"]
         forward, again = (recorded if mode is Mode.NEVER else of["forward_s"]), recorded
@@ -183,7 +189,7 @@ class Table:
         }
 
     def message_s(self, nbytes: float) -> float:
-        return self.latency_s + nbytes * self.s_per_byte
+        return self.times.latency_s + nbytes * self.times.s_per_byte
 
     def costs(self, cut: Cut, modes: Sequence[Mode], split: bool, size: int) -> Costs:
         """Return the costs of a cut model for `simulate`; `size`: of a microbatch, in samples.
@@ -194,7 +200,7 @@ class Table:
         for stage, (slice, mode) in enumerate(zip(cut.slices, modes, strict=True)):
             seconds = self.seconds(slice.start, slice.end, split, mode)
             costs |= {(stage, op): taken for op, taken in seconds.items()}
-            costs[stage, Op.NORM] = self.latency_s  # a message of one number
+            costs[stage, Op.NORM] = self.times.latency_s  # a message of one number
             weights = _named(self.layers[slice.start : slice.end], "weights")
             if mine := [weights[name].nbytes for name, stages in cut.shared.items() if stage in stages]:
                 costs[stage, Op.TIE] = self.message_s(sum(mine))
@@ -287,7 +293,7 @@ def together(kept: Iterable[Kept], values: Mapping[Made, int] | None = None) -> 
     return inside + sum(sizes.values())
 
 
-def by_work(layers: Sequence[Layer], ranks: int) -> list[LayerTime]:
+def by_work(layers: Sequence[Layer], ranks: int) -> Profile:
     """Return the times of layers by their work, in forwards of the mean rank.
 
     So the unit is the same for all schedules, however many stages they have on a rank.
@@ -300,4 +306,4 @@ def by_work(layers: Sequence[Layer], ranks: int) -> list[LayerTime]:
         halves = {"input_s": 2 * forward - weight, "weight_s": weight, "backward_s": 2 * forward}
         return LayerTime(layer.name, layer.output.nbytes, **forwards, **halves, step_s=0.0)
 
-    return list(map(times, layers))
+    return Profile({}, {}, 0.0, 0.0, list(map(times, layers)))

@@ -101,7 +101,7 @@ def explained(error: ActionFailed, plan: Plan, rank: int, device: torch.device) 
     if plan.sizes:
         peak = peaks_by_rank(memory(plan, plan.timeline()))[rank]
         predicted = f", and rank {rank} was predicted to hold {_gib(peak)}"
-    return ActionFailed(f"{error}; there are {_gib(room)} GiB{predicted}: to hold less, {WAYS}")
+    return ActionFailed(f"{error}; there are {_gib(room)} GiB{predicted}: to hold less, {WAYS}", error.stage)
 
 
 def _fullest(held: Memory) -> tuple[int, int]:

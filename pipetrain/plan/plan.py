@@ -14,7 +14,7 @@ from pipetrain.network.chain import network_of
 from pipetrain.network.network import Network
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import TensorSpec, Value, ValueSpec, cast_floats
-from pipetrain.plan.balance import Prediction, choose_cuts, cut_by_times, predictor_of
+from pipetrain.plan.balance import Prediction, choose_cuts, cut_by_times, predictor_of, prove_layers
 from pipetrain.plan.costs import Profile, Table, by_work, refuse_other_layers
 from pipetrain.plan.cut import (
     Cut,
@@ -45,6 +45,9 @@ from pipetrain.schedule.timeline import Costs, StageTimes, Timeline
 from pipetrain.settings import PROFILE, UNLIKE_GRAPHS, Mode, Settings
 from pipetrain.tasks import Task
 from pipetrain.tasks.trial import prove_task
+
+Measure = Callable[[list[Layer], ValueSpec, Numerics], Profile]
+"""Measures a model's layers, as they were estimated for an input as each sample has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,15 +208,15 @@ def make_plan(
     model: nn.Module | Network | list[Layer],
     example: ValueSpec,
     samples: Samples | None,
-    profile: Profile | None = None,
+    profile: Profile | Measure | None = None,
     state_of: Callable[[TensorSpec], float] = lambda spec: 0,
 ) -> Plan:
     """Cut the model, and make and check every program. Raises ConfigError and ScheduleError.
 
     This changes `model`, which must not be trained afterwards; or there is none, but its layers. `example`:
     of the input; `samples`: None for a first batch of the settings' size, after which others may come;
-    `profile`: its times, without which partition=profile is a draft: cut by flops, whatever the memory_limit;
-    `state_of`: the bytes of the optimizer's state of a parameter.
+    `profile`: its times, or what measures them, without which partition=profile is a draft: cut by flops,
+    whatever the memory_limit; `state_of`: the bytes of the optimizer's state of a parameter.
     """
     settings, schedule, where = draft.settings, draft.schedule, draft.placement
     if settings.partition == PROFILE and profile is None:
@@ -225,6 +228,9 @@ def make_plan(
     network = None if isinstance(cutting, list) else cutting
     numerics, trained, evaluated = _estimates(settings, cutting, example, samples)
     layers = trained[settings.full]
+    if callable(profile):
+        prove_layers(len(where), [layer.name for layer in layers])
+        profile = profile(layers, example, numerics)
     table = _table(settings, layers, example, network is not None, profile, state_of)
     cuts, modes, prediction = _cuts(settings, draft, lengths, network, table, profile)
     shared = shared_weights(network, cuts) if network else {}
@@ -303,9 +309,7 @@ def _table(
     return Table(
         layers,
         example.of(settings.full),
-        profile.layers if profile else by_work(layers, settings.ranks),
-        latency_s=profile.latency_s if profile else 0.0,
-        s_per_byte=profile.s_per_byte if profile else 0.0,
+        profile or by_work(layers, settings.ranks),
         codecs=settings.codecs,
         state_of=state_of,
         # As a cross-entropy saves:

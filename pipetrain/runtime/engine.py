@@ -205,7 +205,7 @@ class Engine:
         except Exception as error:  # of a layer, or out of memory
             at = action.stage if action else min(self.stages)
             what = f"rank {mail.placement[at]}, stage {at}, action {action}"
-            raise ActionFailed(f"{what}: {type(error).__name__}: {error}") from error
+            raise ActionFailed(f"{what}: {type(error).__name__}: {error}", at) from error
         finally:
             mail.end()
         watch.start(None)

@@ -19,7 +19,7 @@ from pipetrain.network.numerics import Numerics
 from pipetrain.network.tensors import storage_of
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan import costs
-from pipetrain.plan.costs import Profile, Table, average, read_profile, refuse_other_layers
+from pipetrain.plan.costs import NO_TIME, Profile, Table, average, by_work, read_profile, refuse_other_layers
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import Layer, estimate
 from pipetrain.plan.memory import known_state, optimizer_state
@@ -65,6 +65,14 @@ def test_each_action_costs_what_was_measured_of_it():
     assert [frozen(Action(1, op)) for op in (Op.F, Op.B, Op.I, Op.W)] == [2, 3, 0, 3]
 
 
+def test_a_stage_takes_time_beside_its_layers_once():
+    a = layer("", 0.5, 0.25, recorded_s=0.75, input_s=2, weight_s=3, step_s=4)
+    table = replace(TABLE, times=replace(TABLE.times, stage=a))
+    costs = costs_of(table, [1], split=True)  # b and c
+    assert [costs(Action(1, op)) for op in (Op.F, Op.I, Op.W, Op.STEP)] == [7.5, 6, 7.75, 24]
+    assert [costs(Action(0, op)) for op in (Op.F, Op.I, Op.W, Op.STEP)] == [1.5, 0, 2.25, 14]
+
+
 def test_messages_cost_the_bytes_on_the_wire_that_their_routes_carry():
     def sent(costs: Costs, op: Op, source: int, target: int) -> float:
         return costs(Action(source, op, peer=target))
@@ -79,7 +87,8 @@ def test_messages_cost_the_bytes_on_the_wire_that_their_routes_carry():
     assert sent(costs, Op.SEND_B, 2, 0) == pytest.approx(1 + 0.60)
     assert sent(costs, Op.SEND_F, 0, 1) == pytest.approx(2)
     layers = estimate(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), entry(5, 4))
-    made = Table(layers, entry(5, 4), [layer("a"), layer("b")], codecs=Codecs(forward=Half()), **TIMED)
+    times = profile([layer("a"), layer("b")], **TIMED)
+    made = Table(layers, entry(5, 4), times, codecs=Codecs(forward=Half()))
     costs = made.costs(cut_layers({5: layers}, [1], entry(4)), [NEVER] * 2, False, 5)
     assert sent(costs, Op.SEND_F, 0, 1) == pytest.approx(1 + 0.01 * 5 * 8 * 2)
     assert sent(costs, Op.SEND_B, 1, 0) == pytest.approx(1 + 0.01 * 5 * 8 * FLOAT)
@@ -98,7 +107,7 @@ def held(
     model: nn.Module, shape: tuple[int, ...], start: int, end: int, mode: Mode = NEVER, **others: object
 ) -> Items:
     layers = estimate(model.train(), entry(*shape))
-    return Table(layers, entry(*shape), **others).sizes(start, end, mode)  # type: ignore[arg-type]
+    return Table(layers, entry(*shape), by_work(layers, 1), **others).sizes(start, end, mode)  # type: ignore[arg-type]
 
 
 def chain() -> nn.Sequential:
@@ -164,7 +173,7 @@ def test_attention_hides_nothing_of_what_a_layer_saves():
 def test_under_autocast_the_casts_of_weights_are_saved_and_bf16_crosses():
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8))
     found = estimate(model.train(), entry(2, 8), Numerics(autocast=True))
-    there = Table(found, entry(2, 8)).sizes(1, 3, NEVER)
+    there = Table(found, entry(2, 8), by_work(found, 1)).sizes(1, 3, NEVER)
     # bf16: what enters, or its cast, the input of the second layer, and both casts of weights.
     assert there.saved == pytest.approx(2 * 8 * 2 * 2 + 2 * 64 * 2, abs=2 * 8 * 6)
     assert there.inputs == 2 * 8 * 2
@@ -217,10 +226,13 @@ def test_what_is_written_is_read_to_the_last_bit(layers, latency_s):
 def test_a_file_of_another_machine_is_read_and_one_that_was_taken_otherwise_refused(tmp_path):
     other = TWO.to_json() | {"machine": {"device": "another", "threads": 7}}
     assert read_profile(written(tmp_path, other), CONDITIONS) == replace(TWO, machine=other["machine"])
+    del other["stage"]  # as 0.1.0 wrote it
+    older = read_profile(written(tmp_path, other | {"pipetrain_profile": 4}), CONDITIONS)
+    assert older == replace(TWO, machine=other["machine"], stage=NO_TIME)
     compiled = TWO.to_json() | {"conditions": {**CONDITIONS, "compile": 1}}
     for data, conditions, says in (
         ("{", CONDITIONS, "cannot be read: Expecting property name"),
-        ({"pipetrain_profile": 1}, CONDITIONS, "cannot be read: it is no profile of version 4"),
+        ({"pipetrain_profile": 1}, CONDITIONS, "cannot be read: it is no profile of version 5"),
         (TWO.to_json() | {"colour": "red"}, CONDITIONS, "cannot be read: its content must be an object of"),
         # One that either knows nothing of is another condition too.
         (

@@ -70,7 +70,7 @@ def test_a_gpu_is_shared_by_the_processes_on_it_and_not_asked_for_on_a_cpu(monke
 def test_an_error_out_of_memory_says_what_was_there_and_what_was_predicted(monkeypatch):
     plan, cuda = plan_of(), torch.device("cuda")
     monkeypatch.setattr(module, "gpu_bytes", lambda device: 80 * GIB)
-    failed = ActionFailed("rank 1, stage 1, action 1F0@0: OutOfMemoryError: CUDA out of memory")
+    failed = ActionFailed("rank 1, stage 1, action 1F0@0: OutOfMemoryError: CUDA out of memory", 1)
     predicted = f", and rank 1 was predicted to hold {most_of(plan)[1]:.4g}"
     for known, middle in ((plan, predicted), (replace(plan, sizes=()), "")):
         said = str(explained(failed, known, 1, cuda))
@@ -81,4 +81,4 @@ def test_nothing_frees_the_allocator_s_memory_while_a_model_is_trained():
     """On a GPU that waits for all receives that are posted. Profiling does, before the first is."""
     package = Path(pipetrain.__file__).parent
     users = [path.name for path in package.rglob("*.py") if "empty_cache" in path.read_text()]
-    assert users == ["measure.py"]
+    assert users == ["profile.py"]

@@ -21,7 +21,7 @@ from pipetrain.plan.__main__ import main
 try:
     main()
 finally:
-    unwanted = ("pipetrain.runtime", "pipetrain.measure", "pipetrain.checkpoint")
+    unwanted = ("pipetrain.runtime", "pipetrain.checkpoint")
     unwanted += ("torch._dynamo", "sklearn", "torchvision")
     print([name for name in sys.modules if name.startswith(unwanted)], file=sys.stderr)
 """

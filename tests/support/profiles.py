@@ -80,7 +80,8 @@ def table_of(
         )
 
     entry = ValueSpec(tuple(map(bytes_of, (inputs, *(skip.nbytes for skip in made[INPUT])))))
-    return Table([estimated(index, one) for index, one in enumerate(layers)], entry, layers, **others)
+    times = profile(layers, others.pop("latency_s", 0), others.pop("s_per_byte", 0))
+    return Table([estimated(index, one) for index, one in enumerate(layers)], entry, times, **others)
 
 
 def predictor_of(

@@ -1,12 +1,12 @@
-"""What is measured: times by a clock that a test holds, messages, all together."""
+"""What is measured: times by a clock that a test holds, messages, all together; and the file that stays."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_planned
 
-from pipetrain import Pipeline, measure
-from pipetrain.measure import LARGE, SMALL, line, measure_layers
+from pipetrain import Pipeline
 from pipetrain.network.chain import Chain
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.costs import SECONDS, LayerTime, Profile, profile_conditions
 from pipetrain.plan.estimate import estimate
 from pipetrain.plan.plan import Plan
+from pipetrain.runtime import clock
+from pipetrain.runtime.profile import LARGE, SMALL, line, measure_layers
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.settings import Settings
 from tests.support import models
@@ -32,14 +33,13 @@ SGD: OptimizerFactory = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_de
 
 
 def measured(
-    model: nn.Sequential, shape: tuple[int, ...] = (2, 3, 32, 32), optimizer: OptimizerFactory = SGD
+    model: nn.Sequential, shape: tuple[int, ...] = (3, 32, 32), optimizer: OptimizerFactory = SGD
 ) -> list[LayerTime]:
-    """Measure; so that numbers stay ordinary, inputs and weights stay what they are."""
-    entry, x = ValueSpec((TensorSpec(shape, torch.float32),)), torch.randn(shape)
-    layers = estimate(deepcopy(model), entry)
-    given = [t.detach().clone() for t in (x, *model.parameters())]
-    found = measure_layers(Chain(model), x, layers, optimizer, Numerics())
-    assert all(torch.equal(a, b) for a, b in zip(given, (x, *model.parameters()), strict=True))
+    """Measure microbatches of two samples; the weights stay what they are."""
+    example, before = ValueSpec((TensorSpec(shape, torch.float32),)), deepcopy([*model.parameters()])
+    layers, how = estimate(deepcopy(model), example.of(2)), (Numerics(), optimizer, torch.device("cpu"))
+    found = measure_layers(Chain(model), layers, example, 2, *how)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     return found
 
 
@@ -51,14 +51,6 @@ class SetClock:
 
     now = 0.0
 
-    def __init__(self, device: torch.device) -> None: ...
-
-    def mark(self) -> float:
-        return SetClock.now
-
-    def durations(self, spans: Iterable[tuple[int, float, float]]) -> Iterator[tuple[int, float]]:
-        return ((key, end - start) for key, start, end in spans)
-
 
 class Steps(torch.optim.SGD):
     def step(self) -> None:
@@ -69,40 +61,41 @@ class Steps(torch.optim.SGD):
 class Halves(nn.Linear):
     """A forward takes 1 s, the gradient of its input 2 s, and that of its weight 5 s."""
 
-    def __init__(self) -> None:
-        super().__init__(12, 12)
-        self.weight.register_hook(lambda grad: None if grad is None else self.take(5))
-
-    def take(self, seconds: float) -> None:
-        SetClock.now += seconds
-
     def forward(self, x: Tensor) -> Tensor:
         x = x * 1
         if x.requires_grad:
-            x.register_hook(lambda grad: self.take(2))
+            x.register_hook(lambda grad: take(2))
         made = super().forward(x)
         if not is_planned():
-            self.take(1)
+            take(1)
+            if not hasattr(self.weight, "hook"):  # a leaf of a version, which stays
+                self.weight.hook = self.weight.register_hook(lambda grad: None if grad is None else take(5))
         return made
 
 
+def take(seconds: float) -> None:
+    SetClock.now += seconds
+
+
 @pytest.mark.parametrize("start_s", [0, 3])
-def test_each_layer_s_times_are_its_own_without_what_starting_a_backward_costs(monkeypatch, start_s):
+def test_each_layer_s_times_are_its_own_and_what_starting_a_backward_costs_is_a_stage_s(monkeypatch, start_s):
     """A stage starts one for all its layers; a layer that takes no time is given a tenth of what it took."""
     run = torch.autograd.backward
 
     def started(*args: object, **options: object) -> None:
-        SetClock.now += start_s
+        take(start_s)
         run(*args, **options)
 
-    monkeypatch.setattr(measure, "Clock", SetClock)
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: SetClock.now))
     monkeypatch.setattr(torch.autograd, "backward", started)
-    held = measured(nn.Sequential(Halves(), nn.Tanh(), Halves()), (2, 12), partial(Steps, lr=0.1))
-    column = {name: [getattr(layer, name) for layer in held] for name in SECONDS}
+    model = nn.Sequential(Halves(12, 12), nn.Tanh(), Halves(12, 12))
+    *layers, stage = measured(model, (12,), partial(Steps, lr=0.1))
+    column = {name: [getattr(layer, name) for layer in layers] for name in SECONDS}
     assert column["forward_s"] == column["recorded_s"] == [1, 0, 1]
     assert column["backward_s"] == pytest.approx([5, start_s / 10, 7])
     assert column["input_s"] == pytest.approx([0, start_s / 10, 2])  # none before the first
     assert (column["weight_s"][1:], column["step_s"]) == ([0, 5], [7, 0, 7])
+    assert (stage.forward_s, stage.backward_s, stage.input_s, stage.weight_s) == (0, start_s, start_s, 0)
 
 
 # Any model
@@ -118,10 +111,10 @@ def test_each_layer_s_times_are_its_own_without_what_starting_a_backward_costs(m
 def test_any_model_that_can_train_can_be_measured_in_the_modes_of_its_layers(build):
     model = build()
     model[1].eval()
-    held = measured(model)
-    assert [layer.name for layer in held] == list(model._modules)
-    assert all(layer.forward_s > 0 for layer in held)
-    assert held[-1].backward_s > 0
+    *layers, stage = measured(model)
+    assert [layer.name for layer in layers] == list(model._modules)
+    assert all(layer.forward_s > 0 for layer in (*layers, stage))
+    assert layers[-1].backward_s > 0
     assert not model[1].training
 
 

@@ -1,0 +1,281 @@
+"""Measures what layers and messages cost, on all ranks at the same time: they compete as in training.
+
+Each layer is a stage of its own, all of them on this rank, and the engine runs a program over them: what is
+timed is what it does in training. One microbatch is saved whole, one recomputed, and one has its backward in
+two halves. Behind the last layer is a stage without any, whose times are what a stage takes beside its
+layers. What follows it is nowhere: gradients are made up. All times are medians over windows, of which a
+quick model gets more, since a small time is disturbed more easily. Messages make round trips on the run's
+channel.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipetrain.errors import ActionFailed, ConfigError, one_line
+from pipetrain.network.chain import Chain
+from pipetrain.network.draws import Beginning
+from pipetrain.network.network import Made, Network
+from pipetrain.network.numerics import Numerics
+from pipetrain.network.tensors import made_up
+from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.plan.costs import SECONDS, Facts, LayerTime, Profile, average
+from pipetrain.plan.cut import cut_layers
+from pipetrain.plan.estimate import Layer
+from pipetrain.runtime.channel import Channel, Message
+from pipetrain.runtime.clock import Clock
+from pipetrain.runtime.engine import Engine
+from pipetrain.runtime.feed import Repeated
+from pipetrain.runtime.finite import StopOnNaN
+from pipetrain.runtime.mailbox import Mailbox
+from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.order import Order
+from pipetrain.runtime.rehearsal import LoopbackChannel
+from pipetrain.runtime.stage import Stage
+from pipetrain.runtime.weights import OptimizerFactory
+from pipetrain.schedule.actions import Action, Op
+from pipetrain.schedule.lower import edges, lower
+from pipetrain.schedule.policy import Bounds
+from pipetrain.schedule.timeline import Row
+from pipetrain.settings import Settings
+
+log = logging.getLogger("pipetrain")
+
+WARM_UP = 1  # windows
+REPEATS, MOST, ENOUGH_S = 7, 30, 0.2  # windows with those, and seconds after which REPEATS are enough
+SMALL, LARGE = 2**10, 2**22  # bytes of a message
+COLD_TRIPS, TRIPS = 3, 11
+
+EMPTY = 2  # stages without layers
+WHOLE, RECOMPUTED, HALVED = MICROBATCHES = range(3)
+MEASURED = {  # what is run of each microbatch, in order, and of which time it is a part
+    (WHOLE, Op.F): "forward_s",
+    (WHOLE, Op.B): "backward_s",
+    (RECOMPUTED, Op.F): "kept_s",
+    (RECOMPUTED, Op.R): "again_s",
+    (RECOMPUTED, Op.B): "",
+    (HALVED, Op.F): "recorded_s",
+    (HALVED, Op.I): "input_s",
+    (HALVED, Op.W): "weight_s",
+    (0, Op.REDUCE): "step_s",
+    (0, Op.STEP): "step_s",
+}
+
+
+def measure(
+    mesh: Mesh,
+    settings: Settings,
+    conditions: Facts,
+    network: Network,
+    optimizer: OptimizerFactory,
+    layers: list[Layer],
+    example: ValueSpec,
+    numerics: Numerics,
+) -> Profile:
+    """Measure messages, then layers; return the same profile on every rank.
+
+    `network`: one that is not trained afterwards, in host memory; `layers`: its estimates; `example`: of the
+    input. Raises ConfigError, on all ranks, for a layer that fails on any, and ChannelError.
+    """
+    began, size, device = time.perf_counter(), settings.full, mesh.device
+    if mesh.world.rank == 0:
+        log.info("pipetrain: profiling %d layers, %d samples at a time", len(layers), size)
+    latency_s, s_per_byte = slowest_link(mesh, settings.buffer_size)
+    try:
+        with Beginning().again():
+            times = measure_layers(network, layers, example, size, numerics, optimizer, device)
+        mine: Any = [*map(asdict, times)]
+    except (ConfigError, RuntimeError) as error:  # a layer failed, or out of memory
+        mine = one_line(error)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    told = mesh.gather("the times of the layers", mine)
+    for failure in told:
+        if isinstance(failure, str):
+            raise ConfigError(failure)
+    if mesh.world.rank == 0:
+        log.info("profiled in %.1f s", time.perf_counter() - began)
+    machine = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "ranks": len(told),
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+    }
+    *averages, stage = average([[LayerTime(**one) for one in of_rank] for of_rank in told])
+    return Profile(conditions, machine, latency_s, s_per_byte, averages, stage)
+
+
+def twin_of(network: Network) -> Network:
+    """Return a copy of a network, to be measured before it is trained. Raises ConfigError."""
+    if any(tensor.is_meta for tensor in network.model.parameters()):
+        raise ConfigError(
+            "partition=profile measures the whole model in each process, which does not hold it: choose "
+            "partition=flops, or give the file of a profile measured where it fits, as "
+            "partition.profile=FILE or in a program partition={'profile': FILE}"
+        )
+    try:
+        return network.twin()
+    except Exception as error:  # a layer may hold anything
+        raise ConfigError(
+            "partition=profile measures a copy of the model, which copy.deepcopy cannot make: choose another "
+            "partition"
+        ) from error
+
+
+# Layers
+
+
+class _Layer(Stage):
+    """A stage whose numbers are made up, and which does not prove a recomputation, as training does once."""
+
+    def begin_window(self) -> None:
+        super().begin_window()
+        self.rehearses, self._proves = True, False
+
+
+def measure_layers(
+    network: Network,
+    layers: Sequence[Layer],
+    example: ValueSpec,
+    size: int,
+    numerics: Numerics,
+    optimizer: OptimizerFactory,
+    device: torch.device,
+) -> list[LayerTime]:
+    """Return the times of each layer and, at the end, of a stage without any.
+
+    They are for a microbatch of `size` samples like `example`, in the modes of the modules. This changes the
+    network, which must not be trained afterwards. `layers`: its estimates. Raises ConfigError with the name
+    of a layer that fails.
+    """
+    own, every = len(layers), len(layers) + EMPTY
+    cut = cut_layers({size: _followed(layers)}, range(1, every + 1), example)
+    nothing = Chain(nn.Sequential(*(nn.Identity() for _ in range(every))))
+    for module in (network.model, *network.modules):
+        module.to(device)
+    stages: dict[int, Stage] = {}
+    for n, slice in enumerate(cut.slices[:-1]):
+        part = (network if n < own else nothing).part(slice)
+        stages[n] = _Layer(
+            n, part, optimizer, _at_rest, device=device.type, numerics=numerics, selective=True
+        )
+        stages[n].observers = [StopOnNaN(stages[n])]
+    here = [
+        Action(n, op, mb, version=int(op is Op.STEP))
+        for mb, op in MEASURED
+        if op is not Op.REDUCE  # which is added
+        for n in sorted(stages, reverse=op not in (Op.F, Op.R))
+    ]
+    nowhere = [Action(every, op, mb) for mb in MICROBATCHES for op in (Op.F, Op.B)]
+    program = lower([here, nowhere], cut.edges)
+    channel = LoopbackChannel(dict.fromkeys(edges(program, cut.edges)), 1, math.inf, device)
+    mail = Mailbox(channel, cut, [0] * every + [1], stages)
+    engine = Engine(stages, mail, mail, lambda stage: Bounds(1, 1, 0), Clock(device))
+    feed = Repeated(size, [tuple(made_up(spec, device) for spec in example.of(size).specs)])
+    rows: list[Row] = []
+    began = time.perf_counter()
+    try:
+        while len(rows) < REPEATS or (len(rows) < MOST and time.perf_counter() - began < ENOUGH_S):
+            order = Order(program[0], microbatches=len(MICROBATCHES))
+            engine.train(order, feed, len(MICROBATCHES), observe=rows.append)
+    except ActionFailed as error:
+        raise ConfigError(
+            f"layer {error.stage} ({network.names[error.stage]}) of the model cannot be profiled: "
+            f"{type(error.__cause__).__name__}: {one_line(error.__cause__)}"
+        ) from error
+    return _times(layers, rows[WARM_UP:])
+
+
+def _at_rest(update: int) -> float:
+    """Return a rate at which weights stay as they are."""
+    return 0.0
+
+
+def _followed(layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layers, the EMPTY ones, and what is nowhere; these return what the last layer does."""
+    every, output, needs = list(layers), layers[-1].output, layers[-1].requires_grad or ()
+    for _ in range(EMPTY + 1):
+        takes = tuple(Made(len(every) - 1, number) for number in range(len(output.specs)))
+        every.append(Layer("", 0, 0, output, needs, takes, needs))
+    return every
+
+
+def _times(layers: Sequence[Layer], rows: Sequence[Row]) -> list[LayerTime]:
+    """Return the medians of what was measured, of each layer without what a stage takes beside it."""
+    every: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        sums: dict[tuple[str, int], float] = defaultdict(float)
+        for action, start, end, *_ in row.spans:
+            if action is not None:
+                sums[MEASURED.get((action.mb, action.op), ""), action.stage] += end - start
+        for (name, n), seconds in sums.items():
+            every[name][n].append(seconds)
+    columns = []
+    for name in SECONDS:
+        *of, warm, cold = (median(every[name][n]) for n in range(len(layers) + EMPTY))
+        columns.append([*(max(taken - warm, taken / 10) for taken in of), cold])
+    named = [*((layer.name, layer.output.nbytes) for layer in layers), ("", 0)]
+    return [LayerTime(*one, *seconds) for one, *seconds in zip(named, *columns, strict=True)]
+
+
+# Messages
+
+
+def slowest_link(mesh: Mesh, buffer_size: int) -> tuple[float, float]:
+    """Measure a pair of neighbours at a time; return the slowest one's times, on every rank.
+
+    These are the seconds of a message beside its bytes, and of a byte; 0 if there are no messages. Raises
+    ChannelError.
+    """
+    if mesh.world.size == 1:
+        return 0.0, 0.0
+    channel = mesh.channel(buffer_size)
+    mine = [
+        [_one_way(channel, mesh, stage, nbytes) for nbytes in (SMALL, LARGE)]
+        for stage, ranks in enumerate(pairwise(mesh.placement))
+        if len(set(ranks)) == 2 and mesh.world.rank in ranks
+    ]
+    told = [pair for found in mesh.gather("the times of messages", mine) for pair in found]
+    return line(*max(told, key=lambda pair: pair[1], default=(0.0, 0.0)))
+
+
+def line(small_s: float, large_s: float) -> tuple[float, float]:
+    """Return the line through the times of a SMALL and of a LARGE message: that of none, and of a byte."""
+    s_per_byte = max(0.0, (large_s - small_s) / (LARGE - SMALL))
+    return max(0.0, small_s - SMALL * s_per_byte), s_per_byte
+
+
+def _one_way(channel: Channel, mesh: Mesh, stage: int, nbytes: int) -> float:
+    """Return half the median round trip; the other end, which only answers, measures about the same."""
+    here, there = mesh.placement[stage : stage + 2]
+    specs = (TensorSpec((nbytes,), torch.uint8),)
+    forth = [Message(stage, stage + 1, i, specs, (here, there)) for i in range(COLD_TRIPS + TRIPS)]
+    back = [Message(stage + 1, stage, i, specs, (there, here)) for i in range(COLD_TRIPS + TRIPS)]
+    leads = mesh.world.rank == here
+    # A posted receive is a kernel that runs, for which the first use of another kernel may wait.
+    payload = [torch.zeros(nbytes, dtype=torch.uint8, device=mesh.device)]
+    channel.expect(back if leads else forth)
+    seconds = []
+    for out, answer in zip(forth, back, strict=True):
+        start = time.perf_counter()
+        if leads:
+            channel.send(out, payload)
+            channel.recv(answer)
+        else:
+            channel.send(answer, channel.recv(out))
+        if mesh.device.type == "cuda":  # a receive may order the stream alone
+            torch.cuda.current_stream(mesh.device).synchronize()
+        seconds.append(time.perf_counter() - start)
+    channel.drain()
+    return median(seconds[COLD_TRIPS:]) / 2
