@@ -336,11 +336,6 @@ def _all_count(weight: Callable[[Value], Tensor | float], targets: Value) -> boo
 
 
 def _refused_other(loader: Any) -> Loader:
-    if isinstance(loader, type) or not (isinstance(loader, Iterable) or hasattr(loader, "__getitem__")):
-        what = f"the class {loader.__name__}" if isinstance(loader, type) else kind(loader)
-        raise ConfigError(
-            f"the loader must be an iterable of batches, such as a DataLoader or a list; it is {what}"
-        )
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise ConfigError(
             f"the loader is a Dataset, {kind(loader)}, which gives samples: let a DataLoader make batches of "

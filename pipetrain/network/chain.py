@@ -110,24 +110,18 @@ def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, in
     found: dict[int, int] = {}
     wrong: list[int] = []
     for index, module in enumerate(modules):
-        if isinstance(module, Stash) and _is_mark(module) and module not in waiting:
+        if isinstance(module, Stash) and module not in waiting:
             waiting[module] = index
-        elif isinstance(module, Pop) and _is_mark(module) and module.stash in waiting:
+        elif isinstance(module, Pop) and module.stash in waiting:
             found[index] = waiting.pop(module.stash)
         elif any(isinstance(inner, Stash | Pop) for inner in module.modules()):
             wrong.append(index)
     for index in (*wrong, *waiting.values()):
         raise ConfigError(
-            f"layer {index} ({names[index]}) is no plain Stash with a Pop behind it, nor such a Pop: each "
-            f"Stash is a layer of the nn.Sequential itself, with one Pop behind it that names it, and your "
-            f"code is in layers beside them"
+            f"layer {index} ({names[index]}) is no Stash with a Pop behind it, nor such a Pop: each Stash is "
+            f"a layer of the nn.Sequential itself, with one Pop behind it that names it"
         )
     return found
-
-
-def _is_mark(module: Stash | Pop) -> bool:
-    """Return whether a Stash or Pop does no more than a plain one, whose forward is not run."""
-    return type(module) in (Stash, Pop) and not _hooks(module) and "forward" not in vars(module)
 
 
 def _hooks(module: nn.Module) -> bool:

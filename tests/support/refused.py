@@ -135,7 +135,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
     ),
     "optimizer name": (lambda rank: step(optimizer="adam"), r"such as lambda p: torch.optim.SGD\(p, "),
     "no tensor": (lambda rank: step([[1.0]], batch()[1]), "inputs of batch 0 must be a tensor .* got list"),
-    "a class as loader": (lambda rank: train(DataLoader), "the loader must be an iterable of batches, .*; i"),
+    "a class as loader": (lambda rank: train(DataLoader), "'type' object is not iterable"),
     "groups": (
         lambda rank: step(param_groups={"norms_and_biases": {"weight_dekay": 0}}),
         "param_groups.norms_and_biases.weight_dekay: sgd has no weight_dekay",
