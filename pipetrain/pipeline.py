@@ -69,8 +69,9 @@ from pipetrain.schedule.policy import ForwardBackward
 from pipetrain.settings import Settings
 from pipetrain.signals import Stopping
 from pipetrain.tally import Tally
-from pipetrain.tasks import LossFunction, Metric, Task
+from pipetrain.tasks import LossFunction, Metric, ModelLoss, Task
 from pipetrain.tasks.metrics import MetricFunction
+from pipetrain.tasks.trial import choose_weight
 
 NO_BATCH = "the loader has no batch: give one that has, and that can be read again"
 log = logging.getLogger("pipetrain")
@@ -429,6 +430,8 @@ class Pipeline:
         form, model = Form.from_json(first[0]), self._model
         network = network_of(model, form.inputs, self._settings.precision == "bf16")
         network.values = self._whole.values
+        if isinstance(self._task, ModelLoss):
+            choose_weight(self._task, network, form.inputs)
         settings = self._settings
         if known is None:
             m = settings.microbatches
@@ -444,8 +447,6 @@ class Pipeline:
             owned = owners(network, plan)
             optimizer, rate = self._asked.optimizer, self._asked.rate.fraction
             self._session = Session(plan, network, self._task, optimizer, rate, self._mesh)
-            last = plan.placement[-1]
-            self._together.on_one(last, "the model's loss", self._session.settle)
         self._session.whole = self._whole
         self._whole.lend(network, self._session.stages.values(), owned)
         if self._source is not None:

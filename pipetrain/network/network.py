@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from pipetrain.network.values import Gradients, TensorSpec, Value, ValueSpec
+from pipetrain.network.values import Gradients, Value, ValueSpec
 
 INPUT = -1  # in place of a layer: the data
 Tensors = tuple[Tensor, ...]
@@ -66,14 +66,6 @@ class Slice:
     form: ValueSpec = _ONE_TENSOR
 
 
-class LastLayer(NamedTuple):
-    """The last layer of a model alone, in evaluation. `spec`: of a value that it takes, by samples."""
-
-    takes: tuple[Made, ...]
-    spec: Callable[[Made, int], TensorSpec]
-    run: Callable[[Sequence[Tensor]], Any]
-
-
 class Part(nn.Module, ABC):
     """A slice as one module: `forward(*enters)` returns the tuple of tensors `leaves`.
 
@@ -98,10 +90,6 @@ class Part(nn.Module, ABC):
     @abstractmethod
     def pack(self, outputs: Tensors) -> Any:
         """Return what the last part has returned as the model returns it."""
-
-    def last_layer(self) -> LastLayer | None:
-        """Return the model's last layer, if it can be run alone with what is made up."""
-        return None
 
 
 def run_parts(parts: Iterable[Part], inputs: Sequence[Tensor], copied: bool = False) -> Tensors:
@@ -164,6 +152,13 @@ class Network(ABC):
     @abstractmethod
     def twin(self) -> Network:
         """Return a copy, which may be changed. Raises what deepcopy of the model does."""
+
+    def labels(self, number: int, ignored: int) -> tuple[int, bool]:
+        """Return which label in input `number` the loss in the model ignores, by default `ignored`.
+
+        And whether it leaves out the first of each sequence, as a causal language model does.
+        """
+        return ignored, False
 
     def spare(self) -> Network:
         """Return what planning may run: a copy if layers can keep something of a run, and can be copied."""

@@ -42,8 +42,7 @@ from pipetrain.schedule.posts import make_posts
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import simulate
 from pipetrain.settings import Mode
-from pipetrain.tasks import ModelLoss, Task
-from pipetrain.tasks.trial import choose_weight
+from pipetrain.tasks import Task
 
 log = logging.getLogger("pipetrain")
 
@@ -68,12 +67,6 @@ class Session:
         """The last stage, which counts; None if another rank holds it."""
         self.whole: WholeModel | None = None
         """The program's model, which may have been collected."""
-
-    def settle(self) -> None:
-        """Find what the labels of a model count for that computes its loss. Raises ConfigError."""
-        if self.last is not None and isinstance(self._task, ModelLoss):
-            m, example = self.plan.settings.microbatches, self.plan.example
-            choose_weight(self._task, example, m, self.last.module, self._mesh.device)
 
     def refuse_small(self, sizes: Sequence[int]) -> None:
         """Refuse a batch with fewer samples than microbatches. Raises BadBatch."""

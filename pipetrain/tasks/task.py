@@ -187,8 +187,9 @@ class Regression(Task):
 class ModelLoss(Task):
     """The loss that the model computes itself, as Hugging Face's do: its output `loss`, or the first one.
 
-    `labels`: the names of the inputs that are the targets. By default those that are not -100 count, or, in a
-    causal language model, those of them that follow another: tasks/trial.py tries which.
+    `labels`: the names of the inputs that are the targets. By default those count that the model's
+    cross-entropy does not ignore (-100), in a causal language model without the first of each sequence: the
+    model's trace says it, see choose_weight in tasks/trial.py.
     """
 
     def __init__(
@@ -197,10 +198,9 @@ class ModelLoss(Task):
         metrics: Sequence[Metric] | Mapping[str, MetricFunction] = (),
         weight: WeightFunction | None = None,
     ) -> None:
-        super().__init__(None, metrics, weight)
+        super().__init__(None, metrics, weight or self._counted)
         self.labels = (labels,) if isinstance(labels, str) else tuple(labels)
-        self.weights = [weight] if weight else [_unmasked, _unmasked_after_the_first]
-        """Candidates for `weight`; the first one is in use."""
+        self.ignored, self.shifted = IGNORED, False
 
     def loss(self, outputs: Value, targets: Value) -> Tensor:
         found: Any = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -212,8 +212,9 @@ class ModelLoss(Task):
             )
         return loss
 
-    def weight(self, targets: Value) -> Tensor | float:
-        return self.weights[0](targets)
+    def _counted(self, targets: Value) -> Tensor | float:
+        labels = as_tuple(targets)[0]
+        return _counting(labels[:, 1:] if self.shifted else labels, self.ignored)
 
 
 def counted_for(weight: WeightFunction, targets: Value) -> float:
@@ -228,15 +229,6 @@ def counted_for(weight: WeightFunction, targets: Value) -> float:
     raise ConfigError(
         f"weight(targets) must be one number that is not negative, what they count for together; got {got}"
     )
-
-
-def _unmasked(targets: Value) -> Tensor | float:
-    return _counting(targets, IGNORED)
-
-
-def _unmasked_after_the_first(targets: Value) -> Tensor | float:
-    """Return how many labels count where each is predicted from those before it."""
-    return _counting(as_tuple(targets)[0][:, 1:], IGNORED)
 
 
 def _counting(targets: Value, ignored: int) -> Tensor | float:

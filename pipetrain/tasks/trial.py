@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise, product
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.network import INPUT, Made, Part, evaluating
+from pipetrain.network.network import Network
 from pipetrain.network.values import Value, ValueSpec, as_tuple, differentiable, leaves_of, on_each, specs_of
 from pipetrain.tally import Tally
 from pipetrain.tasks.metrics import Metric
@@ -199,65 +199,16 @@ def _sums(
 # The loss that a model computes
 
 
-def choose_weight(
-    task: ModelLoss, example: ValueSpec, microbatches: int, part: Part, device: torch.device
-) -> None:
-    """Find what the labels of sequences count for, by a model's last layer with made-up inputs.
+def choose_weight(task: ModelLoss, network: Network, example: ValueSpec) -> None:
+    """Find which labels count in the loss that a traced model computes. Raises ConfigError if it takes none.
 
-    It cannot be read from the model: a causal language model leaves out the first of each sequence, others do
-    not. `example`: of the model's inputs; `part`: the last layers. Raises ConfigError if none of the task's
-    weights is right.
+    `example`: of the model's inputs.
     """
-    layer, names = part.last_layer(), example.names or ()
-    if layer is None:
-        raise ConfigError(
-            "an nn.Sequential takes no labels beside its inputs: give a loss= of outputs and targets, or a "
-            "model of another class that takes them by name"
-        )
+    names = example.names or ()
     if missing := [label for label in task.labels if label not in names]:
         known = ", ".join(names) or "without names"
         raise ConfigError(
             f"the model's inputs are {known}, and {missing[0]} is not among them: name the labels, by "
             f"targets= or on the command line task.labels="
         )
-    numbers = [names.index(label) for label in task.labels]
-    specs = [example.of(2).specs[number] for number in numbers]
-    first, *others = (torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs)
-    if len(task.weights) == 1 or first.is_floating_point() or first.dim() < 2 or first.shape[1] < 2:
-        return
-    first[:, 2:] = first[1, 0] = IGNORED  # the first label of the first sequence counts, or does not
-    labels = {Made(INPUT, n): t for n, t in zip(numbers, (first, *others), strict=True)}
-    targets = (first, *others) if others else first
-    cut = [value for value in layer.takes if value in labels or layer.spec(value, 2) != layer.spec(value, 3)]
-    refused, generator = "", torch.Generator().manual_seed(0)
-
-    def made_up(value: Made, filled: int) -> Tensor:
-        spec = layer.spec(value, 2)
-        if spec.dtype.is_floating_point:
-            numbers = torch.rand(spec.shape, generator=generator).to(device, spec.dtype)
-            return numbers.requires_grad_(value in cut)
-        return torch.full(spec.shape, filled, dtype=spec.dtype, device=device)
-
-    for filled, weight in product((0, 1), task.weights):  # some take no 1, and of 0 some make nothing
-        tensors = {v: labels[v].to(device) if v in labels else made_up(v, filled) for v in layer.takes}
-        leaves = {t: f"input {number}" for number, t in enumerate(tensors.values()) if t.requires_grad}
-
-        def loss_of(start: int, end: int, of: Mapping[Made, Tensor] = tensors) -> Tensor:
-            inputs = [of[value][start:end] if value in cut else of[value] for value in layer.takes]
-            return task.loss(layer.run(inputs), targets)
-
-        try:
-            with evaluating(part), torch.enable_grad():
-                refused = "" if loss_of(0, 2).isfinite() else "it is not finite"
-                refused = refused or pieces_differ(loss_of, weight, targets, leaves)
-        except Exception as error:  # the model's code may raise anything
-            refused = one_line(error)
-        if not refused:
-            task.weights = [weight]
-            return
-    if microbatches > 1:  # else nothing is added up
-        raise ConfigError(
-            f"the loss that the model computes is no mean over labels that are not {IGNORED}, nor over those "
-            f"after the first of each sequence: give weight=, a function of the labels that says what they "
-            f"count for ({refused})"
-        )
+    task.ignored, task.shifted = network.labels(names.index(task.labels[0]), IGNORED)

@@ -68,7 +68,6 @@ def epochs_of(run: Run, mesh: Mesh, recorder: Recorder | None = None, keeper: Ke
     settings, data = run.settings, run.data
     # The whole model is built, as its initial weights depend on the order of layers, and then dropped.
     session = Session(run.plan, run.take_network(), run.task, run.optimizer, settings.rate(run.updates), mesh)
-    session.settle()
     # A seed per rank, for dropout; set after the model is built, whose weights use the seed itself.
     torch.manual_seed((settings.seed + 1_000_003 * (mesh.world.rank + 1)) % 2**63)
     own = settings.seed, settings.workers, settings.timeout

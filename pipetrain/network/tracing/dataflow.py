@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.tensors import storage_of, strided
+from pipetrain.network.tensors import made_up, storage_of, strided
 from pipetrain.network.tracing.exporting import SAMPLES, Constant, Held, Input, Operations, Region, place_of
 from pipetrain.network.values import TensorSpec, differentiable
 
@@ -29,6 +29,9 @@ _WORK |= {_ATEN.lstm, _ATEN.gru, _ATEN.rnn_tanh, _ATEN.rnn_relu, _ATEN.conv1d, _
 _NORMS = {_ATEN.batch_norm, _ATEN.layer_norm, _ATEN.group_norm, _ATEN.instance_norm, _ATEN.rms_norm}
 # Operators that write statistics, which their schemas do not say, by the switch.
 _STATISTICS = {_ATEN.batch_norm: "training", _ATEN.instance_norm: "use_input_stats"}
+
+
+_LOSSES = {_ATEN.cross_entropy_loss, _ATEN.nll_loss, _ATEN.nll_loss2d, _ATEN.nll_loss_nd}
 
 
 class Dataflow:
@@ -111,6 +114,42 @@ class Dataflow:
         ranges = (*self._unsendable(), *self._unfinished())
         return {position for first, last in ranges for position in range(first + 1, last + 1)}
 
+    def labels(self, number: int, ignored: int) -> tuple[int, bool]:
+        """Return what the first cross-entropy ignores, and whether first labels are left out: see Network."""
+        for node in self.order:
+            if getattr(node.target, "overloadpacket", None) in _LOSSES:
+                ignored = int(_arguments(node)["ignore_index"])
+                break
+        (node,) = (each for each in self.order if each.meta.get("source") == Input(number))
+        labels = made_up(spec_of(node.meta["val"], SAMPLES))
+        if labels.is_floating_point() or labels.dim() < 2 or labels.shape[1] < 2:
+            return ignored, False
+        wanted, same = self._made_of(node, labels.clone()), list[bool]()
+        for other in (1, ignored):
+            labels[:, 0] = other
+            same += map(torch.equal, wanted, self._made_of(node, labels.clone()))
+        return ignored, all(same)
+
+    @torch.no_grad()
+    def _made_of(self, given: fx.Node, tensor: Tensor) -> list[Tensor]:
+        """Return what the operations that look at one input alone hand on to others."""
+        known: dict[fx.Node, Any] = {given: tensor}
+        for node in self.order:
+            if isinstance(source := node.meta.get("source"), Constant):
+                known[node] = source.tensor.clone()
+            elif is_size(node):
+                known[node] = _at(node.meta["val"], SAMPLES)
+            elif (
+                node.op == "call_function" and not is_random(node) and known.keys() >= {*node.all_input_nodes}
+            ):
+                args: Any
+                args, kwargs = fx.node.map_aggregate(
+                    (node.args, node.kwargs), lambda v: known[v] if isinstance(v, fx.Node) else v
+                )
+                known[node] = node.target(*args, **kwargs)
+        last = (node for node in known if not known.keys() >= {*node.users})
+        return [known[node] for node in last if isinstance(known[node], Tensor)]
+
     def _unsendable(self) -> Iterator[tuple[int, int]]:
         for node in self.items:
             if not _can_be_sent(node.meta["val"]):
@@ -140,12 +179,15 @@ def is_size(node: fx.Node) -> bool:
 
 def spec_of(value: Tensor, samples: int) -> TensorSpec:
     """Return what a value of the trace is for a number of samples."""
-    shape: list[Any] = list(value.shape)
-    for dimension, size in enumerate(shape):
-        if isinstance(size, torch.SymInt):
-            expression = size.node.expr
-            shape[dimension] = int(expression.subs(dict.fromkeys(expression.free_symbols, samples)))
-    return TensorSpec(tuple(shape), value.dtype)
+    return TensorSpec(tuple(_at(size, samples) for size in value.shape), value.dtype)
+
+
+def _at(value: Any, samples: int) -> Any:
+    """Return a size, or a number that is computed of sizes, for a number of samples."""
+    if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return value
+    expression = value.node.expr
+    return value.node.pytype(expression.subs(dict.fromkeys(expression.free_symbols, samples)))
 
 
 def is_random(node: fx.Node) -> bool:

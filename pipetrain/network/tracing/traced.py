@@ -22,11 +22,11 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from pipetrain.network import draws
-from pipetrain.network.network import INPUT, LastLayer, Made, Network, Part, See, Slice, Tensors
+from pipetrain.network.network import INPUT, Made, Network, Part, See, Slice, Tensors
 from pipetrain.network.places import named_tensors
-from pipetrain.network.tracing.dataflow import Dataflow, is_random, is_size, spec_of
+from pipetrain.network.tracing.dataflow import Dataflow, is_random, is_size
 from pipetrain.network.tracing.exporting import WAY_OUT, Constant, Held, Input, Region, adapted, as_arguments
-from pipetrain.network.values import TensorSpec, Value, ValueSpec
+from pipetrain.network.values import Value, ValueSpec
 
 
 class Traced(Network):
@@ -77,9 +77,8 @@ class Traced(Network):
         flat = [next(tensors) if isinstance(out, fx.Node) else out for out in operations.outputs]
         return tree_unflatten(flat, operations.tree)
 
-    def spec(self, made: Made, samples: int) -> TensorSpec:
-        """Return what a value is in evaluation, for a number of samples."""
-        return spec_of(self.modes[False].values[made].meta["val"], samples)
+    def labels(self, number: int, ignored: int) -> tuple[int, bool]:
+        return self.modes[True].flow.labels(number, ignored)
 
     def __deepcopy__(self, memo: object) -> Traced:
         return self  # copies of a part share it
@@ -116,11 +115,6 @@ class TracedPart(Part):
 
     def pack(self, outputs: Tensors) -> Any:
         return self._network.pack(outputs)
-
-    def last_layer(self) -> LastLayer:
-        network = self._network
-        alone = network.alone(len(network.names) - 1, training=False)
-        return LastLayer(alone.enters, network.spec, lambda tensors: self.pack(self._run(alone, tensors)))
 
 
 def _placed(model: nn.Module, used: Sequence[Collection[str]]) -> list[list[str]]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.tracing.trace import trace
+from pipetrain.network.values import TensorSpec
 from tests.support.tracing import assert_equal, example
 
 Forward = Callable[..., Any]
@@ -180,3 +184,45 @@ def test_inputs_that_the_forward_does_not_take_are_refused():
         with pytest.raises(ConfigError, match=f"the forward of Open cannot take the data's inputs, {says}"):
             trace(Open(), of)
     trace(Open(), example((4,), names=("x",)))
+
+
+class OwnLoss(nn.Module):
+    """Computes its loss of logits and labels, which it changes before."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.function = nn.Embedding(9, 9), function
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return self.function(self.embed(ids), labels)
+
+
+def flat(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), **options)
+
+
+def masked(logits: Tensor, labels: Tensor) -> Tensor:
+    counts = labels != -1
+    each = cross_entropy(logits.mT, labels.clamp(min=0), reduction="none")
+    return (each * counts).sum() / counts.sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "ignored", "shifted"),
+    [
+        (flat, -100, False),
+        (partial(flat, ignore_index=0), 0, False),
+        (lambda logits, labels: flat(logits[:, :-1], labels[:, 1:]), -100, True),
+        (
+            lambda logits, labels: flat(logits, pad(labels, (0, 1), value=-1)[:, 1:], ignore_index=-1),
+            -1,
+            True,
+        ),
+        (lambda logits, labels: flat(logits[:, 1:], labels[:, : labels.shape[1] - 1]), -100, False),
+        (masked, -100, False),
+        (lambda logits, labels: masked(logits[:, :-1], labels[:, 1:]), -100, True),
+    ],
+)
+def test_which_labels_count_in_a_loss_of_the_model_s_own(function, ignored, shifted):
+    of = replace(example((5,), (5,), names=("ids", "labels")), specs=(TensorSpec((5,), torch.int64),) * 2)
+    assert trace(OwnLoss(function), of).labels(1, -100) == (ignored, shifted)
