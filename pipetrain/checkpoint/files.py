@@ -105,7 +105,7 @@ def write_part(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> PartFi
 def publish(partial: Path, manifest: Manifest) -> Path:
     """Write the manifest, give the checkpoint its final name, and return its folder. Raises OSError.
 
-    One of the same update that is there already goes when the new one has a name.
+    An earlier checkpoint of the same update is removed when the new one has a name.
     """
     path = partial / MANIFEST
     path.write_text(json.dumps(manifest.to_json(), indent=1) + "\n")
@@ -125,9 +125,9 @@ def publish(partial: Path, manifest: Manifest) -> Path:
 
 
 def prune(last: Path, keep: int, best: str | None = None) -> None:
-    """Remove all but the newest `keep` checkpoints, to the `last` that was written, and the one named `best`.
+    """Remove checkpoints up to the `last` written one, except the newest `keep` and the one named `best`.
 
-    Newer ones than that neither count nor go: they are damaged, and this run will write them anew.
+    Later ones neither count nor go: they are damaged, and this run will write them again.
     """
     written = [path for path in folders(last.parent) if _order(path) <= _order(last)]
     for path in written[keep:]:
@@ -137,7 +137,7 @@ def prune(last: Path, keep: int, best: str | None = None) -> None:
 
 
 def remove_unfinished(checkpoints: Path, without: Path) -> None:
-    """Remove the temporary folders of runs that died while saving, `without` that of the present save."""
+    """Remove the temporary folders of runs that died while saving, but not that of this save, `without`."""
     for path in checkpoints.glob(f"update-*{PARTIAL}"):
         if path != without:
             shutil.rmtree(path, ignore_errors=True)

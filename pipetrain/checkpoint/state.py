@@ -1,8 +1,8 @@
 """The state of one rank as tensors by name, and back: its stages, random numbers and codecs' residuals.
 
-And as torch.distributed.checkpoint saves and loads it, with the names of plain PyTorch: `model.NAME` of the
-model's state_dict, `state.NAME.KEY` of the optimizer's state of a parameter, and `updates`. Each rank gives
-the tensors of its stages; what several ranks give is written once.
+The same state for torch.distributed.checkpoint, with the names of plain PyTorch: `model.NAME` of the model's
+state_dict, `state.NAME.KEY` of the optimizer's state of a parameter, and `updates`. Each rank gives the
+tensors of its stages; a tensor of several ranks is written once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pipetrain.schedule.actions import Edge
 def snapshot(session: Session, mesh: Mesh, random: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Return copies, in host memory, of a rank's state between two windows, by file.
 
-    `random`: further random states. Raises TypeError for an optimizer that remembers what cannot be saved.
+    `random`: further random states. Raises TypeError for an optimizer whose state cannot be saved.
     """
     files = {stage_file(index): state_of(stage) for index, stage in session.stages.items()}
     rank, device = mesh.world.rank, mesh.device
@@ -129,7 +129,7 @@ def _prefix(edge: Edge, number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StatefulPart:
-    """A Stateful of that library, which overwrites in place what `state_dict` returns, then hands it back."""
+    """A Stateful of torch.distributed.checkpoint, which overwrites what `state_dict` returns in place."""
 
     state_dict: Callable[[], Any]
     load_state_dict: Callable[[Any], None]
@@ -140,7 +140,7 @@ def parts_of(
 ) -> dict[str, StatefulPart]:
     """Return what to save or load. `keys`: the tensor behind each entry of the model's state_dict.
 
-    Before the first update the optimizer's state has the form that one would give it, to be overwritten.
+    Before the first update the optimizer's state has the form that an update would give it.
     """
     stages = session.stages.values()
     live = [(stage.weights, name, p) for stage in stages for name, p in stage.weights.live.items()]

@@ -1,7 +1,7 @@
 """Tensors by name, as files that are mapped into memory hold them: safetensors, Hugging Face, torch.save.
 
-Numbers are read when they are used. As weights to begin with, the names and forms of all are compared with
-the model's before that, so that a file of another model is refused.
+Numbers are read when they are used. Weights to begin with are compared with the model's names and forms
+before that, so a file of another model is refused.
 """
 
 from __future__ import annotations

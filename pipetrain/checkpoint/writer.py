@@ -1,9 +1,9 @@
 """Writes checkpoints between two windows, in the background, for fit and for Pipeline.save alike.
 
 Each rank writes the files of its stages; rank 0 adds the manifest. Training waits only for the copy to host
-memory. The ranks report through a clone of the run's store what they wrote, or why they could not; rank 0
-reports the outcome, so that each rank removes its part of a failed checkpoint. A failed save leaves earlier
-checkpoints as they are.
+memory. Through a clone of the run's store each rank reports what it wrote, or why it could not; rank 0
+reports the outcome, and each rank then removes its part of a failed checkpoint. Earlier checkpoints stay as
+they are.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ class Writer:
         self._thread.shutdown()
 
     def leave(self) -> None:
-        """Wait for the other ranks a little longer only: after an error they may have left, too."""
+        """Wait only a little longer for the other ranks, which may have left after an error too."""
         self._end = time.monotonic() + SEEN_S
 
     def _finish(self) -> None:
-        """Wait until no rank is writing. In turns of all ranks: who has died is missed at once in these."""
+        """Wait until no rank is writing. All ranks ask each other every TURN_S, so a dead one is noticed."""
         writing = [self._writing] if self._writing else []
         while self._ranks.most("the end of a save", len(wait(writing, TURN_S).not_done)):
             pass
@@ -155,7 +155,7 @@ class Writer:
             self._store.set(f"save {self._saves}/{self._rank}", json.dumps([failure, written]))
 
     def _hear(self, rank: int, seconds: float) -> Any:
-        """Return what another rank tells of this save, in so many seconds."""
+        """Return what another rank reports of this save, within so many seconds."""
         assert self._store is not None
         key, end = f"save {self._saves}/{rank}", time.monotonic() + seconds
         while not self._store.check([key]):
@@ -226,9 +226,9 @@ class Keeper:
         progress: Progress,
         random: Mapping[str, Tensor],
     ) -> None:
-        """Start a save; all ranks must call it with equal values, except for their stages and `random`.
+        """Start a save. All ranks call it with equal values, except for their stages and `random`.
 
-        That is the random state from which the epoch's batches come again.
+        `random`: the random state from which the epoch's batches come again.
         """
         pipeline = session.plan.pipeline
         manifest = Manifest(self.run, position, self.conditions, pipeline, self.config, progress)
