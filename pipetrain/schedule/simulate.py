@@ -130,18 +130,8 @@ class _Simulation:
             action, now = actions[position], row.ended
             if action.op in COMMUNICATION:
                 freed = self._exchange(rank, action, now)
-            elif action.op is Op.REDUCE:
-                self._join([self._reduces[action.stage]], rank, action, now)
-                freed = self._reduces[action.stage].complete(action.version, now)
-            elif action.op is Op.TIE:
-                freed = now
-                self._join(self._ties.values(), rank, action, now + self._cost(action))
-            elif action.op is Op.NORM:
-                freed = self._summed(action, now)
-                if freed is not None:
-                    self._join([self._norms], rank, action, freed + self._cost(action))
-            elif action.op is Op.STEP:
-                freed = self._step(action, now)
+            elif action.op in UPDATE:
+                freed = self._update(rank, action, now)
             else:
                 freed = self._compute(action, now)
             if freed is None:
@@ -161,13 +151,17 @@ class _Simulation:
                 self._done.add((action.stage, Op.F if action.op is Op.F else Op.B, action.mb))
         return now
 
-    def _summed(self, action: Action, now: float) -> float | None:
-        tied = self._ties.get(action.stage)
-        return tied.complete(action.version, now) if tied else now
-
-    def _step(self, action: Action, now: float) -> float | None:
-        freed = self._summed(action, now)
-        return freed if freed is None else self._norms.complete(action.version, freed)
+    def _update(self, rank: int, action: Action, now: float) -> float | None:
+        if action.op is Op.REDUCE:
+            self._join([self._reduces[action.stage]], rank, action, now)
+        for collective in self._collectives_before(action):
+            if (complete := collective.complete(action.version, now)) is None:
+                return None
+            now = complete
+        if action.op in (Op.TIE, Op.NORM):
+            joined = self._ties.values() if action.op is Op.TIE else [self._norms]
+            self._join(joined, rank, action, now + self._cost(action))
+        return now
 
     def _exchange(self, rank: int, action: Action, now: float) -> float | None:
         edge = self._edge(rank, action)
@@ -192,6 +186,13 @@ class _Simulation:
         for collective in collectives:
             if collective.send(action, rank, arrives):
                 self._ready += collective.ranks - {rank}
+
+    def _collectives_before(self, action: Action) -> list[Collective]:
+        """Return the collectives that an action of an update waits for."""
+        if action.op is Op.REDUCE:
+            return [self._reduces[action.stage]]
+        tied = [self._ties[action.stage]] if action.stage in self._ties and action.op is not Op.TIE else []
+        return [*tied, self._norms] if action.op is Op.STEP else tied
 
     def _edge(self, rank: int, action: Action) -> BoundedEdge:
         other = self._lowering.rank(action.peer, action.mb)
@@ -223,13 +224,12 @@ class _Simulation:
                 yield f"rank {rank} at {action} waits for {self._awaited(rank, action)}"
 
     def _awaited(self, rank: int, action: Action) -> str:
-        if action.op is Op.REDUCE:
-            missing = self._reduces[action.stage].missing(action.version)
-            return f"rank {' and '.join(str(other) for _, other in missing)} to do {action}"
         if action.op in UPDATE:
-            tied = self._ties.get(action.stage)
-            late = tied if tied and tied.missing(action.version) else self._norms
-            stages = sorted({stage for stage, _ in late.missing(action.version)})
+            late = next(one for one in self._collectives_before(action) if one.missing(action.version))
+            missing = late.missing(action.version)
+            if action.op is Op.REDUCE:
+                return f"rank {' and '.join(str(other) for _, other in missing)} to do {action}"
+            stages = sorted({stage for stage, _ in missing})
             return f"the {late.name} of stage {' and '.join(map(str, stages))}"
         if action.op not in COMMUNICATION:
             source, op, mb = next(needed for needed in self._needs(action) if needed not in self._done)
