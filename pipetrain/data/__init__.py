@@ -65,27 +65,28 @@ def load_data(data: DictConfig, dtype: torch.dtype = torch.float32) -> Data:
         ) from error
     cut = {split: getattr(whole, split).first(limit) for split, limit in limits.items() if limit is not None}
     whole = replace(whole, **cut)
-    declared, found = declared_example(data, dtype), whole.facts.example
-    if declared is not None and (not found.single or _kind(found.specs[0]) != _kind(declared.specs[0])):
+    declared, actual = declared_example(data, dtype), whole.facts.example
+    if declared is not None and (not actual.single or _kind(actual.specs[0]) != _kind(declared.specs[0])):
         raise ConfigError(
-            f"the inputs of data set {whole.name} are {found}, and data.sample says {declared}: correct "
+            f"the inputs of data set {whole.name} are {actual}, and data.sample says {declared}: correct "
             "data.sample, or set it to null"
         )
     return whole
 
 
 def _from_source(data: DictConfig, dtype: torch.dtype) -> Data:
-    made = _make(data, "source", Data)
-    for name, split in (("train", made.train), ("test", made.test)):
+    source = _make(data, "source", Data)
+    for name, split in (("train", source.train), ("test", source.test)):
         if isinstance(split, Images):
-            if fault := split.fault(made.classes):
+            if fault := split.fault(source.classes):
                 raise ConfigError(
-                    f"the data set {made.name} cannot be used: {name} {fault}; correct what data.source gives"
+                    f"the data set {source.name} cannot be used: {name} {fault}; correct what "
+                    f"data.source gives"
                 )
             augment = load_augment(data) if name == "train" else None
             read: dict[str, Any] = {name: replace(split, dtype=dtype, augment=augment or split.augment)}
-            made = replace(made, **read)
-    return made
+            source = replace(source, **read)
+    return source
 
 
 def _from_splits(data: DictConfig, dtype: torch.dtype) -> Data:

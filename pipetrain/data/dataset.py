@@ -32,32 +32,32 @@ Columns = Mapping[str, str | Sequence[str] | Mapping[str, str]]
 
 
 def as_split(
-    made: object, what: str, columns: Columns | None = None, dtype: torch.dtype = torch.float32
+    data: object, what: str, columns: Columns | None = None, dtype: torch.dtype = torch.float32
 ) -> Split:
     """Return what a user gives as a data set as a `Split`; `what` names it in errors ("data.train").
 
-    `made`: a Split; a pair (inputs, targets), each a tensor or a NumPy array [n, ...] or a tuple or dict of
+    `data`: a Split; a pair (inputs, targets), each a tensor or a NumPy array [n, ...] or a tuple or dict of
     them; a TensorDataset of two tensors; or anything with a length and items by number, each a pair (inputs,
     targets) of tensors, numbers, NumPy arrays, tuples or dicts of these. `columns`: where items are dicts, as
     those of Hugging Face, the columns that are the inputs and the targets; several make a tuple, a mapping a
     dict. `dtype`: of what are Python's floats.
     Raises ConfigError, also for a sample that cannot be read or has another shape, when it is read.
     """
-    if isinstance(made, Split):
-        return made
-    if isinstance(made, TensorDataset):
-        made = made.tensors
-    if isinstance(made, tuple | list) and len(made) == 2 and all(map(_is_of_tensors, made)):
-        inputs, targets = (_value(part) for part in made)
+    if isinstance(data, Split):
+        return data
+    if isinstance(data, TensorDataset):
+        data = data.tensors
+    if isinstance(data, tuple | list) and len(data) == 2 and all(map(_is_of_tensors, data)):
+        inputs, targets = (_value(part) for part in data)
         if len({len(t) if t.dim() else 0 for t in (*as_tuple(inputs), *as_tuple(targets))}) != 1:
             raise ConfigError(f"{what} holds tensors of several lengths: give a row of each for each sample")
         return Tensors(inputs, targets)
-    if isinstance(made, IterableDataset) or not (hasattr(made, "__getitem__") and hasattr(made, "__len__")):
+    if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         raise ConfigError(
-            f"{what} is a {type(made).__name__}, which has no length and no samples by number: give a "
+            f"{what} is a {type(data).__name__}, which has no length and no samples by number: give a "
             "map-style Dataset, or pass a loader of your own to pipetrain.Pipeline"
         )
-    return DatasetSplit(made, what, columns or {}, dtype)
+    return DatasetSplit(data, what, columns or {}, dtype)
 
 
 def _is_of_tensors(part: object) -> bool:

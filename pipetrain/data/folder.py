@@ -65,8 +65,8 @@ class ImageFiles:
     def checksum(self) -> int:
         """Return the CRC-32 of names, sizes in bytes, labels and of how images are made, not of pixels."""
         sizes = [(self.root / file).stat().st_size for file in self.files]
-        made = [self.size, *self.mean, *self.std]
-        return zlib.crc32(repr((self.files, sizes, self.labels.tolist(), made)).encode())
+        preparation = [self.size, *self.mean, *self.std]
+        return zlib.crc32(repr((self.files, sizes, self.labels.tolist(), preparation)).encode())
 
     def _pixels(self, number: int, row: float, column: float, flip: float) -> NDArray[np.uint8]:
         """Read a file, cropped at a place from 0 (the first) to 1 (the last): uint8 [size, size, 3]."""
@@ -120,8 +120,8 @@ def _classes(folder: Path) -> dict[str, list[str]]:
     names = sorted(path.name for path in folder.glob("*") if path.is_dir() and not path.name.startswith("."))
     classes = {}
     for name in names:
-        found = (path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES)
-        classes[name] = sorted(path.relative_to(folder.parent).as_posix() for path in found)
+        images = (path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES)
+        classes[name] = sorted(path.relative_to(folder.parent).as_posix() for path in images)
     empty = next((folder / name for name in names if not classes[name]), None if names else folder)
     if empty is not None:
         raise ConfigError(

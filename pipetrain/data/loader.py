@@ -154,17 +154,17 @@ def loaded(
         # The loader draws a seed for its workers; from the global generator, this would change dropout.
         generator=torch.Generator(),
     )
-    given = 0
+    yielded = 0
     try:
         for batch in loader:
             yield batch
-            given += 1
+            yielded += 1
     except Exception as error:
         if not workers:
             raise
         traceback.clear_frames(error.__traceback__)  # they reference the iterator, which keeps workers alive
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise TrainingStopped(
-            f"the data workers ({workers}) failed at microbatch {given} of {len(ids)}: {reason[-1]}; "
+            f"the data workers ({workers}) failed at microbatch {yielded} of {len(ids)}: {reason[-1]}; "
             "data.workers=0 makes the samples in the training process"
         ) from error

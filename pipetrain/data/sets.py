@@ -92,10 +92,10 @@ class Data:
 
 def checksum(tensors: Sequence[Tensor], *more: object) -> int:
     """Return the CRC-32 of tensors in host memory, and of `more`; it does not depend on their layout."""
-    found = 0
+    crc = 0
     for tensor in tensors:
-        found = zlib.crc32(bytes_of(tensor).numpy().data, found)
-    return zlib.crc32("".join(map(repr, (specs_of(tensors), *more))).encode(), found)
+        crc = zlib.crc32(bytes_of(tensor).numpy().data, crc)
+    return zlib.crc32("".join(map(repr, (specs_of(tensors), *more))).encode(), crc)
 
 
 @dataclass(frozen=True)

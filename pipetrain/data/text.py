@@ -58,8 +58,8 @@ class Blocks:
         return replace(self, tokens=min(self.tokens, n * self.block + 1))
 
     def checksum(self) -> int:
-        found = zlib.crc32(repr((self.tokens, self.block)).encode())
-        return zlib.crc32(self._mapped().view(np.uint8).data, found)
+        crc = zlib.crc32(repr((self.tokens, self.block)).encode())
+        return zlib.crc32(self._mapped().view(np.uint8).data, crc)
 
     def _read(self, ids: Tensor, shift: int) -> Tensor:
         places = ids.numpy()[:, None] * self.block + np.arange(shift, self.block + shift)
@@ -146,21 +146,21 @@ def _tokenised(path: Path, tokenizer: Path, coder: Any, dtype: np.dtype[Any], fo
     """
     with path.open("rb") as text, tokenizer.open("rb") as rules:
         digests = b"".join(hashlib.file_digest(file, "sha256").digest() for file in (text, rules))
-    made = folder / f"{path.stem}-{hashlib.sha256(digests).hexdigest()[:16]}.{dtype.name}"
-    if made.exists():
-        return made
+    cached = folder / f"{path.stem}-{hashlib.sha256(digests).hexdigest()[:16]}.{dtype.name}"
+    if cached.exists():
+        return cached
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (
             TemporaryDirectory(prefix=f".{path.stem}-", dir=folder) as temporary,
-            Path(temporary, made.name).open("wb") as file,
+            Path(temporary, cached.name).open("wb") as file,
             path.open(encoding="utf-8", newline="") as text,
         ):
             while lines := text.readlines(_PIECE):  # whole lines
                 ids = coder.encode("".join(lines), add_special_tokens=False).ids
                 file.write(np.array(ids, dtype).tobytes())
             file.flush()
-            os.replace(file.name, made)
+            os.replace(file.name, cached)
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"data.file={path} is not UTF-8, which a tokenizer needs: convert it, or train on its bytes with "
@@ -171,4 +171,4 @@ def _tokenised(path: Path, tokenizer: Path, coder: Any, dtype: np.dtype[Any], fo
             f"the tokens of {path} cannot be written to {folder}: {error.strerror}; set data.root to "
             "a folder that can be written and has room"
         ) from error
-    return made
+    return cached

@@ -121,20 +121,20 @@ class _Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         plain = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, bool | int | float)]
         self.digest = zlib.crc32(f"{keys}{func}{plain}".encode(), self.digest)
-        made = keys[0]
-        for key in keys if func._schema.is_mutable else [made]:
+        result = keys[0]
+        for key in keys if func._schema.is_mutable else [result]:
             self.sources[key].update(keys)
         if func._schema.name in _COPIES:
-            made = (*keys[0], self._copies[keys[0]])
+            result = (*keys[0], self._copies[keys[0]])
             self._copies[keys[0]] += 1
-            self.sources[made].add(keys[0])
-        if made not in self._kept or any(key not in self._kept for key in keys):
+            self.sources[result].add(keys[0])
+        if result not in self._kept or any(key not in self._kept for key in keys):
             args, kwargs = tree_map_only(
                 Tensor, lambda t: t if self.key_of(t) is None else on_meta(t), (args, kwargs)
             )
         result = func(*args, **kwargs)
         for tensor in strided(result):
-            self._keys.setdefault(tensor.untyped_storage(), made)
+            self._keys.setdefault(tensor.untyped_storage(), result)
         return result
 
     def _seed_generator(self, generator: torch.Generator | None, keys: list[Key]) -> None:
@@ -168,11 +168,11 @@ class Initial:
         for key in todo:  # grows
             todo += [source for source in self._sources.get(key, ()) if source not in kept]
             kept |= dict.fromkeys(todo)
-        made = named_tensors(_Call(self._seed, kept).of(self._factory))
+        numbers = named_tensors(_Call(self._seed, kept).of(self._factory))
         for name in wanted:
-            if name not in made or made[name].is_meta:
+            if name not in numbers or numbers[name].is_meta:
                 raise ConfigError(
                     f"{name} of the model has no numbers when the function that makes the model is called "
                     f"again: let it make all that it uses each time, and the same, {_WAY_OUT}"
                 )
-        return {name: made[name].detach() for name in wanted}
+        return {name: numbers[name].detach() for name in wanted}

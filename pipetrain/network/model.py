@@ -101,8 +101,8 @@ def cast_exactly(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def own_dtype(model: object) -> torch.dtype | None:
     """Return the dtype of all floating-point parameters; None if they have several, or less than float32."""
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
-    found = {p.dtype for p in parameters if p.is_floating_point()} or {torch.float32}
-    return found.pop() if found in ({torch.float32}, {torch.float64}) else None
+    dtypes = {p.dtype for p in parameters if p.is_floating_point()} or {torch.float32}
+    return dtypes.pop() if dtypes in ({torch.float32}, {torch.float64}) else None
 
 
 def tensor_attributes(model: nn.Module) -> dict[str, Tensor]:
@@ -131,10 +131,10 @@ def materialise(network: Network, layers: Iterable[int], more: Iterable[str] = (
     tensors = named_tensors(network.model)
     names = {id(tensor): name for name, tensor in tensors.items()}
     used = (names.get(id(place.tensor)) for index in layers for place in places(network.modules[index]))
-    made = values.tensors(list(dict.fromkeys([*filter(None, used), *more])))
+    numbers = values.tensors(list(dict.fromkeys([*filter(None, used), *more])))
     others: dict[int, Tensor] = {}
-    for name in list(made):
-        old, new = tensors[name], cast_exactly(name, made.pop(name), tensors[name].dtype)
+    for name in list(numbers):
+        old, new = tensors[name], cast_exactly(name, numbers.pop(name), tensors[name].dtype)
         if old.is_meta:
             others[id(old)] = in_place_of(old, new)
         else:

@@ -39,9 +39,9 @@ def in_place_of(old: Tensor, new: Tensor) -> Tensor:
     """Return new numbers as the parameter or buffer that the old ones are."""
     if not isinstance(old, nn.Parameter) or isinstance(new, nn.Parameter):
         return new
-    made = nn.Parameter(new, old.requires_grad)
-    vars(made).update(vars(old))  # attributes set by a layer
-    return made
+    parameter = nn.Parameter(new, old.requires_grad)
+    vars(parameter).update(vars(old))  # attributes set by a layer
+    return parameter
 
 
 def on_meta(tensor: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def _of(owner: nn.Module) -> Iterator[Place]:
 def _containers(module: nn.Module) -> list[Any]:
     """Return the dicts of a module's and its children's attributes, and the dicts and lists among these."""
     attributes = [vars(owner) for owner in module.modules()]
-    inner = (value for held in attributes for value in held.values())
+    inner = (value for of_layer in attributes for value in of_layer.values())
     return [*attributes, *(value for value in inner if isinstance(value, dict | list))]
 
 

@@ -72,7 +72,7 @@ def results(
     torch.default_generator.manual_seed(0)
     with torch.set_grad_enabled(training):
         outputs = leaves_of(run())
-        found = {f"output {number}": tensor.detach() for number, tensor in enumerate(outputs)}
+        results = {f"output {number}": tensor.detach() for number, tensor in enumerate(outputs)}
         named = {p: name for module in modules for name, p in module.named_parameters() if p.requires_grad}
         wanted = [tensor for tensor in outputs if tensor.requires_grad]
         if wanted and named:
@@ -82,10 +82,10 @@ def results(
             for name, grad in zip(named.values(), grads, strict=True):
                 if grad is not None:
                     what = f"the gradient of {(names or {}).get(name, name)}"
-                    found[what] = grad.to_dense() + found.get(what, 0)
+                    results[what] = grad.to_dense() + results.get(what, 0)
     for module in modules:
-        found |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
-    return found
+        results |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
+    return results
 
 
 def _drawn(tensor: Tensor) -> Tensor:
@@ -94,10 +94,10 @@ def _drawn(tensor: Tensor) -> Tensor:
     return torch.rand_like(tensor, dtype=exact).to(tensor.dtype)
 
 
-def difference(wanted: Results, found: Results, tolerance: float = TOLERANCE, dtypes: bool = True) -> str:
+def difference(expected: Results, actual: Results, tolerance: float = TOLERANCE, dtypes: bool = True) -> str:
     """Say what differs by more than a tolerance, relative to its largest number; "" if nothing does."""
-    for name in dict.fromkeys([*wanted, *found]):  # in order
-        one, other = wanted.get(name), found.get(name)
+    for name in dict.fromkeys([*expected, *actual]):  # in order
+        one, other = expected.get(name), actual.get(name)
         if one is None or other is None:
             return f"{name} is not there {'in one process' if one is None else 'over stages'}"
         counts = one.numel() and one.dtype != torch.bool

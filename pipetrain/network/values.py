@@ -67,8 +67,8 @@ class Packing:
         return next((f"a {type(v).__name__}" for v in self.fixed if v is not TENSOR and v is not None), "")
 
     def pack(self, tensors: Sequence[Tensor]) -> Any:
-        given = iter(tensors)
-        return tree_unflatten([next(given) if leaf is TENSOR else leaf for leaf in self.fixed], self.tree)
+        each = iter(tensors)
+        return tree_unflatten([next(each) if leaf is TENSOR else leaf for leaf in self.fixed], self.tree)
 
 
 TENSOR = Tensor  # a class, which a copy of a Packing keeps
@@ -83,10 +83,10 @@ def packer(value: object) -> Callable[[Sequence[Tensor]], Any]:
 
 def leaves_of(value: object) -> tuple[Tensor, ...]:
     """Return the tensors of what a model or layer returns. Raises TypeError if there is none."""
-    found = tuple(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-    if not found:
+    tensors = tuple(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    if not tensors:
         raise TypeError(f"it must return tensors, not {type(value).__name__}")
-    return found
+    return tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +183,8 @@ def named_layers(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
 
 def as_tuple(value: Value | Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the tensors of a value. Raises TypeError if it is neither a tensor nor tensors."""
-    held = value.values() if isinstance(value, dict) else value
-    tensors = (held,) if isinstance(held, Tensor) else tuple(held)
+    items = value.values() if isinstance(value, dict) else value
+    tensors = (items,) if isinstance(items, Tensor) else tuple(items)
     if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise TypeError(f"a layer must return a tensor or a tuple of tensors, not {type(value).__name__}")
     return tensors

@@ -76,14 +76,14 @@ def show_table(cfg: DictConfig) -> None:
         own = hydra.compose("plan", overrides=[*shared, f"schedule={name}", f"microbatches={m}"])
         batches = _batches(own)  # a schedule's own window
         try:
-            times, held = _on_equal_stages(own, ranks, batches, m)
+            times, peaks = _on_equal_stages(own, ranks, batches, m)
             if has_model:
                 title, more = _by_model(name, own, batches)
                 times += more
         except (ConfigError, ScheduleError) as error:
             notes.append(f"{name}: {error}\n")
             continue
-        rows.append([name, *times, *held])
+        rows.append([name, *times, *peaks])
     if not rows:
         raise ConfigError(
             f"compare= has no schedule that can be planned with these settings; {notes[0].strip()}"
@@ -137,12 +137,12 @@ def _on_equal_stages(
     program = lower(joined(compute))
     run = simulate(program, microbatches, buffer_size=buffer_size)
     stages = [sorted({action.stage for action in row.actions}) for row in run.rows]
-    held = (
+    peaks = (
         [most_open([row.actions]) / len(own) for row, own in zip(run.rows, stages, strict=True)],
         [sum(run.versions[stage] for stage in own) / len(own) for own in stages],
         [max(run.staleness[stage] for stage in own) for own in stages],
     )
-    by_rank = [" ".join(f"{value:.3g}" for value in values) for values in held]
+    by_rank = [" ".join(f"{value:.3g}" for value in values) for values in peaks]
     return _times(run, batches, WORK * len(placement(program)) / ranks), by_rank
 
 

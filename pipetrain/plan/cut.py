@@ -121,11 +121,11 @@ def divide(tensors: Tensors, parts: Sequence[Sequence[Made]]) -> list[Tensors]:
 
 def merge(parts: Iterable[tuple[Sequence[Made], Tensors]]) -> Tensors:
     """Return the tensors of all values, ascending; those of one value are added, in the order of `parts`."""
-    found: dict[Made, Tensor] = {}
+    sums: dict[Made, Tensor] = {}
     for values, tensors in parts:
         for value, tensor in zip(values, tensors, strict=True):
-            found[value] = found[value] + tensor if value in found else tensor
-    return tuple(found[value] for value in sorted(found))
+            sums[value] = sums[value] + tensor if value in sums else tensor
+    return tuple(sums[value] for value in sorted(sums))
 
 
 class AnySize(dict[int, Specs]):
@@ -186,12 +186,12 @@ def entering(layers: Sequence[Layer], start: int, end: int) -> dict[Made, bool]:
 
     And whether they return the gradient of each. The data are before the first layer.
     """
-    found: dict[Made, bool] = {}
+    needs_grad_of: dict[Made, bool] = {}
     for layer in layers[start:end]:
         for value, reached in zip(layer.takes, layer.reached or repeat(False), strict=False):
             if value.layer < start:
-                found[value] = found.get(value, False) or reached
-    return dict(sorted(found.items()))
+                needs_grad_of[value] = needs_grad_of.get(value, False) or reached
+    return dict(sorted(needs_grad_of.items()))
 
 
 def _slices(
@@ -255,12 +255,12 @@ def _holders(network: Network, cuts: Sequence[int]) -> dict[str, Tie]:
     """Return the stages of each parameter and buffer, ascending, by its name in the model."""
     named = [*network.model.named_parameters(), *network.model.named_buffers()]
     names = {id(tensor): name for name, tensor in named}
-    found: dict[str, set[int]] = {}
+    users: dict[str, set[int]] = {}
     for index, module in enumerate(network.modules):
         for place in places(module):
             if id(place.tensor) in names:
-                found.setdefault(names[id(place.tensor)], set()).add(stage_of(index, cuts))
-    return {name: tuple(sorted(stages)) for name, stages in found.items()}
+                users.setdefault(names[id(place.tensor)], set()).add(stage_of(index, cuts))
+    return {name: tuple(sorted(stages)) for name, stages in users.items()}
 
 
 def copies_input(layers: Sequence[Layer], enters: Iterable[Made], start: int, end: int) -> bool:

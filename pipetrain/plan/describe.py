@@ -145,10 +145,10 @@ def describe(
     for name, stages in plan.cut.shared.items():
         head += f"{name} is trained as one by stages {', '.join(map(str, stages))}\n"
     run = plan.timeline()
-    held = memory(plan, run) if plan.sizes else []
+    stage_bytes = memory(plan, run) if plan.sizes else []
     picture = as_text(run, width, plan.unit_of_time, span, _title(plan))
     predicted = [_predicted(plan, plan.prediction, run)] if plan.prediction else []
-    sizes = [_memory(plan, held, room)] if held else []
+    sizes = [_memory(plan, stage_bytes, room)] if stage_bytes else []
     return "\n".join((head, _partition(plan), *predicted, picture, *sizes, _figures(plan, run, batches)))
 
 
@@ -162,7 +162,7 @@ def _partition(plan: Plan) -> str:
     shown = [Op.F, *[Op.R] * recomputes, *([Op.I, Op.W] if splits(plan.window.program) else [Op.B])]
     codecs, rows = plan.settings.codecs, []
     for stage, rank in enumerate(plan.placement):
-        held, slice, mode = plan.stage_layers(stage), plan.cut.slices[stage], plan.recompute[stage]
+        layers, slice, mode = plan.stage_layers(stage), plan.cut.slices[stage], plan.recompute[stage]
         enters, routes = plan.cut.entering(stage, size), plan.cut.routes_into[stage]
         parts = [] if stage else list(map(str, enters))
         for route in routes:
@@ -171,9 +171,9 @@ def _partition(plan: Plan) -> str:
         row = {
             "stage": str(stage),
             "rank": str(rank),
-            "layers": f"{slice.start}-{slice.end - 1} {held[0].name}..{held[-1].name}",
-            "parameters": f"{sum(layer.params for layer in held):,}",
-            "work": f"{sum(layer.flops for layer in held) / flops:.1%}",
+            "layers": f"{slice.start}-{slice.end - 1} {layers[0].name}..{layers[-1].name}",
+            "parameters": f"{sum(layer.params for layer in layers):,}",
+            "work": f"{sum(layer.flops for layer in layers) / flops:.1%}",
             f"enters, {size} samples": " + ".join(parts),
             "bytes": f"{sum(spec.nbytes for spec in enters):,}",
         }
@@ -208,21 +208,21 @@ def choices(prediction: Prediction) -> str:
     rows = [("partition", "cut before layers", "slowest stage, ms a batch", "fullest stage, MiB", "")]
     for name, one in prediction.choices.items():
         excess = "does not fit into memory_limit" if one.held_bytes > prediction.limit else ""
-        held = f"{one.held_bytes / 2**20:.1f}"
-        rows.append((name, str(one.cuts), f"{1e3 * one.slowest_s:.2f}", held, excess))
+        mib = f"{one.held_bytes / 2**20:.1f}"
+        rows.append((name, str(one.cuts), f"{1e3 * one.slowest_s:.2f}", mib, excess))
     return aligned(rows)
 
 
-def _memory(plan: Plan, held: Memory, room: int | None) -> str:
+def _memory(plan: Plan, stage_bytes: Memory, room: int | None) -> str:
     rows = [["stage", "MiB held", *PARTS]]
-    for stage, of in enumerate(peaks(held)):
+    for stage, of in enumerate(peaks(stage_bytes)):
         rows.append([str(stage), *(f"{of[name] / 2**20:.1f}" for name in ("total", *PARTS))])
     note = "the peak of each stage, and of each part of it; without what an action needs while it runs\n"
     if plan.settings.memory_limit is not None:
         a = "stage" if plan.settings.partition == PROFILE else "rank"
         note += f"memory_limit {plan.settings.memory_limit * 1024:.1f} MiB a {a}\n"
     if room is not None:
-        note += f"{says_whether_it_fits(held, room)}\n"
+        note += f"{says_whether_it_fits(stage_bytes, room)}\n"
     return f"{aligned(rows)}\n{note}"
 
 

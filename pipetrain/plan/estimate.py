@@ -91,12 +91,12 @@ def estimate(
         except (RuntimeError, TypeError) as error:
             raise ConfigError(f"a microbatch of {inputs} cannot be made: {one_line(error)}") from error
         values = {Made(INPUT, number): t for number, t in enumerate(tensors)}
-        made, runs = [inputs], []
+        specs, runs = [inputs], []
         for index in range(len(network.names)):
-            takes = network.takes(index, made)
-            run = trial.run(index, takes, tuple(values[value] for value in takes), tuple(made))
+            takes = network.takes(index, specs)
+            run = trial.run(index, takes, tuple(values[value] for value in takes), tuple(specs))
             values |= {Made(index, number): t for number, t in enumerate(run.outputs)}
-            made.append(run.layer.output)
+            specs.append(run.layer.output)
             runs.append(run)
         return _joined(_with_gradients(runs) if training else [run.layer for run in runs])
 
@@ -135,21 +135,23 @@ class _Trial:
         self._ids = {id(t): name for name, t in registered}
         self._names = {storage_of(t): (name, t.requires_grad) for name, t in registered}
 
-    def run(self, index: int, takes: tuple[Made, ...], given: Tensors, made: Sequence[ValueSpec]) -> _Run:
+    def run(
+        self, index: int, takes: tuple[Made, ...], entering: Tensors, earlier: Sequence[ValueSpec]
+    ) -> _Run:
         """Run a layer. Raises ConfigError with its name."""
         where = f"layer {index} ({self._network.names[index]}) of the model"
         try:
-            return self._tried(index, given, lambda mode: self._run(index, takes, given, made, mode))
+            return self._tried(index, entering, lambda mode: self._run(index, takes, entering, earlier, mode))
         except _Wrong as error:
             raise ConfigError(f"{where} {error}") from error
         except Exception as error:
-            taken = ValueSpec(specs_of(given), single=False)
+            taken = ValueSpec(specs_of(entering), single=False)
             raise ConfigError(f"{where} cannot take {taken}: {one_line(error)}") from error
 
-    def _tried(self, index: int, given: Tensors, run: Callable[[FakeTensorMode | None], _Run]) -> _Run:
+    def _tried(self, index: int, inputs: Tensors, run: Callable[[FakeTensorMode | None], _Run]) -> _Run:
         """Run a layer on real or, if it is expensive, fake tensors; if that fails, the other way."""
         # Each weight is multiplied at every position of an image.
-        positions = [t.numel() / t.shape[1] if t.dim() > 1 and t.shape[1] else t.numel() for t in given]
+        positions = [t.numel() / t.shape[1] if t.dim() > 1 and t.shape[1] else t.numel() for t in inputs]
         weights = sum(p.numel() for p in self._network.modules[index].parameters())
         dear = max(positions, default=1) * weights > CHEAP or self._meta
         try:
@@ -167,8 +169,8 @@ class _Trial:
         self,
         index: int,
         takes: tuple[Made, ...],
-        given: Tensors,
-        made: Sequence[ValueSpec],
+        entering: Tensors,
+        earlier: Sequence[ValueSpec],
         mode: FakeTensorMode | None,
     ) -> _Run:
         module, last = self._network.modules[index], index == len(self._network.names) - 1
@@ -180,8 +182,10 @@ class _Trial:
         }
         with torch.set_grad_enabled(self._training), mode or nullcontext(), standing_in(module, others):
             # In the memory format in which they arrive over a cut.
-            arranged = (self._numerics.arrange(_copied(t, mode)).detach() for t in given)
-            leaves = tuple(t.requires_grad_(of.requires_grad) for t, of in zip(arranged, given, strict=True))
+            arranged = (self._numerics.arrange(_copied(t, mode)).detach() for t in entering)
+            leaves = tuple(
+                t.requires_grad_(of.requires_grad) for t, of in zip(arranged, entering, strict=True)
+            )
             inputs = tuple(leaf.clone() for leaf in leaves)  # a leaf must not be modified in place
             versions = [t._version for t in inputs]
             known = [*others.values(), *inputs]
@@ -192,7 +196,7 @@ class _Trial:
                 Spy(self._names, known, trained) as spy,
                 SavedWatch(others.values()) as saving,
             ):
-                result = self._network.call(index, inputs, made)
+                result = self._network.call(index, inputs, earlier)
             packing = Packing.of(result)
             if packing is not None and not last and (other := packing.other):
                 raise TypeError(
@@ -207,10 +211,10 @@ class _Trial:
                 raise _Wrong(spy.wrong)
             outputs = leaves_of(result)
             returned = [storage_of(t) for t in outputs]
-            held = {storage_of(place.tensor) for place in places(module)}
-            given_by = {storage_of(t): value for t, value in zip(inputs, takes, strict=True)}
+            of_module = {storage_of(place.tensor) for place in places(module)}
+            entering_by = {storage_of(t): value for t, value in zip(inputs, takes, strict=True)}
             own = {key: Made(index, number) for number, key in enumerate(returned)}
-            saved, for_w, products = saving.kept(own | given_by)
+            saved, for_w, products = saving.kept(own | entering_by)
             changed = (t._version != version for t, version in zip(inputs, versions, strict=True))
             layer = Layer(
                 name=self._network.names[index],
@@ -226,8 +230,8 @@ class _Trial:
                 takes=takes,
                 draws=spy.draws,
                 writes=frozenset(value for value, other in zip(takes, changed, strict=True) if other),
-                views=tuple(map(given_by.get, returned)),
-                keeps_output=not held.isdisjoint(returned) or len(set(returned)) < len(returned),
+                views=tuple(map(entering_by.get, returned)),
+                keeps_output=not of_module.isdisjoint(returned) or len(set(returned)) < len(returned),
                 borrows=tuple(sorted(spy.borrowed)),
                 foreign=tuple(spy.foreign.values()),
                 saved=saved,
@@ -240,13 +244,13 @@ class _Trial:
 
     def _named(self, module: nn.Module) -> dict[str, Any]:
         """Return the specs of what a layer trains, of its frozen parameters and of its buffers, by name."""
-        found: dict[str, dict[str, TensorSpec]] = {"weights": {}, "frozen": {}, "buffers": {}}
+        specs: dict[str, dict[str, TensorSpec]] = {"weights": {}, "frozen": {}, "buffers": {}}
         for tensor in (place.tensor for place in places(module)):
             if id(tensor) in self._ids:
                 trained = "weights" if tensor.requires_grad else "frozen"
                 kind = trained if isinstance(tensor, nn.Parameter) else "buffers"
-                found[kind][self._ids[id(tensor)]] = specs_of([tensor])[0]
-        return found
+                specs[kind][self._ids[id(tensor)]] = specs_of([tensor])[0]
+        return specs
 
     def _stand_in(self, tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
         """Return a copy; of a tensor on meta one with its form or, without a mode, with its numbers."""

@@ -164,14 +164,14 @@ class SavedWatch(Watching):
         """
         by_products = _kept(self._by_products, names)
         gradients = sum(result.nbytes for result, _ in self._results)
-        found = (
+        kept = (
             _kept([*self._saved, *self._by_products], names),
             Kept(by_products.values, by_products.inside + gradients),
             _kept([t for t, version in self._results if t._version == version], names),
         )
-        for held in (self._saved, self._by_products, self._results):
-            held.clear()  # the graph, which these hold, refers to this object
-        return found
+        for tensors in (self._saved, self._by_products, self._results):
+            tensors.clear()  # the graph, to which these refer, refers to this object
+        return kept
 
 
 def _kept(tensors: Iterable[Tensor], names: Mapping[int, Made]) -> Kept:

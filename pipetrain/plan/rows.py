@@ -156,15 +156,20 @@ def write_rows(plan: Plan, file: TextIO) -> None:
     in the plan's own unit.
     """
     run, costs, batches = plan.timeline(), plan.stage_costs, max(plan.windows)
-    held, bubbles, bubble, recompute = memory(plan, run), run.bubble_per_rank, run.bubble, plan.recompute
-    ranks, backward = peaks_by_rank(held), {Op.I, Op.W} if splits(plan.window.program) else {Op.B}
+    stage_bytes, bubbles, bubble, recompute = (
+        memory(plan, run),
+        run.bubble_per_rank,
+        run.bubble,
+        plan.recompute,
+    )
+    ranks, backward = peaks_by_rank(stage_bytes), {Op.I, Op.W} if splits(plan.window.program) else {Op.B}
     scale, unit = (1e3, "_ms") if plan.costs else (1.0, "")
 
     def taken(stage: int, ops: Collection[Op]) -> float:
         return sum(time for (of, op, *_), time in costs.seconds.items() if of == stage and op in ops)
 
     rows: list[dict[str, int | str]] = []
-    for stage, (rank, peak) in enumerate(zip(plan.placement, peaks(held), strict=True)):
+    for stage, (rank, peak) in enumerate(zip(plan.placement, peaks(stage_bytes), strict=True)):
         times = {
             "forward": taken(stage, {Op.F}),
             "backward": taken(stage, backward),

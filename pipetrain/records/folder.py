@@ -53,12 +53,12 @@ def claim(
     error before anything was written there is what there was before.
     """
     before = Before.of(folder)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         why = ""
-        held.push(lambda kind, *error: None if kind is None else discard(folder, before))
+        stack.push(lambda kind, *error: None if kind is None else discard(folder, before))
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if not held.enter_context(_lock(folder, patience_s)):
+            if not stack.enter_context(_lock(folder, patience_s)):
                 why = "is in use by a run that is going on; choose another"
             elif not finished and (folder / SUMMARY).exists():
                 why = "holds a finished run; choose another, or remove it"
@@ -119,10 +119,10 @@ def clear(folder: Path, names: Sequence[str] = (METRICS, UPDATES, TRACE, RAN, PR
 def discard(folder: Path, before: Before, log: str = LOCK) -> None:
     """Remove what a refused run has made, its log, lock and folders, if that is all and not in use."""
     with suppress(OSError):
-        made = {path.name for path in folder.iterdir()} - before.names
-        if made <= {log, LOCK}:
+        new = {path.name for path in folder.iterdir()} - before.names
+        if new <= {log, LOCK}:
             with _lock(folder) as locked:
-                for name in made | ({LOCK} - before.names) if locked else ():
+                for name in new | ({LOCK} - before.names) if locked else ():
                     (folder / name).unlink(missing_ok=True)
             for path in before.missing if locked else ():
                 path.rmdir()  # unless it holds other runs

@@ -94,8 +94,8 @@ def adapted(model: nn.Module, example: ValueSpec) -> Iterator[None]:
     caches = getattr(config, "use_cache", None) is True
     signature, collects = inspect.signature(forward), False
     with suppress(TypeError):  # where it takes others
-        given = signature.bind(**dict.fromkeys(example.names or ())).arguments
-        collects = any(signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD for name in given)
+        bound = signature.bind(**dict.fromkeys(example.names or ())).arguments
+        collects = any(signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD for name in bound)
 
     def named(**inputs: Any) -> Any:
         return forward(**inputs)
@@ -158,9 +158,9 @@ def bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
     try:
         return inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except TypeError as error:
-        given = f"a dict of {', '.join(kwargs)}" if kwargs else f"{len(args)} without names"
+        inputs = f"a dict of {', '.join(kwargs)}" if kwargs else f"{len(args)} without names"
         raise ConfigError(
-            f"the forward of {type(model).__name__} cannot take the data's inputs, {given}: {error}; choose "
+            f"the forward of {type(model).__name__} cannot take the data's inputs, {inputs}: {error}; choose "
             f"and name them as it does, on the command line by data.columns="
         ) from error
 
@@ -175,8 +175,8 @@ def _refusal(model: nn.Module, example: ValueSpec, error: Exception) -> ConfigEr
             f"choose by torch.where (for nn.Transformer pass is_causal beside mask), or {WAY_OUT}"
         )
     if isinstance(error.__cause__ or error.__context__, ConstraintViolationError):
-        found = re.search(r"batch = Dim\('batch', (min|max)=(\d+)", text)
-        other = f" where it has {'fewer' if found[1] == 'min' else 'more'} than {found[2]}" if found else ""
+        limit = re.search(r"batch = Dim\('batch', (min|max)=(\d+)", text)
+        other = f" where it has {'fewer' if limit[1] == 'min' else 'more'} than {limit[2]}" if limit else ""
         return ConfigError(
             f"the forward of {type(model).__name__} depends on the samples of a microbatch{other}, which a "
             f"trace cannot: write no number, len(x), comparison or loop, but x.shape[0] as it is "
@@ -232,10 +232,10 @@ def _zeros_of_the_fast_path(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 def _with_zeros(
-    encoder: nn.TransformerEncoder, training: bool, layer: nn.Module, args: Any, given: Any, output: Tensor
+    encoder: nn.TransformerEncoder, training: bool, layer: nn.Module, args: Any, kwargs: Any, output: Tensor
 ) -> Tensor:
     """Return the output of the last layer as one process has it: the conditions are those of `forward`."""
-    padding, mask = given.get("src_key_padding_mask"), given.get("src_mask")
+    padding, mask = kwargs.get("src_key_padding_mask"), kwargs.get("src_mask")
     nested = encoder.use_nested_tensor and torch.backends.mha.get_fastpath_enabled() and output.dim() == 3
     if not nested or encoder.layers[0].training or padding is None or mask is not None:
         return output
@@ -294,24 +294,26 @@ class Operations:
 
 def operations_of(model: nn.Module, example: ValueSpec, training: bool, autocast: bool) -> Operations:
     """Return the operations of a model in a mode. Raises ConfigError for what cannot be trained so."""
-    program, given = _exported(model, example, training, autocast), example.names
+    program, input_names = _exported(model, example, training, autocast), example.names
     spec: Any = program.call_spec.in_spec
-    inputs = iter(range(len(example.specs)) if given is None else map(given.index, spec.child(1).context))
+    inputs = iter(
+        range(len(example.specs)) if input_names is None else map(input_names.index, spec.child(1).context)
+    )
     graph, env = fx.Graph(), dict[fx.Node, Any]()
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
-    placeholders, held = program.graph.find_nodes(op="placeholder"), []
+    placeholders, tensors = program.graph.find_nodes(op="placeholder"), []
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         if isinstance(spec.arg, ConstantArgument):
             env[node] = spec.arg.value
             continue
-        env[node] = made = graph.node_copy(node)
+        env[node] = copy = graph.node_copy(node)
         if spec.kind is InputKind.USER_INPUT:
-            made.meta["source"] = Input(next(inputs))
+            copy.meta["source"] = Input(next(inputs))
         else:
-            held.append((made, spec))
+            tensors.append((copy, spec))
     returned = _unfold(program.graph_module, graph, env, Region())
-    for made, spec in held:  # now: code that cannot be cut is named before the tensors that it makes
-        made.meta["source"] = _source(model, program, spec, names)
+    for copy, spec in tensors:  # now: code that cannot be cut is named before the tensors that it makes
+        copy.meta["source"] = _source(model, program, spec, names)
     outputs = [
         spec.arg.value if isinstance(spec.arg, ConstantArgument) else output
         for spec, output in zip(program.graph_signature.output_specs, returned, strict=True)
@@ -365,8 +367,8 @@ def _call(node: fx.Node, graph: fx.Graph, env: dict[fx.Node, Any], region: Regio
     if node.target is wrap_with_set_grad_enabled:
         return _inside(args[1], args[2:], graph, region._replace(grad=args[0]))
     if node.target is wrap_with_autocast:
-        _, dtype, enabled, _, inner, *given = args
-        return _inside(inner, given, graph, region._replace(autocast=enabled, dtype=dtype))
+        _, dtype, enabled, _, inner, *inputs = args
+        return _inside(inner, inputs, graph, region._replace(autocast=enabled, dtype=dtype))
     if node.target is operator.getitem and not isinstance(args[0], fx.Node):
         return args[0][args[1]]  # of what a region returns
     if node.target is _ATEN.detach_.default and args[0].target is _ATEN.lift_fresh_copy.default:
@@ -380,15 +382,15 @@ def _call(node: fx.Node, graph: fx.Graph, env: dict[fx.Node, Any], region: Regio
             f"the model uses {what} at {place_of(node)}, which cannot be cut: write it for the whole batch, "
             f"or make the model an nn.Sequential of layers, so that the code{inside} stays inside one of them"
         )
-    made = graph.node_copy(node, env.__getitem__)
+    copy = graph.node_copy(node, env.__getitem__)
     is_tensor = any(isinstance(leaf, Tensor) for leaf in tree_leaves(node.meta.get("val")))
-    made.meta["region"] = region if is_tensor and node.target is not operator.getitem else Region()
-    return made
+    copy.meta["region"] = region if is_tensor and node.target is not operator.getitem else Region()
+    return copy
 
 
-def _inside(inner: fx.GraphModule, given: Sequence[Any], graph: fx.Graph, region: Region) -> Any:
+def _inside(inner: fx.GraphModule, inputs: Sequence[Any], graph: fx.Graph, region: Region) -> Any:
     placeholders = inner.graph.find_nodes(op="placeholder")
-    return _unfold(inner, graph, dict(zip(placeholders, given, strict=True)), region)
+    return _unfold(inner, graph, dict(zip(placeholders, inputs, strict=True)), region)
 
 
 def calls_of(node: fx.Node) -> tuple[str, ...]:

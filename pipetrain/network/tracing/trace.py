@@ -102,7 +102,7 @@ def _places(trained: Dataflow, evaluated: Dataflow) -> list[int]:
 
 
 def _key(node: fx.Node) -> Any:
-    sources = (given.meta.get("source") for given in node.all_input_nodes)
+    sources = (each.meta.get("source") for each in node.all_input_nodes)
     return node.target, calls_of(node), tuple(source for source in sources if isinstance(source, Held))
 
 
