@@ -121,20 +121,20 @@ class _Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         plain = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, bool | int | float)]
         self.digest = zlib.crc32(f"{keys}{func}{plain}".encode(), self.digest)
-        result = keys[0]
-        for key in keys if func._schema.is_mutable else [result]:
+        result_key = keys[0]
+        for key in keys if func._schema.is_mutable else [result_key]:
             self.sources[key].update(keys)
         if func._schema.name in _COPIES:
-            result = (*keys[0], self._copies[keys[0]])
+            result_key = (*keys[0], self._copies[keys[0]])
             self._copies[keys[0]] += 1
-            self.sources[result].add(keys[0])
-        if result not in self._kept or any(key not in self._kept for key in keys):
+            self.sources[result_key].add(keys[0])
+        if result_key not in self._kept or any(key not in self._kept for key in keys):
             args, kwargs = tree_map_only(
                 Tensor, lambda t: t if self.key_of(t) is None else on_meta(t), (args, kwargs)
             )
         result = func(*args, **kwargs)
         for tensor in strided(result):
-            self._keys.setdefault(tensor.untyped_storage(), result)
+            self._keys.setdefault(tensor.untyped_storage(), result_key)
         return result
 
     def _seed_generator(self, generator: torch.Generator | None, keys: list[Key]) -> None:
