@@ -24,9 +24,9 @@ from torch import Tensor
 from pipetrain.errors import ChannelError, Refused, cause_of
 from pipetrain.network.values import TensorSpec, bytes_of
 
-HEAD = 504  # bytes of a rank's text that the first collective carries
+HEAD = 504  # bytes of a text that its first message carries
 ROUNDS = 32  # messages to and fro to compare two clocks
-_TARGETS = 1  # tag of the targets; gloo keeps messages of different tags apart
+_TARGETS, _WORDS = 1, 2  # tags: gloo keeps messages of different tags apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +63,23 @@ class Ranks:
     def gather(self, what: str, item: Any) -> list[Any]:
         """Return each rank's `item` as JSON has it: lists for tuples, keys that are strings.
 
-        It is one collective; each rank's text that is longer than HEAD bytes takes another one.
+        The others tell rank 0, which tells them all: a collective of gloo takes several times as long.
         """
-        text = bytearray(json.dumps([what, item]).encode())
+        text = json.dumps([what, item])
         if self.world.size == 1:
             return [json.loads(text)[1]]
-        heads = torch.zeros((self.world.size, 8 + HEAD), dtype=torch.uint8)
-        begins = bytearray(struct.pack("q", len(text))) + text[:HEAD].ljust(HEAD)
-        head = torch.frombuffer(begins, dtype=torch.uint8)
         with self._trying(f"exchange {what} with the others"):
-            dist.all_gather([*heads], head, group=self._all)
-            received = []
-            for rank, (size, start) in enumerate(struct.iter_unpack(f"q{HEAD}s", heads.numpy().tobytes())):
-                theirs = bytearray(start[:size])
-                if size > HEAD:
-                    theirs = text if rank == self.world.rank else bytearray(size)
-                    dist.broadcast(torch.frombuffer(theirs, dtype=torch.uint8), rank, group=self._all)
-                received.append(json.loads(theirs))
+            if self.world.rank:
+                sent = self._post_text(text, 0)
+                texts = json.loads(self._take_text(0))
+            else:
+                others = range(1, self.world.size)
+                texts = [text, *map(self._take_text, others)]
+                whole = json.dumps(texts)
+                sent = [one for rank in others for one in self._post_text(whole, rank)]
+            for work, _ in sent:
+                work.wait()
+        received = [json.loads(text) for text in texts]
         for rank, (theirs, _) in enumerate(received):
             if theirs != what:
                 raise ChannelError(
@@ -87,6 +87,23 @@ class Ranks:
                     f"call the same methods in the same order"
                 )
         return [theirs for _, theirs in received]
+
+    def _post_text(self, text: str, rank: int) -> list[tuple[Any, Tensor]]:
+        """Start to send a text to a rank; return what is to be waited for, with what must stay until then."""
+        content = text.encode()
+        head = struct.pack("q", len(content)) + content[:HEAD].ljust(HEAD)
+        parts = [bytearray(part) for part in (head, content[HEAD:]) if part]
+        tensors = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
+        return [(dist.isend(tensor, rank, group=self._all, tag=_WORDS), tensor) for tensor in tensors]
+
+    def _take_text(self, rank: int) -> str:
+        head = bytearray(8 + HEAD)
+        dist.recv(torch.frombuffer(head, dtype=torch.uint8), rank, group=self._all, tag=_WORDS)
+        (size,) = struct.unpack_from("q", head)
+        rest = bytearray(max(0, size - HEAD))
+        if rest:
+            dist.recv(torch.frombuffer(rest, dtype=torch.uint8), rank, group=self._all, tag=_WORDS)
+        return (head[8:] + rest)[:size].decode()
 
     def tell(self, what: str, item: Any = None, source: int = 0) -> Any:
         """Return on every rank the `item` of rank `source`, as JSON has it."""
