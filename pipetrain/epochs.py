@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -17,26 +18,25 @@ from torch import Tensor
 from pipetrain.checkpoint.files import Position
 from pipetrain.checkpoint.progress import EpochRecord, Progress, Stats, best_epoch, by_update
 from pipetrain.checkpoint.resume import Source
-from pipetrain.checkpoint.state import restore, restore_random
+from pipetrain.checkpoint.state import restore
 from pipetrain.checkpoint.writer import Keeper
-from pipetrain.data.loader import Sampled
 from pipetrain.documents import read_as
 from pipetrain.errors import TrainingStopped
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.records.tracer import Tracer
 from pipetrain.runtime.clock import Observe
-from pipetrain.runtime.feed import EVALUATED_AT_ONCE, Batches, ByNumber, counting
+from pipetrain.runtime.engine import Tick
+from pipetrain.runtime.feed import Batches
 from pipetrain.runtime.held import Measured, Meter
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import Ends
-from pipetrain.runtime.session import Session
+from pipetrain.runtime.windows import Windows
 from pipetrain.schedule.actions import Action, Op, Program, parse_action
 from pipetrain.schedule.check import check
 from pipetrain.schedule.timeline import Row
-from pipetrain.signals import Asked
+from pipetrain.signals import STOPS, Asked
 from pipetrain.tally import Tally
-from pipetrain.tasks import Task
 
 STOP = "stop"
 AfterEpoch = Callable[[dict[str, float]], str | None]
@@ -54,27 +54,6 @@ class Passes(Protocol):
 
     def random(self) -> dict[str, Tensor]:
         """Return the random state at the beginning of the epoch, from which its batches come again."""
-
-
-class PassesByNumber:
-    """Passes over samples by number, which follow from the seed and the epoch."""
-
-    def __init__(self, train: Sampled, test: Sampled, session: Session, task: Task, mesh: Mesh) -> None:
-        self._train = train
-        self._test = test
-        self._placement = session.plan.placement
-        self._task = task
-        self._mesh = mesh
-
-    def train(self, epoch: int, done: int) -> Batches:
-        batches = counting(self._train, epoch, self._task, self._mesh, self._placement[-1])
-        return ByNumber(self._train, epoch, batches, self._placement, self._mesh.world.rank, done)
-
-    def evaluate(self) -> Batches:
-        return ByNumber(self._test, 0, self._test.epoch(0), self._placement, self._mesh.world.rank)
-
-    def random(self) -> dict[str, Tensor]:
-        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +79,7 @@ class Epochs:
 
     def __init__(
         self,
-        session: Session,
+        windows: Windows,
         mesh: Mesh,
         passes: Passes,
         about: About,
@@ -108,21 +87,22 @@ class Epochs:
         keeper: Keeper | None = None,
         after_epoch: AfterEpoch = lambda row: None,
     ) -> None:
-        self.session = session
+        self._windows, self.session = windows, windows.session
         self._after_epoch = after_epoch
         self._enough = False  # it has said so
+        self.stopped_by: Asked = ""
         self._mesh = mesh
         self._passes = passes
         self._about = about
         self._recorder = recorder
         self._keeper = keeper
-        self._position = Position(update=next(iter(session.stages.values())).weights.updates)
+        self._position = Position(update=next(iter(self.session.stages.values())).weights.updates)
         self._again = self._position.update > 0  # this process has trained before
         self._progress = Progress()  # of the epochs before this one
         self._started = time.perf_counter()  # without pauses between a stop and a resume
         self._ran: list[list[Action]] = []  # in each window of the epoch, where a policy decides
-        self._losses: list[float] = []  # of the epoch's updates so far, on the last stage's rank
-        self._windows = 0  # trained
+        self._losses: list[float] = []  # of the epoch's updates so far
+        self._trained = 0  # windows
         self._held: Measured | None = None
 
     @property
@@ -146,7 +126,7 @@ class Epochs:
         epoch = manifest.position.epoch
         history = [record.named(names) for record in manifest.progress.history if record.epoch <= epoch]
         self._progress = replace(manifest.progress, history=history)
-        self._position = self._placed(manifest.position)
+        self._position = manifest.position.placed(self._about.batches)
         if self._position != manifest.position:
             epoch, batch, _ = astuple(self._position)
             self._progress = replace(self._progress, unseen_epochs=epoch, unseen_batches=batch)
@@ -155,21 +135,12 @@ class Epochs:
             self._keeper.seen = self._position.update
         if session.last is not None:
             session.last.counts.trained.restore(self._progress.trained, session.last.device)
-            self._losses = list(self._progress.losses)
+        self._losses = list(self._progress.losses)
         if manifest.pipeline == session.plan.pipeline:
             session.engine.stats = {index: self._progress.stages[index] for index in session.stages}
-            if isinstance(self._passes, PassesByNumber):  # those of a loader need it before they begin
-                restore_random(source, self._mesh)
         else:  # the statistics are of other stages
             history = [replace(figures, stages={}) for figures in self.history]
             self._progress = replace(self._progress, history=history, stages={})
-
-    def _placed(self, position: Position) -> Position:
-        """Return a checkpoint's position; of one that Pipeline.save wrote, by the number of its update."""
-        update, batches = position.update, self._about.batches
-        if update and not position.epoch and not position.batch:
-            return Position(update // batches, update % batches, update)
-        return position
 
     def run(self) -> bool:
         """Train and evaluate all epochs; return False if stopped. Raises ChannelError and TrainingStopped."""
@@ -187,7 +158,8 @@ class Epochs:
             if self._enough:
                 break
             asked = self._epoch(epoch, tracer)
-            if asked == "stop" and self._position.epoch < epochs:
+            if asked in STOPS and self._position.epoch < epochs:
+                self.stopped_by = asked
                 break
             if tracer and tracer.over:
                 self._trace(tracer)
@@ -212,12 +184,12 @@ class Epochs:
         """Train the rest of an epoch and evaluate; return a signal's request."""
         start = time.perf_counter() - self._progress.train_s
         asked = self._train(epoch, tracer, start)
-        if asked == "stop":
+        if asked in STOPS:
             return asked
         trained = time.perf_counter()
-        if not self.evaluate(epoch):
+        if stopped_by := self.evaluate(epoch):
             self._save(trained - start)
-            return "stop"
+            return stopped_by
         self._report(epoch, trained - start, time.perf_counter() - trained)
         ended = Position(epoch + 1, 0, self._position.update)
         cut = self._about.batches_of(epoch + 1) < self._about.batches
@@ -241,54 +213,56 @@ class Epochs:
             self.session.last.take_trained()
 
     def _train(self, epoch: int, tracer: Tracer | None, began: float) -> Asked:
-        about, done = self._about, self._position.batch
-        batches = self._passes.train(epoch, done)
-        total = min(batches.total or about.batches, about.batches_of(epoch + 1))
-        tick = partial(self._tick, f"epoch {epoch + 1}", total - done)
-        batch_s = [figures.train_s / total for figures in self.history[-1:]]
-        window = about.settings.window
+        about, first, updates = self._about, self._position.batch, self._position.update
+        batches = self._passes.train(epoch, first)
+        total, window = about.batches_of(epoch + 1), about.settings.window
         asked: Asked = ""
+        tick = partial(self._tick, f"epoch {epoch + 1}", total - first)
+        batch_s = [figures.train_s / total for figures in self.history[-1:]]
 
-        def next_window() -> list[int] | None:
-            most = window and window - done % window
-            if total < about.batches:  # the loader goes on
-                most = min(most or total, total - done)
-            return [] if most == 0 else batches.next(most)
+        def length(done: int) -> int | None:
+            most, left = window and window - (first + done) % window, total - first - done
+            return most if total == about.batches else min(most or left, left)  # the loader goes on
 
-        while sizes := next_window():
-            over = done + len(sizes) == total
-            meter = self._meter(epoch + 1 == about.epochs and over)
+        @contextmanager
+        def around(sizes: Sequence[int]) -> Iterator[tuple[Observe | None, Ends | None]]:
+            meter = self._meter(epoch + 1 == about.epochs and first + len(sizes) == total)
             self.session.engine.watcher = meter
             observe = self._observer(tracer.observer(epoch, sizes) if tracer else None)
-            ends = self._ends(len(sizes), *batch_s)
-            trained, losses = self.session.train(sizes, batches, tick, observe, ends)
-            self._windows += 1
-            self._losses += losses
+            yield observe, self._ends(len(sizes), *batch_s)
+            self._trained += 1
             if meter:
                 self._held, self.session.engine.watcher = meter.close(), None
-            done += trained
-            self._position = Position(epoch, done, self._position.update + trained)
-            if self._keeper:
-                asked = self._keeper.asking.after_window()
-                between = done < total or asked == "stop"
-                if between and (self._keeper.due(self._position) or asked):
+
+        def until(done: int) -> int:
+            return self._keeper.left(updates + done) if self._keeper else total
+
+        what = f"the training (epoch {epoch + 1})"
+        for done in self._windows.train(what, batches, length, lambda batches: tick, around, until):
+            self._losses += done.losses
+            batch, update = self._position.batch + len(done.sizes), self._position.update + len(done.sizes)
+            self._position, asked = Position(epoch, batch, update), done.asked
+            if self._keeper and (not done.over or asked in STOPS):
+                if self._keeper.due(self._position) or asked:
                     self._save(time.perf_counter() - began)
-                if asked == "stop":
+                if asked in STOPS:
                     break
         return asked
 
-    def evaluate(self, epoch: int) -> bool:
-        """Evaluate all test samples, which the last stage counts; return False if stopped early."""
+    def evaluate(self, epoch: int) -> Asked:
+        """Evaluate all test samples, which the last stage counts; return what ended it early."""
         if not self._about.evaluates:
-            return True
-        batches = self._passes.evaluate()
+            return ""
+        batches, what = self._passes.evaluate(), f"evaluation {epoch + 1}"
         batch_s = [record.eval_s / max(1, self._about.data.test) for record in self.history[-1:]]
-        while sizes := batches.next(None if isinstance(batches, ByNumber) else EVALUATED_AT_ONCE):
-            tick = partial(self._tick, f"evaluation {epoch + 1}", len(sizes))
-            ends = self._ends(len(sizes), *(s * max(sizes) for s in batch_s))
-            if self.session.evaluate(sizes, batches, tick, ends) < len(sizes):
-                return False
-        return True
+
+        def around(sizes: Sequence[int]) -> AbstractContextManager[tuple[None, Ends | None]]:
+            return nullcontext((None, self._ends(len(sizes), *(s * max(sizes) for s in batch_s))))
+
+        def ticks(batches: int) -> Tick:
+            return partial(self._tick, what, batches)
+
+        return self._windows.evaluate(what, batches, batches.evaluated_at_once, ticks, around)
 
     def _save(self, train_s: float) -> None:
         """Start to save a checkpoint; on all ranks at the same window, with the pipeline drained."""
@@ -317,8 +291,8 @@ class Epochs:
         """Return the callback that may end a window early; `batch_s`: seconds per batch in the last epoch."""
         if self._keeper is None:
             return None
-        self._keeper.asking.begin_window(batches, batch_s)
-        return self._keeper.asking.ends_window
+        self._keeper.early.begin_window(batches, batch_s)
+        return self._keeper.early.ends_window
 
     def _meter(self, last: bool) -> Meter | None:
         """Return what measures the memory of the next window if it is the second, or the only one (`last`).
@@ -326,7 +300,7 @@ class Epochs:
         In the second there are gradients and the optimizer's state. CUDA graphs do not tell.
         """
         stages = self.session.stages
-        measured = self._windows == 1 or (last and not self._windows)
+        measured = self._trained == 1 or (last and not self._trained)
         if not measured or any(stage.captured for stage in stages.values()):
             return None
         return Meter(stages, self._mesh.device)
@@ -353,7 +327,7 @@ class Epochs:
 
     def _tick(self, what: str, total: int, stage: int) -> None:
         if self._keeper:
-            self._keeper.asking.updated = True
+            self._keeper.signals.updated = True
         if self._recorder and stage == min(self.session.stages):
             self._recorder.tick(what, total)
 

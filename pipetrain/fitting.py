@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pipetrain.checkpoint.asking import Asking
+from pipetrain.checkpoint.early import EarlyEnd
 from pipetrain.checkpoint.files import CHECKPOINTS, Position, folders
 from pipetrain.checkpoint.resume import (
     AUTO,
@@ -31,6 +31,7 @@ from pipetrain.checkpoint.resume import (
 )
 from pipetrain.checkpoint.state import restore_random
 from pipetrain.checkpoint.writer import Keeper, Writer
+from pipetrain.data.loader import Sampled
 from pipetrain.data.loading import Loader, has_length
 from pipetrain.data.sets import DataFacts
 from pipetrain.ending import terminate
@@ -46,7 +47,8 @@ from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.records.trackers import Trackers, check_loggers, read_loggers
 from pipetrain.rules import COUNT, PATH
-from pipetrain.runtime.feed import Batches, OfLoader
+from pipetrain.runtime.feed import Batches
+from pipetrain.runtime.windows import Windows
 from pipetrain.settings import Settings
 from pipetrain.signals import Signals, name_of, status_after
 
@@ -138,7 +140,9 @@ def fit(
             run_folder = held.enter_context(_opened(pipe, path, options["resume"], loggers))
         # The first batch decides the plan; a signal to the group is to spare the data workers that it starts.
         with Signals(pipe.rank).handled() if run_folder else nullcontext():
-            passes = Loaders(pipe, train, test, run_folder.source if run_folder else None)
+            source = run_folder.source if run_folder else None
+            start = source.manifest.position.placed(batches) if source else Position()
+            passes = PipelinePasses(pipe, train, test, source, start)
         with pipe._together():
             settings = pipe._settings.changed(options)
             kind, full = type(getattr(train, "dataset", train)).__name__, settings.batch_size
@@ -179,45 +183,57 @@ def _opened(
         yield RunFolder(path, run, source, {"logger": chosen})
 
 
-class Loaders:
-    """Passes over loaders. Rank 0 reads them; their first batch decides the plan, if there is none yet."""
+class PipelinePasses:
+    """The passes of a Pipeline over loaders, or over samples by number; the first one decides the plan.
 
-    def __init__(self, pipe: Pipeline, train: Loader, test: Loader | None, source: Source | None) -> None:
+    `test`: None where nothing is evaluated. `source`: the checkpoint to go on from, at `start`.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        train: Loader | Sampled,
+        test: Loader | Sampled | None,
+        source: Source | None,
+        start: Position,
+    ) -> None:
         self._pipe = pipe
         self._train = train
         self._test = test
-        epoch = 0
+        self._random = torch.get_rng_state()
+        self._ahead: Batches | None = None
+        if isinstance(train, Sampled):
+            assert isinstance(test, Sampled)
+            pipe._begin_by_number(train, test, start.batch)
         if source is not None:
-            epoch = source.manifest.position.epoch
-            self._go_on(source)
-        self._ahead: Batches | None = self._begin(epoch)
+            self._go_on(source, start)
+        if not isinstance(train, Sampled):
+            self._ahead = self.train(start.epoch, start.batch)
 
-    def _go_on(self, source: Source) -> None:
+    def _go_on(self, source: Source, start: Position) -> None:
         """Restore the random state with which the epoch began that the checkpoint is of."""
         restore_random(source, self._pipe._mesh)
         tensors = source.tensors()
-        if source.manifest.position.batch and EPOCH_RANDOM in tensors and not self._pipe.rank:
+        if start.batch and EPOCH_RANDOM in tensors and not self._pipe.rank:
             torch.set_rng_state(tensors[EPOCH_RANDOM])
 
-    def _begin(self, epoch: int) -> Batches:
+    def train(self, epoch: int, done: int) -> Batches:
+        begun, self._ahead = self._ahead, None
+        if begun is not None:
+            return begun
         sampler: Any = getattr(self._train, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         self._random = torch.get_rng_state()
-        return self._pipe._batches(self._train, f"the training (epoch {epoch + 1})", trains=True)
-
-    def train(self, epoch: int, done: int) -> Batches:
-        batches, self._ahead = self._ahead or self._begin(epoch), None
-        assert isinstance(batches, OfLoader)
-        batches.skip(done, self._pipe._settings.window)
-        return batches
+        return self._pipe._batches(self._train, trains=True, epoch=epoch, done=done)
 
     def evaluate(self) -> Batches:
         assert self._test is not None, "nothing is evaluated"
-        return self._pipe._batches(self._test, "the evaluation")
+        return self._pipe._batches(self._test)
 
     def random(self) -> dict[str, Tensor]:
-        return {} if self._pipe.rank else {EPOCH_RANDOM: self._random}
+        by_number = isinstance(self._train, Sampled)
+        return {} if by_number or self._pipe.rank else {EPOCH_RANDOM: self._random}
 
 
 def _batches_in(pipe: Pipeline, loader: Loader, name: str) -> int:
@@ -255,15 +271,15 @@ def train_epochs(
     with ExitStack() as ending:
         keeper = _keeper(pipe, about, run_folder) if run_folder else None
         if keeper is not None:  # until all records are written
-            ending.enter_context(keeper.asking.handled())
+            ending.enter_context(keeper.signals.handled())
         recorder = None if pipe.rank else _recorder(about, run_folder, ending)
-        epochs = Epochs(pipe._begun, pipe._mesh, passes, about, recorder, keeper, after_epoch)
+        windows = Windows(pipe._begun, pipe._together, keeper.signals.take if keeper else lambda: "")
+        epochs = Epochs(windows, pipe._mesh, passes, about, recorder, keeper, after_epoch)
         if source is not None:
             with source.used():
                 epochs.restore(source)
         ready()
         finished = _run(epochs, keeper)
-        interrupted = keeper is not None and not finished and keeper.asking.interrupted()
         lost = keeper.not_saved if keeper else None
         if recorder and finished and lost != epochs.updates:
             recorder.close()
@@ -271,8 +287,8 @@ def train_epochs(
             recorder.stop(lost)
         pipe._stopping = pipe._stopping or not finished
         pipe.metrics = epochs.metrics() or pipe.metrics
-        if keeper and interrupted:
-            raise KeyboardInterrupt(f"interrupted; {keeper.asking.saved()}")
+        if keeper and keeper.signals.saved and epochs.stopped_by == "interrupt":
+            raise KeyboardInterrupt(f"interrupted; {keeper.signals.saved()}")
         return epochs.rows()
 
 
@@ -284,7 +300,7 @@ def _about(pipe: Pipeline, settings: Settings, data: DataFacts, batches: int, so
     about = About(
         settings, session.plan, pipe._task, data, batches, pipe._asked.rate, f"{world.size} x {kind}", room
     )
-    at = source.manifest.position if source else Position()
+    at = source.manifest.position.placed(batches) if source else Position()
     for epoch, done in ((1, 0), (about.epochs, 0), (at.epoch + 1, at.batch)):
         for length in window_lengths(about.batches_of(epoch), settings.window, done):
             session.plan.windows.of(length)
@@ -294,15 +310,15 @@ def _about(pipe: Pipeline, settings: Settings, data: DataFacts, batches: int, so
 def _run(epochs: Epochs, keeper: Keeper | None) -> bool:
     """Run the epochs; return False if a signal has stopped them."""
     try:
-        with keeper.asking.losing() if keeper else nullcontext():
+        with keeper.signals.losing() if keeper else nullcontext():
             return epochs.run()
     except ChannelError as error:
-        if keeper and (by := keeper.asking.stopped_by):  # another rank has left
-            terminate(f"{error}, after {name_of(by)}; {keeper.asking.saved()}", status_after(by))
+        if keeper and keeper.signals.saved and (by := keeper.signals.stopped_by):  # another rank has left
+            terminate(f"{error}, after {name_of(by)}; {keeper.signals.saved()}", status_after(by))
         raise
     finally:
         if keeper:
-            keeper.asking.drained.set()
+            keeper.signals.drained.set()
             keeper.writer.leave()
 
 
@@ -320,11 +336,11 @@ def _keeper(pipe: Pipeline, about: About, run_folder: RunFolder) -> Keeper:
         if pipe.rank == 0:
             _go_on(path, source, done == about.updates)
     store = pipe._mesh.store and PrefixStore(f"fit {next(_trainings)}", pipe._mesh.store)
+    signals = Signals(pipe.rank, partial(saved_so_far, path, run_folder.config))
     return Keeper(
         writer=Writer(path, pipe._mesh, store, settings.checkpoint_keep, settings.timeout),
-        asking=Asking(
-            pipe._mesh, store, about.plan.placement[0], partial(saved_so_far, path, run_folder.config)
-        ),
+        signals=signals,
+        early=EarlyEnd(signals, store, about.plan.placement[0] == pipe.rank),
         every=settings.checkpoint_every,
         unit=settings.checkpoint_unit,
         run=run_folder.run,

@@ -55,13 +55,14 @@ from pipetrain.rate import Rate
 from pipetrain.records.bar import Bar
 from pipetrain.rules import COUNT, PATH
 from pipetrain.runtime.engine import Tick
-from pipetrain.runtime.feed import EVALUATED_AT_ONCE, Batches, OfLoader
+from pipetrain.runtime.feed import Batches, OfLoader, OfNumbers
 from pipetrain.runtime.mesh import Mesh, choose_device
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.together import Together, level, prove_same
-from pipetrain.runtime.whole import WholeModel, brought, owners
+from pipetrain.runtime.whole import WholeModel, owners
+from pipetrain.runtime.windows import NO_BATCH, Done, Windows
 from pipetrain.schedule.actions import Schedule
 from pipetrain.schedule.draw import counted
 from pipetrain.schedule.lower import edges
@@ -73,7 +74,6 @@ from pipetrain.tasks import LossFunction, Metric, ModelLoss, Task
 from pipetrain.tasks.metrics import MetricFunction
 from pipetrain.tasks.trial import choose_weight
 
-NO_BATCH = "the loader has no batch: give one that has, and that can be read again"
 log = logging.getLogger("pipetrain")
 PREDICTED_AT_ONCE = 8  # batches of a window of a prediction, whose outputs are kept until its end
 _open: weakref.ReferenceType[Pipeline] | None = None  # the pipeline of this process
@@ -173,6 +173,7 @@ class Pipeline:
         self._signals = Stopping(self, world.rank)
         self._stopping = False  # as agreed after the last window
         self._session: Session | None = None  # from the first batch on
+        self._loop: Windows | None = None
         self._together = Together(mesh, self._ended)
         with self._together():
             drawn = {"how the model's factory makes its parameters": record.digest} if record else {}
@@ -262,11 +263,9 @@ class Pipeline:
         self._passes += 1
         with self._together():
             self._counted(Stage.take_trained)  # what steps, or a pass that was left, have counted
-        batches = self._batches(loader, f"the training (pass {self._passes})", trains=True)
-        for sizes in self._windows(batches, window):
-            losses = self._train(sizes, batches)
-            samples += sum(sizes)
-            yield from losses
+        for done in self._trained(loader, f"the training (pass {self._passes})", window):
+            samples += sum(done.sizes)
+            yield from done.losses
         self.metrics = self._values(
             "the metrics",
             Stage.take_trained,
@@ -287,11 +286,17 @@ class Pipeline:
                 f"it: use `for loss in pipe.train(loader)`, or a schedule that flushes, such as 1f1b"
             )
         batch = inputs if targets is None else (inputs, targets)
-        batches = self._batches([batch], "the training by step()", trains=True)
-        for sizes in self._windows(batches, 1):
-            (loss,) = self._train(sizes, batches)
-            return loss
+        for done in self._trained([batch], "the training by step()", 1):
+            return done.losses[0]
         return math.nan
+
+    def _trained(self, loader: Loader, what: str, window: int | None) -> Iterator[Done]:
+        """Train a pass of which the program looks at each window."""
+        batches = self._batches(loader, trains=True)
+        tick = partial(self._tick, "training")
+        for done in self._windows.train(what, batches, lambda done: window, tick):
+            self._stopping = done.asked == "stop"
+            yield done
 
     def evaluate(self, loader: Loader) -> dict[str, float]:
         """Return the mean loss and the metrics over a loader, on every rank.
@@ -301,10 +306,9 @@ class Pipeline:
         """
         with self._together():
             self._counted(Stage.take_evaluated)  # what an evaluation that failed has counted
-        batches = self._batches(loader, "the evaluation")
-        for sizes in self._windows(batches, EVALUATED_AT_ONCE):
-            with self._together():
-                self._begun.evaluate(sizes, batches, self._tick("evaluation", len(sizes)))
+        batches = self._batches(loader)
+        tick = partial(self._tick, "evaluation")
+        self._windows.evaluate("the evaluation", batches, batches.evaluated_at_once, tick)
         return self._values("the evaluation", Stage.take_evaluated)
 
     def predict(self, loader: Loader) -> Iterator[Any]:
@@ -313,13 +317,10 @@ class Pipeline:
         The other ranks get None for each. `loader` yields inputs; targets beside them are not looked at. The
         model is in evaluation mode. Raises ConfigError for a loader without batches.
         """
-        session, batches = self._begun, self._batches(loader, "the prediction", labelled=False)
-        for sizes in self._windows(batches, PREDICTED_AT_ONCE):
-            with self._together():
-                found = session.predict(sizes, batches, self._tick("prediction", len(sizes)))
-                moved = brought(found, len(sizes), self._mesh, session.plan.placement[-1])
-            pack = outputs_of(session.plan).pack
-            yield from [None] * len(sizes) if self.rank else map(pack, moved)
+        pack, batches = outputs_of(self._begun.plan).pack, self._batches(loader, labelled=False)
+        tick = partial(self._tick, "prediction")
+        for outputs in self._windows.predict("the prediction", batches, PREDICTED_AT_ONCE, tick):
+            yield outputs and pack(outputs)
 
     def _values(self, what: str, take: Callable[[Stage], Tally], **more: float) -> dict[str, float]:
         """Return what the last stage has counted, and `more` of its rank, on every rank."""
@@ -336,18 +337,26 @@ class Pipeline:
 
     # One pass
 
-    def _batches(self, loader: Loader, what: str, trains: bool = False, labelled: bool = True) -> Batches:
-        """Return the batches of a pass over a loader; the first one decides the plan.
+    def _batches(
+        self,
+        source: Loader | Sampled,
+        trains: bool = False,
+        labelled: bool = True,
+        epoch: int = 0,
+        done: int = 0,
+    ) -> Batches:
+        """Return the batches of a pass over a loader, whose first one decides the plan, or over samples.
 
-        `what`: the training, by which call, or the evaluation, so that a rank that is at another is found.
-        `labelled`: whether targets are read.
+        `labelled`: whether targets are read. `epoch`: of samples by number; `done`: the batches to leave out.
         """
         self._refuse_stopped()
+        if isinstance(source, Sampled):
+            return OfNumbers.of(source, self._task, self._mesh, self.plan.placement, epoch, done)
         form = self._form
         if form is not None and not labelled:
             form = replace(form, targets=ValueSpec((TensorSpec((), torch.float32),)))
         weight = self._task.weight if trains else None
-        reader = None if self.rank else Reader(loader, "batch", form, self._named, weight, labelled)
+        reader = None if self.rank else Reader(source, "batch", form, self._named, weight, labelled)
         if self._session is None:
             self._begin(reader)
             form = self._form
@@ -355,38 +364,20 @@ class Pipeline:
         if trains:
             self._refuse_apart()
 
-        unproven = [self._whole.given]
+        def begin(reader: Reader) -> None:
+            if self._whole.given:
+                self._whole.given.prove(trains)
+            if done:
+                reader.skip(done, self._settings.window)
 
-        def unchanged(read: Callable[[Reader], Any], reader: Reader) -> Any:
-            """Return what is read, at first if the model is still what was cut."""
-            if unproven and (given := unproven.pop()):
-                given.prove(trains)
-            return read(reader)
+        return OfLoader(self._mesh, reader, form, begin)
 
-        def told(read: Callable[[Reader], Any]) -> Any:
-            return self._together.on_first(f"the next window of {what}", reader, partial(unchanged, read))
-
-        return OfLoader(self._mesh, reader, told, form)
-
-    def _windows(self, batches: Batches, window: int | None, done: int = 0) -> Iterator[list[int]]:
-        """Yield the samples of each batch of a window, to the end of the pass, of which so many are done."""
+    @property
+    def _windows(self) -> Windows:
+        """The loop over the windows of a program's passes."""
         self._refuse_stopped()
-        while sizes := batches.next(window and window - done % window):
-            yield sizes
-            done += len(sizes)
-        if sizes is None:
-            raise ConfigError(NO_BATCH)
-
-    def _train(self, sizes: Sequence[int], batches: Batches) -> list[float]:
-        """Train a window on batches of these `sizes`; return their mean losses on every rank."""
-        tick, session = self._tick("training", len(sizes)), self._begun
-        session.refuse_small(sizes)
-        with self._together():
-            _, losses = session.train(sizes, batches, tick)
-            ranks = self._mesh.gather("the losses", [losses, self._signals.asked])
-            self._stopping = any(asked for _, asked in ranks)
-        told: list[float] = ranks[self.last_rank][0]
-        return told
+        assert self._loop is not None, "a pass begins with its batches"
+        return self._loop
 
     def _tick(self, what: str, total: int) -> Tick:
         """Return what shows rank 0's progress in a window of many steps."""
@@ -403,7 +394,7 @@ class Pipeline:
     def _ended(self) -> None:
         """Stop training after an error of what all ranks do together."""
         self._bar.close()
-        self._session = None
+        self._session = self._loop = None
 
     def _refuse_stopped(self) -> None:
         if self._closed:
@@ -448,6 +439,7 @@ class Pipeline:
             optimizer, rate = self._asked.optimizer, self._asked.rate.fraction
             self._session = Session(plan, network, self._task, optimizer, rate, self._mesh)
         self._session.whole = self._whole
+        self._loop = Windows(self._session, self._together, self._signals.take)
         self._whole.lend(network, self._session.stages.values(), owned)
         if self._source is not None:
             restore(self._source, self._session, self._mesh)

@@ -23,9 +23,10 @@ from typing import Any, Literal
 from pipetrain.ending import INTERRUPTED, TERMINATED, leave, terminate
 from pipetrain.errors import ChannelError
 
-Asked = Literal["", "save", "stop"]
-ORDER: list[Asked] = ["", "save", "stop"]  # by rising priority
-SIGNALS: dict[int, Asked] = {signal.SIGTERM: "stop", signal.SIGINT: "stop", signal.SIGUSR1: "save"}
+Asked = Literal["", "save", "stop", "interrupt"]
+ORDER: list[Asked] = ["", "save", "stop", "interrupt"]  # by rising priority
+STOPS = ("stop", "interrupt")
+SIGNALS: dict[int, Asked] = {signal.SIGTERM: "stop", signal.SIGINT: "interrupt", signal.SIGUSR1: "save"}
 AGAIN = "; Ctrl-C again ends it at once"
 _LEADS_TO: dict[int, str] = {
     signal.SIGTERM: "saving when the pipeline is drained, then stopping",
@@ -98,18 +99,24 @@ class Signals:
         if number not in SIGNALS or (self._lost and number == signal.SIGTERM):  # torchrun's, at a lost rank
             return
         asks, again, drained = SIGNALS[number], self._interrupted.again(number), self.drained.is_set()
-        if asks == "stop" and (again or not (self.updated or drained)):
+        if asks in STOPS and (again or not (self.updated or drained)):
             self._end(number, again)
         elif drained:  # the trackers may take long to close
             pass
         elif self.saved is None:
             say(f"rank {self._rank} got SIGUSR1 with no update to save, so it goes on")
         else:
-            if asks == "stop":  # all of it is known when the main thread sees what was asked
+            if asks in STOPS:  # all of it is known when the main thread sees what was asked
                 self.stopped_by = self.stopped_by or number
                 Thread(target=self.outlast, args=(number, _limit_s()), daemon=True).start()
-            self.asked = max(self.asked, asks, key=ORDER.index)
+            if self.asked not in STOPS:  # the first signal to stop says how the run ends
+                self.asked = max(self.asked, asks, key=ORDER.index)
             say(f"rank {self._rank} got {name_of(number)}: {_LEADS_TO[number]}")
+
+    def take(self) -> Asked:
+        """Return, once, what this rank was asked for."""
+        asked, self.asked = self.asked, ""
+        return asked
 
     def _end(self, number: int, again: bool) -> None:
         """End the process at once. Rank 0 says so: where it refuses a run, torchrun ends the others."""
@@ -144,6 +151,9 @@ class Stopping:
         self._interrupted = Interrupted()
         self.asked = False
         """Whether this rank has been asked to stop."""
+
+    def take(self) -> Asked:
+        return "stop" if self.asked else ""
 
     def listen(self) -> None:
         if not self._before:

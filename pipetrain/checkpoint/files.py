@@ -52,6 +52,12 @@ class Position:
         """Return the complete batches in all, with so many of an epoch."""
         return self.epoch * of_epoch + self.batch
 
+    def placed(self, of_epoch: int) -> Position:
+        """Return the position with so many batches of an epoch: Pipeline.save knows the update alone."""
+        if self.epoch or self.batch:
+            return self
+        return Position(*divmod(self.update, of_epoch), self.update)
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:

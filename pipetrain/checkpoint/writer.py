@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import shutil
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from pipetrain.checkpoint.asking import Asking
+from pipetrain.checkpoint.early import EarlyEnd
 from pipetrain.checkpoint.files import (
     CHECKPOINTS,
     PARTIAL,
@@ -44,6 +45,7 @@ from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.ranks import Ranks
 from pipetrain.runtime.session import Session
 from pipetrain.schedule.timeline import StageStats
+from pipetrain.signals import Signals
 
 log = logging.getLogger("pipetrain")
 
@@ -200,7 +202,8 @@ class Keeper:
     """
 
     writer: Writer
-    asking: Asking
+    signals: Signals
+    early: EarlyEnd
     every: int | None
     unit: str
     run: str
@@ -217,6 +220,12 @@ class Keeper:
         if self.unit == "updates":
             return position.update // self.every > before // self.every
         return position.batch == 0 and position.epoch % self.every == 0
+
+    def left(self, update: int) -> int:
+        """Return the updates until one is due that is counted in updates."""
+        return (
+            sys.maxsize if self.every is None or self.unit != "updates" else self.every - update % self.every
+        )
 
     def save(
         self,
@@ -246,5 +255,5 @@ class Keeper:
             )
 
     def close(self) -> None:
-        self.asking.drained.set()
+        self.signals.drained.set()
         self.writer.close()

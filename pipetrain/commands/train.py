@@ -28,6 +28,7 @@ from omegaconf import DictConfig
 
 from pipetrain.building import make_optimizer, make_schedule, make_task, model_of
 from pipetrain.checkpoint import resume
+from pipetrain.checkpoint.files import Position
 from pipetrain.checkpoint.resume import AUTO, Source, find_source, read_source
 from pipetrain.commands.cli import as_mapping, compose, contained, quoted
 from pipetrain.commands.start import Start, refuse_few_layers
@@ -35,9 +36,8 @@ from pipetrain.data import Data, DataFacts, load_augment, load_data, obtain_data
 from pipetrain.data.loader import Sampled, Sampler, even
 from pipetrain.documents import read_as
 from pipetrain.ending import FAILED, guarded, leave
-from pipetrain.epochs import PassesByNumber
 from pipetrain.errors import ConfigError
-from pipetrain.fitting import RunFolder, train_epochs
+from pipetrain.fitting import PipelinePasses, RunFolder, train_epochs
 from pipetrain.pipeline import Pipeline
 from pipetrain.records import folder
 from pipetrain.records.sweep import end_sweep
@@ -242,8 +242,9 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
         Sampled(data.train if data else None, sampler.batch_sizes, sampler, *own),
         Sampled(data.test if data else None, even(facts.test, settings.batch_size), None, *own),
     )
-    pipe._begin_by_number(*samples, done=source.manifest.position.batch if source else 0)
-    passes = PassesByNumber(*samples, pipe._begun, task, pipe._mesh)
+    batches = len(sampler.batch_sizes)
+    start_at = source.manifest.position.placed(batches) if source else Position()
+    passes = PipelinePasses(pipe, *samples, source, start_at)
     conditions = conditions_of(cfg, settings, facts)
     run_folder = RunFolder(Path(word.run_dir), word.run, source, as_mapping(cfg), conditions)
 
@@ -252,7 +253,7 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
         start.trains.set()
 
     try:
-        train_epochs(pipe, pipe._settings, passes, facts, len(sampler.batch_sizes), run_folder, ready)
+        train_epochs(pipe, pipe._settings, passes, facts, batches, run_folder, ready)
     finally:
         if start.trains.is_set():  # what is left is to say how it ended
             start.signals.drained.set()

@@ -216,7 +216,7 @@ class Reader:
         self._batches: Iterator[Any] | None = None
         self._held: deque[tuple[Value, Value]] = deque()  # batches read and not yet taken
         self._read = 0  # the number of batches read
-        self._announced = 0
+        self._announced = self._taken = 0
         self._all_counts: bool | None = None  # as far as is known at the start
 
     def first(self) -> tuple[Value, Value] | None:
@@ -249,9 +249,10 @@ class Reader:
                     "say how long that is: give train(loader, window=...)"
                 )
             self._leave_out()
-            while (batches is None or len(self._held) < batches) and self._read_one():
+            before = self._announced - self._taken  # of windows that have not begun
+            while (batches is None or len(self._held) < before + batches) and self._read_one():
                 self._leave_out()
-            sizes = [samples(inputs) for inputs, _ in self._held]
+            sizes = [samples(inputs) for inputs, _ in self._held][before:]
         self._announced += len(sizes)
         return sizes if self._announced or self._read else None
 
@@ -269,6 +270,7 @@ class Reader:
                 self._held.popleft()
                 skipped += 1
         self._announced += skipped
+        self._taken += skipped
         return skipped
 
     def _known(self, window: int | None) -> list[int] | None:
@@ -301,6 +303,7 @@ class Reader:
                 f"the loader ended after {self._read} batches, and its sampler said {self._announced}"
             )
         inputs, targets = self._held.popleft()
+        self._taken += 1
         if samples(inputs) != size:
             raise BadBatch(
                 f"{self._what} {self._read - 1} has {samples(inputs)} samples, and its sampler said {size}"

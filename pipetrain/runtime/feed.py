@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, tee
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,8 +37,6 @@ Sources = tuple[Iterator[Value] | None, Iterator[Value] | None, Sent]
 """The inputs of a window's microbatches and the targets of its batches, each where they are needed; and what
 is sent as they are read, to be waited for. That holds connections open, so nothing keeps it after an error.
 """
-Told = Callable[[Callable[[Reader], Any]], Any]
-"""Returns on every rank what a function of rank 0's reader returns there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ def cut(value: Value, sizes: Sequence[int]) -> list[Value]:
 
 
 class WindowFeed:
-    """The microbatches of one window, numbered from 0. `batches`: the numbers of samples of each one's.
+    """The microbatches of one window, by their numbers from 0. `batches`: the samples of each one's.
 
     `inputs` yields those of each microbatch, `targets` those of each batch; None if this rank does not hold
     the first stage, or the last. Floating-point inputs and targets become `dtype`. `weight`: what targets
@@ -83,35 +81,32 @@ class WindowFeed:
     ) -> None:
         self._sizes = [size for batch in batches for size in batch]
         self._batches = iter(batches)
-        self._inputs, self._targets = inputs, targets
+        self._source, self._targets = inputs, targets
         self._weight = weight
         self._device, self._dtype = device, dtype
-        self._ahead: tuple[Tensor, ...] | None = None
-        self._given = 0
-        self._ready: dict[int, Target] = {}  # read, and not yet given
-        self._read = 0  # microbatches
+        self._inputs: dict[int, tuple[Tensor, ...]] = {}  # read, and not yet given
+        self._ready: dict[int, Target] = {}
+        self._inputs_read = self._targets_read = 0  # microbatches
 
     def size(self, mb: int) -> int:
         """Return the number of samples of a microbatch."""
         return self._sizes[mb]
 
     def input(self, mb: int) -> tuple[Tensor, ...]:
-        """Return the first stage's inputs [n, ...] on the device; called in ascending order."""
-        assert self._inputs is not None, f"this rank has no inputs to give for microbatch {mb}"
-        inputs, self._ahead = self._ahead, None
-        self._given += 1
-        return as_tuple(self._moved(next(self._inputs))) if inputs is None else inputs
+        """Return the first stage's inputs [n, ...] on the device; called once for each microbatch."""
+        while mb not in self._inputs:
+            self._read_input()
+        return self._inputs.pop(mb)
 
     def prepare(self) -> None:
         """Make the next input in advance; called before the engine waits for a message."""
-        if self._inputs is not None and self._ahead is None and self._given < len(self._sizes):
-            self._ahead = as_tuple(self._moved(next(self._inputs)))
+        if self._source is not None and not self._inputs and self._inputs_read < len(self._sizes):
+            self._read_input()
 
     def target(self, mb: int) -> Target:
         """Return the last stage's targets on the device; called once for each microbatch."""
-        assert self._targets is not None, f"this rank has no targets to give for microbatch {mb}"
         while mb not in self._ready:
-            self._read_batch(self._targets)
+            self._read_batch()
         return self._ready.pop(mb)
 
     def first(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
@@ -120,20 +115,25 @@ class WindowFeed:
         Called before the window begins.
         """
         self.prepare()
-        if self._targets is not None and not self._read:
-            self._read_batch(self._targets)
-        return self._ahead, self._ready.get(0)
+        if self._targets is not None and not self._targets_read:
+            self._read_batch()
+        return self._inputs.get(0), self._ready.get(0)
 
-    def _read_batch(self, targets: Iterator[Value]) -> None:
-        batch = next(targets)
-        values = cut(batch, next(self._batches))
+    def _read_input(self) -> None:
+        assert self._source is not None, "this rank has no inputs to give"
+        self._inputs[self._inputs_read] = as_tuple(self._moved(next(self._source)))
+        self._inputs_read += 1
+
+    def _read_batch(self) -> None:
+        assert self._targets is not None, "this rank has no targets to give"
+        values = cut(next(self._targets), next(self._batches))
         weights = [counted_for(self._weight, value) for value in values]
         whole = sum(weights)
         for value, weight in zip(values, weights, strict=True):
             # A batch in which nothing counts has no mean loss: it is NaN, as in one process.
             share = weight / whole if whole else 1 / len(weights)
-            self._ready[self._read] = Target(self._moved(value), weight, share)
-            self._read += 1
+            self._ready[self._targets_read] = Target(self._moved(value), weight, share)
+            self._targets_read += 1
 
     def _moved(self, value: Value) -> Value:
         """Start the copy to the device; to a GPU it is asynchronous from pinned memory only."""
@@ -211,11 +211,29 @@ def counting(samples: Sampled, epoch: int, task: Task, mesh: Mesh, last: int) ->
     return [batches[number] for number in left]
 
 
-class ByNumber:
+class Batches(Protocol):
+    """The batches of one pass: of a loader, or of samples by number."""
+
+    evaluated_at_once: int | None
+    """The batches of a window of an evaluation; None: all."""
+
+    def next(self, window: int | None) -> list[int] | None:
+        """Return the samples of each of the next `window` batches (None: of all that are left), on rank 0.
+
+        At the end that is empty; for a loader that never had a batch it is None.
+        """
+
+    def open(self, sizes: Sizes, last: int | None) -> Sources:
+        """Return the samples of the next window; `last`: the last stage's rank, None to read no targets."""
+
+
+class OfNumbers:
     """The `batches` of an epoch of samples by number (the ids of each microbatch), after the first `done`.
 
-    The rank of the first stage reads inputs, that of the last one targets. `total`: of the epoch.
+    The rank of the first stage reads inputs, that of the last one targets.
     """
+
+    evaluated_at_once: int | None = None
 
     def __init__(
         self,
@@ -226,10 +244,9 @@ class ByNumber:
         rank: int,
         done: int = 0,
     ) -> None:
-        self.total: int | None = len(batches)
         batches = batches[done:]
         self._sizes = [sum(map(len, batch)) for batch in batches]
-        self._given = 0
+        self._announced = 0
         split, draw = samples.split, samples.draw(epoch)
         assert split is not None or rank not in (placement[0], placement[-1]), "this rank needs the samples"
         self._inputs: Iterator[Value] | None = None
@@ -240,10 +257,17 @@ class ByNumber:
         if split is not None and rank == placement[-1]:
             self._targets = (split.targets(torch.cat([*batch]), draw) for batch in batches)
 
+    @classmethod
+    def of(
+        cls, samples: Sampled, task: Task, mesh: Mesh, placement: Sequence[int], epoch: int = 0, done: int = 0
+    ) -> OfNumbers:
+        """Return the batches of an epoch in which something counts; all ranks call it. See `counting`."""
+        batches = counting(samples, epoch, task, mesh, placement[-1])
+        return cls(samples, epoch, batches, placement, mesh.world.rank, done)
+
     def next(self, window: int | None) -> list[int]:
-        """Return the samples of each of the next `window` batches (None: of all that are left)."""
-        sizes = self._sizes[self._given :][:window]
-        self._given += len(sizes)
+        sizes = self._sizes[self._announced :][:window]
+        self._announced += len(sizes)
         return sizes
 
     def open(self, sizes: Sizes, last: int | None) -> Sources:
@@ -251,31 +275,26 @@ class ByNumber:
 
 
 class OfLoader:
-    """The batches of a loader; `reader`: on rank 0."""
+    """The batches of a loader; `reader`: on rank 0, which `begin` prepares when it is first asked."""
 
-    total: int | None = None
+    evaluated_at_once: int | None = EVALUATED_AT_ONCE
 
-    def __init__(self, mesh: Mesh, reader: Reader | None, told: Told, form: Form) -> None:
+    def __init__(
+        self, mesh: Mesh, reader: Reader | None, form: Form, begin: Callable[[Reader], object]
+    ) -> None:
         self._mesh = mesh
         self._reader = reader
-        self._told = told
         self._form = form
+        self._begin: Callable[[Reader], object] | None = begin
 
     def next(self, window: int | None) -> list[int] | None:
-        """Return the samples of each of the next `window` batches (None: of all that are left).
-
-        At the end that is empty; for a loader that never had a batch it is None. All ranks call it.
-        """
-        sizes: list[int] | None = self._told(lambda reader: reader.window(window))
-        return sizes
-
-    def skip(self, batches: int, window: int | None) -> None:
-        """Leave out the first batches, which windows of so many have trained on. All ranks call it."""
-        if batches:
-            self._told(lambda reader: reader.skip(batches, window))
+        assert self._reader is not None, "rank 0 reads the loader"
+        begin, self._begin = self._begin, None
+        if begin is not None:
+            begin(self._reader)
+        return self._reader.window(window)
 
     def open(self, sizes: Sizes, last: int | None) -> Sources:
-        """Return the next window's samples; `last`: the last stage's rank, None where no targets are read."""
         rank, targets, sent = self._mesh.world.rank, None, Sent()
         if self._reader is None:
             return None, (self._received(sum(mbs)) for mbs in sizes) if last == rank else None, sent
@@ -304,7 +323,3 @@ class OfLoader:
         tensors = tuple(self._mesh.take_tensor("the targets of a batch", spec, 0) for spec in specs)
         value: Value = self._form.targets.pack(tensors)
         return value
-
-
-Batches = ByNumber | OfLoader
-"""The batches of one pass."""

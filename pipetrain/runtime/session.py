@@ -84,21 +84,19 @@ class Session:
         tick: Tick = lambda stage: None,
         observe: Observe | None = None,
         ends: Ends | None = None,
-    ) -> tuple[int, list[float]]:
-        """Train a window on batches of these `sizes`; return how many, and on the last rank their losses.
+    ) -> int:
+        """Train a window on batches of these `sizes`; return how many: fewer where `ends` ended it early.
 
-        They are fewer where `ends` ended it early. See Engine.train for `tick` and `observe`. Raises BadBatch
-        for one with fewer samples than microbatches.
+        See Engine.train for `tick` and `observe`.
         """
         m = self.plan.settings.microbatches
-        self.refuse_small(sizes)
         order = order_of(self.plan, len(sizes), self._mesh.world.rank, ends)
         if self.whole is not None:
             self.whole.take_back()
         self._level()
         with self._feed([pieces(size, m) for size in sizes], batches) as feed:
             self.engine.train(order, feed, m, tick, observe)
-        return order.batches, [] if self.last is None else self.last.counts.take_losses()
+        return order.batches
 
     def evaluate(
         self,

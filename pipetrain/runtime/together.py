@@ -58,20 +58,11 @@ class Together:
 
     def on_one(self, rank: int, what: str, read: Callable[[], Any]) -> Any:
         """Return on every rank what `read` returns on a `rank`, or raise its error on all."""
-        found, error = None, None
-        try:
-            found = read() if rank == self.mesh.world.rank else None
-        except Exception as caught:  # a loader may raise anything
-            error = caught
-        text = None if error is None else one_line(error) or type(error).__name__
+        result, error = attempt(read) if rank == self.mesh.world.rank else (None, None)
         with self():
-            told = [found, text, isinstance(error, ConfigError)]
-            found, text, refused = self.mesh.tell(what, told, rank)
-        if error is not None:
-            raise error
-        if text is not None:
-            raise (ConfigError if refused else TrainingStopped)(f"rank {rank} stopped: {text}")
-        return found
+            result, failure = self.mesh.tell(what, [result, failure_of(error)], rank)
+        raise_failure(error, failure, rank)
+        return result
 
     def abandon(self, error: BaseException | None) -> None:
         """Leave the other ranks, which may not come to close it together, after an error of the program."""
@@ -86,6 +77,34 @@ class Together:
                 f"this Pipeline has ended with an error: {self.stopped}; start the program again, from a "
                 f"checkpoint if there is one"
             )
+
+
+Failure = tuple[str, bool]
+"""An error of one rank as the others are told: a sentence, and whether it refuses what was given."""
+
+
+def attempt(read: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """Return what `read` returns, or what it raises."""
+    try:
+        return read(), None
+    except Exception as error:  # a loader may raise anything
+        return None, error
+
+
+def failure_of(error: Exception | None) -> Failure | None:
+    """Return what the other ranks are told of an error."""
+    if error is None:
+        return None
+    return one_line(error) or type(error).__name__, isinstance(error, ConfigError)
+
+
+def raise_failure(error: Exception | None, failure: Failure | None, rank: int) -> None:
+    """Raise the error of a `rank` on it, and on the others what it has told of it, if it failed."""
+    if error is not None:
+        raise error
+    if failure is not None:
+        text, refused = failure
+        raise (ConfigError if refused else TrainingStopped)(f"rank {rank} stopped: {text}")
 
 
 def conditions(settings: Settings, optimizer: Optimizer, program: Program, rate: Rate) -> dict[str, Any]:

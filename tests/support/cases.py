@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from pipetrain.building import make_schedule
-from pipetrain.checkpoint.asking import Asking
+from pipetrain.checkpoint.early import EarlyEnd
 from pipetrain.checkpoint.files import read_whole
 from pipetrain.checkpoint.progress import EpochRecord
 from pipetrain.checkpoint.resume import Source, tensors_of
@@ -39,7 +39,7 @@ from pipetrain.runtime import engine
 from pipetrain.runtime.ranks import Ranks, World
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import Op, Program, ranks_of
-from pipetrain.signals import Asked
+from pipetrain.signals import Asked, Signals
 from pipetrain.tasks import IGNORED
 from tests.support import reference
 from tests.support.deadlines import DEADLINE_S
@@ -233,33 +233,36 @@ class LocalMesh:
     def tell(self, what: str, item: object = None, source: int = 0) -> object:
         return self.gather(what, item)[source]
 
+    def abandon(self) -> None: ...
+
     def clock_offset(self) -> tuple[float, float]:
         return 0.0, 0.0
 
 
-class FixedAsking(Asking):
-    """Hears no signals: asks for `asked` after so many windows.
+class FixedSignals(Signals):
+    """Hears no signals: asks for `asked` after so many windows."""
 
-    `ends`: the number of the window, evaluations counted, that ends early, and after how many batches.
-    """
+    def __init__(self, at: int, asked: Asked) -> None:
+        super().__init__(0, str)
+        self.windows_left, self.will_ask = at, asked
 
-    def __init__(self, at: int = 0, asked: Asked = "", ends: tuple[int, int] = (0, 0)) -> None:
-        super().__init__(Ranks(World(), DEADLINE_S), None, 0, str)
-        self._at, self._asked, self._count = at, asked, 0
-        self._ends, self._begun = ends, 0
+    def take(self) -> Asked:
+        self.windows_left -= 1
+        return self.will_ask if self.windows_left == 0 else ""
 
-    def begin_window(self, batches: int, batch_s: float | None = None) -> None:
-        self._begun += 1
+
+class FixedEnd(EarlyEnd):
+    """Ends a window early. `ends`: its number, evaluations counted, and after how many batches."""
+
+    def __init__(self, signals: FixedSignals, ends: tuple[int, int]) -> None:
+        super().__init__(signals, None, False)
+        self._ends, self._fixed = ends, signals
 
     def ends_window(self, batches: int, begun: int) -> bool:
-        self.ended = self.ended or (self._begun, batches) == self._ends
-        return self.ended
-
-    def after_window(self) -> Asked:
-        if self.ended:
-            return "stop"
-        self._count += 1
-        return self._asked if self._count == self._at else ""
+        if (self._windows, batches) != self._ends:
+            return False
+        self._fixed.windows_left, self._fixed.will_ask = 1, "stop"
+        return True
 
 
 @dataclass(frozen=True)
@@ -278,10 +281,12 @@ class Saved:
     def keepers(self, ranks: int, terms: dict[str, Any] | None = None) -> list[Keeper]:
         """One a rank."""
         store = None if ranks == 1 else dist.FileStore(f"{self.folder}.store", -1)
+        signals = [FixedSignals(self.at, self.asked) for _ in range(ranks)]
         return [
             Keeper(
                 Writer(self.folder, Ranks(World(rank), DEADLINE_S), store, self.keep, DEADLINE_S),
-                FixedAsking(self.at, self.asked, self.ends),
+                signals[rank],
+                FixedEnd(signals[rank], self.ends),
                 self.every,
                 self.unit,
                 run="a run",

@@ -8,13 +8,13 @@ from functools import partial
 
 import torch
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 
 from pipetrain.building import make_optimizer, make_schedule, make_task, model_of
 from pipetrain.checkpoint.writer import Keeper
 from pipetrain.data import Data, DataFacts, Sampler
 from pipetrain.data.loader import Sampled, even
-from pipetrain.epochs import Epochs, PassesByNumber
+from pipetrain.epochs import Epochs
 from pipetrain.network import factory
 from pipetrain.network.chain import network_of
 from pipetrain.network.model import prove_model
@@ -26,10 +26,13 @@ from pipetrain.plan.program import Draft
 from pipetrain.rate import LearningRate
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
+from pipetrain.runtime.feed import Batches, OfNumbers
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.optimizer import prove_optimizer
 from pipetrain.runtime.session import Session
+from pipetrain.runtime.together import Together
 from pipetrain.runtime.weights import OptimizerFactory
+from pipetrain.runtime.windows import Windows
 from pipetrain.settings import Settings
 from pipetrain.tasks import Task
 
@@ -73,8 +76,31 @@ def epochs_of(run: Run, mesh: Mesh, recorder: Recorder | None = None, keeper: Ke
     own = settings.seed, settings.workers, settings.timeout
     train = Sampled(data.train if data else None, run.sampler.batch_sizes, run.sampler, *own)
     test = Sampled(data.test if data else None, run.evaluation_sizes, None, *own)
-    passes = PassesByNumber(train, test, session, run.task, mesh)
-    return Epochs(session, mesh, passes, run.about, recorder, keeper)
+    passes = PassesByNumber(train, test, run.task, mesh, run.plan.placement)
+    windows = Windows(
+        session, Together(mesh, lambda: None), keeper.signals.take if keeper else lambda: "", 0.0
+    )
+    return Epochs(windows, mesh, passes, run.about, recorder, keeper)
+
+
+@dataclass(frozen=True)
+class PassesByNumber:
+    """The passes over samples by number."""
+
+    train_samples: Sampled
+    test_samples: Sampled
+    task: Task
+    mesh: Mesh
+    placement: list[int]
+
+    def train(self, epoch: int, done: int) -> Batches:
+        return OfNumbers.of(self.train_samples, self.task, self.mesh, self.placement, epoch, done)
+
+    def evaluate(self) -> Batches:
+        return OfNumbers.of(self.test_samples, self.task, self.mesh, self.placement)
+
+    def random(self) -> dict[str, Tensor]:
+        return {}
 
 
 def network_for(cfg: DictConfig, settings: Settings, example: ValueSpec) -> Network:

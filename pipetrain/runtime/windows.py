@@ -1,0 +1,223 @@
+"""The loop over the windows of a pass: it trains, evaluates and predicts, whoever has started it.
+
+Between two windows the ranks exchange one word: rank 0 says which batches come next, the last stage's rank
+the losses of the last ones, and each what signals asked it for. Where a program looks at each loss, nothing
+is read before it has seen it, so what comes next is a word of its own. Where nobody looks before a checkpoint
+or the epoch's end, several windows run between two words, as many as take AT_ONCE_S: that changes no result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from pipetrain.errors import ConfigError
+from pipetrain.runtime.clock import Observe
+from pipetrain.runtime.engine import Tick
+from pipetrain.runtime.feed import Batches
+from pipetrain.runtime.order import Ends
+from pipetrain.runtime.session import Session
+from pipetrain.runtime.together import Failure, Together, attempt, failure_of, raise_failure
+from pipetrain.runtime.whole import brought
+from pipetrain.signals import ORDER, Asked
+
+AT_ONCE_S = 0.5  # that windows take of which nobody looks at the losses
+NO_BATCH = "the loader has no batch: give one that has, and that can be read again"
+
+Length = Callable[[int], int | None]
+"""The batches of the next window, after so many of the pass: 0 for no window, None for all that are left."""
+Until = Callable[[int], int]
+"""The batches until somebody looks, after so many of the pass."""
+Around = Callable[[Sequence[int]], AbstractContextManager[tuple[Observe | None, Ends | None]]]
+"""Encloses a window of batches of these samples; gives what observes it, and what may end it early."""
+Ticks = Callable[[int], Tick]
+"""Returns what shows the progress of a window of so many batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What the ranks say between windows.
+
+    `windows`: by rank 0, the samples of each batch of the next ones; None if there was never a batch.
+    `failure`: why rank 0 cannot read them, and there its `error`. `losses`: by the last stage's rank.
+    """
+
+    windows: list[list[int]] | None
+    failure: Failure | None
+    error: Exception | None
+    losses: list[float]
+    asked: Asked
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What ran between two words, on every rank alike: the samples of each batch, the loss of each update.
+
+    `outcomes`: what came out of each window. `early`: whether one ended early. `over`: whether nothing is
+    left of the pass, if that is known.
+    """
+
+    sizes: list[int]
+    outcomes: list[Any]
+    losses: list[float]
+    asked: Asked
+    early: bool
+    over: bool
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A pass over batches; `until`: see Windows.train; `late`: an error of reading ahead."""
+
+    what: str
+    batches: Batches
+    length: Length
+    until: Until | None = None
+    trains: bool = False
+    late: Exception | None = None
+
+    def next(self, done: int, most: int) -> list[list[int]] | None:
+        """Return the samples of each batch of at most so many windows, after so many batches of the pass."""
+        if self.late is not None:
+            raise self.late
+        room, windows, read = 0 if self.until is None else self.until(done), list[list[int]](), 0
+        while not windows or (len(windows) < most and read < room):
+            length = self.length(done + read)
+            try:
+                sizes = [] if length == 0 else self.batches.next(length)
+            except Exception as error:
+                if not windows:
+                    raise
+                self.late = error  # when these have been trained
+                break
+            if not sizes:
+                return windows or (None if sizes is None else [])
+            windows.append(sizes)
+            read += len(sizes)
+        return windows
+
+
+def alone(sizes: Sequence[int]) -> AbstractContextManager[tuple[None, None]]:
+    """Enclose a window with nothing."""
+    return nullcontext((None, None))
+
+
+class Windows:
+    """Runs the passes of a session, window by window. All ranks make the same calls.
+
+    `heard`: returns, once, what signals have asked this rank for. `at_once_s`: see AT_ONCE_S.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        together: Together,
+        heard: Callable[[], Asked] = lambda: "",
+        at_once_s: float = AT_ONCE_S,
+    ) -> None:
+        self.session = session
+        self._together, self._mesh = together, together.mesh
+        self._heard = heard
+        self._at_once_s = at_once_s
+        self._window_s = at_once_s  # of the last windows that were trained
+
+    def train(
+        self,
+        what: str,
+        batches: Batches,
+        length: Length,
+        ticks: Ticks,
+        around: Around = alone,
+        until: Until | None = None,
+    ) -> Iterator[Done]:
+        """Train a pass; without `until` somebody looks after each window.
+
+        Raises ConfigError for a pass without batches, BadBatch for a batch with fewer samples than
+        microbatches, ChannelError, and TrainingStopped as Session.train does.
+        """
+
+        def run(sizes: list[int]) -> tuple[int, None]:
+            with around(sizes) as (observe, ends):
+                return self.session.train(sizes, batches, ticks(len(sizes)), observe, ends), None
+
+        return self._run(_Pass(what, batches, length, until, trains=True), run)
+
+    def evaluate(
+        self, what: str, batches: Batches, window: int | None, ticks: Ticks, around: Around = alone
+    ) -> Asked:
+        """Evaluate a pass, which the last stage counts; return what signals asked for if it ended early."""
+
+        def run(sizes: list[int]) -> tuple[int, None]:
+            with around(sizes) as (_, ends):
+                return self.session.evaluate(sizes, batches, ticks(len(sizes)), ends), None
+
+        for done in self._run(_Pass(what, batches, lambda done: window, lambda done: 0), run):
+            if done.early:
+                return done.asked
+        return ""
+
+    def predict(
+        self, what: str, batches: Batches, window: int, ticks: Ticks
+    ) -> Iterator[tuple[Tensor, ...] | None]:
+        """Yield the outputs for each batch of a pass, in host memory, on rank 0; None on the others."""
+
+        def run(sizes: list[int]) -> tuple[int, list[tuple[Tensor, ...]]]:
+            outputs = self.session.predict(sizes, batches, ticks(len(sizes)))
+            return len(sizes), brought(outputs, len(sizes), self._mesh, self.session.plan.placement[-1])
+
+        for done in self._run(_Pass(what, batches, lambda done: window), run):
+            (outputs,) = done.outcomes
+            yield from [None] * len(done.sizes) if self._mesh.world.rank else outputs
+
+    def _run(self, of: _Pass, run: Callable[[list[int]], tuple[int, Any]]) -> Iterator[Done]:
+        """Run a pass. `run` runs a window of batches of such sizes; returns how many, and an outcome."""
+        done, reads_ahead, m = 0, of.until is not None, self.session.plan.settings.microbatches
+        word = self._say(of, done)
+        while windows := self._following(word):
+            sizes, outcomes, early, began = list[int](), list[Any](), False, time.perf_counter()
+            for window in windows:
+                if of.trains and min(window) < m:
+                    break  # it is refused when the ones before have been seen
+                with self._together():
+                    ran, outcome = run(window)
+                sizes += window[:ran]
+                outcomes.append(outcome)
+                early = ran < len(window)
+                if early:
+                    break
+            if not outcomes:
+                self.session.refuse_small(windows[0])
+            done += len(sizes)
+            if of.trains:
+                self._window_s = (time.perf_counter() - began) / len(outcomes)
+            word = self._say(of, done, reads_ahead, hears=of.trains or early)
+            over = reads_ahead and not (word.windows or word.failure)
+            yield Done(sizes, outcomes, word.losses, word.asked, early, over)
+            if len(outcomes) < len(windows):
+                self.session.refuse_small(windows[len(outcomes)])
+            if not reads_ahead:
+                word = self._say(of, done)
+
+    def _following(self, word: Word) -> list[list[int]]:
+        raise_failure(word.error, word.failure, 0)
+        if word.windows is None:
+            raise ConfigError(NO_BATCH)
+        return word.windows
+
+    def _say(self, of: _Pass, done: int, reads: bool = True, hears: bool = False) -> Word:
+        """Exchange a word; rank 0 `reads` which batches come next. `hears`: also losses and signals."""
+        last, windows, error = self.session.last, None, None
+        most = max(1, int(self._at_once_s / max(self._window_s, 1e-6)))
+        if reads and not self._mesh.world.rank:
+            windows, error = attempt(lambda: of.next(done, most))
+        with self._together():
+            losses = last.counts.take_losses() if hears and last else []
+            mine = [windows, failure_of(error), losses, self._heard() if hears else ""]
+            words = self._mesh.gather(f"the next window of {of.what}", mine)
+        (windows, failure, *_), (*_, losses, _) = words[0], words[self.session.plan.placement[-1]]
+        return Word(windows, failure, error, losses, max((asked for *_, asked in words), key=ORDER.index))

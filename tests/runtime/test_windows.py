@@ -1,0 +1,176 @@
+"""The loop over windows: what is read when, how many run between two words, and who hears of an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from threading import Barrier
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipetrain.data.loading import BadBatch
+from pipetrain.errors import ConfigError, TrainingStopped
+from pipetrain.runtime import windows as module
+from pipetrain.runtime.ranks import World
+from pipetrain.runtime.session import Session
+from pipetrain.runtime.together import Together
+from pipetrain.runtime.windows import Done, Windows
+from tests.support.cases import LocalMesh
+from tests.support.local import Wire, in_threads
+
+EVERYTHING = 1000
+
+
+class Source:
+    """Batches of these samples, or errors; notes what is read."""
+
+    def __init__(self, log: list[str], *batches: int | Exception) -> None:
+        self.log, self._batches, self._read = log, batches, 0
+
+    def next(self, window: int | None) -> list[int] | None:
+        batches = self._batches[self._read :][:window]
+        for one in batches:
+            if isinstance(one, Exception):
+                raise one
+        self._read += len(batches)
+        self.log.append(f"read {len(batches)}")
+        return list(batches) if self._batches else None  # type: ignore[arg-type]
+
+
+class Fake:
+    """A session with windows that take a second each; the loss of a batch is its size."""
+
+    refuse_small = Session.refuse_small
+
+    def __init__(self, log: list[str], clock: Any, ends: int = 0) -> None:
+        settings = SimpleNamespace(microbatches=2)
+        self.plan = SimpleNamespace(settings=settings, placement=[0, 1])
+        self.log, self.clock, self._ends, self._losses = log, clock, ends, list[float]()
+        self.last: Any = SimpleNamespace(counts=self)
+
+    def train(self, sizes: Sequence[int], *rest: Any) -> int:
+        self.clock.now += 1.0
+        self.log.append(f"train {len(sizes)}")
+        self._losses += sizes[: self._ends or None]
+        return self._ends or len(sizes)
+
+    def take_losses(self) -> list[float]:
+        losses, self._losses = self._losses, []
+        return losses
+
+
+def ticks(batches: int) -> Any:
+    return None
+
+
+class Rank:
+    """The windows of one rank alone."""
+
+    def __init__(
+        self, monkeypatch: Any, at_once_s: float = 0.0, ends: int = 0, asked: Sequence[str] = ()
+    ) -> None:
+        clock = SimpleNamespace(now=0.0)
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+        self.log: list[str] = []
+        mesh: Any = LocalMesh(World(0, 1), Wire([0, 1]), Barrier(1), [None])
+        session: Any = Fake(self.log, clock, ends)
+        session.plan.placement = [0, 0]
+        heard = iter(asked)
+        self.windows = Windows(session, Together(mesh, lambda: None), lambda: next(heard, ""), at_once_s)  # type: ignore[arg-type,return-value]
+
+    def train(self, *batches: Any, window: int = 1, until: Any = None) -> Iterator[Done]:
+        source: Any = Source(self.log, *batches)
+        return self.windows.train("a pass", source, lambda done: window, ticks, until=until)
+
+
+def test_nothing_is_read_before_who_looks_at_the_losses_has_seen_them(monkeypatch):
+    """A loop that is left early leaves no update behind that it did not see, nor a batch that is lost."""
+    rank = Rank(monkeypatch, at_once_s=100.0)
+    for done in rank.train(4, 5, 6):
+        rank.log.append(f"saw {done.losses}")
+        if done.losses == [5]:
+            break
+    assert rank.log == ["read 1", "train 1", "saw [4]", "read 1", "train 1", "saw [5]"]
+
+
+def test_where_nobody_looks_as_many_windows_run_between_two_words_as_take_half_a_second(monkeypatch):
+    """A window takes a second here. The first one is alone: how long it takes is not known."""
+    rank = Rank(monkeypatch, at_once_s=3.0)
+    words = [
+        (done.sizes, done.losses, done.over)
+        for done in rank.train(*range(2, 10), until=lambda done: EVERYTHING)
+    ]
+    assert words == [
+        ([2], [2], False),
+        ([3, 4, 5], [3, 4, 5], False),
+        ([6, 7, 8], [6, 7, 8], False),
+        ([9], [9], True),
+    ]
+
+
+def test_a_word_comes_where_somebody_looks(monkeypatch):
+    """After every fifth batch of windows of two, the end of a window that reaches it."""
+    rank = Rank(monkeypatch, at_once_s=100.0)
+    passed = rank.train(*[4] * 14, window=2, until=lambda done: 5 - done % 5)
+    assert [len(done.sizes) for done in passed] == [2, 4, 4, 4]
+
+
+@pytest.mark.parametrize("until", [None, lambda done: EVERYTHING])
+def test_an_error_of_the_loader_comes_after_the_updates_before_it(monkeypatch, until):
+    """However far ahead it is read."""
+    passed, seen = Rank(monkeypatch, at_once_s=100.0).train(4, 5, KeyError("third"), 7, until=until), []
+    with pytest.raises(KeyError, match="third"):
+        seen.extend(loss for done in passed for loss in done.losses)
+    assert seen == [4, 5]
+
+
+@pytest.mark.parametrize("until", [None, lambda done: EVERYTHING])
+def test_a_batch_that_cannot_be_cut_is_refused_after_the_updates_before_it(monkeypatch, until):
+    passed, seen = Rank(monkeypatch, at_once_s=100.0).train(4, 5, 6, 1, 7, until=until), []
+    with pytest.raises(BadBatch, match="a batch of 1 samples cannot be cut into microbatches=2"):
+        seen.extend(loss for done in passed for loss in done.losses)
+    assert seen == [4, 5, 6]
+
+
+def test_a_pass_without_batches_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="the loader has no batch"):
+        list(Rank(monkeypatch).train())
+
+
+def test_what_signals_ask_for_is_heard_after_windows_alone(monkeypatch):
+    rank = Rank(monkeypatch, asked=["", "save", "stop"])
+    assert [done.asked for done in rank.train(4, 5, 6)] == ["", "save", "stop"]
+
+
+def test_a_window_that_ends_early_ends_what_runs_at_once(monkeypatch):
+    rank = Rank(monkeypatch, at_once_s=100.0, ends=1)
+    done = next(rank.train(*[4] * 9, window=3, until=lambda done: EVERYTHING))
+    assert (done.sizes, done.early) == ([4], True)
+
+
+def test_all_ranks_hear_the_losses_of_the_last_stage_what_one_was_asked_for_and_the_error_of_rank_0(
+    monkeypatch,
+):
+    barrier, board, seen = Barrier(2), [None] * 2, dict[int, list[Any]]()
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    asked = [iter(["", "save"]), iter(["stop", ""])]
+
+    def work(rank: int) -> None:
+        log: list[str] = []
+        mesh: Any = LocalMesh(World(rank, 2), Wire([0, 1]), barrier, board)
+        session: Any = Fake(log, SimpleNamespace(now=0.0))
+        session.last = session.last if rank else None
+        windows = Windows(session, Together(mesh, lambda: None), lambda: next(asked[rank], ""), 0.0)  # type: ignore[arg-type,return-value]
+        source: Any = Source(log, 4, 5, ConfigError("no more"))
+        heard: list[Any] = seen.setdefault(rank, [])
+        try:
+            for done in windows.train("a pass", source, lambda done: 1, ticks):
+                heard.append((done.losses, done.asked))
+        except (ConfigError, TrainingStopped) as error:
+            heard += [str(error), log]
+
+    in_threads(work, barrier)
+    said = [([4], "stop"), ([5], "save")]
+    assert seen[0] == [*said, "no more", ["read 1", "train 1", "read 1", "train 1"]]
+    assert seen[1] == [*said, "rank 0 stopped: no more", ["train 1", "train 1"]]
