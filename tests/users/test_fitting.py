@@ -212,7 +212,7 @@ def refused(folder: str) -> list[str]:
 def test_wrong_options_are_refused_in_a_sentence_and_leave_no_folder(ranks: Ranks, tmp_path: Path) -> None:
     for told in ranks(refused, str(tmp_path / "run")):
         for said, wanted in zip(told, WRONG, strict=True):
-            assert re.match(rf"ConfigError: (rank 0 stopped: )?{re.escape(wanted)}", said), said
+            assert re.match(rf"(ConfigError|Misfit): (rank 0 stopped: )?{re.escape(wanted)}", said), said
     assert not (tmp_path / "run").exists()
 
 
