@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipetrain.network.chain import Chain
 from pipetrain.network.values import TensorSpec, ValueSpec
-from pipetrain.plan.costs import Table
+from pipetrain.plan.costs import Table, by_work
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.held import Meter
@@ -37,7 +37,7 @@ def measured() -> tuple[Stage, Meter, Items]:
     part = Chain(model).part(cut_layers({4: layers}, [1, 6], EXAMPLE).slices[STAGE])
     stage = Stage(STAGE, part, partial(torch.optim.SGD, lr=0.1, momentum=0.9), lambda update: 1.0)
     meter = Meter({STAGE: stage}, torch.device("cpu"))
-    return stage, meter, Table(layers, EXAMPLE.of(4)).sizes(1, 6, Mode.NEVER)
+    return stage, meter, Table(layers, EXAMPLE.of(4), by_work(layers, 1)).sizes(1, 6, Mode.NEVER)
 
 
 def numbers() -> tuple[Tensor]:
