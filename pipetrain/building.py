@@ -97,10 +97,10 @@ def make_schedule(cfg: Mapping[str, Any]) -> Schedule:
 
 def make_task(cfg: DictConfig) -> Task:
     """Return the task of a configuration: `loss` and `metrics` if given, else `task`. Raises ConfigError."""
-    given = {} if cfg.get("metrics") is None else cfg.metrics
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"metrics={given!r} must be functions by name: metrics.NAME._target_=FUNCTION")
-    metrics = {str(name): build_function(f"metrics.{name}", node) for name, node in given.items()}
+    by_name = {} if cfg.get("metrics") is None else cfg.metrics
+    if not isinstance(by_name, Mapping):
+        raise ConfigError(f"metrics={by_name!r} must be functions by name: metrics.NAME._target_=FUNCTION")
+    metrics = {str(name): build_function(f"metrics.{name}", node) for name, node in by_name.items()}
     if cfg.get("loss") is not None:
         task = Task(build_function("loss", cfg.loss))
     else:
@@ -115,7 +115,7 @@ def make_task(cfg: DictConfig) -> Task:
         )
     if metrics:
         task.metrics = [
-            made if isinstance(made, Metric) else Mean(name, made) for name, made in metrics.items()
+            metric if isinstance(metric, Metric) else Mean(name, metric) for name, metric in metrics.items()
         ]
     return task
 
@@ -155,12 +155,12 @@ def make_optimizer(cfg: DictConfig) -> Optim:
 
 def build_function(key: str, node: object) -> Any:
     """Return the function of a `_target_`, or the callable that its class makes. Raises ConfigError."""
-    made = build_node(key, node, partial=True)
-    if isinstance(made.func, type):
-        made = build_node(key, node)
-    if not callable(made) and not isinstance(made, Metric):
-        raise ConfigError(f"{key} must be a function; got {type(made).__name__}")
-    return made
+    function = build_node(key, node, partial=True)
+    if isinstance(function.func, type):
+        function = build_node(key, node)
+    if not callable(function) and not isinstance(function, Metric):
+        raise ConfigError(f"{key} must be a function; got {type(function).__name__}")
+    return function
 
 
 def model_of(cfg: DictConfig, seed: int) -> nn.Module | Callable[[], nn.Module]:
@@ -181,8 +181,8 @@ def model_of(cfg: DictConfig, seed: int) -> nn.Module | Callable[[], nn.Module]:
 
 def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Module:
     """Return the model, for build=stages without its numbers, to plan with. Raises ConfigError."""
-    made = model_of(cfg, seed)
-    model = made if isinstance(made, nn.Module) else factory.build(made, seed)[0]
+    model = model_of(cfg, seed)
+    model = model if isinstance(model, nn.Module) else factory.build(model, seed)[0]
     prove_model(model, f"{cfg.model._target_} must return", dtype)
     return model
 
@@ -213,5 +213,5 @@ def _try_codec(key: str, codec: Codec) -> None:
         raise ConfigError(f"{key} cannot carry {spec}: {type(error).__name__}: {one_line(error)}") from error
     for what, specs, wanted in (("encodes", wire, stated), ("decodes", back, (spec,))):
         if specs != wanted:
-            made, meant = (" + ".join(map(str, some)) for some in (specs, wanted))
-            raise ConfigError(f"{key} {what} {spec} to {made}, and should to {meant}; see Codec.wire_specs")
+            actual, meant = (" + ".join(map(str, some)) for some in (specs, wanted))
+            raise ConfigError(f"{key} {what} {spec} to {actual}, and should to {meant}; see Codec.wire_specs")

@@ -30,8 +30,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or its trace.json")
     parser.add_argument("--out", type=Path, default=out, metavar="FILE", help=".svg or .png; %(default)s")
     parser.add_argument("--batches", type=int, default=2, metavar="N", help="drawn of a window; %(default)s")
-    given = parser.parse_args(words)
-    return guarded(lambda: _write(given.runs, given.out, given.batches))
+    options = parser.parse_args(words)
+    return guarded(lambda: _write(options.runs, options.out, options.batches))
 
 
 def _write(runs: Sequence[Path], out: Path, batches: int) -> int:

@@ -53,7 +53,7 @@ def usage(conf: Path, name: str, words: Sequence[str]) -> str:
     if name != "config":
         lines += _options((conf / f"{name}.yaml").read_text(), data)
     schedule = _texts(conf, "schedule", chosen["schedule"])  # sets options of the first level too
-    lines += _options(config, data, given=dict(re.findall(r"^(\w+): *(\w+)", schedule, re.MULTILINE)))
+    lines += _options(config, data, values=dict(re.findall(r"^(\w+): *(\w+)", schedule, re.MULTILINE)))
     for group in groups:
         text, prefix = (schedule, "") if group == "schedule" else (_texts(conf, group, chosen[group]), group)
         options = [line for line in _options(text, data, prefix) if line.startswith(f"  {group}.")]
@@ -71,14 +71,14 @@ def completion(conf: Path) -> str:
 
 def _choices(conf: Path, config: str) -> dict[str, tuple[str, str, list[str]]]:
     """Return each group's choice, what is said of it, and the names to choose from."""
-    found = filter(None, map(_CHOICE.fullmatch, config.splitlines()))
+    choices = filter(None, map(_CHOICE.fullmatch, config.splitlines()))
     return {
         one["key"]: (
             one["value"],
             one["says"],
             sorted(path.stem for path in (conf / one["key"].partition(".")[0]).glob("*.yaml")),
         )
-        for one in found
+        for one in choices
     }
 
 
@@ -88,10 +88,12 @@ def _texts(conf: Path, group: str, choice: str) -> str:
     return "\n".join(file.read_text() for file in files if file.is_file())
 
 
-def _options(text: str, data: Any, prefix: str = "", given: Mapping[str, str] | None = None) -> Iterator[str]:
+def _options(
+    text: str, data: Any, prefix: str = "", values: Mapping[str, str] | None = None
+) -> Iterator[str]:
     """Yield what is said of each option of a YAML file, and its headings.
 
-    `data`: of the data set, which has the values of some; `given`: other values.
+    `data`: of the data set, which has the values of some; `values`: those of other options.
     """
     above: list[tuple[int, str]] = []
     heading, blank = "", True
@@ -106,7 +108,7 @@ def _options(text: str, data: Any, prefix: str = "", given: Mapping[str, str] | 
         if not value or value == "{}" or any(_NO_OPTION.fullmatch(key) for _, key in above):
             continue
         key = ".".join(filter(None, (prefix, *(key for _, key in above))))
-        value = (given or {}).get(key, value)
+        value = (values or {}).get(key, value)
         if ("${" in value and not match["says"]) or value.startswith("{"):
             continue
         if heading:

@@ -72,15 +72,15 @@ class Chain(Network):
         self.stashes = _stashes(self.names, self.modules)
         """Pop -> Stash, by the numbers of the layers."""
 
-    def takes(self, index: int, made: Sequence[ValueSpec]) -> tuple[Made, ...]:
+    def takes(self, index: int, specs: Sequence[ValueSpec]) -> tuple[Made, ...]:
         layers = [index - 1, *([self.stashes[index]] if index in self.stashes else [])]
-        return tuple(Made(layer, k) for layer in layers for k in range(len(made[layer + 1].specs)))
+        return tuple(Made(layer, k) for layer in layers for k in range(len(specs[layer + 1].specs)))
 
-    def call(self, index: int, tensors: Tensors, made: Sequence[ValueSpec]) -> Value:
+    def call(self, index: int, tensors: Tensors, specs: Sequence[ValueSpec]) -> Value:
         module = self.modules[index]
         if isinstance(module, Pop):
             return tensors
-        value: Value = made[index].pack(tensors)
+        value: Value = specs[index].pack(tensors)
         return value if isinstance(module, Stash) else module(value)
 
     def run(self, inputs: ValueSpec, tensors: Tensors) -> Any:
@@ -90,13 +90,13 @@ class Chain(Network):
         return _ChainPart(self, slice, evaluated)
 
     def twin(self) -> Chain:
-        made = Chain(deepcopy(self.model))
-        made.values = self.values
-        return made
+        twin = Chain(deepcopy(self.model))
+        twin.values = self.values
+        return twin
 
     def spare(self) -> Chain:
-        held = (value for module in self.model.modules() for value in vars(module).values())
-        if any(getattr(value, "__closure__", None) for value in held):
+        values = (value for module in self.model.modules() for value in vars(module).values())
+        if any(getattr(value, "__closure__", None) for value in values):
             return self  # what a copy's functions refer to would still be the layers of this one
         try:
             return self.twin()
@@ -107,13 +107,13 @@ class Chain(Network):
 def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, int]:
     """Return the number of the Stash for that of each Pop. Raises ConfigError for one without the other."""
     waiting: dict[Stash, int] = {}
-    found: dict[int, int] = {}
+    stash_of: dict[int, int] = {}
     wrong: list[int] = []
     for index, module in enumerate(modules):
         if isinstance(module, Stash) and module not in waiting:
             waiting[module] = index
         elif isinstance(module, Pop) and module.stash in waiting:
-            found[index] = waiting.pop(module.stash)
+            stash_of[index] = waiting.pop(module.stash)
         elif any(isinstance(inner, Stash | Pop) for inner in module.modules()):
             wrong.append(index)
     for index in (*wrong, *waiting.values()):
@@ -121,7 +121,7 @@ def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, in
             f"layer {index} ({names[index]}) is no Stash with a Pop behind it, nor such a Pop: each Stash is "
             f"a layer of the nn.Sequential itself, with one Pop behind it that names it"
         )
-    return found
+    return stash_of
 
 
 def _hooks(module: nn.Module) -> bool:
@@ -135,7 +135,7 @@ class _ChainPart(Part):
     def __init__(self, chain: Chain, slice: Slice, evaluated: Slice | None) -> None:
         super().__init__(slice, evaluated)
         self._stashes = {pop: stash for pop, stash in chain.stashes.items() if slice.start <= pop < slice.end}
-        self._leaving = [made.layer for made in slice.leaves if made.number == 0]
+        self._leaving = [value.layer for value in slice.leaves if value.number == 0]
         for index in range(slice.start, slice.end):
             self._modules[chain.names[index]] = chain.modules[index]  # add_module refuses a layer named pack
         self._pack: Callable[[Tensors], Any] = tuple  # as what the last layer has returned
@@ -146,8 +146,8 @@ class _ChainPart(Part):
     def observed(self, tensors: Tensors, see: See | None = None) -> Tensors:
         slice = self.slice
         kept: dict[int, tuple[Tensor, ...]] = {}  # of the layer before, and of stashes
-        for made, tensor in zip(slice.enters, tensors, strict=True):
-            kept[made.layer] = (*kept.get(made.layer, ()), tensor)
+        for entering, tensor in zip(slice.enters, tensors, strict=True):
+            kept[entering.layer] = (*kept.get(entering.layer, ()), tensor)
         value: Any = slice.form.pack(kept[slice.start - 1])
         for index, (name, layer) in enumerate(self._modules.items(), slice.start):
             assert layer is not None

@@ -97,7 +97,7 @@ def run_parts(parts: Iterable[Part], inputs: Sequence[Tensor], copied: bool = Fa
     values = {Made(INPUT, number): tensor for number, tensor in enumerate(inputs)}
     outputs: Tensors = ()
     for part in parts:
-        outputs = part(*(values[made].clone() if copied else values[made] for made in part.slice.enters))
+        outputs = part(*(values[value].clone() if copied else values[value] for value in part.slice.enters))
         values |= zip(part.slice.leaves, outputs, strict=True)
     return outputs
 
@@ -134,11 +134,11 @@ class Network(ABC):
     """The numbers that its tensors shall have; None: those that they have."""
 
     @abstractmethod
-    def takes(self, index: int, made: Sequence[ValueSpec]) -> tuple[Made, ...]:
-        """Return what a layer takes; `made`: the model's input, and the output of each layer before it."""
+    def takes(self, index: int, specs: Sequence[ValueSpec]) -> tuple[Made, ...]:
+        """Return what a layer takes; `specs`: of the model's input and of each earlier layer's output."""
 
     @abstractmethod
-    def call(self, index: int, tensors: Tensors, made: Sequence[ValueSpec]) -> Value:
+    def call(self, index: int, tensors: Tensors, specs: Sequence[ValueSpec]) -> Value:
         """Run one layer with the tensors that it takes. The last one returns what the model does."""
 
     @abstractmethod

@@ -80,14 +80,14 @@ def gpu_bytes(device: str, processes: int = 1) -> int | None:
     return int(smallest) // math.ceil(processes / count)
 
 
-def peaks_by_rank(held: Memory) -> list[int]:
+def peaks_by_rank(stage_bytes: Memory) -> list[int]:
     """Return the most bytes that the stages of each rank hold together."""
-    return [max(totals(of_rank), default=0) for of_rank in held]
+    return [max(totals(of_rank), default=0) for of_rank in stage_bytes]
 
 
-def says_whether_it_fits(held: Memory, room: int) -> str:
+def says_whether_it_fits(stage_bytes: Memory, room: int) -> str:
     """Return a sentence that compares the fullest rank with the `room` bytes of each rank's GPU."""
-    rank, peak = _fullest(held)
+    rank, peak = _fullest(stage_bytes)
     compared = (
         f"rank {rank}, the fullest, is predicted to hold {_gib(peak)} of the {_gib(room)} GiB of its GPU"
     )
@@ -104,9 +104,9 @@ def explained(error: ActionFailed, plan: Plan, rank: int, device: torch.device) 
     return ActionFailed(f"{error}; there are {_gib(room)} GiB{predicted}: to hold less, {WAYS}", error.stage)
 
 
-def _fullest(held: Memory) -> tuple[int, int]:
+def _fullest(stage_bytes: Memory) -> tuple[int, int]:
     """Return the rank that holds most, and its bytes."""
-    peaks = peaks_by_rank(held)
+    peaks = peaks_by_rank(stage_bytes)
     return peaks.index(max(peaks)), max(peaks)
 
 

@@ -112,14 +112,14 @@ class MeanIoU(Metric):
 
     def sums(self, outputs: Value, targets: Value) -> Tensor:
         scores, labels = _first(outputs), as_tuple(targets)[0]
-        found, counted = scores.argmax(1), labels != self._ignored
+        predicted, counted = scores.argmax(1), labels != self._ignored
 
         def count(classes: Tensor, where: Tensor) -> Tensor:  # bincount would make the host wait
             counts = where.new_zeros(scores.shape[1], dtype=torch.long)
             return counts.scatter_add_(0, (classes * where).flatten(), where.long().flatten())
 
-        both = count(labels, counted & (found == labels))
-        either = count(found, counted) + count(labels, counted) - both
+        both = count(labels, counted & (predicted == labels))
+        either = count(predicted, counted) + count(labels, counted) - both
         return torch.cat([both, either])
 
     def value(self, sums: Sequence[float], loss: float) -> float:

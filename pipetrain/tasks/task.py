@@ -67,13 +67,13 @@ class Task:
 
     def to(self, device: torch.device) -> Task:
         """Move the modules and tensors of the task, such as class weights, to a device; return the task."""
-        for name, held in vars(self).items():
-            if isinstance(held, nn.Module | Tensor):
-                setattr(self, name, held.to(device))
-            elif isinstance(held, partial):
-                values = held.keywords.items()
+        for name, value in vars(self).items():
+            if isinstance(value, nn.Module | Tensor):
+                setattr(self, name, value.to(device))
+            elif isinstance(value, partial):
+                values = value.keywords.items()
                 moved = {key: t.to(device) if isinstance(t, Tensor) else t for key, t in values}
-                setattr(self, name, partial(held.func, *held.args, **moved))
+                setattr(self, name, partial(value.func, *value.args, **moved))
         return self
 
     def loss(self, outputs: Value, targets: Value) -> Tensor:
@@ -96,12 +96,12 @@ class Task:
 
     def values(self, tally: Tally) -> dict[str, float]:
         """Return each metric of a tally; NaN where it has counted nothing, even if that is divided by."""
-        found = {metric.name: math.nan for metric in self.metrics}
+        values = {metric.name: math.nan for metric in self.metrics}
         for metric in self.metrics:
             if metric.name in tally.sums:
                 with suppress(ZeroDivisionError):
-                    found[metric.name] = metric.value(tally.sums[metric.name], tally.mean_loss)
-        return found
+                    values[metric.name] = metric.value(tally.sums[metric.name], tally.mean_loss)
+        return values
 
     @property
     def deciding(self) -> Metric | None:
@@ -178,10 +178,12 @@ class Regression(Task):
         super().__init__(metrics=[SquaredError()])
 
     def loss(self, outputs: Value, targets: Value) -> Tensor:
-        made, wanted = _tensor(outputs, "numbers"), _tensor(targets, "numbers")
-        if made.shape != wanted.shape:  # mse_loss would broadcast them
-            raise ValueError(f"outputs {list(made.shape)} and targets {list(wanted.shape)} differ in shape")
-        return functional.mse_loss(made, wanted)
+        numbers, wanted = _tensor(outputs, "numbers"), _tensor(targets, "numbers")
+        if numbers.shape != wanted.shape:  # mse_loss would broadcast them
+            raise ValueError(
+                f"outputs {list(numbers.shape)} and targets {list(wanted.shape)} differ in shape"
+            )
+        return functional.mse_loss(numbers, wanted)
 
 
 class ModelLoss(Task):
@@ -203,8 +205,8 @@ class ModelLoss(Task):
         self.ignored, self.shifted = IGNORED, False
 
     def loss(self, outputs: Value, targets: Value) -> Tensor:
-        found: Any = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        loss = found[0] if isinstance(found, tuple | list) and found else found
+        loss: Any = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        loss = loss[0] if isinstance(loss, tuple | list) and loss else loss
         if not isinstance(loss, Tensor) or loss.dim():
             raise TypeError(
                 "the model returns no loss, one number as `loss` or first of its outputs: let its inputs "
@@ -219,10 +221,10 @@ class ModelLoss(Task):
 
 def counted_for(weight: WeightFunction, targets: Value) -> float:
     """Return the weight of targets. Raises ConfigError if it is no number, NaN, or negative."""
-    made = weight(targets)
-    got = f"{specs_of([made])[0]}: sum it" if isinstance(made, Tensor) else type(made).__name__
+    counts = weight(targets)
+    got = f"{specs_of([counts])[0]}: sum it" if isinstance(counts, Tensor) else type(counts).__name__
     with suppress(TypeError, ValueError, RuntimeError):  # of what is no number, or several
-        number = float(made)
+        number = float(counts)
         got = str(number)
         if number >= 0:
             return number

@@ -59,12 +59,12 @@ class Dataflow:
         self.free: set[fx.Node] = set()
         for node in nodes:
             if node.op == "call_function" and not is_size(node):
-                given = [each for each in node.all_input_nodes if not is_size(each)]
+                inputs = [each for each in node.all_input_nodes if not is_size(each)]
                 free = all(
                     each in self.free or isinstance(each.meta.get("source"), Held | Constant)
-                    for each in given
+                    for each in inputs
                 )
-                if free and not is_random(node) and changing.isdisjoint((node, *given)):
+                if free and not is_random(node) and changing.isdisjoint((node, *inputs)):
                     self.free.add(node)
                 else:
                     self.items.append(node)
@@ -102,7 +102,7 @@ class Dataflow:
         packet = getattr(node.target, "overloadpacket", None)
         if packet in _WORK or packet in _NORMS:
             return packet in _WORK
-        return any(given in self.trained and given not in self.position for given in node.all_input_nodes)
+        return any(each in self.trained and each not in self.position for each in node.all_input_nodes)
 
     def nbytes(self, node: fx.Node) -> int:
         """Return the bytes of a value for a few samples; 0 if it does not depend on weights."""
@@ -131,9 +131,9 @@ class Dataflow:
         return ignored, all(same)
 
     @torch.no_grad()
-    def _made_of(self, given: fx.Node, tensor: Tensor) -> list[Tensor]:
+    def _made_of(self, entering: fx.Node, tensor: Tensor) -> list[Tensor]:
         """Return what the operations that look at one input alone hand on to others."""
-        known: dict[fx.Node, Any] = {given: tensor}
+        known: dict[fx.Node, Any] = {entering: tensor}
         for node in self.order:
             if isinstance(source := node.meta.get("source"), Constant):
                 known[node] = source.tensor.clone()
@@ -194,8 +194,8 @@ def is_random(node: fx.Node) -> bool:
     """Return whether an operation draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    given = _arguments(node)
-    return not any(given.get(name, 1) in (0, False) for name in _CHANCES)
+    arguments = _arguments(node)
+    return not any(arguments.get(name, 1) in (0, False) for name in _CHANCES)
 
 
 _CHANCES = ("p", "dropout_p", "dropout", "train", "training")
@@ -215,12 +215,14 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 def _written(node: fx.Node) -> list[fx.Node]:
     """Return the values that an operation writes in place."""
-    given, target = _arguments(node), getattr(node.target, "overloadpacket", None)
+    arguments, target = _arguments(node), getattr(node.target, "overloadpacket", None)
     if target in _STATISTICS:
-        names = ["running_mean", "running_var"] if given[_STATISTICS[target]] else []
+        names = ["running_mean", "running_var"] if arguments[_STATISTICS[target]] else []
     else:
         names = [p.name for p in _parameters(node) if p.alias_info and p.alias_info.is_write]
-    return [leaf for leaf in tree_leaves([given.get(name) for name in names]) if isinstance(leaf, fx.Node)]
+    return [
+        leaf for leaf in tree_leaves([arguments.get(name) for name in names]) if isinstance(leaf, fx.Node)
+    ]
 
 
 def _storages(node: fx.Node) -> set[int]:
@@ -232,17 +234,17 @@ def _storages(node: fx.Node) -> set[int]:
 
 
 def _trained(nodes: list[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
+    trained: set[fx.Node] = set()
     for node in nodes:
         source, region = node.meta.get("source"), node.meta.get("region", Region())
         values = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
         passes = node.target is not _ATEN.detach.default and region.grad is not False
-        from_weights = passes and any(given in found for given in node.all_input_nodes)
+        from_weights = passes and any(each in trained for each in node.all_input_nodes)
         if (isinstance(source, Held) and source.trained) or (
             from_weights and any(map(differentiable, values))
         ):
-            found.add(node)
-    return found
+            trained.add(node)
+    return trained
 
 
 def _can_be_sent(value: Any) -> bool:

@@ -42,7 +42,7 @@ class Traced(Network):
         self.model = model
         self.names = names
         self.modes = {training: Layers(*flow_and_cuts) for training, flow_and_cuts in modes.items()}
-        both = zip(*(mode.held for mode in self.modes.values()), strict=True)
+        both = zip(*(mode.tensors for mode in self.modes.values()), strict=True)
         self.placed = _placed(model, [dict.fromkeys(trained + evaluated) for trained, evaluated in both])
         """The names of the tensors of each layer; one without use has a place too."""
         self.modules = [self.part(self.alone(n), self.alone(n, False)) for n in range(len(names))]
@@ -51,10 +51,10 @@ class Traced(Network):
         """Return one layer as a slice."""
         return self.modes[training].slices[index]
 
-    def takes(self, index: int, made: Sequence[ValueSpec]) -> tuple[Made, ...]:
+    def takes(self, index: int, specs: Sequence[ValueSpec]) -> tuple[Made, ...]:
         return self.modules[index].slice.enters
 
-    def call(self, index: int, tensors: Tensors, made: Sequence[ValueSpec]) -> Value:
+    def call(self, index: int, tensors: Tensors, specs: Sequence[ValueSpec]) -> Value:
         result: Tensors = self.modules[index](*tensors)
         return self.pack(result) if index == len(self.names) - 1 else result
 
@@ -67,9 +67,9 @@ class Traced(Network):
         return TracedPart(self, slice, evaluated)
 
     def twin(self) -> Traced:
-        made = copy(self)
-        made.model, made.modules = deepcopy((self.model, self.modules))  # at once, for they share tensors
-        return made
+        twin = copy(self)
+        twin.model, twin.modules = deepcopy((self.model, self.modules))  # at once, for they share tensors
+        return twin
 
     def pack(self, outputs: Tensors) -> Any:
         """Return the tensors of the last layer as the model returns them."""
@@ -91,7 +91,7 @@ class TracedPart(Part):
         super().__init__(slice, evaluated)
         self._network = network
         names = chain(*network.placed[slice.start : slice.end])
-        self._held = {name: _hold(self, network.model, name) for name in names}
+        self._places = {name: _hold(self, network.model, name) for name in names}
         """By name the registry, which copies have of their own, and the key in it."""
 
     def forward(self, *tensors: Tensor) -> Tensors:
@@ -101,17 +101,17 @@ class TracedPart(Part):
         first = tensors[0] if tensors else next(self.parameters(), None)
         device = torch.device("cpu") if first is None else first.device
         code = self._network.modes[self.training].code(slice, device)
-        registries = map(self._held.__getitem__, code.held)
+        registries = map(self._places.__getitem__, code.tensors)
         return code.function(*tensors, *(registry[key] for registry, key in registries))
 
     def observed(self, tensors: Tensors, see: See) -> Tensors:
         network, values = self._network, dict(zip(self.slice.enters, tensors, strict=True))
         for index in range(self.slice.start, self.slice.end):
             layer = network.alone(index, self.training)
-            outputs = self._run(layer, [values[made] for made in layer.enters])
+            outputs = self._run(layer, [values[value] for value in layer.enters])
             see(network.names[index], outputs)
             values |= {Made(index, number): tensor for number, tensor in enumerate(outputs)}
-        return tuple(values[made] for made in self.slice.leaves)
+        return tuple(values[value] for value in self.slice.leaves)
 
     def pack(self, outputs: Tensors) -> Any:
         return self._network.pack(outputs)
@@ -133,11 +133,11 @@ def _hold(root: nn.Module, model: nn.Module, name: str) -> tuple[dict[str, Any],
     for part in path.split(".") if path else ():
         root = root._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
     owner = model.get_submodule(path)
-    registry, held = ("_parameters" if key in owner._parameters else "_buffers"), vars(root)
-    held[registry][key] = getattr(owner, registry)[key]
+    registry, attributes = ("_parameters" if key in owner._parameters else "_buffers"), vars(root)
+    attributes[registry][key] = getattr(owner, registry)[key]
     if key in owner._non_persistent_buffers_set:
         root._non_persistent_buffers_set.add(key)
-    return held[registry], key
+    return attributes[registry], key
 
 
 # The layers of one mode
@@ -147,7 +147,7 @@ class Code(NamedTuple):
     """A function of the tensors that enter and of `held` ones on a device; it returns a tuple."""
 
     function: Callable[..., tuple[Tensor, ...]]
-    held: tuple[str, ...]
+    tensors: tuple[str, ...]  # by name, behind the inputs
 
 
 class Layers:
@@ -163,10 +163,10 @@ class Layers:
         parts = [flow.items[start:end] for start, end in pairwise([0, *cuts, len(flow.items)])]
         needs = [_needs(flow, part, outputs if part is parts[-1] else []) for part in parts]
         self.nodes = [sorted(nodes, key=flow.order.__getitem__) for nodes, _, _ in needs]
-        self.held = [list(dict.fromkeys(held)) for _, _, held in needs]
+        self.tensors = [list(dict.fromkeys(names)) for _, _, names in needs]
         sources = ((node, node.meta.get("source")) for node in flow.order)
         numbers = {node: Made(INPUT, source.number) for node, source in sources if isinstance(source, Input)}
-        self.values = {made: node for node, made in numbers.items()}
+        self.values = {value: node for node, value in numbers.items()}
         self.slices: list[Slice] = []
         for index, (_, taken, _) in enumerate(needs):
             later = {node for _, others, _ in needs[index + 1 :] for node in others}
@@ -180,26 +180,26 @@ class Layers:
 
     def _code(self, slice: Slice, device: torch.device) -> Code:
         """Return the code of some layers, from the values that enter to those that leave."""
-        graph, enters = fx.Graph(), [self.values[made] for made in slice.enters]
-        leaves = [self.values[made] for made in slice.leaves]
-        made = {node: graph.placeholder(f"x{number}") for number, node in enumerate(enters)}
+        graph, enters = fx.Graph(), [self.values[value] for value in slice.enters]
+        leaves = [self.values[value] for value in slice.leaves]
+        copies = {node: graph.placeholder(f"x{number}") for number, node in enumerate(enters)}
         nodes = [(index, node) for index in range(slice.start, slice.end) for node in self.nodes[index]]
-        used = dict.fromkeys([*(given for _, node in nodes for given in node.all_input_nodes), *leaves])
+        used = dict.fromkeys([*(each for _, node in nodes for each in node.all_input_nodes), *leaves])
         sources = [(node, node.meta.get("source")) for node in used]
-        held = {node: source.name for node, source in sources if isinstance(source, Held)}
+        tensors = {node: source.name for node, source in sources if isinstance(source, Held)}
         others = {node: source.tensor for node, source in sources if isinstance(source, Constant)}
-        made |= {node: graph.placeholder(node.name) for node in held}
-        made |= {node: graph.get_attr(node.name) for node in others}
-        _add_sizes(graph, [node for node in used if is_size(node)], enters, made)
+        copies |= {node: graph.placeholder(node.name) for node in tensors}
+        copies |= {node: graph.get_attr(node.name) for node in others}
+        _add_sizes(graph, [node for node in used if is_size(node)], enters, copies)
 
         def argument(value: Any) -> Any:
             if isinstance(value, fx.Node):
-                return made[value]
+                return copies[value]
             return device if isinstance(value, torch.device) else value
 
         seeded = set[int]()
         for index, node in nodes:
-            if node in made:
+            if node in copies:
                 continue
             if is_random(node) and index not in seeded:
                 graph.call_function(draws.begin, (index,))
@@ -210,23 +210,23 @@ class Layers:
             region = node.meta.get("region", Region())
             if region != Region():
                 target, args = in_region, (node.target, *region, *args)
-            made[node] = graph.call_function(target, args, kwargs)
-        graph.output(tuple(made[leaf] for leaf in leaves))
+            copies[node] = graph.call_function(target, args, kwargs)
+        graph.output(tuple(copies[leaf] for leaf in leaves))
         constants = {node.name: tensor.to(device) for node, tensor in others.items()}
-        return Code(fx.GraphModule(constants, graph).forward, tuple(held.values()))
+        return Code(fx.GraphModule(constants, graph).forward, tuple(tensors.values()))
 
 
 def _needs(
     flow: Dataflow, items: list[fx.Node], outputs: list[fx.Node]
 ) -> tuple[list[fx.Node], list[fx.Node], list[str]]:
     """Return the operations of a layer, the values of others that it takes, and the tensors that it holds."""
-    nodes, taken, held = dict.fromkeys(items), dict[fx.Node, None](), list[str]()
-    todo = [*(given for item in items for given in item.all_input_nodes), *outputs]
+    nodes, taken, tensors = dict.fromkeys(items), dict[fx.Node, None](), list[str]()
+    todo = [*(each for item in items for each in item.all_input_nodes), *outputs]
     sized = any(map(is_size, todo))
     for node in todo:  # grows
         source = node.meta.get("source")
         if isinstance(source, Held):
-            held.append(source.name)
+            tensors.append(source.name)
         elif isinstance(source, Input) or (node in flow.position and node not in nodes):
             taken[node] = None
         elif source is None and node not in nodes and not is_size(node):
@@ -235,7 +235,7 @@ def _needs(
             sized = sized or any(map(is_size, node.all_input_nodes))
     if sized and not any(map(_samples_in, taken)):
         taken[next(node for node in flow.order if isinstance(node.meta.get("source"), Input))] = None
-    return list(nodes), list(taken), held
+    return list(nodes), list(taken), tensors
 
 
 def _samples_in(node: fx.Node) -> tuple[int, int, Any] | None:
@@ -249,19 +249,19 @@ def _samples_in(node: fx.Node) -> tuple[int, int, Any] | None:
 
 
 def _add_sizes(
-    graph: fx.Graph, sizes: Sequence[fx.Node], enters: Sequence[fx.Node], made: dict[fx.Node, Any]
+    graph: fx.Graph, sizes: Sequence[fx.Node], enters: Sequence[fx.Node], copies: dict[fx.Node, Any]
 ) -> None:
     """Compute sizes of the number of samples, which the first of the tensors that enter tells."""
     if not sizes:
         return
-    node, (dimension, each, symbol) = next((node, found) for node in enters if (found := _samples_in(node)))
-    read: Any = fx.Proxy(graph.call_function(torch.ops.aten.sym_size.int, (made[node], dimension)))
+    node, (dimension, each, symbol) = next((node, where) for node in enters if (where := _samples_in(node)))
+    read: Any = fx.Proxy(graph.call_function(torch.ops.aten.sym_size.int, (copies[node], dimension)))
     samples = {symbol: read // each if each > 1 else read}
     for node in sizes:
         value = node.meta["val"]
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             value = sympy_interp(PythonReferenceAnalysis, samples, value.node.expr)
-        made[node] = value.node if isinstance(value, fx.Proxy) else value
+        copies[node] = value.node if isinstance(value, fx.Proxy) else value
 
 
 def in_region(
