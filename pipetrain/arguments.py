@@ -39,7 +39,7 @@ _ARGUMENTS = (  # beside the options
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a program asks Pipeline to train and how, proven as far as it can be without a batch.
+    """What Pipeline is asked to train and how, proven as far as it can be without a batch.
 
     `program`: of the draft, with its messages. `made`: an optimizer of small copies of the parameters;
     `optim`: its name and options.
@@ -56,30 +56,19 @@ class Asked:
     def read(
         cls,
         model: nn.Module,
-        schedule: str | Path | Schedule,
-        given: Mapping[str, Any] | Settings,
+        draft: Draft,
         optimizer: Function | Optim | None,
         groups: Mapping[str, Mapping[str, Any]] | None,
         lr_schedule: Rate | None,
-        ranks: int,
     ) -> Asked:
-        """Read Pipeline's arguments; `given`: the options by name. Raises ConfigError and ScheduleError."""
+        """Read the rest of the arguments, and prove the draft. Raises ConfigError and ScheduleError."""
         optim = read_optimizer(optimizer, groups)
-        name, function, defaults = read_schedule(schedule)
-        settings = given if isinstance(given, Settings) else read_options(given, model, name, defaults, ranks)
-        typed = isinstance(given, Settings) or given.get("dtype") is not None
-        prove_model(model, "Pipeline needs", settings.dtype if typed else None)
-        draft = Draft.of(settings, function)
-        program = draft.proven()
-        of_ours = isinstance(schedule, str) and shipped("schedule", schedule) is not None
-        if not (isinstance(given, Settings) or given.get("window") or of_ours):
-            whole = draft.asynchronous and draft.least == 1
-            draft = replace(draft, settings=replace(draft.settings, window=None if whole else draft.least))
-        where = draft.placement
+        prove_model(model, "Pipeline needs", draft.settings.weights_dtype)
+        program, where = draft.proven(), draft.placement
         if where[0]:
             raise ConfigError(
-                f"schedule {name} has stage 0 on rank {where[0]}, and rank 0 reads the batches: let rank 0 "
-                f"have it"
+                f"schedule {draft.settings.schedule} has stage 0 on rank {where[0]}, and rank 0 reads the "
+                f"batches: let rank 0 have it"
             )
         factory = prove_optimizer(optim, model, len(where))
         made, fraction = factory(small_copies(model)), learning_rate(lr_schedule or "constant", 0.0, 1)
@@ -162,6 +151,28 @@ def _names_of(targets: str | Sequence[str] | None) -> str | tuple[str, ...] | No
     return names
 
 
+def read_draft(
+    schedule: str | Path | Schedule,
+    settings: Settings | None,
+    options: Mapping[str, Any],
+    model: object,
+    ranks: int,
+) -> Draft:
+    """Return the draft of a schedule, by settings or else by keyword options.
+
+    It is given by name, as a function, or as the path of a program's file. Without window= one of these has a
+    window of one batch, or of the whole pass where it is asynchronous. Raises ConfigError and ScheduleError.
+    """
+    name, function, defaults = read_schedule(schedule)
+    if settings is not None:
+        return Draft.of(settings, function)
+    draft = Draft.of(read_options(options, model, name, defaults, ranks), function)
+    if options.get("window") is not None or "window" in defaults:
+        return draft
+    whole = draft.asynchronous and draft.least == 1
+    return replace(draft, settings=replace(draft.settings, window=None if whole else draft.least))
+
+
 def read_options(
     given: Mapping[str, Any], model: object, schedule: str, defaults: Mapping[str, Any], ranks: int
 ) -> Settings:
@@ -174,9 +185,9 @@ def read_options(
     own = own_dtype(model)
     values = {**defaults, "dtype": own or torch.float32, **options}
     values["batch_size"] = values["microbatches"]  # until the first batch
-    as_given = own is None and "dtype" not in options
-    known = {"model": type(model).__name__, "schedule": schedule, "as_given": as_given}
-    return Settings.read(values, ranks, **known)
+    known = {"model": type(model).__name__, "schedule": schedule}
+    typed = "dtype" in options
+    return Settings.read(values, ranks, **known, casts_weights=typed, casts_data=typed or own is not None)
 
 
 def _refuse_unknown(given: Iterable[str]) -> None:
@@ -189,15 +200,12 @@ def _refuse_unknown(given: Iterable[str]) -> None:
 
 
 def read_schedule(schedule: str | Path | Schedule) -> tuple[str, Schedule, dict[str, Any]]:
-    """Return the name, the function, and the default microbatches and window of a schedule.
-
-    It is given by name, as a function, or as the path of a program's file. Raises ConfigError.
-    """
-    own = {"microbatches": 1, "window": 1}
+    """Return the name and the function of a schedule, and the defaults that it brings. Raises ConfigError."""
+    own = {"microbatches": 1}
     if callable(schedule):
         return str(getattr(schedule, "__name__", type(schedule).__name__)), schedule, own
     if isinstance(schedule, str) and (chosen := shipped("schedule", schedule)) is not None:
-        return schedule, make_schedule(chosen), {key: chosen[key] for key in own}
+        return schedule, make_schedule(chosen), {key: chosen[key] for key in ("microbatches", "window")}
     names = names_of("schedule")
     try:
         program = parse_program(Path(schedule).read_text())

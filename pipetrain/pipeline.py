@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.arguments import Asked, read_model, read_targets, read_task
+from pipetrain.arguments import Asked, read_draft, read_model, read_targets, read_task
 from pipetrain.building import Function, Optim
 from pipetrain.checkpoint.resume import (
     Source,
@@ -43,13 +43,14 @@ from pipetrain.data.loader import Sampled
 from pipetrain.data.loading import Form, Loader, Reader
 from pipetrain.errors import ConfigError
 from pipetrain.network.chain import network_of
-from pipetrain.network.factory import Factory
+from pipetrain.network.factory import Factory, Initial
 from pipetrain.network.model import give_memory, refuse_without_numbers, tensor_attributes
 from pipetrain.network.network import Network, Values
 from pipetrain.network.places import named_tensors
 from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple
 from pipetrain.plan.parity import parity, prove_stages
 from pipetrain.plan.plan import Plan, Samples, outputs_of, prove_targets
+from pipetrain.plan.program import Draft
 from pipetrain.planning import first_plan
 from pipetrain.rate import Rate
 from pipetrain.records.bar import Bar
@@ -141,34 +142,19 @@ class Pipeline:
         settings: Settings | None = None,
         **options: Any,
     ) -> None:
-        global _open
-        if _open is not None and (earlier := _open()) is not None:
-            if World.current().size > 1:
-                raise ConfigError(
-                    "this process has a Pipeline already: call close() of that one before making another"
-                )
-            earlier.close()  # as where a notebook's cell is run again
+        _end_earlier()
         self._task = read_task(loss, task, metrics, weight, targets)
         self._named = read_targets(targets, self._task)
         world = World.current()
         seed = settings.seed if settings else options.get("seed")
         model, record = read_model(model, seed)
         given = {"microbatches": microbatches, "window": window, "dtype": dtype, **options}
-        self._asked = asked = Asked.read(
-            model, schedule, settings or given, optimizer, param_groups, lr_schedule, world.size
-        )
-        self._settings = asked.draft.settings
+        draft = read_draft(schedule, settings, given, model, world.size)
+        self._asked = Asked.read(model, draft, optimizer, param_groups, lr_schedule)
+        self._settings = draft.settings
         if self._settings.threads is not None:
             torch.set_num_threads(self._settings.threads)
-        device = choose_device(world, self._settings.device)
-        decides = isinstance(asked.draft.schedule, ForwardBackward)
-        how = device, None, self._settings.timeout, decides or None
-        self._mesh = mesh = Mesh(world, asked.draft.placement, [], *how)
-        if mesh.staged and world.size > 1 and not world.rank:
-            why = (
-                f"{self._settings.schedule} decides its order as it runs" if decides else "ranks share a GPU"
-            )
-            log.warning("pipetrain: %s, so messages go through host memory over gloo", why)
+        self._mesh = mesh = _meet(world, draft)
         self._bar = Bar()
         self._signals = Stopping(self, world.rank)
         self._stopping = False  # as agreed after the last window
@@ -176,14 +162,7 @@ class Pipeline:
         self._loop: Windows | None = None
         self._together = Together(mesh, self._ended)
         with self._together():
-            drawn = {"how the model's factory makes its parameters": record.digest} if record else {}
-            prove_same(mesh, "the settings", asked.conditions() | drawn)
-            mesh.open(edges(asked.program))
-            refuse_without_numbers(mesh.tell("the model", [] if record else give_memory(model)))
-            level(mesh, "the model", named_tensors(model) | tensor_attributes(model))
-            initial: Values | None = record
-            if weights is not None:
-                initial = open_weights(PATH.read("weights", weights), model)
+            initial = self._agree(model, record, weights)
             if seed is None:  # dropout as the program has seeded torch on rank 0
                 told = mesh.tell("the seed", torch.initial_seed() % 2**31)
                 self._settings = replace(self._settings, seed=told)
@@ -193,11 +172,11 @@ class Pipeline:
         self._closed = False
         self._passes = 0  # of train
         self._apart = ""  # why microbatches would train otherwise than a batch
-        self._conditions = tensors_of(model) | {"optimizer": type(asked.made).__name__}
+        self._conditions = tensors_of(model) | {"optimizer": type(self._asked.made).__name__}
         self._whole = WholeModel(model, mesh, initial)
         self.metrics: dict[str, float] = {}
         """Of the last pass of `train`: loss, the metrics, learning_rate and samples_per_s."""
-        _open = weakref.ref(self)
+        _remember(self)
         if sample is not None:
             try:
                 self._begin(None if self.rank else Reader([sample], "sample= as batch", named=self._named))
@@ -410,6 +389,19 @@ class Pipeline:
 
     # The start
 
+    def _agree(self, model: nn.Module, record: Initial | None, weights: str | Path | None) -> Values | None:
+        """Compare what the ranks have, and give them the model of rank 0; return what its weights begin with.
+
+        `record`: of the factory that made it. Raises Refused and ConfigError.
+        """
+        mesh = self._mesh
+        drawn = {"how the model's factory makes its parameters": record.digest} if record else {}
+        prove_same(mesh, "the settings", self._asked.conditions() | drawn)
+        mesh.open(edges(self._asked.program))
+        refuse_without_numbers(mesh.tell("the model", [] if record else give_memory(model)))
+        level(mesh, "the model", named_tensors(model) | tensor_attributes(model))
+        return record if weights is None else open_weights(PATH.read("weights", weights), model)
+
     def _begin(self, reader: Reader | Sampled | None, known: Samples | None = None) -> None:
         """Plan for the first batch of rank 0, prove the task on it, and make this rank's stages.
 
@@ -542,14 +534,43 @@ class Pipeline:
         The weights of several ranks are lost but for what was collected or saved; one process leaves the
         model whole.
         """
-        global _open
         self._signals.close()
         if self._closed:
             return
         self._whole.end(failed=self._session is None)
         if not self._together.stopped:
             self._mesh.close()
-        self._closed, _open = True, None
+        self._closed = True
+        _remember(None)
+
+
+def _remember(pipe: Pipeline | None) -> None:
+    global _open
+    _open = None if pipe is None else weakref.ref(pipe)
+
+
+def _end_earlier() -> None:
+    """Close the Pipeline that this process has, as where a notebook's cell is run again.
+
+    Raises ConfigError where there are several processes, which would have to do so together.
+    """
+    if _open is not None and (earlier := _open()) is not None:
+        if World.current().size > 1:
+            raise ConfigError(
+                "this process has a Pipeline already: call close() of that one before making another"
+            )
+        earlier.close()
+
+
+def _meet(world: World, draft: Draft) -> Mesh:
+    """Return the ranks that have met, with a line where their messages go through host memory."""
+    settings, decides = draft.settings, isinstance(draft.schedule, ForwardBackward)
+    how = choose_device(world, settings.device), None, settings.timeout, decides or None
+    mesh = Mesh(world, draft.placement, [], *how)
+    if mesh.staged and world.size > 1 and not world.rank:
+        why = f"{settings.schedule} decides its order as it runs" if decides else "ranks share a GPU"
+        log.warning("pipetrain: %s, so messages go through host memory over gloo", why)
+    return mesh
 
 
 def _first(reader: Reader | Sampled) -> list[Any] | None:

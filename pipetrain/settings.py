@@ -154,7 +154,8 @@ class Settings:
     model: str = "model"  # its name, and that of the schedule
     schedule: str = "1f1b"
     ranks: int = 2
-    as_given: bool = False  # weights and data keep the dtypes that they have, from Python
+    casts_weights: bool = True  # to dtype, and floating-point data; else they keep the dtypes that they have
+    casts_data: bool = True
 
     stages: int | None = option(None, COUNT)
     partition: str | list[int] = option("flops", PARTITION)
@@ -246,7 +247,12 @@ class Settings:
     @property
     def data_dtype(self) -> torch.dtype | None:
         """What floating-point data become; None: they stay as they are."""
-        return None if self.as_given else self.dtype
+        return self.dtype if self.casts_data else None
+
+    @property
+    def weights_dtype(self) -> torch.dtype | None:
+        """What weights and buffers become; None: they stay as they are."""
+        return self.dtype if self.casts_weights else None
 
     @property
     def on_gpu(self) -> bool:
@@ -303,7 +309,7 @@ def _refuse_together(settings: Settings) -> None:
             f"batch_size={settings.batch_size} cannot be cut into microbatches={settings.microbatches}: "
             f"choose fewer, or a larger batch_size"
         )
-    if settings.precision == "bf16" and (settings.as_given or settings.dtype != torch.float32):
+    if settings.precision == "bf16" and (not settings.casts_data or settings.dtype != torch.float32):
         raise ConfigError("precision=bf16 needs weights of float32: give dtype=float32")
     if settings.cuda_graphs is True and not settings.on_gpu:
         raise ConfigError("cuda_graphs needs a GPU: leave it out")

@@ -7,10 +7,10 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from pipetrain import Classification, ConfigError
-from pipetrain.arguments import read_model, read_options, read_schedule, read_task
+from pipetrain.arguments import read_draft, read_model, read_options, read_schedule, read_task
 from pipetrain.schedule.actions import format_program
 from pipetrain.schedule.lower import lower
-from pipetrain.schedule.programs import gpipe, one_f_one_b
+from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream
 
 MODEL = nn.Linear(2, 2)
 
@@ -20,9 +20,26 @@ def read(schedule="1f1b", model=MODEL, **given):
     return read_options(given, model, name, defaults, 1)
 
 
-def test_a_shipped_schedule_brings_its_microbatches_and_window_and_an_argument_replaces_them():
-    given = [read(), read("pipedream"), read(gpipe), read("pipedream", microbatches=3, window=2)]
-    assert [(one.microbatches, one.window) for one in given] == [(4, 1), (1, None), (1, 1), (3, 2)]
+@pytest.mark.parametrize(
+    ("schedule", "given", "is_read"),
+    [
+        ("1f1b", {}, (4, 1)),
+        ("pipedream", {}, (1, None)),
+        ("pipedream", {"microbatches": 3, "window": 2}, (3, 2)),
+        (gpipe, {}, (1, 1)),
+        (pipedream, {}, (1, None)),
+        (pipedream, {"window": 1}, (1, 1)),
+        (pipedream, {"microbatches": 4, "window": 3, "clip_grad_norm": 1.0}, (4, 3)),
+    ],
+)
+def test_a_schedule_brings_its_microbatches_and_window_and_an_argument_replaces_them(
+    schedule, given, is_read
+):
+    """A function of one's own has the window that follows from its program."""
+    draft = read_draft(schedule, None, given, MODEL, 2)
+    assert (draft.settings.microbatches, draft.settings.window) == is_read
+    assert read_draft(schedule, draft.settings, {}, MODEL, 2).settings == draft.settings
+    assert draft.settings.clip_grad_norm_over == ("stage" if "clip_grad_norm" in given else "auto")
 
 
 def test_a_program_file_is_read_without_its_messages(tmp_path):

@@ -27,8 +27,8 @@ from pipetrain.plan.cut import (
 from pipetrain.plan.estimate import Layer, estimate
 from pipetrain.plan.program import (
     Draft,
+    ProvenWindows,
     Window,
-    Windows,
     modes_of,
     prove,
     recomputing,
@@ -65,7 +65,7 @@ class Plan:
     placement: list[int]  # the rank of each stage
     cut: Cut
     evaluation_cut: Cut
-    windows: Windows  # by the number of batches
+    windows: ProvenWindows  # by the number of batches
     evaluation: Program
     schedule: Schedule = field(compare=False)
     modes: Sequence[Mode]  # of recomputation, of each stage
@@ -239,7 +239,7 @@ def make_plan(
     stage_costs = table.costs(cut, modes, splits(draft.program), settings.full)
     evaluation = lower(forward_only(where, len(samples.evaluation)), cut.edges)
 
-    def proven(lengths: Sequence[int]) -> tuple[Cut, Windows]:
+    def proven(lengths: Sequence[int]) -> tuple[Cut, ProvenWindows]:
         return prove(
             settings, schedule, cut, lengths, evaluation, stage_costs, recomputing(modes), examples=open_
         )

@@ -55,7 +55,7 @@ class Window:
     posts: Posts | None = None  # None: a policy's, whose messages are staged
 
 
-class Windows(dict[int, Window]):
+class ProvenWindows(dict[int, Window]):
     """The windows of a plan, by their number of batches; `of` proves another one when it is first asked for.
 
     `examples`: whether those that are there only show how windows will be, until the first is asked for.
@@ -204,10 +204,11 @@ def prove(
     costs: Cost,
     recompute: Collection[int] = (),
     examples: bool = False,
-) -> tuple[Cut, Windows]:
+) -> tuple[Cut, ProvenWindows]:
     """Return the cut with the bounds of its edges, and the windows of these `lengths`.
 
-    `costs`, `recompute`: see `make_program`; `examples`: see Windows. Raises ScheduleError and ConfigError.
+    `costs`, `recompute`: see `make_program`; `examples`: see ProvenWindows. Raises ScheduleError and
+    ConfigError.
     """
 
     def make(batches: int) -> Program:
@@ -226,7 +227,7 @@ def prove(
     def prove_another(batches: int) -> Window:
         return prove_window(settings, schedule, batches, make(batches), bounded)
 
-    return bounded, Windows(known, prove_another, examples)
+    return bounded, ProvenWindows(known, prove_another, examples)
 
 
 def prove_window(
