@@ -24,7 +24,7 @@ from pipetrain.rate import LearningRate, Rate, learning_rate
 from pipetrain.runtime.optimizer import prove_optimizer, small_copies
 from pipetrain.runtime.together import conditions
 from pipetrain.runtime.weights import OptimizerFactory
-from pipetrain.schedule.actions import Program, Schedule, parse_program
+from pipetrain.schedule.actions import Schedule, parse_program
 from pipetrain.schedule.fixed import FixedProgram
 from pipetrain.schedule.lower import ADDED
 from pipetrain.settings import PIPELINE_OPTIONS, SEED, Settings
@@ -41,12 +41,10 @@ _ARGUMENTS = (  # beside the options
 class Asked:
     """What Pipeline is asked to train and how, proven as far as it can be without a batch.
 
-    `program`: of the draft, with its messages. `made`: an optimizer of small copies of the parameters;
-    `optim`: its name and options.
+    `made`: an optimizer of small copies of the parameters; `optim`: its name and options.
     """
 
     draft: Draft
-    program: Program
     optimizer: OptimizerFactory
     made: Optimizer
     optim: Mapping[str, Any]
@@ -64,21 +62,21 @@ class Asked:
         """Read the rest of the arguments, and prove the draft. Raises ConfigError and ScheduleError."""
         optim = read_optimizer(optimizer, groups)
         prove_model(model, "Pipeline needs", draft.settings.weights_dtype)
-        program, where = draft.proven(), draft.placement
-        if where[0]:
+        draft.prove()
+        if (rank := draft.placement[0]) != 0:
             raise ConfigError(
-                f"schedule {draft.settings.schedule} has stage 0 on rank {where[0]}, and rank 0 reads the "
+                f"schedule {draft.settings.schedule} has stage 0 on rank {rank}, and rank 0 reads the "
                 f"batches: let rank 0 have it"
             )
-        factory = prove_optimizer(optim, model, len(where))
+        factory = prove_optimizer(optim, model, len(draft.placement))
         made, fraction = factory(small_copies(model)), learning_rate(lr_schedule or "constant", 0.0, 1)
         rate = LearningRate(float(made.param_groups[0].get("lr", 0.0)), fraction)
         options = optim.options or {"_target_": type(made).__name__}
-        return cls(draft, program, factory, made, options, rate)
+        return cls(draft, factory, made, options, rate)
 
     def conditions(self) -> dict[str, Any]:
         """Return what must be the same on all ranks."""
-        return conditions(self.draft.settings, self.made, self.program, self.rate.fraction)
+        return conditions(self.draft.settings, self.made, self.draft.program, self.rate.fraction)
 
 
 def read_optimizer(function: Any, groups: Mapping[str, Mapping[str, Any]] | None) -> Optim:
@@ -169,7 +167,7 @@ def read_draft(
     draft = Draft.of(read_options(options, model, name, defaults, ranks), function)
     if options.get("window") is not None or "window" in defaults:
         return draft
-    whole = draft.asynchronous and draft.least == 1
+    whole = draft.reads_late and draft.least == 1
     return replace(draft, settings=replace(draft.settings, window=None if whole else draft.least))
 
 

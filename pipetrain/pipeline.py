@@ -67,7 +67,6 @@ from pipetrain.runtime.windows import NO_BATCH, Done, Windows
 from pipetrain.schedule.actions import Schedule
 from pipetrain.schedule.draw import counted
 from pipetrain.schedule.lower import edges
-from pipetrain.schedule.policy import ForwardBackward
 from pipetrain.settings import Settings
 from pipetrain.signals import Stopping
 from pipetrain.tally import Tally
@@ -259,7 +258,7 @@ class Pipeline:
         It is NaN where nothing in the batch counts, which is then skipped. Raises ConfigError for a schedule
         that does not flush, which needs several batches at once, and TrainingStopped as `train` does.
         """
-        if self._asked.draft.asynchronous:
+        if self._asked.draft.reads_late:
             raise ConfigError(
                 f"schedule {self._settings.schedule} is asynchronous, and a step of one batch would drain "
                 f"it: use `for loss in pipe.train(loader)`, or a schedule that flushes, such as 1f1b"
@@ -397,7 +396,7 @@ class Pipeline:
         mesh = self._mesh
         drawn = {"how the model's factory makes its parameters": record.digest} if record else {}
         prove_same(mesh, "the settings", self._asked.conditions() | drawn)
-        mesh.open(edges(self._asked.program))
+        mesh.open(edges(self._asked.draft.program))
         refuse_without_numbers(mesh.tell("the model", [] if record else give_memory(model)))
         level(mesh, "the model", named_tensors(model) | tensor_attributes(model))
         return record if weights is None else open_weights(PATH.read("weights", weights), model)
@@ -439,7 +438,7 @@ class Pipeline:
     def _begin_by_number(self, train: Sampled, test: Sampled, done: int) -> None:
         """Plan for samples by number, of which so many batches are done; prove the task on both."""
         if self._session is None:
-            self._begin(None if self.rank else train, Samples(train.sizes, test.sizes, done))
+            self._begin(None if self.rank else train, Samples(train.sizes, test.sizes))
             self._together.on_first("the task", test, partial(_prove_task, self.plan, self._task))
             self._refuse_apart()
 
@@ -564,7 +563,7 @@ def _end_earlier() -> None:
 
 def _meet(world: World, draft: Draft) -> Mesh:
     """Return the ranks that have met, with a line where their messages go through host memory."""
-    settings, decides = draft.settings, isinstance(draft.schedule, ForwardBackward)
+    settings, decides = draft.settings, draft.policy is not None
     how = choose_device(world, settings.device), None, settings.timeout, decides or None
     mesh = Mesh(world, draft.placement, [], *how)
     if mesh.staged and world.size > 1 and not world.rank:

@@ -23,8 +23,8 @@ from pipetrain.codec import Identity
 from pipetrain.errors import ConfigError
 from pipetrain.plan.costs import Profile, Table
 from pipetrain.plan.estimate import Layer
-from pipetrain.plan.program import make_program, modes_of
-from pipetrain.schedule.actions import Op, Program, Schedule, splits
+from pipetrain.plan.program import Draft, make_program, modes_of
+from pipetrain.schedule.actions import Op, Program, splits
 from pipetrain.schedule.memory import GIB, Items, counts, held_bytes
 from pipetrain.settings import AUTO, PROFILE, STRATEGIES, Mode, Settings
 
@@ -247,13 +247,12 @@ class Predictor:
         return Choice(list(cuts), [self.best(stage, *span, limit) for stage, span in enumerate(spans)])
 
 
-def predictor_of(
-    settings: Settings, schedule: Schedule, where: Sequence[int], lengths: Collection[int], table: Table
-) -> Predictor:
+def predictor_of(draft: Draft, lengths: Collection[int], table: Table) -> Predictor:
     """Return what predicts any stage, by what the schedule has it do in any of the windows."""
+    settings, where = draft.settings, draft.placement
 
     def programs(recompute: Collection[int] = ()) -> dict[int, Program]:
-        return {n: make_program(schedule, None, n, settings, recompute=recompute) for n in lengths}
+        return {n: make_program(draft, None, n, recompute=recompute) for n in lengths}
 
     stages, plain = range(len(where)), programs()
     asked = [[mode] for mode in modes_of(settings.recompute, len(where))]

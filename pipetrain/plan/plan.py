@@ -35,11 +35,9 @@ from pipetrain.plan.program import (
     refuse_ties,
     window_lengths,
 )
-from pipetrain.schedule.actions import Op, Program, Schedule, asks_for, splits
-from pipetrain.schedule.lower import lower
+from pipetrain.schedule.actions import Op, asks_for, splits
 from pipetrain.schedule.memory import Items
 from pipetrain.schedule.policy import Bounds, ForwardBackward
-from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.schedule.timeline import Costs, StageTimes, Timeline
 from pipetrain.settings import PROFILE, UNLIKE_GRAPHS, Mode, Settings
@@ -57,17 +55,14 @@ class Plan:
     `samples`: None where only the first batch is known: others may have any size, and the windows any length.
     """
 
-    settings: Settings
+    draft: Draft
     samples: Samples | None
     numerics: Numerics
     example: ValueSpec  # of the input
     table: Table  # the costs of the layers for a full microbatch
-    placement: list[int]  # the rank of each stage
     cut: Cut
     evaluation_cut: Cut
     windows: ProvenWindows  # by the number of batches
-    evaluation: Program
-    schedule: Schedule = field(compare=False)
     modes: Sequence[Mode]  # of recomputation, of each stage
     costs: Costs | None = None  # from a profile
     prediction: Prediction | None = None  # from a profile
@@ -76,6 +71,15 @@ class Plan:
 
     def __str__(self) -> str:
         return self.text(self)
+
+    @property
+    def settings(self) -> Settings:
+        return self.draft.settings
+
+    @property
+    def placement(self) -> list[int]:
+        """The rank of each stage."""
+        return self.draft.placement
 
     @property
     def layers(self) -> Sequence[Layer]:
@@ -92,12 +96,12 @@ class Plan:
     @property
     def policy(self) -> ForwardBackward | None:
         """What decides the order at run time; the windows' programs are then examples."""
-        return self.schedule if isinstance(self.schedule, ForwardBackward) else None
+        return self.draft.policy
 
     @property
     def by_costs(self) -> bool:
         """Whether the order was made for the costs of the stages."""
-        return "costs" in asks_for(self.schedule)
+        return "costs" in asks_for(self.draft.schedule)
 
     @property
     def stage_costs(self) -> Costs:
@@ -189,7 +193,6 @@ class Samples:
 
     batches: list[int]
     evaluation: list[int]
-    resumed: int = 0  # batches already done of the first epoch
 
     @classmethod
     def like(cls, settings: Settings) -> Samples:
@@ -199,8 +202,7 @@ class Samples:
 
     def windows(self, window: int | None) -> list[int]:
         """Return all lengths of windows, the longest first."""
-        lengths = {n for done in (0, self.resumed) for n in window_lengths(len(self.batches), window, done)}
-        return sorted(lengths, reverse=True)
+        return sorted(set(window_lengths(len(self.batches), window)), reverse=True)
 
 
 def make_plan(
@@ -218,9 +220,10 @@ def make_plan(
     `profile`: its times, or what measures them, without which partition=profile is a draft: cut by flops,
     whatever the memory_limit; `state_of`: the bytes of the optimizer's state of a parameter.
     """
-    settings, schedule, where = draft.settings, draft.schedule, draft.placement
-    if settings.partition == PROFILE and profile is None:
-        settings = replace(settings, partition="flops", memory_limit=None)
+    if draft.settings.partition == PROFILE and profile is None:
+        by_flops = replace(draft.settings, partition="flops", memory_limit=None)
+        draft = replace(draft, settings=by_flops)
+    settings = draft.settings
     example, open_ = _cast("inputs", example, settings.data_dtype), samples is None
     lengths = samples.windows(settings.window) if samples else [draft.shown]
     samples = samples or Samples.like(settings)
@@ -229,39 +232,30 @@ def make_plan(
     numerics, trained, evaluated = _estimates(settings, cutting, example, samples)
     layers = trained[settings.full]
     if callable(profile):
-        prove_layers(len(where), [layer.name for layer in layers])
+        prove_layers(len(draft.placement), [layer.name for layer in layers])
         profile = profile(layers, example, numerics)
     table = _table(settings, layers, example, network is not None, profile, state_of)
-    cuts, modes, prediction = _cuts(settings, draft, lengths, network, table, profile)
+    cuts, modes, prediction = _cuts(draft, lengths, network, table, profile)
     shared = shared_weights(network, cuts) if network else {}
     cut = cut_layers(trained, cuts, example, shared, open_)
-    refuse_ties(settings, schedule, cut)
+    refuse_ties(draft, cut)
     stage_costs = table.costs(cut, modes, splits(draft.program), settings.full)
-    evaluation = lower(forward_only(where, len(samples.evaluation)), cut.edges)
-
-    def proven(lengths: Sequence[int]) -> tuple[Cut, ProvenWindows]:
-        return prove(
-            settings, schedule, cut, lengths, evaluation, stage_costs, recomputing(modes), examples=open_
-        )
-
+    known = len(samples.evaluation), stage_costs, recomputing(modes), open_
     try:
-        bounded, windows = proven(lengths)
+        bounded, windows = prove(draft, cut, lengths, *known)
     except ConfigError as error:
         if not (open_ and isinstance(error.__cause__, Deadlock) and draft.shown > draft.least):
             raise
-        bounded, windows = proven([draft.least])  # a shorter window may do
+        bounded, windows = prove(draft, cut, [draft.least], *known)  # a shorter window may do
     return Plan(
-        settings=settings,
+        draft=draft,
         samples=None if open_ else samples,
         numerics=numerics,
         example=example,
         table=table,
-        placement=where,
         cut=bounded,
         evaluation_cut=cut_layers(evaluated, cuts, example, any_size=open_),
         windows=windows,
-        evaluation=evaluation,
-        schedule=schedule,
         modes=modes,
         costs=stage_costs if profile else None,
         prediction=prediction,
@@ -320,7 +314,6 @@ def _table(
 
 
 def _cuts(
-    settings: Settings,
     draft: Draft,
     lengths: Sequence[int],
     network: Network | None,
@@ -328,10 +321,10 @@ def _cuts(
     profile: Profile | None,
 ) -> tuple[list[int], list[Mode], Prediction | None]:
     """Choose the first layers of stages 1, 2, ..., and what each stage recomputes. Raises ConfigError."""
-    where, layers, prediction = draft.placement, table.layers, None
+    settings, where, layers, prediction = draft.settings, draft.placement, table.layers, None
     modes = modes_of(settings.recompute, len(where))
     if profile is not None and settings.partition == PROFILE:
-        predictor = predictor_of(settings, draft.schedule, where, lengths, table)
+        predictor = predictor_of(draft, lengths, table)
         prediction = cut_by_times(settings, predictor, cuts_that_may_be(network, layers), profile)
         cuts, modes = prediction.chosen.cuts, [stage.mode for stage in prediction.chosen.stages]
     else:
@@ -361,16 +354,6 @@ def _cast(what: str, example: ValueSpec, dtype: torch.dtype | None) -> ValueSpec
 
 
 # What is done with a plan before it runs
-
-
-def with_costs(plan: Plan, costs: Costs) -> Plan:
-    """Return the plan at measured costs, with programs made for them if the schedule asks for costs."""
-    plan = replace(plan, costs=costs, prediction=None)
-    if not plan.by_costs:
-        return plan
-    how = plan.settings, plan.schedule, plan.cut, list(plan.windows), plan.evaluation, costs
-    cut, windows = prove(*how, recomputing(plan.modes))
-    return replace(plan, cut=cut, windows=windows)
 
 
 def outputs_of(plan: Plan) -> ValueSpec:

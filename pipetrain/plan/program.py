@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, pairwise
 from typing import Any
 
@@ -36,6 +36,7 @@ from pipetrain.schedule.fixed import FixedProgram
 from pipetrain.schedule.lower import edges, lower
 from pipetrain.schedule.policy import Bounds, ForwardBackward
 from pipetrain.schedule.posts import Posts, make_posts
+from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import SHOWN, Cost, Deadlock, simulate
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import joined, with_norms, with_recompute, with_ties
@@ -83,52 +84,50 @@ class Draft:
     """What settings and a schedule say before the model is known, by a compute-only program of a few batches.
 
     `settings`: with what follows from the program. Programs of any length have its `placement`: the rank of
-    each stage.
+    each stage. `least`: the batches of the shortest window.
     """
 
     settings: Settings
-    schedule: Schedule
+    schedule: Schedule = field(compare=False)
+    batches: int
     program: Program
     placement: list[int]
+    least: int = 1
 
     @classmethod
     def of(cls, settings: Settings, schedule: Schedule) -> Draft:
         """Return the draft of a schedule. Raises ScheduleError and ConfigError."""
-        least = _least(schedule)
-        program = draft_program(settings, schedule, DRAFTED if least == 1 else least)
-        return cls(_settle_clipping(settings, schedule, program), schedule, program, placement(program))
+        least = schedule.batches if isinstance(schedule, FixedProgram) else 1
+        batches = DRAFTED if least == 1 else least
+        program = _compute_only(settings, schedule, batches)
+        draft = cls(settings, schedule, batches, program, placement(program), least)
+        return replace(draft, settings=_with_clipping_decided(draft))
 
     @property
-    def least(self) -> int:
-        """The batches of the shortest window."""
-        return _least(self.schedule)
+    def policy(self) -> ForwardBackward | None:
+        """What decides the order at run time; all programs are then examples."""
+        return self.schedule if isinstance(self.schedule, ForwardBackward) else None
 
     @property
-    def asynchronous(self) -> bool:
-        """Whether forwards may read weights that lack updates of earlier batches."""
-        stages, m = len(self.placement), self.settings.microbatches
-        if isinstance(self.schedule, ForwardBackward):
-            return any(self.schedule.bounds(s, stages, DRAFTED, m).staleness for s in range(stages))
-        return reads_old(self.program, m)
+    def reads_late(self) -> bool:
+        """Whether some forwards read weights that lack updates of earlier batches."""
+        size = len(self.placement), self.batches, self.settings.microbatches
+        if self.policy:
+            return any(self.policy.bounds(stage, *size).staleness for stage in range(len(self.placement)))
+        return reads_old(self.program, self.settings.microbatches)
 
     @property
     def shown(self) -> int:
         """The batches of a window that shows what those are like that a pass will have."""
-        whole = min(self.settings.window or SHOWN, SHOWN) if self.asynchronous else 1
+        whole = min(self.settings.window or SHOWN, SHOWN) if self.reads_late else 1
         return max(whole, self.least)
 
-    def proven(self) -> Program:
-        """Return the lowered program, proven for stages of which each sends to the next.
+    def prove(self) -> None:
+        """Prove its program, for stages of which each sends to the next.
 
         Raises ScheduleError and ConfigError.
         """
-        program = _completed(self.program, None, self.settings)
-        batches = DRAFTED if self.least == 1 else self.least
-        return prove_window(self.settings, self.schedule, batches, program).program
-
-
-def _least(schedule: Schedule) -> int:
-    return schedule.batches if isinstance(schedule, FixedProgram) else 1
+        prove_window(self, self.batches, _completed(self, self.program, None), None)
 
 
 def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]:
@@ -138,7 +137,7 @@ def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]
     return [end - start for start, end in pairwise(ends) if end > start]
 
 
-def draft_program(settings: Settings, schedule: Schedule, batches: int, **offered: Any) -> Program:
+def _compute_only(settings: Settings, schedule: Schedule, batches: int, **offered: Any) -> Program:
     """Return the compute-only program of a window; `offered`: what is known of the cut model, if it is cut.
 
     Without, it has the placement and the weight versions that it will have. Raises ScheduleError and
@@ -159,31 +158,25 @@ def draft_program(settings: Settings, schedule: Schedule, batches: int, **offere
 
 
 def make_program(
-    schedule: Schedule,
-    cut: Cut | None,
-    batches: int,
-    settings: Settings,
-    costs: Cost | None = None,
-    recompute: Collection[int] = (),
+    draft: Draft, cut: Cut | None, batches: int, costs: Cost | None = None, recompute: Collection[int] = ()
 ) -> Program:
     """Return the lowered program of a window, with the norms and ties that its updates wait for.
 
     `cut`: None for stages of which each sends to the next. `costs`: None if they are not known yet;
     `recompute`: the stages that recompute their forwards. Raises ScheduleError and ConfigError.
     """
-    routes, _ = _joins(cut)
-    known = {} if costs is None else {"costs": costs}
-    compute = draft_program(settings, schedule, batches, routes=routes, recompute=recompute, **known)
-    if "recompute" not in asks_for(schedule):
+    offered = {"routes": _joins(cut)[0], "recompute": recompute} | ({} if costs is None else {"costs": costs})
+    compute = _compute_only(draft.settings, draft.schedule, batches, **offered)
+    if "recompute" not in asks_for(draft.schedule):
         compute = with_recompute(compute, recompute)
-    return _completed(compute, cut, settings)
+    return _completed(draft, compute, cut)
 
 
-def _completed(compute: Program, cut: Cut | None, settings: Settings) -> Program:
+def _completed(draft: Draft, compute: Program, cut: Cut | None) -> Program:
     """Return a compute-only program with its norms, ties and messages."""
     routes, ties = _joins(cut)
     compute = joined(compute, routes)
-    if settings.clip_grad_norm is not None and settings.clip_grad_norm_over == "model":
+    if draft.settings.clip_grad_norm is not None and draft.settings.clip_grad_norm_over == "model":
         compute = with_norms(compute)
     return lower(with_ties(compute, ties) if ties else compute, routes)
 
@@ -196,50 +189,48 @@ def _joins(cut: Cut | None) -> tuple[list[Edge] | None, Ties]:
 
 
 def prove(
-    settings: Settings,
-    schedule: Schedule,
+    draft: Draft,
     cut: Cut,
     lengths: Sequence[int],
-    evaluation: Program,
+    evaluated: int,
     costs: Cost,
     recompute: Collection[int] = (),
     examples: bool = False,
 ) -> tuple[Cut, ProvenWindows]:
     """Return the cut with the bounds of its edges, and the windows of these `lengths`.
 
-    `costs`, `recompute`: see `make_program`; `examples`: see ProvenWindows. Raises ScheduleError and
-    ConfigError.
+    `evaluated`: the microbatches of an evaluation; `costs`, `recompute`: see `make_program`; `examples`: see
+    ProvenWindows. Raises ScheduleError and ConfigError.
     """
 
     def make(batches: int) -> Program:
-        return make_program(schedule, cut, batches, settings, costs, recompute)
+        return make_program(draft, cut, batches, costs, recompute)
 
+    evaluation = lower(forward_only(draft.placement, evaluated), cut.edges)
     programs = {batches: make(batches) for batches in lengths}
     every = [evaluation, *programs.values()]
     for batches, program in programs.items():
-        _refuse_unsound(settings, batches, program, cut)
-    with _explained(settings, any(map(has_norms, every)), cut):
-        bounds = [edge_bounds(one, cut.edges, settings.buffer_size, cut.ties) for one in every]
+        _refuse_unsound(draft.settings, batches, program, cut)
+    with _explained(draft.settings, any(map(has_norms, every)), cut):
+        bounds = [edge_bounds(one, cut.edges, draft.settings.buffer_size, cut.ties) for one in every]
         bounded = cut.bounded(widest(bounds))
         simulate(evaluation, 1, buffer_size=bounded.bounds, routes=cut.edges)
-        known = {n: _played(settings, schedule, n, program, bounded) for n, program in programs.items()}
+        known = {n: _played(draft, n, program, bounded) for n, program in programs.items()}
 
     def prove_another(batches: int) -> Window:
-        return prove_window(settings, schedule, batches, make(batches), bounded)
+        return prove_window(draft, batches, make(batches), bounded)
 
     return bounded, ProvenWindows(known, prove_another, examples)
 
 
-def prove_window(
-    settings: Settings, schedule: Schedule, batches: int, program: Program, cut: Cut | None = None
-) -> Window:
+def prove_window(draft: Draft, batches: int, program: Program, cut: Cut | None) -> Window:
     """Return the window of one program, for a cut that has bounds; None: each stage sends to the next.
 
     Raises ScheduleError and ConfigError.
     """
-    _refuse_unsound(settings, batches, program, cut)
-    with _explained(settings, has_norms(program), cut):
-        return _played(settings, schedule, batches, program, cut)
+    _refuse_unsound(draft.settings, batches, program, cut)
+    with _explained(draft.settings, has_norms(program), cut):
+        return _played(draft, batches, program, cut)
 
 
 def _refuse_unsound(settings: Settings, batches: int, program: Program, cut: Cut | None) -> None:
@@ -254,16 +245,14 @@ def _refuse_unsound(settings: Settings, batches: int, program: Program, cut: Cut
     check(program, batches, settings.microbatches, routes, has_norms(program), ties)
 
 
-def _played(
-    settings: Settings, schedule: Schedule, batches: int, program: Program, cut: Cut | None
-) -> Window:
+def _played(draft: Draft, batches: int, program: Program, cut: Cut | None) -> Window:
     """Return the window of a sound program. Raises Deadlock."""
-    routes, ties = _joins(cut)
+    settings, policy, (routes, ties) = draft.settings, draft.policy, _joins(cut)
     buffer_size = cut.bounds if cut else settings.buffer_size
     run = simulate(program, settings.microbatches, buffer_size=buffer_size, routes=routes, ties=ties)
-    if isinstance(schedule, ForwardBackward):  # whose program is one of many
+    if policy:  # whose program is one of many
         size = len(program), batches, settings.microbatches
-        return Window(program, run, [schedule.bounds(stage, *size) for stage in range(len(program))])
+        return Window(program, run, [policy.bounds(stage, *size) for stage in range(len(program))])
     edge_sizes = cut.bounds if cut else dict.fromkeys(edges(program), settings.buffer_size)
     bounds = [*map(Bounds, run.activations, run.versions, run.staleness)]
     return Window(program, run, bounds, make_posts(run, edge_sizes, ties))
@@ -288,32 +277,34 @@ def _explained(settings: Settings, norms: bool, cut: Cut | None) -> Iterator[Non
 # What settings ask of a program
 
 
-def _settle_clipping(settings: Settings, schedule: Schedule, draft: Program) -> Settings:
-    """Return the settings with clip_grad_norm_over=auto decided by a window's program. Raises ConfigError.
+def _with_clipping_decided(draft: Draft) -> Settings:
+    """Return the settings with clip_grad_norm_over=auto decided by the program. Raises ConfigError.
 
     It becomes model where no forward reads old weights, so that the pipeline is empty at an update anyway.
     """
-    over, decides = settings.clip_grad_norm_over, isinstance(schedule, ForwardBackward)
+    settings = draft.settings
+    over = settings.clip_grad_norm_over
     if settings.clip_grad_norm is None or over == "stage":
         return settings
-    if over == "model" and decides:
+    if over == "model" and draft.policy:
         raise ConfigError(
             f"clip_grad_norm_over=model needs a schedule with a fixed order, and {settings.schedule} decides "
             f"its order while it runs: choose clip_grad_norm_over=stage, or another schedule"
         )
     if over == "auto":
-        over = "stage" if decides or reads_old(draft, settings.microbatches) else "model"
+        over = "stage" if draft.policy or draft.reads_late else "model"
     return replace(settings, clip_grad_norm_over=over)
 
 
-def refuse_ties(settings: Settings, schedule: Schedule, cut: Cut) -> None:
+def refuse_ties(draft: Draft, cut: Cut) -> None:
     """Refuse shared weights whose copies would come apart. Raises ConfigError."""
     if not cut.ties:
         return
+    settings = draft.settings
     name, stages = next(iter(cut.shared.items()))
     by_stage = settings.clip_grad_norm is not None and settings.clip_grad_norm_over == "stage"
     chained = any(not set(a).isdisjoint(b) for a, b in combinations(cut.ties, 2))
-    if isinstance(schedule, ForwardBackward):
+    if draft.policy:
         why = f"{settings.schedule} decides its order while it runs: choose a schedule with a fixed one"
     elif by_stage:
         why = "clip_grad_norm_over=stage scales it by another norm on each: choose clip_grad_norm_over=model"

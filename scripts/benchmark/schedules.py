@@ -29,7 +29,8 @@ from benchmark.paced import PRODUCTS, Paced, naps, task_of
 from benchmark.report import Row
 from benchmark.tasks import Job, Scale, prepare
 from benchmark.worlds import Say
-from pipetrain.plan.plan import Plan, with_costs
+from pipetrain.plan.plan import Plan
+from pipetrain.plan.program import prove, recomputing
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.schedule.actions import SENDS, Op
 from pipetrain.schedule.simulate import simulate
@@ -75,6 +76,15 @@ def prepared(way: Way, ranks: int, m: int, product_s: float) -> tuple[Job, float
     job = prepare(task, way.schedule, ranks, way.batches)
     one_s = product_s / way.slices
     return replace(job, plan=with_costs(job.plan, costs(job.plan.stages, one_s, ACTION_S, MESSAGE_S))), one_s
+
+
+def with_costs(plan: Plan, costs: Costs) -> Plan:
+    """Return the plan at other costs, with programs made for them if the schedule asks for costs."""
+    plan = replace(plan, costs=costs, prediction=None)
+    if not plan.by_costs:
+        return plan
+    cut, windows = prove(plan.draft, plan.cut, [*plan.windows], 1, costs, recomputing(plan.modes))
+    return replace(plan, cut=cut, windows=windows)
 
 
 def costs(stages: int, product_s: float, action_s: float = 0.0, message_s: float = 0.0) -> Costs:

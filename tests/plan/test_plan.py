@@ -126,8 +126,6 @@ def test_boundaries_of_every_size_that_will_be_seen_in_training_and_evaluation()
     """43 samples in batches of 12 cut into 4: three of 3 each, then 7 as 2 2 2 1; 11 are evaluated."""
     samples = Samples(Sampler(43, 12, 4, seed=0).batch_sizes, [6, 5])
     made = plan("partition=[4,8]", "dtype=float64", ranks=3, model=with_norm().double(), samples=samples)
-    forwards = [(a.stage, a.mb) for actions in made.evaluation for a in actions if a.op is Op.F]
-    assert sorted(forwards) == [(stage, mb) for stage in range(3) for mb in range(2)]
     assert (set(made.cut.specs), set(made.evaluation_cut.specs)) == ({3, 2, 1}, {6, 5})
     for cut in (made.cut, made.evaluation_cut):
         for size in cut.specs:

@@ -246,7 +246,7 @@ def test_a_stage_that_cannot_be_captured_runs_as_it_does_without_and_a_line_says
 def test_where_a_stage_must_be_captured_and_cannot_be_the_training_is_refused(recorded):
     case = holding("Looks", "cuda_graphs=true")
     with patch.object(torch.cuda, "is_available", lambda: True):
-        make_run(case, 0)
+        make_run(case)
     with pytest.raises(ConfigError, match="the passes of stage 1 cannot be captured: layers or loss do"):
         run_in_threads(case)
 

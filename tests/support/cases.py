@@ -107,18 +107,16 @@ def tiny_data(cfg: DictConfig, train: int, ignored: Sequence[int] = ()) -> Data:
     return Data("tiny", split(train, ignored, load_augment(cfg.data)), split(11, (), None), 10)
 
 
-def prepared(
-    cfg: DictConfig, schedule: str, ranks: int, train: int, ignored: Sequence[int] = (), resumed: int = 0
-) -> Run:
+def prepared(cfg: DictConfig, schedule: str, ranks: int, train: int, ignored: Sequence[int] = ()) -> Run:
     """Prepare a run over tiny data."""
-    return prepare(cfg, schedule, ranks, tiny_data(cfg, train, ignored), resumed)
+    return prepare(cfg, schedule, ranks, tiny_data(cfg, train, ignored))
 
 
 @lru_cache(maxsize=8)
-def make_run(case: Case, resumed: int = 0) -> Run:
-    """Prepare a case as a rank would, in float64, after so many batches of an epoch."""
+def make_run(case: Case) -> Run:
+    """Prepare a case as a rank would, in float64."""
     cfg = _config(case)
-    return prepared(cfg, case.schedule, case.ranks, case.train_samples, case.ignored, resumed)
+    return prepared(cfg, case.schedule, case.ranks, case.train_samples, case.ignored)
 
 
 @lru_cache(maxsize=16)
@@ -310,7 +308,7 @@ def run_in_threads(
     in place of the case's run on tiny data.
     """
     manifest = None if source is None else read_whole(source)
-    run = runs[0] if runs else make_run(case, 0 if manifest is None else manifest.position.batch)
+    run = runs[0] if runs else make_run(case)
     runs = runs or [run] * case.ranks
     keepers = (
         saved.keepers(case.ranks, tensors_of(run.take_network().model)) if saved else [None] * case.ranks

@@ -114,13 +114,13 @@ def network_for(cfg: DictConfig, settings: Settings, example: ValueSpec) -> Netw
     return network
 
 
-def prepare(cfg: DictConfig, schedule: str, ranks: int, data: Data, resumed: int = 0) -> Run:
-    """Build a run of a configuration; `resumed`: batches already done of the current epoch."""
+def prepare(cfg: DictConfig, schedule: str, ranks: int, data: Data) -> Run:
+    """Build a run of a configuration."""
     settings, facts = Settings.composed(cfg, schedule, ranks), data.facts
     sampler = Sampler(
         facts.train, settings.batch_size, settings.microbatches, settings.seed, settings.drop_last
     )
-    samples = Samples(sampler.batch_sizes, even(facts.test, settings.batch_size), resumed)
+    samples = Samples(sampler.batch_sizes, even(facts.test, settings.batch_size))
     network = network_for(cfg, settings, facts.example)
     task = make_task(cfg)
     plan = make_plan(Draft.of(settings, make_schedule(cfg)), network, facts.example, samples)

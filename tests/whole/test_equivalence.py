@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from benchmark.schedules import with_costs
 from pipetrain.data import Draw
 from pipetrain.errors import ConfigError
-from pipetrain.plan.plan import with_costs
 from pipetrain.schedule.actions import Op, has_norms
 from pipetrain.schedule.timeline import Costs
 from tests.support.cases import SCHEDULES, Case, compare, make_run, run_in_threads
