@@ -172,7 +172,7 @@ class Epochs:
 
     def _ask(self, record: EpochRecord) -> None:
         """Ask the program whether an epoch was the last one; one rank's word is enough."""
-        enough = self._after_epoch(self._row(record)) == STOP
+        enough = self._after_epoch(record.as_told()) == STOP
         self._enough = bool(self._mesh.most("whether epochs are enough", int(enough))) or self._enough
 
     def _trace(self, tracer: Tracer) -> None:
@@ -383,9 +383,4 @@ class Epochs:
 
     def rows(self) -> list[dict[str, float]]:
         """Return a row for each epoch: what fit promises of it."""
-        return [self._row(record) for record in self.history]
-
-    def _row(self, record: EpochRecord) -> dict[str, float]:
-        others = {"epoch_s", "eval_s", "elapsed_s"}
-        row = {name: value for name, value in record.as_row().items() if name not in others}
-        return row | {"seconds": record.train_s}
+        return [record.as_told() for record in self.history]

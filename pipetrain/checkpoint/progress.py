@@ -48,8 +48,12 @@ class EpochRecord:
 
     @property
     def update_values(self) -> dict[int, dict[str, float]]:
-        """The values of each group of updates, by the last one's number and their names in TensorBoard."""
+        """The values of each group of updates, by the last one's number and their names in loggers."""
         return {n: {"loss/update": loss, "lr/update": self.rates[n]} for n, loss in self.losses.items()}
+
+    def update_rows(self) -> list[dict[str, float]]:
+        """Return the rows of updates.csv: one a group of updates."""
+        return [{"update": n, "train_loss": loss, "lr": self.rates[n]} for n, loss in self.losses.items()]
 
     def named(self, names: Sequence[str]) -> EpochRecord:
         """Return the record with values of these names; NaN for a metric that it does not have."""
@@ -60,15 +64,20 @@ class EpochRecord:
         return replace(self, trained=trained, evaluated=evaluated)
 
     def as_row(self) -> dict[str, float]:
+        """Return the row of metrics.csv."""
+        row = self.as_told()
+        row["epoch_s"] = row.pop("seconds")
+        return row | {"eval_s": self.eval_s, "elapsed_s": self.elapsed_s}
+
+    def as_told(self) -> dict[str, float]:
+        """Return the row that a program is told."""
         return {
             "epoch": self.epoch,
             **{f"train_{name}": value for name, value in self.trained.items()},
             **{f"val_{name}": value for name, value in self.evaluated.items()},
             "lr": self.lr,
             "samples_per_s": self.samples_per_s,
-            "epoch_s": self.train_s,
-            "eval_s": self.eval_s,
-            "elapsed_s": self.elapsed_s,
+            "seconds": self.train_s,
         }
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import logging
-from collections.abc import Callable
-from io import FileIO
+from collections.abc import Callable, Mapping, Sequence
+from io import FileIO, StringIO
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger("pipetrain")
 
@@ -60,6 +62,18 @@ def warn(path: Path, error: OSError) -> None:
         "pipetrain: %s cannot be written: %s; training goes on, and it is written again when there is room",
         *(path, error.strerror or error),
     )
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as CSV, with a header of all their names, and numbers of six digits."""
+    text = StringIO()
+    writer = csv.DictWriter(text, {name: None for row in rows for name in row})
+    writer.writeheader()
+    for row in rows:
+        writer.writerow(
+            {name: f"{cell:.6g}" if isinstance(cell, float) else cell for name, cell in row.items()}
+        )
+    return text.getvalue()
 
 
 class LogFile(logging.Handler):

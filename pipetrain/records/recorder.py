@@ -6,12 +6,10 @@ only the progress bar is on the engine's hot path.
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,10 @@ from pipetrain.checkpoint.progress import EpochRecord
 from pipetrain.errors import NotRecorded
 from pipetrain.plan.memory import says_whether_it_fits
 from pipetrain.records.bar import Bar
-from pipetrain.records.files import Files
+from pipetrain.records.files import Files, as_csv
 from pipetrain.records.folder import CONFIG, METRICS, RAN, RUNS, SUMMARY, TRACE, UPDATES, go_on
-from pipetrain.records.history import About, History, epoch_table, launching, stage_table
+from pipetrain.records.history import About, History, epoch_table
+from pipetrain.records.stages import launching, stage_table
 from pipetrain.records.tracer import Trace, about_trace
 from pipetrain.records.trackers import Trackers
 from pipetrain.runtime.held import Measured
@@ -73,14 +72,17 @@ class Recorder:
         if TENSORBOARD in config["logger"]:
             from pipetrain.records.tensorboard import TensorBoard  # imports Matplotlib
 
-            self._tensorboard = TensorBoard(folder, history, text, picture)
+            facts = f"{about.data.name}. {about.data.note}".strip()
+            texts = {"config": f"```yaml\n{text}```", "data": facts}
+            self._tensorboard = TensorBoard(folder, about.plan.stages, texts, picture)
 
     def begin(self, records: Sequence[EpochRecord] = (), again: bool = False) -> None:
         """Log the run's model, data and plan; `records`: of the epochs that are already done.
 
         `again`: this Pipeline has trained before, so one more epoch ends without the tables.
         """
-        self._history.records.extend(records)
+        for record in records:
+            self._history.add(record)
         self._brief = len(records) + 1 if again else 0  # epochs
         self._write()
         about, settings, data, plan = self._about, self._about.settings, self._about.data, self._about.plan
@@ -116,8 +118,7 @@ class Recorder:
         `held`: what each rank held in a window of it, if that was measured.
         """
         self._bar.spoke()
-        self._history.records.append(record)
-        self._history.measured(held)
+        self._history.add(record, held)
         self._write()
         about, batches = self._about, self._about.batches_of(record.epoch)
         part = f" ({batches} of {about.batches} batches)" if batches < about.batches else ""
@@ -135,17 +136,12 @@ class Recorder:
     def _write(self, summary: Mapping[str, Any] | None = None) -> None:
         if records := self._history.records:
             self.files.text(METRICS, as_csv([record.as_row() for record in records]))
-            updates = [
-                {"update": update, "train_loss": loss, "lr": record.rates[update]}
-                for record in records
-                for update, loss in record.losses.items()
-            ]
-            self.files.text(UPDATES, as_csv(updates))
+            self.files.text(UPDATES, as_csv([row for record in records for row in record.update_rows()]))
         if self._tensorboard:
-            self.files.due("events", lambda _: self._tensorboard.write(summary))
+            self.files.due("events", lambda _: self._tensorboard.write(self._history.epochs, summary))
         self.files.write()
         if self._trackers:
-            self._trackers.write(self._history)
+            self._trackers.write(self._history.epochs)
 
     def trace(self, trace: Trace) -> None:
         """Write the traced windows, with what they say of their run."""
@@ -184,11 +180,11 @@ class Recorder:
 
     def _log_results(self, summary: Mapping[str, Any]) -> None:
         history, about = self._history, self._about
-        if len(history.records) != self._brief:
+        if len(history.epochs) != self._brief:
             self._log_tables(summary)
         metric = about.task.deciding
         name, text = (metric.name, metric.text) if metric else ("loss", "{:.4f}".format)
-        last, best = history.last, history.best
+        last, best = history.epochs[-1].record, history.best
         result = f"train {name} {text(last.trained[name])} (not evaluated)"
         if last.evaluated:
             first = f"best {text(best.evaluated[name])}, epoch {best.epoch}" if best else "no best"
@@ -204,14 +200,16 @@ class Recorder:
             log.info(f"look at it: tensorboard {shown}")
 
     def _log_tables(self, summary: Mapping[str, Any]) -> None:
+        stages = self._history.stages(self._history.records)
         log.info("\n%s\n", epoch_table(self._history))
-        log.info("%s\n", stage_table(summary["per_stage"]))
-        if launches := launching(summary["per_stage"], self._about.settings.microbatches):
+        log.info("%s\n", stage_table(stages))
+        if most := launching(stages):
+            pass_s = most.stage_time_s / (2 * self._about.settings.microbatches)
             log.info(
-                f"rank {launches['rank']} neither computes nor waits in {launches['share']:.1%} of the time, "
+                f"rank {most.rank} neither computes nor waits in {most.bubble - most.wait:.1%} of the time, "
                 f"which is a bubble that no plan has: it launches forwards and backwards, of "
-                f"{1e3 * launches['pass_s']:.2g} ms, and reads batches; larger microbatches have less of the "
-                f"one, data workers of the other\n"
+                f"{1e3 * pass_s:.2g} ms, and reads batches; larger microbatches have less of the one, data "
+                f"workers of the other\n"
             )
         if slow := summary["straggler"]:
             log.info(
@@ -230,14 +228,3 @@ class Recorder:
                 f"the one before is lost; see the warning above, and go on with: {self._go_on}"
             )
         log.info(f"stopped after a checkpoint; go on with: {self._go_on}")
-
-
-def as_csv(rows: Sequence[Mapping[str, float]]) -> str:
-    """Return rows of numbers as CSV, with a header of all their names."""
-    text = StringIO()
-    writer = csv.DictWriter(text, {name: None for row in rows for name in row})
-    writer.writeheader()
-    for row in rows:
-        numbers = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
-        writer.writerow(numbers)
-    return text.getvalue()

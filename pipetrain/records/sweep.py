@@ -5,7 +5,6 @@ It is made of the summary.json of each run, so that a run that was finished befo
 
 from __future__ import annotations
 
-import csv
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from pipetrain.records.files import as_csv
 from pipetrain.schedule.draw import aligned
 
 MIB = 2**20
@@ -63,12 +63,8 @@ def end_sweep(runs: Sequence[tuple[Sequence[str], Path]]) -> str:
         return ""
     names = list(dict.fromkeys(name for row in rows for name in row))
     file = runs[0][1].parent / FILE
-    with suppress(OSError), file.open("w", newline="") as opened:
-        writer = csv.DictWriter(
-            opened, list(dict.fromkeys(key for line in lines for key in line)), lineterminator="\n"
-        )
-        writer.writeheader()
-        writer.writerows(lines)
+    with suppress(OSError):
+        file.write_text(as_csv(lines), newline="")
     table = aligned([names, *([row.get(name, "-") for name in names] for row in rows)])
     return f"{table}\nall figures in {file}"
 

@@ -6,7 +6,7 @@ a stage has the same tag for all of them, such as `stages/bubble`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
@@ -17,9 +17,8 @@ import matplotlib.image
 from torch.utils.tensorboard.summary import hparams
 from torch.utils.tensorboard.writer import SummaryWriter
 
-from pipetrain.checkpoint.progress import EpochRecord
 from pipetrain.records.folder import clear
-from pipetrain.records.history import History
+from pipetrain.records.history import Epoch
 
 HYPER_PARAMETERS = [
     "data", "model", "schedule", "stages", "batch_size", "microbatches", "buffer_size",
@@ -29,18 +28,18 @@ ROOM = 2**16  # bytes that must be free before an epoch is written
 
 
 class TensorBoard:
-    """Writes a run's events. `config`: its configuration; `picture`: the plan's timeline as PNG."""
+    """Writes the events of a run of some stages. `picture`: the plan's timeline as PNG."""
 
-    def __init__(self, folder: Path, history: History, config: str, picture: bytes) -> None:
+    def __init__(self, folder: Path, stages: int, texts: Mapping[str, str], picture: bytes) -> None:
         self._folder = folder
-        self._history = history
-        self._config = config
+        self._stages = stages
+        self._texts = texts
         self._pixels = matplotlib.image.imread(BytesIO(picture))[:, :, :3]
         self._writers: list[Any] = []  # the run's, then the stages'
         self._epochs = 0  # written
 
-    def write(self, summary: Mapping[str, Any] | None = None) -> None:
-        """Write the epochs that are new, and at the end the hyper-parameters and results of a `summary`.
+    def write(self, epochs: Sequence[Epoch], summary: Mapping[str, Any] | None = None) -> None:
+        """Write those of all epochs that are new; at the end hyper-parameters and results of a `summary`.
 
         Raises OSError; files that it has harmed are begun anew.
         """
@@ -50,8 +49,8 @@ class TensorBoard:
         try:
             if not self._writers:
                 self._begin()
-            for record in self._history.records[self._epochs :]:
-                self._write(record)
+            for epoch in epochs[self._epochs :]:
+                self._write(epoch)
             if summary:
                 self._end(summary)
             for writer in self._writers:
@@ -63,20 +62,19 @@ class TensorBoard:
             self._writers, self._epochs = [], 0
             clear(self._folder, [])
             raise
-        self._epochs = len(self._history.records)
+        self._epochs = len(epochs)
 
     def _begin(self) -> None:
-        facts, stages = self._history.about.data, range(self._history.about.plan.stages)
-        folders = [self._folder, *(self._folder / f"stage{stage}" for stage in stages)]
+        folders = [self._folder, *(self._folder / f"stage{stage}" for stage in range(self._stages))]
         self._writers = [SummaryWriter(str(folder)) for folder in folders]
         run = self._writers[0]
-        run.add_text("config", f"```yaml\n{self._config}```")
-        run.add_text("data", f"{facts.name}. {facts.note}".strip())
+        for name, text in self._texts.items():
+            run.add_text(name, text)
         run.add_image("timeline", self._pixels, dataformats="HWC")
 
-    def _write(self, record: EpochRecord) -> None:
-        run, *stages = self._writers
-        for name, value in self._history.values(record).items():
+    def _write(self, epoch: Epoch) -> None:
+        (run, *stages), record = self._writers, epoch.record
+        for name, value in epoch.values.items():
             tag, _, of = name.partition("/stage")
             writer, tag = (stages[int(of)], f"stages/{tag}") if of else (run, tag)
             writer.add_scalar(tag, value, record.epoch, record.ended)

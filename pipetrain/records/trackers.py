@@ -24,7 +24,7 @@ from typing import Any
 from pipetrain.checkpoint.progress import EpochRecord
 from pipetrain.choices import names_of, shipped
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.records.history import History
+from pipetrain.records.history import Epoch
 
 FINISH_S = 30.0  # for the last values to arrive when a run ends
 
@@ -141,10 +141,10 @@ class Trackers:
                     f"configuration, or leave it out"
                 ) from error
 
-    def write(self, history: History) -> None:
-        """Send the epochs that they do not have, without waiting."""
+    def write(self, epochs: Sequence[Epoch]) -> None:
+        """Send those of all epochs that they do not have, without waiting."""
         for name, tracker in self._started.items():
-            self._thread.submit(self._try, name, partial(self._send, name, tracker, history))
+            self._thread.submit(self._try, name, partial(self._send, name, tracker, [*epochs]))
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
         """End the trackers' runs, once; without a summary they have failed or were stopped."""
@@ -155,9 +155,9 @@ class Trackers:
             log.warning("pipetrain: %s did not take the last values in time", ", ".join(started))
         self._thread.shutdown(wait=False)
 
-    def _send(self, name: str, tracker: Any, history: History) -> None:
-        for record in history.records[self._epochs[name] :]:
-            tracker.log(record, history.values(record))
+    def _send(self, name: str, tracker: Any, epochs: Sequence[Epoch]) -> None:
+        for epoch in epochs[self._epochs[name] :]:
+            tracker.log(*epoch)
             self._epochs[name] += 1
 
     def _try(self, name: str, call: Callable[[], None]) -> None:

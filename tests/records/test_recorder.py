@@ -148,7 +148,7 @@ def test_a_resumed_run_of_three_epochs_in_its_files_in_tensorboard_and_in_the_lo
     assert image.width > image.height > 50
     (text,) = (tag for tag in tags["tensors"] if tag.startswith("config"))
     assert b"with_norm" in events.Tensors(text)[0].tensor_proto.string_val[0]
-    trackers.write.assert_called_with(recorder._history)  # from which TensorBoard's values are too
+    trackers.write.assert_called_with(recorder._history.epochs)  # from which TensorBoard's values are too
     trackers.close.assert_called_once_with(summary)
 
     lines = said(caplog)

@@ -9,7 +9,6 @@ from contextlib import closing
 from pathlib import Path
 from threading import Event
 from time import monotonic, sleep
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from pipetrain.checkpoint.progress import EpochRecord
 from pipetrain.commands.cli import as_mapping
 from pipetrain.errors import ConfigError
 from pipetrain.records import trackers as module
+from pipetrain.records.history import Epoch
 from pipetrain.records.trackers import Trackers, check_loggers, read_loggers
 from tests.support.cases import config
 from tests.support.deadlines import DEADLINE_S
@@ -38,11 +38,9 @@ def offline(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
 
 
-def history(*epochs: int | EpochRecord) -> Any:
-    """Stands in for a History. An epoch has four updates, of which the 2nd and the 4th are recorded."""
-    records = [figures(epoch) if isinstance(epoch, int) else epoch for epoch in epochs]
-    values = lambda record: {"loss/train": record.trained["loss"], "bubble/stage0": 0.25}  # noqa: E731
-    return SimpleNamespace(records=records, values=values)
+def epochs(*numbers: int) -> list[Epoch]:
+    """Epochs of four updates each, of which the 2nd and the 4th are recorded."""
+    return [Epoch(figures(n), {"loss/train": 2.0 / n, "bubble/stage0": 0.25}) for n in numbers]
 
 
 def started(name: str, folder: Path, run: str = "a") -> Any:
@@ -124,11 +122,11 @@ def test_a_tracker_has_values_configuration_and_results_of_a_run_that_was_resume
     """
     folder = tmp_path / "run"
     with started(name, folder) as trackers:
-        trackers.write(history(1, 2))
+        trackers.write(epochs(1, 2))
     assert recorded(name, folder)[3] == "KILLED"
     with started(name, folder) as trackers:
-        trackers.write(history(1))
-        trackers.write(history(1, 2, 3))
+        trackers.write(epochs(1))
+        trackers.write(epochs(1, 2, 3))
         trackers.close({"val_acc": 0.5, "model": "mlp"})
     values, read, results, status = recorded(name, folder)  # there is one run alone
     assert [step for step, _ in values["loss/update"]] == [2, 4, 6, 8, 10, 12]
@@ -183,10 +181,10 @@ def test_what_a_tracker_did_not_take_is_sent_again_and_the_other_has_it(fakes, t
     one, other = fakes.values()
     with both(tmp_path) as trackers:
         one.fails = True
-        trackers.write(history(1))
-        trackers.write(history(1, 2))
+        trackers.write(epochs(1))
+        trackers.write(epochs(1, 2))
         trackers._thread.submit(setattr, one, "fails", False)
-        trackers.write(history(1, 2, 3))
+        trackers.write(epochs(1, 2, 3))
         trackers.close({"val_acc": 1.0})
     assert one.taken == other.taken == [1, 2, 3]
     assert one.ended == other.ended == [{"val_acc": 1.0}]  # once
@@ -199,7 +197,7 @@ def test_a_tracker_that_hangs_delays_neither_the_training_nor_the_end(fakes, tmp
     free = Event()
     fakes["mlflow"].waits = lambda: free.wait(DEADLINE_S)
     with both(tmp_path) as trackers:
-        trackers.write(history(1))
+        trackers.write(epochs(1))
         trackers.close({})
         assert not free.is_set()
     free.set()
