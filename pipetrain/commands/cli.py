@@ -21,14 +21,14 @@ from tempfile import gettempdir
 from typing import Any
 
 import hydra
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipetrain.choices import conf_dir
 from pipetrain.commands.usage import usage
 from pipetrain.ending import unread
-from pipetrain.errors import ConfigError
+from pipetrain.errors import ConfigError, one_line
 from pipetrain.schedule.actions import ScheduleError
 
 CODECS = ("codec.forward", "codec.backward")
@@ -193,15 +193,17 @@ def _refuse_word(word: str) -> None:
         raise ConfigError(f"{word} must be a name; choose one of: {', '.join(choices)}")
 
 
-def _sentence(error: Exception, known: Collection[str]) -> str:
-    """Return Hydra's error on one line, with a suggestion for an unknown key."""
-    text = str(error.__cause__ if isinstance(error.__cause__, HydraException) else error)
+def _sentence(error: BaseException, known: Collection[str]) -> str:
+    """Return Hydra's error on one line, with a suggestion for an unknown key, which its text alone names."""
+    error = error.__cause__ if isinstance(error.__cause__, HydraException) else error
+    text = one_line(error)
+    if isinstance(error, MissingConfigException):
+        choices = f": choose one of {', '.join(error.options)}" if error.options else ""
+        return f"there is no {error.missing_cfg_file}{choices}"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override} cannot be read: {text}"
     if key := re.search(r"Could not override '([^']+)'", text):
         return f"there is no {key[1]} in the configuration{_suggestion(key[1], known)}; {ALL}"
-    text = re.split(r"\s*(?:full_key: |Config search path:|See https)", text)[0]
-    text = " ".join(text.replace("Available options in", "; choose one in").split()).replace(" ;", ";")
-    if isinstance(error, OverrideParseException) and error.override not in text:
-        return f"{error.override} cannot be read: {text}"
     return text
 
 

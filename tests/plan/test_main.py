@@ -48,7 +48,7 @@ def test_batches_are_played_through_instead_of_the_window(run):
 
 REFUSED = [
     (["out=x.pdf"], "a timeline is written as .svg or .png; got x.pdf\n"),
-    (["schedule=foo"], "In 'config': Could not find 'schedule/foo'; choose one in 'schedule': 1f1b "),
+    (["schedule=foo"], "there is no schedule/foo: choose one of 1f1b, "),
     (["memory_limit=0.001"], "memory_limit=0.001 is too small: rank 0 is predicted to hold 0.00"),
     (["+partition.profile=no.json"], "partition.profile=no.json cannot be read: No such file or directory"),
     (
