@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import current_thread, main_thread
@@ -19,7 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pipetrain.checkpoint.early import EarlyEnd
-from pipetrain.checkpoint.files import CHECKPOINTS, Position, folders
+from pipetrain.checkpoint.files import Position
 from pipetrain.checkpoint.resume import (
     AUTO,
     Source,
@@ -38,14 +35,13 @@ from pipetrain.ending import terminate
 from pipetrain.epochs import AfterEpoch, Epochs, Passes
 from pipetrain.errors import ChannelError, ConfigError
 from pipetrain.pipeline import Pipeline
-from pipetrain.plan.describe import choices, describe
 from pipetrain.plan.memory import gpu_bytes
 from pipetrain.plan.program import window_lengths
 from pipetrain.records import folder
-from pipetrain.records.folder import METRICS, PROFILE_FILE, RAN, SUMMARY, TRACE, UPDATES
+from pipetrain.records.folder import METRICS, RAN, SUMMARY, TRACE, UPDATES, RunFolder
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
-from pipetrain.records.trackers import Trackers, check_loggers, read_loggers
+from pipetrain.records.trackers import check_loggers, read_loggers
 from pipetrain.rules import COUNT, PATH
 from pipetrain.runtime.feed import Batches
 from pipetrain.runtime.windows import Windows
@@ -56,21 +52,6 @@ log = logging.getLogger("pipetrain")
 
 EPOCH_RANDOM = "random/0/epoch"  # of rank 0 at the beginning of an epoch
 _trainings = count()
-
-
-@dataclass(frozen=True, slots=True)
-class RunFolder:
-    """A run's folder, locked for it on rank 0, and what its records and checkpoints say of the run.
-
-    `run`: its unique name. `source`: the checkpoint to go on from. `config`: its configuration, with its
-    loggers. `conditions`: what a checkpoint to go on from must share, beside the model's tensors and batches.
-    """
-
-    path: Path
-    run: str
-    source: Source | None
-    config: Mapping[str, Any]
-    conditions: Mapping[str, Any] = field(default_factory=dict)
 
 
 def fit(
@@ -336,7 +317,7 @@ def _keeper(pipe: Pipeline, about: About, run_folder: RunFolder) -> Keeper:
         if pipe.rank == 0:
             _go_on(path, source, done == about.updates)
     store = pipe._mesh.store and PrefixStore(f"fit {next(_trainings)}", pipe._mesh.store)
-    signals = Signals(pipe.rank, partial(saved_so_far, path, run_folder.config))
+    signals = Signals(pipe.rank, run_folder.saved_so_far)
     return Keeper(
         writer=Writer(path, pipe._mesh, store, settings.checkpoint_keep, settings.timeout),
         signals=signals,
@@ -357,28 +338,12 @@ def _go_on(path: Path, source: Source, ended: bool) -> None:
 
 
 def _recorder(about: About, run_folder: RunFolder | None, ending: ExitStack) -> Recorder:
-    """Return rank 0's recorder, with the plan for its folder."""
+    """Return rank 0's recorder; `ending` ends it."""
     if not (log.handlers or logging.getLogger().handlers):  # a program that has set up no logging
         log.addHandler(logging.StreamHandler())
         ending.callback(log.handlers.clear)
         ending.callback(log.setLevel, log.level)
         log.setLevel(log.level or logging.INFO)  # unless the program has chosen one
-    if run_folder is None:
-        return Recorder(about)
-    trackers = Trackers(run_folder.config, run_folder.path, run_folder.run)
-    ending.callback(trackers.close)
-    recorder = Recorder(about, run_folder.path, run_folder.config, trackers)
-    recorder.files.text("plan.txt", describe(about.plan, room=about.room))
-    if about.plan.prediction is not None:
-        profile = about.plan.prediction.profile
-        recorder.files.text(PROFILE_FILE, json.dumps(profile.to_json(), indent=1) + "\n")
-        log.info("%s", choices(about.plan.prediction))
+    recorder = Recorder(about, run_folder)
+    ending.callback(recorder.leave)
     return recorder
-
-
-def saved_so_far(run_dir: Path, config: Mapping[str, Any]) -> str:
-    """Return which checkpoint remains of a run that was interrupted."""
-    saved = folders(run_dir / CHECKPOINTS)
-    if not saved:
-        return "there is no checkpoint yet"
-    return f"{saved[0].name} is saved: go on with {folder.go_on(run_dir, config)}"

@@ -37,7 +37,7 @@ from pipetrain.data.loader import Sampled, Sampler, even
 from pipetrain.documents import read_as
 from pipetrain.ending import FAILED, guarded, leave
 from pipetrain.errors import ConfigError
-from pipetrain.fitting import PipelinePasses, RunFolder, train_epochs
+from pipetrain.fitting import PipelinePasses, train_epochs
 from pipetrain.pipeline import Pipeline
 from pipetrain.records import folder
 from pipetrain.records.sweep import end_sweep
@@ -246,7 +246,7 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
     start_at = source.manifest.position.placed(batches) if source else Position()
     passes = PipelinePasses(pipe, *samples, source, start_at)
     conditions = conditions_of(cfg, settings, facts)
-    run_folder = RunFolder(Path(word.run_dir), word.run, source, as_mapping(cfg), conditions)
+    run_folder = folder.RunFolder(Path(word.run_dir), word.run, source, as_mapping(cfg), conditions)
 
     def ready() -> None:
         start.agree("begin to train")

@@ -8,13 +8,14 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from pipetrain.checkpoint.files import CHECKPOINTS, folders
+from pipetrain.checkpoint.resume import Source
 from pipetrain.data.loader import Sampler
 from pipetrain.documents import read_as, read_json
 from pipetrain.errors import ConfigError
@@ -27,6 +28,33 @@ SUMMARY, CONFIG, EVENTS = "summary.json", "config.yaml", "events.out.tfevents.*"
 PROFILE_FILE, TRACE, RAN = "profile.json", "trace.json", "ran.txt"
 LOCK = ".lock"
 LATE_S = 15.0  # until network file systems show another machine's files
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """A run's folder, locked for it on rank 0, and what its records and checkpoints say of the run.
+
+    `run`: its unique name. `source`: the checkpoint to go on from. `config`: its configuration, with its
+    loggers. `conditions`: what a checkpoint to go on from must share, beside the model's tensors and batches.
+    """
+
+    path: Path
+    run: str
+    source: Source | None
+    config: Mapping[str, Any]
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def go_on(self) -> str:
+        """What goes on with the run; the configuration of a program has no model."""
+        if "model" in self.config:
+            return f"run_dir={self.path} resume=auto"
+        return f'fit(..., run_dir="{self.path}", resume="auto")'
+
+    def saved_so_far(self) -> str:
+        """Return which checkpoint remains of a run that was interrupted."""
+        saved = folders(self.path / CHECKPOINTS)
+        return f"{saved[0].name} is saved: go on with {self.go_on}" if saved else "there is no checkpoint yet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +154,6 @@ def discard(folder: Path, before: Before, log: str = LOCK) -> None:
                     (folder / name).unlink(missing_ok=True)
             for path in before.missing if locked else ():
                 path.rmdir()  # unless it holds other runs
-
-
-def go_on(folder: Path | None, config: Mapping[str, Any] | None) -> str:
-    """Return what goes on in a run's folder; the configuration of a program has no model."""
-    if config is not None and "model" in config:
-        return f"run_dir={folder} resume=auto"
-    return f'fit(..., run_dir="{folder}", resume="auto")'
 
 
 def is_finished(folder: Path, config: Mapping[str, Any] | None) -> bool:

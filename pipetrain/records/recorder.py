@@ -10,7 +10,6 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +17,21 @@ import yaml
 
 from pipetrain.checkpoint.progress import EpochRecord
 from pipetrain.errors import NotRecorded
+from pipetrain.plan.describe import choices, describe
 from pipetrain.plan.memory import says_whether_it_fits
 from pipetrain.records.bar import Bar
 from pipetrain.records.files import Files, as_csv
-from pipetrain.records.folder import CONFIG, METRICS, RAN, RUNS, SUMMARY, TRACE, UPDATES, go_on
+from pipetrain.records.folder import (
+    CONFIG,
+    METRICS,
+    PROFILE_FILE,
+    RAN,
+    RUNS,
+    SUMMARY,
+    TRACE,
+    UPDATES,
+    RunFolder,
+)
 from pipetrain.records.history import About, History, epoch_table
 from pipetrain.records.stages import launching, stage_table
 from pipetrain.records.tracer import Trace, about_trace
@@ -38,43 +48,45 @@ TENSORBOARD = "tensorboard"  # among the loggers
 
 
 class Recorder:
-    """Shows a training; with a `folder` writes its records there, and sends them to the `trackers`.
+    """Shows a training; with a `run_folder` writes its records there, and hands its epochs to the loggers."""
 
-    `config`: the run's configuration, with the loggers. `files`: what the folder gets, with the next epoch.
-    """
-
-    def __init__(
-        self,
-        about: About,
-        folder: Path | None = None,
-        config: Mapping[str, Any] | None = None,
-        trackers: Trackers | None = None,
-    ) -> None:
+    def __init__(self, about: About, run_folder: RunFolder | None = None) -> None:
         self._about = about
         self._history = History(about)
         self._bar = Bar()
         self._brief = 0  # a number of epochs after which no tables are shown
-        self._folder = folder
-        self._go_on = go_on(folder, config)
-        self._trackers = trackers
-        self.files = Files(folder)
+        self._path = run_folder.path if run_folder else None
+        self._go_on = run_folder.go_on if run_folder else ""
+        self._files = Files(self._path)
         self._tensorboard: Any = None
-        if folder is not None and config is not None:
-            self._introduce(folder, config)
+        self._trackers: Trackers | None = None
+        if run_folder is not None:
+            self._introduce(run_folder)
 
-    def _introduce(self, folder: Path, config: Mapping[str, Any]) -> None:
-        about, history = self._about, self._history
-        text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+    def _introduce(self, run: RunFolder) -> None:
+        """Start the loggers, and write what is known before the first epoch."""
+        about, history, plan = self._about, self._history, self._about.plan
+        self._trackers = Trackers(run.config, run.path, run.run)
+        text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
         title = f"{about.settings.model}, {about.settings.schedule}"
-        picture = as_png(history.simulated, title, about.plan.unit_of_time, history.predicted_memory)
-        self.files.text(CONFIG, text)
-        self.files.whole("timeline.png", lambda new: new.write_bytes(picture))
-        if TENSORBOARD in config["logger"]:
+        picture = as_png(history.simulated, title, plan.unit_of_time, history.predicted_memory)
+        self._files.text(CONFIG, text)
+        self._files.whole("timeline.png", lambda new: new.write_bytes(picture))
+        self._files.text("plan.txt", describe(plan, room=about.room))
+        if plan.prediction is not None:
+            self._files.text(PROFILE_FILE, json.dumps(plan.prediction.profile.to_json(), indent=1) + "\n")
+            log.info("%s", choices(plan.prediction))
+        if TENSORBOARD in run.config["logger"]:
             from pipetrain.records.tensorboard import TensorBoard  # imports Matplotlib
 
             facts = f"{about.data.name}. {about.data.note}".strip()
             texts = {"config": f"```yaml\n{text}```", "data": facts}
-            self._tensorboard = TensorBoard(folder, about.plan.stages, texts, picture)
+            self._tensorboard = TensorBoard(run.path, plan.stages, texts, picture)
+
+    def leave(self) -> None:
+        """End the loggers, however the training has ended."""
+        if self._trackers:
+            self._trackers.close()
 
     def begin(self, records: Sequence[EpochRecord] = (), again: bool = False) -> None:
         """Log the run's model, data and plan; `records`: of the epochs that are already done.
@@ -87,7 +99,7 @@ class Recorder:
         self._write()
         about, settings, data, plan = self._about, self._about.settings, self._about.data, self._about.plan
         bubble = f"{self._history.simulated.bubble:.1%} by the stages' {'times' if plan.costs else 'work'}"
-        where, threads = f"; records in {self._folder}" if self._folder else "", torch.get_num_threads()
+        where, threads = f"; records in {self._path}" if self._path else "", torch.get_num_threads()
         dtype = (
             settings.precision if settings.dtype == torch.float32 else str(settings.dtype).partition(".")[2]
         )
@@ -135,23 +147,23 @@ class Recorder:
 
     def _write(self, summary: Mapping[str, Any] | None = None) -> None:
         if records := self._history.records:
-            self.files.text(METRICS, as_csv([record.as_row() for record in records]))
-            self.files.text(UPDATES, as_csv([row for record in records for row in record.update_rows()]))
+            self._files.text(METRICS, as_csv([record.as_row() for record in records]))
+            self._files.text(UPDATES, as_csv([row for record in records for row in record.update_rows()]))
         if self._tensorboard:
-            self.files.due("events", lambda _: self._tensorboard.write(self._history.epochs, summary))
-        self.files.write()
+            self._files.due("events", lambda _: self._tensorboard.write(self._history.epochs, summary))
+        self._files.write()
         if self._trackers:
             self._trackers.write(self._history.epochs)
 
     def trace(self, trace: Trace) -> None:
         """Write the traced windows, with what they say of their run."""
-        self.files.whole(
+        self._files.whole(
             TRACE, partial(chrome.write, about=about_trace(self._about, trace), windows=trace.windows)
         )
-        self.files.write()
-        if self._folder is not None and TRACE not in self.files.failed:
+        self._files.write()
+        if self._path is not None and TRACE not in self._files.failed:
             limit = f"; it ends {trace.cut}" if trace.cut else ""
-            where = f"{self._folder / TRACE}{limit}; open it at https://ui.perfetto.dev"
+            where = f"{self._path / TRACE}{limit}; open it at https://ui.perfetto.dev"
             log.info(f"trace of {counted(len(trace.windows), 'window')} in {where}")
 
     def programs(self, epoch: int, programs: Sequence[Program]) -> None:
@@ -159,17 +171,17 @@ class Recorder:
             f"# epoch {epoch}, window {number} of {len(programs)}\n{format_program(program)}"
             for number, program in enumerate(programs, 1)
         ]
-        self.files.text(RAN, "\n".join(parts))
+        self._files.text(RAN, "\n".join(parts))
 
     def close(self) -> None:
         """Log the results, and write the summary. Raises NotRecorded for files that cannot be written."""
         summary = self._history.summary()
         self._write(summary)
         self._log_results(summary)
-        if not self.files.failed:  # last: it marks the run as finished
-            self.files.text(SUMMARY, json.dumps(summary, indent=2) + "\n")
-            self.files.write()
-        if failed := self.files.failed:
+        if not self._files.failed:  # last: it marks the run as finished
+            self._files.text(SUMMARY, json.dumps(summary, indent=2) + "\n")
+            self._files.write()
+        if failed := self._files.failed:
             raise NotRecorded(
                 f"the run has finished, but {', '.join(failed)} cannot be written: "
                 f"{'; '.join(dict.fromkeys(failed.values()))}; make room and start it again with "
@@ -192,12 +204,11 @@ class Recorder:
         log.info(f"{about.settings.model} on {about.data.name}: {result} in {last.elapsed_s:.0f} s")
         if about.data.note:
             log.info(about.data.note)
-        if self._folder is not None:
-            log.info(f"run folder: {self._folder}")
-        if self._folder is not None and self._tensorboard:
-            run, runs = self._folder, self._folder.parent
-            shown = f"--logdir {runs}" if runs.name == RUNS else f"--logdir_spec {run.name}:{run}"
-            log.info(f"look at it: tensorboard {shown}")
+        if (run := self._path) is not None:
+            log.info(f"run folder: {run}")
+            shown = f"--logdir {run.parent}" if run.parent.name == RUNS else f"--logdir_spec {run.name}:{run}"
+            if self._tensorboard:
+                log.info(f"look at it: tensorboard {shown}")
 
     def _log_tables(self, summary: Mapping[str, Any]) -> None:
         stages = self._history.stages(self._history.records)
@@ -221,7 +232,7 @@ class Recorder:
     def stop(self, not_saved: int | None) -> None:
         """End a training that was stopped. `not_saved`: the update of a checkpoint that was lost."""
         self._bar.close()
-        self.files.write()
+        self._files.write()
         if not_saved is not None:
             raise NotRecorded(
                 f"ended, and the checkpoint of update {not_saved} was NOT saved, so what was trained since "

@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pipetrain.commands.cli import as_mapping, contained
 from pipetrain.errors import NotRecorded
 from pipetrain.records import recorder as module
+from pipetrain.records.folder import RunFolder
 from pipetrain.records.recorder import Recorder
 from pipetrain.records.tracer import Trace
 from pipetrain.schedule import chrome
@@ -48,10 +49,11 @@ def one_picture(monkeypatch):
     monkeypatch.setattr(module, "as_png", lambda *drawn: PICTURE)
 
 
-def begun(folder: Path | None, *words: str, about: Any = ABOUT, trackers: Any = None, done=()) -> Recorder:
-    made = Recorder(
-        about, folder, folder and as_mapping(contained(config([*WORDS, *words]), folder)), trackers
-    )
+def begun(folder: Path | None, *words: str, about: Any = ABOUT, done=()) -> Recorder:
+    made = Recorder(about)
+    if folder is not None:
+        run = as_mapping(contained(config([*WORDS, *words]), folder))
+        made = Recorder(about, RunFolder(folder, "a run", None, run))
     made.begin(done)
     return made
 
@@ -85,11 +87,14 @@ def said(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-def test_a_resumed_run_of_three_epochs_in_its_files_in_tensorboard_and_in_the_log(folder, caplog):
+def test_a_resumed_run_of_three_epochs_in_its_files_in_tensorboard_and_in_the_log(
+    folder, caplog, monkeypatch
+):
     caplog.set_level(logging.INFO, logger="pipetrain")
     data, trackers = replace(ABOUT.data, note="what was asked for is not there"), Mock()
+    monkeypatch.setattr(module, "Trackers", Mock(return_value=trackers))
     about = replace(ABOUT, data=data, room=2**40, plan=replace(ABOUT.plan, costs=COSTS))
-    recorder = begun(folder, about=about, trackers=trackers, done=[figures(1)])
+    recorder = begun(folder, about=about, done=[figures(1)])
     assert len(rows(folder / "metrics.csv")) == 2
     recorder.epoch(figures(2, correct=9))
     recorder.epoch(figures(3, correct=9, train_s=4.0))
@@ -205,7 +210,16 @@ def test_a_disk_that_is_full_at_the_start_is_no_end_and_all_is_there_later(folde
         recorder.programs(1, [PROGRAM])
         recorder.epoch(figures(1))
         recorder.trace(Trace(as_measured(PROGRAM, COSTS), "", 1e-5))
-    lost = ["config.yaml", "timeline.png", "events", "ran.txt", "metrics.csv", "updates.csv", "trace.json"]
+    lost = [
+        "config.yaml",
+        "timeline.png",
+        "plan.txt",
+        "events",
+        "ran.txt",
+        "metrics.csv",
+        "updates.csv",
+        "trace.json",
+    ]
     assert warned(caplog) == lost
     assert [path for path in folder.rglob("*") if path.is_file()] == []
     recorder.epoch(figures(2))
