@@ -36,7 +36,7 @@ from pipetrain.schedule.actions import Action, Op, Program, parse_action
 from pipetrain.schedule.check import check
 from pipetrain.schedule.timeline import Row
 from pipetrain.signals import STOPS, Asked
-from pipetrain.tally import Tally
+from pipetrain.tasks.tally import Tally
 
 STOP = "stop"
 AfterEpoch = Callable[[dict[str, float]], str | None]

@@ -69,9 +69,9 @@ from pipetrain.schedule.draw import counted
 from pipetrain.schedule.lower import edges
 from pipetrain.settings import Settings
 from pipetrain.signals import Stopping
-from pipetrain.tally import Tally
 from pipetrain.tasks import LossFunction, Metric, ModelLoss, Task
 from pipetrain.tasks.metrics import MetricFunction
+from pipetrain.tasks.tally import Tally
 from pipetrain.tasks.trial import choose_weight
 
 log = logging.getLogger("pipetrain")

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.values import TensorSpec, Value, ValueSpec
-from pipetrain.tally import Tally
 from pipetrain.tasks import (
     Accuracy,
     Classification,
@@ -26,6 +25,7 @@ from pipetrain.tasks import (
     Task,
     trial,
 )
+from pipetrain.tasks.tally import Tally
 from pipetrain.tasks.trial import prove_task
 
 IGNORED = -100

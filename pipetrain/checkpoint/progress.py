@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pipetrain.schedule.timeline import StageStats
-from pipetrain.tally import Tally
+from pipetrain.tasks.tally import Tally
 
 Stats = dict[int, StageStats]
 

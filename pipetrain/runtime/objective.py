@@ -11,8 +11,8 @@ from torch import Tensor
 from pipetrain.network.network import Tensors
 from pipetrain.network.values import as_tuple, cast_floats, differentiable
 from pipetrain.runtime.feed import Target
-from pipetrain.tally import Accumulator
 from pipetrain.tasks import Task
+from pipetrain.tasks.tally import Accumulator
 
 
 class Counted(NamedTuple):

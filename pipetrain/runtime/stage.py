@@ -30,8 +30,8 @@ from pipetrain.runtime.objective import Objective, weighted
 from pipetrain.runtime.recompute import Recompute
 from pipetrain.runtime.split import Deferred
 from pipetrain.runtime.weights import OptimizerFactory, Weights
-from pipetrain.tally import Tally
 from pipetrain.tasks import Task
+from pipetrain.tasks.tally import Tally
 
 
 class Stage:

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple, scores_of, specs_of
-from pipetrain.tally import Tally
 from pipetrain.tasks.metrics import Accuracy, Mean, MeanIoU, Metric, MetricFunction, Perplexity, SquaredError
+from pipetrain.tasks.tally import Tally
 
 LossFunction = Callable[[Value, Value], Tensor]
 """(outputs, targets) -> the mean loss over the targets that count, a scalar."""

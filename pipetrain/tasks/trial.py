@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.network import Network
 from pipetrain.network.values import Value, ValueSpec, as_tuple, differentiable, leaves_of, on_each, specs_of
-from pipetrain.tally import Tally
 from pipetrain.tasks.metrics import Metric
+from pipetrain.tasks.tally import Tally
 from pipetrain.tasks.task import IGNORED, ModelLoss, Task, WeightFunction, counted_for
 
 MOST_TRIED = 2**25  # numbers in the made outputs of a trial

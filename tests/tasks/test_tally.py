@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pipetrain.tally import Accumulator, Tally
+from pipetrain.tasks.tally import Accumulator, Tally
 
 
 def counted() -> Accumulator:
