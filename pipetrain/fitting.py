@@ -160,7 +160,7 @@ def _opened(
             return [str(source.folder), source.manifest.run]
 
         found, run = pipe._together.on_one(0, "the run's folder", find)
-        source = None if found is None else read_source(Path(found), pipe.rank)
+        source = None if found is None else read_source(Path(found))
         yield RunFolder(path, run, source, {"logger": chosen})
 
 

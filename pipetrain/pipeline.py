@@ -499,7 +499,7 @@ class Pipeline:
         found = self._together.on_one(0, "the checkpoint to load", find)
         if found is None:
             return
-        source = read_source(Path(found), self.rank)
+        source = read_source(Path(found))
         refuse_other(source, self._conditions)
         restore_random(source, self._mesh)
         if not self._whole.lent:

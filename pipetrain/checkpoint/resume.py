@@ -143,14 +143,14 @@ def _newest(run_dir: Path) -> Source | None:
     return None
 
 
-def read_source(folder: Path, rank: int) -> Source:
+def read_source(folder: Path) -> Source:
     """Read a checkpoint that rank 0 has verified. Raises ConfigError if this rank cannot."""
     try:
         return Source(folder, read_manifest(folder))
     except DamagedCheckpoint as damage:
         raise ConfigError(
-            f"rank {rank} cannot read the checkpoint that rank 0 reads: {damage}; give run_dir (or resume) a "
-            f"folder that all machines share"
+            f"the checkpoint that rank 0 reads cannot be read: {damage}; give run_dir (or resume) a folder "
+            f"that all machines share"
         ) from damage
 
 

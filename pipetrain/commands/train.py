@@ -200,11 +200,11 @@ def follow(composed: DictConfig, start: Start) -> None:
     if word.data != cfg.data.name:
         cfg = with_fallback(cfg)
     cfg.run_dir = word.run_dir
-    source = None if word.resume is None else read_source(Path(word.resume), start.world.rank)
+    source = None if word.resume is None else read_source(Path(word.resume))
     if source is not None:
         cfg = resume.with_cuts_of(cfg, source, start.world.size)
     if word.saves:
-        folder.prove_shared(Path(word.run_dir), start.world.rank)
+        folder.prove_shared(Path(word.run_dir))
     train(cfg, word, None, source, start)
 
 

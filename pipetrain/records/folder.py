@@ -124,14 +124,14 @@ def _lock(folder: Path, patience_s: float = 0.0) -> Iterator[bool]:
         os.close(lock)
 
 
-def prove_shared(folder: Path, rank: int) -> None:
+def prove_shared(folder: Path) -> None:
     """Refuse a folder that rank 0 has claimed and this rank does not see. Raises ConfigError."""
     end = time.monotonic() + LATE_S
     while not (folder / LOCK).exists():
         if time.monotonic() > end:
             raise ConfigError(
-                f"rank {rank} on {socket.gethostname()} does not see {folder / LOCK}, which rank 0 has "
-                f"written: give run_dir a folder that all machines share, or train without checkpoints "
+                f"{socket.gethostname()} does not see {folder / LOCK}, which rank 0 has written: give "
+                f"run_dir a folder that all machines share, or train without checkpoints "
                 f"(checkpoint.every=null)"
             )
         time.sleep(0.1)

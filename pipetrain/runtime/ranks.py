@@ -127,7 +127,7 @@ class Ranks:
                     raise
         for rank, why in enumerate(self.gather("the start", refusal)):
             if why:
-                raise Refused(why if why.startswith(f"rank {rank} ") or not rank else f"rank {rank}: {why}")
+                raise Refused(f"rank {rank}: {why}" if rank else why)
 
     def most(self, what: str, mine: int) -> int:
         """Return the highest number of all ranks."""

@@ -21,7 +21,6 @@ def test_ranks_agree_or_all_refuse_with_one_sentence():
     assert first == [
         "agreed",
         "rank 2: it has no GPU",
-        "rank 1 does not see it",
         "the first of two",
         "rank 0 waited 1 s for rank 2 to get ready; look at what the others say, or give them longer with "
         "timeout=",
