@@ -13,6 +13,7 @@ is, beside the program without any.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -24,9 +25,9 @@ from pipetrain.errors import ConfigError
 from pipetrain.plan.costs import Profile, Table
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.program import Draft, make_program, modes_of
-from pipetrain.schedule.actions import Op, Program, splits
+from pipetrain.schedule.actions import Op
 from pipetrain.schedule.memory import GIB, Items, counts, held_bytes
-from pipetrain.settings import AUTO, PROFILE, STRATEGIES, Mode, Settings
+from pipetrain.settings import AUTO, PROFILE, STRATEGIES, Mode
 
 LISTED = 40  # layers in a sentence
 
@@ -146,34 +147,28 @@ def best_cuts(
     return cuts[::-1], best[stages][layers]
 
 
-class StageCost(NamedTuple):
-    """What a stage takes and holds, as predicted; a batch is with B, or with I and W where it splits."""
+# By measured times
+
+
+class Priced(NamedTuple):
+    """A stage in a mode: the seconds of a batch, and the most bytes that it holds."""
 
     mode: Mode
-    seconds: Mapping[Op, float]
-    messages_s: float  # a microbatch
     batch_s: float
     held_bytes: int
 
 
 class Choice(NamedTuple):
-    """Some cuts, as predicted, each stage in its fastest mode that fits."""
+    """Some cuts, each stage in its fastest mode that fits; the slowest stage, and the fullest one."""
 
     cuts: list[int]
-    stages: list[StageCost]
-
-    @property
-    def slowest_s(self) -> float:
-        return max(stage.batch_s for stage in self.stages)
-
-    @property
-    def held_bytes(self) -> int:
-        return max(stage.held_bytes for stage in self.stages)
+    stages: list[Priced]
+    slowest_s: float
+    held_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """A profile's predictions; `choices`: by strategy; `limit`: the most bytes of a stage."""
+class Prediction(NamedTuple):
+    """What a profile says of the cuts of each strategy; `limit`: the most bytes of a stage."""
 
     profile: Profile
     choices: dict[str, Choice]
@@ -184,120 +179,103 @@ class Prediction:
         return self.choices[PROFILE]
 
 
-class InSchedule(NamedTuple):
-    """What a schedule has one stage do in a mode: how many items it may hold, and the share of R."""
+class Doing(NamedTuple):
+    """What a schedule has a stage do in a mode: how often each action a batch, and what items it may hold."""
 
-    counts: Collection[Items]
-    share: float = 0.0  # of its microbatches
+    actions: Mapping[Op, float]
+    items: Collection[Items]
 
 
 @dataclass(frozen=True)
-class Predictor:
-    """Predicts layers `start` to `end` (exclusive) as stage number `stage` of a schedule.
+class Prices:
+    """Prices any slice of layers as a stage, by the costs that `simulate` takes for the stage's actions.
 
-    `placement`: the rank of each stage; `modes`: what each may do, by what it may recompute; `split`: whether
-    backwards come in two halves.
+    With its messages in full at both ends, see costs.py. `stages`: what each does in the modes it may be in.
     """
 
     table: Table
-    placement: Sequence[int]
-    modes: Sequence[Mapping[Mode, InSchedule]]
-    microbatches: int
-    split: bool = False
+    stages: Sequence[Mapping[Mode, Doing]]
 
-    def stage(self, stage: int, start: int, end: int, mode: Mode) -> StageCost:
-        seconds = self.table.seconds(start, end, self.split, mode)
-        sizes, of = self.table.sizes(start, end, mode), self.modes[stage][mode]
-        backward_s = seconds[Op.I] + seconds[Op.W] if self.split else seconds[Op.B]
-        messages_s = self._messages_s(stage, sizes)
-        each_s = seconds[Op.F] + backward_s + of.share * seconds[Op.R] + messages_s
-        batch_s = self.microbatches * each_s + seconds[Op.STEP]
-        return StageCost(
-            mode, seconds, messages_s, batch_s, max(held_bytes(items, sizes) for items in of.counts)
-        )
+    def of(self, stage: int, start: int, end: int, mode: Mode) -> Priced:
+        """Price layers `start` to `end` (exclusive) as this stage."""
+        doing, sizes = self.stages[stage][mode], self.table.sizes(start, end, mode)
+        seconds = self.table.seconds(start, end, Op.I in doing.actions, mode)
+        there, back = (sizes.inputs, sizes.outputs), (sizes.returned, sizes.grads)
+        for ops, nbytes in (((Op.RECV_F, Op.SEND_F), there), ((Op.SEND_B, Op.RECV_B), back)):
+            seconds |= zip(ops, map(self.table.message_s, nbytes), strict=True)
+        batch_s = sum(often * seconds.get(op, 0.0) for op, often in doing.actions.items())
+        return Priced(mode, batch_s, max(held_bytes(items, sizes) for items in doing.items))
 
-    def _messages_s(self, stage: int, sizes: Items) -> float:
-        """Return the time of the messages to and from other ranks: one each way at each end."""
-        ends = {stage - 1: (sizes.inputs, sizes.returned), stage + 1: (sizes.outputs, sizes.grads)}
-        return sum(
-            self.table.message_s(nbytes)
-            for other, both in ends.items()
-            if any(both) and self.placement[other : other + 1] != [self.placement[stage]]
-            for nbytes in both
-        )
-
-    def work_until(self) -> list[float]:
-        """Return the seconds a batch that no stage can do without, of all layers before each one."""
-        each = (
-            min(of.forward_s, of.recorded_s, of.kept_s) + min(of.backward_s, of.input_s + of.weight_s)
-            for of in self.table.times.layers
-        )
-        return [0.0, *accumulate(self.microbatches * seconds for seconds in each)]
-
-    def best(self, stage: int, start: int, end: int, limit: float) -> StageCost:
+    def best(self, stage: int, start: int, end: int, limit: float) -> Priced:
         """Return a stage in the fastest mode that holds at most `limit` bytes, else in that of the least."""
-        ways = [self.stage(stage, start, end, mode) for mode in self.modes[stage]]
+        ways = [self.of(stage, start, end, mode) for mode in self.stages[stage]]
         fitting = [way for way in ways if way.held_bytes <= limit]
         if fitting:
             return min(fitting, key=lambda way: way.batch_s)
         return min(ways, key=lambda way: way.held_bytes)
 
     def choice(self, cuts: Sequence[int], limit: float = math.inf) -> Choice:
-        spans = pairwise([0, *cuts, len(self.table.layers)])
-        return Choice(list(cuts), [self.best(stage, *span, limit) for stage, span in enumerate(spans)])
+        spans = enumerate(pairwise([0, *cuts, len(self.table.layers)]))
+        stages = [self.best(stage, *span, limit) for stage, span in spans]
+        return Choice(list(cuts), stages, *(max(of) for of in list(zip(*stages, strict=True))[1:]))
+
+    def work_until(self) -> list[float]:
+        """Return the seconds a batch that no stage can do without, of all layers before each one."""
+        microbatches = min(doing.actions[Op.F] for modes in self.stages for doing in modes.values())
+        each = (
+            min(of.forward_s, of.recorded_s, of.kept_s) + min(of.backward_s, of.input_s + of.weight_s)
+            for of in self.table.times.layers
+        )
+        return [0.0, *accumulate(microbatches * seconds for seconds in each)]
 
 
-def predictor_of(draft: Draft, lengths: Collection[int], table: Table) -> Predictor:
-    """Return what predicts any stage, by what the schedule has it do in any of the windows."""
-    settings, where = draft.settings, draft.placement
+def prices_of(draft: Draft, batches: int, table: Table) -> Prices:
+    """Return the prices of stages, by what the schedule has each do in a window of so many batches."""
+    settings = draft.settings
+    count, copied = len(draft.placement), not isinstance(settings.codecs.forward, Identity)
 
-    def programs(recompute: Collection[int] = ()) -> dict[int, Program]:
-        return {n: make_program(draft, None, n, recompute=recompute) for n in lengths}
+    def doing(recompute: Collection[int] = ()) -> dict[int, Doing]:
+        found: dict[int, Doing] = {}
+        for actions in make_program(draft, None, batches, recompute=recompute):
+            own = {action.stage for action in actions}
+            moments = list(counts(actions, settings.buffer_size, own if copied else ()))
+            for stage in own:
+                often = Counter(action.op for action in actions if action.stage == stage)
+                each = {op: number / batches for op, number in often.items()}
+                found[stage] = Doing(each, {now[stage] for now in moments})
+        return found
 
-    stages, plain = range(len(where)), programs()
-    asked = [[mode] for mode in modes_of(settings.recompute, len(where))]
+    plain, asked = doing(), [[mode] for mode in modes_of(settings.recompute, count)]
     if settings.recompute == AUTO and settings.memory_limit is not None:
         # torch.compile leaves no operations to choose from.
-        asked = [[mode for mode in Mode if mode != "selective" or not settings.compile]] * len(where)
-    again = programs(stages) if any(modes != [Mode.NEVER] for modes in asked) else plain
-    ways: list[dict[Mode, InSchedule]] = []
-    for stage, modes in enumerate(asked):
-        never = _in_schedule(settings, plain, stage)
-        recomputing = never if again is plain else _in_schedule(settings, again, stage)
-        chosen = modes if recomputing.share else [Mode.NEVER]
-        ways.append({mode: never if mode is Mode.NEVER else recomputing for mode in chosen})
-    split = any(splits(program) for program in plain.values())
-    return Predictor(table, where, ways, settings.microbatches, split)
+        asked = [[mode for mode in Mode if mode != "selective" or not settings.compile]] * count
+    again = doing(range(count)) if any(modes != [Mode.NEVER] for modes in asked) else plain
+    chosen = [modes if Op.R in again[stage].actions else [Mode.NEVER] for stage, modes in enumerate(asked)]
+    return Prices(
+        table,
+        [
+            {mode: (plain if mode is Mode.NEVER else again)[stage] for mode in modes}
+            for stage, modes in enumerate(chosen)
+        ],
+    )
 
 
-def _in_schedule(settings: Settings, programs: Mapping[int, Program], stage: int) -> InSchedule:
-    """Return what a stage does in the programs; `programs`: by number of batches."""
-    copied = [] if isinstance(settings.codecs.forward, Identity) else [stage]
-    found: set[Items] = set()
-    share = 0.0
-    for batches, program in programs.items():
-        (actions,) = (row for row in program if any(action.stage == stage for action in row))
-        share = max(share, sum((a.stage, a.op) == (stage, Op.R) for a in actions) / batches)
-        found |= {now[stage] for now in counts(actions, settings.buffer_size, copied)}
-    return InSchedule(found, share / settings.microbatches)
-
-
-def balance_times(predictor: Predictor, allowed: Collection[int], limit: float = math.inf) -> list[int]:
+def balance_times(prices: Prices, allowed: Collection[int], limit: float = math.inf) -> list[int]:
     """Return the `allowed` cuts, within `limit` bytes a stage, with the fastest slowest stage.
 
     Each stage is in the fastest mode of recomputation that fits. Raises ConfigError if there are none.
     """
-    layers, stages = len(predictor.table.layers), len(predictor.placement)
+    layers, stages = len(prices.table.layers), len(prices.stages)
     within = {0, layers, *allowed}
 
     def seconds(stage: int, start: int, end: int) -> float:
-        best = predictor.best(stage, start, end, limit) if {start, end} <= within else None
+        best = prices.best(stage, start, end, limit) if {start, end} <= within else None
         return best.batch_s if best is not None and best.held_bytes <= limit else math.inf
 
     def held(stage: int, start: int, end: int) -> float:
-        return predictor.best(stage, start, end, 0).held_bytes if {start, end} <= within else math.inf
+        return prices.best(stage, start, end, 0).held_bytes if {start, end} <= within else math.inf
 
-    until = predictor.work_until()
+    until = prices.work_until()
     even = balance([b - a for a, b in pairwise(until)], range(stages))
     reached = max(seconds(stage, *span) for stage, span in enumerate(pairwise([0, *even, layers])))
     cuts, slowest = best_cuts(layers, stages, seconds, until, reached)
@@ -316,12 +294,13 @@ def balance_times(predictor: Predictor, allowed: Collection[int], limit: float =
     )
 
 
-def cut_by_times(
-    settings: Settings, predictor: Predictor, allowed: Collection[int], profile: Profile
-) -> Prediction:
-    """Choose the cuts by measured times, and compare them with those of the other strategies."""
-    layers, where = predictor.table.layers, predictor.placement
-    limit = math.inf if settings.memory_limit is None else settings.memory_limit * GIB
-    others = {name: choose_cuts(name, layers, where) for name in STRATEGIES}
-    cuts = {PROFILE: balance_times(predictor, allowed, limit), **others}
-    return Prediction(profile, {name: predictor.choice(of, limit) for name, of in cuts.items()}, limit)
+def cut_by_times(draft: Draft, batches: int, table: Table, allowed: Collection[int]) -> Prediction:
+    """Choose the cuts by measured times, and compare them with those of the other strategies.
+
+    `batches`: of the longest window.
+    """
+    prices, memory_limit = prices_of(draft, batches, table), draft.settings.memory_limit
+    limit = math.inf if memory_limit is None else memory_limit * GIB
+    others = {name: choose_cuts(name, table.layers, draft.placement) for name in STRATEGIES}
+    cuts = {PROFILE: balance_times(prices, allowed, limit), **others}
+    return Prediction(table.times, {name: prices.choice(of, limit) for name, of in cuts.items()}, limit)

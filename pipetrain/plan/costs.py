@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from itertools import accumulate, zip_longest
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from pipetrain.codec import Codecs
@@ -125,14 +124,6 @@ def refuse_other_layers(profile: Profile, layers: Sequence[Layer]) -> None:
                 f"the profile is of another model: its layer {index} (name, bytes of the output) is {there}, "
                 f"and the model's is {here}; {ANEW}"
             )
-
-
-def average(ranks: Sequence[Sequence[LayerTime]]) -> list[LayerTime]:
-    """Return each layer with the medians of the times over all ranks."""
-    return [
-        replace(of[0], **{name: median(getattr(layer, name) for layer in of) for name in SECONDS})
-        for of in zip(*ranks, strict=True)
-    ]
 
 
 @dataclass(frozen=True)

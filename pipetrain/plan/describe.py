@@ -184,9 +184,11 @@ def _partition(plan: Plan) -> str:
         if recomputes:
             row["recompute"] = mode.value
         if plan.prediction is not None:
-            taken = plan.prediction.chosen.stages[stage]
-            seconds = {str(op): taken.seconds[op] for op in (*shown, Op.STEP)}
-            seconds |= {"messages": taken.messages_s, "batch": taken.batch_s}
+            costs, batch_s = plan.stage_costs.seconds, plan.prediction.chosen.stages[stage].batch_s
+            messages = {kind[::2]: s for kind, s in costs.items() if len(kind) == 3 and stage in kind[::2]}
+            between = sum(s for edge, s in messages.items() if edge in plan.cut.bounds)
+            seconds = {str(op): costs[stage, op] for op in (*shown, Op.STEP)}
+            seconds |= {"messages": between, "batch": batch_s}
             row |= {f"{name} ms": f"{1e3 * s:.2f}" for name, s in seconds.items()}
         rows.append(row)
     return aligned([[*rows[0]], *([*row.values()] for row in rows)]) + "\n"

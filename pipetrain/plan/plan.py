@@ -14,7 +14,7 @@ from pipetrain.network.chain import network_of
 from pipetrain.network.network import Network
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import TensorSpec, Value, ValueSpec, cast_floats
-from pipetrain.plan.balance import Prediction, choose_cuts, cut_by_times, predictor_of, prove_layers
+from pipetrain.plan.balance import Prediction, choose_cuts, cut_by_times, prove_layers
 from pipetrain.plan.costs import Profile, Table, by_work, refuse_other_layers
 from pipetrain.plan.cut import (
     Cut,
@@ -324,8 +324,7 @@ def _cuts(
     settings, where, layers, prediction = draft.settings, draft.placement, table.layers, None
     modes = modes_of(settings.recompute, len(where))
     if profile is not None and settings.partition == PROFILE:
-        predictor = predictor_of(draft, lengths, table)
-        prediction = cut_by_times(settings, predictor, cuts_that_may_be(network, layers), profile)
+        prediction = cut_by_times(draft, max(lengths), table, cuts_that_may_be(network, layers))
         cuts, modes = prediction.chosen.cuts, [stage.mode for stage in prediction.chosen.stages]
     else:
         cuts = choose_cuts(settings.partition, layers, where)

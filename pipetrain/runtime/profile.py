@@ -15,7 +15,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -30,7 +29,7 @@ from pipetrain.network.network import Made, Network
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.tensors import made_up
 from pipetrain.network.values import TensorSpec, ValueSpec
-from pipetrain.plan.costs import SECONDS, Facts, LayerTime, Profile, average
+from pipetrain.plan.costs import SECONDS, Facts, LayerTime, Profile
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import Layer
 from pipetrain.runtime.channel import Channel, Message
@@ -94,8 +93,7 @@ def measure(
     latency_s, s_per_byte = slowest_link(mesh, settings.buffer_size)
     try:
         with Beginning().again():
-            times = measure_layers(network, layers, example, size, numerics, optimizer, device)
-        mine: Any = [*map(asdict, times)]
+            mine: Any = measure_layers(network, layers, example, size, numerics, optimizer, device)
     except (ConfigError, RuntimeError) as error:  # a layer failed, or out of memory
         mine = one_line(error)
     if device.type == "cuda":
@@ -112,8 +110,12 @@ def measure(
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
     }
-    *averages, stage = average([[LayerTime(**one) for one in of_rank] for of_rank in told])
-    return Profile(conditions, machine, latency_s, s_per_byte, averages, stage)
+    named = [*((layer.name, layer.output.nbytes) for layer in layers), ("", 0)]
+    *measured, stage = (
+        LayerTime(*one, *map(median, zip(*seconds, strict=True)))
+        for one, *seconds in zip(named, *told, strict=True)
+    )
+    return Profile(conditions, machine, latency_s, s_per_byte, measured, stage)
 
 
 def twin_of(network: Network) -> Network:
@@ -152,8 +154,8 @@ def measure_layers(
     numerics: Numerics,
     optimizer: OptimizerFactory,
     device: torch.device,
-) -> list[LayerTime]:
-    """Return the times of each layer and, at the end, of a stage without any.
+) -> list[list[float]]:
+    """Return the times of each layer, as SECONDS names them, and at the end those of a stage without any.
 
     They are for a microbatch of `size` samples like `example`, in the modes of the modules. This changes the
     network, which must not be trained afterwards. `layers`: its estimates. Raises ConfigError with the name
@@ -165,11 +167,11 @@ def measure_layers(
     for module in (network.model, *network.modules):
         module.to(device)
     stages: dict[int, Stage] = {}
+    how: Any = {"device": device.type, "numerics": numerics, "selective": True}
     for n, slice in enumerate(cut.slices[:-1]):
         part = (network if n < own else nothing).part(slice)
-        stages[n] = _Layer(
-            n, part, optimizer, _at_rest, device=device.type, numerics=numerics, selective=True
-        )
+        # At a rate of 0 the weights stay as they are.
+        stages[n] = _Layer(n, part, optimizer, lambda update: 0.0, **how)
         stages[n].observers = [StopOnNaN(stages[n])]
     here = [
         Action(n, op, mb, version=int(op is Op.STEP))
@@ -194,12 +196,7 @@ def measure_layers(
             f"layer {error.stage} ({network.names[error.stage]}) of the model cannot be profiled: "
             f"{type(error.__cause__).__name__}: {one_line(error.__cause__)}"
         ) from error
-    return _times(layers, rows[WARM_UP:])
-
-
-def _at_rest(update: int) -> float:
-    """Return a rate at which weights stay as they are."""
-    return 0.0
+    return _times(every, rows[WARM_UP:])
 
 
 def _followed(layers: Sequence[Layer]) -> list[Layer]:
@@ -211,22 +208,21 @@ def _followed(layers: Sequence[Layer]) -> list[Layer]:
     return every
 
 
-def _times(layers: Sequence[Layer], rows: Sequence[Row]) -> list[LayerTime]:
+def _times(stages: int, rows: Sequence[Row]) -> list[list[float]]:
     """Return the medians of what was measured, of each layer without what a stage takes beside it."""
-    every: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    spans: dict[str, list[list[float]]] = {name: [[] for _ in range(stages)] for name in SECONDS}
     for row in rows:
         sums: dict[tuple[str, int], float] = defaultdict(float)
         for action, start, end, *_ in row.spans:
-            if action is not None:
-                sums[MEASURED.get((action.mb, action.op), ""), action.stage] += end - start
-        for (name, n), seconds in sums.items():
-            every[name][n].append(seconds)
+            if action is not None and (name := MEASURED.get((action.mb, action.op))):
+                sums[name, action.stage] += end - start
+        for (name, stage), seconds in sums.items():
+            spans[name][stage].append(seconds)
     columns = []
     for name in SECONDS:
-        *of, warm, cold = (median(every[name][n]) for n in range(len(layers) + EMPTY))
+        *of, warm, cold = map(median, spans[name])
         columns.append([*(max(taken - warm, taken / 10) for taken in of), cold])
-    named = [*((layer.name, layer.output.nbytes) for layer in layers), ("", 0)]
-    return [LayerTime(*one, *seconds) for one, *seconds in zip(named, *columns, strict=True)]
+    return [list(one) for one in zip(*columns, strict=True)]
 
 
 # Messages

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.values import TensorSpec, ValueSpec
-from pipetrain.plan.balance import InSchedule, Predictor, balance, balance_times, choose_cuts
+from pipetrain.plan.balance import Doing, Prices, balance, balance_times, choose_cuts
 from pipetrain.plan.estimate import Layer
+from pipetrain.schedule.actions import Op
 from pipetrain.schedule.memory import GIB, Items
 from pipetrain.settings import STRATEGIES, Mode
-from tests.support.profiles import Skip, layer, predictor_of, table_of
+from tests.support.profiles import Skip, layer, prices_of, table_of
 from tests.support.refusals import refusal
 
 steady = settings(derandomize=True, deadline=None, max_examples=60)
@@ -96,25 +97,26 @@ PRICED = {"latency_s": 1, "s_per_byte": 0.01}
 TABLE = table_of(LAYERS, saved=[7, 8, 20], trained=[0, 0, 1000], inputs=9, **PRICED)
 
 
-def seconds(made: Predictor, cuts: Sequence[int]) -> list[float]:
+def seconds(made: Prices, cuts: Sequence[int]) -> list[float]:
     return [stage.batch_s for stage in made.choice(cuts).stages]
 
 
 def test_a_batch_is_compute_and_messages_of_every_microbatch_and_a_step():
     a_b, b_c = 2 * (1 + 1.0), 2 * (1 + 2.0)  # there and back
-    three = predictor_of(TABLE, [0, 1, 2], [3, 2, 1])
+    three = prices_of(TABLE, [0, 1, 2], [3, 2, 1])
     expected = [4 * (3 + a_b) + 10, 4 * (5 + a_b + b_c) + 20, 4 * (9 + b_c)]
     assert seconds(three, [1, 2]) == pytest.approx(expected)
-    assert seconds(replace(three, split=True), [1, 2])[1] == pytest.approx(4 * (2.5 + 3.25 + a_b + b_c) + 20)
+    halved = prices_of(TABLE, [0, 1, 2], [3, 2, 1], split=True)
+    assert seconds(halved, [1, 2])[1] == pytest.approx(4 * (2.5 + 3.25 + a_b + b_c) + 20)
     # Stages on one rank send each other nothing, and a skip counts at both its ends alone.
-    assert seconds(predictor_of(TABLE, [0, 0], [4, 4]), [1]) == pytest.approx([4 * 3 + 10, 4 * 14 + 20])
-    skipping = predictor_of(table_of(LAYERS, skips=[Skip(0, (2,), 60)], **PRICED), [0, 1, 2], [1, 1, 1])
-    messages = [stage.messages_s for stage in skipping.choice([1, 2]).stages]
-    assert messages == pytest.approx([2 * (1 + 1.6), a_b + b_c, 2 * (1 + 2.6)])
+    assert seconds(prices_of(TABLE, [0, 0], [4, 4]), [1]) == pytest.approx([4 * 3 + 10, 4 * 14 + 20])
+    skipping = prices_of(table_of(LAYERS, skips=[Skip(0, (2,), 60)], **PRICED), [0, 1, 2], [1, 1, 1])
+    expected = [4 * (3 + 2 * (1 + 1.6)) + 10, expected[1], 4 * (9 + 2 * (1 + 2.6))]
+    assert seconds(skipping, [1, 2]) == pytest.approx(expected)
 
 
 def test_a_stage_holds_what_the_schedule_has_it_hold():
-    three = predictor_of(TABLE, [0, 1, 2], [3, 2, 1])
+    three = prices_of(TABLE, [0, 1, 2], [3, 2, 1])
     # What enters and leaves, and is saved, of each microbatch; weights; a message each way.
     assert [stage.held_bytes for stage in three.choice([1, 2]).stages] == [
         3 * (9 + 7 + 100) + 100,
@@ -124,7 +126,7 @@ def test_a_stage_holds_what_the_schedule_has_it_hold():
 
 
 @st.composite
-def predictors(draw: st.DrawFn) -> Predictor:
+def every_price(draw: st.DrawFn) -> Prices:
     """Any profile of few layers under any pipeline, interleaved ones too, with skips."""
     held = draw(st.lists(LAYER, min_size=1, max_size=7))
     stages = draw(st.integers(1, len(held)))
@@ -138,47 +140,47 @@ def predictors(draw: st.DrawFn) -> Predictor:
     table = table_of(held, draw(each), draw(each), draw(BYTES), skips, **priced)
     open_ones = draw(st.lists(st.integers(1, 4), min_size=stages, max_size=stages))
     placement = [stage % ranks for stage in range(stages)]
-    return predictor_of(table, placement, open_ones, microbatches=draw(st.integers(1, 4)))
+    return prices_of(table, placement, open_ones, microbatches=draw(st.integers(1, 4)))
 
 
 @steady
-@given(predictors(), st.data())
-def test_cuts_by_times_are_the_best_of_all_that_may_be(predictor, data):
-    inner = range(1, len(predictor.table.layers))
+@given(every_price(), st.data())
+def test_cuts_by_times_are_the_best_of_all_that_may_be(prices, data):
+    inner = range(1, len(prices.table.layers))
     allowed = data.draw(st.sets(st.sampled_from(inner)) if inner else st.just(set()))
     limit = data.draw(st.one_of(st.just(math.inf), st.integers(0, 400)))
     every = [
         list(cuts)
-        for cuts in combinations(sorted(allowed), len(predictor.placement) - 1)
-        if predictor.choice(cuts, limit).held_bytes <= limit
+        for cuts in combinations(sorted(allowed), len(prices.stages) - 1)
+        if prices.choice(cuts, limit).held_bytes <= limit
     ]
     if every:
-        cuts = balance_times(predictor, allowed, limit)
+        cuts = balance_times(prices, allowed, limit)
         assert cuts in every
-        best = min(predictor.choice(other).slowest_s for other in every)
-        assert predictor.choice(cuts).slowest_s == pytest.approx(best)
+        best = min(prices.choice(other).slowest_s for other in every)
+        assert prices.choice(cuts).slowest_s == pytest.approx(best)
     else:
         with pytest.raises(ConfigError):
-            balance_times(predictor, allowed, limit)
+            balance_times(prices, allowed, limit)
 
 
 def test_a_memory_limit_moves_a_cut_and_says_how_small_it_may_be():
     held = [layer(str(i), seconds, 0) for i, seconds in enumerate([1, 1, 1, 3])]
     table = table_of(held, [n * GIB // 8 for n in (4, 4, 1, 1)])
-    eighths = predictor_of(table, [0, 1], [1, 1], microbatches=1)
+    eighths = prices_of(table, [0, 1], [1, 1], microbatches=1)
     for limit, cuts in ((math.inf, [3]), (1.0 * GIB, [2]), (0.75 * GIB, [1])):  # first 9/8 GiB and 1/8
         assert balance_times(eighths, {1, 2, 3}, limit) == cuts
     said = refusal(lambda: balance_times(eighths, {1, 2, 3}, limit=0.7 * GIB))
     assert "memory_limit=0.7 is too small: the smallest with which 2 stages fit is 0.7500 GiB; choose" in said
-    said = refusal(lambda: balance_times(predictor_of(table, [0, 1, 2], [1, 1, 1]), {2}, GIB))
+    said = refusal(lambda: balance_times(prices_of(table, [0, 1, 2], [1, 1, 1]), {2}, GIB))
     assert "partition=profile cannot cut this model into 3 stages: only 1 of its 3 cuts part no" in said
 
 
 def test_a_stage_recomputes_as_little_as_fits():
     """Saved whole it holds 2 microbatches of 1000 bytes; recomputed, one, and of each what enters."""
-    made = predictor_of(table_of([layer("a", 1, 2, output_bytes=10)], [1000], inputs=10), [0], [2])
-    again = InSchedule([Items(saved=1, before_r=1)], share=0.5)
-    made = replace(made, modes=[{**made.modes[0], Mode.ALWAYS: again}])
+    made = prices_of(table_of([layer("a", 1, 2, output_bytes=10)], [1000], inputs=10), [0], [2])
+    again = Doing({Op.F: 4, Op.R: 2, Op.B: 4}, [Items(saved=1, before_r=1)])
+    made = replace(made, stages=[{**made.stages[0], Mode.ALWAYS: again}])
     for limit, mode, batch_s in ((math.inf, "never", 4 * 3), (1500, "always", 4 * (3 + 0.5))):
         (stage,) = made.choice([], limit).stages
         assert (stage.mode, stage.batch_s) == (mode, batch_s)

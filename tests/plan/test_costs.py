@@ -19,7 +19,7 @@ from pipetrain.network.numerics import Numerics
 from pipetrain.network.tensors import storage_of
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan import costs
-from pipetrain.plan.costs import NO_TIME, Profile, Table, average, by_work, read_profile, refuse_other_layers
+from pipetrain.plan.costs import NO_TIME, Profile, Table, by_work, read_profile, refuse_other_layers
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import Layer, estimate
 from pipetrain.plan.memory import known_state, optimizer_state
@@ -260,10 +260,3 @@ def test_layers_must_have_the_names_and_outputs_of_the_model_s():
         ([("a", 40)], "its layer 1 (name, bytes of the output) is ('b', 8), and the model's is None"),
     ):
         assert says in refusal(partial(check, *outputs))
-
-
-def test_ranks_are_averaged_by_the_median_of_each_time():
-    slow, middle, fast = layer("a", 9, 1, step_s=5), layer("a", 2, 3, step_s=6), layer("a", 1, 2, step_s=1)
-    slow = replace(slow, input_s=2, weight_s=0.5)
-    median = replace(layer("a", 2, 2, step_s=5), input_s=1.5, weight_s=1)
-    assert average([[slow], [middle], [fast]]) == [median]

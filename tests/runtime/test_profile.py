@@ -22,7 +22,7 @@ from pipetrain.plan.costs import SECONDS, LayerTime, Profile, profile_conditions
 from pipetrain.plan.estimate import estimate
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime import clock
-from pipetrain.runtime.profile import LARGE, SMALL, line, measure_layers
+from pipetrain.runtime.profile import LARGE, SMALL, line, measure, measure_layers
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.settings import Settings
 from tests.support import models
@@ -34,13 +34,13 @@ SGD: OptimizerFactory = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_de
 
 def measured(
     model: nn.Sequential, shape: tuple[int, ...] = (3, 32, 32), optimizer: OptimizerFactory = SGD
-) -> list[LayerTime]:
+) -> list[dict[str, float]]:
     """Measure microbatches of two samples; the weights stay what they are."""
     example, before = ValueSpec((TensorSpec(shape, torch.float32),)), deepcopy([*model.parameters()])
     layers, how = estimate(deepcopy(model), example.of(2)), (Numerics(), optimizer, torch.device("cpu"))
     found = measure_layers(Chain(model), layers, example, 2, *how)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    return found
+    return [dict(zip(SECONDS, seconds, strict=True)) for seconds in found]
 
 
 # Times
@@ -90,12 +90,17 @@ def test_each_layer_s_times_are_its_own_and_what_starting_a_backward_costs_is_a_
     monkeypatch.setattr(torch.autograd, "backward", started)
     model = nn.Sequential(Halves(12, 12), nn.Tanh(), Halves(12, 12))
     *layers, stage = measured(model, (12,), partial(Steps, lr=0.1))
-    column = {name: [getattr(layer, name) for layer in layers] for name in SECONDS}
+    column = {name: [layer[name] for layer in layers] for name in SECONDS}
     assert column["forward_s"] == column["recorded_s"] == [1, 0, 1]
     assert column["backward_s"] == pytest.approx([5, start_s / 10, 7])
     assert column["input_s"] == pytest.approx([0, start_s / 10, 2])  # none before the first
     assert (column["weight_s"][1:], column["step_s"]) == ([0, 5], [7, 0, 7])
-    assert (stage.forward_s, stage.backward_s, stage.input_s, stage.weight_s) == (0, start_s, start_s, 0)
+    assert [stage[f"{name}_s"] for name in ("forward", "backward", "input", "weight")] == [
+        0,
+        start_s,
+        start_s,
+        0,
+    ]
 
 
 # Any model
@@ -112,9 +117,9 @@ def test_any_model_that_can_train_can_be_measured_in_the_modes_of_its_layers(bui
     model = build()
     model[1].eval()
     *layers, stage = measured(model)
-    assert [layer.name for layer in layers] == list(model._modules)
-    assert all(layer.forward_s > 0 for layer in (*layers, stage))
-    assert layers[-1].backward_s > 0
+    assert len(layers) == len(model)
+    assert all(layer["forward_s"] > 0 for layer in (*layers, stage))
+    assert layers[-1]["backward_s"] > 0
     assert not model[1].training
 
 
@@ -123,6 +128,17 @@ def test_the_line_goes_through_both_times():
     assert latency_s + SMALL * s_per_byte == pytest.approx(2.0)
     assert latency_s + LARGE * s_per_byte == pytest.approx(5.0)
     assert line(2.0, 1.0) == (2.0, 0.0)  # noise: no message is faster for being larger
+
+
+def test_a_time_is_the_median_of_all_ranks():
+    model, example = nn.Sequential(nn.Linear(12, 3)), ValueSpec((TensorSpec((12,), torch.float32),))
+    told = [[[9.0, 1.0] * 4, [1.0] * 8], [[2.0, 3.0] * 4, [1.0] * 8], [[1.0, 2.0] * 4, [4.0] * 8]]
+    world, cpu = SimpleNamespace(rank=0, size=1), torch.device("cpu")
+    mesh = SimpleNamespace(world=world, device=cpu, gather=lambda what, mine: told)
+    layers = estimate(deepcopy(model), example.of(2))
+    found = measure(mesh, Settings(batch_size=8), {}, Chain(model), SGD, layers, example, Numerics())
+    assert found.layers == [LayerTime("0", 2 * 3 * 4, *[2.0, 2.0] * 4)]
+    assert (found.stage, found.machine["ranks"]) == (LayerTime("", 0, *[1.0] * 8), 3)
 
 
 # Together

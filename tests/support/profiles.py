@@ -11,10 +11,11 @@ from torch import nn
 
 from pipetrain.network.network import INPUT, Made
 from pipetrain.network.values import TensorSpec, ValueSpec
-from pipetrain.plan.balance import InSchedule, Predictor
+from pipetrain.plan.balance import Doing, Prices
 from pipetrain.plan.costs import LayerTime, Profile, Table
 from pipetrain.plan.estimate import Layer, estimate
 from pipetrain.plan.observed import Kept
+from pipetrain.schedule.actions import Op
 from pipetrain.schedule.memory import Items
 from pipetrain.settings import Mode
 
@@ -84,14 +85,25 @@ def table_of(
     return Table([estimated(index, one) for index, one in enumerate(layers)], entry, times, **others)
 
 
-def predictor_of(
-    table: Table, placement: Sequence[int], open_ones: Sequence[int], **others: Any
-) -> Predictor:
-    """What predicts stages of these layers, which hold so many microbatches; 4 microbatches a batch."""
-    ways = [
-        {Mode.NEVER: InSchedule([Items(n, weights=1, gradients=1, inputs=1, grads=1)])} for n in open_ones
-    ]
-    return Predictor(table, placement, ways, **{"microbatches": 4, **others})
+def prices_of(
+    table: Table,
+    placement: Sequence[int],
+    open_ones: Sequence[int],
+    microbatches: int = 4,
+    split: bool = False,
+) -> Prices:
+    """The prices of stages that each send to the next, and hold so many microbatches."""
+    last = len(placement) - 1
+
+    def doing(stage: int) -> Doing:
+        before = stage > 0 and placement[stage - 1] != placement[stage]
+        behind = stage < last and placement[stage + 1] != placement[stage]
+        ops = [Op.F, *([Op.I, Op.W] if split else [Op.B])]
+        ops += [Op.RECV_F, Op.SEND_B] * before + [Op.SEND_F, Op.RECV_B] * behind
+        items = Items(open_ones[stage], weights=1, gradients=1, inputs=1, grads=1)
+        return Doing({**dict.fromkeys(ops, microbatches), Op.STEP: 1}, [items])
+
+    return Prices(table, [{Mode.NEVER: doing(stage)} for stage in range(last + 1)])
 
 
 def profile_of(
