@@ -11,7 +11,7 @@ from pipetrain.data.loading import Form
 from pipetrain.network.network import Network
 from pipetrain.plan.costs import Facts, Profile, profile_conditions, read_profile
 from pipetrain.plan.describe import describe
-from pipetrain.plan.memory import optimizer_state, sized
+from pipetrain.plan.memory import optimizer_state
 from pipetrain.plan.plan import Measure, Plan, Samples, make_plan
 from pipetrain.plan.program import Draft
 from pipetrain.runtime.profile import measure, twin_of
@@ -43,7 +43,7 @@ def first_plan(
         else:
             known = mesh, settings, conditions, twin_of(network), asked.optimizer
             profile = together()(partial(measure, *known))
-    plan = sized(make_plan(draft, network.spare(), form.inputs, samples, profile, state_of), task, state_of)
+    plan = make_plan(draft, network.spare(), form.inputs, samples, profile, state_of, task)
     with together():
         layers = {f"layer {one.name}": [str(one.output), one.draws, *one.weights] for one in plan.layers}
         prove_same(mesh, "the plan", {**plan.pipeline, "program": digest(plan.window.program), **layers})

@@ -201,6 +201,20 @@ class Table:
             costs[route.target, Op.SEND_B, route.source] = self.message_s(self.codecs.wire_bytes(back, False))
         return Costs(costs)
 
+    def stage_sizes(self, cut: Cut, modes: Sequence[Mode]) -> list[Items]:
+        """Return the bytes of one of each item that a stage of a cut model may hold, by stage."""
+        sizes = []
+        for stage, (slice, mode) in enumerate(zip(cut.slices, modes, strict=True)):
+            span, routes = (slice.start, slice.end), [r for r in cut.routes if stage in r.edge and r.bounds]
+            sent = {value for route in routes for value in route.values}  # others stay on the rank: no copies
+            enters, leaves = (
+                {value: needs for value, needs in of.items() if value in sent}
+                for of in (self.entering(*span), self.leaving(*span))
+            )
+            copies = {"outputs": self.wire_bytes(leaves)[0], "returned": self.wire_bytes(enters)[1]}
+            sizes.append(self.sizes(*span, mode)._replace(**copies))
+        return sizes
+
     # Values that cross cuts
 
     def entering(self, start: int, end: int) -> dict[Made, bool]:

@@ -22,7 +22,7 @@ from pipetrain.network.chain import network_of
 from pipetrain.network.values import TensorSpec
 from pipetrain.plan.balance import Prediction
 from pipetrain.plan.costs import profile_conditions, read_profile
-from pipetrain.plan.memory import gpu_bytes, known_state, memory, optimizer_state, says_whether_it_fits, sized
+from pipetrain.plan.memory import gpu_bytes, known_state, optimizer_state, says_whether_it_fits
 from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.plan.program import Draft
 from pipetrain.plan.rows import read_rows, write_rows
@@ -41,8 +41,7 @@ from pipetrain.settings import PROFILE, Mode, Settings
 def show_plan(cfg: DictConfig, batches: int) -> None:
     """Print the plan of a window of a configuration and, with `out`, draw its timeline."""
     plan = planned(cfg, str(HydraConfig.get().runtime.choices["schedule"]), batches)
-    task, span, rows = None if cfg.costs else make_task(cfg), _span(cfg), str(cfg.out).endswith(".csv")
-    plan = sized(plan, task, _state_of(cfg))
+    span, rows = _span(cfg), str(cfg.out).endswith(".csv")
     if cfg.costs and cfg.out is None and span is None:
         write_rows(plan, sys.stdout)
         return
@@ -53,7 +52,7 @@ def show_plan(cfg: DictConfig, batches: int) -> None:
                 with Path(str(cfg.out)).open("w", newline="") as file:
                     write_rows(plan, file)
             else:
-                as_figure(run, Path(str(cfg.out)), _title(plan), plan.unit_of_time, span, memory(plan, run))
+                as_figure(run, Path(str(cfg.out)), _title(plan), plan.unit_of_time, span, plan.memory(run))
         except OSError as error:
             raise ConfigError(f"out={cfg.out} cannot be written: {error}") from error
     room = gpu_bytes(plan.settings.device)
@@ -82,7 +81,7 @@ def planned(cfg: DictConfig, schedule: str, batches: int) -> Plan:
             "partition=profile measures when a run starts; this is its draft, cut by flops", file=sys.stderr
         )
     draft = Draft.of(settings, make_schedule(cfg))
-    return make_plan(draft, network, example, samples, profile, _state_of(cfg))
+    return make_plan(draft, network, example, samples, profile, _state_of(cfg), make_task(cfg))
 
 
 def _planned_by_rows(cfg: DictConfig, schedule: str, batches: int) -> Plan:
@@ -145,7 +144,7 @@ def describe(
     for name, stages in plan.cut.shared.items():
         head += f"{name} is trained as one by stages {', '.join(map(str, stages))}\n"
     run = plan.timeline()
-    stage_bytes = memory(plan, run) if plan.sizes else []
+    stage_bytes = plan.memory(run)
     picture = as_text(run, width, plan.unit_of_time, span, _title(plan))
     predicted = [_predicted(plan, plan.prediction, run)] if plan.prediction else []
     sizes = [_memory(plan, stage_bytes, room)] if stage_bytes else []

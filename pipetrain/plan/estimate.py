@@ -8,7 +8,7 @@ second. A layer that branches on values (`if torch.rand(()) < p`) always needs r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -27,6 +27,7 @@ from pipetrain.network.places import places, standing_in
 from pipetrain.network.tensors import graph_of, made_up, quiet, storage_of
 from pipetrain.network.values import Packing, TensorSpec, ValueSpec, leaves_of, specs_of
 from pipetrain.plan.observed import NOTHING, Kept, SavedWatch, Spy
+from pipetrain.settings import Settings
 
 CHEAP = 2.5e9  # most multiplications of a cheap layer, about a tenth of a second
 
@@ -99,6 +100,37 @@ def estimate(
             specs.append(run.layer.output)
             runs.append(run)
         return _joined(_with_gradients(runs) if training else [run.layer for run in runs])
+
+
+def estimates(
+    settings: Settings,
+    model: Network | list[Layer],
+    example: ValueSpec,
+    trained: Collection[int],
+    evaluated: Collection[int],
+) -> tuple[Numerics, dict[int, list[Layer]], dict[int, list[Layer]]]:
+    """Choose the memory format, and estimate the layers for these numbers of samples in a microbatch.
+
+    In training, a full microbatch first, and in an evaluation. `model`: or its layers, of a full one.
+    Raises ConfigError.
+    """
+    if isinstance(model, list):
+        return Numerics(), {settings.full: model}, {settings.full: model}
+
+    def of(numerics: Numerics) -> tuple[Numerics, dict[int, list[Layer]], dict[int, list[Layer]]]:
+        def at(sizes: Iterable[int], train: bool) -> dict[int, list[Layer]]:
+            return {size: estimate(model, example.of(size), numerics, train) for size in sizes}
+
+        others = sorted({*trained} - {settings.full})
+        return numerics, at([settings.full, *others], True), at(sorted({*evaluated}), False)
+
+    numerics = Numerics(settings.precision == "bf16", settings.memory_format == "channels_last")
+    if settings.memory_format == "auto" and settings.dtype == torch.float32:
+        try:
+            return of(replace(numerics, channels_last=True))
+        except ConfigError:  # such as a view that needs the channels outermost
+            pass
+    return of(numerics)
 
 
 def _joined(layers: Sequence[Layer]) -> list[Layer]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,57 +17,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from pipetrain.codec import Identity
 from pipetrain.errors import ActionFailed, ConfigError
 from pipetrain.network.values import TensorSpec
-from pipetrain.plan.plan import Plan
-from pipetrain.schedule.memory import GIB, Memory, over_time, totals
-from pipetrain.schedule.timeline import Timeline
+from pipetrain.schedule.memory import GIB, Memory, totals
 from pipetrain.settings import PROFILE
-from pipetrain.tasks import Task
 
 WAYS = "choose more stages, more microbatches, recompute=selective or always, or precision=bf16"
 
 
-def sized(plan: Plan, task: Task | None, state_of: Callable[[TensorSpec], float]) -> Plan:
-    """Return a plan with the bytes of its stages. `state_of`: of the optimizer's state of a parameter.
-
-    `task`: of which there are targets; None: without any.
-
-    Raises ConfigError if a rank is predicted to hold more than memory_limit=; the cut of partition=profile
-    keeps to it, by what was measured.
-    """
-    outputs = plan.layers[-1].output
-    classes = task and task.classes_of(outputs)
-    # Labels, or numbers as the outputs are.
-    targets = 8 * outputs.specs[0].numel // classes if classes else plan.table.loss
-    table, sizes = replace(plan.table, state_of=state_of, targets=targets), []
-    for stage, (slice, mode) in enumerate(zip(plan.cut.slices, plan.modes, strict=True)):
-        span, routes = (slice.start, slice.end), [r for r in plan.cut.routes if stage in r.edge and r.bounds]
-        sent = {value for route in routes for value in route.values}  # others stay on the rank: no copies
-        enters, leaves = (
-            {value: needs for value, needs in of.items() if value in sent}
-            for of in (table.entering(*span), table.leaving(*span))
+def refuse_above(limit: float, stage_bytes: Memory) -> None:
+    """Refuse what does not fit into memory_limit=, of each rank in GiB. Raises ConfigError."""
+    rank, peak = _fullest(stage_bytes)
+    if peak > limit * GIB:
+        raise ConfigError(
+            f"memory_limit={limit:g} is too small: rank {rank} is predicted to hold {_gib(peak)} GiB; to "
+            f"hold less, {WAYS}; or choose partition={PROFILE}, which keeps to it where it can"
         )
-        copies = {"outputs": table.wire_bytes(leaves)[0], "returned": table.wire_bytes(enters)[1]}
-        sizes.append(table.sizes(*span, mode)._replace(**copies))
-    plan = replace(plan, sizes=sizes)
-    limit = plan.settings.memory_limit
-    if limit is not None and plan.settings.partition != PROFILE:
-        rank, peak = _fullest(memory(plan, plan.timeline()))
-        if peak > limit * GIB:
-            raise ConfigError(
-                f"memory_limit={limit:g} is too small: rank {rank} is predicted to hold {_gib(peak)} GiB; to "
-                f"hold less, {WAYS}; or choose partition={PROFILE}, which keeps to it where it can"
-            )
-    return plan
-
-
-def memory(plan: Plan, run: Timeline) -> Memory:
-    """Return what the stages of a plan that is `sized` hold after each action of a timeline."""
-    coded = not isinstance(plan.settings.codecs.forward, Identity)
-    copied = [n for n, slice in enumerate(plan.cut.slices) if coded or slice.copies_output]
-    return over_time(run, plan.sizes, plan.settings.buffer_size, copied)
 
 
 def gpu_bytes(device: str, processes: int = 1) -> int | None:
@@ -94,14 +58,14 @@ def says_whether_it_fits(stage_bytes: Memory, room: int) -> str:
     return compared if peak <= room else f"{compared} and is likely to run out: to hold less, {WAYS}"
 
 
-def explained(error: ActionFailed, plan: Plan, rank: int, device: torch.device) -> ActionFailed:
+def explained(error: ActionFailed, stage_bytes: Memory, rank: int, device: torch.device) -> ActionFailed:
     """Return the error of an action that ran out of memory, with what the plan predicted and what helps."""
-    room = gpu_bytes(device.type) or 0
-    predicted = ""
-    if plan.sizes:
-        peak = peaks_by_rank(memory(plan, plan.timeline()))[rank]
-        predicted = f", and rank {rank} was predicted to hold {_gib(peak)}"
-    return ActionFailed(f"{error}; there are {_gib(room)} GiB{predicted}: to hold less, {WAYS}", error.stage)
+    room, peak = gpu_bytes(device.type) or 0, peaks_by_rank(stage_bytes)[rank]
+    return ActionFailed(
+        f"{error}; there are {_gib(room)} GiB, and rank {rank} was predicted to hold {_gib(peak)}: to hold "
+        f"less, {WAYS}",
+        error.stage,
+    )
 
 
 def _fullest(stage_bytes: Memory) -> tuple[int, int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
+from pipetrain.codec import Identity
 from pipetrain.data.loader import pieces
 from pipetrain.errors import ConfigError
 from pipetrain.network.chain import network_of
@@ -18,13 +19,13 @@ from pipetrain.plan.balance import Prediction, choose_cuts, cut_by_times, prove_
 from pipetrain.plan.costs import Profile, Table, by_work, refuse_other_layers
 from pipetrain.plan.cut import (
     Cut,
-    Estimates,
     cut_layers,
     cuts_that_may_be,
     refuse_cuts,
     shared_weights,
 )
-from pipetrain.plan.estimate import Layer, estimate
+from pipetrain.plan.estimate import Layer, estimates
+from pipetrain.plan.memory import refuse_above
 from pipetrain.plan.program import (
     Draft,
     ProvenWindows,
@@ -36,7 +37,7 @@ from pipetrain.plan.program import (
     window_lengths,
 )
 from pipetrain.schedule.actions import Op, asks_for, splits
-from pipetrain.schedule.memory import Items
+from pipetrain.schedule.memory import Memory, over_time
 from pipetrain.schedule.policy import Bounds, ForwardBackward
 from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.schedule.timeline import Costs, StageTimes, Timeline
@@ -66,7 +67,6 @@ class Plan:
     modes: Sequence[Mode]  # of recomputation, of each stage
     costs: Costs | None = None  # from a profile
     prediction: Prediction | None = None  # from a profile
-    sizes: Sequence[Items] = ()  # the bytes of each stage, see memory.sized
     text: Callable[[Plan], str] = field(default=repr, compare=False, repr=False)  # how it prints
 
     def __str__(self) -> str:
@@ -158,6 +158,12 @@ class Plan:
         mine = (slice for slice, on in zip(self.cut.slices, self.placement, strict=True) if on == rank)
         return [number for slice in mine for number in range(slice.start, slice.end)]
 
+    def memory(self, run: Timeline) -> Memory:
+        """Return what the stages hold after each action of a timeline."""
+        coded = not isinstance(self.settings.codecs.forward, Identity)
+        copied = [n for n, slice in enumerate(self.cut.slices) if coded or slice.copies_output]
+        return over_time(run, self.table.stage_sizes(self.cut, self.modes), self.settings.buffer_size, copied)
+
     def peaks(self, stage: int) -> Bounds:
         """Return the peaks of activations, weight versions and staleness of a stage over all windows."""
         most = (window.bounds[stage] for window in self.windows.values())
@@ -200,6 +206,10 @@ class Samples:
         two = [settings.full, settings.full + 1]
         return cls([size * settings.microbatches for size in two], two)
 
+    def microbatches(self, pieces_of_each: int) -> set[int]:
+        """Return the numbers of samples of microbatches, of so many in each batch."""
+        return {n for batch in set(self.batches) for n in pieces(batch, pieces_of_each)}
+
     def windows(self, window: int | None) -> list[int]:
         """Return all lengths of windows, the longest first."""
         return sorted(set(window_lengths(len(self.batches), window)), reverse=True)
@@ -212,13 +222,16 @@ def make_plan(
     samples: Samples | None,
     profile: Profile | Measure | None = None,
     state_of: Callable[[TensorSpec], float] = lambda spec: 0,
+    task: Task | None = None,
 ) -> Plan:
     """Cut the model, and make and check every program. Raises ConfigError and ScheduleError.
 
     This changes `model`, which must not be trained afterwards; or there is none, but its layers. `example`:
     of the input; `samples`: None for a first batch of the settings' size, after which others may come;
     `profile`: its times, or what measures them, without which partition=profile is a draft: cut by flops,
-    whatever the memory_limit; `state_of`: the bytes of the optimizer's state of a parameter.
+    whatever the memory_limit; `state_of`: the bytes of the optimizer's state of a parameter; `task`: of which
+    there are targets. A rank that is predicted to hold more than memory_limit= is refused; the cuts of
+    partition=profile keep to it, by what was measured.
     """
     if draft.settings.partition == PROFILE and profile is None:
         by_flops = replace(draft.settings, partition="flops", memory_limit=None)
@@ -229,12 +242,13 @@ def make_plan(
     samples = samples or Samples.like(settings)
     cutting = model if isinstance(model, list) else network_of(model, example, settings.precision == "bf16")
     network = None if isinstance(cutting, list) else cutting
-    numerics, trained, evaluated = _estimates(settings, cutting, example, samples)
+    sizes = samples.microbatches(settings.microbatches), samples.evaluation
+    numerics, trained, evaluated = estimates(settings, cutting, example, *sizes)
     layers = trained[settings.full]
     if callable(profile):
         prove_layers(len(draft.placement), [layer.name for layer in layers])
         profile = profile(layers, example, numerics)
-    table = _table(settings, layers, example, network is not None, profile, state_of)
+    table = _table(settings, layers, example, network is not None, profile, state_of, task)
     cuts, modes, prediction = _cuts(draft, lengths, network, table, profile)
     shared = shared_weights(network, cuts) if network else {}
     cut = cut_layers(trained, cuts, example, shared, open_)
@@ -247,7 +261,7 @@ def make_plan(
         if not (open_ and isinstance(error.__cause__, Deadlock) and draft.shown > draft.least):
             raise
         bounded, windows = prove(draft, cut, [draft.least], *known)  # a shorter window may do
-    return Plan(
+    plan = Plan(
         draft=draft,
         samples=None if open_ else samples,
         numerics=numerics,
@@ -260,32 +274,9 @@ def make_plan(
         costs=stage_costs if profile else None,
         prediction=prediction,
     )
-
-
-def _estimates(
-    settings: Settings, model: Network | list[Layer], example: ValueSpec, samples: Samples
-) -> tuple[Numerics, Estimates, Estimates]:
-    """Choose the memory format, and estimate the layers for each size of a microbatch, the full one first."""
-    if isinstance(model, list):
-        return Numerics(), {settings.full: model}, {settings.full: model}
-    network = model
-
-    def of(numerics: Numerics) -> tuple[Numerics, Estimates, Estimates]:
-        def at(sizes: Iterable[int], train: bool) -> Estimates:
-            return {size: estimate(network, example.of(size), numerics, train) for size in sizes}
-
-        return numerics, at(trained, True), at(sorted(set(samples.evaluation)), False)
-
-    m = settings.microbatches
-    others = {n for batch in set(samples.batches) for n in pieces(batch, m)}
-    trained = [settings.full, *sorted(others - {settings.full})]
-    numerics = Numerics(settings.precision == "bf16", settings.memory_format == "channels_last")
-    if settings.memory_format == "auto" and settings.dtype == torch.float32:
-        try:
-            return of(replace(numerics, channels_last=True))
-        except ConfigError:  # such as a view that needs the channels outermost
-            pass
-    return of(numerics)
+    if settings.memory_limit is not None and settings.partition != PROFILE:
+        refuse_above(settings.memory_limit, plan.memory(plan.timeline()))
+    return plan
 
 
 def _table(
@@ -295,9 +286,13 @@ def _table(
     has_loss: bool,
     profile: Profile | None,
     state_of: Callable[[TensorSpec], float],
+    task: Task | None,
 ) -> Table:
     """Return the costs of the layers, by a profile or else by their work. Raises ConfigError."""
-    dtype, outputs = settings.data_dtype, layers[-1].output.specs
+    dtype, outputs = settings.data_dtype, layers[-1].output
+    # As a cross-entropy saves:
+    loss = sum(spec.numel * (dtype or spec.dtype).itemsize for spec in outputs.specs) if has_loss else 0
+    classes = task and task.classes_of(outputs)
     if profile is not None:
         refuse_other_layers(profile, layers)
     return Table(
@@ -306,8 +301,8 @@ def _table(
         profile or by_work(layers, settings.ranks),
         codecs=settings.codecs,
         state_of=state_of,
-        # As a cross-entropy saves:
-        loss=sum(spec.numel * (dtype or spec.dtype).itemsize for spec in outputs) if has_loss else 0,
+        loss=loss,
+        targets=8 * outputs.specs[0].numel // classes if classes else loss,  # labels, or numbers as outputs
         averaged=settings.ema is not None,
         on_gpu=settings.on_gpu,
     )

@@ -43,7 +43,7 @@ from pipetrain.schedule.transforms import joined, with_norms, with_recompute, wi
 from pipetrain.settings import AUTO, RECOMPUTE, Mode, Settings
 
 TOGETHER = "keep the layers that share it in one stage by partition="
-DRAFTED = 4  # batches: several tell whether weights are read late
+DRAFTED = 2  # batches: the second tells whether weights are read late
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from pipetrain.network.network import INPUT, Made
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.costs import LayerTime, Profile
 from pipetrain.plan.estimate import Layer
-from pipetrain.plan.memory import memory, peaks_by_rank
+from pipetrain.plan.memory import peaks_by_rank
 from pipetrain.plan.observed import Kept
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.actions import Op, splits
@@ -157,7 +157,7 @@ def write_rows(plan: Plan, file: TextIO) -> None:
     """
     run, costs, batches = plan.timeline(), plan.stage_costs, max(plan.windows)
     stage_bytes, bubbles, bubble, recompute = (
-        memory(plan, run),
+        plan.memory(run),
         run.bubble_per_rank,
         run.bubble,
         plan.recompute,

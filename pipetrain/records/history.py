@@ -10,7 +10,6 @@ import torch
 
 from pipetrain.checkpoint.progress import EpochRecord, best_epoch
 from pipetrain.data.sets import DataFacts
-from pipetrain.plan.memory import memory
 from pipetrain.plan.plan import Plan
 from pipetrain.rate import LearningRate
 from pipetrain.records.stages import StageRecord, stage_times, straggler
@@ -92,7 +91,7 @@ class History:
         self.held: dict[int, Measured] = {}  # what the rank of each stage held in one window, once measured
         self.simulated = about.plan.timeline()
         self.predicted = about.plan.stage_times(self.simulated)
-        self.predicted_memory = memory(about.plan, self.simulated)
+        self.predicted_memory = about.plan.memory(self.simulated)
         self._predicted_peaks = [of["total"] for of in peaks(self.predicted_memory)]
 
     @property

@@ -149,7 +149,8 @@ class Session:
         except ActionFailed as error:
             if not isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise
-            raise explained(error, self.plan, self._mesh.world.rank, device) from error.__cause__
+            stage_bytes = self.plan.memory(self.plan.timeline())
+            raise explained(error, stage_bytes, self._mesh.world.rank, device) from error.__cause__
         for wait, _ in sent:
             wait()
 

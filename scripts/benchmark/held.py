@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from benchmark.contestants import BatchFeed
 from benchmark.report import Row, failed_row
 from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import Say, WorldFailed, fitted, run_world, titled
-from pipetrain.plan.memory import memory, optimizer_state, sized
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import order_of
@@ -66,9 +65,8 @@ def suite(scale: Scale, say: Say) -> Iterator[Row]:
 
 
 def job_of(case: Case) -> Job:
-    """Return the job of a case, with the sizes of its stages."""
-    job = prepare(MODELS[case.model].extended(*case.overrides), case.schedule, case.ranks, BATCHES)
-    return replace(job, plan=sized(job.plan, job.task, optimizer_state(job.optimizer)))
+    """Return the job of a case."""
+    return prepare(MODELS[case.model].extended(*case.overrides), case.schedule, case.ranks, BATCHES)
 
 
 def measure(mesh: Mesh, say: Say, case: Case) -> list[tuple[int, int, int]]:
@@ -84,7 +82,7 @@ def measure(mesh: Mesh, say: Say, case: Case) -> list[tuple[int, int, int]]:
             engine.watcher = meter = Meter(stages, mesh.device)
         order = order_of(plan, max(plan.windows), mesh.world.rank)
         engine.train(order, BatchFeed(job, mesh.device, copies=True), job.microbatches)
-    predicted = peaks(memory(plan, plan.timeline()))
+    predicted = peaks(plan.memory(plan.timeline()))
     return [(stage, nbytes, predicted[stage]["total"]) for stage, nbytes in meter.close().stages.items()]
 
 

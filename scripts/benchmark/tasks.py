@@ -19,6 +19,7 @@ from pipetrain.building import make_model, make_optimizer, make_schedule, make_t
 from pipetrain.commands.cli import composed
 from pipetrain.data import load_data
 from pipetrain.network.values import ValueSpec, named_layers
+from pipetrain.plan.memory import optimizer_state
 from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.plan.program import Draft
 from pipetrain.runtime.optimizer import prove_optimizer
@@ -95,9 +96,10 @@ def prepare(task: Task, schedule: str, ranks: int, window: int = 1) -> Job:
     assert isinstance(model, nn.Sequential), "a benchmark's model is compared as an nn.Sequential"
     samples, targets = _batch(task, cfg, settings)
     sizes = Samples([len(samples)] * window, [len(samples)])
-    plan = make_plan(Draft.of(settings, make_schedule(cfg)), spare, ValueSpec.in_batch(samples), sizes)
-    optimizer = prove_optimizer(make_optimizer(cfg), spare, plan.stages)
-    return Job(plan, model, make_task(cfg), optimizer, samples, targets)
+    draft, objective = Draft.of(settings, make_schedule(cfg)), make_task(cfg)
+    optimizer = prove_optimizer(make_optimizer(cfg), spare, len(draft.placement))
+    known = ValueSpec.in_batch(samples), sizes, None, optimizer_state(optimizer), objective
+    return Job(make_plan(draft, spare, *known), model, objective, optimizer, samples, targets)
 
 
 def _batch(task: Task, cfg: DictConfig, settings: Settings) -> tuple[Tensor, Tensor]:

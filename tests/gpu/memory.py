@@ -18,7 +18,6 @@ from torch import Tensor
 from benchmark.contestants import BatchFeed
 from benchmark.held import NEAR, WINDOWS, Case, job_of
 from benchmark.worlds import fitted
-from pipetrain.plan.memory import memory as over_time
 from pipetrain.runtime.held import Meter
 from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import order_of
@@ -137,6 +136,6 @@ def _measure(mesh: Mesh, case: Case) -> Held:
         [(record.activations, record.versions) for _, record in records],
         [tuple(plan.peaks(stage))[:2] for stage, _ in records],
         meter.peak - before if isinstance(meter, ByAction) else 0,
-        max(totals(over_time(plan, plan.timeline())[mesh.world.rank])),
+        max(totals(plan.memory(plan.timeline())[mesh.world.rank])),
         meter.needed if isinstance(meter, ByAction) else 0,
     )

@@ -19,6 +19,11 @@ from tests.support.profiles import profile_of
 pytestmark = pytest.mark.slow
 
 
+def partition(text: str) -> list[str]:
+    """The lines of the table of stages."""
+    return text.split("\n\n")[1].splitlines()
+
+
 def test_vgg16_by_pipedream_on_four_stages():
     made = planned("pipedream", 4, 8, 16)
     text = describe(made)
@@ -26,7 +31,7 @@ def test_vgg16_by_pipedream_on_four_stages():
         "vgg16, schedule pipedream: 4 stages on 4 ranks, batch 64 in 8 microbatches, "
         "window of 16 batches, buffer_size 2\n"
     )
-    rows = [re.split(r"  +", line) for line in text.splitlines() if re.match(r"\d  ", line)]
+    rows = [re.split(r"  +", line) for line in partition(text) if re.match(r"\d  ", line)]
     assert [row[:3] for row in (rows[0], rows[3])] == [
         ["0", "0", "0-2 conv1_1..conv2_1"],
         ["3", "3", "9-13 conv4_3..head"],
@@ -89,7 +94,7 @@ def test_codecs_and_what_they_make_of_each_cut_are_said():
     head, second, *_ = text.splitlines()
     assert "3 stages on 3 ranks" in head
     assert second == "codec forward half, backward topk_int8"
-    rows = [re.split(r"  +", line) for line in text.splitlines() if re.match(r"(stage|\d)  ", line)]
+    rows = [re.split(r"  +", line) for line in partition(text)]
     assert rows[0][-3:] == ["bytes", "on the wire", "and back"]
     kept = 21  # 1 % of 16 x 128, and no fewer
     assert [row[-2:] for row in rows[1:]] == [["-", "-"], *[["4,096", str(5 * kept + 4)]] * 2]

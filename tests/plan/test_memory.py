@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ import torch
 import pipetrain
 from pipetrain.errors import ActionFailed
 from pipetrain.plan import memory as module
-from pipetrain.plan.memory import WAYS, explained, gpu_bytes, memory, peaks_by_rank
+from pipetrain.plan.memory import WAYS, explained, gpu_bytes, peaks_by_rank
 from pipetrain.plan.memory import says_whether_it_fits as says
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.memory import GIB, PARTS, PartBytes
@@ -34,7 +33,7 @@ def plan_of(schedule: str = "1f1b", *words: str) -> Plan:
 
 
 def most_of(plan: Plan) -> list[float]:
-    return [peak / GIB for peak in peaks_by_rank(memory(plan, plan.timeline()))]
+    return [peak / GIB for peak in peaks_by_rank(plan.memory(plan.timeline()))]
 
 
 def test_the_fullest_rank_holds_what_its_stages_do_at_one_moment_and_that_is_said():
@@ -51,7 +50,8 @@ def test_a_limit_is_kept_to_by_each_rank_whatever_the_partition():
         assert plan_of(*words, f"memory_limit={most!r}").cuts == plan_of(*words).cuts
         said = refusal(lambda: plan_of(*words, f"memory_limit={most * 0.999!r}"))  # noqa: B023
         assert f" too small: rank 0 is predicted to hold {most:.4g} GiB; to hold less, {WAYS}" in said
-    near = plan_of("zbv").sizes  # stages 1 and 2 are on one rank: what they exchange is not copied
+    plan = plan_of("zbv")  # stages 1 and 2 are on one rank: what they exchange is not copied
+    near = plan.table.stage_sizes(plan.cut, plan.modes)
     assert [one.outputs > 0 for one in near] == [True, False, True, False]
     assert [one.returned > 0 for one in near] == [False, True, False, True]
     assert "recompute=selective or always" in refusal(lambda: plan_of("1f1b", f"memory_limit={most!r}"))
@@ -71,10 +71,9 @@ def test_an_error_out_of_memory_says_what_was_there_and_what_was_predicted(monke
     plan, cuda = plan_of(), torch.device("cuda")
     monkeypatch.setattr(module, "gpu_bytes", lambda device: 80 * GIB)
     failed = ActionFailed("rank 1, stage 1, action 1F0@0: OutOfMemoryError: CUDA out of memory", 1)
-    predicted = f", and rank 1 was predicted to hold {most_of(plan)[1]:.4g}"
-    for known, middle in ((plan, predicted), (replace(plan, sizes=()), "")):
-        said = str(explained(failed, known, 1, cuda))
-        assert said == f"{failed}; there are 80 GiB{middle}: to hold less, {WAYS}"
+    said = str(explained(failed, plan.memory(plan.timeline()), 1, cuda))
+    predicted = f"rank 1 was predicted to hold {most_of(plan)[1]:.4g}"
+    assert said == f"{failed}; there are 80 GiB, and {predicted}: to hold less, {WAYS}"
 
 
 def test_nothing_frees_the_allocator_s_memory_while_a_model_is_trained():

@@ -14,7 +14,6 @@ from pipetrain.errors import ConfigError
 from pipetrain.network.network import INPUT, Made
 from pipetrain.plan.balance import balance, best_cuts
 from pipetrain.plan.describe import planned
-from pipetrain.plan.memory import sized
 from pipetrain.plan.plan import Plan
 from pipetrain.plan.rows import read_rows, write_rows
 from tests.support.cases import config
@@ -43,7 +42,7 @@ def plan_of(
     (tmp_path / "costs.csv").write_text(text)
     own = (f"+costs={tmp_path}/costs.csv", f"+bandwidth={bandwidth or 'null'}", "stages=2", "microbatches=4")
     cfg = config([*own, f"schedule={schedule}", *words])
-    return sized(planned(cfg, schedule, batches), None, lambda spec: spec.nbytes)
+    return planned(cfg, schedule, batches)
 
 
 def rows_of(plan: Plan) -> list[dict[str, str]]:

@@ -20,7 +20,7 @@ from pipetrain.network.chain import network_of
 from pipetrain.network.model import prove_model
 from pipetrain.network.network import Network
 from pipetrain.network.values import ValueSpec
-from pipetrain.plan.memory import optimizer_state, sized
+from pipetrain.plan.memory import optimizer_state
 from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.plan.program import Draft
 from pipetrain.rate import LearningRate
@@ -123,14 +123,15 @@ def prepare(cfg: DictConfig, schedule: str, ranks: int, data: Data) -> Run:
     samples = Samples(sampler.batch_sizes, even(facts.test, settings.batch_size))
     network = network_for(cfg, settings, facts.example)
     task = make_task(cfg)
-    plan = make_plan(Draft.of(settings, make_schedule(cfg)), network, facts.example, samples)
-    optimizer = prove_optimizer(make_optimizer(cfg), network.model, plan.stages)
+    draft = Draft.of(settings, make_schedule(cfg))
+    optimizer = prove_optimizer(make_optimizer(cfg), network.model, len(draft.placement))
+    plan = make_plan(draft, network, facts.example, samples, None, optimizer_state(optimizer), task)
     return Run(
         settings=settings,
         facts=facts,
         data=data,
         task=task,
-        plan=sized(plan, task, optimizer_state(optimizer)),
+        plan=plan,
         sampler=sampler,
         optimizer=optimizer,
         lr=cfg.optim.lr,
