@@ -21,8 +21,8 @@ from benchmark import cli
 from pipetrain.building import make_codec
 from pipetrain.choices import conf_dir
 from pipetrain.codec import Codec
+from pipetrain.commands import plan
 from pipetrain.network.values import TensorSpec, ValueSpec
-from pipetrain.plan import __main__ as plan
 from pipetrain.plan.balance import choose_cuts
 from pipetrain.plan.estimate import estimate
 from pipetrain.schedule.draw import as_text

@@ -17,7 +17,7 @@ IMAGE = ValueSpec((TensorSpec((3, 32, 32), torch.float32),))
 
 ALONE = """
 import sys
-from pipetrain.plan.__main__ import main
+from pipetrain.commands.plan import main
 try:
     main()
 finally:

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from pipetrain.plan import __main__ as command
+from pipetrain.commands import plan as command
 from pipetrain.plan import describe as printing
 from tests.support.cases import SCHEDULES
 from tests.support.plans import ALONE, figures, planned

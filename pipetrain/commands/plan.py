@@ -1,0 +1,165 @@
+"""`python -m pipetrain.plan`: the same configuration, on paper.
+
+Prints the cuts, the tensors that cross them, the timeline, and the schedule's memory and bubble beside the
+formulas; with a profile by measured times. Starts no process, and reads no data set whose configuration
+declares a sample. With `costs=FILE.csv` the layers are those of a file, without any model.
+
+With `compare=[1f1b,zbv]` several schedules stand in one table, in one unit of time: what a rank computes for
+a microbatch. It is the same for all schedules, however many stages a rank has, so a batch of m microbatches
+takes m units and what the pipeline wastes. All figures are by rank, in parts of the model that a rank has.
+Torch is imported only where a model is given, to cut it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig, ListConfig
+
+from pipetrain.commands.cli import compose
+from pipetrain.ending import guarded, unread
+from pipetrain.errors import ConfigError
+from pipetrain.rules import COUNT, whole
+from pipetrain.schedule.actions import ScheduleError, compute_program, most_open, placement
+from pipetrain.schedule.draw import aligned, counted
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.simulate import SHOWN, simulate
+from pipetrain.schedule.timeline import Timeline
+from pipetrain.schedule.transforms import joined
+
+BATCHES = whole(1, 1000)  # seconds to prove and to draw, and more of them show nothing else
+WORK = 3  # forwards that a rank's work for a microbatch takes, with its backward
+
+
+def main() -> None:
+    """Print the plan of the command line's configuration; exit with its status."""
+    try:
+        sys.exit(guarded(lambda: compose("plan", show, outputs=False)))
+    except BrokenPipeError:
+        sys.exit(unread())
+
+
+def show(cfg: DictConfig) -> None:
+    """Print the plan of a configuration, or the table of several schedules. Raises ConfigError."""
+    if cfg.costs is not None and _has_model():
+        raise ConfigError(
+            "costs= stands in place of a model: leave model= out, or give the model's times by "
+            "partition.profile=FILE"
+        )
+    if cfg.costs is None and cfg.bandwidth is not None:
+        raise ConfigError("bandwidth= is for costs=FILE: of a model, partition.profile=FILE has it")
+    if cfg.compare is not None:
+        show_table(cfg)
+    else:
+        from pipetrain.plan.describe import show_plan  # imports torch
+
+        show_plan(cfg, _batches(cfg))
+
+
+# Several schedules
+
+
+def show_table(cfg: DictConfig) -> None:
+    """Print a row for each schedule of `compare=`. Raises ConfigError."""
+    words = list(HydraConfig.get().overrides.task)
+    if unused := [key for key in ("out", "span") if cfg[key] is not None]:
+        raise ConfigError(f"compare= prints a table, which takes no {unused[0]}=: leave one of them out")
+    ranks, m = _count(cfg, "stages") or 2, _count(cfg, "microbatches") or 1
+    has_model = cfg.costs is not None or _has_model()
+    shared = [word for word in words if not word.startswith("compare=")]
+    rows, notes, title = [], [], ""
+    for name in _names(cfg):
+        own = hydra.compose("plan", overrides=[*shared, f"schedule={name}", f"microbatches={m}"])
+        batches = _batches(own)  # a schedule's own window
+        try:
+            times, peaks = _on_equal_stages(own, ranks, batches, m)
+            if has_model:
+                title, more = _by_model(name, own, batches)
+                times += more
+        except (ConfigError, ScheduleError) as error:
+            notes.append(f"{name}: {error}\n")
+            continue
+        rows.append([name, *times, *peaks])
+    if not rows:
+        raise ConfigError(
+            f"compare= has no schedule that can be planned with these settings; {notes[0].strip()}"
+        )
+    of_model = [f"{title} batch", f"{title} bubble"] if has_model else []
+    head = ["schedule", "batch", "bubble", *of_model, "activations", "versions", "staleness"]
+    part = f"1/{ranks} of the model" if ranks > 1 else "the model"
+    print(
+        f"{counted(ranks, 'rank')}, {counted(m, 'microbatch')} a batch; all stages equal, "
+        f"messages free\n\n{aligned([head, *rows])}\n\n"
+        f"batch: the time of one, where 1 is what a rank computes for a microbatch; {m} is no bubble\n"
+        f"the rest by rank: activations held, in microbatches of {part}; weight versions; updates late\n"
+        f"{''.join(f'without {note}' for note in notes)}",
+        end="",
+    )
+
+
+def _has_model() -> bool:
+    """Return whether the command line names a model."""
+    words = HydraConfig.get().overrides.task
+    return any(word.lstrip("+").startswith(("model", "experiment=")) for word in words)
+
+
+def _times(run: Timeline, batches: int, unit: float) -> list[str]:
+    """Return the time of a batch of a simulated window, in this `unit`, and its bubble."""
+    return [f"{run.makespan / batches / unit:.4g}", f"{run.bubble:.1%}"]
+
+
+def _batches(cfg: DictConfig) -> int:
+    """Return how many batches of a schedule's window are simulated. Raises ConfigError."""
+    batches: int | None = BATCHES.read("batches", cfg.batches, null=True)
+    return batches or min(_count(cfg, "window") or SHOWN, SHOWN)
+
+
+def _by_model(name: str, cfg: DictConfig, batches: int) -> tuple[str, list[str]]:
+    """Return a title, and the times of a schedule by the costs of a configuration's model."""
+    from pipetrain.plan.describe import planned  # imports torch
+
+    plan = planned(cfg, name, batches)
+    title = f"{plan.settings.model}{' ms' if plan.costs else ''}"
+    return title, _times(plan.timeline(), batches, 1e-3 if plan.costs else WORK)
+
+
+def _on_equal_stages(
+    cfg: DictConfig, ranks: int, batches: int, microbatches: int
+) -> tuple[list[str], list[str]]:
+    """Return the times of a schedule, and by rank its activations, weight versions and staleness."""
+    buffer_size = _count(cfg, "buffer_size") or 1
+    schedule = instantiate(cfg.schedule)
+    compute = compute_program(schedule, ranks, batches, microbatches, buffer_size=buffer_size)
+    program = lower(joined(compute))
+    run = simulate(program, microbatches, buffer_size=buffer_size)
+    stages = [sorted({action.stage for action in row.actions}) for row in run.rows]
+    peaks = (
+        [most_open([row.actions]) / len(own) for row, own in zip(run.rows, stages, strict=True)],
+        [sum(run.versions[stage] for stage in own) / len(own) for own in stages],
+        [max(run.staleness[stage] for stage in own) for own in stages],
+    )
+    by_rank = [" ".join(f"{value:.3g}" for value in values) for values in peaks]
+    return _times(run, batches, WORK * len(placement(program)) / ranks), by_rank
+
+
+def _names(cfg: DictConfig) -> list[str]:
+    """Return the names of the schedules to compare. Raises ConfigError."""
+    known = sorted(GlobalHydra.instance().config_loader().get_group_options("schedule"))
+    named = [str(name) for name in cfg.compare] if isinstance(cfg.compare, ListConfig) else [str(cfg.compare)]
+    if named == ["all"]:
+        return known
+    if not named or not set(named) <= {*known}:
+        raise ConfigError(
+            f"compare={cfg.compare} names a schedule that there is not, or none: write compare=all, or some "
+            f"of {', '.join(known)}, as compare=[1f1b,zbv]"
+        )
+    return list(dict.fromkeys(named))
+
+
+def _count(cfg: DictConfig, key: str) -> int | None:
+    """Return a whole number of at least 1, or None. Raises ConfigError."""
+    return COUNT.read(key, cfg[key], null=True)  # type: ignore[no-any-return]
