@@ -95,24 +95,15 @@ def _said_of(where: str) -> Iterator[None]:
 
 
 def _made_up(outputs: ValueSpec, targets: Value) -> tuple[Value, Value]:
-    n, first = few(outputs, targets), _samples_of(outputs)
+    """Return made-up outputs, and the targets, of so few samples that the outputs stay small."""
+    first = next((spec.shape[0] for spec in outputs.specs if spec.shape), 1)
+    each = sum(spec.numel for spec in outputs.specs if spec.shape) / first
+    n = min(len(as_tuple(targets)[0]), max(2, int(MOST_TRIED / max(1, each))))
     generator, made = torch.Generator().manual_seed(0), []
     for spec in outputs.specs:
         shape = spec.shape and (n * spec.shape[0] // first, *spec.shape[1:])
         made.append(torch.rand(shape, generator=generator).to(spec.dtype))
     return outputs.pack(tuple(made)), part_of(targets, 0, n)
-
-
-def few(outputs: ValueSpec, targets: Value) -> int:
-    """Return how many of the samples of targets are to be tried."""
-    n = len(as_tuple(targets)[0])
-    per_sample = sum(spec.numel for spec in outputs.specs if spec.shape) / _samples_of(outputs)
-    return max(min(n, int(MOST_TRIED / max(1, per_sample))), min(n, 2))
-
-
-def _samples_of(outputs: ValueSpec) -> int:
-    """Return the first dimension of the first output that has one."""
-    return next((spec.shape[0] for spec in outputs.specs if spec.shape), 1)
 
 
 def part_of(value: Value, start: int, end: int) -> Value:

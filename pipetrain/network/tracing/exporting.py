@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._higher_order_ops.wrap import wrap_with_autocast, wrap_with_set_grad_enabled
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.autograd.function import BackwardCFunction
 from torch.distributions import Distribution
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind
@@ -143,13 +142,16 @@ def _exported(model: nn.Module, example: ValueSpec, training: bool, autocast: bo
 
 
 def _refuse_backward(model: nn.Module, args: Any, outputs: Any) -> None:
-    """Refuse outputs whose gradient goes through code of the user's, of which the trace has the forward."""
+    """Refuse outputs whose gradient goes through a Function, of which the trace has the forward alone.
+
+    That of an operator of torch.library's is made by torch, and the trace has the operator itself.
+    """
     for node in graph_of(*(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))):
-        if isinstance(node, BackwardCFunction):
-            name = type(node).__name__.removesuffix("Backward")
+        function: Any = getattr(node, "_forward_cls", None)
+        if function is not None and function.forward.__globals__ is not vars(torch._library.autograd):
             raise ConfigError(
-                f"the model uses the autograd Function {name}, whose backward a trace would leave out: write "
-                f"it with torch's operations, or {WAY_OUT}"
+                f"the model uses the autograd Function {function.__name__}, whose backward a trace would "
+                f"leave out: write it with torch's operations, or {WAY_OUT}"
             )
 
 

@@ -49,6 +49,20 @@ class Seven(torch.autograd.Function):
         return gradient * 7
 
 
+@torch.library.custom_op("pipetrain_tests::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    """An operator with a backward of its own, as MoE models of Hugging Face have."""
+    return x * 2
+
+
+twice.register_fake(torch.empty_like)
+twice.register_autograd(lambda ctx, gradient: gradient * 7)
+
+
+def calls_an_operator(self: Model, x: Tensor) -> Tensor:
+    return twice(self.layer(x))
+
+
 def counts(self: Model, x: Tensor) -> Tensor:
     self.calls += 1
     return self.layer(x)
@@ -159,6 +173,7 @@ CARRIED = [
     writes_a_view,
     reads_a_number,
     masks_by_its_buffer,
+    calls_an_operator,
 ]
 
 
