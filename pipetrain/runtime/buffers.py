@@ -72,8 +72,3 @@ class Buffers:
         for place, *copies in zip(self._places, *later, strict=True):
             for _, copied in copies:
                 torch.where(spoilt, place.tensor, copied, out=copied)
-
-    def restore(self, before: Copies) -> None:
-        """Go back; a buffer that has changed is replaced, not overwritten, as graphs may have saved it."""
-        for place, (buffer, old) in zip(self._places, before, strict=True):
-            place.container[place.key] = buffer if torch.equal(buffer, old) else old

@@ -3,8 +3,8 @@
 On a CPU each activation and gradient is checked before it is sent, and each loss and weight's gradient before
 the update. To find the layer, the forward runs again, layer by layer, with the same weights but other random
 numbers. On a GPU one reduction checks the gradient of a batch. Its result comes to the host with the losses,
-later, as nothing waits for the device within a window. There the device leaves out an update, see
-Weights.step, and the host counts it later.
+later, as nothing waits for the device within a window. The device leaves out an update, see Weights.step,
+and the host counts it when the numbers have come.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WEIGH = "give weight=, a function of the targets that says what they count for"
 
 
 def not_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return 1 if a number of tensors on a GPU is not finite, else 0, as torch.amp.GradScaler finds it."""
+    """Return 1 if a number of tensors is not finite, else 0, as torch.amp.GradScaler finds it."""
     bad = torch.zeros((), dtype=torch.float32, device=tensors[0].device)  # whatever the default is
     torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), bad, torch.ones_like(bad))
     return bad
@@ -100,6 +100,9 @@ class _Awaiting(Observer):
             look(numbers.tolist())
 
     def _await(self, look: Callable[[list[float]], None], numbers: Tensor) -> None:
+        if not numbers.is_cuda:
+            look(numbers.tolist())
+            return
         host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         host.copy_(numbers, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -182,7 +185,7 @@ class SkipOnNaN(_Awaiting):
 
     def __init__(self, stage: Stage, buffers: Buffers) -> None:
         super().__init__(stage)
-        self._buffers, self._on_gpu = buffers, stage.device != "cpu"
+        self._buffers = buffers
         self._before: dict[int, Copies] = {}  # each forward
         self._uncounted: list[Counted] = []  # of the batch that is to be stepped
 
@@ -193,39 +196,26 @@ class SkipOnNaN(_Awaiting):
     def after_reduce(self, batch: Batch) -> None:
         gradients = [numbers_of(gradient) for gradient in self._stage.weights.gradients().values()]
         before = self._before[batch.mbs[0]] if not gradients else []  # without any the buffers tell
-        if self._on_gpu:
-            batch.skipped = self._is_bad(gradients, before)
-            self._uncounted, batch.counted = batch.counted, []
-            return
-        spoilt = any(not torch.equal(now.isfinite(), old.isfinite()) for now, old in before)
-        batch.skipped = not self._stage.rehearses and (spoilt or not all_finite(gradients))
-        if batch.losses is not None:
-            batch.counted = _finite(batch.counted, batch.losses.tolist())
+        batch.skipped = self._is_bad(gradients, before)
+        self._uncounted, batch.counted = batch.counted, []
 
     def hear(self, batch: Batch, numbers: Tensor) -> None:
-        if isinstance(batch.skipped, Tensor):
-            batch.skipped = torch.maximum(batch.skipped, self._is_bad([numbers], []))
-        else:
-            batch.skipped = batch.skipped or not all_finite([numbers])
+        assert batch.skipped is not None
+        batch.skipped = torch.maximum(batch.skipped, self._is_bad([numbers], []))
 
     def before_step(self, batch: Batch) -> None:
         """Put back the buffers of before a batch that is left out, also for later forwards."""
-        before, skipped = self._before[batch.mbs[0]], batch.skipped
+        assert batch.skipped is not None
+        before = self._before[batch.mbs[0]]
         for mb in batch.mbs:
             del self._before[mb]
-        if isinstance(skipped, Tensor):
-            self._buffers.restore_if(skipped, before, self._before.values())
-            losses = [] if batch.losses is None else [batch.losses.detach()]
-            counted, self._uncounted = self._uncounted, []
-            self._await(partial(self._count, counted), torch.cat([*losses, skipped.reshape(1)]))
-            return
-        if skipped:
-            self._buffers.restore(before)
-            self._before = {mb: self._buffers.copies() for mb in self._before}
-        self._stage.skipped += skipped
+        self._buffers.restore_if(batch.skipped, before, self._before.values())
+        losses = [] if batch.losses is None else [batch.losses.detach()]
+        counted, self._uncounted = self._uncounted, []
+        self._await(partial(self._count, counted), torch.cat([*losses, batch.skipped.reshape(1)]))
 
     def _is_bad(self, numbers: Sequence[Tensor], before: Copies) -> Tensor:
-        """Return 1 if numbers of a GPU are not finite, or buffers no longer are; in a rehearsal 0."""
+        """Return 1 if numbers are not finite, or buffers no longer are; in a rehearsal 0."""
         bad = [not_finite(numbers)] if numbers else [torch.zeros((), device=self._stage.device)]
         bad += [(now.isfinite() != old.isfinite()).any().float() for now, old in before]
         return reduce(torch.maximum, bad) * (not self._stage.rehearses)
@@ -234,9 +224,5 @@ class SkipOnNaN(_Awaiting):
         *losses, skipped = numbers
         self._stage.skipped += bool(skipped)
         if self._stage.objective is not None and losses:
-            self._stage.objective.count_all(_finite(counted, losses))
-
-
-def _finite(counted: Sequence[Counted], losses: Sequence[float]) -> list[Counted]:
-    """Return the microbatches whose losses are finite: the others count for nothing."""
-    return [one for one, loss in zip(counted, losses, strict=True) if math.isfinite(loss)]
+            pairs = zip(counted, losses, strict=True)
+            self._stage.objective.count_all([one for one, loss in pairs if math.isfinite(loss)])

@@ -124,7 +124,7 @@ class FixedWeights(Weights):
             super().reduce()
             self._graded.update(self.gradients())  # in place: a rehearsal puts attributes back
 
-    def step(self, keep: bool, skip: bool | Tensor = False) -> None:
+    def step(self, keep: bool, skip: Tensor | None = None) -> None:
         super().step(keep, skip)
         if self._fixed:
             torch._foreach_zero_(list(self._fixed.values()))

@@ -60,7 +60,7 @@ class Batch:
     mbs: list[int] = field(default_factory=list)
     counted: list[Counted] = field(default_factory=list)  # at the last stage
     losses: Tensor | None = None  # [n], at the last stage: each times its share of the batch's
-    skipped: bool | Tensor = False  # whether the update is left out; on a GPU a scalar there, 1 if it is
+    skipped: Tensor | None = None  # a scalar, 1 if the update is left out; None: none ever is
 
 
 class Observer:

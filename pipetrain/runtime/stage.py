@@ -303,7 +303,7 @@ class Stage:
             self.objective.count(batch.losses, batch.counted)
 
     @property
-    def leaves_out(self) -> bool | Tensor:
+    def leaves_out(self) -> Tensor | None:
         """Whether the update of the batch that was reduced is to be left out, as Batch says it."""
         return self._reduced.skipped
 
@@ -324,8 +324,7 @@ class Stage:
         if self._clip is not None:
             by = self.gradient_norm() if norm is None else norm
             self.hear(by)
-            if self.leaves_out is not True:
-                clip_grads_with_norm_(self.weights.live.values(), self._clip, by)
+            clip_grads_with_norm_(self.weights.live.values(), self._clip, by)
         batch, self._reduced = self._reduced, Batch()
         for observer in self.observers:
             observer.before_step(batch)

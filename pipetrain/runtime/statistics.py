@@ -91,12 +91,12 @@ class BatchStatistics(Observer):
     def before_step(self, batch: Batch) -> None:
         """Move the running statistics by a batch, unless its update is left out."""
         by_microbatch = [self._calls.pop(mb) for mb in batch.mbs]
-        for key, running in self._running.items() if batch.skipped is not True else ():
+        for key, running in self._running.items():
             for calls in zip_longest(*(one[key] for one in by_microbatch)):
                 self._move(running, [call for call in calls if call is not None], batch.skipped)
 
     @torch.no_grad()
-    def _move(self, running: _Running, parts: Sequence[Moments], skipped: bool | Tensor) -> None:
+    def _move(self, running: _Running, parts: Sequence[Moments], skipped: Tensor | None) -> None:
         mean, variance = joined(parts)
         own = [tensor for tensor in (running.mean, running.variance, running.calls) if tensor is not None]
         before = [tensor.clone() for tensor in own] if self._only_finite else []
@@ -109,7 +109,7 @@ class BatchStatistics(Observer):
                 old.mul_(1 - parts[0].momentum).add_(new.to(old.dtype), alpha=parts[0].momentum)
         if before:  # decided on the device, for which no host waits
             finite = torch.cat([mean, variance]).isfinite().all()
-            if isinstance(skipped, Tensor):
+            if skipped is not None:
                 finite &= skipped == 0
             for now, earlier in zip(own, before, strict=True):
                 now.copy_(torch.where(finite, now, earlier))

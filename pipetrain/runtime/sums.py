@@ -97,10 +97,10 @@ class Sums:
         return {name: stage.weights.live[name] for name in self._names[tie]}
 
 
-def packed(weights: Mapping[str, Tensor], skip: bool | Tensor) -> Tensor:
+def packed(weights: Mapping[str, Tensor], skip: Tensor | None) -> Tensor:
     """Return the gradients of a tie's weights [n], and behind them for each weight a 1 if it has one.
 
-    `skip`: the stage leaves this update out, so all must, which a NaN in these places says.
+    `skip`: 1 if the stage leaves this update out; then all must, which a NaN in these places says.
     """
     parts, there = [], []
     for name, weight in weights.items():
@@ -111,10 +111,10 @@ def packed(weights: Mapping[str, Tensor], skip: bool | Tensor) -> Tensor:
             )
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
         parts.append(numbers_of(gradient).flatten())
-        there.append(math.nan if skip is True else float(weight.grad is not None))
+        there.append(float(weight.grad is not None))
     # Filled on the device: a host's list would be copied to it, for which the host waits.
     counts = torch.cat([parts[0].new_full((1,), number) for number in there])
-    if isinstance(skip, Tensor):
+    if skip is not None:
         counts = torch.where(skip > 0, math.nan, counts)
     return torch.cat([*parts, counts])
 

@@ -183,8 +183,8 @@ class Weights:
 
     # Update
 
-    def step(self, keep: bool, skip: bool | Tensor = False) -> None:
-        """Make the next version, `keep` the previous one for later actions; `skip` drops the gradient."""
+    def step(self, keep: bool, skip: Tensor | None = None) -> None:
+        """Make the next version, `keep` the previous one for later actions; `skip` 1 drops the gradient."""
         if keep and self.live:
             self._move()
         if self.optimizer is not None:
@@ -204,7 +204,7 @@ class Weights:
             increment_version(leaves.values())
             self._versions[self.newest] = leaves
 
-    def _step(self, optimizer: Optimizer, skip: bool | Tensor) -> None:
+    def _step(self, optimizer: Optimizer, skip: Tensor | None) -> None:
         """Step. Weights with their first gradient step alone, as torch's fused SGD refuses a mixture.
 
         A fused optimizer of torch skips by itself once all weights have their state; else the host decides.
@@ -212,12 +212,12 @@ class Weights:
         gradients = self.gradients() if self._unmoved else {}
         first = self._unmoved & gradients.keys()
         by_itself = getattr(optimizer, "_step_supports_amp_scaling", False) and not first
-        if isinstance(skip, Tensor) and by_itself:
+        if skip is not None and by_itself:
             vars(optimizer)["found_inf"] = skip  # as torch.amp.GradScaler hands it over
             optimizer.step()
             del vars(optimizer)["found_inf"]
             return
-        if skip:
+        if skip is not None and skip:
             return
         self._unmoved -= first
         if 0 < len(first) < len(gradients) and any(group.get("fused") for group in optimizer.param_groups):

@@ -37,19 +37,19 @@ def test_a_weight_of_two_stages_trains_as_one(case):
 def test_a_gradient_that_no_stage_has_stays_none_and_a_stage_may_leave_the_update_out():
     stages = [{name: nn.Parameter(torch.zeros(2)) for name in "ab"} for _ in range(2)]
     stages[0]["b"].grad = torch.ones(2)
-    sums = packed(stages[0], skip=False) + packed(stages[1], skip=False)
+    sums = packed(stages[0], None) + packed(stages[1], torch.tensor(0.0))
     for weights in stages:
         unpack(weights, sums)
     assert [weights["a"].grad for weights in stages] == [None, None]
     assert [weights["b"].grad.tolist() for weights in stages] == [[1, 1]] * 2
-    assert not packed(stages[0], skip=True).isfinite().all()
+    assert not packed(stages[0], torch.tensor(1.0)).isfinite().all()
 
 
 def test_a_sparse_gradient_is_refused():
     layer = nn.Embedding(3, 2, sparse=True)
     layer(torch.tensor([1])).sum().backward()
     with pytest.raises(TrainingStopped, match=r"of e, which stages share, is sparse: .*sparse=False"):
-        packed({"e": layer.weight}, skip=False)
+        packed({"e": layer.weight}, None)
 
 
 def test_two_stages_of_one_rank_go_on_with_a_state_each(tmp_path):
