@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipetrain.errors import ConfigError, TrainingStopped
-from pipetrain.network.values import TensorSpec, Value, ValueSpec, as_tuple, scores_of, specs_of
+from pipetrain.network.values import Value, ValueSpec, as_tuple, scores_of, specs_of
 from pipetrain.tasks.metrics import Accuracy, Mean, MeanIoU, Metric, MetricFunction, Perplexity, SquaredError
 from pipetrain.tasks.tally import Tally
 
@@ -141,8 +141,8 @@ class Classification(Task):
         return _counting(targets, self._ignored)
 
     def classes_of(self, outputs: ValueSpec) -> int | None:
-        shape = _scores(outputs).shape
-        return shape[self._axis] if len(shape) > 1 else None
+        scores = scores_of(outputs.pack(tuple(torch.empty(t.shape, device="meta") for t in outputs.specs)))
+        return scores.shape[self._axis] if isinstance(scores, Tensor) and scores.dim() > 1 else None
 
     def _cross_entropy(self, outputs: Value, targets: Value, smoothing: float) -> Tensor:
         scores, labels = _tensor(outputs, "scores [n, classes]"), _tensor(targets, "labels")
@@ -276,12 +276,3 @@ def _tensor(value: Value, what: str) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{what} must be one tensor, not {len(value)} of them")
     return value
-
-
-def _scores(outputs: ValueSpec) -> TensorSpec | Tensor:
-    """Return what has the shape of the scores among a model's outputs; of no dimension if unknown."""
-    unknown = TensorSpec((), torch.float32)
-    if outputs.packing is None:
-        return outputs.specs[0] if outputs.single else unknown
-    packed = scores_of(outputs.pack(tuple(torch.empty(spec.shape, device="meta") for spec in outputs.specs)))
-    return packed if isinstance(packed, Tensor) else unknown
