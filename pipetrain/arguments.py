@@ -83,14 +83,12 @@ def read_optimizer(function: Any, groups: Mapping[str, Mapping[str, Any]] | None
     """Return the optimizer of a program's function of parameters and `param_groups`. Raises ConfigError."""
     if isinstance(function, Optim):
         return function
-    if function is None:
-        raise ConfigError("Pipeline needs optimizer=, such as lambda p: torch.optim.SGD(p, 0.01)")
     name = getattr(function, "__qualname__", type(function).__qualname__)
     if not callable(function):
         example = name if hasattr(function, "param_groups") else "torch.optim.SGD"
         raise ConfigError(
-            f"optimizer must be a function of the parameters, such as lambda p: {example}(p, ...), as each "
-            f"stage has its own; got {name}"
+            f"Pipeline needs optimizer=, such as lambda p: {example}(p, ...), a function of a stage's own "
+            f"parameters; got {name}"
         )
     return Optim(name, [function], "param_groups", groups, {})
 

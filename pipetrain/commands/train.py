@@ -130,15 +130,15 @@ class Word:
 def lead(composed: DictConfig, start: Start) -> None:
     """Run a job as rank 0: claim its folder, find its data and checkpoint, and tell the others."""
     cfg = contained(composed, Path(HydraConfig.get().runtime.output_dir))
-    run_dir, resuming = Path(cfg.run_dir), cfg.resume == AUTO
     settings, config = read(cfg, start), as_mapping(cfg)
+    run_dir, resuming = Path(cfg.run_dir), settings.resume == AUTO
     check_loggers(config["logger"])
     if resuming and folder.is_finished(run_dir, config if start.run_dir is None else None):
         start.begin(composed)
         log.info("pipetrain: run_dir=%s holds this run, finished: nothing is left to do", run_dir)
         return
     longer = resuming and folder.lengthens(run_dir, config, settings)
-    with folder.claim(run_dir, cfg.resume is not None, longer, RELEASE_S if resuming else 0.0):
+    with folder.claim(run_dir, settings.resume is not None, longer, RELEASE_S if resuming else 0.0):
         cfg, data, source = find(cfg, settings, start)
         word = Word(
             run_dir=cfg.run_dir,
@@ -171,7 +171,7 @@ def find(cfg: DictConfig, settings: Settings, start: Start) -> tuple[DictConfig,
     """
     run_dir, asked = Path(cfg.run_dir), cfg.data.name
     start.doing = "look for a checkpoint"
-    source = find_source(cfg.resume, run_dir) if cfg.resume is not None else None
+    source = find_source(settings.resume, run_dir) if settings.resume is not None else None
     if source is None:
         folder.clear(run_dir)
     else:
