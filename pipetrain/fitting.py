@@ -12,7 +12,6 @@ from threading import current_thread, main_thread
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pipetrain.checkpoint.early import EarlyEnd
@@ -26,13 +25,11 @@ from pipetrain.checkpoint.resume import (
     refuse_other,
     transformers_config,
 )
-from pipetrain.checkpoint.state import restore_random
 from pipetrain.checkpoint.writer import Keeper, Writer
-from pipetrain.data.loader import Sampled
 from pipetrain.data.loading import Loader, has_length
 from pipetrain.data.sets import DataFacts
 from pipetrain.ending import terminate
-from pipetrain.epochs import AfterEpoch, Epochs, Passes
+from pipetrain.epochs import AfterEpoch, Epochs
 from pipetrain.errors import ChannelError, ConfigError
 from pipetrain.pipeline import Pipeline
 from pipetrain.plan.memory import gpu_bytes
@@ -43,14 +40,13 @@ from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.records.trackers import check_loggers, read_loggers
 from pipetrain.rules import COUNT, PATH
-from pipetrain.runtime.feed import Batches
 from pipetrain.runtime.windows import Windows
 from pipetrain.settings import Settings
 from pipetrain.signals import Signals, name_of, status_after
+from pipetrain.training import Passes, Training
 
 log = logging.getLogger("pipetrain")
 
-EPOCH_RANDOM = "random/0/epoch"  # of rank 0 at the beginning of an epoch
 _trainings = count()
 
 
@@ -105,9 +101,10 @@ def fit(
         "trace": {"windows": windows} if windows else bool(trace),
         "resume": None if resume is None else str(PATH.read("resume", resume)),
     }
-    limit = pipe._settings.changed(options).max_updates
-    batches = _batches_in(pipe, train, "train")
-    evaluated = 0 if test is None else _batches_in(pipe, test, "test")
+    training = pipe._training
+    limit = training.settings.changed(options).max_updates
+    batches = _batches_in(training, train, "train")
+    evaluated = 0 if test is None else _batches_in(training, test, "test")
     if limit and epochs is None:
         options["epochs"] = -(-limit // batches)
     if resume is not None and run_dir is None:
@@ -118,17 +115,19 @@ def fit(
         run_folder = None
         if run_dir is not None:
             path = PATH.read("run_dir", run_dir)
-            run_folder = held.enter_context(_opened(pipe, path, options["resume"], loggers))
+            run_folder = held.enter_context(_opened(training, path, options["resume"], loggers))
         # The first batch decides the plan; a signal to the group is to spare the data workers that it starts.
-        with Signals(pipe.rank).handled() if run_folder else nullcontext():
+        with Signals(training.rank).handled() if run_folder else nullcontext():
             source = run_folder.source if run_folder else None
             start = source.manifest.position.placed(batches) if source else Position()
-            passes = PipelinePasses(pipe, train, test, source, start)
-        with pipe._together():
-            settings = pipe._settings.changed(options)
+            passes = Passes(training, train, test, source, start)
+        with training.together():
+            settings = training.settings.changed(options)
             kind, full = type(getattr(train, "dataset", train)).__name__, settings.batch_size
             data = DataFacts(name or kind, batches * full, evaluated * full, "", "", [])
-            return train_epochs(pipe, settings, passes, data, batches, run_folder, after_epoch=after_epoch)
+            return train_epochs(
+                training, settings, passes, data, batches, run_folder, after_epoch=after_epoch
+            )
 
 
 def _checkpoints(checkpoint: Mapping[str, Any] | int | None) -> dict[str, Any]:
@@ -141,7 +140,7 @@ def _checkpoints(checkpoint: Mapping[str, Any] | int | None) -> dict[str, Any]:
 
 @contextmanager
 def _opened(
-    pipe: Pipeline,
+    training: Training,
     path: Path,
     resume: str | None,
     loggers: Sequence[str] | Mapping[str, Mapping[str, Any]],
@@ -159,65 +158,12 @@ def _opened(
                 return [None, uuid.uuid4().hex]
             return [str(source.folder), source.manifest.run]
 
-        found, run = pipe._together.on_one(0, "the run's folder", find)
+        found, run = training.together.on_one(0, "the run's folder", find)
         source = None if found is None else read_source(Path(found))
         yield RunFolder(path, run, source, {"logger": chosen})
 
 
-class PipelinePasses:
-    """The passes of a Pipeline over loaders, or over samples by number; the first one decides the plan.
-
-    `test`: None where nothing is evaluated. `source`: the checkpoint to go on from, at `start`.
-    """
-
-    def __init__(
-        self,
-        pipe: Pipeline,
-        train: Loader | Sampled,
-        test: Loader | Sampled | None,
-        source: Source | None,
-        start: Position,
-    ) -> None:
-        self._pipe = pipe
-        self._train = train
-        self._test = test
-        self._random = torch.get_rng_state()
-        self._ahead: Batches | None = None
-        if isinstance(train, Sampled):
-            assert isinstance(test, Sampled)
-            pipe._begin_by_number(train, test, start.batch)
-        if source is not None:
-            self._go_on(source, start)
-        if not isinstance(train, Sampled):
-            self._ahead = self.train(start.epoch, start.batch)
-
-    def _go_on(self, source: Source, start: Position) -> None:
-        """Restore the random state with which the epoch began that the checkpoint is of."""
-        restore_random(source, self._pipe._mesh)
-        tensors = source.tensors()
-        if start.batch and EPOCH_RANDOM in tensors and not self._pipe.rank:
-            torch.set_rng_state(tensors[EPOCH_RANDOM])
-
-    def train(self, epoch: int, done: int) -> Batches:
-        begun, self._ahead = self._ahead, None
-        if begun is not None:
-            return begun
-        sampler: Any = getattr(self._train, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
-        self._random = torch.get_rng_state()
-        return self._pipe._batches(self._train, trains=True, epoch=epoch, done=done)
-
-    def evaluate(self) -> Batches:
-        assert self._test is not None, "nothing is evaluated"
-        return self._pipe._batches(self._test)
-
-    def random(self) -> dict[str, Tensor]:
-        by_number = isinstance(self._train, Sampled)
-        return {} if by_number or self._pipe.rank else {EPOCH_RANDOM: self._random}
-
-
-def _batches_in(pipe: Pipeline, loader: Loader, name: str) -> int:
+def _batches_in(training: Training, loader: Loader, name: str) -> int:
     """Return the number of batches of rank 0's loader. Raises ConfigError, on all ranks."""
 
     def count() -> int:
@@ -225,16 +171,16 @@ def _batches_in(pipe: Pipeline, loader: Loader, name: str) -> int:
         if not batches:
             raise ConfigError(
                 f"the {name} loader has no batch or no length, by which fit knows when an epoch ends: give "
-                f"one with len(), or train in a loop of your own by pipe.train(loader)"
+                f"one with len(), or train in a loop of your own by training.train(loader)"
             )
         return batches
 
-    batches: int = pipe._together.on_one(0, f"the length of the {name} loader", count)
+    batches: int = training.together.on_one(0, f"the length of the {name} loader", count)
     return batches
 
 
 def train_epochs(
-    pipe: Pipeline,
+    training: Training,
     settings: Settings,
     passes: Passes,
     data: DataFacts,
@@ -248,14 +194,14 @@ def train_epochs(
     Calls `ready` when nothing is left that could refuse the training.
     """
     source = run_folder.source if run_folder else None
-    about = _about(pipe, settings, data, batches, source)
+    about = _about(training, settings, data, batches, source)
     with ExitStack() as ending:
-        keeper = _keeper(pipe, about, run_folder) if run_folder else None
+        keeper = _keeper(training, about, run_folder) if run_folder else None
         if keeper is not None:  # until all records are written
             ending.enter_context(keeper.signals.handled())
-        recorder = None if pipe.rank else _recorder(about, run_folder, ending)
-        windows = Windows(pipe._begun, pipe._together, keeper.signals.take if keeper else lambda: "")
-        epochs = Epochs(windows, pipe._mesh, passes, about, recorder, keeper, after_epoch)
+        recorder = None if training.rank else _recorder(about, run_folder, ending)
+        windows = Windows(training.begun, training.together, keeper.signals.take if keeper else lambda: "")
+        epochs = Epochs(windows, training.mesh, passes, about, recorder, keeper, after_epoch)
         if source is not None:
             with source.used():
                 epochs.restore(source)
@@ -266,20 +212,29 @@ def train_epochs(
             recorder.close()
         elif recorder:
             recorder.stop(lost)
-        pipe._stopping = pipe._stopping or not finished
-        pipe.metrics = epochs.metrics() or pipe.metrics
+        training.stopping = training.stopping or not finished
+        training.metrics = epochs.metrics() or training.metrics
         if keeper and keeper.signals.saved and epochs.stopped_by == "interrupt":
             raise KeyboardInterrupt(f"interrupted; {keeper.signals.saved()}")
         return epochs.rows()
 
 
-def _about(pipe: Pipeline, settings: Settings, data: DataFacts, batches: int, source: Source | None) -> About:
+def _about(
+    training: Training, settings: Settings, data: DataFacts, batches: int, source: Source | None
+) -> About:
     """Return what the records say of the training, with all of its windows proven."""
-    session, device, world = pipe._begun, pipe._mesh.device, pipe._mesh.world
+    session, device, world = training.begun, training.mesh.device, training.mesh.world
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     room = gpu_bytes(device.type, world.local_size)
     about = About(
-        settings, session.plan, pipe._task, data, batches, pipe._asked.rate, f"{world.size} x {kind}", room
+        settings,
+        session.plan,
+        training.task,
+        data,
+        batches,
+        training.asked.rate,
+        f"{world.size} x {kind}",
+        room,
     )
     at = source.manifest.position.placed(batches) if source else Position()
     for epoch, done in ((1, 0), (about.epochs, 0), (at.epoch + 1, at.batch)):
@@ -303,30 +258,31 @@ def _run(epochs: Epochs, keeper: Keeper | None) -> bool:
             keeper.writer.leave()
 
 
-def _keeper(pipe: Pipeline, about: About, run_folder: RunFolder) -> Keeper:
+def _keeper(training: Training, about: About, run_folder: RunFolder) -> Keeper:
     """Return what saves checkpoints, and hears signals. Raises ConfigError for another run's checkpoint."""
     settings, path, source = about.settings, run_folder.path, run_folder.source
     samples = {"batches": about.batches, "batch_size": settings.batch_size}
-    conditions = {**pipe._conditions, **samples, **run_folder.conditions}
+    conditions = {**training.conditions, **samples, **run_folder.conditions}
     if source is not None:
         # A run that was killed just before its end may have a checkpoint with all epochs done.
         ending = settings.resume == AUTO and source.manifest.pipeline == about.plan.pipeline
         refuse_other(source, conditions)
         done = source.manifest.position.batches(about.batches)
         refuse_finished(source, done, about.updates, ending)
-        if pipe.rank == 0:
+        if training.rank == 0:
             _go_on(path, source, done == about.updates)
-    store = pipe._mesh.store and PrefixStore(f"fit {next(_trainings)}", pipe._mesh.store)
-    signals = Signals(pipe.rank, run_folder.saved_so_far)
+    store = training.mesh.store and PrefixStore(f"fit {next(_trainings)}", training.mesh.store)
+    seed = training.begun.engine.seed
+    signals = Signals(training.rank, run_folder.saved_so_far)
     return Keeper(
-        writer=Writer(path, pipe._mesh, store, settings.checkpoint_keep, settings.timeout),
+        writer=Writer(path, training.mesh, store, settings.checkpoint_keep, settings.timeout),
         signals=signals,
-        early=EarlyEnd(signals, store, about.plan.placement[0] == pipe.rank),
+        early=EarlyEnd(signals, store, about.plan.placement[0] == training.rank),
         every=settings.checkpoint_every,
         unit=settings.checkpoint_unit,
         run=run_folder.run,
         conditions=conditions,
-        config={"seed": pipe._begun.engine.seed, **transformers_config(pipe._model), **run_folder.config},
+        config={"seed": seed, **transformers_config(training.model), **run_folder.config},
     )
 
 

@@ -37,7 +37,7 @@ from pipetrain.data.loader import Sampled, Sampler, even
 from pipetrain.documents import read_as
 from pipetrain.ending import FAILED, guarded, leave
 from pipetrain.errors import ConfigError
-from pipetrain.fitting import PipelinePasses, train_epochs
+from pipetrain.fitting import train_epochs
 from pipetrain.pipeline import Pipeline
 from pipetrain.records import folder
 from pipetrain.records.sweep import end_sweep
@@ -47,6 +47,7 @@ from pipetrain.runtime.ranks import World
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.settings import Settings, share_of_cores
 from pipetrain.signals import Signals
+from pipetrain.training import Passes
 
 log = logging.getLogger("pipetrain")
 
@@ -242,9 +243,9 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
         Sampled(data.train if data else None, sampler.batch_sizes, sampler, *own),
         Sampled(data.test if data else None, even(facts.test, settings.batch_size), None, *own),
     )
-    batches = len(sampler.batch_sizes)
+    training, batches = pipe._training, len(sampler.batch_sizes)
     start_at = source.manifest.position.placed(batches) if source else Position()
-    passes = PipelinePasses(pipe, *samples, source, start_at)
+    passes = Passes(training, *samples, source, start_at)
     conditions = conditions_of(cfg, settings, facts)
     run_folder = folder.RunFolder(Path(word.run_dir), word.run, source, as_mapping(cfg), conditions)
 
@@ -253,12 +254,12 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
         start.trains.set()
 
     try:
-        train_epochs(pipe, pipe._settings, passes, facts, batches, run_folder, ready)
+        train_epochs(training, training.settings, passes, facts, batches, run_folder, ready)
     finally:
         if start.trains.is_set():  # what is left is to say how it ended
             start.signals.drained.set()
     pipe.close()
-    if pipe._stopping:  # by SIGTERM, which ends a sweep too
+    if training.stopping:  # by SIGTERM, which ends a sweep too
         sys.exit()
     start.trains.clear()  # what comes is the next job of a sweep
 

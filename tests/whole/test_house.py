@@ -44,6 +44,7 @@ SEEN_IN = {
     "schedule/timeline": "schedule/test_simulate",
     "schedule/waits": "schedule/test_simulate",
     "signals": "whole/test_stops",
+    "training": "test_pipeline",
 }
 """Modules without a test file of their own: what shows them."""
 

@@ -1,0 +1,362 @@
+"""A model and the ranks that train it: agreed on at once, planned with the first batch, then run by windows.
+
+Pipeline, fit and the command line all work on a Training.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipetrain.arguments import Asked
+from pipetrain.checkpoint.files import Position
+from pipetrain.checkpoint.resume import Source, open_weights, tensors_of
+from pipetrain.checkpoint.state import restore, restore_random
+from pipetrain.data.loader import Sampled
+from pipetrain.data.loading import Form, Loader, NamedTargets, Reader
+from pipetrain.errors import ConfigError
+from pipetrain.network.chain import network_of
+from pipetrain.network.factory import Initial
+from pipetrain.network.model import give_memory, refuse_without_numbers, tensor_attributes
+from pipetrain.network.network import Network, Values
+from pipetrain.network.places import named_tensors
+from pipetrain.network.values import TensorSpec, ValueSpec, as_tuple
+from pipetrain.plan.parity import parity, prove_stages
+from pipetrain.plan.plan import Plan, Samples, prove_targets
+from pipetrain.plan.program import Draft
+from pipetrain.planning import first_plan
+from pipetrain.records.bar import Bar
+from pipetrain.rules import PATH
+from pipetrain.runtime.engine import Tick
+from pipetrain.runtime.feed import Batches, OfLoader, OfNumbers
+from pipetrain.runtime.mesh import Mesh, choose_device
+from pipetrain.runtime.ranks import World
+from pipetrain.runtime.session import Session
+from pipetrain.runtime.stage import Stage
+from pipetrain.runtime.together import Together, level, prove_same
+from pipetrain.runtime.whole import WholeModel, owners
+from pipetrain.runtime.windows import NO_BATCH, Windows
+from pipetrain.schedule.lower import edges
+from pipetrain.signals import Asked as Request
+from pipetrain.tasks import ModelLoss, Task
+from pipetrain.tasks.tally import Tally
+from pipetrain.tasks.trial import choose_weight
+
+log = logging.getLogger("pipetrain")
+
+EPOCH_RANDOM = "random/0/epoch"  # of rank 0 at the beginning of an epoch
+
+
+class Training:
+    """What the ranks have agreed to train; from the first batch on `session` and `windows` train it.
+
+    `record`: of the factory that made the model; `weights`: a file or folder to begin with; `seed`: of the
+    program, None: as torch is seeded on rank 0; `heard`: see Windows. Raises ConfigError, ChannelError and
+    Refused.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        record: Initial | None,
+        task: Task,
+        named: NamedTargets | None,
+        asked: Asked,
+        weights: str | Path | None,
+        seed: int | None,
+        heard: Callable[[], Request],
+    ) -> None:
+        self.model, self.task, self.asked, self.settings = model, task, asked, asked.draft.settings
+        self._named, self._heard = named, heard
+        self.mesh = _meet(World.current(), asked.draft)
+        self.bar = Bar()
+        self.session: Session | None = None
+        self._windows: Windows | None = None
+        self.together = Together(self.mesh, self._ended)
+        with self.together():
+            initial = self._agree(record, weights)
+            if seed is None:
+                told = self.mesh.tell("the seed", torch.initial_seed() % 2**31)
+                self.settings = replace(self.settings, seed=told)
+        self._form: Form | None = None
+        self.source: Source | None = None  # what was loaded before the first batch
+        self.stopping = False  # as agreed after the last window
+        self.metrics: dict[str, float] = {}  # of the last pass that was trained
+        self.closed = False
+        self._apart = ""  # why microbatches would train otherwise than a batch
+        self.conditions = tensors_of(model) | {"optimizer": type(asked.made).__name__}
+        self.whole = WholeModel(model, self.mesh, initial)
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.world.rank
+
+    @property
+    def begun(self) -> Session:
+        """The session. Raises ConfigError before the first batch, and after the end."""
+        self.refuse_ended()
+        if self.session is None:
+            raise ConfigError("the plan is made with the first batch: give Pipeline sample=(inputs, targets)")
+        return self.session
+
+    @property
+    def windows(self) -> Windows:
+        """The loop over the windows of passes, once there are batches."""
+        self.refuse_ended()
+        assert self._windows is not None, "a pass begins with its batches"
+        return self._windows
+
+    @property
+    def updates(self) -> int:
+        """The number of updates so far."""
+        if self.session is None:
+            return self.source.manifest.position.update if self.source else 0
+        return next(iter(self.session.stages.values())).weights.updates
+
+    def refuse_ended(self) -> None:
+        """Refuse to go on after `close` (ConfigError), or an error of what all ranks do (TrainingStopped)."""
+        if self.closed:
+            raise ConfigError("this Pipeline has been closed: call close() last, or make another one")
+        self.together.prove()
+
+    # The start
+
+    def _agree(self, record: Initial | None, weights: str | Path | None) -> Values | None:
+        """Compare what the ranks have, and give them the model of rank 0; return what its weights begin with.
+
+        `record`: of the factory that made it. Raises Refused and ConfigError.
+        """
+        mesh, model = self.mesh, self.model
+        drawn = {"how the model's factory makes its parameters": record.digest} if record else {}
+        prove_same(mesh, "the settings", self.asked.conditions() | drawn)
+        mesh.open(edges(self.asked.draft.program))
+        refuse_without_numbers(mesh.tell("the model", [] if record else give_memory(model)))
+        level(mesh, "the model", named_tensors(model) | tensor_attributes(model))
+        return record if weights is None else open_weights(PATH.read("weights", weights), model)
+
+    def begin(self, reader: Reader | Sampled | None, known: Samples | None = None) -> None:
+        """Plan for the first batch of rank 0, prove the task on it, and make this rank's stages.
+
+        `known`: the sizes of all batches, else others may come.
+        """
+        first = self.together.on_first("the first batch", reader, _first)
+        if first is None:
+            raise ConfigError(NO_BATCH)
+        form, model = Form.from_json(first[0]), self.model
+        network = network_of(model, form.inputs, self.settings.precision == "bf16")
+        network.values = self.whole.values
+        if isinstance(self.task, ModelLoss):
+            choose_weight(self.task, network, form.inputs)
+        settings = self.settings
+        if known is None:
+            m = settings.microbatches
+            settings = replace(settings, batch_size=max(m, first[1] // m * m))
+        draft = replace(self.asked.draft, settings=settings)
+        plan = first_plan(self.asked, draft, self.task, network, form, known, self.together)
+        self.together.on_first("the task", reader, partial(_prove_task, plan, self.task))
+        compare = partial(_compare, plan, network, self.task)
+        self._apart = self.together.on_first("the comparison", reader, compare)
+        self.settings, self._form = plan.settings, form
+        with self.together():
+            self.mesh.open(list(plan.cut.bounds), plan.cut.ties)
+            owned = owners(network, plan)
+            optimizer, rate = self.asked.optimizer, self.asked.rate.fraction
+            self.session = Session(plan, network, self.task, optimizer, rate, self.mesh)
+        self.session.whole = self.whole
+        self._windows = Windows(self.session, self.together, self._heard)
+        self.whole.lend(network, self.session.stages.values(), owned)
+        if self.source is not None:
+            restore(self.source, self.session, self.mesh)
+
+    def begin_by_number(self, train: Sampled, test: Sampled, done: int) -> None:
+        """Plan for samples by number, of which so many batches are done; prove the task on both."""
+        if self.session is None:
+            self.begin(None if self.rank else train, Samples(train.sizes, test.sizes))
+            self.together.on_first("the task", test, partial(_prove_task, self.begun.plan, self.task))
+            self._refuse_apart()
+
+    # Passes
+
+    def batches(
+        self,
+        source: Loader | Sampled,
+        trains: bool = False,
+        labelled: bool = True,
+        epoch: int = 0,
+        done: int = 0,
+    ) -> Batches:
+        """Return the batches of a pass over a loader, whose first one decides the plan, or over samples.
+
+        `labelled`: whether targets are read. `epoch`: of samples by number; `done`: the batches to leave out.
+        """
+        self.refuse_ended()
+        if isinstance(source, Sampled):
+            return OfNumbers.of(source, self.task, self.mesh, self.begun.plan.placement, epoch, done)
+        form = self._form
+        if form is not None and not labelled:
+            form = replace(form, targets=ValueSpec((TensorSpec((), torch.float32),)))
+        weight = self.task.weight if trains else None
+        reader = None if self.rank else Reader(source, "batch", form, self._named, weight, labelled)
+        if self.session is None:
+            self.begin(reader)
+            form = self._form
+        assert form is not None
+        if trains:
+            self._refuse_apart()
+
+        def begin(reader: Reader) -> None:
+            if self.whole.given:
+                self.whole.given.prove(trains)
+            if done:
+                reader.skip(done, self.settings.window)
+
+        return OfLoader(self.mesh, reader, form, begin)
+
+    def ticks(self, what: str) -> Callable[[int], Tick]:
+        """Return what shows rank 0's progress in a window of many batches."""
+
+        def of(batches: int) -> Tick:
+            if self.rank or batches == 1:
+                return lambda stage: None
+            first = min(self.begun.stages)
+            return lambda stage: self.bar.tick(what, batches) if stage == first else None
+
+        return of
+
+    def values(self, what: str, take: Callable[[Stage], Tally], **more: float) -> dict[str, float]:
+        """Return what the last stage has counted, and `more` of its rank, on every rank."""
+        last = self.begun.plan.placement[-1]
+        with self.together():
+            tally = self.take(take)
+            values = tally and {"loss": tally.mean_loss, **self.task.values(tally), **more}
+            on_all: dict[str, float] = self.mesh.tell(what, values, last)
+        return on_all
+
+    def take(self, count: Callable[[Stage], Tally]) -> Tally | None:
+        """Return and reset a tally of the last stage; None if another rank holds it."""
+        return count(self.session.last) if self.session and self.session.last else None
+
+    def _refuse_apart(self) -> None:
+        """Refuse to train what microbatches train otherwise than a batch; to evaluate it is right."""
+        if self._apart:
+            raise ConfigError(self._apart)
+
+    def _ended(self) -> None:
+        """Stop training after an error of what all ranks do together."""
+        self.bar.close()
+        self.session = self._windows = None
+
+    def settle(self, what: str) -> None:
+        """Let all ranks end what they do, to tell their tensors."""
+        self.refuse_ended()
+        with self.together():
+            if self.session is not None:
+                self.session.engine.settle()
+            self.mesh.tell(what)
+
+    def close(self) -> None:
+        """Leave the process groups. All ranks call it."""
+        if not self.closed:
+            self.whole.end(failed=self.session is None)
+            if not self.together.stopped:
+                self.mesh.close()
+        self.closed = True
+
+
+class Passes:
+    """The passes over loaders, or over samples by number; the first one decides the plan.
+
+    `test`: None where nothing is evaluated. `source`: the checkpoint to go on from, at `start`.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        train: Loader | Sampled,
+        test: Loader | Sampled | None,
+        source: Source | None,
+        start: Position,
+    ) -> None:
+        self._training = training
+        self._train = train
+        self._test = test
+        self._random = torch.get_rng_state()
+        self._ahead: Batches | None = None
+        if isinstance(train, Sampled):
+            assert isinstance(test, Sampled)
+            training.begin_by_number(train, test, start.batch)
+        if source is not None:
+            self._go_on(source, start)
+        if not isinstance(train, Sampled):
+            self._ahead = self.train(start.epoch, start.batch)
+
+    def _go_on(self, source: Source, start: Position) -> None:
+        """Restore the random state with which the epoch began that the checkpoint is of."""
+        restore_random(source, self._training.mesh)
+        tensors = source.tensors()
+        if start.batch and EPOCH_RANDOM in tensors and not self._training.rank:
+            torch.set_rng_state(tensors[EPOCH_RANDOM])
+
+    def train(self, epoch: int, done: int) -> Batches:
+        begun, self._ahead = self._ahead, None
+        if begun is not None:
+            return begun
+        sampler: Any = getattr(self._train, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        self._random = torch.get_rng_state()
+        return self._training.batches(self._train, trains=True, epoch=epoch, done=done)
+
+    def evaluate(self) -> Batches:
+        assert self._test is not None, "nothing is evaluated"
+        return self._training.batches(self._test)
+
+    def random(self) -> dict[str, Tensor]:
+        by_number = isinstance(self._train, Sampled)
+        return {} if by_number or self._training.rank else {EPOCH_RANDOM: self._random}
+
+
+def _meet(world: World, draft: Draft) -> Mesh:
+    """Return the ranks that have met, with a line where their messages go through host memory."""
+    settings, decides = draft.settings, draft.policy is not None
+    how = choose_device(world, settings.device), None, settings.timeout, decides or None
+    mesh = Mesh(world, draft.placement, [], *how)
+    if mesh.staged and world.size > 1 and not world.rank:
+        why = f"{settings.schedule} decides its order as it runs" if decides else "ranks share a GPU"
+        log.warning("pipetrain: %s, so messages go through host memory over gloo", why)
+    return mesh
+
+
+def _first(reader: Reader | Sampled) -> list[Any] | None:
+    """Return what the other ranks need to know of the first batch; None if there is none."""
+    first = reader.first()
+    return first and [Form(*map(ValueSpec.in_batch, first)).to_json(), len(as_tuple(first[0])[0])]
+
+
+def _prove_task(plan: Plan, task: Task, reader: Reader | Sampled) -> None:
+    first = reader.first()
+    assert first is not None
+    prove_targets(plan, _spare(task), first[1], getattr(reader, "classes", None))
+
+
+def _compare(plan: Plan, network: Network, task: Task, reader: Reader | Sampled) -> str:
+    first = reader.first()
+    assert first is not None
+    prove_stages(plan, network, first[0])
+    return parity(plan, network, _spare(task), *first)
+
+
+def _spare(task: Task) -> Task:
+    """Return a copy of a task, which may count its calls, if it can be copied."""
+    try:
+        return deepcopy(task)
+    except Exception:  # a user's loss may hold anything
+        return task
