@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
-from pipetrain import ConfigError, Pipeline, ScheduleError, TrainingStopped, pipeline
+from pipetrain import ConfigError, Pipeline, ScheduleError, TrainingStopped, pipeline, training
 from pipetrain.models import gpt
 from pipetrain.network.factory import build
 from pipetrain.network.places import named_tensors
@@ -66,7 +66,7 @@ def test_on_a_gpu_messages_of_a_schedule_without_a_fixed_order_go_through_host_m
     def mesh(*given: Any) -> None:
         raise Seen(given[-1])
 
-    monkeypatch.setattr(pipeline, "Mesh", mesh)
+    monkeypatch.setattr(training, "Mesh", mesh)
     with pytest.raises(Seen, match=str(staged)):
         pipe_of(schedule=schedule)
 
