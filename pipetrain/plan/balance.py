@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from pipetrain.codec import Identity
 from pipetrain.errors import ConfigError
-from pipetrain.plan.costs import Profile, Table
+from pipetrain.plan.costs import Table
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.program import Draft, make_program, modes_of
 from pipetrain.schedule.actions import Op
@@ -167,18 +167,6 @@ class Choice(NamedTuple):
     held_bytes: int
 
 
-class Prediction(NamedTuple):
-    """What a profile says of the cuts of each strategy; `limit`: the most bytes of a stage."""
-
-    profile: Profile
-    choices: dict[str, Choice]
-    limit: float = math.inf
-
-    @property
-    def chosen(self) -> Choice:
-        return self.choices[PROFILE]
-
-
 class Doing(NamedTuple):
     """What a schedule has a stage do in a mode: how often each action a batch, and what items it may hold."""
 
@@ -294,13 +282,12 @@ def balance_times(prices: Prices, allowed: Collection[int], limit: float = math.
     )
 
 
-def cut_by_times(draft: Draft, batches: int, table: Table, allowed: Collection[int]) -> Prediction:
-    """Choose the cuts by measured times, and compare them with those of the other strategies.
+def cut_by_times(draft: Draft, batches: int, table: Table, allowed: Collection[int]) -> dict[str, Choice]:
+    """Choose the cuts by measured times; return them, and to compare those of the other strategies.
 
     `batches`: of the longest window.
     """
-    prices, memory_limit = prices_of(draft, batches, table), draft.settings.memory_limit
-    limit = math.inf if memory_limit is None else memory_limit * GIB
+    prices, limit = prices_of(draft, batches, table), (draft.settings.memory_limit or math.inf) * GIB
     others = {name: choose_cuts(name, table.layers, draft.placement) for name in STRATEGIES}
     cuts = {PROFILE: balance_times(prices, allowed, limit), **others}
-    return Prediction(table.times, {name: prices.choice(of, limit) for name, of in cuts.items()}, limit)
+    return {name: prices.choice(of, limit) for name, of in cuts.items()}

@@ -5,6 +5,7 @@ It says where the model is cut, what crosses each cut, the timeline, and what th
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -20,7 +21,6 @@ from pipetrain.data import declared_example, load_data
 from pipetrain.errors import ConfigError
 from pipetrain.network.chain import network_of
 from pipetrain.network.values import TensorSpec
-from pipetrain.plan.balance import Prediction
 from pipetrain.plan.costs import profile_conditions, read_profile
 from pipetrain.plan.memory import gpu_bytes, known_state, optimizer_state, says_whether_it_fits
 from pipetrain.plan.plan import Plan, Samples, make_plan
@@ -30,7 +30,7 @@ from pipetrain.rules import PATH, POSITIVE
 from pipetrain.schedule.actions import Op, has_norms, splits
 from pipetrain.schedule.draw import aligned, as_text, counted
 from pipetrain.schedule.figure import as_figure
-from pipetrain.schedule.memory import PARTS, Memory, peaks
+from pipetrain.schedule.memory import GIB, PARTS, Memory, peaks
 from pipetrain.schedule.theory import theory
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.settings import PROFILE, Mode, Settings
@@ -146,7 +146,7 @@ def describe(
     run = plan.timeline()
     stage_bytes = plan.memory(run)
     picture = as_text(run, width, plan.unit_of_time, span, _title(plan))
-    predicted = [_predicted(plan, plan.prediction, run)] if plan.prediction else []
+    predicted = [_predicted(plan, run)] if plan.choices else []
     sizes = [_memory(plan, stage_bytes, room)] if stage_bytes else []
     return "\n".join((head, _partition(plan), *predicted, picture, *sizes, _figures(plan, run, batches)))
 
@@ -182,8 +182,8 @@ def _partition(plan: Plan) -> str:
             row |= {"on the wire": f"{there:,}" if stage else "-", "and back": f"{back:,}" if stage else "-"}
         if recomputes:
             row["recompute"] = mode.value
-        if plan.prediction is not None:
-            costs, batch_s = plan.stage_costs.seconds, plan.prediction.chosen.stages[stage].batch_s
+        if plan.choices:
+            costs, batch_s = plan.stage_costs.seconds, plan.choices[PROFILE].stages[stage].batch_s
             messages = {kind[::2]: s for kind, s in costs.items() if len(kind) == 3 and stage in kind[::2]}
             between = sum(s for edge, s in messages.items() if edge in plan.cut.bounds)
             seconds = {str(op): costs[stage, op] for op in (*shown, Op.STEP)}
@@ -193,22 +193,23 @@ def _partition(plan: Plan) -> str:
     return aligned([[*rows[0]], *([*row.values()] for row in rows)]) + "\n"
 
 
-def _predicted(plan: Plan, prediction: Prediction, run: Timeline) -> str:
-    profile = prediction.profile
+def _predicted(plan: Plan, run: Timeline) -> str:
+    profile = plan.table.times
     latency_ms, ms_per_mib = 1e3 * profile.latency_s, 1e3 * 2**20 * profile.s_per_byte
     machine = ", ".join(f"{key} {value}" for key, value in profile.machine.items())
     return (
         f"F, B, I, W and messages of a microbatch, STEP and all of a batch; profiled on {machine}\n"
         f"messages {latency_ms:.3f} ms + {ms_per_mib:.3f} ms/MiB; the schedule at these times: "
-        f"{1e3 * run.makespan / max(plan.windows):.2f} ms a batch\n\n{choices(prediction)}\n"
+        f"{1e3 * run.makespan / max(plan.windows):.2f} ms a batch\n\n{choices(plan)}\n"
     )
 
 
-def choices(prediction: Prediction) -> str:
+def choices(plan: Plan) -> str:
     """Return a row for the cuts of a profile, and for those of each other strategy."""
     rows = [("partition", "cut before layers", "slowest stage, ms a batch", "fullest stage, MiB", "")]
-    for name, one in prediction.choices.items():
-        excess = "does not fit into memory_limit" if one.held_bytes > prediction.limit else ""
+    limit = (plan.settings.memory_limit or math.inf) * GIB
+    for name, one in plan.choices.items():
+        excess = "does not fit into memory_limit" if one.held_bytes > limit else ""
         mib = f"{one.held_bytes / 2**20:.1f}"
         rows.append((name, str(one.cuts), f"{1e3 * one.slowest_s:.2f}", mib, excess))
     return aligned(rows)

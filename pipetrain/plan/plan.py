@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,7 +15,7 @@ from pipetrain.network.chain import network_of
 from pipetrain.network.network import Network
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import TensorSpec, Value, ValueSpec, cast_floats
-from pipetrain.plan.balance import Prediction, choose_cuts, cut_by_times, prove_layers
+from pipetrain.plan.balance import Choice, choose_cuts, cut_by_times, prove_layers
 from pipetrain.plan.costs import Profile, Table, by_work, refuse_other_layers
 from pipetrain.plan.cut import (
     Cut,
@@ -66,7 +66,7 @@ class Plan:
     windows: ProvenWindows  # by the number of batches
     modes: Sequence[Mode]  # of recomputation, of each stage
     costs: Costs | None = None  # from a profile
-    prediction: Prediction | None = None  # from a profile
+    choices: Mapping[str, Choice] = field(default_factory=dict)  # the cuts of each strategy, by a profile
     text: Callable[[Plan], str] = field(default=repr, compare=False, repr=False)  # how it prints
 
     def __str__(self) -> str:
@@ -249,7 +249,7 @@ def make_plan(
         prove_layers(len(draft.placement), [layer.name for layer in layers])
         profile = profile(layers, example, numerics)
     table = _table(settings, layers, example, network is not None, profile, state_of, task)
-    cuts, modes, prediction = _cuts(draft, lengths, network, table, profile)
+    cuts, modes, choices = _cuts(draft, lengths, network, table)
     shared = shared_weights(network, cuts) if network else {}
     cut = cut_layers(trained, cuts, example, shared, open_)
     refuse_ties(draft, cut)
@@ -272,7 +272,7 @@ def make_plan(
         windows=windows,
         modes=modes,
         costs=stage_costs if profile else None,
-        prediction=prediction,
+        choices=choices,
     )
     if settings.memory_limit is not None and settings.partition != PROFILE:
         refuse_above(settings.memory_limit, plan.memory(plan.timeline()))
@@ -313,19 +313,19 @@ def _cuts(
     lengths: Sequence[int],
     network: Network | None,
     table: Table,
-    profile: Profile | None,
-) -> tuple[list[int], list[Mode], Prediction | None]:
+) -> tuple[list[int], list[Mode], dict[str, Choice]]:
     """Choose the first layers of stages 1, 2, ..., and what each stage recomputes. Raises ConfigError."""
-    settings, where, layers, prediction = draft.settings, draft.placement, table.layers, None
+    settings, where, layers = draft.settings, draft.placement, table.layers
+    choices: dict[str, Choice] = {}
     modes = modes_of(settings.recompute, len(where))
-    if profile is not None and settings.partition == PROFILE:
-        prediction = cut_by_times(draft, max(lengths), table, cuts_that_may_be(network, layers))
-        cuts, modes = prediction.chosen.cuts, [stage.mode for stage in prediction.chosen.stages]
+    if settings.partition == PROFILE:
+        choices = cut_by_times(draft, max(lengths), table, cuts_that_may_be(network, layers))
+        cuts, modes = choices[PROFILE].cuts, [stage.mode for stage in choices[PROFILE].stages]
     else:
         cuts = choose_cuts(settings.partition, layers, where)
     refuse_cuts(network, layers, cuts)
     _refuse_drawing(settings, layers)
-    return cuts, modes, prediction
+    return cuts, modes, choices
 
 
 def _refuse_drawing(settings: Settings, layers: Sequence[Layer]) -> None:

@@ -73,9 +73,9 @@ class Recorder:
         self._files.text(CONFIG, text)
         self._files.whole("timeline.png", lambda new: new.write_bytes(picture))
         self._files.text("plan.txt", describe(plan, room=about.room))
-        if plan.prediction is not None:
-            self._files.text(PROFILE_FILE, json.dumps(plan.prediction.profile.to_json(), indent=1) + "\n")
-            log.info("%s", choices(plan.prediction))
+        if plan.choices:
+            self._files.text(PROFILE_FILE, json.dumps(plan.table.times.to_json(), indent=1) + "\n")
+            log.info("%s", choices(plan))
         if TENSORBOARD in run.config["logger"]:
             from pipetrain.records.tensorboard import TensorBoard  # imports Matplotlib
 

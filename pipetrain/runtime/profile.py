@@ -161,8 +161,8 @@ def measure_layers(
     network, which must not be trained afterwards. `layers`: its estimates. Raises ConfigError with the name
     of a layer that fails.
     """
-    own, every = len(layers), len(layers) + EMPTY
-    cut = cut_layers({size: _followed(layers)}, range(1, every + 1), example)
+    followed, own, every = _followed(layers), len(layers), len(layers) + EMPTY
+    cut = cut_layers({size: followed}, range(1, every + 1), example)
     nothing = Chain(nn.Sequential(*(nn.Identity() for _ in range(every))))
     for module in (network.model, *network.modules):
         module.to(device)
@@ -193,7 +193,7 @@ def measure_layers(
             engine.train(order, feed, len(MICROBATCHES), observe=rows.append)
     except ActionFailed as error:
         raise ConfigError(
-            f"layer {error.stage} ({network.names[error.stage]}) of the model cannot be profiled: "
+            f"layer {error.stage} ({followed[error.stage].name}) of the model cannot be profiled: "
             f"{type(error.__cause__).__name__}: {one_line(error.__cause__)}"
         ) from error
     return _times(every, rows[WARM_UP:])

@@ -80,7 +80,7 @@ def prepared(way: Way, ranks: int, m: int, product_s: float) -> tuple[Job, float
 
 def with_costs(plan: Plan, costs: Costs) -> Plan:
     """Return the plan at other costs, with programs made for them if the schedule asks for costs."""
-    plan = replace(plan, costs=costs, prediction=None)
+    plan = replace(plan, costs=costs, choices={})
     if not plan.by_costs:
         return plan
     cut, windows = prove(plan.draft, plan.cut, [*plan.windows], 1, costs, recomputing(plan.modes))

@@ -148,10 +148,10 @@ def by_times(seconds: list[float], *overrides: str, latency_s: float = 1, **argu
 def test_a_profile_s_cuts_and_costs():
     made = by_times([1, 1, 1, 1, 1, 1, 1, 1, 1, 7])
     assert made.cuts == [8]  # 8 | 1 + 7
-    choices = {name: (of.cuts, of.slowest_s) for name, of in made.prediction.choices.items()}
+    choices = {name: (of.cuts, of.slowest_s) for name, of in made.choices.items()}
     assert (choices["profile"], choices["even"]) == (([8], 4 * (8 + 16 + 2)), ([5], 4 * (11 + 22 + 2)))
     assert made.timeline().busy == [4 * 24, 4 * 24]
-    assert (plan().costs, plan().prediction) == (None, None)
+    assert (plan().costs, plan().choices) == (None, {})
     assert by_times([9, 1, 1, 1], model=shared_statistics, latency_s=0).cuts == [3]  # not [1]
 
 
@@ -162,7 +162,7 @@ def test_a_memory_limit_chooses_the_least_recomputation_that_fits():
         limits = () if limit is None else (f"memory_limit={limit / GIB!r}",)
         words = ("microbatches=8", "batch_size=24", *limits, *more)
         made = by_times([1.0] * 10, *words, schedule=schedule, samples=Samples([24] * 2, [3]))
-        return made, [stage.held_bytes for stage in made.prediction.chosen.stages]
+        return made, [stage.held_bytes for stage in made.choices["profile"].stages]
 
     (free, most), (selective, less) = cut(None), cut(None, "recompute=selective")
     always, least = cut(None, "recompute=always")
