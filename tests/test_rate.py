@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from pipetrain.errors import ConfigError
-from pipetrain.rate import SHAPES, constant, cosine, learning_rate
+from pipetrain.rate import SHAPES, LearningRate, constant, cosine, learning_rate
 
 
 def rates(name: str, peak: float, warmup: float, updates: int) -> list[float]:
-    rate = learning_rate(name, warmup, updates)
-    return [peak * rate(update) for update in range(updates)]
+    return [*map(LearningRate(peak, learning_rate(name, warmup, updates)), range(updates))]
 
 
 def test_warm_up_is_a_line():

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from pipetrain.checkpoint.files import (
@@ -28,7 +27,6 @@ from pipetrain.documents import DamagedCheckpoint, OtherFormat, read_as
 from pipetrain.errors import ChannelError, ConfigError, TrainingStopped, one_line
 from pipetrain.network.model import state_names
 from pipetrain.network.places import named_tensors
-from pipetrain.settings import PROFILE, Mode
 
 AUTO = "auto"
 PIPELINE = {"cuts", "placement", "recompute"}
@@ -152,19 +150,6 @@ def read_source(folder: Path) -> Source:
             f"the checkpoint that rank 0 reads cannot be read: {damage}; give run_dir (or resume) a folder "
             f"that all machines share"
         ) from damage
-
-
-def with_cuts_of(cfg: DictConfig, source: Source, ranks: int) -> DictConfig:
-    """Return the configuration with the checkpoint's cuts where it would otherwise be profiled again."""
-    pipeline = source.manifest.pipeline
-    if cfg.partition != PROFILE or ranks != len(set(pipeline["placement"])):
-        return cfg
-    cfg = cfg.copy()
-    cfg.partition = pipeline["cuts"]
-    if cfg.memory_limit is not None:  # recomputation cannot be chosen without a profile
-        cfg.recompute = [list(Mode)[number].value for number in pipeline["recompute"]]
-    cfg.memory_limit = None
-    return cfg
 
 
 def tensors_of(model: nn.Module) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from pipetrain.building import make_optimizer, make_schedule, make_task, model_of
-from pipetrain.checkpoint import resume
 from pipetrain.checkpoint.files import Position
 from pipetrain.checkpoint.resume import AUTO, Source, find_source, read_source
 from pipetrain.commands.cli import as_mapping, compose, contained, quoted
@@ -45,7 +44,7 @@ from pipetrain.records.trackers import check_loggers
 from pipetrain.runtime.mesh import choose_device, keep_freed_memory
 from pipetrain.runtime.ranks import World
 from pipetrain.schedule.actions import ScheduleError
-from pipetrain.settings import Settings, share_of_cores
+from pipetrain.settings import PROFILE, Mode, Settings, share_of_cores
 from pipetrain.signals import Signals
 from pipetrain.training import Passes
 
@@ -176,7 +175,7 @@ def find(cfg: DictConfig, settings: Settings, start: Start) -> tuple[DictConfig,
     if source is None:
         folder.clear(run_dir)
     else:
-        cfg = resume.with_cuts_of(cfg, source, start.world.size)
+        cfg = with_cuts_of(cfg, source, start.world.size)
     start.doing = "read the data set"
     cfg, data = obtain_data(cfg, settings.dtype)
     hydra = HydraConfig.get()
@@ -187,6 +186,19 @@ def find(cfg: DictConfig, settings: Settings, start: Start) -> tuple[DictConfig,
     if hydra.mode == RunMode.RUN:  # not in a sweep, whose runs have a folder each
         start.remember(run_dir)
     return cfg, data, source
+
+
+def with_cuts_of(cfg: DictConfig, source: Source, ranks: int) -> DictConfig:
+    """Return the configuration with the checkpoint's cuts where it would otherwise be profiled again."""
+    pipeline = source.manifest.pipeline
+    if cfg.partition != PROFILE or ranks != len(set(pipeline["placement"])):
+        return cfg
+    cfg = cfg.copy()
+    cfg.partition = pipeline["cuts"]
+    if cfg.memory_limit is not None:  # recomputation cannot be chosen without a profile
+        cfg.recompute = [list(Mode)[number].value for number in pipeline["recompute"]]
+    cfg.memory_limit = None
+    return cfg
 
 
 def follow(composed: DictConfig, start: Start) -> None:
@@ -203,7 +215,7 @@ def follow(composed: DictConfig, start: Start) -> None:
     cfg.run_dir = word.run_dir
     source = None if word.resume is None else read_source(Path(word.resume))
     if source is not None:
-        cfg = resume.with_cuts_of(cfg, source, start.world.size)
+        cfg = with_cuts_of(cfg, source, start.world.size)
     if word.saves:
         folder.prove_shared(Path(word.run_dir))
     train(cfg, word, None, source, start)

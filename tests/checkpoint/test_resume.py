@@ -21,11 +21,10 @@ from pipetrain.checkpoint.resume import (
     find_source,
     refuse_finished,
     refuse_other,
-    with_cuts_of,
 )
 from pipetrain.checkpoint.tensors import names_of
 from pipetrain.commands.cli import as_mapping, contained
-from pipetrain.commands.train import conditions_of
+from pipetrain.commands.train import conditions_of, with_cuts_of
 from pipetrain.errors import ConfigError
 from pipetrain.records.folder import lengthens
 from pipetrain.settings import Settings
