@@ -174,34 +174,35 @@ class Windows:
             (outputs,) = done.outcomes
             yield from [None] * len(done.sizes) if self._mesh.world.rank else outputs
 
-    def _run(self, of: _Pass, run: Callable[[list[int]], tuple[int, Any]]) -> Iterator[Done]:
+    def _run(self, this: _Pass, run: Callable[[list[int]], tuple[int, Any]]) -> Iterator[Done]:
         """Run a pass. `run` runs a window of batches of such sizes; returns how many, and an outcome."""
-        done, reads_ahead, m = 0, of.until is not None, self.session.plan.settings.microbatches
-        word = self._say(of, done)
+        done, reads_ahead = 0, this.until is not None
+        word = self._say(this, done)
         while windows := self._following(word):
             sizes, outcomes, early, began = list[int](), list[Any](), False, time.perf_counter()
             for window in windows:
-                if of.trains and min(window) < m:
-                    break  # it is refused when the ones before have been seen
+                if early or (this.trains and self._too_small(window)):
+                    break  # such a batch is refused when the updates before it have been seen
                 with self._together():
                     ran, outcome = run(window)
                 sizes += window[:ran]
                 outcomes.append(outcome)
                 early = ran < len(window)
-                if early:
-                    break
-            if not outcomes:
-                self.session.refuse_small(windows[0])
-            done += len(sizes)
-            if of.trains:
-                self._window_s = (time.perf_counter() - began) / len(outcomes)
-            word = self._say(of, done, reads_ahead, hears=of.trains or early)
-            over = reads_ahead and not (word.windows or word.failure)
-            yield Done(sizes, outcomes, word.losses, word.asked, early, over)
-            if len(outcomes) < len(windows):
-                self.session.refuse_small(windows[len(outcomes)])
+            refused = [] if early else windows[len(outcomes) : len(outcomes) + 1]
+            if outcomes:
+                done += len(sizes)
+                if this.trains:
+                    self._window_s = (time.perf_counter() - began) / len(outcomes)
+                word = self._say(this, done, reads_ahead, hears=this.trains or early)
+                over = reads_ahead and not (word.windows or word.failure)
+                yield Done(sizes, outcomes, word.losses, word.asked, early, over)
+            for window in refused:
+                self.session.refuse_small(window)
             if not reads_ahead:
-                word = self._say(of, done)
+                word = self._say(this, done)
+
+    def _too_small(self, window: list[int]) -> bool:
+        return min(window) < self.session.plan.settings.microbatches
 
     def _following(self, word: Word) -> list[list[int]]:
         raise_failure(word.error, word.failure, 0)
@@ -209,15 +210,15 @@ class Windows:
             raise ConfigError(NO_BATCH)
         return word.windows
 
-    def _say(self, of: _Pass, done: int, reads: bool = True, hears: bool = False) -> Word:
+    def _say(self, this: _Pass, done: int, reads: bool = True, hears: bool = False) -> Word:
         """Exchange a word; rank 0 `reads` which batches come next. `hears`: also losses and signals."""
         last, windows, error = self.session.last, None, None
         most = max(1, int(self._at_once_s / max(self._window_s, 1e-6)))
         if reads and not self._mesh.world.rank:
-            windows, error = attempt(lambda: of.next(done, most))
+            windows, error = attempt(lambda: this.next(done, most))
         with self._together():
             losses = last.counts.take_losses() if hears and last else []
             mine = [windows, failure_of(error), losses, self._heard() if hears else ""]
-            words = self._mesh.gather(f"the next window of {of.what}", mine)
+            words = self._mesh.gather(f"the next window of {this.what}", mine)
         (windows, failure, *_), (*_, losses, _) = words[0], words[self.session.plan.placement[-1]]
         return Word(windows, failure, error, losses, max((asked for *_, asked in words), key=ORDER.index))
