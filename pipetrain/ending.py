@@ -20,7 +20,7 @@ from pipetrain.errors import ActionFailed, ChannelError, ConfigError, NotRecorde
 from pipetrain.schedule.actions import ScheduleError
 
 FAILED, REFUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
-ENDED = "PIPETRAIN_ENDED"  # a folder into which each rank writes its status, for pipetrain.commands.launcher
+ENDED = "PIPETRAIN_ENDED"  # a folder into which each rank writes its status, for commands/launcher.py
 
 
 def guarded(action: Callable[[], int]) -> int:
