@@ -188,9 +188,9 @@ class Prices:
         """Price layers `start` to `end` (exclusive) as this stage."""
         doing, sizes = self.stages[stage][mode], self.table.sizes(start, end, mode)
         seconds = self.table.seconds(start, end, Op.I in doing.actions, mode)
-        there, back = (sizes.inputs, sizes.outputs), (sizes.returned, sizes.grads)
-        for ops, nbytes in (((Op.RECV_F, Op.SEND_F), there), ((Op.SEND_B, Op.RECV_B), back)):
-            seconds |= zip(ops, map(self.table.message_s, nbytes), strict=True)
+        messages = {Op.RECV_F: sizes.inputs, Op.SEND_F: sizes.outputs}
+        messages |= {Op.RECV_B: sizes.grads, Op.SEND_B: sizes.returned}
+        seconds |= {op: self.table.message_s(nbytes) for op, nbytes in messages.items()}
         batch_s = sum(often * seconds.get(op, 0.0) for op, often in doing.actions.items())
         return Priced(mode, batch_s, max(held_bytes(items, sizes) for items in doing.items))
 
@@ -205,7 +205,8 @@ class Prices:
     def choice(self, cuts: Sequence[int], limit: float = math.inf) -> Choice:
         spans = enumerate(pairwise([0, *cuts, len(self.table.layers)]))
         stages = [self.best(stage, *span, limit) for stage, span in spans]
-        return Choice(list(cuts), stages, *(max(of) for of in list(zip(*stages, strict=True))[1:]))
+        slowest, fullest = max(one.batch_s for one in stages), max(one.held_bytes for one in stages)
+        return Choice(list(cuts), stages, slowest, fullest)
 
     def work_until(self) -> list[float]:
         """Return the seconds a batch that no stage can do without, of all layers before each one."""
@@ -238,14 +239,11 @@ def prices_of(draft: Draft, batches: int, table: Table) -> Prices:
         # torch.compile leaves no operations to choose from.
         asked = [[mode for mode in Mode if mode != "selective" or not settings.compile]] * count
     again = doing(range(count)) if any(modes != [Mode.NEVER] for modes in asked) else plain
-    chosen = [modes if Op.R in again[stage].actions else [Mode.NEVER] for stage, modes in enumerate(asked)]
-    return Prices(
-        table,
-        [
-            {mode: (plain if mode is Mode.NEVER else again)[stage] for mode in modes}
-            for stage, modes in enumerate(chosen)
-        ],
-    )
+    stages: list[dict[Mode, Doing]] = []
+    for stage, modes in enumerate(asked):
+        chosen = modes if Op.R in again[stage].actions else [Mode.NEVER]
+        stages.append({mode: (plain if mode is Mode.NEVER else again)[stage] for mode in chosen})
+    return Prices(table, stages)
 
 
 def balance_times(prices: Prices, allowed: Collection[int], limit: float = math.inf) -> list[int]:

@@ -27,19 +27,23 @@ from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.settings import Settings
 from tests.support import models
 from tests.support.cases import config
+from tests.support.pretended.world import alone
 from tests.support.refusals import refusal
 
 SGD: OptimizerFactory = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
 def measured(
-    model: nn.Sequential, shape: tuple[int, ...] = (3, 32, 32), optimizer: OptimizerFactory = SGD
+    model: nn.Sequential,
+    shape: tuple[int, ...] = (3, 32, 32),
+    optimizer: OptimizerFactory = SGD,
+    device: str = "cpu",
 ) -> list[dict[str, float]]:
     """Measure microbatches of two samples; the weights stay what they are."""
     example, before = ValueSpec((TensorSpec(shape, torch.float32),)), deepcopy([*model.parameters()])
-    layers, how = estimate(deepcopy(model), example.of(2)), (Numerics(), optimizer, torch.device("cpu"))
+    layers, how = estimate(deepcopy(model), example.of(2)), (Numerics(), optimizer, torch.device(device))
     found = measure_layers(Chain(model), layers, example, 2, *how)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(before, model.parameters(), strict=True))
     return [dict(zip(SECONDS, seconds, strict=True)) for seconds in found]
 
 
@@ -121,6 +125,12 @@ def test_any_model_that_can_train_can_be_measured_in_the_modes_of_its_layers(bui
     assert all(layer["forward_s"] > 0 for layer in (*layers, stage))
     assert layers[-1]["backward_s"] > 0
     assert not model[1].training
+
+
+def test_a_gpu_is_measured_by_its_events():
+    with alone():
+        layers = measured(nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 3)), (12,), device="cuda")
+    assert all(layer["forward_s"] > 0 and layer["weight_s"] > 0 for layer in layers)
 
 
 def test_the_line_goes_through_both_times():
