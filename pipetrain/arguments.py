@@ -1,10 +1,11 @@
-"""What a program gives Pipeline, read and refused where it is wrong."""
+"""What Pipeline is given: read, refused where it is wrong, and planned with the first batch, on all ranks."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,22 @@ from pipetrain.data.loading import NamedTargets
 from pipetrain.errors import ConfigError
 from pipetrain.network.factory import Factory, Initial, build
 from pipetrain.network.model import own_dtype, prove_model
-from pipetrain.network.values import Value
+from pipetrain.network.network import Network
+from pipetrain.network.values import Value, ValueSpec
+from pipetrain.plan.costs import Profile, profile_conditions, read_profile
+from pipetrain.plan.describe import describe
+from pipetrain.plan.memory import optimizer_state
+from pipetrain.plan.plan import Measure, Plan, Samples, make_plan
 from pipetrain.plan.program import Draft
 from pipetrain.rate import LearningRate, Rate, learning_rate
 from pipetrain.runtime.optimizer import prove_optimizer, small_copies
-from pipetrain.runtime.together import conditions
+from pipetrain.runtime.profile import measure, twin_of
+from pipetrain.runtime.together import Together, conditions, digest, level, prove_same
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.schedule.actions import Schedule, parse_program
 from pipetrain.schedule.fixed import FixedProgram
 from pipetrain.schedule.lower import ADDED
-from pipetrain.settings import PIPELINE_OPTIONS, SEED, Settings
+from pipetrain.settings import PIPELINE_OPTIONS, PROFILE, SEED, Settings
 from pipetrain.tasks import LossFunction, Metric, ModelLoss, Task
 from pipetrain.tasks.metrics import MetricFunction
 
@@ -77,6 +84,38 @@ class Asked:
     def conditions(self) -> dict[str, Any]:
         """Return what must be the same on all ranks."""
         return conditions(self.draft.settings, self.made, self.draft.program, self.rate.fraction)
+
+    def plan(
+        self,
+        settings: Settings,
+        task: Task,
+        network: Network,
+        inputs: ValueSpec,
+        samples: Samples | None,
+        together: Together,
+    ) -> Plan:
+        """Return the plan for batches like the first one, the same on every rank.
+
+        `settings`: with its size; `samples`: the sizes of all batches, None: others may come. Raises
+        ConfigError and ScheduleError.
+        """
+        profile: Profile | Measure | None = None
+        if settings.partition == PROFILE:
+            known = profile_conditions(settings, self.optim)
+            if settings.profile is not None:
+                read = partial(read_profile, settings.profile, known)
+                profile = Profile.from_json(together.on_one(0, "the profile", lambda: read().to_json()))
+            else:
+                measured = together.mesh, settings, known, twin_of(network), self.optimizer
+                profile = together()(partial(measure, *measured))
+        state_of, draft = optimizer_state(self.optimizer), replace(self.draft, settings=settings)
+        plan = make_plan(draft, network.spare(), inputs, samples, profile, state_of, task)
+        with together():
+            layers = {f"layer {one.name}": [str(one.output), one.draws, *one.weights] for one in plan.layers}
+            compared = {**plan.pipeline, "program": digest(plan.window.program), **layers}
+            prove_same(together.mesh, "the plan", compared)
+            level(together.mesh, "the tensors of the layers", plan.foreign)
+        return replace(plan, text=describe)
 
 
 def read_optimizer(function: Any, groups: Mapping[str, Mapping[str, Any]] | None) -> Optim:

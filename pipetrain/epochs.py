@@ -307,7 +307,7 @@ class Epochs:
 
     def _observer(self, traced: Observe | None) -> Observe | None:
         """Return what looks at a window, for which the host waits for the device; None if nothing does."""
-        if not self.session.plan.policy:
+        if not self.session.plan.draft.policy:
             return traced
 
         def observe(row: Row) -> None:

@@ -54,7 +54,7 @@ from pipetrain.training import Training
 
 log = logging.getLogger("pipetrain")
 PREDICTED_AT_ONCE = 8  # batches of a window of a prediction, whose outputs are kept until its end
-_open: weakref.ReferenceType[Pipeline] | None = None  # the pipeline of this process
+_open: weakref.WeakSet[Pipeline] = weakref.WeakSet()  # the pipeline of this process, if it has one
 
 
 def schedules() -> dict[str, str]:
@@ -133,7 +133,7 @@ class Pipeline:
         heard = self._signals.take
         self._training = Training(model, record, task, named, asked, weights, seed, heard)
         self._passes = 0  # of train
-        _remember(self)
+        _open.add(self)
         if sample is not None:
             try:
                 self._training.begin(None if self.rank else Reader([sample], "sample= as batch", named=named))
@@ -353,12 +353,7 @@ class Pipeline:
         self._signals.close()
         if not self._training.closed:
             self._training.close()
-            _remember(None)
-
-
-def _remember(pipe: Pipeline | None) -> None:
-    global _open
-    _open = None if pipe is None else weakref.ref(pipe)
+            _open.discard(self)
 
 
 def _end_earlier() -> None:
@@ -366,7 +361,7 @@ def _end_earlier() -> None:
 
     Raises ConfigError where there are several processes, which would have to do so together.
     """
-    if _open is not None and (earlier := _open()) is not None:
+    for earlier in list(_open):
         if World.current().size > 1:
             raise ConfigError(
                 "this process has a Pipeline already: call close() of that one before making another"

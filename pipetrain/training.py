@@ -32,7 +32,6 @@ from pipetrain.network.values import TensorSpec, ValueSpec, as_tuple
 from pipetrain.plan.parity import parity, prove_stages
 from pipetrain.plan.plan import Plan, Samples, prove_targets
 from pipetrain.plan.program import Draft
-from pipetrain.planning import first_plan
 from pipetrain.records.bar import Bar
 from pipetrain.rules import PATH
 from pipetrain.runtime.engine import Tick
@@ -159,8 +158,7 @@ class Training:
         if known is None:
             m = settings.microbatches
             settings = replace(settings, batch_size=max(m, first[1] // m * m))
-        draft = replace(self.asked.draft, settings=settings)
-        plan = first_plan(self.asked, draft, self.task, network, form, known, self.together)
+        plan = self.asked.plan(settings, self.task, network, form.inputs, known, self.together)
         self.together.on_first("the task", reader, partial(_prove_task, plan, self.task))
         compare = partial(_compare, plan, network, self.task)
         self._apart = self.together.on_first("the comparison", reader, compare)
@@ -176,8 +174,8 @@ class Training:
         if self.source is not None:
             restore(self.source, self.session, self.mesh)
 
-    def begin_by_number(self, train: Sampled, test: Sampled, done: int) -> None:
-        """Plan for samples by number, of which so many batches are done; prove the task on both."""
+    def begin_by_number(self, train: Sampled, test: Sampled) -> None:
+        """Plan for samples by number; prove the task on both."""
         if self.session is None:
             self.begin(None if self.rank else train, Samples(train.sizes, test.sizes))
             self.together.on_first("the task", test, partial(_prove_task, self.begun.plan, self.task))
@@ -292,7 +290,7 @@ class Passes:
         self._ahead: Batches | None = None
         if isinstance(train, Sampled):
             assert isinstance(test, Sampled)
-            training.begin_by_number(train, test, start.batch)
+            training.begin_by_number(train, test)
         if source is not None:
             self._go_on(source, start)
         if not isinstance(train, Sampled):

@@ -30,9 +30,9 @@ from tests.support.subjects import accuracy, mlp, scaled, ways
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch):
+def alone():
     """Let no test meet the Pipeline that another one has left open."""
-    monkeypatch.setattr(pipeline, "_open", None)
+    pipeline._open.clear()
 
 
 def labelled(n: int) -> list[Any]:

@@ -239,16 +239,16 @@ def _figures(plan: Plan, run: Timeline, batches: int) -> str:
     bubble = "-" if formula is None or formula.bubble is None else f"{formula.bubble:.2%}"
     which = "these" if plan.by_costs else "equal"
     rows = [
-        [f"details of {which} stages", "simulated", "at most" if plan.policy else "formula"],
+        [f"details of {which} stages", "simulated", "at most" if plan.draft.policy else "formula"],
         ["bubble", f"{simulation.bubble:.2%}", bubble],
     ]
     bounds = zip(*map(plan.peaks, range(plan.stages)), strict=True)
     for name, bound in zip(("activations", "versions", "staleness"), bounds, strict=True):
-        expected = bound if plan.policy else getattr(formula, name, None)
+        expected = bound if plan.draft.policy else getattr(formula, name, None)
         rows.append([name, *(" ".join(map(str, of or "-")) for of in (getattr(simulation, name), expected))])
     note = "by stage; activations in microbatches, staleness in updates\n"
     note += f"the timeline and its bubble go by the {'times' if plan.costs else 'work'} of the stages, "
     note += "as do these details and the order\n" if plan.by_costs else "these details as if all were equal\n"
-    if plan.policy:
+    if plan.draft.policy:
         note += "the order is decided while it runs: this is how it goes if times are even\n"
     return f"{aligned(rows)}\n{note}"

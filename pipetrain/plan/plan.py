@@ -38,7 +38,7 @@ from pipetrain.plan.program import (
 )
 from pipetrain.schedule.actions import Op, asks_for, splits
 from pipetrain.schedule.memory import Memory, over_time
-from pipetrain.schedule.policy import Bounds, ForwardBackward
+from pipetrain.schedule.policy import Bounds
 from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.schedule.timeline import Costs, StageTimes, Timeline
 from pipetrain.settings import PROFILE, UNLIKE_GRAPHS, Mode, Settings
@@ -92,11 +92,6 @@ class Plan:
             return f"{name}={getattr(settings, name)} {UNLIKE_GRAPHS}"
         drawing = [layer.name for layer in self.layers[slice.start : slice.end] if layer.draws]
         return f"layer {drawing[0]} draws random numbers, which they would repeat" if drawing else ""
-
-    @property
-    def policy(self) -> ForwardBackward | None:
-        """What decides the order at run time; the windows' programs are then examples."""
-        return self.draft.policy
 
     @property
     def by_costs(self) -> bool:

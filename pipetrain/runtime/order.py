@@ -129,7 +129,7 @@ def order_of(plan: Plan, batches: int, rank: int, ends: Ends | None = None) -> O
     """Return the actions of a rank in a window of `batches` batches."""
     window = plan.windows.of(batches)
     actions, ahead = window.program[rank], max(plan.cut.bounds.values(), default=0)
-    policy, stages, routes = plan.policy, plan.stages, plan.cut.edges
+    policy, stages, routes = plan.draft.policy, plan.stages, plan.cut.edges
 
     def decide(order: Order, mail: Mailbox) -> Iterator[Action | Wait]:
         assert policy is not None

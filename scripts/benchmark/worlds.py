@@ -88,7 +88,7 @@ def fitted(mesh: Mesh, plan: Plan) -> Mesh:
     """
     if mesh.world.size == 1:
         return mesh
-    key = where, staged = tuple(plan.placement), mesh.staged or plan.policy is not None
+    key = where, staged = tuple(plan.placement), mesh.staged or plan.draft.policy is not None
     if key not in _fitted:
         _fitted[key] = Mesh(mesh.world, where, [], mesh.device, None, mesh._timeout, staged)
     _fitted[key].open(list(plan.cut.bounds), plan.cut.ties)

@@ -55,7 +55,7 @@ def test_simulated_and_formula_agree_for_every_schedule(schedule):
     made = planned(schedule, 2, 4, 3, "model=mlp")
     shown = figures(describe(made))
     assert set(shown) == {"bubble", "activations", "versions", "staleness"}
-    if made.policy:
+    if made.draft.policy:
         assert [shown[name][1] for name in ("activations", "versions", "staleness")] == ["8 1", "3 1", "2 0"]
         assert "the order is decided while it runs" in describe(made)
     elif made.by_costs or theory(schedule, 2, 3, 4, made.stages // 2) is None:

@@ -137,7 +137,6 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
             os._exit(0)
         except BaseException:
             result, error = None, traceback.format_exc()
-        left = pipeline._open and pipeline._open()
-        if left and not error:
+        for left in [] if error else list(pipeline._open):
             left.close()
         _send(pipe, result, error)

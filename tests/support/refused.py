@@ -218,7 +218,7 @@ def told(program: Program, rank: int) -> str:
     """Return what a program is told; anything but one sentence of ours, or of the loader, is an error."""
     from pipetrain import pipeline
 
-    pipeline._open = None
+    pipeline._open.clear()
     try:
         program(rank)
     except (*KNOWN, OSError, TypeError) as error:

@@ -32,7 +32,7 @@ def test_a_window_of_any_length_and_what_was_held_in_it_is_what_was_simulated(sc
     plan = make_run(case).plan
     for stage, record in figures[-1].stages.items():
         seen = (record.activations, record.versions, record.max_staleness)
-        if plan.policy:  # the timing decides, up to its bounds
+        if plan.draft.policy:  # the timing decides, up to its bounds
             assert all(map(le, seen, plan.peaks(stage))), stage
         else:
             assert seen == plan.peaks(stage), stage

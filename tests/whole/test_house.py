@@ -21,7 +21,6 @@ SEEN_IN = {
     "choices": "whole/test_conf",
     "checkpoint/state": "checkpoint/test_dcp",
     "errors": "test_ending",
-    "planning": "test_pipeline",
     "fitting": "users/test_fitting",
     "models/layers": "models/test_vision",
     "network/given": "users/test_modes",
