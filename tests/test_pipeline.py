@@ -256,6 +256,7 @@ def test_the_plan_is_there_with_a_sample_and_a_profile_may_choose_its_cuts():
     with pipe_of(partition="profile", sample=labelled_batches(8)[0]) as made:
         assert "Sequential, schedule 1f1b: 1 stage on 1 rank, batch 8 in 4 microbatches" in str(made.plan)
         assert "profiled on" in str(made.plan)
+        assert "as for the first batch: others may have any size" in str(made.plan)
         assert made.plan.choices
 
 

@@ -135,6 +135,8 @@ def describe(
         f"{counted(settings.microbatches, 'microbatch')}, window of {counted(batches, 'batch')}, "
         f"buffer_size {settings.buffer_size}\n"
     )
+    if plan.samples is None:
+        head += "as for the first batch: others may have any size, and windows any length\n"
     if not settings.codecs.plain:
         head += f"codec forward {settings.codecs.forward}, backward {settings.codecs.backward}\n"
     if settings.clip_grad_norm is not None:

@@ -31,6 +31,7 @@ def test_vgg16_by_pipedream_on_four_stages():
         "vgg16, schedule pipedream: 4 stages on 4 ranks, batch 64 in 8 microbatches, "
         "window of 16 batches, buffer_size 2\n"
     )
+    assert "as for the first batch" not in text  # all sizes are known
     rows = [re.split(r"  +", line) for line in partition(text) if re.match(r"\d  ", line)]
     assert [row[:3] for row in (rows[0], rows[3])] == [
         ["0", "0", "0-2 conv1_1..conv2_1"],
