@@ -171,7 +171,7 @@ def _batches_in(training: Training, loader: Loader, name: str) -> int:
         if not batches:
             raise ConfigError(
                 f"the {name} loader has no batch or no length, by which fit knows when an epoch ends: give "
-                f"one with len(), or train in a loop of your own by training.train(loader)"
+                f"one with len(), or train in a loop of your own by pipe.train(loader)"
             )
         return batches
 
