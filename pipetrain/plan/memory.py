@@ -8,6 +8,7 @@ only what is above a limit that was given.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -58,9 +59,15 @@ def says_whether_it_fits(stage_bytes: Memory, room: int) -> str:
     return compared if peak <= room else f"{compared} and is likely to run out: to hold less, {WAYS}"
 
 
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether an allocator raised it; that of a CPU raises a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def explained(error: ActionFailed, stage_bytes: Memory, rank: int, device: torch.device) -> ActionFailed:
     """Return the error of an action that ran out of memory, with what the plan predicted and what helps."""
-    room, peak = gpu_bytes(device.type) or 0, peaks_by_rank(stage_bytes)[rank]
+    room = gpu_bytes(device.type) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    peak = peaks_by_rank(stage_bytes)[rank]
     return ActionFailed(
         f"{error}; there are {_gib(room)} GiB, and rank {rank} was predicted to hold {_gib(peak)}: to hold "
         f"less, {WAYS}",

@@ -17,7 +17,7 @@ from pipetrain.network.chain import network_of
 from pipetrain.network.model import materialise
 from pipetrain.network.network import Network
 from pipetrain.plan.cut import homes
-from pipetrain.plan.memory import explained
+from pipetrain.plan.memory import explained, is_out_of_memory
 from pipetrain.plan.plan import Plan
 from pipetrain.rate import Rate
 from pipetrain.runtime.buffers import Buffers
@@ -147,7 +147,7 @@ class Session:
         try:
             yield WindowFeed(cut, inputs, given if targets else None, self._task.weight, device, dtype)
         except ActionFailed as error:
-            if not isinstance(error.__cause__, torch.OutOfMemoryError):
+            if not is_out_of_memory(error.__cause__):
                 raise
             stage_bytes = self.plan.memory(self.plan.timeline())
             raise explained(error, stage_bytes, self._mesh.world.rank, device) from error.__cause__

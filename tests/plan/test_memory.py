@@ -11,7 +11,7 @@ import torch
 import pipetrain
 from pipetrain.errors import ActionFailed
 from pipetrain.plan import memory as module
-from pipetrain.plan.memory import WAYS, explained, gpu_bytes, peaks_by_rank
+from pipetrain.plan.memory import WAYS, explained, gpu_bytes, is_out_of_memory, peaks_by_rank
 from pipetrain.plan.memory import says_whether_it_fits as says
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.memory import GIB, PARTS, PartBytes
@@ -81,3 +81,9 @@ def test_nothing_frees_the_allocator_s_memory_while_a_model_is_trained():
     package = Path(pipetrain.__file__).parent
     users = [path.name for path in package.rglob("*.py") if "empty_cache" in path.read_text()]
     assert users == ["profile.py"]
+
+
+def test_what_an_allocator_raises_is_known():
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
