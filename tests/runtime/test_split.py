@@ -315,7 +315,7 @@ def test_layers_of_a_traced_model_put_off_all_that_the_estimate_counts_for_weigh
         outputs = leaves_of(network.call(index, tuple(given), tuple(made)))
         values |= {Made(index, number): t.detach() for number, t in enumerate(outputs)}
         if any(layer.reached):
-            part, run = deepcopy(network.modules[index]), partial(network.call, index, made=tuple(made))
+            part, run = deepcopy(network.modules[index]), partial(network.call, index, specs=tuple(made))
 
             def build(index: int = index, part: nn.Module = part, run: Any = run) -> nn.Module:
                 network.modules[index] = deepcopy(part)
