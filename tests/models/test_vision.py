@@ -70,5 +70,5 @@ def test_other_sizes_have_the_same_layers_and_some_cannot_be():
     assert (len(narrow), *narrow.conv4_2.conv.weight.shape) == (14, 128, 128, 3, 3)
     with pytest.raises(ConfigError, match=r"depth=1 must be a whole number of at least 2"):
         models.mlp(depth=1)
-    with pytest.raises(ConfigError, match=r"model\.width=1\.5 must be a whole number of at least 1"):
+    with pytest.raises(ConfigError, match=r"width=1\.5 must be a whole number of at least 1"):
         models.vgg16(width=1.5)

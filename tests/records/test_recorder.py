@@ -84,7 +84,7 @@ def rows(file: Path) -> list[list[str]]:
 
 
 def said(caplog) -> list[str]:
-    return [record.getMessage() for record in caplog.records]
+    return [record.getMessage() for record in caplog.records if record.name == "pipetrain"]
 
 
 def test_a_resumed_run_of_three_epochs_in_its_files_in_tensorboard_and_in_the_log(
