@@ -34,14 +34,9 @@ def guarded(action: Callable[[], int]) -> int:
     except (ConfigError, ScheduleError) as error:
         return _report(error, REFUSED)
     except (ChannelError, NotRecorded, TrainingStopped) as error:
-        _show_cause(error)
+        if isinstance(error, ActionFailed) and error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)  # where it failed: most likely in the user's model
         return _report(error, FAILED)
-
-
-def _show_cause(error: BaseException) -> None:
-    """Show where an action failed: most likely in the user's model."""
-    if isinstance(error, ActionFailed) and error.__cause__ is not None:
-        traceback.print_exception(error.__cause__)
 
 
 def unread() -> int:

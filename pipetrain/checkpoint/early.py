@@ -10,6 +10,7 @@ LOOK_S seconds.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import Store
 
@@ -19,17 +20,17 @@ LOOK_S = 0.5  # between two looks within a window
 MOST_LEFT_S = 10.0  # a window with less time left runs to its end before a stop
 
 
+@dataclass(slots=True)
 class EarlyEnd:
     """Decides where windows end early, on all ranks alike. `leads`: whether this rank has the first stage."""
 
-    def __init__(self, signals: Signals, store: Store | None, leads: bool) -> None:
-        self._signals = signals
-        self._store = store
-        self._leads = leads
-        self._windows = 0
-        self._every = 1
-        self._batches = 0
-        self._began = 0.0
+    signals: Signals
+    store: Store | None
+    leads: bool
+    _windows: int = 0
+    _every: int = 1
+    _batches: int = 0
+    _began: float = 0.0
 
     def begin_window(self, batches: int, batch_s: float | None = None) -> None:
         """Start a window of `batches` batches of about `batch_s` seconds; the same numbers on all ranks."""
@@ -41,13 +42,13 @@ class EarlyEnd:
         """Return whether the window ends after `batches` batches; see runtime.order.Ends."""
         if batches % self._every:
             return False
-        store, key, asked = self._store, f"window {self._windows} ends", self._signals.asked in STOPS
+        store, key, asked = self.store, f"window {self._windows} ends", self.signals.asked in STOPS
         left_s = (time.monotonic() - self._began) / begun * (self._batches - batches)
         if store is None:
             return asked and left_s > MOST_LEFT_S
         if asked:
             store.set("a stop is asked for", "")
-        if self._leads and left_s > MOST_LEFT_S and store.check(["a stop is asked for"]):
+        if self.leads and left_s > MOST_LEFT_S and store.check(["a stop is asked for"]):
             store.set(key, str(batches))
         # The first stage's rank goes on only when the store has the value, so later looks of others see it.
         return store.check([key]) and int(store.get(key)) == batches

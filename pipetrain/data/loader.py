@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ class Sampler:
     """The samples of each update of each epoch, divided into microbatches.
 
     `batch_sizes`: the samples of each update of an epoch; `microbatch_sizes`: those of its microbatches.
-    Raises ConfigError for a last batch with fewer samples
-    than microbatches, and if `drop_last` leaves nothing.
+    Raises ConfigError for a last batch with fewer samples than microbatches, and if `drop_last` leaves
+    nothing.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Sampler:
         ]
 
 
+@dataclass(frozen=True, slots=True)
 class Sampled:
     """Samples by number, in an order that every rank knows, so that no batch travels between them.
 
@@ -80,32 +82,22 @@ class Sampled:
     of the augmentation. `classes`: that targets tell apart, None if unknown or none.
     """
 
-    def __init__(
-        self,
-        split: Split | None,
-        sizes: Sequence[int],
-        sampler: Sampler | None = None,
-        seed: int = 0,
-        workers: int = 0,
-        timeout: float = 60.0,
-        classes: int | None = None,
-    ) -> None:
-        self.split = split
-        self.classes = classes
-        self.sizes = list(sizes)
-        self.workers = workers
-        self.timeout = timeout
-        self._sampler = sampler
-        self._seed = seed
+    split: Split | None
+    sizes: list[int]
+    sampler: Sampler | None
+    seed: int
+    workers: int
+    timeout: float
+    classes: int | None = None
 
     def epoch(self, epoch: int) -> list[list[Tensor]]:
         """Return for each batch of an epoch (from 0) its microbatches' sample ids, int64 [n] each."""
-        if self._sampler is not None:
-            return self._sampler.epoch(epoch)
+        if self.sampler is not None:
+            return self.sampler.epoch(epoch)
         return [[ids] for ids in torch.split(torch.arange(sum(self.sizes)), self.sizes)]
 
     def draw(self, epoch: int) -> Draw | None:
-        return None if self._sampler is None else Draw(self._seed, epoch)
+        return None if self.sampler is None else Draw(self.seed, epoch)
 
     def first(self) -> tuple[Value, Value]:
         assert self.split is not None
@@ -122,18 +114,18 @@ def _same(microbatch: Any) -> Any:
     return microbatch
 
 
+@dataclass(frozen=True)
 class _Microbatches(Dataset[Value]):
     """A data set whose items are whole microbatches, so that no work is done sample by sample."""
 
-    def __init__(self, read: Callable[[Tensor], Value], ids: Sequence[Tensor]) -> None:
-        self._read = read
-        self._ids = ids
+    read: Callable[[Tensor], Value]
+    ids: Sequence[Tensor]
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self.ids)
 
     def __getitem__(self, number: int) -> Value:
-        return self._read(self._ids[number])
+        return self.read(self.ids[number])
 
 
 def loaded(

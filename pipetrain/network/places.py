@@ -53,7 +53,12 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 def places(module: nn.Module) -> list[Place]:
     """Return the places of all tensors of a module and of its children; a tensor may have several."""
-    return [place for owner in module.modules() for place in _of(owner)]
+    return [
+        Place(of, key)
+        for of in _containers(module)
+        for key, value in (of.items() if isinstance(of, dict) else enumerate(of))
+        if isinstance(value, Tensor)
+    ]
 
 
 def replace(modules: Iterable[nn.Module], others: Mapping[int, Tensor]) -> None:
@@ -61,15 +66,6 @@ def replace(modules: Iterable[nn.Module], others: Mapping[int, Tensor]) -> None:
     for place in chain.from_iterable(map(places, modules if others else ())):
         if id(place.tensor) in others:
             place.container[place.key] = others[id(place.tensor)]
-
-
-def _of(owner: nn.Module) -> Iterator[Place]:
-    for key, value in vars(owner).items():
-        if isinstance(value, Tensor):
-            yield Place(vars(owner), key)
-        elif isinstance(value, dict | list) and key != "_modules":
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            yield from (Place(value, k) for k, v in items if isinstance(v, Tensor))
 
 
 def _containers(module: nn.Module) -> list[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -56,12 +56,6 @@ class Clock:
         """Wait for the device."""
         if self._cuda:
             torch.cuda.synchronize()
-
-    def durations(self, spans: Iterable[tuple[int, Mark, Mark]]) -> Iterator[tuple[int, float]]:
-        """Convert (key, start, end) into (key, seconds); waits for the device once."""
-        self.synchronize()
-        for key, start, end in spans:
-            yield key, start.elapsed_time(end) / 1000 if self._cuda else end - start
 
     def resolve(self, row: Row) -> Row:
         """Convert a window's marks into seconds of the host's clock; waits for the device. In order.

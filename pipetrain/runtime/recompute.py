@@ -50,7 +50,8 @@ class Recompute:
     def forward(self) -> Iterator[None]:
         """Let a forward save nothing but dear results."""
         results = _Results()
-        with saved_tensors_hooks(_nothing, _no_backward), _Dear(results) if self._keeps else nullcontext():
+        nothing = saved_tensors_hooks(lambda tensor: None, _no_backward)
+        with nothing, _Dear(results) if self._keeps else nullcontext():
             yield
         self.kept = deque(None if seen._version else result for result, seen in results.noted)
 
@@ -73,10 +74,6 @@ class Recompute:
         """Let a forward draw the same random numbers, and take the dear results."""
         with self._beginning.again(), _Dear(_Results(self.kept)) if self._keeps else nullcontext():
             yield
-
-
-def _nothing(tensor: Tensor) -> None:
-    return None
 
 
 def _no_backward(packed: None) -> Tensor:

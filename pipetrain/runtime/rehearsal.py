@@ -103,9 +103,6 @@ class _Done(dist.Work):
     def wait(self, timeout: Any = None) -> bool:
         return True
 
-    def is_completed(self) -> bool:
-        return True
-
 
 def alike(feed: Feed, size: int) -> Repeated:
     """Return microbatches of a size whose rows are those of a feed's first one, again and again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipetrain.schedule.actions import UPDATE, Action, Op, Program, ScheduleError
+from pipetrain.schedule.actions import UPDATE, Op, Program, ScheduleError
 
 
 class FixedProgram:
@@ -30,11 +30,10 @@ class FixedProgram:
                 f"set microbatches={len(mbs) // (self.batches or 1)}"
             )
         return [
-            [self._later(action, batch, microbatches) for batch in range(times) for action in actions]
+            [
+                replace(a, mb=a.mb + batch * microbatches * (a.op not in UPDATE), version=a.version + batch)
+                for batch in range(times)
+                for a in actions
+            ]
             for actions in self._program
         ]
-
-    @staticmethod
-    def _later(action: Action, batch: int, microbatches: int) -> Action:
-        shift = 0 if action.op in UPDATE else batch * microbatches  # an update has no microbatch
-        return replace(action, mb=action.mb + shift, version=action.version + batch)

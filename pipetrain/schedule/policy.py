@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -203,19 +203,19 @@ def play(
     return program
 
 
+@dataclass(frozen=True, slots=True)
 class _Edges:
     """What has been sent and taken on each edge."""
 
-    def __init__(self, buffer_size: BufferSize) -> None:
-        self._buffer_size = buffer_size
-        self.sent: Counter[Edge] = Counter()
-        self.taken: Counter[Edge] = Counter()
+    buffer_size: BufferSize
+    sent: Counter[Edge] = field(default_factory=Counter)
+    taken: Counter[Edge] = field(default_factory=Counter)
 
     def arrived(self, receive: Action) -> bool:
         return self.sent[receive.edge] > self.taken[receive.edge]
 
     def room(self, send: Action) -> bool:
         """Return whether unfinished sends here and posted receives there leave room."""
-        size = self._buffer_size
+        size = self.buffer_size
         bound = size if isinstance(size, int) else size[send.edge]
         return self.sent[send.edge] - self.taken[send.edge] < 2 * bound

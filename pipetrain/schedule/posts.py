@@ -53,7 +53,8 @@ def make_posts(run: Timeline, bounds: Mapping[Edge, int], ties: Ties = ()) -> Po
         action = program[rank][done[rank]]
         if action.op in SENDS:
             to = ranks[action.peer][action.mb % len(ranks[action.peer])]
-            posts[to].append((done[to], _receive(action)))
+            op = Op.RECV_F if action.op is Op.SEND_F else Op.RECV_B
+            posts[to].append((done[to], Action(action.peer, op, action.mb, peer=action.stage)))
             open_[action.edge, to] += 1
             ahead = max(ahead, open_[action.edge, to])
         elif action.op in RECEIVES:
@@ -74,8 +75,3 @@ def _summed_at(action: Action, ties: list[Tie]) -> list[Tie]:
     if action.op is Op.TIE:
         return [tie for tie in ties if action.stage in tie]
     return [ALL] if action.op is Op.NORM else [(action.stage,)] if action.op is Op.REDUCE else []
-
-
-def _receive(send: Action) -> Action:
-    op = Op.RECV_F if send.op is Op.SEND_F else Op.RECV_B
-    return Action(send.peer, op, send.mb, peer=send.stage)
