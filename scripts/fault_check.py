@@ -22,12 +22,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from comparison.processes import marked, run
-from pipetrain.checkpoint.files import CHECKPOINTS, newest_first
-from pipetrain.documents import DamagedCheckpoint
+from pipetrain.checkpoint.resume import AUTO, find_source
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 TORCHRUN += ["--standalone", "--nproc_per_node=2", "--max-restarts=3", "-m", "pipetrain"]
@@ -94,10 +92,8 @@ def said(run_dir: Path) -> str:
 
 def weights(run_dir: Path) -> dict[str, Tensor]:
     """Return all tensors of a run's newest checkpoint."""
-    for folder, manifest in newest_first(run_dir / CHECKPOINTS):
-        if not isinstance(manifest, DamagedCheckpoint):
-            return {key: t for name in manifest.parts for key, t in load_file(folder / name).items()}
-    return {}
+    source = find_source(AUTO, run_dir)
+    return {} if source is None else dict(source.tensors())
 
 
 def same(mine: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:

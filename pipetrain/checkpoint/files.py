@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -156,15 +156,6 @@ def folders(checkpoints: Path) -> list[Path]:
     """Return the folders of a run's checkpoints, damaged ones included, newest first."""
     paths = [path for path in checkpoints.glob("update-*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(paths, key=_order, reverse=True)
-
-
-def newest_first(checkpoints: Path) -> Iterator[tuple[Path, Manifest | DamagedCheckpoint]]:
-    """Yield each checkpoint folder with its verified manifest, or with the error that its damage raised."""
-    for path in folders(checkpoints):
-        try:
-            yield path, read_whole(path)
-        except DamagedCheckpoint as damage:
-            yield path, damage
 
 
 def read_whole(folder: Path) -> Manifest:

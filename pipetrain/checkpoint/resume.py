@@ -18,7 +18,6 @@ from pipetrain.checkpoint.files import (
     MANIFEST,
     Manifest,
     folders,
-    newest_first,
     read_manifest,
     read_whole,
 )
@@ -123,16 +122,14 @@ def saved_in(folder: Path) -> Source | None:
 
 def _newest(run_dir: Path) -> Source | None:
     damaged = False
-    for folder, manifest in newest_first(run_dir / CHECKPOINTS):
+    for folder in folders(run_dir / CHECKPOINTS):
         try:
-            if isinstance(manifest, Manifest):
-                return Source.proven(folder, manifest)
+            return Source.proven(folder, read_whole(folder))
+        except OtherFormat:
+            raise
         except DamagedCheckpoint as damage:
-            manifest = damage
-        if isinstance(manifest, OtherFormat):
-            raise manifest
-        damaged = True
-        log.warning("pipetrain: checkpoint %s is damaged: %s; trying the one before", folder.name, manifest)
+            damaged = True
+            log.warning("pipetrain: checkpoint %s is damaged: %s; trying the one before", folder.name, damage)
     if damaged:
         raise ConfigError(
             f"no checkpoint of {run_dir} is whole: train anew in another run_dir, or give resume= another "

@@ -63,9 +63,8 @@ def with_recompute(program: Program, stages: Collection[int]) -> Program:
         computed: Action | None = None  # last
         for action in actions:
             again = action.op in (Op.B, Op.I) and action.stage in stages
-            changed[-1] += (
-                [replace(action, op=Op.R)] if again and computed != replace(action, op=Op.F) else []
-            )
+            if again and computed != replace(action, op=Op.F):
+                changed[-1].append(replace(action, op=Op.R))
             changed[-1].append(action)
             computed = action if action.op in COMPUTE else computed
     return changed

@@ -17,11 +17,12 @@ import torch.distributed as dist
 
 from pipetrain import TrainingStopped
 from pipetrain.checkpoint import files, writer
-from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, newest_first, read_whole
+from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, read_whole
 from pipetrain.checkpoint.writer import Files, Writer
 from pipetrain.errors import ChannelError
 from pipetrain.runtime.ranks import Ranks, World
 from tests.support.deadlines import DEADLINE_S
+from tests.support.processes import checkpoints
 
 
 def state(rank: int) -> Files:
@@ -179,7 +180,7 @@ def test_killed_at_any_step_of_a_save_there_is_a_whole_one(before, tmp_path):
             save([folder], 5)
         over = die_at(step, folder)
         died += not over
-        found = [found for _, found in newest_first(folder / CHECKPOINTS) if isinstance(found, Manifest)]
+        found = checkpoints(folder)
         assert found, step
         if over:
             break

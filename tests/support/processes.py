@@ -30,7 +30,8 @@ from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, newest_first
+from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, folders, read_whole
+from pipetrain.documents import DamagedCheckpoint
 from tests.support.deadlines import DEADLINE_S
 
 CHECKOUT = Path(__file__).parents[2]
@@ -236,8 +237,11 @@ class Ended:
 
 def checkpoints(run: Path) -> dict[str, Manifest]:
     """The checkpoints of a run that are whole, the newest first."""
-    found = newest_first(run / CHECKPOINTS)
-    return {path.name: manifest for path, manifest in found if isinstance(manifest, Manifest)}
+    whole: dict[str, Manifest] = {}
+    for folder in folders(run / CHECKPOINTS):
+        with suppress(DamagedCheckpoint):
+            whole[folder.name] = read_whole(folder)
+    return whole
 
 
 def finished(folder: Path, words: Sequence[object], **options: Any) -> Ended:

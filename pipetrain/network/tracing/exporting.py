@@ -61,11 +61,6 @@ def as_arguments(example: ValueSpec, tensors: Sequence[Any]) -> tuple[tuple[Any,
     return tuple(tensors), {}
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's tensors."""
-    return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-
-
 def _fakes(model: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
     """Return tensors without numbers in place of a model's, by id; on the CPU for those on the meta device.
 
@@ -116,7 +111,8 @@ def adapted(model: nn.Module, example: ValueSpec) -> Iterator[None]:
 
 
 def _exported(model: nn.Module, example: ValueSpec, training: bool, autocast: bool) -> ExportedProgram:
-    device, others, batch = device_of(model), dict[int, Tensor](), Dim("batch")
+    tensors, others, batch = (*model.parameters(), *model.buffers()), dict[int, Tensor](), Dim("batch")
+    device = tensors[0].device if tensors else torch.device("cpu")
     if device.type == "meta":
         device = torch.device("cpu")
         others = _fakes(model, FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
