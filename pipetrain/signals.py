@@ -194,16 +194,16 @@ def _put_back(handlers: dict[int, Any]) -> None:
 @contextmanager
 def hearing(act: Callable[[int], None]) -> Iterator[None]:
     """Call `act` with the number of each signal that has a handler, in a thread, while the block runs."""
-    heard, told = os.pipe()
-    os.set_blocking(told, False)
-    before = signal.set_wakeup_fd(told)
-    thread = Thread(target=_hear, args=(heard, act), daemon=True)
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write)
+    thread = Thread(target=_hear, args=(read, act), daemon=True)
     thread.start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        os.close(told)
+        os.close(write)
         thread.join(ACT_S)  # one that comes out of C++ while Python ends would abort the process
 
 

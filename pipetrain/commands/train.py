@@ -99,18 +99,18 @@ def run_command(world: World, signals: Signals) -> int:
 
 def given_folder(words: Sequence[str]) -> tuple[Path, folder.Before]:
     """Return the folder that a command line names for its run, or that of all runs, as it is before."""
-    given = [
+    paths = [
         match[1] for word in words if (match := re.fullmatch(r"\+*(?:run_dir|hydra\.run\.dir)=(.*)", word))
     ]
-    path = Path(given[-1].strip("'\"")) if given else Path(folder.RUNS)
+    path = Path(paths[-1].strip("'\"")) if paths else Path(folder.RUNS)
     return path, folder.Before.of(path)
 
 
-def discard_folder(given: Path, before: folder.Before) -> None:
+def discard_folder(path: Path, before: folder.Before) -> None:
     """Remove the folder of a job that is refused, if it was not there."""
     hydra = HydraConfig.get()
     mine = Path(hydra.runtime.output_dir)
-    if mine.absolute() != given.absolute():  # one of a sweep, or of the folder of all runs
+    if mine.absolute() != path.absolute():  # one of a sweep, or of the folder of all runs
         before = folder.Before(missing=(mine, *before.missing))
     folder.discard(mine, before, f"{hydra.job.name}.log")
 
@@ -206,10 +206,10 @@ def follow(composed: DictConfig, start: Start) -> None:
     cfg = contained(composed, Path())
     read(cfg, start)
     importlib.import_module("torch._dynamo")  # needed for planning; takes a second while rank 0 works
-    told = start.begin(composed)
-    if told is None:
+    first_word = start.begin(composed)
+    if first_word is None:
         return
-    word: Word = read_as(Word, told, "what rank 0 tells")
+    word: Word = read_as(Word, first_word, "what rank 0 tells")
     if word.data != cfg.data.name:
         cfg = with_fallback(cfg)
     cfg.run_dir = word.run_dir

@@ -132,17 +132,17 @@ def load_augment(data: DictConfig) -> Augment | None:
 
 def _make(data: DictConfig, part: str, kind: type[T]) -> T:
     try:
-        made = instantiate(data[part], _partial_=True, _convert_="all")()
+        result = instantiate(data[part], _partial_=True, _convert_="all")()
     except ConfigError:
         raise
     except (InstantiationException, TypeError, ValueError, OSError) as error:
         why = error.__cause__ or error
         raise ConfigError(f"data.{part} cannot be made: {type(why).__name__}: {one_line(why)}") from error
-    if not isinstance(made, kind):
+    if not isinstance(result, kind):
         raise ConfigError(
-            f"data.{part} must give a pipetrain.data.{kind.__name__}; got {type(made).__name__}"
+            f"data.{part} must give a pipetrain.data.{kind.__name__}; got {type(result).__name__}"
         )
-    return made
+    return result
 
 
 def obtain_data(cfg: DictConfig, dtype: torch.dtype) -> tuple[DictConfig, Data]:

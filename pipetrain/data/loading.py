@@ -131,13 +131,13 @@ def unlabelled(batch: Any, what: str, form: Form, named: NamedTargets | None) ->
 
     Targets beside the inputs are left out. A model that computes its loss gets zeros where they are missing.
     """
-    given = batch
+    inputs = batch
     if named is not None and isinstance(batch, Mapping) and batch:
-        given = named.inputs(named.completed(batch, form) if named.kept else batch)
+        inputs = named.inputs(named.completed(batch, form) if named.kept else batch)
     elif isinstance(batch, tuple | list) and batch:
         several = not form.inputs.single and len(batch) == len(form.inputs.specs)
-        given = batch if several and all(isinstance(t, Tensor) for t in batch) else batch[0]
-    value = form.inputs.ordered(_value(given, f"inputs of {what}"))
+        inputs = batch if several and all(isinstance(t, Tensor) for t in batch) else batch[0]
+    value = form.inputs.ordered(_value(inputs, f"inputs of {what}"))
     targets = torch.zeros(samples(value), dtype=torch.float32)
     form.refuse_other(value, targets, what)
     return value, targets
@@ -214,7 +214,7 @@ class Reader:
         self._loader = loader
         self._what = what
         self._batches: Iterator[Any] | None = None
-        self._held: deque[tuple[Value, Value]] = deque()  # batches read and not yet taken
+        self._read_ahead: deque[tuple[Value, Value]] = deque()  # batches read and not yet taken
         self._read = 0  # the number of batches read
         self._announced = self._taken = 0
         self._all_counts: bool | None = None  # as far as is known at the start
@@ -224,9 +224,9 @@ class Reader:
 
         Raises BadBatch and ConfigError.
         """
-        if not self._held and not self._read_one():
+        if not self._read_ahead and not self._read_one():
             return None
-        inputs, targets = self._held[0]
+        inputs, targets = self._read_ahead[0]
         return on_each(inputs, Tensor.cpu), targets
 
     def window(self, batches: int | None) -> list[int] | None:
@@ -250,9 +250,9 @@ class Reader:
                 )
             self._leave_out()
             before = self._announced - self._taken  # of windows that have not begun
-            while (batches is None or len(self._held) < before + batches) and self._read_one():
+            while (batches is None or len(self._read_ahead) < before + batches) and self._read_one():
                 self._leave_out()
-            sizes = [samples(inputs) for inputs, _ in self._held][before:]
+            sizes = [samples(inputs) for inputs, _ in self._read_ahead][before:]
         self._announced += len(sizes)
         return sizes if self._announced or self._read else None
 
@@ -263,11 +263,11 @@ class Reader:
         """
         streamed = self._known(window) is not None
         skipped = 0
-        while skipped < batches and (self._held or self._read_one()):
+        while skipped < batches and (self._read_ahead or self._read_one()):
             if not streamed:
                 self._leave_out()
-            if self._held:
-                self._held.popleft()
+            if self._read_ahead:
+                self._read_ahead.popleft()
                 skipped += 1
         self._announced += skipped
         self._taken += skipped
@@ -292,17 +292,21 @@ class Reader:
         return self._all_counts
 
     def _leave_out(self) -> None:
-        if self._held and self._weight is not None and not counted_for(self._weight, self._held[-1][1]):
-            self._held.pop()
+        if (
+            self._read_ahead
+            and self._weight is not None
+            and not counted_for(self._weight, self._read_ahead[-1][1])
+        ):
+            self._read_ahead.pop()
             log.warning("%s %d is skipped: none of its targets counts", self._what, self._read - 1)
 
     def take(self, size: int) -> tuple[Value, Value]:
         """Return the next batch, of `size` samples. Raises BadBatch for another one."""
-        if not self._held and not self._read_one():
+        if not self._read_ahead and not self._read_one():
             raise BadBatch(
                 f"the loader ended after {self._read} batches, and its sampler said {self._announced}"
             )
-        inputs, targets = self._held.popleft()
+        inputs, targets = self._read_ahead.popleft()
         self._taken += 1
         if samples(inputs) != size:
             raise BadBatch(
@@ -314,9 +318,9 @@ class Reader:
         """Read one more batch; return False at the end. The loader may fill the buffer of the last one."""
         if self._batches is None:
             self._batches = iter(_refused_other(self._loader))
-        if self._held:
-            inputs, targets = self._held.pop()
-            self._held.append((on_each(inputs, _copy), on_each(targets, _copy)))
+        if self._read_ahead:
+            inputs, targets = self._read_ahead.pop()
+            self._read_ahead.append((on_each(inputs, _copy), on_each(targets, _copy)))
         batch = next(self._batches, _END)
         if batch is _END:
             return False
@@ -328,7 +332,7 @@ class Reader:
         self.form = self.form or Form(ValueSpec.in_batch(inputs), ValueSpec.in_batch(targets))
         inputs, targets = self.form.inputs.ordered(inputs), self.form.targets.ordered(targets)
         self.form.refuse_other(inputs, targets, what)
-        self._held.append((inputs, targets))
+        self._read_ahead.append((inputs, targets))
         self._read += 1
         return True
 

@@ -127,11 +127,11 @@ class Session:
         self, sizes: Sequence[int], batches: Batches, tick: Tick = lambda stage: None
     ) -> list[tuple[Tensor, ...]]:
         """Return the outputs for batches of these `sizes`, in host memory, on the last stage's rank."""
-        found: list[tuple[Tensor, ...]] = []
+        kept: list[tuple[Tensor, ...]] = []
         self.evaluate(
-            sizes, batches, tick, take=lambda outputs: found.append(tuple(t.detach().cpu() for t in outputs))
+            sizes, batches, tick, take=lambda outputs: kept.append(tuple(t.detach().cpu() for t in outputs))
         )
-        return found
+        return kept
 
     @torch.no_grad()
     def _level(self) -> None:
@@ -143,9 +143,9 @@ class Session:
     def _feed(self, cut: Sizes, batches: Batches, targets: bool = True) -> Iterator[WindowFeed]:
         """Yield the microbatches of a window; of an error for want of memory, say what was predicted."""
         dtype, device = self.plan.settings.data_dtype, self._mesh.device
-        inputs, given, sent = batches.open(cut, self.plan.placement[-1] if targets else None)
+        inputs, read, sent = batches.open(cut, self.plan.placement[-1] if targets else None)
         try:
-            yield WindowFeed(cut, inputs, given if targets else None, self._task.weight, device, dtype)
+            yield WindowFeed(cut, inputs, read if targets else None, self._task.weight, device, dtype)
         except ActionFailed as error:
             if not is_out_of_memory(error.__cause__):
                 raise
@@ -157,13 +157,13 @@ class Session:
 
 def copies_of(stages: Mapping[int, Stage]) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Return the weights that stages of a rank share: that of the first, which a program sees, and a copy."""
-    found: dict[str, nn.Parameter] = {}
+    firsts: dict[str, nn.Parameter] = {}
     named = [
         (stage.names.get(name, name), p)
         for _, stage in sorted(stages.items())
         for name, p in stage.module.named_parameters()
     ]
-    pairs = [(found.setdefault(name, p), p) for name, p in named]
+    pairs = [(firsts.setdefault(name, p), p) for name, p in named]
     return [(first, copy) for first, copy in pairs if first is not copy]
 
 

@@ -109,14 +109,14 @@ def raise_failure(error: Exception | None, failure: Failure | None, rank: int) -
 
 def conditions(settings: Settings, optimizer: Optimizer, program: Program, rate: Rate) -> dict[str, Any]:
     """Return what must be the same on all ranks: settings, program, rates, the optimizer with its options."""
-    found: dict[str, Any] = {"optimizer": type(optimizer).__name__}
+    values: dict[str, Any] = {"optimizer": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
         of = f"optimizer.{number}" if number else "optimizer"
-        found |= {f"{of}.{key}": value for key, value in group.items() if key != "params"}
+        values |= {f"{of}.{key}": value for key, value in group.items() if key != "params"}
     with suppress(Exception):  # a user's function may end before
         for update in COMPARED_UPDATES:
-            found[f"lr_schedule({update})"] = rate(update)
-    return {**settings.shared(), **found, "program": digest(program)}
+            values[f"lr_schedule({update})"] = rate(update)
+    return {**settings.shared(), **values, "program": digest(program)}
 
 
 def digest(program: Program) -> int:
@@ -147,8 +147,8 @@ def level(mesh: Ranks, what: str, tensors: Mapping[str, Tensor]) -> None:
     Raises ConfigError, on all ranks alike, if they have other names or forms.
     """
     prove_same(mesh, what, {f"tensor {name}": str(specs_of([t])[0]) for name, t in tensors.items()})
-    held = [t.data for t in tensors.values() if t.device.type == "cpu"]
-    told = mesh.gather(what, [zlib.crc32(bytes_of(t).numpy().data) for t in held])
-    for tensor, *sums in zip(held, *told, strict=True):
+    own = [t.data for t in tensors.values() if t.device.type == "cpu"]
+    checksums = mesh.gather(what, [zlib.crc32(bytes_of(t).numpy().data) for t in own])
+    for tensor, *sums in zip(own, *checksums, strict=True):
         if len(set(sums)) > 1:
             mesh.copy_from_first(what, tensor)
