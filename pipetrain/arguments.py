@@ -209,14 +209,14 @@ def read_draft(
 
 
 def read_options(
-    given: Mapping[str, Any], model: object, schedule: str, defaults: Mapping[str, Any], ranks: int
+    keywords: Mapping[str, Any], model: object, schedule: str, defaults: Mapping[str, Any], ranks: int
 ) -> Settings:
     """Return the settings of keyword options; None is as not given. Raises ConfigError.
 
     `defaults`: of the schedule. Without dtype= the weights have their own.
     """
-    _refuse_unknown(given)
-    options = {name: value for name, value in given.items() if value is not None}
+    _refuse_unknown(keywords)
+    options = {name: value for name, value in keywords.items() if value is not None}
     own = own_dtype(model)
     values = {**defaults, "dtype": own or torch.float32, **options}
     values["batch_size"] = values["microbatches"]  # until the first batch
@@ -225,8 +225,8 @@ def read_options(
     return Settings.read(values, ranks, **known, casts_weights=typed, casts_data=typed or own is not None)
 
 
-def _refuse_unknown(given: Iterable[str]) -> None:
-    for name in sorted(set(given).difference(PIPELINE_OPTIONS)):
+def _refuse_unknown(keywords: Iterable[str]) -> None:
+    for name in sorted(set(keywords).difference(PIPELINE_OPTIONS)):
         names = [*PIPELINE_OPTIONS, *_ARGUMENTS]
         close = [other for other in names if other.startswith(f"{name}_")]
         close = close or difflib.get_close_matches(name, names, n=1)

@@ -228,8 +228,8 @@ class Settings:
         """Return the settings with other values, by their names or keys. Raises ConfigError."""
         read = {}
         for name, option in options().items():
-            if (given := option.key if option.key in values else name) in values:
-                read[name] = option.rule.read(given, values[given], option.null)
+            if (key := option.key if option.key in values else name) in values:
+                read[name] = option.rule.read(key, values[key], option.null)
         settings = replace(self, **read)
         _refuse_together(settings)
         return settings
@@ -286,8 +286,8 @@ class Settings:
 @cache
 def options() -> dict[str, Option]:
     """Return the options by the names of their fields."""
-    found = {one.name: one.metadata["option"] for one in fields(Settings) if one.metadata}
-    return {name: option._replace(key=option.key or name) for name, option in found.items()}
+    by_name = {one.name: one.metadata["option"] for one in fields(Settings) if one.metadata}
+    return {name: option._replace(key=option.key or name) for name, option in by_name.items()}
 
 
 PIPELINE_OPTIONS = [name for name, option in options().items() if option.pipeline]

@@ -128,8 +128,8 @@ def compose(
     except BrokenPipeError:  # of --help and --cfg
         return unread()
     except OSError as error:
-        made = f"{error.filename}: {error.strerror}"
-        raise ConfigError(f"the folder of the run cannot be made: {made}; choose another run_dir") from error
+        why = f"{error.filename}: {error.strerror}"
+        raise ConfigError(f"the folder of the run cannot be made: {why}; choose another run_dir") from error
     except SystemExit as end:  # raised by Hydra's argument parser
         return end.code if isinstance(end.code, int) else int(bool(end.code))
     return 0

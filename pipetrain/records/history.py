@@ -102,11 +102,11 @@ class History:
     def best(self) -> EpochRecord | None:
         return best_epoch(self.records)
 
-    def add(self, record: EpochRecord, held: Sequence[Measured] = ()) -> None:
+    def add(self, record: EpochRecord, peaks: Sequence[Measured] = ()) -> None:
         """Take an epoch, and what each rank held in a window of it, if that was measured."""
-        if held:
-            self.held = {stage: rank for rank in held for stage in rank.stages}
-        self.epochs.append(Epoch(record, self._values(record, bool(held))))
+        if peaks:
+            self.held = {stage: rank for rank in peaks for stage in rank.stages}
+        self.epochs.append(Epoch(record, self._values(record, bool(peaks))))
 
     def stages(self, records: Sequence[EpochRecord]) -> list[StageRecord]:
         """Return every number of each stage in some epochs; empty if another pipeline trained them."""

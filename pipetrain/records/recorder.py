@@ -124,23 +124,23 @@ class Recorder:
     def tick(self, what: str, total: int) -> None:
         self._bar.tick(what, total)
 
-    def epoch(self, record: EpochRecord, held: Sequence[Measured] = ()) -> None:
+    def epoch(self, record: EpochRecord, peaks: Sequence[Measured] = ()) -> None:
         """Note a finished epoch, and log a line about it.
 
-        `held`: what each rank held in a window of it, if that was measured.
+        `peaks`: what each rank held in a window of it, if that was measured.
         """
         self._bar.spoke()
-        self._history.add(record, held)
+        self._history.add(record, peaks)
         self._write()
         about, batches = self._about, self._about.batches_of(record.epoch)
         part = f" ({batches} of {about.batches} batches)" if batches < about.batches else ""
-        evaluated = f"val loss {self._told(record.evaluated)}; " if record.evaluated else ""
+        evaluated = f"val loss {self._text(record.evaluated)}; " if record.evaluated else ""
         log.info(
-            f"epoch {record.epoch}/{about.epochs}{part}: train loss {self._told(record.trained)}; {evaluated}"
+            f"epoch {record.epoch}/{about.epochs}{part}: train loss {self._text(record.trained)}; {evaluated}"
             f"{record.samples_per_s:.0f} samples/s, {record.train_s + record.eval_s:.1f} s"
         )
 
-    def _told(self, values: Mapping[str, float]) -> str:
+    def _text(self, values: Mapping[str, float]) -> str:
         """Return a mean loss and the metrics, such as `0.3120, acc 91.20 %`."""
         metrics = [f"{metric.name} {metric.text(values[metric.name])}" for metric in self._about.task.metrics]
         return ", ".join([f"{values['loss']:.4f}", *metrics])

@@ -117,7 +117,7 @@ def stage_table(stages: Sequence[StageRecord]) -> str:
                 *(cell(seconds, ".4f") for seconds in (one.stage_time_s, one.predicted_stage_time_s)),
                 *(cell(wait, ".1%") for wait in (one.wait, one.predicted_wait)),
                 *(f"{one.mean_staleness:.2f}", str(one.max_staleness)),
-                *(cell(held, ".1f", MIB) for held in (one.memory_bytes, one.predicted_memory_bytes)),
+                *(cell(nbytes, ".1f", MIB) for nbytes in (one.memory_bytes, one.predicted_memory_bytes)),
                 *(cell(one.allocated_bytes, ".1f", MIB), cell(one.bytes_sent, ".1f", MIB)),
                 *(cell(one.ratio, ".1f"), f"{one.codec_s:.2f}"),
             ]

@@ -26,16 +26,16 @@ def figures_of(summary: Summary) -> dict[str, float]:
     stages = summary.get("per_stage") or []
     if not stages:
         return {}
-    held: dict[int, float] = defaultdict(float)
+    mib: dict[int, float] = defaultdict(float)
     for stage in stages:
-        held[stage["rank"]] += (stage["memory_bytes"] or 0.0) / MIB
+        mib[stage["rank"]] += (stage["memory_bytes"] or 0.0) / MIB
     return {
         "bubble": 100 * fmean({stage["rank"]: stage["bubble"] for stage in stages}.values()),
         "bubble_on_paper": 100 * summary["simulated_bubble"],
         "mean_staleness": fmean(stage["mean_staleness"] for stage in stages),
         "max_staleness": max(stage["max_staleness"] for stage in stages),
         "max_versions": max(stage["peak_versions"] for stage in stages),
-        "fullest_rank_mib": max(held.values()),
+        "fullest_rank_mib": max(mib.values()),
     }
 
 
@@ -46,13 +46,13 @@ def end_sweep(runs: Sequence[tuple[Sequence[str], Path]]) -> str:
     """
     rows: list[dict[str, str]] = []
     lines: list[dict[str, Any]] = []
-    given = [dict(word.lstrip("+~").partition("=")[::2] for word in words) for words, _ in runs]
+    of_runs = [dict(word.lstrip("+~").partition("=")[::2] for word in words) for words, _ in runs]
     varied = [
         key
-        for key in dict.fromkeys(k for one in given for k in one)
-        if len({one.get(key) for one in given}) > 1
+        for key in dict.fromkeys(k for one in of_runs for k in one)
+        if len({one.get(key) for one in of_runs}) > 1
     ]
-    for overrides, (_, folder) in zip(given, runs, strict=True):
+    for overrides, (_, folder) in zip(of_runs, runs, strict=True):
         with suppress(OSError, ValueError):  # one that was stopped has none
             summary = json.loads((folder / "summary.json").read_text())
             chosen = {"run": folder.name, **{key: overrides.get(key, "-") for key in varied}}

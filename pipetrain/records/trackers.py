@@ -82,8 +82,8 @@ class MLflow:
         from mlflow.entities import Param
 
         self._client = client = MlflowClient(options["uri"])
-        found = client.get_experiment_by_name(options["experiment"])
-        experiment = found.experiment_id if found else client.create_experiment(options["experiment"])
+        known = client.get_experiment_by_name(options["experiment"])
+        experiment = known.experiment_id if known else client.create_experiment(options["experiment"])
         runs = client.search_runs([experiment], f"tags.pipetrain = '{id}'")
         tags = {"pipetrain": id}
         run = runs[0] if runs else client.create_run(experiment, tags=tags, run_name=folder.name)
