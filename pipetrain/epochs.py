@@ -71,7 +71,7 @@ class _Figures:
     train_s: float = 0.0
     eval_s: float = 0.0
     ran: list[list[str]] = field(default_factory=list)
-    held: Measured | None = None  # of the window whose memory was measured, if it was of this epoch
+    peak_bytes: Measured | None = None  # of the window whose memory was measured, if it was of this epoch
 
 
 class Epochs:
@@ -103,7 +103,7 @@ class Epochs:
         self._ran: list[list[Action]] = []  # in each window of the epoch, where a policy decides
         self._losses: list[float] = []  # of the epoch's updates so far
         self._trained = 0  # windows
-        self._held: Measured | None = None
+        self._peak_bytes: Measured | None = None
 
     @property
     def updates(self) -> int:
@@ -232,7 +232,7 @@ class Epochs:
             yield observe, self._ends(len(sizes), *batch_s)
             self._trained += 1
             if meter:
-                self._held, self.session.engine.watcher = meter.close(), None
+                self._peak_bytes, self.session.engine.watcher = meter.close(), None
 
         def until(done: int) -> int:
             return self._keeper.left(updates + done) if self._keeper else total
@@ -284,8 +284,8 @@ class Epochs:
 
     def _gather(self, what: str, mine: _Figures) -> list[_Figures]:
         """Return each rank's figures. Raises ChannelError."""
-        told = self._mesh.gather(what, asdict(mine))
-        return [read_as(_Figures, one, f"{what} of rank {rank}") for rank, one in enumerate(told)]
+        gathered = self._mesh.gather(what, asdict(mine))
+        return [read_as(_Figures, one, f"{what} of rank {rank}") for rank, one in enumerate(gathered)]
 
     def _ends(self, batches: int, batch_s: float | None = None) -> Ends | None:
         """Return the callback that may end a window early; `batch_s`: seconds per batch in the last epoch."""
@@ -336,8 +336,8 @@ class Epochs:
         last = self.session.last
         trained, evaluated = (last.peek_trained(), last.take_evaluated()) if last else (Tally(), Tally())
         ran, stats = [list(map(str, actions)) for actions in self._ran], self.session.engine.stats
-        mine = _Figures(stats, trained, self._losses, evaluated, train_s, eval_s, ran, self._held)
-        self._ran, self._held = [], None
+        mine = _Figures(stats, trained, self._losses, evaluated, train_s, eval_s, ran, self._peak_bytes)
+        self._ran, self._peak_bytes = [], None
         ranks = self._gather(f"the figures of epoch {epoch + 1}", mine)
         if self._mesh.world.rank == 0:
             windows = zip(*(figures.ran for figures in ranks), strict=True)
@@ -369,7 +369,9 @@ class Epochs:
         )
         self._progress = replace(self._progress, history=[*self.history, record])
         if self._recorder:
-            self._recorder.epoch(record, [figures.held for figures in ranks if figures.held is not None])
+            self._recorder.epoch(
+                record, [figures.peak_bytes for figures in ranks if figures.peak_bytes is not None]
+            )
 
     def _values(self, tally: Tally) -> dict[str, float]:
         return {"loss": tally.mean_loss, **self._about.task.values(tally)}
