@@ -252,8 +252,8 @@ class Table:
         taken = enters if start else {Made(INPUT, n): False for n in range(len(self.inputs.specs))}
         inputs, targets = sum(self.spec(value).nbytes for value in taken), self.targets * last
         arrived = sum(self.spec(value).nbytes for value, needs in leaves.items() if needs)
-        held = {origin(self.layers, value): self.spec(value).nbytes for value in (*leaves, *taken)}
-        saved = together((layer.saved for layer in layers), held) + self.loss * last + targets
+        ends = {origin(self.layers, value): self.spec(value).nbytes for value in (*leaves, *taken)}
+        saved = together((layer.saved for layer in layers), ends) + self.loss * last + targets
         saved += inputs * copies_input(self.layers, taken, start, end)
         after_i = together(layer.for_w for layer in layers) + targets
         if not any(requires_grad(self.layers, value) for value in enters):  # W is then the whole backward
