@@ -45,7 +45,7 @@ _ARGUMENTS = (  # beside the options
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Arguments:
     """What Pipeline is asked to train and how, proven as far as it can be without a batch.
 
     `made`: an optimizer of small copies of the parameters; `optim`: its name and options.
@@ -65,7 +65,7 @@ class Asked:
         optimizer: Function | Optim | None,
         groups: Mapping[str, Mapping[str, Any]] | None,
         lr_schedule: Rate | None,
-    ) -> Asked:
+    ) -> Arguments:
         """Read the rest of the arguments, and prove the draft. Raises ConfigError and ScheduleError."""
         optim = read_optimizer(optimizer, groups)
         prove_model(model, "Pipeline needs", draft.settings.weights_dtype)
@@ -106,15 +106,15 @@ class Asked:
                 read = partial(read_profile, settings.profile, known)
                 profile = Profile.from_json(together.on_one(0, "the profile", lambda: read().to_json()))
             else:
-                measured = together.mesh, settings, known, twin_of(network), self.optimizer
+                measured = together.links, settings, known, twin_of(network), self.optimizer
                 profile = together()(partial(measure, *measured))
         state_of, draft = optimizer_state(self.optimizer), replace(self.draft, settings=settings)
         plan = make_plan(draft, network.spare(), inputs, samples, profile, state_of, task)
         with together():
             layers = {f"layer {one.name}": [str(one.output), one.draws, *one.weights] for one in plan.layers}
             compared = {**plan.pipeline, "program": digest(plan.window.program), **layers}
-            prove_same(together.mesh, "the plan", compared)
-            level(together.mesh, "the tensors of the layers", plan.foreign)
+            prove_same(together.links, "the plan", compared)
+            level(together.links, "the tensors of the layers", plan.foreign)
         return replace(plan, text=describe)
 
 

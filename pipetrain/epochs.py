@@ -28,8 +28,8 @@ from pipetrain.records.tracer import Tracer
 from pipetrain.runtime.clock import Observe
 from pipetrain.runtime.engine import Tick
 from pipetrain.runtime.feed import Batches
-from pipetrain.runtime.held import Measured, Meter
-from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.links import Links
+from pipetrain.runtime.meter import Meter, PeakBytes
 from pipetrain.runtime.order import Ends
 from pipetrain.runtime.windows import Windows
 from pipetrain.schedule.actions import Action, Op, Program, parse_action
@@ -71,7 +71,7 @@ class _Figures:
     train_s: float = 0.0
     eval_s: float = 0.0
     ran: list[list[str]] = field(default_factory=list)
-    peak_bytes: Measured | None = None  # of the window whose memory was measured, if it was of this epoch
+    peak_bytes: PeakBytes | None = None  # of the window whose memory was measured, if it was of this epoch
 
 
 class Epochs:
@@ -80,7 +80,7 @@ class Epochs:
     def __init__(
         self,
         windows: Windows,
-        mesh: Mesh,
+        links: Links,
         passes: Passes,
         about: About,
         recorder: Recorder | None = None,
@@ -91,7 +91,7 @@ class Epochs:
         self._after_epoch = after_epoch
         self._enough = False  # it has said so
         self.stopped_by: Asked = ""
-        self._mesh = mesh
+        self._links = links
         self._passes = passes
         self._about = about
         self._recorder = recorder
@@ -103,7 +103,7 @@ class Epochs:
         self._ran: list[list[Action]] = []  # in each window of the epoch, where a policy decides
         self._losses: list[float] = []  # of the epoch's updates so far
         self._trained = 0  # windows
-        self._peak_bytes: Measured | None = None
+        self._peak_bytes: PeakBytes | None = None
 
     @property
     def updates(self) -> int:
@@ -130,7 +130,7 @@ class Epochs:
         if self._position != manifest.position:
             epoch, batch, _ = astuple(self._position)
             self._progress = replace(self._progress, unseen_epochs=epoch, unseen_batches=batch)
-        restore(source, session, self._mesh)
+        restore(source, session, self._links)
         if self._keeper:
             self._keeper.seen = self._position.update
         if session.last is not None:
@@ -145,14 +145,14 @@ class Epochs:
     def run(self) -> bool:
         """Train and evaluate all epochs; return False if stopped. Raises ChannelError and TrainingStopped."""
         tracer, epochs = (
-            Tracer(self._about, self._mesh) if self._about.settings.trace else None,
+            Tracer(self._about, self._links) if self._about.settings.trace else None,
             self._about.epochs,
         )
         if self._recorder:
             self._recorder.begin(self.history, self._again)
         for record in self.history:  # what it knows of them it may have forgotten in a restart
             self._ask(record)
-        self._mesh.gather("the start of the epochs", None)  # so that no rank's time is that of its start
+        self._links.gather("the start of the epochs", None)  # so that no rank's time is that of its start
         self._started = time.perf_counter() - self._progress.elapsed_s
         for epoch in range(self._position.epoch, epochs):
             if self._enough:
@@ -173,7 +173,7 @@ class Epochs:
     def _ask(self, record: EpochRecord) -> None:
         """Ask the program whether an epoch was the last one; one rank's word is enough."""
         enough = self._after_epoch(record.as_told()) == STOP
-        self._enough = bool(self._mesh.most("whether epochs are enough", int(enough))) or self._enough
+        self._enough = bool(self._links.most("whether epochs are enough", int(enough))) or self._enough
 
     def _trace(self, tracer: Tracer) -> None:
         trace = tracer.collect(stopped=self._position.epoch < self._about.epochs)
@@ -280,11 +280,11 @@ class Epochs:
             stages={stage: stats for one in ranks for stage, stats in one.stages.items()},
             losses=known.losses,
         )
-        self._keeper.save(session, self._mesh, self._position, progress, self._passes.random())
+        self._keeper.save(session, self._links, self._position, progress, self._passes.random())
 
     def _gather(self, what: str, mine: _Figures) -> list[_Figures]:
         """Return each rank's figures. Raises ChannelError."""
-        gathered = self._mesh.gather(what, asdict(mine))
+        gathered = self._links.gather(what, asdict(mine))
         return [read_as(_Figures, one, f"{what} of rank {rank}") for rank, one in enumerate(gathered)]
 
     def _ends(self, batches: int, batch_s: float | None = None) -> Ends | None:
@@ -303,7 +303,7 @@ class Epochs:
         measured = self._trained == 1 or (last and not self._trained)
         if not measured or any(stage.captured for stage in stages.values()):
             return None
-        return Meter(stages, self._mesh.device)
+        return Meter(stages, self._links.device)
 
     def _observer(self, traced: Observe | None) -> Observe | None:
         """Return what looks at a window, for which the host waits for the device; None if nothing does."""
@@ -339,7 +339,7 @@ class Epochs:
         mine = _Figures(stats, trained, self._losses, evaluated, train_s, eval_s, ran, self._peak_bytes)
         self._ran, self._peak_bytes = [], None
         ranks = self._gather(f"the figures of epoch {epoch + 1}", mine)
-        if self._mesh.world.rank == 0:
+        if self._links.world.rank == 0:
             windows = zip(*(figures.ran for figures in ranks), strict=True)
             self._prove(epoch, [[list(map(parse_action, actions)) for actions in ran] for ran in windows])
         known = ranks[self.session.plan.placement[-1]]

@@ -201,7 +201,7 @@ def train_epochs(
             ending.enter_context(keeper.signals.handled())
         recorder = None if training.rank else _recorder(about, run_folder, ending)
         windows = Windows(training.begun, training.together, keeper.signals.take if keeper else lambda: "")
-        epochs = Epochs(windows, training.mesh, passes, about, recorder, keeper, after_epoch)
+        epochs = Epochs(windows, training.links, passes, about, recorder, keeper, after_epoch)
         if source is not None:
             with source.used():
                 epochs.restore(source)
@@ -223,7 +223,7 @@ def _about(
     training: Training, settings: Settings, data: DataFacts, batches: int, source: Source | None
 ) -> About:
     """Return what the records say of the training, with all of its windows proven."""
-    session, device, world = training.begun, training.mesh.device, training.mesh.world
+    session, device, world = training.begun, training.links.device, training.links.world
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     room = gpu_bytes(device.type, world.local_size)
     about = About(
@@ -271,11 +271,11 @@ def _keeper(training: Training, about: About, run_folder: RunFolder) -> Keeper:
         refuse_finished(source, done, about.updates, ending)
         if training.rank == 0:
             _go_on(path, source, done == about.updates)
-    store = training.mesh.store and PrefixStore(f"fit {next(_trainings)}", training.mesh.store)
+    store = training.links.store and PrefixStore(f"fit {next(_trainings)}", training.links.store)
     seed = training.begun.engine.seed
     signals = Signals(training.rank, run_folder.saved_so_far)
     return Keeper(
-        writer=Writer(path, training.mesh, store, settings.checkpoint_keep, settings.timeout),
+        writer=Writer(path, training.links, store, settings.checkpoint_keep, settings.timeout),
         signals=signals,
         early=EarlyEnd(signals, store, about.plan.placement[0] == training.rank),
         every=settings.checkpoint_every,

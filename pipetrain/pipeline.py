@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.arguments import Asked, read_draft, read_model, read_targets, read_task
+from pipetrain.arguments import Arguments, read_draft, read_model, read_targets, read_task
 from pipetrain.building import Function, Optim
 from pipetrain.checkpoint.resume import (
     read_source,
@@ -126,7 +126,7 @@ class Pipeline:
         model, record = read_model(model, seed)
         given = {"microbatches": microbatches, "window": window, "dtype": dtype, **options}
         draft = read_draft(schedule, settings, given, model, World.current().size)
-        asked = Asked.read(model, draft, optimizer, param_groups, lr_schedule)
+        asked = Arguments.read(model, draft, optimizer, param_groups, lr_schedule)
         if draft.settings.threads is not None:
             torch.set_num_threads(draft.settings.threads)
         self._signals = Stopping(self, World.current().rank)
@@ -149,11 +149,11 @@ class Pipeline:
         return (self._training.session or self._training.begun).plan
 
     def __repr__(self) -> str:
-        training, settings, world = self._training, self._training.settings, self._training.mesh.world
+        training, settings, world = self._training, self._training.settings, self._training.links.world
         state = "closed" if training.closed else counted(self.updates, "update")
         return (
             f"<Pipeline of {type(training.model).__name__}: {settings.schedule}, "
-            f"{counted(settings.microbatches, 'microbatch')}, stages on ranks {training.mesh.placement}, "
+            f"{counted(settings.microbatches, 'microbatch')}, stages on ranks {training.links.placement}, "
             f"rank {world.rank} of {world.size}, {state}>"
         )
 
@@ -164,7 +164,7 @@ class Pipeline:
     @property
     def last_rank(self) -> int:
         """The rank of the last stage, which reads targets and counts."""
-        return self._training.mesh.placement[-1]
+        return self._training.links.placement[-1]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -298,10 +298,10 @@ class Pipeline:
         path, training = PATH.read("folder", folder).expanduser().absolute(), self._training
         session = training.begun
         with training.together():
-            session.engine.settle()
+            session.engine.synchronize()
         config = {"seed": session.engine.seed, **transformers_config(training.model)}
         with training.whole.suspended():
-            return save_now(path, session, training.mesh, training.conditions, config, keep)
+            return save_now(path, session, training.links, training.conditions, config, keep)
 
     def load(self, folder: str | Path) -> None:
         """Go on from the newest checkpoint under a folder, or this one; of any cuts and schedule.
@@ -318,13 +318,13 @@ class Pipeline:
             return
         source = read_source(Path(newest))
         refuse_other(source, training.conditions)
-        restore_random(source, training.mesh)
+        restore_random(source, training.links)
         if not training.whole.lent:
             training.whole.values = weights_of(source, training.model)
             training.source = source  # the rest follows at the first batch
         else:
             training.whole.take_back()
-            restore(source, training.begun, training.mesh)
+            restore(source, training.begun, training.links)
 
     def dcp(self) -> dict[str, StatefulPart]:
         """Return what torch.distributed.checkpoint saves and loads: `dcp.save(pipe.dcp(), checkpoint_id=)`.
@@ -332,7 +332,7 @@ class Pipeline:
         Entries are `model`, `state` (of the optimizer) and `updates`, with the names of plain PyTorch.
         """
         training, session = self._training, self._training.begun
-        session.engine.settle()
+        session.engine.synchronize()
         training.whole.take_back()
         return parts_of(session, training.whole.keys, training.asked.optimizer)
 

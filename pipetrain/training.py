@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.arguments import Asked
+from pipetrain.arguments import Arguments
 from pipetrain.checkpoint.files import Position
 from pipetrain.checkpoint.resume import Source, open_weights, tensors_of
 from pipetrain.checkpoint.state import restore, restore_random
@@ -34,9 +34,10 @@ from pipetrain.plan.plan import Plan, Samples, prove_targets
 from pipetrain.plan.program import Draft
 from pipetrain.records.bar import Bar
 from pipetrain.rules import PATH
+from pipetrain.runtime.device import choose_device
 from pipetrain.runtime.engine import Tick
 from pipetrain.runtime.feed import Batches, OfLoader, OfNumbers
-from pipetrain.runtime.mesh import Mesh, choose_device
+from pipetrain.runtime.links import Links
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import Stage
@@ -44,7 +45,7 @@ from pipetrain.runtime.together import Together, level, prove_same
 from pipetrain.runtime.whole import WholeModel, owners
 from pipetrain.runtime.windows import NO_BATCH, Windows
 from pipetrain.schedule.lower import edges
-from pipetrain.signals import Asked as Request
+from pipetrain.signals import Asked
 from pipetrain.tasks import ModelLoss, Task
 from pipetrain.tasks.tally import Tally
 from pipetrain.tasks.trial import choose_weight
@@ -68,22 +69,22 @@ class Training:
         record: Initial | None,
         task: Task,
         named: NamedTargets | None,
-        asked: Asked,
+        asked: Arguments,
         weights: str | Path | None,
         seed: int | None,
-        heard: Callable[[], Request],
+        heard: Callable[[], Asked],
     ) -> None:
         self.model, self.task, self.asked, self.settings = model, task, asked, asked.draft.settings
         self._named, self._heard = named, heard
-        self.mesh = _meet(World.current(), asked.draft)
+        self.links = _meet(World.current(), asked.draft)
         self.bar = Bar()
         self.session: Session | None = None
         self._windows: Windows | None = None
-        self.together = Together(self.mesh, self._ended)
+        self.together = Together(self.links, self._ended)
         with self.together():
             initial = self._agree(record, weights)
             if seed is None:
-                told = self.mesh.tell("the seed", torch.initial_seed() % 2**31)
+                told = self.links.tell("the seed", torch.initial_seed() % 2**31)
                 self.settings = replace(self.settings, seed=told)
         self._form: Form | None = None
         self.source: Source | None = None  # what was loaded before the first batch
@@ -92,11 +93,11 @@ class Training:
         self.closed = False
         self._apart = ""  # why microbatches would train otherwise than a batch
         self.conditions = tensors_of(model) | {"optimizer": type(asked.made).__name__}
-        self.whole = WholeModel(model, self.mesh, initial)
+        self.whole = WholeModel(model, self.links, initial)
 
     @property
     def rank(self) -> int:
-        return self.mesh.world.rank
+        return self.links.world.rank
 
     @property
     def begun(self) -> Session:
@@ -124,7 +125,7 @@ class Training:
         """Refuse to go on after `close` (ConfigError), or an error of what all ranks do (TrainingStopped)."""
         if self.closed:
             raise ConfigError("this Pipeline has been closed: call close() last, or make another one")
-        self.together.prove()
+        self.together.refuse_ended()
 
     # The start
 
@@ -133,12 +134,12 @@ class Training:
 
         `record`: of the factory that made it. Raises Refused and ConfigError.
         """
-        mesh, model = self.mesh, self.model
+        links, model = self.links, self.model
         drawn = {"how the model's factory makes its parameters": record.digest} if record else {}
-        prove_same(mesh, "the settings", self.asked.conditions() | drawn)
-        mesh.open(edges(self.asked.draft.program))
-        refuse_without_numbers(mesh.tell("the model", [] if record else give_memory(model)))
-        level(mesh, "the model", named_tensors(model) | tensor_attributes(model))
+        prove_same(links, "the settings", self.asked.conditions() | drawn)
+        links.open(edges(self.asked.draft.program))
+        refuse_without_numbers(links.tell("the model", [] if record else give_memory(model)))
+        level(links, "the model", named_tensors(model) | tensor_attributes(model))
         return record if weights is None else open_weights(PATH.read("weights", weights), model)
 
     def begin(self, reader: Reader | Sampled | None, known: Samples | None = None) -> None:
@@ -164,15 +165,15 @@ class Training:
         self._apart = self.together.on_first("the comparison", reader, compare)
         self.settings, self._form = plan.settings, form
         with self.together():
-            self.mesh.open(list(plan.cut.bounds), plan.cut.ties)
+            self.links.open(list(plan.cut.bounds), plan.cut.ties)
             owned = owners(network, plan)
             optimizer, rate = self.asked.optimizer, self.asked.rate.fraction
-            self.session = Session(plan, network, self.task, optimizer, rate, self.mesh)
+            self.session = Session(plan, network, self.task, optimizer, rate, self.links)
         self.session.whole = self.whole
         self._windows = Windows(self.session, self.together, self._heard)
         self.whole.lend(network, self.session.stages.values(), owned)
         if self.source is not None:
-            restore(self.source, self.session, self.mesh)
+            restore(self.source, self.session, self.links)
 
     def begin_by_number(self, train: Sampled, test: Sampled) -> None:
         """Plan for samples by number; prove the task on both."""
@@ -197,7 +198,7 @@ class Training:
         """
         self.refuse_ended()
         if isinstance(source, Sampled):
-            return OfNumbers.of(source, self.task, self.mesh, self.begun.plan.placement, epoch, done)
+            return OfNumbers.of(source, self.task, self.links, self.begun.plan.placement, epoch, done)
         form = self._form
         if form is not None and not labelled:
             form = replace(form, targets=ValueSpec((TensorSpec((), torch.float32),)))
@@ -211,12 +212,12 @@ class Training:
             self._refuse_apart()
 
         def begin(reader: Reader) -> None:
-            if self.whole.given:
-                self.whole.given.prove(trains)
+            if self.whole.unchanged:
+                self.whole.unchanged.refuse_changes(trains)
             if done:
                 reader.skip(done, self.settings.window)
 
-        return OfLoader(self.mesh, reader, form, begin)
+        return OfLoader(self.links, reader, form, begin)
 
     def ticks(self, what: str) -> Callable[[int], Tick]:
         """Return what shows rank 0's progress in a window of many batches."""
@@ -235,7 +236,7 @@ class Training:
         with self.together():
             tally = self.take(take)
             values = tally and {"loss": tally.mean_loss, **self.task.values(tally), **more}
-            on_all: dict[str, float] = self.mesh.tell(what, values, last)
+            on_all: dict[str, float] = self.links.tell(what, values, last)
         return on_all
 
     def take(self, count: Callable[[Stage], Tally]) -> Tally | None:
@@ -257,15 +258,15 @@ class Training:
         self.refuse_ended()
         with self.together():
             if self.session is not None:
-                self.session.engine.settle()
-            self.mesh.tell(what)
+                self.session.engine.synchronize()
+            self.links.tell(what)
 
     def close(self) -> None:
         """Leave the process groups. All ranks call it."""
         if not self.closed:
             self.whole.end(failed=self.session is None)
             if not self.together.stopped:
-                self.mesh.close()
+                self.links.close()
         self.closed = True
 
 
@@ -298,7 +299,7 @@ class Passes:
 
     def _go_on(self, source: Source, start: Position) -> None:
         """Restore the random state with which the epoch began that the checkpoint is of."""
-        restore_random(source, self._training.mesh)
+        restore_random(source, self._training.links)
         tensors = source.tensors()
         if start.batch and EPOCH_RANDOM in tensors and not self._training.rank:
             torch.set_rng_state(tensors[EPOCH_RANDOM])
@@ -322,15 +323,15 @@ class Passes:
         return {} if by_number or self._training.rank else {EPOCH_RANDOM: self._random}
 
 
-def _meet(world: World, draft: Draft) -> Mesh:
+def _meet(world: World, draft: Draft) -> Links:
     """Return the ranks that have met, with a line where their messages go through host memory."""
     settings, decides = draft.settings, draft.policy is not None
     how = choose_device(world, settings.device), None, settings.timeout, decides or None
-    mesh = Mesh(world, draft.placement, [], *how)
-    if mesh.staged and world.size > 1 and not world.rank:
+    links = Links(world, draft.placement, [], *how)
+    if links.staged and world.size > 1 and not world.rank:
         why = f"{settings.schedule} decides its order as it runs" if decides else "ranks share a GPU"
         log.warning("pipetrain: %s, so messages go through host memory over gloo", why)
-    return mesh
+    return links
 
 
 def _first(reader: Reader | Sampled) -> list[Any] | None:

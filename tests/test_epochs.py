@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipetrain.epochs import Epochs
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.ranks import World
-from tests.support.cases import Case, Listener, LocalMesh, make_run, run_in_threads, state_of
+from tests.support.cases import Case, Listener, LocalLinks, make_run, run_in_threads, state_of
 from tests.support.local import Wire
 from tests.support.runs import Run, epochs_of
 
@@ -22,8 +22,8 @@ NORM = "model._target_=tests.support.models.with_norm"
 
 def epochs_for(run: Run, rank: int = 0, size: int = 1, recorder: Listener | None = None) -> Epochs:
     """The epochs of a rank that is not connected to any other."""
-    mesh = LocalMesh(World(rank, size), Wire(run.plan.placement), Barrier(1), [None] * size)
-    return epochs_of(run, mesh, recorder)  # type: ignore[arg-type]
+    links = LocalLinks(World(rank, size), Wire(run.plan.placement), Barrier(1), [None] * size)
+    return epochs_of(run, links, recorder)  # type: ignore[arg-type]
 
 
 def initial(case: Case) -> dict[str, Tensor]:

@@ -19,21 +19,21 @@ from pipetrain.checkpoint.files import stage_file
 from pipetrain.checkpoint.resume import Source
 from pipetrain.checkpoint.tensors import EMA, MODEL, OPTIMIZER, NamedTensors, names_of
 from pipetrain.network.numerics import numbers_of
+from pipetrain.runtime.links import Links
 from pipetrain.runtime.mailbox import Slot
-from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.session import Session, owing
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.schedule.actions import Edge
 
 
-def snapshot(session: Session, mesh: Mesh, random: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+def snapshot(session: Session, links: Links, random: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Return copies, in host memory, of a rank's state between two windows, by file.
 
     `random`: further random states. Raises TypeError for an optimizer whose state cannot be saved.
     """
     files = {stage_file(index): state_of(stage) for index, stage in session.stages.items()}
-    rank, device = mesh.world.rank, mesh.device
+    rank, device = links.world.rank, links.device
     own = {f"random/{rank}/cpu": torch.get_rng_state(), **random}
     if device.type == "cuda":
         own[f"random/{rank}/cuda"] = torch.cuda.get_rng_state(device)
@@ -59,7 +59,7 @@ def state_of(stage: Stage) -> dict[str, Tensor]:
     }
 
 
-def restore(source: Source, session: Session, mesh: Mesh) -> None:
+def restore(source: Source, session: Session, links: Links) -> None:
     """Load a rank's stages, and the seed; of the same pipeline, its codecs' residuals too."""
     tensors = source.tensors()
     session.engine.seed = source.manifest.config.get("seed", session.engine.seed)
@@ -68,8 +68,8 @@ def restore(source: Source, session: Session, mesh: Mesh) -> None:
             _load(stage, tensors, source.manifest.position.update)
     if source.manifest.pipeline == session.plan.pipeline:
         session.engine.coding.residuals = {
-            (edge, number, tuple(tensors[name].shape)): tensors[name].clone().to(mesh.device)
-            for edge, number in owing(session.plan, mesh.world.rank)
+            (edge, number, tuple(tensors[name].shape)): tensors[name].clone().to(links.device)
+            for edge, number in owing(session.plan, links.world.rank)
             for name in tensors
             if name.startswith(_prefix(edge, number))  # of any shape: of sizes that come later too
         }
@@ -102,17 +102,17 @@ def _copy(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
 
 
-def restore_random(source: Source, mesh: Mesh) -> None:
+def restore_random(source: Source, links: Links) -> None:
     """Restore this rank's random state, if a rank of its number has saved one.
 
     That of rank 0 decides how a DataLoader shuffles, so this comes before the first batch is read.
     """
-    tensors, rank = source.tensors(), mesh.world.rank
+    tensors, rank = source.tensors(), links.world.rank
     with source.used():
         if f"random/{rank}/cpu" in tensors:
             torch.set_rng_state(tensors[f"random/{rank}/cpu"])
-        if mesh.device.type == "cuda" and f"random/{rank}/cuda" in tensors:
-            torch.cuda.set_rng_state(tensors[f"random/{rank}/cuda"], mesh.device)
+        if links.device.type == "cuda" and f"random/{rank}/cuda" in tensors:
+            torch.cuda.set_rng_state(tensors[f"random/{rank}/cuda"], links.device)
 
 
 def _name(slot: Slot) -> str:

@@ -41,7 +41,7 @@ from pipetrain.checkpoint.files import (
 from pipetrain.checkpoint.progress import Progress, best_update
 from pipetrain.checkpoint.state import snapshot
 from pipetrain.errors import TrainingStopped
-from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.links import Links
 from pipetrain.runtime.ranks import Ranks
 from pipetrain.runtime.session import Session
 from pipetrain.schedule.timeline import StageStats
@@ -170,7 +170,7 @@ class Writer:
 def save_now(
     folder: Path,
     session: Session,
-    mesh: Mesh,
+    links: Links,
     conditions: Mapping[str, Any],
     config: Mapping[str, Any],
     keep: int | None,
@@ -179,13 +179,13 @@ def save_now(
 
     All ranks must call it. Raises TrainingStopped on all if one of them cannot write.
     """
-    run: str = mesh.tell("the name of what is saved", uuid.uuid4().hex)
+    run: str = links.tell("the name of what is saved", uuid.uuid4().hex)
     position = Position(update=next(iter(session.stages.values())).weights.updates)
     progress = Progress(stages={stage: StageStats() for stage in range(session.plan.stages)})
-    store = mesh.store and PrefixStore(run, mesh.store)
-    writer = Writer(folder, mesh, store, keep, session.plan.settings.timeout)
+    store = links.store and PrefixStore(run, links.store)
+    writer = Writer(folder, links, store, keep, session.plan.settings.timeout)
     manifest = Manifest(run, position, conditions, session.plan.pipeline, config, progress)
-    writing = writer.save(manifest, partial(snapshot, session, mesh, {}))
+    writing = writer.save(manifest, partial(snapshot, session, links, {}))
     try:
         writer.close()
     finally:
@@ -230,7 +230,7 @@ class Keeper:
     def save(
         self,
         session: Session,
-        mesh: Mesh,
+        links: Links,
         position: Position,
         progress: Progress,
         random: Mapping[str, Tensor],
@@ -241,8 +241,8 @@ class Keeper:
         """
         pipeline = session.plan.pipeline
         manifest = Manifest(self.run, position, self.conditions, pipeline, self.config, progress)
-        writing = self.writer.save(manifest, partial(snapshot, session, mesh, random))
-        writing.add_done_callback(partial(self._note, position.update, mesh.world.rank))
+        writing = self.writer.save(manifest, partial(snapshot, session, links, random))
+        writing.add_done_callback(partial(self._note, position.update, links.world.rank))
 
     def _note(self, update: int, rank: int, writing: Future[Path]) -> None:
         failure = writing.exception()

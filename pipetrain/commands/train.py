@@ -41,7 +41,7 @@ from pipetrain.pipeline import Pipeline
 from pipetrain.records import folder
 from pipetrain.records.sweep import end_sweep
 from pipetrain.records.trackers import check_loggers
-from pipetrain.runtime.mesh import choose_device, keep_freed_memory
+from pipetrain.runtime.device import choose_device, keep_freed_memory
 from pipetrain.runtime.ranks import World
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.settings import PROFILE, Mode, Settings, share_of_cores

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError
 from pipetrain.network import draws
-from pipetrain.network.network import Made, Network, Part, See, Slice, Tensors
+from pipetrain.network.network import Network, Part, See, Slice, Tensors, ValueId
 from pipetrain.network.values import Value, ValueSpec, as_tuple, leaves_of, named_layers, packer
 
 
@@ -72,9 +72,9 @@ class Chain(Network):
         self.stashes = _stashes(self.names, self.modules)
         """Pop -> Stash, by the numbers of the layers."""
 
-    def takes(self, index: int, specs: Sequence[ValueSpec]) -> tuple[Made, ...]:
+    def takes(self, index: int, specs: Sequence[ValueSpec]) -> tuple[ValueId, ...]:
         layers = [index - 1, *([self.stashes[index]] if index in self.stashes else [])]
-        return tuple(Made(layer, k) for layer in layers for k in range(len(specs[layer + 1].specs)))
+        return tuple(ValueId(layer, k) for layer in layers for k in range(len(specs[layer + 1].specs)))
 
     def call(self, index: int, tensors: Tensors, specs: Sequence[ValueSpec]) -> Value:
         module = self.modules[index]

@@ -20,7 +20,7 @@ INPUT = -1  # in place of a layer: the data
 Tensors = tuple[Tensor, ...]
 
 
-class Made(NamedTuple):
+class ValueId(NamedTuple):
     """A value: tensor `number` of those that a layer returns, or of the model's inputs (layer INPUT)."""
 
     layer: int
@@ -56,8 +56,8 @@ class Slice:
 
     start: int
     end: int
-    enters: tuple[Made, ...]
-    leaves: tuple[Made, ...]
+    enters: tuple[ValueId, ...]
+    leaves: tuple[ValueId, ...]
     enters_grad: Gradients | None = None
     leaves_grad: Gradients | None = None
     copies_input: bool = False
@@ -94,7 +94,7 @@ class Part(nn.Module, ABC):
 
 def run_parts(parts: Iterable[Part], inputs: Sequence[Tensor], copied: bool = False) -> Tensors:
     """Return what the last part returns; `copied`: each has copies of what the others have made."""
-    values = {Made(INPUT, number): tensor for number, tensor in enumerate(inputs)}
+    values = {ValueId(INPUT, number): tensor for number, tensor in enumerate(inputs)}
     outputs: Tensors = ()
     for part in parts:
         outputs = part(*(values[value].clone() if copied else values[value] for value in part.slice.enters))
@@ -134,7 +134,7 @@ class Network(ABC):
     """The numbers that its tensors shall have; None: those that they have."""
 
     @abstractmethod
-    def takes(self, index: int, specs: Sequence[ValueSpec]) -> tuple[Made, ...]:
+    def takes(self, index: int, specs: Sequence[ValueSpec]) -> tuple[ValueId, ...]:
         """Return what a layer takes; `specs`: of the model's input and of each earlier layer's output."""
 
     @abstractmethod

@@ -23,7 +23,7 @@ from typing import Any
 from pipetrain.codec import Codecs
 from pipetrain.documents import read_as
 from pipetrain.errors import ConfigError
-from pipetrain.network.network import INPUT, Made
+from pipetrain.network.network import INPUT, ValueId
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.cut import Cut, copies_input, entering, requires_grad
 from pipetrain.plan.estimate import Layer, origin
@@ -144,7 +144,7 @@ class Table:
     targets: int = 0
     averaged: bool = False
     on_gpu: bool = False
-    _entering: dict[tuple[int, int], dict[Made, bool]] = field(default_factory=dict, init=False)
+    _entering: dict[tuple[int, int], dict[ValueId, bool]] = field(default_factory=dict, init=False)
     _sizes: dict[tuple[int, int, Mode], Items] = field(default_factory=dict, init=False)
 
     # Times
@@ -217,24 +217,24 @@ class Table:
 
     # Values that cross cuts
 
-    def entering(self, start: int, end: int) -> dict[Made, bool]:
+    def entering(self, start: int, end: int) -> dict[ValueId, bool]:
         """Return what layers `start` to `end` take from before them, and whether they return its gradient."""
         if (start, end) not in self._entering:
             self._entering[start, end] = entering(self.layers, start, end) if start else {}
         return self._entering[start, end]
 
-    def leaving(self, start: int, end: int) -> dict[Made, bool]:
+    def leaving(self, start: int, end: int) -> dict[ValueId, bool]:
         """Return what layers behind take of layers `start` to `end`, and whether they return its gradient."""
         behind = self.entering(end, len(self.layers)) if end < len(self.layers) else {}
         return {value: needs for value, needs in behind.items() if max(value.layer, 0) >= start}
 
-    def wire_bytes(self, values: Mapping[Made, bool]) -> tuple[int, int]:
+    def wire_bytes(self, values: Mapping[ValueId, bool]) -> tuple[int, int]:
         """Return the bytes on the wire of values, there, and of the gradients that come back."""
         there = self.codecs.wire_bytes([self.spec(value) for value in values], True)
         returned = [self.spec(value) for value, needs in values.items() if needs]
         return there, self.codecs.wire_bytes(returned, False)
 
-    def spec(self, value: Made) -> TensorSpec:
+    def spec(self, value: ValueId) -> TensorSpec:
         output = self.inputs if value.layer == INPUT else self.layers[value.layer].output
         return output.specs[value.number]
 
@@ -249,7 +249,7 @@ class Table:
     def _sizes_of(self, start: int, end: int, mode: Mode) -> Items:
         layers, last = self.layers[start:end], end == len(self.layers)
         enters, leaves = self.entering(start, end), self.leaving(start, end)
-        taken = enters if start else {Made(INPUT, n): False for n in range(len(self.inputs.specs))}
+        taken = enters if start else {ValueId(INPUT, n): False for n in range(len(self.inputs.specs))}
         inputs, targets = sum(self.spec(value).nbytes for value in taken), self.targets * last
         arrived = sum(self.spec(value).nbytes for value, needs in leaves.items() if needs)
         ends = {origin(self.layers, value): self.spec(value).nbytes for value in (*leaves, *taken)}
@@ -288,7 +288,7 @@ def _nbytes(tensors: Mapping[str, TensorSpec]) -> int:
     return sum(spec.nbytes for spec in tensors.values())
 
 
-def together(kept: Iterable[Kept], values: Mapping[Made, int] | None = None) -> int:
+def together(kept: Iterable[Kept], values: Mapping[ValueId, int] | None = None) -> int:
     """Return the bytes of what several layers keep, with those of some `values`; each value counts once."""
     sizes, inside = dict(values or {}), 0
     for one in kept:

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.network import INPUT, Made, Network, Slice, Tensors
+from pipetrain.network.network import INPUT, Network, Slice, Tensors, ValueId
 from pipetrain.network.places import places
 from pipetrain.network.values import Gradients, TensorSpec, ValueSpec
 from pipetrain.plan.estimate import Layer, origin
 from pipetrain.schedule.actions import Edge, Tie
 
 Estimates = Mapping[int, list[Layer]]  # samples in a microbatch -> the layers as estimated for it
-Specs = Mapping[Made, TensorSpec]
+Specs = Mapping[ValueId, TensorSpec]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Route:
 
     source: int
     target: int
-    values: tuple[Made, ...]  # ascending
+    values: tuple[ValueId, ...]  # ascending
     needs_grad: tuple[bool, ...]
     bounds: tuple[int, int] | None = None
 
@@ -49,7 +49,7 @@ class Route:
         return self.target, self.source
 
     @property
-    def returned(self) -> tuple[Made, ...]:
+    def returned(self) -> tuple[ValueId, ...]:
         return tuple(value for value, needs in zip(self.values, self.needs_grad, strict=True) if needs)
 
 
@@ -108,20 +108,20 @@ class Cut:
         return tuple(self.specs[size][value] for value in self._values[edge])
 
     @cached_property
-    def _values(self) -> dict[Edge, tuple[Made, ...]]:
+    def _values(self) -> dict[Edge, tuple[ValueId, ...]]:
         there = {route.edge: route.values for route in self.routes}
         return there | {route.way_back: route.returned for route in self.routes}
 
 
-def divide(tensors: Tensors, parts: Sequence[Sequence[Made]]) -> list[Tensors]:
+def divide(tensors: Tensors, parts: Sequence[Sequence[ValueId]]) -> list[Tensors]:
     """Return the tensors of the values of each part; `tensors`: of all these values, ascending."""
     of = dict(zip(sorted({value for values in parts for value in values}), tensors, strict=True))
     return [tuple(of[value] for value in values) for values in parts]
 
 
-def merge(parts: Iterable[tuple[Sequence[Made], Tensors]]) -> Tensors:
+def merge(parts: Iterable[tuple[Sequence[ValueId], Tensors]]) -> Tensors:
     """Return the tensors of all values, ascending; those of one value are added, in the order of `parts`."""
-    sums: dict[Made, Tensor] = {}
+    sums: dict[ValueId, Tensor] = {}
     for values, tensors in parts:
         for value, tensor in zip(values, tensors, strict=True):
             sums[value] = sums[value] + tensor if value in sums else tensor
@@ -160,7 +160,7 @@ def cut_layers(
     other sizes than these.
     """
     layers = next(iter(estimates.values()))
-    data = {Made(INPUT, number): False for number in range(len(example.specs))}
+    data = {ValueId(INPUT, number): False for number in range(len(example.specs))}
     enters = [data, *(entering(layers, *span) for span in pairwise([*cuts, len(layers)]))]
     used = {value for values in enters for value in values}
     routes = []
@@ -181,12 +181,12 @@ def cut_layers(
     )
 
 
-def entering(layers: Sequence[Layer], start: int, end: int) -> dict[Made, bool]:
+def entering(layers: Sequence[Layer], start: int, end: int) -> dict[ValueId, bool]:
     """Return what layers `start` to `end` (exclusive) take from before them, ascending.
 
     And whether they return the gradient of each. The data are before the first layer.
     """
-    needs_grad_of: dict[Made, bool] = {}
+    needs_grad_of: dict[ValueId, bool] = {}
     for layer in layers[start:end]:
         for value, reached in zip(layer.takes, layer.reached or repeat(False), strict=False):
             if value.layer < start:
@@ -197,7 +197,7 @@ def entering(layers: Sequence[Layer], start: int, end: int) -> dict[Made, bool]:
 def _slices(
     layers: Sequence[Layer],
     cuts: Sequence[int],
-    enters: Sequence[Mapping[Made, bool]],
+    enters: Sequence[Mapping[ValueId, bool]],
     routes: Sequence[Route],
     example: ValueSpec,
 ) -> Iterator[Slice]:
@@ -207,7 +207,7 @@ def _slices(
         leaves = sorted({value for route in mine for value in route.values})
         returned = {value for route in mine for value in route.returned}
         if end > last:
-            leaves = [Made(last, number) for number in range(len(layers[last].output.specs))]
+            leaves = [ValueId(last, number) for number in range(len(layers[last].output.specs))]
         yield Slice(
             start,
             end,
@@ -222,14 +222,14 @@ def _slices(
         )
 
 
-def _gradients(layers: Sequence[Layer], needs: Mapping[Made, bool]) -> Gradients | None:
+def _gradients(layers: Sequence[Layer], needs: Mapping[ValueId, bool]) -> Gradients | None:
     """Return which of these values have gradients; None if the layers do not tell, as in an evaluation."""
     if layers[-1].requires_grad is None:
         return None
     return Gradients(tuple(requires_grad(layers, value) for value in needs), tuple(needs.values()))
 
 
-def requires_grad(layers: Sequence[Layer], value: Made) -> bool:
+def requires_grad(layers: Sequence[Layer], value: ValueId) -> bool:
     """Return whether a value of a training depends on weights."""
     return value.layer != INPUT and (layers[value.layer].requires_grad or ())[value.number]
 
@@ -263,16 +263,16 @@ def _holders(network: Network, cuts: Sequence[int]) -> dict[str, Tie]:
     return {name: tuple(sorted(stages)) for name, stages in users.items()}
 
 
-def copies_input(layers: Sequence[Layer], enters: Iterable[Made], start: int, end: int) -> bool:
+def copies_input(layers: Sequence[Layer], enters: Iterable[ValueId], start: int, end: int) -> bool:
     """Return whether one of layers `start` to `end` (exclusive) modifies what enters them in place."""
     written = {origin(layers, value, start) for layer in layers[start:end] for value in layer.writes}
     return not written.isdisjoint(enters)
 
 
-def copies_output(layers: Sequence[Layer], leaves: Iterable[Made], start: int) -> bool:
+def copies_output(layers: Sequence[Layer], leaves: Iterable[ValueId], start: int) -> bool:
     """Return whether what leaves layers from `start` on may change later, as one of them keeps it."""
 
-    def kept(value: Made | None) -> bool:
+    def kept(value: ValueId | None) -> bool:
         if value is None or value.layer < start:
             return False
         layer = layers[value.layer]

@@ -21,7 +21,7 @@ from torch.autograd.function import BackwardCFunction
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.chain import Chain
-from pipetrain.network.network import INPUT, Made, Network, Tensors
+from pipetrain.network.network import INPUT, Network, Tensors, ValueId
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.places import places, standing_in
 from pipetrain.network.tensors import graph_of, made_up, quiet, storage_of
@@ -46,11 +46,11 @@ class Layer:
     flops: int  # of one forward, plus one per output element
     output: ValueSpec
     requires_grad: tuple[bool, ...] | None = None
-    takes: tuple[Made, ...] = ()
+    takes: tuple[ValueId, ...] = ()
     reached: tuple[bool, ...] = ()
     draws: bool = False  # random numbers
-    writes: frozenset[Made] = frozenset()  # what it takes and modifies in place
-    views: tuple[Made | None, ...] = ()  # of each output: what it takes with the same memory, if any
+    writes: frozenset[ValueId] = frozenset()  # what it takes and modifies in place
+    views: tuple[ValueId | None, ...] = ()  # of each output: what it takes with the same memory, if any
     keeps_output: bool = False  # its output may change later: the layer keeps it, or returns it twice
     borrows: tuple[str, ...] = ()  # tensors of other layers that it uses, not registered in it
     saved: Kept = NOTHING  # by autograd
@@ -63,7 +63,7 @@ class Layer:
     weight_flops: int = 0  # those of `flops` that have a trained weight, whose gradient takes as many
 
 
-def origin(layers: Sequence[Layer], value: Made, start: int = 0) -> Made:
+def origin(layers: Sequence[Layer], value: ValueId, start: int = 0) -> ValueId:
     """Return the value that first had a value's memory, as layers from `start` on hand it on."""
     while value.layer >= start and (views := layers[value.layer].views) and (before := views[value.number]):
         value = before
@@ -91,12 +91,12 @@ def estimate(
             tensors = tuple(map(made_up, inputs.specs))
         except (RuntimeError, TypeError) as error:
             raise ConfigError(f"a microbatch of {inputs} cannot be made: {one_line(error)}") from error
-        values = {Made(INPUT, number): t for number, t in enumerate(tensors)}
+        values = {ValueId(INPUT, number): t for number, t in enumerate(tensors)}
         specs, runs = [inputs], []
         for index in range(len(network.names)):
             takes = network.takes(index, specs)
             run = trial.run(index, takes, tuple(values[value] for value in takes), tuple(specs))
-            values |= {Made(index, number): t for number, t in enumerate(run.outputs)}
+            values |= {ValueId(index, number): t for number, t in enumerate(run.outputs)}
             specs.append(run.layer.output)
             runs.append(run)
         return _joined(_with_gradients(runs) if training else [run.layer for run in runs])
@@ -168,7 +168,7 @@ class _Trial:
         self._names = {storage_of(t): (name, t.requires_grad) for name, t in registered}
 
     def run(
-        self, index: int, takes: tuple[Made, ...], entering: Tensors, earlier: Sequence[ValueSpec]
+        self, index: int, takes: tuple[ValueId, ...], entering: Tensors, earlier: Sequence[ValueSpec]
     ) -> _Run:
         """Run a layer. Raises ConfigError with its name."""
         where = f"layer {index} ({self._network.names[index]}) of the model"
@@ -200,7 +200,7 @@ class _Trial:
     def _run(
         self,
         index: int,
-        takes: tuple[Made, ...],
+        takes: tuple[ValueId, ...],
         entering: Tensors,
         earlier: Sequence[ValueSpec],
         mode: FakeTensorMode | None,
@@ -245,7 +245,7 @@ class _Trial:
             returned = [storage_of(t) for t in outputs]
             of_module = {storage_of(place.tensor) for place in places(module)}
             entering_by = {storage_of(t): value for t, value in zip(inputs, takes, strict=True)}
-            own = {key: Made(index, number) for number, key in enumerate(returned)}
+            own = {key: ValueId(index, number) for number, key in enumerate(returned)}
             saved, for_w, products = saving.kept(own | entering_by)
             changed = (t._version != version for t, version in zip(inputs, versions, strict=True))
             layer = Layer(
@@ -319,9 +319,9 @@ def _with_gradients(runs: Sequence[_Run]) -> list[Layer]:
     """Find which tensors have a gradient, from the last layer to the first as in a backward."""
     layers: list[Layer] = []
     last = len(runs) - 1
-    needed = {Made(last, number): t.requires_grad for number, t in enumerate(runs[last].outputs)}
+    needed = {ValueId(last, number): t.requires_grad for number, t in enumerate(runs[last].outputs)}
     for index, (layer, outputs, every) in reversed(list(enumerate(runs))):
-        needs = [needed.get(Made(index, number), False) for number in range(len(outputs))]
+        needs = [needed.get(ValueId(index, number), False) for number in range(len(outputs))]
         paths = [path for path, need in zip(every, needs, strict=True) if need]
         reached = tuple(any(path[number] for path in paths) for number in range(len(layer.takes)))
         for value, reaches in zip(layer.takes, reached, strict=True):

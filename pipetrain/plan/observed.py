@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from pipetrain.network.network import Made
+from pipetrain.network.network import ValueId
 from pipetrain.network.products import DEAR, Watching, overloads
 from pipetrain.network.tensors import storage_of, strided
 
@@ -106,7 +106,7 @@ def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 class Kept(NamedTuple):
     """Bytes that stay behind a forward: of values, which a stage holds once, and `inside` the layer."""
 
-    values: Mapping[Made, int]
+    values: Mapping[ValueId, int]
     inside: int
 
 
@@ -157,7 +157,7 @@ class SavedWatch(Watching):
             (self._by_products if self._within else self._saved).append(tensor)
         return tensor.detach()  # a node that saves its own output would keep itself alive
 
-    def kept(self, names: Mapping[int, Made]) -> tuple[Kept, Kept, Kept]:
+    def kept(self, names: Mapping[int, ValueId]) -> tuple[Kept, Kept, Kept]:
         """Return what autograd saves, what W needs after I, and the results that nothing overwrites.
 
         `names`: of the storages of values. The gradients that W needs have the size of the results.
@@ -174,7 +174,7 @@ class SavedWatch(Watching):
         return kept
 
 
-def _kept(tensors: Iterable[Tensor], names: Mapping[int, Made]) -> Kept:
+def _kept(tensors: Iterable[Tensor], names: Mapping[int, ValueId]) -> Kept:
     sizes = {storage_of(t): t.untyped_storage().nbytes() for t in tensors}
     values = {names[key]: nbytes for key, nbytes in sizes.items() if key in names}
     return Kept(values, sum(sizes.values()) - sum(values.values()))

@@ -18,7 +18,7 @@ from typing import NamedTuple, TextIO
 import torch
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.network import INPUT, Made
+from pipetrain.network.network import INPUT, ValueId
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.costs import LayerTime, Profile
 from pipetrain.plan.estimate import Layer
@@ -75,7 +75,7 @@ def _read(
     data: list[TensorSpec] = []
     layers: list[Layer] = []
     times: list[LayerTime] = []
-    values: dict[str, Made] = {}
+    values: dict[str, ValueId] = {}
     for line, cells in lines:
         if len(cells) != len(columns):
             raise ValueError(f"line {line} has {len(cells)} cells, and there are {len(columns)} columns")
@@ -86,13 +86,13 @@ def _read(
             raise ValueError(f"line {line} needs a name of its own, and has {name!r}")
         output = _tensor(numbers["activation_bytes"])
         if row.get("operator", "").startswith("Input"):
-            values[name] = Made(INPUT, len(data))
+            values[name] = ValueId(INPUT, len(data))
             data.append(output)
             continue
         taken = row["inputs"].split() if "inputs" in row else [*values][-1:]
         if unknown := [one for one in taken if one not in values]:
             raise ValueError(f"line {line} takes {unknown[0]}, which no line above it makes")
-        values[name] = value = Made(len(layers), 0)
+        values[name] = value = ValueId(len(layers), 0)
         layers.append(_layer(name, numbers, value, [values[one] for one in taken], output))
         times.append(_times(name, numbers, output.nbytes, halved="input_ms" in row))
     if not layers:
@@ -116,7 +116,7 @@ def _tensor(nbytes: float) -> TensorSpec:
 
 
 def _layer(
-    name: str, numbers: Mapping[str, float], value: Made, taken: Sequence[Made], output: TensorSpec
+    name: str, numbers: Mapping[str, float], value: ValueId, taken: Sequence[ValueId], output: TensorSpec
 ) -> Layer:
     weights = _tensor(numbers["parameter_bytes"])
     return Layer(

@@ -13,7 +13,7 @@ from pipetrain.data.sets import DataFacts
 from pipetrain.plan.plan import Plan
 from pipetrain.rate import LearningRate
 from pipetrain.records.stages import StageRecord, stage_times, straggler
-from pipetrain.runtime.held import Measured
+from pipetrain.runtime.meter import PeakBytes
 from pipetrain.schedule.draw import aligned
 from pipetrain.schedule.memory import peaks
 from pipetrain.schedule.timeline import total
@@ -88,7 +88,7 @@ class History:
     def __init__(self, about: About) -> None:
         self.about = about
         self.epochs: list[Epoch] = []
-        self.held: dict[int, Measured] = {}  # what the rank of each stage held in one window, once measured
+        self.held: dict[int, PeakBytes] = {}  # what the rank of each stage held in one window, once measured
         self.simulated = about.plan.timeline()
         self.predicted = about.plan.stage_times(self.simulated)
         self.predicted_memory = about.plan.memory(self.simulated)
@@ -102,7 +102,7 @@ class History:
     def best(self) -> EpochRecord | None:
         return best_epoch(self.records)
 
-    def add(self, record: EpochRecord, peaks: Sequence[Measured] = ()) -> None:
+    def add(self, record: EpochRecord, peaks: Sequence[PeakBytes] = ()) -> None:
         """Take an epoch, and what each rank held in a window of it, if that was measured."""
         if peaks:
             self.held = {stage: rank for rank in peaks for stage in rank.stages}

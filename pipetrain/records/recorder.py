@@ -36,7 +36,7 @@ from pipetrain.records.history import About, History, epoch_table
 from pipetrain.records.stages import launching, stage_table
 from pipetrain.records.tracer import Trace, about_trace
 from pipetrain.records.trackers import Trackers
-from pipetrain.runtime.held import Measured
+from pipetrain.runtime.meter import PeakBytes
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Program, format_program
 from pipetrain.schedule.draw import counted
@@ -124,7 +124,7 @@ class Recorder:
     def tick(self, what: str, total: int) -> None:
         self._bar.tick(what, total)
 
-    def epoch(self, record: EpochRecord, peaks: Sequence[Measured] = ()) -> None:
+    def epoch(self, record: EpochRecord, peaks: Sequence[PeakBytes] = ()) -> None:
         """Note a finished epoch, and log a line about it.
 
         `peaks`: what each rank held in a window of it, if that was measured.

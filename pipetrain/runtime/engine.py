@@ -20,8 +20,8 @@ from pipetrain.network.draws import EVALUATION, Seeds, drawing
 from pipetrain.network.network import Tensors
 from pipetrain.runtime.clock import Clock, Observe, Stopwatch, Times
 from pipetrain.runtime.feed import Feed
-from pipetrain.runtime.held import Meter
 from pipetrain.runtime.mailbox import Mailbox
+from pipetrain.runtime.meter import Meter
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.rehearsal import Rehearsal
 from pipetrain.runtime.stage import Stage
@@ -127,9 +127,9 @@ class Engine:
         self._rehearse(order, feed, 1, training=False)
         mail = self._evaluation
         self._run(_Window(order, feed, 1, EVALUATION, mail, Sums(self.stages, mail), take), progress)
-        self.settle()
+        self.synchronize()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the device has done all. Raises ChannelError for a message that never came."""
         for stage in self.stages.values():
             stage.check()
@@ -141,7 +141,7 @@ class Engine:
     @property
     def stats(self) -> dict[int, StageStats]:
         """The statistics of each stage's training since `take_stats`. On a GPU this waits for the device."""
-        self.settle()
+        self.synchronize()
         return self._times.stats
 
     @stats.setter

@@ -23,7 +23,7 @@ from pipetrain.data.loader import Sampled, loaded
 from pipetrain.data.loading import Form, Reader
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.values import Value, ValueSpec, as_tuple, on_each
-from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.links import Links
 from pipetrain.tasks import Task, counted_for
 
 log = logging.getLogger("pipetrain")
@@ -185,7 +185,7 @@ Feed = WindowFeed | Repeated
 # The batches of a pass
 
 
-def counting(samples: Sampled, epoch: int, task: Task, mesh: Mesh, last: int) -> list[list[Tensor]]:
+def counting(samples: Sampled, epoch: int, task: Task, links: Links, last: int) -> list[list[Tensor]]:
     """Return the batches of an epoch in which something counts, alike on all ranks: see Sampled.epoch.
 
     `last`: the rank of the last stage, which reads samples of a batch until one counts. Raises
@@ -195,18 +195,18 @@ def counting(samples: Sampled, epoch: int, task: Task, mesh: Mesh, last: int) ->
     if task.counts_samples or draw is None:
         return batches
     left: list[int] = []
-    if mesh.world.rank == last:
+    if links.world.rank == last:
         assert split is not None, "the rank of the last stage needs the samples"
         for number, batch in enumerate(batches):
             targets = (split.targets(one, draw) for one in torch.split(torch.cat(batch), 1))
             if any(counted_for(task.weight, some) for some in targets):
                 left.append(number)
-    left = mesh.tell("the batches in which something counts", left, last)
+    left = links.tell("the batches in which something counts", left, last)
     skipped = len(batches) - len(left)
     what = f"epoch {epoch + 1}: none of the targets counts in {skipped} of {len(batches)} batches"
     if not left:
         raise TrainingStopped(f"{what}: there is nothing to learn")
-    if skipped and mesh.world.rank == 0:
+    if skipped and links.world.rank == 0:
         log.warning("pipetrain: %s, which are skipped", what)
     return [batches[number] for number in left]
 
@@ -259,11 +259,17 @@ class OfNumbers:
 
     @classmethod
     def of(
-        cls, samples: Sampled, task: Task, mesh: Mesh, placement: Sequence[int], epoch: int = 0, done: int = 0
+        cls,
+        samples: Sampled,
+        task: Task,
+        links: Links,
+        placement: Sequence[int],
+        epoch: int = 0,
+        done: int = 0,
     ) -> OfNumbers:
         """Return the batches of an epoch in which something counts; all ranks call it. See `counting`."""
-        batches = counting(samples, epoch, task, mesh, placement[-1])
-        return cls(samples, epoch, batches, placement, mesh.world.rank, done)
+        batches = counting(samples, epoch, task, links, placement[-1])
+        return cls(samples, epoch, batches, placement, links.world.rank, done)
 
     def next(self, window: int | None) -> list[int]:
         sizes = self._sizes[self._announced :][:window]
@@ -280,9 +286,9 @@ class OfLoader:
     evaluated_at_once: int | None = EVALUATED_AT_ONCE
 
     def __init__(
-        self, mesh: Mesh, reader: Reader | None, form: Form, begin: Callable[[Reader], object]
+        self, links: Links, reader: Reader | None, form: Form, begin: Callable[[Reader], object]
     ) -> None:
-        self._mesh = mesh
+        self._links = links
         self._reader = reader
         self._form = form
         self._begin: Callable[[Reader], object] | None = begin
@@ -295,7 +301,7 @@ class OfLoader:
         return self._reader.window(window)
 
     def open(self, sizes: Sizes, last: int | None) -> Sources:
-        rank, targets, sent = self._mesh.world.rank, None, Sent()
+        rank, targets, sent = self._links.world.rank, None, Sent()
         if self._reader is None:
             return None, (self._received(sum(mbs)) for mbs in sizes) if last == rank else None, sent
         read: Iterator[tuple[Value, Value]] = map(self._reader.take, map(sum, sizes))
@@ -313,13 +319,13 @@ class OfLoader:
         """Yield batches whose targets are on their way to the last stage."""
         for inputs, targets in batches:
             for tensor in map(Tensor.contiguous, as_tuple(targets)):
-                sent.append((self._mesh.post_tensor("targets", tensor, last), tensor))
+                sent.append((self._links.post_tensor("targets", tensor, last), tensor))
             while len(sent) > UNTAKEN:  # of a whole pass they would be all targets
                 sent.popleft()[0]()
             yield inputs, targets
 
     def _received(self, size: int) -> Value:
         specs = self._form.targets.of(size).specs
-        tensors = tuple(self._mesh.take_tensor("the targets of a batch", spec, 0) for spec in specs)
+        tensors = tuple(self._links.take_tensor("the targets of a batch", spec, 0) for spec in specs)
         value: Value = self._form.targets.pack(tensors)
         return value

@@ -25,7 +25,7 @@ from torch import nn
 from pipetrain.errors import ActionFailed, ConfigError, one_line
 from pipetrain.network.chain import Chain
 from pipetrain.network.draws import Beginning
-from pipetrain.network.network import Made, Network
+from pipetrain.network.network import Network, ValueId
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.tensors import made_up
 from pipetrain.network.values import TensorSpec, ValueSpec
@@ -37,8 +37,8 @@ from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.feed import Repeated
 from pipetrain.runtime.finite import StopOnNaN
+from pipetrain.runtime.links import Links
 from pipetrain.runtime.mailbox import Mailbox
-from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.rehearsal import LoopbackChannel
 from pipetrain.runtime.stage import Stage
@@ -73,7 +73,7 @@ MEASURED = {  # what is run of each microbatch, in order, and of which time it i
 
 
 def measure(
-    mesh: Mesh,
+    links: Links,
     settings: Settings,
     conditions: Facts,
     network: Network,
@@ -87,10 +87,10 @@ def measure(
     `network`: one that is not trained afterwards, in host memory; `layers`: its estimates; `example`: of the
     input. Raises ConfigError, on all ranks, for a layer that fails on any, and ChannelError.
     """
-    began, size, device = time.perf_counter(), settings.full, mesh.device
-    if mesh.world.rank == 0:
+    began, size, device = time.perf_counter(), settings.full, links.device
+    if links.world.rank == 0:
         log.info("pipetrain: profiling %d layers, %d samples at a time", len(layers), size)
-    latency_s, s_per_byte = slowest_link(mesh, settings.buffer_size)
+    latency_s, s_per_byte = slowest_link(links, settings.buffer_size)
     try:
         with Beginning().again():
             mine: Any = measure_layers(network, layers, example, size, numerics, optimizer, device)
@@ -98,11 +98,11 @@ def measure(
         mine = one_line(error)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    told = mesh.gather("the times of the layers", mine)
+    told = links.gather("the times of the layers", mine)
     for failure in told:
         if isinstance(failure, str):
             raise ConfigError(failure)
-    if mesh.world.rank == 0:
+    if links.world.rank == 0:
         log.info("profiled in %.1f s", time.perf_counter() - began)
     machine = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -203,7 +203,7 @@ def _followed(layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers, the EMPTY ones, and what is nowhere; these return what the last layer does."""
     every, output, needs = list(layers), layers[-1].output, layers[-1].requires_grad or ()
     for _ in range(EMPTY + 1):
-        takes = tuple(Made(len(every) - 1, number) for number in range(len(output.specs)))
+        takes = tuple(ValueId(len(every) - 1, number) for number in range(len(output.specs)))
         every.append(Layer("", 0, 0, output, needs, takes, needs))
     return every
 
@@ -228,21 +228,21 @@ def _times(stages: int, rows: Sequence[Row]) -> list[list[float]]:
 # Messages
 
 
-def slowest_link(mesh: Mesh, buffer_size: int) -> tuple[float, float]:
+def slowest_link(links: Links, buffer_size: int) -> tuple[float, float]:
     """Measure a pair of neighbours at a time; return the slowest one's times, on every rank.
 
     These are the seconds of a message beside its bytes, and of a byte; 0 if there are no messages. Raises
     ChannelError.
     """
-    if mesh.world.size == 1:
+    if links.world.size == 1:
         return 0.0, 0.0
-    channel = mesh.channel(buffer_size)
+    channel = links.channel(buffer_size)
     mine = [
-        [_one_way(channel, mesh, stage, nbytes) for nbytes in (SMALL, LARGE)]
-        for stage, ranks in enumerate(pairwise(mesh.placement))
-        if len(set(ranks)) == 2 and mesh.world.rank in ranks
+        [_one_way(channel, links, stage, nbytes) for nbytes in (SMALL, LARGE)]
+        for stage, ranks in enumerate(pairwise(links.placement))
+        if len(set(ranks)) == 2 and links.world.rank in ranks
     ]
-    told = [pair for found in mesh.gather("the times of messages", mine) for pair in found]
+    told = [pair for found in links.gather("the times of messages", mine) for pair in found]
     return line(*max(told, key=lambda pair: pair[1], default=(0.0, 0.0)))
 
 
@@ -252,15 +252,15 @@ def line(small_s: float, large_s: float) -> tuple[float, float]:
     return max(0.0, small_s - SMALL * s_per_byte), s_per_byte
 
 
-def _one_way(channel: Channel, mesh: Mesh, stage: int, nbytes: int) -> float:
+def _one_way(channel: Channel, links: Links, stage: int, nbytes: int) -> float:
     """Return half the median round trip; the other end, which only answers, measures about the same."""
-    here, there = mesh.placement[stage : stage + 2]
+    here, there = links.placement[stage : stage + 2]
     specs = (TensorSpec((nbytes,), torch.uint8),)
     forth = [Message(stage, stage + 1, i, specs, (here, there)) for i in range(COLD_TRIPS + TRIPS)]
     back = [Message(stage + 1, stage, i, specs, (there, here)) for i in range(COLD_TRIPS + TRIPS)]
-    leads = mesh.world.rank == here
+    leads = links.world.rank == here
     # A posted receive is a kernel that runs, for which the first use of another kernel may wait.
-    payload = [torch.zeros(nbytes, dtype=torch.uint8, device=mesh.device)]
+    payload = [torch.zeros(nbytes, dtype=torch.uint8, device=links.device)]
     channel.expect(back if leads else forth)
     seconds = []
     for out, answer in zip(forth, back, strict=True):
@@ -270,8 +270,8 @@ def _one_way(channel: Channel, mesh: Mesh, stage: int, nbytes: int) -> float:
             channel.recv(answer)
         else:
             channel.send(answer, channel.recv(out))
-        if mesh.device.type == "cuda":  # a receive may order the stream alone
-            torch.cuda.current_stream(mesh.device).synchronize()
+        if links.device.type == "cuda":  # a receive may order the stream alone
+            torch.cuda.current_stream(links.device).synchronize()
         seconds.append(time.perf_counter() - start)
     channel.drain()
     return median(seconds[COLD_TRIPS:]) / 2

@@ -27,8 +27,8 @@ from pipetrain.runtime.engine import Engine, Take, Tick
 from pipetrain.runtime.feed import Batches, Sizes, WindowFeed
 from pipetrain.runtime.finite import SkipOnNaN, StopOnNaN
 from pipetrain.runtime.graphs import GraphedStage
+from pipetrain.runtime.links import Links
 from pipetrain.runtime.mailbox import Coding, Mailbox
-from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.microbatch import Observer
 from pipetrain.runtime.order import Ends, Order, order_of
 from pipetrain.runtime.rehearsal import LoopbackChannel, Rehearsal, rehearses
@@ -57,12 +57,12 @@ class Session:
         task: Task,
         optimizer: OptimizerFactory,
         rate: Rate,
-        mesh: Mesh,
+        links: Links,
     ) -> None:
-        self.plan, self._task, self._mesh = plan, task, mesh
-        self.stages = make_stages(plan, model, task, optimizer, rate, mesh)
+        self.plan, self._task, self._links = plan, task, links
+        self.stages = make_stages(plan, model, task, optimizer, rate, links)
         self._copies = copies_of(self.stages)
-        self.engine = make_engine(plan, self.stages, mesh)
+        self.engine = make_engine(plan, self.stages, links)
         self.last = self.stages.get(plan.stages - 1)
         """The last stage, which counts; None if another rank holds it."""
         self.whole: WholeModel | None = None
@@ -90,7 +90,7 @@ class Session:
         See Engine.train for `tick` and `observe`.
         """
         m = self.plan.settings.microbatches
-        order = order_of(self.plan, len(sizes), self._mesh.world.rank, ends)
+        order = order_of(self.plan, len(sizes), self._links.world.rank, ends)
         if self.whole is not None:
             self.whole.take_back()
         self._level()
@@ -111,7 +111,7 @@ class Session:
         Each is one microbatch: a model may look at the whole batch. `take` gets the outputs of a prediction,
         which has no targets.
         """
-        routes, bounds, rank = self.plan.cut.edges, self.plan.cut.bounds, self._mesh.world.rank
+        routes, bounds, rank = self.plan.cut.edges, self.plan.cut.bounds, self._links.world.rank
         program = lower(forward_only(self.plan.placement, len(sizes)), routes)
         posts = make_posts(simulate(program, 1, buffer_size=bounds, routes=routes), bounds)
         self._level()
@@ -142,7 +142,7 @@ class Session:
     @contextmanager
     def _feed(self, cut: Sizes, batches: Batches, targets: bool = True) -> Iterator[WindowFeed]:
         """Yield the microbatches of a window; of an error for want of memory, say what was predicted."""
-        dtype, device = self.plan.settings.data_dtype, self._mesh.device
+        dtype, device = self.plan.settings.data_dtype, self._links.device
         inputs, read, sent = batches.open(cut, self.plan.placement[-1] if targets else None)
         try:
             yield WindowFeed(cut, inputs, read if targets else None, self._task.weight, device, dtype)
@@ -150,7 +150,7 @@ class Session:
             if not is_out_of_memory(error.__cause__):
                 raise
             stage_bytes = self.plan.memory(self.plan.timeline())
-            raise explained(error, stage_bytes, self._mesh.world.rank, device) from error.__cause__
+            raise explained(error, stage_bytes, self._links.world.rank, device) from error.__cause__
         for wait, _ in sent:
             wait()
 
@@ -173,19 +173,19 @@ def make_stages(
     task: Task,
     optimizer: OptimizerFactory,
     rate: Rate,
-    mesh: Mesh,
+    links: Links,
 ) -> dict[int, Stage]:
     """Make this rank's stages of a whole model, by number, on its device.
 
     They get the `values` of the network, if it has some; the rest of it does not.
     """
     settings, network = plan.settings, network_of(model, plan.example)
-    layers = plan.layers_on(mesh.world.rank)
+    layers = plan.layers_on(links.world.rank)
     materialise(network, layers, {name for layer in layers for name in plan.layers[layer].borrows})
-    mine = [index for index, rank in enumerate(plan.placement) if rank == mesh.world.rank]
+    mine = [index for index, rank in enumerate(plan.placement) if rank == links.world.rank]
     home = homes(network, plan.cuts)
     known = {id(p): name for name, p in network.model.named_parameters()}
-    wanted = settings.cuda_graphs and mesh.device.type == "cuda"
+    wanted = settings.cuda_graphs and links.device.type == "cuda"
     stages: dict[int, Stage] = {}
     for index in mine:
         part = network.part(plan.cut.slices[index], plan.evaluation_cut.slices[index])
@@ -195,11 +195,11 @@ def make_stages(
         kind = GraphedStage if wanted and not plan.not_captured(index) else Stage
         stages[index] = stage = kind(
             index,
-            part.to(mesh.device),
+            part.to(links.device),
             optimizer,
             rate,
-            device=mesh.device.type,
-            task=task.to(mesh.device) if index == plan.stages - 1 else None,
+            device=links.device.type,
+            task=task.to(links.device) if index == plan.stages - 1 else None,
             numerics=plan.numerics,
             compile=settings.compile,
             selective=plan.modes[index] is Mode.SELECTIVE,
@@ -221,11 +221,11 @@ def observers_of(stage: Stage, skips: bool = False, by_batch: bool = False) -> l
 
 
 def make_engine(
-    plan: Plan, stages: Mapping[int, Stage], mesh: Mesh, channel: Channel | None = None
+    plan: Plan, stages: Mapping[int, Stage], links: Links, channel: Channel | None = None
 ) -> Engine:
-    """Make the engine for a rank's stages, over `channel` or else the mesh's, with the plan's codecs."""
+    """Make the engine for a rank's stages, over `channel` or else a new one, with the plan's codecs."""
     channels_last, bounds = plan.numerics.channels_last, {stage: plan.peaks(stage) for stage in stages}
-    channel = channel or mesh.channel(plan.cut.bounds, channels_last)
+    channel = channel or links.channel(plan.cut.bounds, channels_last)
 
     def mailbox(over: Channel, training: bool) -> Mailbox:
         if not training:
@@ -234,18 +234,18 @@ def make_engine(
 
     def loopback(training: bool) -> Mailbox:
         edges, ties = plan.cut.bounds, dict.fromkeys([ALL, *plan.cut.ties])
-        how = edges, plan.settings.timeout, mesh.device, mesh.staged, channels_last
+        how = edges, plan.settings.timeout, links.device, links.staged, channels_last
         return mailbox(LoopbackChannel(dict.fromkeys(edges), *how, ties), training)
 
     uncaptured: list[str] = []  # why stages of this rank are
 
     def meet(norms: bool) -> None:
-        if norms and mesh.world.size > 1:
+        if norms and links.world.size > 1:
             channel.tell(ALL, torch.zeros(plan.stages, dtype=torch.float64))
             channel.hear(ALL)
-        eager = [one for of_rank in mesh.gather("the rehearsal", uncaptured) for one in of_rank]
+        eager = [one for of_rank in links.gather("the rehearsal", uncaptured) for one in of_rank]
         uncaptured.clear()
-        if eager and not mesh.world.rank:
+        if eager and not links.world.rank:
             log.info("pipetrain: not all passes are CUDA graphs (cuda_graphs=auto): %s", eager[0])
 
     def capture() -> None:
@@ -267,9 +267,9 @@ def make_engine(
         mailbox(channel, True),
         mailbox(channel, False),
         plan.peaks,
-        Clock(mesh.device),
+        Clock(links.device),
         plan.settings.seed,
-        Rehearsal(loopback, meet, capture) if rehearses(mesh.device) else None,
+        Rehearsal(loopback, meet, capture) if rehearses(links.device) else None,
     )
 
 

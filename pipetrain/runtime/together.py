@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from pipetrain.errors import ConfigError, Refused, TrainingStopped, one_line
 from pipetrain.network.values import bytes_of, specs_of
 from pipetrain.rate import Rate
-from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.links import Links
 from pipetrain.runtime.ranks import Ranks
 from pipetrain.schedule.actions import Program, format_program
 from pipetrain.settings import Settings
@@ -29,10 +29,10 @@ COMPARED_UPDATES = (0, 1, 2, 3, 10)  # whose learning rates are compared
 
 
 class Together:
-    """The ranks of a mesh, until an error of what they do together. `ended`: called after that."""
+    """The ranks of a run, until an error of what they do together. `ended`: called after that."""
 
-    def __init__(self, mesh: Mesh, ended: Callable[[], None]) -> None:
-        self.mesh = mesh
+    def __init__(self, links: Links, ended: Callable[[], None]) -> None:
+        self.links = links
         self._ended = ended
         self.stopped = ""
         """The error that ended it."""
@@ -49,7 +49,7 @@ class Together:
             self._ended()
             for cause in (error, error.__cause__):  # frames refer to messages under way
                 traceback.clear_frames(cause.__traceback__ if cause else None)
-            self.mesh.abandon()
+            self.links.abandon()
             raise
 
     def on_first(self, what: str, reader: Any, read: Callable[[Any], Any]) -> Any:
@@ -58,19 +58,19 @@ class Together:
 
     def on_one(self, rank: int, what: str, read: Callable[[], Any]) -> Any:
         """Return on every rank what `read` returns on a `rank`, or raise its error on all."""
-        result, error = attempt(read) if rank == self.mesh.world.rank else (None, None)
+        result, error = attempt(read) if rank == self.links.world.rank else (None, None)
         with self():
-            result, failure = self.mesh.tell(what, [result, failure_of(error)], rank)
+            result, failure = self.links.tell(what, [result, failure_of(error)], rank)
         raise_failure(error, failure, rank)
         return result
 
     def abandon(self, error: BaseException | None) -> None:
         """Leave the other ranks, which may not come to close it together, after an error of the program."""
-        if self.mesh.world.size > 1 and not self.stopped:
+        if self.links.world.size > 1 and not self.stopped:
             self.stopped = one_line(error) if isinstance(error, Exception) else "interrupted"
-            self.mesh.abandon()
+            self.links.abandon()
 
-    def prove(self) -> None:
+    def refuse_ended(self) -> None:
         """Refuse to go on after an error. Raises TrainingStopped."""
         if self.stopped:
             raise TrainingStopped(
@@ -141,14 +141,14 @@ def _in_words(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor | np.generic) else type(value).__name__
 
 
-def level(mesh: Ranks, what: str, tensors: Mapping[str, Tensor]) -> None:
+def level(links: Ranks, what: str, tensors: Mapping[str, Tensor]) -> None:
     """Give tensors in host memory the numbers that they have on rank 0.
 
     Raises ConfigError, on all ranks alike, if they have other names or forms.
     """
-    prove_same(mesh, what, {f"tensor {name}": str(specs_of([t])[0]) for name, t in tensors.items()})
+    prove_same(links, what, {f"tensor {name}": str(specs_of([t])[0]) for name, t in tensors.items()})
     own = [t.data for t in tensors.values() if t.device.type == "cpu"]
-    checksums = mesh.gather(what, [zlib.crc32(bytes_of(t).numpy().data) for t in own])
+    checksums = links.gather(what, [zlib.crc32(bytes_of(t).numpy().data) for t in own])
     for tensor, *sums in zip(own, *checksums, strict=True):
         if len(set(sums)) > 1:
-            mesh.copy_from_first(what, tensor)
+            links.copy_from_first(what, tensor)

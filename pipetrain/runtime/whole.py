@@ -13,13 +13,13 @@ from contextlib import contextmanager, nullcontext
 from torch import Tensor, nn
 
 from pipetrain.network.chain import Chain
-from pipetrain.network.given import Given
 from pipetrain.network.model import cast_exactly, state_names
 from pipetrain.network.network import Network, Values
 from pipetrain.network.places import in_place_of, named_tensors, on_meta, replace
+from pipetrain.network.unchanged import Unchanged
 from pipetrain.plan.cut import homes
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.links import Links
 from pipetrain.runtime.stage import Stage
 
 
@@ -31,16 +31,16 @@ def owners(network: Network, plan: Plan) -> dict[str, int]:
 class WholeModel:
     """A model and the tensors of its stages. `values`: those that it begins with in place of its own."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, values: Values | None) -> None:
+    def __init__(self, model: nn.Module, links: Links, values: Values | None) -> None:
         self.values = values
         self.keys = state_names(model)
         """The name of the tensor behind each entry of the state_dict."""
         self.lent = False
         """Whether stages have its tensors."""
-        self.given: Given | None = None
+        self.unchanged: Unchanged | None = None
         """What must not change of it from then on."""
         self._model = model
-        self._mesh = mesh
+        self._links = links
         first: dict[int, str] = {}  # of all names that a tensor has
         self._names = {name: first.setdefault(id(tensor), name) for name, tensor in _all_named(model)}
         self._all = list(named_tensors(model))
@@ -57,12 +57,12 @@ class WholeModel:
         others = {id(t): own[name] if name in own else on_meta(t) for name, t in tensors.items()}
         replace(network.modules, others)
         self._replace(others)
-        self.given = Given(self._model, not isinstance(network, Chain))
+        self.unchanged = Unchanged(self._model, not isinstance(network, Chain))
 
     def _replace(self, others: Mapping[int, Tensor]) -> None:
         replace([self._model], others)
-        if self.given is not None:
-            self.given.note()
+        if self.unchanged is not None:
+            self.unchanged.note()
 
     def collect(self) -> nn.Module:
         """Put the tensors of all ranks into the model on rank 0, in host memory; return the model."""
@@ -104,7 +104,7 @@ class WholeModel:
 
     def end(self, failed: bool) -> None:
         """Leave the model on rank 0 as collected, and elsewhere without numbers; one process has all."""
-        rank, size = self._mesh.world.rank, self._mesh.world.size
+        rank, size = self._links.world.rank, self._links.world.size
         if self.lent and size == 1 and not failed:
             self.collect()
         elif self.lent and size > 1 and not (self._collected and rank == 0):
@@ -116,14 +116,14 @@ class WholeModel:
     def _tensors(self, names: Collection[str], ema: bool = False) -> dict[str, Tensor]:
         """Return tensors by their names in the model, in host memory, on rank 0; none on the others."""
         if not self.lent:  # nothing has been trained
-            return self._initial(names) if not self._mesh.world.rank else {}
+            return self._initial(names) if not self._links.world.rank else {}
         with self.suspended():
             own = self._own(ema)
         collected: dict[str, Tensor] = {}
-        for owner in range(self._mesh.world.size):
+        for owner in range(self._links.world.size):
             of = [name for name in self._owners if name in names and self._owners[name] == owner]
-            tensors = [own[name] for name in of] if owner == self._mesh.world.rank else []
-            collected |= zip(of, self._mesh.to_first("the model", tensors, owner), strict=False)
+            tensors = [own[name] for name in of] if owner == self._links.world.rank else []
+            collected |= zip(of, self._links.to_first("the model", tensors, owner), strict=False)
         return {name: collected[name] for name in names if name in collected}
 
     def _initial(self, names: Collection[str]) -> dict[str, Tensor]:
@@ -151,9 +151,9 @@ def _all_named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def brought(
-    outputs: Sequence[tuple[Tensor, ...]], batches: int, mesh: Mesh, owner: int
+    outputs: Sequence[tuple[Tensor, ...]], batches: int, links: Links, owner: int
 ) -> list[tuple[Tensor, ...]]:
     """Return on rank 0 the outputs for so many batches that their `owner` has, in host memory."""
-    tensors = mesh.to_first("the outputs", [tensor for one in outputs for tensor in one], owner)
+    tensors = links.to_first("the outputs", [tensor for one in outputs for tensor in one], owner)
     size = len(tensors) // batches
     return [tuple(tensors[n * size : (n + 1) * size]) for n in range(batches)]

@@ -121,7 +121,7 @@ class Windows:
         at_once_s: float = AT_ONCE_S,
     ) -> None:
         self.session = session
-        self._together, self._mesh = together, together.mesh
+        self._together, self._links = together, together.links
         self._heard = heard
         self._at_once_s = at_once_s
         self._window_s = at_once_s  # of the last windows that were trained
@@ -168,11 +168,11 @@ class Windows:
 
         def run(sizes: list[int]) -> tuple[int, list[tuple[Tensor, ...]]]:
             outputs = self.session.predict(sizes, batches, ticks(len(sizes)))
-            return len(sizes), brought(outputs, len(sizes), self._mesh, self.session.plan.placement[-1])
+            return len(sizes), brought(outputs, len(sizes), self._links, self.session.plan.placement[-1])
 
         for done in self._run(_Pass(what, batches, lambda done: window), run):
             (outputs,) = done.outcomes
-            yield from [None] * len(done.sizes) if self._mesh.world.rank else outputs
+            yield from [None] * len(done.sizes) if self._links.world.rank else outputs
 
     def _run(self, this: _Pass, run: Callable[[list[int]], tuple[int, Any]]) -> Iterator[Done]:
         """Run a pass. `run` runs a window of batches of such sizes; returns how many, and an outcome."""
@@ -214,11 +214,11 @@ class Windows:
         """Exchange a word; rank 0 `reads` which batches come next. `hears`: also losses and signals."""
         last, windows, error = self.session.last, None, None
         most = max(1, int(self._at_once_s / max(self._window_s, 1e-6)))
-        if reads and not self._mesh.world.rank:
+        if reads and not self._links.world.rank:
             windows, error = attempt(lambda: this.next(done, most))
         with self._together():
             losses = last.counts.take_losses() if hears and last else []
             mine = [windows, failure_of(error), losses, self._heard() if hears else ""]
-            words = self._mesh.gather(f"the next window of {this.what}", mine)
+            words = self._links.gather(f"the next window of {this.what}", mine)
         (windows, failure, *_), (*_, losses, _) = words[0], words[self.session.plan.placement[-1]]
         return Word(windows, failure, error, losses, max((asked for *_, asked in words), key=ORDER.index))

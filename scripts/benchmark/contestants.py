@@ -34,7 +34,7 @@ from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import CPU, Place, Say, WorldFailed, fitted, run_world
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.feed import Repeated, Target
-from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.links import Links
 from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
 
@@ -66,7 +66,7 @@ class Contestant(Protocol):
 Builders = Mapping[str, Callable[[], Contestant]]
 """By name, what builds each contestant of a race on one rank."""
 
-Make = Callable[[Mesh], Builders]
+Make = Callable[[Links], Builders]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,21 +125,21 @@ def rows_of_race(
 
 
 def _race(
-    mesh: Mesh, say: Say, make: Make, rounds: int, without: Collection[str]
+    links: Links, say: Say, make: Make, rounds: int, without: Collection[str]
 ) -> tuple[Series, Mapping[str, float]]:
     """Build and race all but those `without` which it goes; return the series, and the bounds."""
     contestants: list[Contestant] = []
-    for name, build in make(mesh).items():
+    for name, build in make(links).items():
         if name not in without:
             say(Turn("building", name))
-            mesh.gather("the start of building", None)
+            links.gather("the start of building", None)
             contestants.append(build())
-            mesh.gather("the end of building", None)
+            links.gather("the end of building", None)
     bounds = {contestant.name: contestant.bound for contestant in contestants}
-    return race(mesh, contestants, rounds, say), bounds
+    return race(links, contestants, rounds, say), bounds
 
 
-def race(mesh: Mesh, contestants: Sequence[Contestant], rounds: int, say: Say) -> Series:
+def race(links: Links, contestants: Sequence[Contestant], rounds: int, say: Say) -> Series:
     """Return the seconds a batch of each contestant in each round, on every rank alike.
 
     A turn takes from the first rank's start to the last rank's end. The first round, to warm up, is not
@@ -150,20 +150,20 @@ def race(mesh: Mesh, contestants: Sequence[Contestant], rounds: int, say: Say) -
         first = number % len(contestants)
         for contestant in (*contestants[first:], *contestants[:first]):
             say(Turn(f"round {number + 1}/{rounds}" if number >= 0 else "warm-up", contestant.name))
-            seconds = _turn(mesh, contestant)
+            seconds = _turn(links, contestant)
             if number >= 0:
                 series[contestant.name].append(seconds)
     return {contestant.name: series[contestant.name] for contestant in contestants}
 
 
-def _turn(mesh: Mesh, contestant: Contestant) -> float:
+def _turn(links: Links, contestant: Contestant) -> float:
     gc.collect()  # nobody pays for what another left behind
-    mesh.gather("the start of a turn", None)
+    links.gather("the start of a turn", None)
     start = time.perf_counter()
     contestant.run()
-    if mesh.device.type == "cuda":
-        torch.cuda.synchronize(mesh.device)  # a rank that knows no loss has not waited for its GPU
-    starts, ends = zip(*mesh.gather("a turn's times", (start, time.perf_counter())), strict=True)
+    if links.device.type == "cuda":
+        torch.cuda.synchronize(links.device)  # a rank that knows no loss has not waited for its GPU
+    starts, ends = zip(*links.gather("a turn's times", (start, time.perf_counter())), strict=True)
     seconds: float = (max(ends) - min(starts)) / contestant.batches
     return seconds
 
@@ -186,18 +186,18 @@ class Ours:
     bound = 0.0
 
     def __init__(
-        self, name: str, job: Job, mesh: Mesh, batches: int = 1, channel: Channel | None = None
+        self, name: str, job: Job, links: Links, batches: int = 1, channel: Channel | None = None
     ) -> None:
-        plan, mesh = job.plan, fitted(mesh, job.plan)
+        plan, links = job.plan, fitted(links, job.plan)
         self.name, self.plan, self._microbatches = name, plan, job.microbatches
         self.window = max(plan.windows)
         self._windows = max(1, batches // self.window)
         self.batches = self._windows * self.window
         self.losses: list[float] = []
-        self._feed = BatchFeed(job, mesh.device)
-        self._rank = mesh.world.rank
-        self._stages = make_stages(plan, job.model, job.task, job.optimizer, plan.settings.rate(1), mesh)
-        self._engine = make_engine(plan, self._stages, mesh, channel)
+        self._feed = BatchFeed(job, links.device)
+        self._rank = links.world.rank
+        self._stages = make_stages(plan, job.model, job.task, job.optimizer, plan.settings.rate(1), links)
+        self._engine = make_engine(plan, self._stages, links, channel)
 
     def run(self) -> None:
         """Train whole windows."""
@@ -212,11 +212,11 @@ Ways = Mapping[str, tuple[str, ...]]
 """By contestant of ours: a schedule, and more overrides of the task."""
 
 
-def ours(mesh: Mesh, task: Task, ways: Ways, batches: int = 1, window: int = 1) -> Builders:
+def ours(links: Links, task: Task, ways: Ways, batches: int = 1, window: int = 1) -> Builders:
     """Return what builds contestants of ours that train a task. `window`: of the schedules that set none."""
 
     def build(name: str, schedule: str, *more: str) -> Contestant:
-        return Ours(name, prepare(task.extended(*more), schedule, mesh.world.size, window), mesh, batches)
+        return Ours(name, prepare(task.extended(*more), schedule, links.world.size, window), links, batches)
 
     return {name: partial(build, name, *way) for name, way in ways.items()}
 
@@ -262,21 +262,23 @@ class Theirs:
             assert all(map(math.isfinite, self.losses)), f"losses {self.losses}: {self.name} does not train"
 
 
-def plain(name: str, job: Job, mesh: Mesh, batches: int, threads: int = 1, parallel: bool = False) -> Theirs:
+def plain(
+    name: str, job: Job, links: Links, batches: int, threads: int = 1, parallel: bool = False
+) -> Theirs:
     """Make a plain loop over the whole model, on rank 0 alone or, with `parallel`, shared by all (DDP).
 
     The gradients of a batch's microbatches add up.
     """
-    rank, ranks, pieces = mesh.world.rank, mesh.world.size, job.microbatches
-    model: nn.Module = job.model.to(mesh.device)
+    rank, ranks, pieces = links.world.rank, links.world.size, job.microbatches
+    model: nn.Module = job.model.to(links.device)
     job.plan.numerics.arrange_weights(model)
-    samples = job.plan.numerics.arrange(job.samples.to(mesh.device))
-    targets = job.targets.to(mesh.device)
+    samples = job.plan.numerics.arrange(job.samples.to(links.device))
+    targets = job.targets.to(links.device)
     if parallel:
         model = DistributedDataParallel(job.model)
         samples, targets = samples.chunk(ranks)[rank], targets.chunk(ranks)[rank]
     batch = list(zip(samples.chunk(pieces), targets.chunk(pieces), strict=True))
-    loss_of = job.task.to(mesh.device).loss
+    loss_of = job.task.to(links.device).loss
 
     def backward() -> Tensor:
         losses = []
@@ -317,17 +319,17 @@ class Innermost(nn.Module):
         return y.clone(memory_format=torch.contiguous_format) if self._splits else y.contiguous()
 
 
-def torch_pipeline(schedule: str, job: Job, mesh: Mesh, batches: int, name: str = "") -> Theirs:
+def torch_pipeline(schedule: str, job: Job, links: Links, batches: int, name: str = "") -> Theirs:
     """Make torch.distributed.pipelining's schedule of the same order as ours, at the cut of the job's plan.
 
     Each stage runs once alone first: on a GPU, what runs for the first time while a receive is posted may
     wait for it for good.
     """
-    plan, last, device = job.plan, job.plan.stages - 1, mesh.device
+    plan, last, device = job.plan, job.plan.stages - 1, links.device
     innermost, kind = plan.numerics.channels_last, TORCHS[schedule]
     several = issubclass(kind, PipelineScheduleMulti)
     parts: dict[int, nn.Module] = {}
-    for stage in (stage for stage, rank in enumerate(plan.placement) if rank == mesh.world.rank):
+    for stage in (stage for stage, rank in enumerate(plan.placement) if rank == links.world.rank):
         part: nn.Module = job.stage(stage).to(device)
         plan.numerics.arrange_weights(part)
         parts[stage] = Innermost(part, stage > 0, stage < last, several) if innermost else part
@@ -341,7 +343,7 @@ def torch_pipeline(schedule: str, job: Job, mesh: Mesh, batches: int, name: str 
         outputs = loss_of(outputs, targets[: job.size]) if stage == last else outputs
         outputs.backward(torch.ones_like(outputs))
         part.zero_grad()
-    group = _own_group(mesh)
+    group = _own_group(links)
     stages = [PipelineStage(part, stage, plan.stages, device, group=group) for stage, part in parts.items()]
     # Gradients are divided by the number of microbatches, so that an update is the batch's mean, as ours.
     runs = kind(stages if several else stages[0], job.microbatches, loss_fn=loss_of, scale_grads=True)
@@ -357,9 +359,9 @@ def torch_pipeline(schedule: str, job: Job, mesh: Mesh, batches: int, name: str 
 
 
 @cache
-def _own_group(mesh: Mesh) -> dist.ProcessGroup:
+def _own_group(links: Links) -> dist.ProcessGroup:
     """Return a group of all ranks for torch's messages, over what ours use, that has been used once."""
-    group = dist.new_group(list(range(mesh.world.size)), backend=mesh.backend)
+    group = dist.new_group(list(range(links.world.size)), backend=links.backend)
     assert isinstance(group, dist.ProcessGroup)
-    dist.all_reduce(torch.ones(1, device=mesh.device), group=group)
+    dist.all_reduce(torch.ones(1, device=links.device), group=group)
     return group

@@ -9,8 +9,8 @@ from benchmark.contestants import BatchFeed
 from benchmark.report import Row, failed_row
 from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import Say, WorldFailed, fitted, run_world, titled
-from pipetrain.runtime.held import Meter
-from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.links import Links
+from pipetrain.runtime.meter import Meter
 from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
 from pipetrain.schedule.memory import peaks
@@ -69,19 +69,19 @@ def job_of(case: Case) -> Job:
     return prepare(MODELS[case.model].extended(*case.overrides), case.schedule, case.ranks, BATCHES)
 
 
-def measure(mesh: Mesh, say: Say, case: Case) -> list[tuple[int, int, int]]:
+def measure(links: Links, say: Say, case: Case) -> list[tuple[int, int, int]]:
     """Return each stage of one rank with its peak, measured and predicted."""
     say(str(case))
     job = job_of(case)
     plan = job.plan
-    mesh = fitted(mesh, plan)
-    stages = make_stages(plan, job.model, job.task, job.optimizer, plan.settings.rate(1), mesh)
-    engine = make_engine(plan, stages, mesh)
+    links = fitted(links, plan)
+    stages = make_stages(plan, job.model, job.task, job.optimizer, plan.settings.rate(1), links)
+    engine = make_engine(plan, stages, links)
     for number in range(WINDOWS):
         if number + 1 == WINDOWS:
-            engine.watcher = meter = Meter(stages, mesh.device)
-        order = order_of(plan, max(plan.windows), mesh.world.rank)
-        engine.train(order, BatchFeed(job, mesh.device, copies=True), job.microbatches)
+            engine.watcher = meter = Meter(stages, links.device)
+        order = order_of(plan, max(plan.windows), links.world.rank)
+        engine.train(order, BatchFeed(job, links.device, copies=True), job.microbatches)
     predicted = peaks(plan.memory(plan.timeline()))
     return [(stage, nbytes, predicted[stage]["total"]) for stage, nbytes in meter.close().stages.items()]
 

@@ -31,7 +31,7 @@ from benchmark.tasks import Job, Scale, prepare
 from benchmark.worlds import Say
 from pipetrain.plan.plan import Plan
 from pipetrain.plan.program import prove, recomputing
-from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.links import Links
 from pipetrain.schedule.actions import SENDS, Op
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, Kind
@@ -118,12 +118,12 @@ def suite(scale: Scale, say: Say) -> Iterator[Row]:
         yield from rows_of_race(f"schedules, {ranks} ranks", ranks, make, scale, say, OTHERS, least)
 
 
-def contestants(microbatches: tuple[int, ...], product_s: float, quick: bool, mesh: Mesh) -> Builders:
+def contestants(microbatches: tuple[int, ...], product_s: float, quick: bool, links: Links) -> Builders:
     """Return what builds everybody, with what each should take on paper."""
 
     def build(name: str, way: Way, m: int, rival: str = "") -> Contestant:
-        job, one_s = prepared(way, mesh.world.size, m, product_s)
-        racing: Contestant = torch_pipeline(rival, job, mesh, 1, name) if rival else Ours(name, job, mesh)
+        job, one_s = prepared(way, links.world.size, m, product_s)
+        racing: Contestant = torch_pipeline(rival, job, links, 1, name) if rival else Ours(name, job, links)
         return Paced(racing, one_s, bound(job.plan, one_s))
 
     builders: dict[str, Callable[[], Contestant]] = {}
@@ -157,15 +157,15 @@ def jitter_suite(scale: Scale, say: Say) -> Iterator[Row]:
         )
 
 
-def jittered(product_s: float, window: int, rounds: int, mesh: Mesh) -> Builders:
+def jittered(product_s: float, window: int, rounds: int, links: Links) -> Builders:
     """Return what builds everybody, with how long the stage sleeps that sleeps longest."""
-    ranks = mesh.world.size
+    ranks = links.world.size
     slept = PRODUCTS * max(mean_nap(stage, product_s, window, rounds) for stage in range(ranks))
 
     def sleeping(build: Callable[[], Contestant]) -> Contestant:
-        return Paced(build(), naps(mesh.world.rank, product_s, SPREAD), slept)
+        return Paced(build(), naps(links.world.rank, product_s, SPREAD), slept)
 
-    builders = ours(mesh, task_of(ranks, 1), JITTERED, window=window)
+    builders = ours(links, task_of(ranks, 1), JITTERED, window=window)
     return {name: partial(sleeping, build) for name, build in builders.items()}
 
 

@@ -30,7 +30,8 @@ from torch.distributed.distributed_c10d import Store
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.mesh import Mesh, keep_freed_memory
+from pipetrain.runtime.device import keep_freed_memory
+from pipetrain.runtime.links import Links
 from pipetrain.runtime.ranks import World
 
 TIMEOUT_S = 300.0  # of any wait between ranks
@@ -40,7 +41,7 @@ Say = Callable[[Any], None]
 """Tells the person who waits how far it is: a text, or what reads as one."""
 
 Work = Callable[..., Any]
-"""(mesh, say, *arguments) -> something picklable."""
+"""(links, say, *arguments) -> something picklable."""
 
 Meet = Callable[[World, str], Any]
 """(world, the path of a file to meet through) -> what the work is given first."""
@@ -53,7 +54,7 @@ def titled(say: Say, title: str) -> Say:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the ranks of a world compute and how they send: see Mesh.
+    """Where the ranks of a world compute and how they send: see Links.
 
     On a GPU they share the first one, or are `apart`, each on its own where there are enough. `timeout`:
     seconds that any wait between ranks may take.
@@ -64,8 +65,8 @@ class Place:
     timeout: float = TIMEOUT_S
     apart: bool = False
 
-    def __call__(self, world: World, path: str) -> Mesh:
-        """Join the ranks by a mesh without edges: see `fitted`."""
+    def __call__(self, world: World, path: str) -> Links:
+        """Join the ranks by links without edges: see `fitted`."""
         device = torch.device(self.device)
         if device.type == "cuda":
             apart = self.apart and torch.cuda.device_count() >= world.size
@@ -74,23 +75,23 @@ class Place:
                 share_gpu(world.rank)
         keep_freed_memory()  # as a run of ours does, whoever's turn it is
         store = meeting(world, path) if world.size > 1 else None
-        return Mesh(world, range(world.size), [], device, store, self.timeout, self.staged)
+        return Links(world, range(world.size), [], device, store, self.timeout, self.staged)
 
 
 CPU = Place()
-_fitted: dict[tuple[tuple[int, ...], bool], Mesh] = {}  # by placement, and whether it is staged
+_fitted: dict[tuple[tuple[int, ...], bool], Links] = {}  # by placement, and whether it is staged
 
 
-def fitted(mesh: Mesh, plan: Plan) -> Mesh:
-    """Return a mesh of the same ranks for a plan: with its placement, its edges and its ties.
+def fitted(links: Links, plan: Plan) -> Links:
+    """Return links of the same ranks for a plan: with its placement, its edges and its ties.
 
     All ranks call it in the same order.
     """
-    if mesh.world.size == 1:
-        return mesh
-    key = where, staged = tuple(plan.placement), mesh.staged or plan.draft.policy is not None
+    if links.world.size == 1:
+        return links
+    key = where, staged = tuple(plan.placement), links.staged or plan.draft.policy is not None
     if key not in _fitted:
-        _fitted[key] = Mesh(mesh.world, where, [], mesh.device, None, mesh._timeout, staged)
+        _fitted[key] = Links(links.world, where, [], links.device, None, links._timeout, staged)
     _fitted[key].open(list(plan.cut.bounds), plan.cut.ties)
     return _fitted[key]
 
@@ -109,7 +110,7 @@ class WorldFailed(RuntimeError):
 def run_world(
     work: Work, ranks: int, say: Say, *arguments: Any, place: Place = CPU, deadline: float = math.inf
 ) -> list[Any]:
-    """Run `work` in so many processes, joined by a mesh, and return what each returned, by rank.
+    """Run `work` in so many processes, joined by links, and return what each returned, by rank.
 
     It may take `deadline` seconds. Raises WorldFailed. See run_ranks.
     """

@@ -41,8 +41,8 @@ def losses_of_turns(contestants, turns=1):
     return losses
 
 
-def a_gpt(mesh, say):
-    return losses_of_turns(built(models.on_two(GPT, BATCHES, WINDOW, mesh)), turns=2)
+def a_gpt(links, say):
+    return losses_of_turns(built(models.on_two(GPT, BATCHES, WINDOW, links)), turns=2)
 
 
 @pytest.mark.processes
@@ -63,11 +63,11 @@ def test_on_two_processes():
     assert len(last["pipedream"]) == 2 * WINDOW
 
 
-def images(mesh, say):
-    if mesh.world.size == 1:
-        return losses_of_turns(built(models.in_one(CNN, 2, mesh)))
-    splitting = torch_pipeline("zbv", prepare(CNN, "zbv", 2), mesh, 2)
-    return losses_of_turns([*built(models.on_gpu(CNN, 2, WINDOW, mesh)), splitting])
+def images(links, say):
+    if links.world.size == 1:
+        return losses_of_turns(built(models.in_one(CNN, 2, links)))
+    splitting = torch_pipeline("zbv", prepare(CNN, "zbv", 2), links, 2)
+    return losses_of_turns([*built(models.on_gpu(CNN, 2, WINDOW, links)), splitting])
 
 
 @pytest.mark.processes
@@ -82,10 +82,10 @@ def test_as_on_a_gpu_and_images_travel_with_their_channels_innermost():
         assert (last[name] or first[name]) == pytest.approx(loop, abs=1e-12), name
 
 
-def paced(mesh, say):
-    made = built(schedules.contestants((4,), 0.0, True, mesh))
+def paced(links, say):
+    made = built(schedules.contestants((4,), 0.0, True, links))
     task = task_of(2, 4)
-    losses = losses_of_turns([*made, plain("plain", prepare(task, "1f1b", 2), mesh, 1)])
+    losses = losses_of_turns([*made, plain("plain", prepare(task, "1f1b", 2), links, 1)])
     return losses, {one.name: one.bound for one in made}
 
 

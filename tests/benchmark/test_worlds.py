@@ -20,16 +20,16 @@ pytestmark = pytest.mark.processes
 class Napper:
     """Sleeps on one rank longer than on the other."""
 
-    def __init__(self, name, mesh, seconds):
+    def __init__(self, name, links, seconds):
         self.name, self.batches, self.bound = name, 2, 0.0
-        self._seconds = seconds if mesh.world.rank == 1 else 0.0
+        self._seconds = seconds if links.world.rank == 1 else 0.0
 
     def run(self):
         time.sleep(self._seconds)
 
 
-def naps(mesh, say):
-    return race(mesh, [Napper("a", mesh, 0.2), Napper("b", mesh, 0.1)], 2, say)
+def naps(links, say):
+    return race(links, [Napper("a", links, 0.2), Napper("b", links, 0.1)], 2, say)
 
 
 def test_turns_are_timed_to_the_slowest_rank_on_every_rank_alike():
@@ -56,18 +56,18 @@ class Failing(Napper):
             time.sleep(DEADLINE_S)
 
 
-def dies(mesh):
-    if mesh.world.rank == mesh.world.size - 1:
+def dies(links):
+    if links.world.rank == links.world.size - 1:
         os._exit(3)
-    return Napper("dies", mesh, 0.0)
+    return Napper("dies", links, 0.0)
 
 
-def entrants(mesh):
+def entrants(links):
     return {
-        "a": lambda: Napper("a", mesh, 0.1),
-        "fails": lambda: Failing("fails", mesh, 0.1),
-        "dies": lambda: dies(mesh),
-        "b": lambda: Napper("b", mesh, 0.1),
+        "a": lambda: Napper("a", links, 0.1),
+        "fails": lambda: Failing("fails", links, 0.1),
+        "dies": lambda: dies(links),
+        "b": lambda: Napper("b", links, 0.1),
     }
 
 
@@ -88,8 +88,8 @@ def test_one_that_fails_costs_its_own_row_alone(capsys):
     assert "in run\n    raise ValueError" in capsys.readouterr().err
 
 
-def dying_alone(mesh):
-    return {"dies": lambda: dies(mesh)}
+def dying_alone(links):
+    return {"dies": lambda: dies(links)}
 
 
 def test_where_all_fail_each_has_its_row():
@@ -97,7 +97,7 @@ def test_where_all_fail_each_has_its_row():
     assert row.failure
 
 
-def nobodys(mesh):
+def nobodys(links):
     raise ValueError("no more")
 
 
@@ -107,8 +107,8 @@ def test_what_is_nobody_s_fault_fails_the_suite():
     assert failed.value.reason == "ValueError: no more"
 
 
-def fail(mesh, say, how):
-    if mesh.world.rank == 1:
+def fail(links, say, how):
+    if links.world.rank == 1:
         if how == "die":
             os._exit(3)
         if how == "raise":
@@ -132,8 +132,8 @@ def test_a_rank_that_fails_or_hangs_ends_all(how, deadline, says):
     assert str(failed.value).strip().splitlines()[-1] == says
 
 
-def linger(mesh, say):
-    say(" ".join(map(str, mesh.gather("pids", os.getpid()))))
+def linger(links, say):
+    say(" ".join(map(str, links.gather("pids", os.getpid()))))
     time.sleep(DEADLINE_S)
 
 

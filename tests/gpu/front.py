@@ -14,7 +14,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from pipetrain.checkpoint.files import CHECKPOINTS
-from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.links import Links
 from tests.gpu.rows import SKIPPED, Row, Setting, judged
 from tests.gpu.speed import no_compiler
 from tests.gpu.training import exactly
@@ -212,7 +212,7 @@ def kept(setting: Setting) -> Iterator[Row]:
             yield judged(what, why or "as before", "as before", not why)
 
 
-def keep(mesh: Mesh, item: tuple[str, str, str]) -> None:
+def keep(links: Links, item: tuple[str, str, str]) -> None:
     """Train, predict as the weights alone do, and twice train on from what was saved, with equal losses."""
     import torch.distributed.checkpoint as dcp
     from torch.nn.functional import cross_entropy
@@ -235,13 +235,13 @@ def keep(mesh: Mesh, item: tuple[str, str, str]) -> None:
         assert_close(list(pipe.train(batches)), wanted, rtol=TOLERANCE, atol=0.0)
         dcp.load(pipe.dcp(), checkpoint_id=f"{folder}/dcp")
         assert_close(list(pipe.train(batches)), wanted, rtol=TOLERANCE, atol=0.0)
-    if mesh.world.rank == 0:
+    if links.world.rank == 0:
         alone = mlp()
         alone.load_state_dict(state)
         assert_close(outputs, [alone(x).detach() for x, _ in batches], rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def train_by_pipeline(mesh: Mesh, item: tuple[str, Any]) -> None:
+def train_by_pipeline(links: Links, item: tuple[str, Any]) -> None:
     """Train, evaluate and take the weights by Pipeline, and hold them against one process on rank 0."""
     from tests.support import parity, subjects
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from benchmark.contestants import BatchFeed
 from benchmark.held import NEAR, WINDOWS, Case, job_of
 from benchmark.worlds import fitted
-from pipetrain.runtime.held import Meter
-from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.links import Links
+from pipetrain.runtime.meter import Meter
 from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
 from pipetrain.schedule.actions import Action
@@ -108,34 +108,34 @@ def allocated() -> int:
     return torch.cuda.memory_allocated()
 
 
-def measure(mesh: Mesh, case: Case) -> list[Held]:
+def measure(links: Links, case: Case) -> list[Held]:
     """Run a few windows of a case on one rank, the last one measured; return what all ranks held.
 
     All is done twice: the first time libraries take workspaces, which they keep.
     """
-    for _ in range(2 if mesh.device.type == "cuda" else 1):
-        held = _measure(mesh, case)
+    for _ in range(2 if links.device.type == "cuda" else 1):
+        held = _measure(links, case)
         gc.collect()
     return gathered(held)
 
 
-def _measure(mesh: Mesh, case: Case) -> Held:
-    cuda, job = mesh.device.type == "cuda", job_of(case)
-    plan, mesh = job.plan, fitted(mesh, job.plan)
-    feed = BatchFeed(job, mesh.device, copies=True)
+def _measure(links: Links, case: Case) -> Held:
+    cuda, job = links.device.type == "cuda", job_of(case)
+    plan, links = job.plan, fitted(links, job.plan)
+    feed = BatchFeed(job, links.device, copies=True)
     before = allocated() if cuda else 0
-    stages = make_stages(plan, job.model, job.task, job.optimizer, plan.settings.rate(1), mesh)
-    engine = make_engine(plan, stages, mesh)
+    stages = make_stages(plan, job.model, job.task, job.optimizer, plan.settings.rate(1), links)
+    engine = make_engine(plan, stages, links)
     for number in range(WINDOWS):
         if cuda and number + 1 == WINDOWS:
-            engine.watcher = ByAction(stages, mesh.device)
-        engine.train(order_of(plan, max(plan.windows), mesh.world.rank), feed, job.microbatches)
+            engine.watcher = ByAction(stages, links.device)
+        engine.train(order_of(plan, max(plan.windows), links.world.rank), feed, job.microbatches)
     meter = engine.watcher
     records = sorted(engine.stats.items())
     return Held(
         [(record.activations, record.versions) for _, record in records],
         [tuple(plan.peaks(stage))[:2] for stage, _ in records],
         meter.peak - before if isinstance(meter, ByAction) else 0,
-        max(totals(plan.memory(plan.timeline())[mesh.world.rank])),
+        max(totals(plan.memory(plan.timeline())[links.world.rank])),
         meter.needed if isinstance(meter, ByAction) else 0,
     )

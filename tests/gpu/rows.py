@@ -16,7 +16,7 @@ from typing import Any
 from benchmark.report import gpu, machine
 from benchmark.worlds import Place, Say, Work, WorldFailed, run_world
 from comparison.table import markdown_table
-from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.links import Links
 
 PASS, FAIL, SKIPPED, SEEN = "pass", "**FAIL**", "skipped", ""
 TIMEOUT_S = 60.0  # of any wait between ranks
@@ -85,13 +85,13 @@ class Setting:
 
     def each(
         self,
-        work: Callable[[Mesh, Any], Any],
+        work: Callable[[Links, Any], Any],
         ranks: int,
         items: Sequence[Any],
         within: float = float("inf"),
         **options: Any,
     ) -> Iterator[tuple[Any, Any, str]]:
-        """Run `work`(mesh, item) for one item after the other in one world; `options`: see `world`.
+        """Run `work`(links, item) for one item after the other in one world; `options`: see `world`.
 
         Gives each item, what rank 0 returned for it, and why nothing was, if so. After one that failed, or
         took more than `within` seconds, the others go on in a new world.
@@ -126,16 +126,16 @@ class Setting:
 
 
 def _one_by_one(
-    mesh: Mesh, say: Say, work: Callable[[Mesh, Any], Any], items: Sequence[Any], most: float
+    links: Links, say: Say, work: Callable[[Links, Any], Any], items: Sequence[Any], most: float
 ) -> None:
     for number, item in enumerate(items):
         say(str(item))
         if most < float("inf"):  # by a thread that waits for nobody, whatever the host or the device do
             faulthandler.dump_traceback_later(most, exit=True)
-        result = work(mesh, item)
+        result = work(links, item)
         if most < float("inf"):
             faulthandler.cancel_dump_traceback_later()
-        if mesh.world.rank == 0:
+        if links.world.rank == 0:
             say(pickle.dumps((number, result)))  # tensors do not outlive a pipe
 
 

@@ -18,7 +18,7 @@ from benchmark.contestants import Ours, plain, race
 from benchmark.report import Series, ratio
 from benchmark.tasks import Task, prepare
 from benchmark.worlds import Say, titled
-from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.links import Links
 from tests.gpu.rows import SKIPPED, Row, Setting, judged
 
 PLAIN, WANTED = "plain loop", 0.97
@@ -80,7 +80,7 @@ def _against_plain(series: Series, name: str) -> tuple[float, str]:
 
 
 def measure(
-    mesh: Mesh,
+    links: Links,
     say: Say,
     tasks: Sequence[tuple[str, int]],
     contestants: Mapping[str, tuple[str, tuple[str, ...]]],
@@ -91,10 +91,10 @@ def measure(
     for model, size in tasks:
         turn = BATCHES.get(size, 2)
         task = Task((f"model={model}", f"batch_size={size}", "microbatches=1"))
-        loop = plain(PLAIN, prepare(task, "1f1b", 1), mesh, turn)
+        loop = plain(PLAIN, prepare(task, "1f1b", 1), links, turn)
         ours = [
-            Ours(name, prepare(task.extended(*overrides), schedule, 1, turn), mesh, turn)
+            Ours(name, prepare(task.extended(*overrides), schedule, 1, turn), links, turn)
             for name, (schedule, overrides) in contestants.items()
         ]
-        found[model, size] = race(mesh, [loop, *ours], rounds, titled(say, f"{model}, batch {size}"))
+        found[model, size] = race(links, [loop, *ours], rounds, titled(say, f"{model}, batch {size}"))
     return found

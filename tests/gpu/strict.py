@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 
 from pipetrain.runtime.engine import Engine
-from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.links import Links
 from pipetrain.runtime.rehearsal import LoopbackChannel
 from tests.gpu.rows import Row, Setting
 from tests.gpu.training import (
@@ -68,7 +68,7 @@ def no_waits(setting: Setting) -> Iterator[Row]:
     yield from against_reference(setting, named, 2, work=without_waits, within=ROW_S)
 
 
-def without_waits(mesh: Mesh, case: Case) -> Trained:
+def without_waits(links: Links, case: Case) -> Trained:
     """Train a case; where a window's host waits for the GPU that is an error of the action."""
     run, windows = Engine._run, 0
 
@@ -77,11 +77,11 @@ def without_waits(mesh: Mesh, case: Case) -> Trained:
         if not window.trains or isinstance(window.mail.channel, LoopbackChannel):
             return run(engine, window, *rest)
         windows += 1
-        with raising_waits(mesh.device):
+        with raising_waits(links.device):
             return run(engine, window, *rest)
 
     with patch.object(Engine, "_run", strictly):
-        trained = train(mesh, case)
+        trained = train(links, case)
     assert windows, "no window was seen"
     return trained
 
@@ -125,10 +125,10 @@ def float64(setting: Setting) -> Iterator[Row]:
         yield from against_reference(setting, named, 2, work=in_float64, within=ROW_S)
 
 
-def in_float64(mesh: Mesh, case: Case) -> Trained:
+def in_float64(links: Links, case: Case) -> Trained:
     """Train a case where the default dtype is float64."""
     with by_default(torch.float64):
-        return train(mesh, case)
+        return train(links, case)
 
 
 @contextmanager

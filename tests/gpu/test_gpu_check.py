@@ -94,18 +94,18 @@ def interrupted(setting):
     raise KeyboardInterrupt
 
 
-def hang(mesh, say, *given):
-    if mesh.world.rank == 1:
+def hang(links, say, *given):
+    if links.world.rank == 1:
         time.sleep(DEADLINE_S)
 
 
-def count(mesh, item):
+def count(links, item):
     """Fail at an item, or stay at it, on the last rank."""
-    if item == "bad" and mesh.world.rank == mesh.world.size - 1:
+    if item == "bad" and links.world.rank == links.world.size - 1:
         raise ValueError("no more")
-    if item == "hangs" and mesh.world.rank == mesh.world.size - 1:
+    if item == "hangs" and links.world.rank == links.world.size - 1:
         time.sleep(DEADLINE_S)
-    return mesh.gather("the items", item)
+    return links.gather("the items", item)
 
 
 @pytest.fixture
@@ -180,12 +180,12 @@ def test_a_wait_raises_in_windows_of_training_alone(monkeypatch):
     modes, seen = ["default"], []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(Engine, "_run", lambda engine, window: seen.append(modes[-1]))
-    loopback, mesh = (
+    loopback, links = (
         LoopbackChannel({}, 2, 60, torch.device("cpu")),
         SimpleNamespace(device=torch.device("cuda")),
     )
 
-    def train(mesh, case):
+    def train(links, case):
         for trains, channel in [
             (True, loopback),
             (False, loopback),
@@ -196,7 +196,7 @@ def test_a_wait_raises_in_windows_of_training_alone(monkeypatch):
             Engine._run(None, SimpleNamespace(trains=trains, mail=SimpleNamespace(channel=channel)))
 
     monkeypatch.setattr(strict, "train", train)
-    strict.without_waits(mesh, None)
+    strict.without_waits(links, None)
     assert seen == ["default", "default", "error", "default", "error"]
     assert modes[-1] == "default"
 

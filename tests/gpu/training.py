@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmark.worlds import Say, fitted
 from pipetrain.errors import TrainingStopped
-from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.links import Links
 from pipetrain.schedule.actions import Program
 from tests.gpu.rows import SKIPPED, Row, Setting, judged
 from tests.gpu.speed import no_compiler
@@ -52,15 +52,15 @@ class Trained:
     ran: list[Program] = field(default_factory=list)
 
 
-Work = Callable[[Mesh, Case], Trained]
+Work = Callable[[Links, Case], Trained]
 
 
-def train(mesh: Mesh, case: Case) -> Trained:
+def train(links: Links, case: Case) -> Trained:
     """Train a case on one rank; return what all ranks left."""
     exactly()
     run = make_run(case)
     listener = Listener()
-    epochs = epochs_of(run, fitted(mesh, run.plan), None if mesh.world.rank else listener)  # type: ignore[arg-type]
+    epochs = epochs_of(run, fitted(links, run.plan), None if links.world.rank else listener)  # type: ignore[arg-type]
     epochs.run()
     return Trained(
         whole(state_of(epochs, run)),
@@ -256,10 +256,10 @@ def nan(setting: Setting) -> Iterator[Row]:
     yield judged("a loss that is no number", said or "trained to the end", "is named", named is not None)
 
 
-def explode(mesh: Mesh, say: Say, case: Case) -> str:
+def explode(links: Links, say: Say, case: Case) -> str:
     """Train what cannot be; return what is said."""
     try:
-        epochs_of(make_run(case), mesh, None).run()
+        epochs_of(make_run(case), links, None).run()
     except TrainingStopped as error:
         return str(error)
     return ""

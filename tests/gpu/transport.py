@@ -20,7 +20,7 @@ from benchmark.worlds import Say, WorldFailed
 from pipetrain.errors import ChannelError
 from pipetrain.network.values import TensorSpec
 from pipetrain.runtime.channel import Message
-from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.links import Links
 from tests.gpu.rows import MIB, Row, Setting, judged
 
 PAYLOAD_MIB = 80  # gloo and NCCL cut messages into pieces well below 64 MiB
@@ -43,32 +43,32 @@ def large(setting: Setting) -> Iterator[Row]:
             yield judged(what, f"{seconds:.2f} s, {wrong} wrong", "0 wrong", wrong == 0)
 
 
-def exchange_twice(mesh: Mesh, say: Say, elements: int) -> dict[int, tuple[float, int]]:
+def exchange_twice(links: Links, say: Say, elements: int) -> dict[int, tuple[float, int]]:
     """By buffer size: the seconds of an exchange, and how many messages came with other contents."""
     found = {}
     for buffer_size in (1, 2):
         say(f"buffer_size={buffer_size}")
-        mesh.gather("the start", None)
+        links.gather("the start", None)
         start = perf_counter()
-        wrong = exchange(mesh, elements, buffer_size)
+        wrong = exchange(links, elements, buffer_size)
         found[buffer_size] = (perf_counter() - start, wrong)
     return found
 
 
-def exchange(mesh: Mesh, elements: int, buffer_size: int) -> int:
+def exchange(links: Links, elements: int, buffer_size: int) -> int:
     """Send first, then receive, on both of two ranks; return how many messages came wrong."""
-    mesh.open([(0, 1), (1, 0)])
-    channel = mesh.channel(buffer_size)
-    here, there = mesh.world.rank, 1 - mesh.world.rank
+    links.open([(0, 1), (1, 0)])
+    channel = links.channel(buffer_size)
+    here, there = links.world.rank, 1 - links.world.rank
     incoming = [message(there, here, mb, elements) for mb in range(MESSAGES)]
-    mine = payload(mesh, here, 0, elements)
+    mine = payload(links, here, 0, elements)
     assert torch.equal(mine, mine.clone())  # what is cold would wait for a message
     channel.expect(incoming)
     wrong = 0
     for mb in range(MESSAGES):
-        channel.send(message(here, there, mb, elements), [payload(mesh, here, mb, elements)])
+        channel.send(message(here, there, mb, elements), [payload(links, here, mb, elements)])
         (tensor,) = channel.recv(incoming[mb])
-        wrong += not torch.equal(tensor, payload(mesh, there, mb, elements))
+        wrong += not torch.equal(tensor, payload(links, there, mb, elements))
     channel.drain()
     return wrong
 
@@ -78,9 +78,9 @@ def message(src: int, dst: int, mb: int, elements: int) -> Message:
     return Message(src, dst, mb, (TensorSpec((elements,), torch.float32),), (src, dst))
 
 
-def payload(mesh: Mesh, rank: int, mb: int, elements: int) -> Tensor:
+def payload(links: Links, rank: int, mb: int, elements: int) -> Tensor:
     """Make what a rank sends: other contents in every message and place."""
-    return (torch.arange(elements, device=mesh.device) % 1009 + 2000 * rank + 10000 * mb).float()
+    return (torch.arange(elements, device=links.device) % 1009 + 2000 * rank + 10000 * mb).float()
 
 
 def lost_peer(setting: Setting) -> Iterator[Row]:
@@ -99,22 +99,22 @@ def lost_peer(setting: Setting) -> Iterator[Row]:
     yield judged("processes left", str(left), "0", left == 0)
 
 
-def lose(mesh: Mesh, say: Say, words: str) -> tuple[str, float]:
+def lose(links: Links, say: Say, words: str) -> tuple[str, float]:
     """Wait on rank 0 for what rank 1 never sends, because it is killed meanwhile. `words`: for its errors."""
-    if mesh.world.rank == 0:
+    if links.world.rank == 0:
         os.dup2(os.open(words, os.O_CREAT | os.O_WRONLY), 2)
-    exchange(mesh, 1024, 2)
-    if mesh.world.rank == 1:
+    exchange(links, 1024, 2)
+    if links.world.rank == 1:
         # As if killed, after its result has gone; by status 0, so that the parent does not end all for it.
         threading.Timer(1.0, os._exit, (0,)).start()
         return "", 0.0
-    channel = mesh.channel(1)
+    channel = links.channel(1)
     start = perf_counter()
     Path(f"{words}.began").write_text(str(monotonic()))
     try:
         channel.expect([message(1, 0, 7, 1024)])
         channel.recv(message(1, 0, 7, 1024))
-        if mesh.device.type == "cuda":  # the stream waits, and the host for it
+        if links.device.type == "cuda":  # the stream waits, and the host for it
             torch.cuda.synchronize()
         channel.check()
     except ChannelError as error:
@@ -139,9 +139,9 @@ def cold(setting: Setting) -> Iterator[Row]:
     yield judged(f"cold starts, two batches of {model}", figure, f"{worlds}", len(seconds) == worlds)
 
 
-def two_batches(mesh: Mesh, say: Say, task: Task) -> None:
+def two_batches(links: Links, say: Say, task: Task) -> None:
     """Train two batches, and see that the loss is a number."""
-    ours = Ours("1f1b", prepare(task, "1f1b", mesh.world.size), mesh, 2)
+    ours = Ours("1f1b", prepare(task, "1f1b", links.world.size), links, 2)
     ours.run()
     assert all(map(math.isfinite, ours.losses)), ours.losses
-    mesh.gather("the end", None)
+    links.gather("the end", None)

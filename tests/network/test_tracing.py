@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetrain.network.network import INPUT, Made, Slice, run_parts
+from pipetrain.network.network import INPUT, Slice, ValueId, run_parts
 from pipetrain.network.tracing.trace import trace
 from pipetrain.network.tracing.traced import Traced
 from pipetrain.network.values import ValueSpec
@@ -98,7 +98,7 @@ class Counting(nn.Module):
         return self.d(self.c(x) + first.sum())
 
 
-DATA = Made(INPUT, 0), Made(INPUT, 1)
+DATA = ValueId(INPUT, 0), ValueId(INPUT, 1)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Case:
     make: Callable[[], nn.Module]
     of: ValueSpec
     names: str
-    takes: dict[int, tuple[Made, ...]] = field(default_factory=dict)
+    takes: dict[int, tuple[ValueId, ...]] = field(default_factory=dict)
     draws: frozenset[int] = frozenset()
 
 
@@ -117,14 +117,14 @@ CASES = {
         partial(Branches, 0.5),
         example((8,)),
         "trunk left.0 left.1 right head",
-        {2: (Made(0, 0), Made(1, 0)), 4: (Made(0, 0), Made(2, 0), Made(3, 0))},
+        {2: (ValueId(0, 0), ValueId(1, 0)), 4: (ValueId(0, 0), ValueId(2, 0), ValueId(3, 0))},
         frozenset({1, 2}),
     ),
     "tied weights, a mask by keyword, what only training does": Case(
         Tied,
         tokens("mask", "ids", length=6),
         "embed mlps.0 mlps.1 mlps.2 head",
-        {0: DATA, 4: (Made(3, 0),)},
+        {0: DATA, 4: (ValueId(3, 0),)},
         frozenset({1, 2, 3}),
     ),
     "weights that are computed": Case(Normalised, example((4,)), "a a#2 c b c#2 a#3"),
@@ -178,7 +178,7 @@ def branches() -> Traced:
 
 def test_layers_one_by_one_are_the_part(branches):
     alone = branches.alone(4, training=False)
-    part = branches.part(Slice(0, 5, (Made(INPUT, 0),), alone.leaves)).eval()
+    part = branches.part(Slice(0, 5, (ValueId(INPUT, 0),), alone.leaves)).eval()
     seen = []
     made = part.observed((X,), lambda name, outputs: seen.append((name, len(outputs))))
     torch.testing.assert_close(made, part(X), rtol=0, atol=0)

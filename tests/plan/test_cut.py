@@ -11,7 +11,7 @@ from hypothesis import given
 from torch import Tensor, nn
 
 from pipetrain.network.chain import Chain, Pop, Stash
-from pipetrain.network.network import INPUT, Made
+from pipetrain.network.network import INPUT, ValueId
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.cut import Route, copies_output, cut_layers, cuts_that_may_be, divide, merge, refuse_cuts
 from pipetrain.plan.estimate import estimate
@@ -32,8 +32,8 @@ def test_values_enter_where_they_are_used_and_what_may_be_cut_computes_what_one_
     """Layers that write in place are refused where a user in another stage would not see it."""
     model, layers, cuts = case
     joined = cut_layers({2: layers}, cuts, EXAMPLE)
-    used: list[dict[Made, bool]] = [{} for _ in range(len(cuts) + 1)]  # from elsewhere: with a gradient?
-    used[0][Made(INPUT, 0)] = False
+    used: list[dict[ValueId, bool]] = [{} for _ in range(len(cuts) + 1)]  # from elsewhere: with a gradient?
+    used[0][ValueId(INPUT, 0)] = False
     for index, layer in enumerate(layers):
         here = stage_of(cuts, index)
         for value, reached in zip(layer.takes, layer.reached, strict=True):
@@ -69,7 +69,7 @@ HAND_ON = Lambda(lambda pair: (pair[0] * 2, pair[1]))
 @pytest.mark.parametrize(("first", "kept"), [(HAND_ON, False), (Keep(), True)])
 def test_what_a_layer_keeps_is_known_behind_those_that_hand_it_on(first, kept):
     layers = estimate(nn.Sequential(first, HAND_ON), ValueSpec(EXAMPLE.specs * 2, False).of(2))
-    leaves = tuple(Made(1, number) for number in range(2))
+    leaves = tuple(ValueId(1, number) for number in range(2))
     assert copies_output(layers, leaves, 0) is kept
     assert not copies_output(layers, leaves, 1)  # a copy came from another stage
 
@@ -105,14 +105,14 @@ CUT = cut_layers({2: estimate(model(), ENTRY)}, [2, 5, 7], EXAMPLE)
 
 def test_the_routes_and_the_tensors_of_their_messages_can_be_seen():
     """Each later stage gets what it uses; only gradients that are needed go back, and the mask has none."""
-    pair, one = (Made(1, 0), Made(1, 1)), Made(3, 0)
+    pair, one = (ValueId(1, 0), ValueId(1, 1)), ValueId(3, 0)
     assert CUT.routes == (
         Route(0, 1, pair, (True, False)),
         Route(0, 3, pair, (True, False)),
-        Route(1, 2, (one, Made(4, 0)), (True, True)),
-        Route(2, 3, (Made(6, 0),), (True,)),
+        Route(1, 2, (one, ValueId(4, 0)), (True, True)),
+        Route(2, 3, (ValueId(6, 0),), (True,)),
     )
-    assert [slice.enters for slice in CUT.slices[1:]] == [pair, (one, Made(4, 0)), (*pair, Made(6, 0))]
+    assert [slice.enters for slice in CUT.slices[1:]] == [pair, (one, ValueId(4, 0)), (*pair, ValueId(6, 0))]
     planned = {(0, 1): (FLOAT, MASK), (0, 3): (FLOAT, MASK), (1, 2): (FLOAT,) * 2, (2, 3): (FLOAT,)}
     planned |= {(1, 0): (FLOAT,), (3, 0): (FLOAT,), (2, 1): (FLOAT,) * 2, (3, 2): (FLOAT,)}
     assert {edge: CUT.message(edge, 2) for edge in planned} == planned

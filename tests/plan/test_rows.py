@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.network import INPUT, Made
+from pipetrain.network.network import INPUT, ValueId
 from pipetrain.plan.balance import balance, best_cuts
 from pipetrain.plan.describe import planned
 from pipetrain.plan.plan import Plan
@@ -81,16 +81,16 @@ def test_a_published_profile_is_read_as_it_is(tmp_path):
     assert [spec.nbytes for spec in rows.data.specs] == [4000, 800]  # and the loader's time is no layer's
     assert [layer.name for layer in rows.layers] == ["node3", "node4", "node5", "node6"]
     assert [layer.takes for layer in rows.layers] == [
-        (Made(INPUT, 0),),
+        (ValueId(INPUT, 0),),
         (),
-        (Made(0, 0), Made(1, 0)),
-        (Made(2, 0), Made(0, 0), Made(INPUT, 1)),
+        (ValueId(0, 0), ValueId(1, 0)),
+        (ValueId(2, 0), ValueId(0, 0), ValueId(INPUT, 1)),
     ]
     assert [layer.params for layer in rows.layers] == [100, 0, 0, 1000]
     plan = plan_of(tmp_path, GRAPH, "partition=[3]", bandwidth=0.1)
     (route,) = plan.cut.routes  # with the data for the last layer, of which no gradient comes back
     assert (route.values, route.needs_grad) == (
-        (Made(INPUT, 1), Made(0, 0), Made(2, 0)),
+        (ValueId(INPUT, 1), ValueId(0, 0), ValueId(2, 0)),
         (False, True, True),
     )
     rows = rows_of(plan)

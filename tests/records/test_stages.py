@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipetrain.records.stages import StageRecord, launching, stage_table, stage_times, straggler
-from pipetrain.runtime.held import Measured
+from pipetrain.runtime.meter import PeakBytes
 from pipetrain.schedule.timeline import StageStats, StageTimes
 from tests.records.test_history import history
 from tests.support.figures import figures
@@ -54,7 +54,7 @@ def test_the_table_has_a_row_a_stage_and_a_dash_for_what_is_not_known():
         0: StageStats(4, 1.5, 0.4, staleness={0: 1, 2: 3}, bytes_sent=2**20, raw_bytes=2**22, codec_s=1.25)
     }
     made = history(replace(figures(1), stages=late | {1: StageStats(4, 0.5, 1.2)}))
-    made.held = {0: Measured({0: 2**20}), 1: Measured({1: 3 * 2**19}, 2**21)}
+    made.held = {0: PeakBytes({0: 2**20}), 1: PeakBytes({1: 3 * 2**19}, 2**21)}
     made.predicted = [StageTimes(0.231, None, 0.231), StageTimes(0.19, 0.5, 0.19)]
     assert stage_table(made.stages(made.records)).splitlines() == [
         "stage  bubble  (plan)  seconds a batch  (plan)   wait  (plan)  updates late  (most)  "

@@ -39,7 +39,7 @@ def test_every_window_of_training_is_there_with_every_action():
 
 
 class Shifted:
-    """The mesh of one rank whose clock is behind rank 0's, by more and more."""
+    """The links of one rank whose clock is behind rank 0's, by more and more."""
 
     world = World()
 

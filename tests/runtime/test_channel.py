@@ -81,7 +81,7 @@ def test_a_deadline_that_passes_is_named_though_gloo_counts_in_milliseconds(monk
 
 
 def test_an_edge_of_another_plan_has_no_bound_and_is_left_alone():
-    """The contestants of a benchmark share a mesh, and so its edges."""
+    """The contestants of a benchmark share the links, and so their edges."""
     groups: Any = dict.fromkeys([(0, 1), (0, 3)])
     channel = LoopbackChannel(groups, {(0, 1): 1}, 1.0, CPU)
     messages = [message(0, 1, mb) for mb in range(2)]

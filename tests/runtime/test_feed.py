@@ -68,11 +68,11 @@ def test_two_windows_share_one_iterator_and_neither_takes_ahead_what_is_the_othe
 
 def test_the_targets_of_a_long_window_are_not_all_kept():
     waited = []
-    mesh: Any = SimpleNamespace(
+    links: Any = SimpleNamespace(
         world=World(0, 2), post_tensor=lambda what, tensor, rank: lambda: waited.append(rank)
     )
     reader: Any = SimpleNamespace(take=lambda size: (torch.zeros(size, 1), torch.zeros(size)))
     batches: Any = None
-    inputs, targets, sent = OfLoader(mesh, reader, batches, batches).open([[2, 1]] * 1000, last=1)
+    inputs, targets, sent = OfLoader(links, reader, batches, batches).open([[2, 1]] * 1000, last=1)
     assert [len(some) for some in inputs] == [2, 1] * 1000
     assert (len(sent), len(waited), targets) == (UNTAKEN, 1000 - UNTAKEN, None)

@@ -16,7 +16,7 @@ from pipetrain import Pipeline
 from pipetrain.runtime import session
 from pipetrain.runtime.engine import Engine
 from pipetrain.schedule.actions import COMPUTE, RECEIVES, UPDATE, Action, Op
-from tests.support.cases import SCHEDULES, Case, LocalMesh, run_in_threads
+from tests.support.cases import SCHEDULES, Case, LocalLinks, run_in_threads
 from tests.support.deadlines import DEADLINE_S
 from tests.support.local import LocalChannel
 
@@ -138,10 +138,10 @@ def loading() -> Iterator[list[ColdEngine]]:
         engines.append(ColdEngine(*arguments))
         return engines[-1]
 
-    def channel(mesh: Any, bounds: Any, channels_last: bool = False) -> Spinning:
-        return Spinning(mesh._wire, bounds, DEADLINE_S, mesh.world.rank)
+    def channel(links: Any, bounds: Any, channels_last: bool = False) -> Spinning:
+        return Spinning(links._wire, bounds, DEADLINE_S, links.world.rank)
 
-    with patch.object(LocalMesh, "channel", channel), patch.object(session, "Engine", make):
+    with patch.object(LocalLinks, "channel", channel), patch.object(session, "Engine", make):
         yield engines
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipetrain.network.chain import network_of
-from pipetrain.network.network import INPUT, Made
+from pipetrain.network.network import INPUT, ValueId
 from pipetrain.network.tensors import made_up
 from pipetrain.network.values import leaves_of
 from pipetrain.plan.estimate import estimate
@@ -309,11 +309,11 @@ def test_layers_of_a_traced_model_put_off_all_that_the_estimate_counts_for_weigh
     shape = example(IMAGE[1:])
     network = network_of(Forked(), shape)
     layers, made = estimate(network, shape.of(2)), [shape.of(2)]
-    values = {Made(INPUT, number): made_up(spec) for number, spec in enumerate(made[0].specs)}
+    values = {ValueId(INPUT, number): made_up(spec) for number, spec in enumerate(made[0].specs)}
     for index, layer in enumerate(layers):
         given = [values[value] for value in layer.takes]
         outputs = leaves_of(network.call(index, tuple(given), tuple(made)))
-        values |= {Made(index, number): t.detach() for number, t in enumerate(outputs)}
+        values |= {ValueId(index, number): t.detach() for number, t in enumerate(outputs)}
         if any(layer.reached):
             part, run = deepcopy(network.modules[index]), partial(network.call, index, specs=tuple(made))
 

@@ -38,8 +38,8 @@ def test_only_tensors_that_differ_travel():
         """Rank 1 has the same forms, and other numbers in b."""
         return [item, item if isinstance(item, dict) else [item[0], 1]]
 
-    mesh: Any = SimpleNamespace(gather=gather, copy_from_first=lambda what, tensor: copied.append(tensor))
-    level(mesh, "the model", tensors)
+    links: Any = SimpleNamespace(gather=gather, copy_from_first=lambda what, tensor: copied.append(tensor))
+    level(links, "the model", tensors)
     assert [len(tensor) for tensor in copied] == [3]
 
 

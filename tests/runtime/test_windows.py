@@ -16,7 +16,7 @@ from pipetrain.runtime.ranks import World
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.together import Together
 from pipetrain.runtime.windows import Done, Windows
-from tests.support.cases import LocalMesh
+from tests.support.cases import LocalLinks
 from tests.support.local import Wire, in_threads
 
 EVERYTHING = 1000
@@ -73,11 +73,11 @@ class Rank:
         clock = SimpleNamespace(now=0.0)
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
         self.log: list[str] = []
-        mesh: Any = LocalMesh(World(0, 1), Wire([0, 1]), Barrier(1), [None])
+        links: Any = LocalLinks(World(0, 1), Wire([0, 1]), Barrier(1), [None])
         session: Any = Fake(self.log, clock, ends)
         session.plan.placement = [0, 0]
         heard = iter(asked)
-        self.windows = Windows(session, Together(mesh, lambda: None), lambda: next(heard, ""), at_once_s)  # type: ignore[arg-type,return-value]
+        self.windows = Windows(session, Together(links, lambda: None), lambda: next(heard, ""), at_once_s)  # type: ignore[arg-type,return-value]
 
     def train(self, *batches: Any, window: int = 1, until: Any = None) -> Iterator[Done]:
         source: Any = Source(self.log, *batches)
@@ -158,10 +158,10 @@ def test_all_ranks_hear_the_losses_of_the_last_stage_what_one_was_asked_for_and_
 
     def work(rank: int) -> None:
         log: list[str] = []
-        mesh: Any = LocalMesh(World(rank, 2), Wire([0, 1]), barrier, board)
+        links: Any = LocalLinks(World(rank, 2), Wire([0, 1]), barrier, board)
         session: Any = Fake(log, SimpleNamespace(now=0.0))
         session.last = session.last if rank else None
-        windows = Windows(session, Together(mesh, lambda: None), lambda: next(asked[rank], ""), 0.0)  # type: ignore[arg-type,return-value]
+        windows = Windows(session, Together(links, lambda: None), lambda: next(asked[rank], ""), 0.0)  # type: ignore[arg-type,return-value]
         source: Any = Source(log, 4, 5, ConfigError("no more"))
         heard: list[Any] = seen.setdefault(rank, [])
         try:

@@ -207,8 +207,8 @@ def compare(case: Case, state: dict[str, Tensor], figures: Ran, tolerance: float
     torch.testing.assert_close(seen, wanted.epochs, rtol=1e-10, atol=1e-10, msg=lambda m: f"{case}: {m}")
 
 
-class LocalMesh:
-    """The mesh of one thread among several of this process."""
+class LocalLinks:
+    """The links of one thread among several of this process."""
 
     def __init__(self, world: World, wire: Wire, barrier: Barrier, board: list[Any]) -> None:
         self.world = world
@@ -316,11 +316,11 @@ def run_in_threads(
     wire, barrier, board = Wire(run.plan.placement), Barrier(case.ranks), [None] * case.ranks
     listener, state = listener or Listener(), {}
 
-    meshes = [LocalMesh(World(rank, case.ranks), wire, barrier, board) for rank in range(case.ranks)]
+    all_links = [LocalLinks(World(rank, case.ranks), wire, barrier, board) for rank in range(case.ranks)]
     # Here, one after the other: a model's weights come from the process's one random generator.
     trainers = [
-        epochs_of(runs[mesh.world.rank], mesh, None if mesh.world.rank else listener, keeper)  # type: ignore[arg-type]
-        for mesh, keeper in zip(meshes, keepers, strict=True)
+        epochs_of(runs[links.world.rank], links, None if links.world.rank else listener, keeper)  # type: ignore[arg-type]
+        for links, keeper in zip(all_links, keepers, strict=True)
     ]
     for trainer in trainers if manifest else ():
         trainer.restore(Source(source, manifest))  # type: ignore[arg-type]

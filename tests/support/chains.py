@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipetrain.network.chain import Chain, Pop, Stash
-from pipetrain.network.network import INPUT, Made
+from pipetrain.network.network import INPUT, ValueId
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.cut import Cut
 from pipetrain.plan.estimate import Layer, estimate
@@ -88,7 +88,7 @@ def stage_of(cuts: list[int], layer: int) -> int:
 
 def apart(model: nn.Sequential, joined: Cut, x: Tensor) -> Tensor:
     """Run the stages as ranks would: what goes over a route is a tensor of its own."""
-    arrived = {(0, Made(INPUT, 0)): x.clone()}
+    arrived = {(0, ValueId(INPUT, 0)): x.clone()}
     for stage, slice in enumerate(joined.slices):
         left = Chain(model).part(slice)(*(arrived[stage, value] for value in slice.enters))
         made = dict(zip(slice.leaves, left, strict=True))

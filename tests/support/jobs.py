@@ -17,9 +17,9 @@ from pipetrain.codec import Codecs
 from pipetrain.errors import ChannelError, Refused
 from pipetrain.network.values import TensorSpec, specs_of
 from pipetrain.runtime.channel import Message
+from pipetrain.runtime.links import Links
 from pipetrain.runtime.mailbox import Coding
 from pipetrain.runtime.meeting import make_group
-from pipetrain.runtime.mesh import Mesh
 from pipetrain.runtime.ranks import Ranks, World
 from pipetrain.schedule.actions import ALL
 from tests.support.cases import Case, Listener, Ran, compare, make_run, state_of
@@ -36,11 +36,11 @@ def train_cases(world: World, store: Store, cases: Sequence[Case]) -> list[tuple
     for number, case in enumerate(cases):
         run, listener = make_run(case), Listener()
         prefix = dist.PrefixStore(str(number), store)
-        mesh = Mesh(world, run.plan.placement, list(run.plan.cut.bounds), CPU, prefix, DEADLINE_S)
-        epochs = epochs_of(run, mesh, None if world.rank else listener)  # type: ignore[arg-type]
+        links = Links(world, run.plan.placement, list(run.plan.cut.bounds), CPU, prefix, DEADLINE_S)
+        epochs = epochs_of(run, links, None if world.rank else listener)  # type: ignore[arg-type]
         epochs.run()
         ended.append((state_of(epochs, run), listener.epochs))
-        mesh.close()
+        links.close()
     return ended
 
 
@@ -57,8 +57,8 @@ def _message(mb: int, elements: int, forward: bool = True) -> Message:
 
 def exchange(world: World, store: Store, elements: int, messages: int, buffer_size: int) -> list[float]:
     """Both of two ranks send first, then receive: returns the first value of each message."""
-    mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, DEADLINE_S)
-    channel = mesh.channel(buffer_size)
+    links = Links(world, [0, 1], [(0, 1), (1, 0)], CPU, store, DEADLINE_S)
+    channel = links.channel(buffer_size)
     forward = world.rank == 0
     incoming = [_message(mb, elements, not forward) for mb in range(messages)]
     channel.expect(incoming)
@@ -69,14 +69,14 @@ def exchange(world: World, store: Store, elements: int, messages: int, buffer_si
         assert bool((tensor == tensor[0]).all())
         seen.append(tensor[0].item())
     channel.drain()
-    mesh.close()
+    links.close()
     return seen
 
 
 def overfill(world: World, store: Store) -> str:
     """Rank 0 sends more than the bound to a rank that takes nothing, and that waits for norms in vain."""
-    mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, DEADLINE_S)
-    channel = mesh.channel(2)
+    links = Links(world, [0, 1], [(0, 1), (1, 0)], CPU, store, DEADLINE_S)
+    channel = links.channel(2)
     channel._timeout = 1.0
     if world.rank == 1:
         channel.tell(ALL, torch.ones(2, dtype=torch.float64))
@@ -92,8 +92,8 @@ def overfill(world: World, store: Store) -> str:
 
 def watch(world: World, store: Store) -> list[str]:
     """Both ranks look before they wait: for what comes late, for room, and for a peer that dies."""
-    mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, DEADLINE_S)
-    channel = mesh.channel(1)
+    links = Links(world, [0, 1], [(0, 1), (1, 0)], CPU, store, DEADLINE_S)
+    channel = links.channel(1)
     channel._timeout = 1.0
     first, second, third = (_message(mb, 4) for mb in (7, 8, 9))
     said = []
@@ -138,19 +138,19 @@ def _complaint(action: Callable[[], object]) -> str:
 
 def compare_clocks(world: World, store: Store, shifts: Sequence[float]) -> tuple[float, float]:
     """Each rank's clock is `shifts[rank]` seconds ahead; returns its offset and the error."""
-    mesh = Mesh(world, list(range(world.size)), [], CPU, store, DEADLINE_S)
-    offset = mesh.clock_offset(lambda: time.perf_counter() + shifts[world.rank])
-    mesh.close()
+    links = Links(world, list(range(world.size)), [], CPU, store, DEADLINE_S)
+    offset = links.clock_offset(lambda: time.perf_counter() + shifts[world.rank])
+    links.close()
     return offset
 
 
 def exchange_coded(world: World, store: Store, all_codecs: Sequence[Codecs]) -> int:
     """Two ranks send each other images, channels innermost, through each pair of codecs, and check them."""
-    mesh = Mesh(world, [0, 1], [(0, 1), (1, 0)], CPU, store, DEADLINE_S)
+    links = Links(world, [0, 1], [(0, 1), (1, 0)], CPU, store, DEADLINE_S)
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     x = x.contiguous(memory_format=torch.channels_last)
     for codecs in all_codecs:
-        channel, coding, plain = mesh.channel(1, True), Coding(codecs, True), specs_of([x])
+        channel, coding, plain = links.channel(1, True), Coding(codecs, True), specs_of([x])
         ends = (0, 1), (1, 0)
         out, back = (
             Message(*end, 0, coding.specs(end, plain), end, plain)
@@ -168,7 +168,7 @@ def exchange_coded(world: World, store: Store, all_codecs: Sequence[Codecs]) -> 
             residual = owed - decoded
         assert torch.equal(arrived, decoded)
         assert arrived.is_contiguous(memory_format=torch.channels_last)
-    mesh.close()
+    links.close()
     return len(all_codecs)
 
 

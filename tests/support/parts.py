@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from pipetrain.network.chain import Chain
-from pipetrain.network.network import Made, Part, Slice
+from pipetrain.network.network import Part, Slice, ValueId
 from pipetrain.network.values import ValueSpec
 
 
@@ -23,8 +23,8 @@ def part_of(module: nn.Module, enters: int = 1, leaves: int = 1, before: int = 0
     slice = Slice(
         start=before,
         end=len(model),
-        enters=tuple(Made(before - 1, number) for number in range(enters)),
-        leaves=tuple(Made(len(model) - 1, number) for number in range(leaves)),
+        enters=tuple(ValueId(before - 1, number) for number in range(enters)),
+        leaves=tuple(ValueId(len(model) - 1, number) for number in range(leaves)),
         form=ValueSpec((), single=enters == 1),
         **known,
     )

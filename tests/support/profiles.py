@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipetrain.network.network import INPUT, Made
+from pipetrain.network.network import INPUT, ValueId
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.balance import Doing, Prices
 from pipetrain.plan.costs import LayerTime, Profile, Table
@@ -61,7 +61,7 @@ def table_of(
     def estimated(index: int, one: LayerTime) -> Layer:
         needs = (index not in without_gradient, *(skip.needs_grad for skip in made[index]))
         far = [
-            (Made(maker, number), skip.needs_grad)
+            (ValueId(maker, number), skip.needs_grad)
             for maker, of in made.items()
             for number, skip in enumerate(of, 1)
             if index in skip.users
@@ -74,7 +74,7 @@ def table_of(
             1,
             ValueSpec(tuple(map(bytes_of, outputs)), not made[index]),
             requires_grad=needs,
-            takes=(Made(index - 1, 0), *(value for value, _ in far)),
+            takes=(ValueId(index - 1, 0), *(value for value, _ in far)),
             reached=(before, *(needs for _, needs in far)),
             saved=Kept({}, saved[index] if saved else 0),
             weights={f"{index}.weight": bytes_of(trained[index])} if trained else {},

@@ -27,7 +27,7 @@ from pipetrain.rate import LearningRate
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.runtime.feed import Batches, OfNumbers
-from pipetrain.runtime.mesh import Mesh
+from pipetrain.runtime.links import Links
 from pipetrain.runtime.optimizer import prove_optimizer
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.together import Together
@@ -66,21 +66,25 @@ class Run:
         return About(self.settings, self.plan, self.task, self.facts, len(self.sampler.batch_sizes), rate)
 
 
-def epochs_of(run: Run, mesh: Mesh, recorder: Recorder | None = None, keeper: Keeper | None = None) -> Epochs:
+def epochs_of(
+    run: Run, links: Links, recorder: Recorder | None = None, keeper: Keeper | None = None
+) -> Epochs:
     """Return the epochs of a run on one rank."""
     settings, data = run.settings, run.data
     # The whole model is built, as its initial weights depend on the order of layers, and then dropped.
-    session = Session(run.plan, run.take_network(), run.task, run.optimizer, settings.rate(run.updates), mesh)
+    session = Session(
+        run.plan, run.take_network(), run.task, run.optimizer, settings.rate(run.updates), links
+    )
     # A seed per rank, for dropout; set after the model is built, whose weights use the seed itself.
-    torch.manual_seed((settings.seed + 1_000_003 * (mesh.world.rank + 1)) % 2**63)
+    torch.manual_seed((settings.seed + 1_000_003 * (links.world.rank + 1)) % 2**63)
     own = settings.seed, settings.workers, settings.timeout
     train = Sampled(data.train if data else None, run.sampler.batch_sizes, run.sampler, *own)
     test = Sampled(data.test if data else None, run.evaluation_sizes, None, *own)
-    passes = PassesByNumber(train, test, run.task, mesh, run.plan.placement)
+    passes = PassesByNumber(train, test, run.task, links, run.plan.placement)
     windows = Windows(
-        session, Together(mesh, lambda: None), keeper.signals.take if keeper else lambda: "", 0.0
+        session, Together(links, lambda: None), keeper.signals.take if keeper else lambda: "", 0.0
     )
-    return Epochs(windows, mesh, passes, run.about, recorder, keeper)
+    return Epochs(windows, links, passes, run.about, recorder, keeper)
 
 
 @dataclass(frozen=True)
@@ -90,14 +94,14 @@ class PassesByNumber:
     train_samples: Sampled
     test_samples: Sampled
     task: Task
-    mesh: Mesh
+    links: Links
     placement: list[int]
 
     def train(self, epoch: int, done: int) -> Batches:
-        return OfNumbers.of(self.train_samples, self.task, self.mesh, self.placement, epoch, done)
+        return OfNumbers.of(self.train_samples, self.task, self.links, self.placement, epoch, done)
 
     def evaluate(self) -> Batches:
-        return OfNumbers.of(self.test_samples, self.task, self.mesh, self.placement)
+        return OfNumbers.of(self.test_samples, self.task, self.links, self.placement)
 
     def random(self) -> dict[str, Tensor]:
         return {}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pipetrain.network.network import INPUT, Made, Part, Slice, run_parts
+from pipetrain.network.network import INPUT, Part, Slice, ValueId, run_parts
 from pipetrain.network.tracing.dataflow import is_random
 from pipetrain.network.tracing.trace import trace
 from pipetrain.network.tracing.traced import Traced
@@ -60,7 +60,7 @@ def run_stages(network: Traced, tensors: list[Tensor], cuts: list[int]) -> Any:
 def whole(network: Traced) -> Part:
     """All layers of a model of one input, as one part in training."""
     end = len(network.names)
-    slice = Slice(0, end, (Made(INPUT, 0),), network.alone(end - 1, True).leaves)
+    slice = Slice(0, end, (ValueId(INPUT, 0),), network.alone(end - 1, True).leaves)
     return network.part(slice, slice).train()
 
 

@@ -23,7 +23,7 @@ SEEN_IN = {
     "errors": "test_ending",
     "fitting": "users/test_fitting",
     "models/layers": "models/test_vision",
-    "network/given": "users/test_modes",
+    "network/unchanged": "users/test_modes",
     "network/network": "network/test_chain",
     "network/places": "runtime/test_weights",
     "network/products": "runtime/test_split",

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from pipetrain.network.network import Made
+from pipetrain.network.network import ValueId
 from tests.support.cases import Case, Saved, compare, make_run, run_in_threads
 from tests.support.models import STASHED
 
@@ -51,7 +51,7 @@ def test_equals_the_reference(case, tolerance):
     narrow = {spec.dtype for stage in (1, 2) for spec in joined.entering(stage, plan.settings.full)}
     assert (narrow == {torch.bfloat16}) == (BF16[0] in case.overrides)
     if TWO_CUTS in case.overrides:
-        assert [Made(STASHED, 0) in part.enters for part in joined.slices] == [False, True, True]
+        assert [ValueId(STASHED, 0) in part.enters for part in joined.slices] == [False, True, True]
     if case.schedule == "interleaved_1f1b":
         assert any(rank_of[to] == rank_of[source] and to > source + 1 for source, to in joined.edges)
 

@@ -20,7 +20,15 @@ from torch.utils.flop_counter import flop_registry
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.tensors import made_up, storage_of, strided
-from pipetrain.network.tracing.exporting import SAMPLES, Constant, Held, Input, Operations, Region, place_of
+from pipetrain.network.tracing.exporting import (
+    SAMPLES,
+    Constant,
+    Input,
+    ModelTensor,
+    Operations,
+    Region,
+    place_of,
+)
 from pipetrain.network.values import TensorSpec, differentiable
 
 _ATEN = torch.ops.aten
@@ -61,7 +69,7 @@ class Dataflow:
             if node.op == "call_function" and not is_size(node):
                 inputs = [each for each in node.all_input_nodes if not is_size(each)]
                 free = all(
-                    each in self.free or isinstance(each.meta.get("source"), Held | Constant)
+                    each in self.free or isinstance(each.meta.get("source"), ModelTensor | Constant)
                     for each in inputs
                 )
                 if free and not is_random(node) and changing.isdisjoint((node, *inputs)):
@@ -76,13 +84,13 @@ class Dataflow:
         names = set()
         for storage, writers in self._writers.items():
             for source in (node.meta.get("source") for node in self._members[storage]):
-                if isinstance(source, Constant) or (isinstance(source, Held) and source.is_parameter):
+                if isinstance(source, Constant) or (isinstance(source, ModelTensor) and source.is_parameter):
                     raise ConfigError(
                         f"the model writes {source.name} in place at {place_of(writers[0])}, which each "
                         f"stage would do to a copy of its own: register it as a buffer, and let the "
                         f"optimizer change parameters"
                     )
-                if isinstance(source, Held):
+                if isinstance(source, ModelTensor):
                     names.add(source.name)
         return names
 
@@ -161,7 +169,7 @@ class Dataflow:
             members = self._members[storage]
             sources = [node.meta["source"] for node in members if node.op == "placeholder"]
             inside = [self.position[node] for node in (*members, *writers) if node in self.position]
-            if any(isinstance(source, Held) for source in sources):  # the next forward reads it
+            if any(isinstance(source, ModelTensor) for source in sources):  # the next forward reads it
                 inside += [use for node in members for use in self.uses(node)]
                 last = max(inside)
             else:
@@ -240,7 +248,7 @@ def _trained(nodes: list[fx.Node]) -> set[fx.Node]:
         values = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
         passes = node.target is not _ATEN.detach.default and region.grad is not False
         from_weights = passes and any(each in trained for each in node.all_input_nodes)
-        if (isinstance(source, Held) and source.trained) or (
+        if (isinstance(source, ModelTensor) and source.trained) or (
             from_weights and any(map(differentiable, values))
         ):
             trained.add(node)

@@ -255,7 +255,7 @@ class Input(NamedTuple):
     number: int
 
 
-class Held(NamedTuple):
+class ModelTensor(NamedTuple):
     """The source of a placeholder that stands for a parameter or buffer, under its first name."""
 
     name: str
@@ -326,7 +326,7 @@ def operations_of(model: nn.Module, example: ValueSpec, training: bool, autocast
 
 def _source(
     model: nn.Module, program: ExportedProgram, spec: InputSpec, names: Mapping[int, str]
-) -> Held | Constant:
+) -> ModelTensor | Constant:
     """Return the tensor of the model, or that the trace has found, which a placeholder stands for."""
     target = str(spec.target)
     registered = spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)
@@ -337,7 +337,7 @@ def _source(
             f"torch's own generator"
         )
     if id(tensor) in names:
-        return Held(names[id(tensor)], isinstance(tensor, nn.Parameter), tensor.requires_grad)
+        return ModelTensor(names[id(tensor)], isinstance(tensor, nn.Parameter), tensor.requires_grad)
     if tensor.requires_grad or tensor.is_meta:
         raise ConfigError(
             f"the model uses {target}, a tensor that is trained or on the meta device, and no parameter or "

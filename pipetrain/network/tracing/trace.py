@@ -16,7 +16,7 @@ from pipetrain.network.draws import Beginning
 from pipetrain.network.tracing.dataflow import Dataflow
 from pipetrain.network.tracing.exporting import (
     WAY_OUT,
-    Held,
+    ModelTensor,
     Operations,
     adapted,
     calls_of,
@@ -103,7 +103,7 @@ def _places(trained: Dataflow, evaluated: Dataflow) -> list[int]:
 
 def _key(node: fx.Node) -> Any:
     sources = (each.meta.get("source") for each in node.all_input_nodes)
-    return node.target, calls_of(node), tuple(source for source in sources if isinstance(source, Held))
+    return node.target, calls_of(node), tuple(source for source in sources if isinstance(source, ModelTensor))
 
 
 def _elements(model: nn.Module) -> set[str]:

@@ -22,10 +22,18 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from pipetrain.network import draws
-from pipetrain.network.network import INPUT, Made, Network, Part, See, Slice, Tensors
+from pipetrain.network.network import INPUT, Network, Part, See, Slice, Tensors, ValueId
 from pipetrain.network.places import named_tensors
 from pipetrain.network.tracing.dataflow import Dataflow, is_random, is_size
-from pipetrain.network.tracing.exporting import WAY_OUT, Constant, Held, Input, Region, adapted, as_arguments
+from pipetrain.network.tracing.exporting import (
+    WAY_OUT,
+    Constant,
+    Input,
+    ModelTensor,
+    Region,
+    adapted,
+    as_arguments,
+)
 from pipetrain.network.values import Value, ValueSpec
 
 
@@ -51,7 +59,7 @@ class Traced(Network):
         """Return one layer as a slice."""
         return self.modes[training].slices[index]
 
-    def takes(self, index: int, specs: Sequence[ValueSpec]) -> tuple[Made, ...]:
+    def takes(self, index: int, specs: Sequence[ValueSpec]) -> tuple[ValueId, ...]:
         return self.modules[index].slice.enters
 
     def call(self, index: int, tensors: Tensors, specs: Sequence[ValueSpec]) -> Value:
@@ -110,7 +118,7 @@ class TracedPart(Part):
             layer = network.alone(index, self.training)
             outputs = self._run(layer, [values[value] for value in layer.enters])
             see(network.names[index], outputs)
-            values |= {Made(index, number): tensor for number, tensor in enumerate(outputs)}
+            values |= {ValueId(index, number): tensor for number, tensor in enumerate(outputs)}
         return tuple(values[value] for value in self.slice.leaves)
 
     def pack(self, outputs: Tensors) -> Any:
@@ -165,14 +173,16 @@ class Layers:
         self.nodes = [sorted(nodes, key=flow.order.__getitem__) for nodes, _, _ in needs]
         self.tensors = [list(dict.fromkeys(names)) for _, _, names in needs]
         sources = ((node, node.meta.get("source")) for node in flow.order)
-        numbers = {node: Made(INPUT, source.number) for node, source in sources if isinstance(source, Input)}
+        numbers = {
+            node: ValueId(INPUT, source.number) for node, source in sources if isinstance(source, Input)
+        }
         self.values = {value: node for node, value in numbers.items()}
         self.slices: list[Slice] = []
         for index, (_, taken, _) in enumerate(needs):
             later = {node for _, others, _ in needs[index + 1 :] for node in others}
             makes = outputs if index == len(cuts) else [node for node in parts[index] if node in later]
             enters = tuple(sorted(numbers[node] for node in taken))
-            leaves = tuple(Made(index, number) for number in range(len(makes)))
+            leaves = tuple(ValueId(index, number) for number in range(len(makes)))
             self.slices.append(Slice(index, index + 1, enters, leaves))
             self.values |= zip(leaves, makes, strict=True)
             numbers |= zip(makes, leaves, strict=True)
@@ -186,7 +196,7 @@ class Layers:
         nodes = [(index, node) for index in range(slice.start, slice.end) for node in self.nodes[index]]
         used = dict.fromkeys([*(each for _, node in nodes for each in node.all_input_nodes), *leaves])
         sources = [(node, node.meta.get("source")) for node in used]
-        tensors = {node: source.name for node, source in sources if isinstance(source, Held)}
+        tensors = {node: source.name for node, source in sources if isinstance(source, ModelTensor)}
         others = {node: source.tensor for node, source in sources if isinstance(source, Constant)}
         copies |= {node: graph.placeholder(node.name) for node in tensors}
         copies |= {node: graph.get_attr(node.name) for node in others}
@@ -225,7 +235,7 @@ def _needs(
     sized = any(map(is_size, todo))
     for node in todo:  # grows
         source = node.meta.get("source")
-        if isinstance(source, Held):
+        if isinstance(source, ModelTensor):
             tensors.append(source.name)
         elif isinstance(source, Input) or (node in flow.position and node not in nodes):
             taken[node] = None

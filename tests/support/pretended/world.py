@@ -20,7 +20,7 @@ from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.watch import Deadline
 from pipetrain.schedule.actions import ALL, Action, Edge, Tie
-from tests.support.cases import Case, Listener, LocalMesh, Ran, drawing_in_turn, make_run, state_of
+from tests.support.cases import Case, Listener, LocalLinks, Ran, drawing_in_turn, make_run, state_of
 from tests.support.deadlines import DEADLINE_S
 from tests.support.local import Wire, in_threads
 from tests.support.pretended.device import CUDA, Gpu, being, here, on_device, pretended
@@ -28,8 +28,8 @@ from tests.support.pretended.nccl import Group, Nccl
 from tests.support.runs import epochs_of
 
 
-class PretendedMesh(LocalMesh):
-    """The mesh of one rank with a pretended GPU."""
+class PretendedLinks(LocalLinks):
+    """The links of one rank with a pretended GPU."""
 
     def __init__(self, world: World, nccl: Nccl, plan: Plan, groups: Groups, staged: bool) -> None:
         super().__init__(world, Wire(plan.placement), Barrier(1), [])
@@ -81,14 +81,14 @@ def on_gpus(case: Case, exclusive: bool = False, staged: bool = False) -> Traine
         stack.enter_context(watched())
         if draws:
             stack.enter_context(drawing_in_turn())
-        meshes = [
-            PretendedMesh(World(rank, case.ranks), nccl, run.plan, groups, staged)
+        all_links = [
+            PretendedLinks(World(rank, case.ranks), nccl, run.plan, groups, staged)
             for rank in range(case.ranks)
         ]
         trainers = []
-        for mesh in meshes:
-            with on_device(gpu, mesh.world.rank):
-                trainers.append(epochs_of(run, mesh, None if mesh.world.rank else listener))  # type: ignore[arg-type]
+        for links in all_links:
+            with on_device(gpu, links.world.rank):
+                trainers.append(epochs_of(run, links, None if links.world.rank else listener))  # type: ignore[arg-type]
 
         def work(rank: int) -> None:
             with on_device(gpu, rank), nccl.running():

@@ -1,14 +1,13 @@
-"""The ranks' devices and memory, and the process groups between them.
+"""The process groups between the ranks: one for each directed edge, and those of sums.
 
-There is one process group per directed edge, because two directions on one communicator deadlock when both
-ends send first. Every rank creates and warms up all groups in the same order. A separate gloo group over all
-ranks carries the collectives (an epoch's figures), and another one the gradient norms, during a window.
+Two directions on one communicator deadlock if both ends send first, so each directed edge has its own group.
+Every rank creates and warms up all groups in the same order. A gloo group over all ranks carries what they
+tell each other; another group adds up the gradient norms during a window.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import itertools
 import os
 import signal
@@ -21,66 +20,30 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from pipetrain.errors import ConfigError
 from pipetrain.runtime.channel import Channel
+from pipetrain.runtime.device import shares_gpu
 from pipetrain.runtime.meeting import choose_interface, make_group, this_attempt
 from pipetrain.runtime.ranks import Ranks, World
 from pipetrain.schedule.actions import ALL, Edge, Tie
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
-_ALLOCATOR = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
-
-
-def choose_device(world: World, device: str) -> torch.device:
-    """Return the device for `device` = auto, cpu or cuda. Raises ConfigError if there is no GPU."""
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("device=cuda needs a GPU that torch can use, and there is none; use device=auto")
-    return torch.device("cuda", world.local_rank % torch.cuda.device_count())
-
-
-def shares_gpu(world: World, device: torch.device) -> bool:
-    """Return whether ranks share a GPU, which NCCL refuses but where each has an NCCL_HOSTID of its own."""
-    several = device.type == "cuda" and world.local_size > torch.cuda.device_count()
-    return several and "NCCL_HOSTID" not in os.environ
-
-
-def keep_freed_memory() -> str:
-    """Let glibc keep freed blocks of up to 32 MiB in this process; return a phrase that says what was done.
-
-    It returns them to the system otherwise, and the next one of the same size is page-faulted in again. Each
-    step frees and allocates the same blocks: VGG16 with a batch of 64 has 35,000 to 50,000 page faults a
-    step, a tenth of its time. The peak stays as it is. Nothing is done with another C library, or where the
-    environment has settings of its own. Call it early.
-    """
-    if chosen := [name for name in _ALLOCATOR if os.environ.get(name)]:
-        return f"allocator as {', '.join(chosen)} says"
-    with suppress(OSError, TypeError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        if mallopt(_M_TRIM_THRESHOLD, 2**31 - 1) and mallopt(_M_MMAP_THRESHOLD, 32 * 2**20):
-            return "glibc's allocator keeps freed blocks of up to 32 MiB"
-    return "the system's allocator"
-
 
 _meetings = itertools.count()
 
 
 def _fresh_store(world: World, limit_s: float) -> Store:
-    """Return torchrun's store, or the program's, under a new prefix: the keys of closed meshes remain."""
+    """Return torchrun's store, or the program's, under a new prefix: the keys of closed ones remain."""
     if dist.is_initialized() and not dist.is_torchelastic_launched():
         store: Store | None = dist.distributed_c10d._get_default_store()
     else:
         store = this_attempt(world).meet(limit_s)
     assert store is not None
-    return PrefixStore(f"mesh {next(_meetings)}", store)
+    return PrefixStore(f"links {next(_meetings)}", store)
 
 
-class Mesh(Ranks):
-    """The process groups of one run. `placement[stage]` is the stage's rank.
+class Links(Ranks):
+    """The ranks of a run and the process groups between them. `placement[stage]` is the stage's rank.
 
     `staged`: whether a GPU's messages go through host memory, over gloo; None: if ranks share it. `store`: of
-    this mesh alone; None with one rank.
+    these links alone; None: a part of torchrun's.
     """
 
     def __init__(
@@ -178,18 +141,18 @@ class Mesh(Ranks):
             self._destroy()
 
     def _leave(self) -> None:
-        """Destroy the groups of a mesh that is open when the program ends.
+        """Destroy the groups that are open when the program ends.
 
-        Their threads drop tensors of past collectives at their own time, and asking for Python's lock while
-        Python ends aborts the process. Groups stay that still wait for other ranks, as this would too. A
-        Ctrl-C that comes by now finds nothing left to interrupt.
+        Their threads drop tensors of past collectives at any time, and one that asks for Python's lock while
+        Python ends aborts the process. Groups with an unfinished sum stay, as to destroy them would wait for
+        other ranks. A Ctrl-C has nothing left to interrupt.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if not any(channel.adds_up for channel in self._channels):
             self.abandon()
 
     def _destroy(self) -> None:
-        """Destroy the groups, of which all go with the default group if that is ours; nothing keeps one."""
+        """Destroy the groups and drop all references; a default group of ours takes the others with it."""
         atexit.unregister(self._leave)
         groups: list[Any] = [] if self._all is None else [self._all]  # None: they have been destroyed
         if groups and not self._owned:

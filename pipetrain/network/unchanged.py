@@ -21,7 +21,7 @@ _LISTS = nn.Sequential | nn.ModuleList | nn.ModuleDict
 log = logging.getLogger("pipetrain")
 
 
-class Given:
+class Unchanged:
     """What must not change of a model: its parameters, which of them it trains, and its layers.
 
     Of one that is `traced` the buffers too, and of all modules the modes, and the attributes that are
@@ -42,7 +42,7 @@ class Given:
             (name, read, read() if isinstance(was, Tensor) else was) for name, read, was in self._facts
         ]
 
-    def prove(self, training: bool) -> None:
+    def refuse_changes(self, training: bool) -> None:
         """Refuse what has changed before a pass, of training or of evaluation. Raises ConfigError."""
         if training and not self._warned:
             self._warned = True

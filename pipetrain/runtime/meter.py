@@ -27,7 +27,7 @@ MOST = 1000  # actions that are measured; an asynchronous window repeats itself 
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class PeakBytes:
     """The most bytes that each stage of a rank held in a window.
 
     `allocated`: the peak of the GPU's allocator; None on a CPU.
@@ -72,10 +72,10 @@ class Meter:
         self._peaks = {stage: max(peak, now[stage]) for stage, peak in self._peaks.items()}
         return now
 
-    def close(self) -> Measured:
+    def close(self) -> PeakBytes:
         """End the measurement after the window."""
         cuda = self._device.type == "cuda"
-        return Measured(self._peaks, torch.cuda.max_memory_allocated(self._device) if cuda else None)
+        return PeakBytes(self._peaks, torch.cuda.max_memory_allocated(self._device) if cuda else None)
 
     def _note(self, stage: int, tensor: Tensor) -> Tensor:
         if tensor.layout is torch.strided:

@@ -14,7 +14,7 @@ from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.costs import Table, by_work
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
-from pipetrain.runtime.held import Meter
+from pipetrain.runtime.meter import Meter
 from pipetrain.runtime.microbatch import Saving
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import Action, Op
