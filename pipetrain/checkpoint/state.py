@@ -20,7 +20,6 @@ from pipetrain.checkpoint.resume import Source
 from pipetrain.checkpoint.tensors import EMA, MODEL, OPTIMIZER, NamedTensors, names_of
 from pipetrain.network.numerics import numbers_of
 from pipetrain.runtime.links import Links
-from pipetrain.runtime.mailbox import Slot
 from pipetrain.runtime.session import Session, owing
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.weights import OptimizerFactory
@@ -37,7 +36,10 @@ def snapshot(session: Session, links: Links, random: Mapping[str, Tensor]) -> di
     own = {f"random/{rank}/cpu": torch.get_rng_state(), **random}
     if device.type == "cuda":
         own[f"random/{rank}/cuda"] = torch.cuda.get_rng_state(device)
-    residuals = {_name(slot): _copy(residual) for slot, residual in session.engine.coding.residuals.items()}
+    residuals = {
+        f"{_prefix(edge, number)}{'x'.join(map(str, shape))}": _copy(residual)
+        for (edge, number, shape), residual in session.engine.coding.residuals.items()
+    }
     files[stage_file(min(session.stages))] |= own | residuals
     return files
 
@@ -113,11 +115,6 @@ def restore_random(source: Source, links: Links) -> None:
             torch.set_rng_state(tensors[f"random/{rank}/cpu"])
         if links.device.type == "cuda" and f"random/{rank}/cuda" in tensors:
             torch.cuda.set_rng_state(tensors[f"random/{rank}/cuda"], links.device)
-
-
-def _name(slot: Slot) -> str:
-    edge, number, shape = slot
-    return f"{_prefix(edge, number)}{'x'.join(map(str, shape))}"
 
 
 def _prefix(edge: Edge, number: int) -> str:

@@ -124,11 +124,6 @@ def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, in
     return stash_of
 
 
-def _hooks(module: nn.Module) -> bool:
-    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return any(getattr(module, kind) for kind in kinds)
-
-
 class _ChainPart(Part):
     """Layers of a Chain, under their own names."""
 
@@ -175,7 +170,8 @@ def is_chain(model: nn.Module) -> TypeGuard[nn.Sequential]:
     methods = ("forward", "__call__", "_wrapped_call_impl", "_call_impl", "eval")
     plain = (getattr(type(model), method) is getattr(nn.Sequential, method) for method in methods)
     own = not all(plain) or any(method in vars(model) for method in methods)
-    return not (own or _hooks(model) or model._parameters or model._buffers)
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return not (own or any(getattr(model, kind) for kind in (*kinds, "_parameters", "_buffers")))
 
 
 def network_of(model: nn.Module | Network, example: ValueSpec, autocast: bool = False) -> Network:

@@ -217,10 +217,7 @@ def prove(
         simulate(evaluation, 1, buffer_size=bounded.bounds, routes=cut.edges)
         known = {n: _played(draft, n, program, bounded) for n, program in programs.items()}
 
-    def prove_another(batches: int) -> Window:
-        return prove_window(draft, batches, make(batches), bounded)
-
-    return bounded, ProvenWindows(known, prove_another, examples)
+    return bounded, ProvenWindows(known, lambda n: prove_window(draft, n, make(n), bounded), examples)
 
 
 def prove_window(draft: Draft, batches: int, program: Program, cut: Cut | None) -> Window:

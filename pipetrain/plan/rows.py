@@ -156,12 +156,7 @@ def write_rows(plan: Plan, file: TextIO) -> None:
     in the plan's own unit.
     """
     run, costs, batches = plan.timeline(), plan.stage_costs, max(plan.windows)
-    stage_bytes, bubbles, bubble, recompute = (
-        plan.memory(run),
-        run.bubble_per_rank,
-        run.bubble,
-        plan.recompute,
-    )
+    stage_bytes, recompute, bubbles = plan.memory(run), plan.recompute, run.bubble_per_rank
     ranks, backward = peaks_by_rank(stage_bytes), {Op.I, Op.W} if splits(plan.window.program) else {Op.B}
     scale, unit = (1e3, "_ms") if plan.costs else (1.0, "")
 
@@ -181,7 +176,7 @@ def write_rows(plan: Plan, file: TextIO) -> None:
         rows.append(
             {"stage": stage, "rank": rank, "first_layer": layers.start, "last_layer": layers.end - 1}
             | {f"{name}{unit}": f"{scale * time:.6g}" for name, time in times.items()}
-            | {"rank_bubble": f"{bubbles[rank]:.6g}", "bubble": f"{bubble:.6g}"}
+            | {"rank_bubble": f"{bubbles[rank]:.6g}", "bubble": f"{run.bubble:.6g}"}
             | plan.peaks(stage)._asdict()
             | {"recompute": recompute[stage].value, "rank_bytes": ranks[rank], "stage_bytes": peak["total"]}
             | {f"{part}_bytes": peak[part] for part in PARTS}

@@ -159,8 +159,11 @@ class Dataflow:
         return [known[node] for node in last if isinstance(known[node], Tensor)]
 
     def _unsendable(self) -> Iterator[tuple[int, int]]:
+        """Yield where values live that are not dense, real tensors of a size that the data do not decide."""
         for node in self.items:
-            if not _can_be_sent(node.meta["val"]):
+            value = node.meta["val"]
+            dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_complex()
+            if not dense or free_unbacked_symbols(value):
                 yield self.position[node], min(max(self.uses(node), default=-1), len(self.items) - 1)
 
     def _unfinished(self) -> Iterator[tuple[int, int]]:
@@ -253,9 +256,3 @@ def _trained(nodes: list[fx.Node]) -> set[fx.Node]:
         ):
             trained.add(node)
     return trained
-
-
-def _can_be_sent(value: Any) -> bool:
-    """Return whether a value is a tensor, dense and real, of a size that does not depend on the data."""
-    dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_complex()
-    return dense and not free_unbacked_symbols(value)
