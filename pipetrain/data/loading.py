@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -190,6 +190,7 @@ def known_sizes(loader: Loader) -> list[int] | None:
     return [batches.batch_size] * whole + [rest] * (rest > 0 and not batches.drop_last)
 
 
+@dataclass(slots=True)
 class Reader:
     """Rank 0's pass over a loader: the sizes of the next window, then its batches.
 
@@ -198,26 +199,18 @@ class Reader:
     windows that are read before they begin. `labelled`: whether targets are read.
     """
 
-    def __init__(
-        self,
-        loader: Loader,
-        what: str,
-        form: Form | None = None,
-        named: NamedTargets | None = None,
-        weight: Callable[[Value], Tensor | float] | None = None,
-        labelled: bool = True,
-    ) -> None:
-        self.form = form
-        self._labelled = labelled
-        self._named = named
-        self._weight = weight
-        self._loader = loader
-        self._what = what
-        self._batches: Iterator[Any] | None = None
-        self._read_ahead: deque[tuple[Value, Value]] = deque()  # batches read and not yet taken
-        self._read = 0  # the number of batches read
-        self._announced = self._taken = 0
-        self._all_counts: bool | None = None  # as far as is known at the start
+    loader: Loader
+    what: str
+    form: Form | None = None
+    named: NamedTargets | None = None
+    weight: Callable[[Value], Tensor | float] | None = None
+    labelled: bool = True
+    _batches: Iterator[Any] | None = None
+    _read_ahead: deque[tuple[Value, Value]] = field(default_factory=deque)  # batches read and not yet taken
+    _read: int = 0  # the number of batches read
+    _announced: int = 0
+    _taken: int = 0
+    _all_counts: bool | None = None  # as far as is known at the start
 
     def first(self) -> tuple[Value, Value] | None:
         """Return the first batch, in host memory, without taking it; None if there is none.
@@ -243,7 +236,7 @@ class Reader:
             if not sizes and self._batches is not None:  # as a loop would: a sampler may draw at its end
                 next(self._batches, _END)
         else:
-            if batches is None and not has_length(self._loader):
+            if batches is None and not has_length(self.loader):
                 raise ConfigError(
                     "this schedule trains a whole pass as one window, and a loader without length does not "
                     "say how long that is: give train(loader, window=...)"
@@ -275,30 +268,30 @@ class Reader:
 
     def _known(self, window: int | None) -> list[int] | None:
         """Return the samples of each batch if windows are streamed; None if they are read before."""
-        return None if window == 1 or not self._counts() else known_sizes(self._loader)
+        return None if window == 1 or not self._counts() else known_sizes(self.loader)
 
     def _counts(self) -> bool:
         """Return whether all targets of the first batch count, or of all samples where tensors hold them."""
-        if self._weight is None:
+        if self.weight is None:
             return True
         if self._all_counts is None:
-            data = getattr(self._loader, "dataset", None)
+            data = getattr(self.loader, "dataset", None)
             targets: Value | None = None
             if type(data) is TensorDataset and len(data.tensors) == 2:
                 targets = data.tensors[1]
             elif first := self.first():
                 targets = first[1]
-            self._all_counts = targets is None or _all_count(self._weight, targets)
+            self._all_counts = targets is None or _all_count(self.weight, targets)
         return self._all_counts
 
     def _leave_out(self) -> None:
         if (
             self._read_ahead
-            and self._weight is not None
-            and not counted_for(self._weight, self._read_ahead[-1][1])
+            and self.weight is not None
+            and not counted_for(self.weight, self._read_ahead[-1][1])
         ):
             self._read_ahead.pop()
-            log.warning("%s %d is skipped: none of its targets counts", self._what, self._read - 1)
+            log.warning("%s %d is skipped: none of its targets counts", self.what, self._read - 1)
 
     def take(self, size: int) -> tuple[Value, Value]:
         """Return the next batch, of `size` samples. Raises BadBatch for another one."""
@@ -310,25 +303,25 @@ class Reader:
         self._taken += 1
         if samples(inputs) != size:
             raise BadBatch(
-                f"{self._what} {self._read - 1} has {samples(inputs)} samples, and its sampler said {size}"
+                f"{self.what} {self._read - 1} has {samples(inputs)} samples, and its sampler said {size}"
             )
         return inputs, targets
 
     def _read_one(self) -> bool:
         """Read one more batch; return False at the end. The loader may fill the buffer of the last one."""
         if self._batches is None:
-            self._batches = iter(_refused_other(self._loader))
+            self._batches = iter(_refused_other(self.loader))
         if self._read_ahead:
             inputs, targets = self._read_ahead.pop()
             self._read_ahead.append((on_each(inputs, _copy), on_each(targets, _copy)))
         batch = next(self._batches, _END)
         if batch is _END:
             return False
-        what = f"{self._what} {self._read}"
-        if self._labelled or self.form is None:
-            inputs, targets = pair(batch, what, self._named)
+        what = f"{self.what} {self._read}"
+        if self.labelled or self.form is None:
+            inputs, targets = pair(batch, what, self.named)
         else:
-            inputs, targets = unlabelled(batch, what, self.form, self._named)
+            inputs, targets = unlabelled(batch, what, self.form, self.named)
         self.form = self.form or Form(ValueSpec.in_batch(inputs), ValueSpec.in_batch(targets))
         inputs, targets = self.form.inputs.ordered(inputs), self.form.targets.ordered(targets)
         self.form.refuse_other(inputs, targets, what)
