@@ -11,7 +11,7 @@ import re
 import struct
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -25,6 +25,7 @@ from pipetrain.errors import ChannelError, Refused, cause_of
 from pipetrain.network.values import TensorSpec, bytes_of
 
 HEAD = 504  # bytes of a text that its first message carries
+LAST_WORD_S = 2.0  # that a rank may take to hear which other one is lost
 ROUNDS = 32  # messages to and fro to compare two clocks
 _TARGETS, _WORDS = 1, 2  # tags: gloo keeps messages of different tags apart
 
@@ -68,17 +69,18 @@ class Ranks:
         text = json.dumps([what, item])
         if self.world.size == 1:
             return [json.loads(text)[1]]
-        with self._trying(f"exchange {what} with the others"):
-            if self.world.rank:
+        if self.world.rank:
+            with self._trying(f"exchange {what} with rank 0"):
                 sent = self._post_text(text, 0)
                 texts = json.loads(self._take_text(0))
-            else:
-                others = range(1, self.world.size)
-                texts = [text, *map(self._take_text, others)]
-                whole = json.dumps(texts)
-                sent = [one for rank in others for one in self._post_text(whole, rank)]
-            for work, _ in sent:
-                work.wait()
+                _wait_for(sent)
+            if isinstance(texts, str):  # what rank 0 knows of a rank that is lost
+                raise ChannelError(texts)
+        else:
+            texts = [text, *(self._hear(what, rank) for rank in range(1, self.world.size))]
+            whole = json.dumps(texts)
+            with self._trying(f"tell the others {what}"):
+                _wait_for([one for rank in range(1, self.world.size) for one in self._post_text(whole, rank)])
         received = [json.loads(text) for text in texts]
         for rank, (theirs, _) in enumerate(received):
             if theirs != what:
@@ -87,6 +89,17 @@ class Ranks:
                     f"call the same methods in the same order"
                 )
         return [theirs for _, theirs in received]
+
+    def _hear(self, what: str, rank: int) -> str:
+        """Return a rank's text; if the rank is lost, the others are told which one it is."""
+        try:
+            with self._trying(f"hear {what} from rank {rank}"):
+                return self._take_text(rank)
+        except ChannelError as error:
+            for other in set(range(1, self.world.size)) - {rank}:
+                with suppress(RuntimeError):  # it is lost too, or does not come
+                    _wait_for(self._post_text(json.dumps(str(error)), other), LAST_WORD_S)
+            raise
 
     def _post_text(self, text: str, rank: int) -> list[tuple[Any, Tensor]]:
         """Start to send a text to a rank; return what is to be waited for, with what must stay until then."""
@@ -214,6 +227,11 @@ class Ranks:
                 f"rank {self.world.rank} could not {doing}: {cause_of(error)}; look at what the other ranks "
                 f"say, or give them longer than {self._timeout:g} s with timeout="
             ) from error
+
+
+def _wait_for(sent: Sequence[tuple[Any, Tensor]], limit_s: float | None = None) -> None:
+    for work, _ in sent:
+        work.wait(*([] if limit_s is None else [timedelta(seconds=limit_s)]))
 
 
 def came_too_late(rank: int, limit_s: float, whom: Collection[int] | str, doing: str) -> ChannelError:

@@ -4,6 +4,7 @@ Between two windows the ranks exchange one word: rank 0 says which batches come 
 the losses of the last ones, and each what signals asked it for. Where a program looks at each loss, nothing
 is read before it has seen it, so what comes next is a word of its own. Where nobody looks before a checkpoint
 or the epoch's end, several windows run between two words, as many as take AT_ONCE_S: that changes no result.
+Their batches are read before them, as an error of the loader is to come before the window.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from pipetrain.runtime.whole import brought
 from pipetrain.signals import ORDER, Asked
 
 AT_ONCE_S = 0.5  # that windows take of which nobody looks at the losses
+AHEAD_S = 0.005  # of reading, after which no more is read ahead: meanwhile all ranks wait
+MOST_AHEAD = 64  # windows, whose batches rank 0 has in memory
 NO_BATCH = "the loader has no batch: give one that has, and that can be read again"
 
 Length = Callable[[int], int | None]
 """The batches of the next window, after so many of the pass: 0 for no window, None for all that are left."""
 Until = Callable[[int], int]
-"""The batches until somebody looks, after so many of the pass."""
+"""The batches until somebody looks, after so many of the pass; as many may be read ahead."""
 Around = Callable[[Sequence[int]], AbstractContextManager[tuple[Observe | None, Ends | None]]]
 """Encloses a window of batches of these samples; gives what observes it, and what may end it early."""
 Ticks = Callable[[int], Tick]
@@ -86,7 +89,8 @@ class _Pass:
         if self.late is not None:
             raise self.late
         room, windows, read = 0 if self.until is None else self.until(done), list[list[int]](), 0
-        while not windows or (len(windows) < most and read < room):
+        began = time.perf_counter()
+        while not windows or (len(windows) < most and read < room and time.perf_counter() - began < AHEAD_S):
             length = self.length(done + read)
             try:
                 sizes = [] if length == 0 else self.batches.next(length)
@@ -177,27 +181,28 @@ class Windows:
     def _run(self, this: _Pass, run: Callable[[list[int]], tuple[int, Any]]) -> Iterator[Done]:
         """Run a pass. `run` runs a window of batches of such sizes; returns how many, and an outcome."""
         done, reads_ahead = 0, this.until is not None
+        began = time.perf_counter()  # of reading these windows
         word = self._say(this, done)
         while windows := self._following(word):
-            sizes, outcomes, early, began = list[int](), list[Any](), False, time.perf_counter()
+            sizes, outcomes, early = list[int](), list[Any](), False
             for window in windows:
                 if early or (this.trains and self._too_small(window)):
-                    break  # such a batch is refused when the updates before it have been seen
+                    break
                 with self._together():
                     ran, outcome = run(window)
                 sizes += window[:ran]
                 outcomes.append(outcome)
                 early = ran < len(window)
-            refused = [] if early else windows[len(outcomes) : len(outcomes) + 1]
             if outcomes:
                 done += len(sizes)
                 if this.trains:
                     self._window_s = (time.perf_counter() - began) / len(outcomes)
+                began = time.perf_counter()
                 word = self._say(this, done, reads_ahead, hears=this.trains or early)
                 over = reads_ahead and not (word.windows or word.failure)
                 yield Done(sizes, outcomes, word.losses, word.asked, early, over)
-            for window in refused:
-                self.session.refuse_small(window)
+            if len(outcomes) < len(windows) and not early:
+                self.session.refuse_small(windows[len(outcomes)])  # after the updates before it were seen
             if not reads_ahead:
                 word = self._say(this, done)
 
@@ -213,7 +218,7 @@ class Windows:
     def _say(self, this: _Pass, done: int, reads: bool = True, hears: bool = False) -> Word:
         """Exchange a word; rank 0 `reads` which batches come next. `hears`: also losses and signals."""
         last, windows, error = self.session.last, None, None
-        most = max(1, int(self._at_once_s / max(self._window_s, 1e-6)))
+        most = min(MOST_AHEAD, max(1, int(self._at_once_s / max(self._window_s, 1e-6))))
         if reads and not self._links.world.rank:
             windows, error = attempt(lambda: this.next(done, most))
         with self._together():

@@ -23,12 +23,17 @@ EVERYTHING = 1000
 
 
 class Source:
-    """Batches of these samples, or errors; notes what is read."""
+    """Batches of these samples, or errors; notes what is read. `read_s`: that reading a window takes."""
 
-    def __init__(self, log: list[str], *batches: int | Exception) -> None:
+    def __init__(
+        self, log: list[str], *batches: int | Exception, clock: Any = None, read_s: float = 0.0
+    ) -> None:
         self.log, self._batches, self._read = log, batches, 0
+        self._clock, self._read_s = clock, read_s
 
     def next(self, window: int | None) -> list[int] | None:
+        if self._clock is not None:
+            self._clock.now += self._read_s
         batches = self._batches[self._read :][:window]
         for one in batches:
             if isinstance(one, Exception):
@@ -70,7 +75,7 @@ class Rank:
     def __init__(
         self, monkeypatch: Any, at_once_s: float = 0.0, ends: int = 0, asked: Sequence[str] = ()
     ) -> None:
-        clock = SimpleNamespace(now=0.0)
+        self.clock = clock = SimpleNamespace(now=0.0)
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
         self.log: list[str] = []
         links: Any = LocalLinks(World(0, 1), Wire([0, 1]), Barrier(1), [None])
@@ -79,8 +84,8 @@ class Rank:
         heard = iter(asked)
         self.windows = Windows(session, Together(links, lambda: None), lambda: next(heard, ""), at_once_s)  # type: ignore[arg-type,return-value]
 
-    def train(self, *batches: Any, window: int = 1, until: Any = None) -> Iterator[Done]:
-        source: Any = Source(self.log, *batches)
+    def train(self, *batches: Any, window: int = 1, until: Any = None, read_s: float = 0.0) -> Iterator[Done]:
+        source: Any = Source(self.log, *batches, clock=self.clock, read_s=read_s)
         return self.windows.train("a pass", source, lambda done: window, ticks, until=until)
 
 
@@ -107,6 +112,18 @@ def test_where_nobody_looks_as_many_windows_run_between_two_words_as_take_half_a
         ([6, 7, 8], [6, 7, 8], False),
         ([9], [9], True),
     ]
+
+
+def test_a_slow_loader_is_not_read_ahead_while_all_ranks_wait(monkeypatch):
+    """A stop is heard soon, and data workers go on beside the training."""
+    rank = Rank(monkeypatch, at_once_s=100.0)
+    for _ in rank.train(*[4] * 4, until=lambda done: EVERYTHING, read_s=0.2):
+        pass
+    assert rank.log == ["read 1", "train 1"] * 4 + ["read 0"]
+    slow, some = Rank(monkeypatch, at_once_s=100.0), []
+    for done in slow.train(*[4] * 7, until=lambda done: EVERYTHING, read_s=0.002):
+        some.append(len(done.sizes))
+    assert some == [1, 3, 3]
 
 
 def test_a_word_comes_where_somebody_looks(monkeypatch):
