@@ -1,6 +1,6 @@
-"""`python -m pipetrain.plan`: see commands/plan.py."""
+"""`python -m pipetrain.plan`: a shell starts commands/plan.py here; nothing on this floor imports it."""
 
-from pipetrain.commands.plan import main
+from importlib import import_module
 
 if __name__ == "__main__":
-    main()
+    import_module("pipetrain.commands.plan").main()
