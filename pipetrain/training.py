@@ -80,6 +80,8 @@ class Training:
         self.bar = Bar()
         self.session: Session | None = None
         self._windows: Windows | None = None
+        self._updates = 0  # where an error has ended the session
+        self.source: Source | None = None  # what was loaded before the first batch
         self.together = Together(self.links, self._ended)
         with self.together():
             initial = self._agree(record, weights)
@@ -87,7 +89,6 @@ class Training:
                 told = self.links.tell("the seed", torch.initial_seed() % 2**31)
                 self.settings = replace(self.settings, seed=told)
         self._form: Form | None = None
-        self.source: Source | None = None  # what was loaded before the first batch
         self.stopping = False  # as agreed after the last window
         self.metrics: dict[str, float] = {}  # of the last pass that was trained
         self.closed = False
@@ -118,7 +119,7 @@ class Training:
     def updates(self) -> int:
         """The number of updates so far."""
         if self.session is None:
-            return self.source.manifest.position.update if self.source else 0
+            return self._updates or (self.source.manifest.position.update if self.source else 0)
         return next(iter(self.session.stages.values())).weights.updates
 
     def refuse_ended(self) -> None:
@@ -250,6 +251,7 @@ class Training:
 
     def _ended(self) -> None:
         """Stop training after an error of what all ranks do together."""
+        self._updates = self.updates
         self.bar.close()
         self.session = self._windows = None
 

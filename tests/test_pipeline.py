@@ -236,6 +236,7 @@ def test_what_fails_within_a_window_ends_the_pipeline(pipe):
     pipe.step(x, y)
     with pytest.raises(TrainingStopped, match=r"action 0F0@0: IndexError: Target 10\d is out of bounds"):
         pipe.step(x, y + 99)
+    assert pipe.updates == 1
     for call in (lambda: pipe.step(x, y), pipe.state_dict, lambda: pipe.save("nowhere"), lambda: pipe.plan):
         with pytest.raises(TrainingStopped, match="this Pipeline has ended with an error: rank 0, stage 0"):
             call()
