@@ -75,7 +75,10 @@ class Done:
 
 @dataclass(slots=True)
 class _Pass:
-    """A pass over batches; `until`: see Windows.train; `late`: an error of reading ahead."""
+    """A pass over batches. `late`: an error of reading ahead.
+
+    `until`: without it nothing is read before somebody has looked; where it gives 0, the next window is.
+    """
 
     what: str
     batches: Batches
