@@ -43,7 +43,7 @@ from pipetrain.rules import COUNT, PATH
 from pipetrain.runtime.windows import Windows
 from pipetrain.settings import Settings
 from pipetrain.signals import Signals, name_of, status_after
-from pipetrain.training import Passes, Training
+from pipetrain.training import Training, TrainingPasses
 
 log = logging.getLogger("pipetrain")
 
@@ -120,7 +120,7 @@ def fit(
         with Signals(training.rank).handled() if run_folder else nullcontext():
             source = run_folder.source if run_folder else None
             start = source.manifest.position.placed(batches) if source else Position()
-            passes = Passes(training, train, test, source, start)
+            passes = TrainingPasses(training, train, test, source, start)
         with training.together():
             settings = training.settings.changed(options)
             kind, full = type(getattr(train, "dataset", train)).__name__, settings.batch_size
@@ -132,10 +132,10 @@ def fit(
 
 def _checkpoints(checkpoint: Mapping[str, Any] | int | None) -> dict[str, Any]:
     """Return the options of checkpoints. Raises ConfigError for one that there is not."""
-    given = checkpoint if isinstance(checkpoint, Mapping) else {"every": checkpoint}
-    if unknown := given.keys() - {"every", "unit", "keep"}:
+    options = checkpoint if isinstance(checkpoint, Mapping) else {"every": checkpoint}
+    if unknown := options.keys() - {"every", "unit", "keep"}:
         raise ConfigError(f"checkpoint has no {min(unknown)}: it has every, unit and keep")
-    return {f"checkpoint.{key}": value for key, value in given.items()}
+    return {f"checkpoint.{key}": value for key, value in options.items()}
 
 
 @contextmanager
@@ -158,8 +158,8 @@ def _opened(
                 return [None, uuid.uuid4().hex]
             return [str(source.folder), source.manifest.run]
 
-        found, run = training.together.on_one(0, "the run's folder", find)
-        source = None if found is None else read_source(Path(found))
+        newest, run = training.together.on_one(0, "the run's folder", find)
+        source = None if newest is None else read_source(Path(newest))
         yield RunFolder(path, run, source, {"logger": chosen})
 
 
@@ -182,7 +182,7 @@ def _batches_in(training: Training, loader: Loader, name: str) -> int:
 def train_epochs(
     training: Training,
     settings: Settings,
-    passes: Passes,
+    passes: TrainingPasses,
     data: DataFacts,
     batches: int,
     run_folder: RunFolder | None,

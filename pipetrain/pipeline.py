@@ -124,8 +124,8 @@ class Pipeline:
         named = read_targets(targets, task)
         seed = settings.seed if settings else options.get("seed")
         model, record = read_model(model, seed)
-        given = {"microbatches": microbatches, "window": window, "dtype": dtype, **options}
-        draft = read_draft(schedule, settings, given, model, World.current().size)
+        keywords = {"microbatches": microbatches, "window": window, "dtype": dtype, **options}
+        draft = read_draft(schedule, settings, keywords, model, World.current().size)
         asked = Arguments.read(model, draft, optimizer, param_groups, lr_schedule)
         if draft.settings.threads is not None:
             torch.set_num_threads(draft.settings.threads)

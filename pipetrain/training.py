@@ -86,8 +86,8 @@ class Training:
         with self.together():
             initial = self._agree(record, weights)
             if seed is None:
-                told = self.links.tell("the seed", torch.initial_seed() % 2**31)
-                self.settings = replace(self.settings, seed=told)
+                seed = self.links.tell("the seed", torch.initial_seed() % 2**31)
+                self.settings = replace(self.settings, seed=seed)
         self._form: Form | None = None
         self.stopping = False  # as agreed after the last window
         self.metrics: dict[str, float] = {}  # of the last pass that was trained
@@ -272,7 +272,7 @@ class Training:
         self.closed = True
 
 
-class Passes:
+class TrainingPasses:
     """The passes over loaders, or over samples by number; the first one decides the plan.
 
     `test`: None where nothing is evaluated. `source`: the checkpoint to go on from, at `start`.

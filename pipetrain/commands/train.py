@@ -46,7 +46,7 @@ from pipetrain.runtime.ranks import World
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.settings import PROFILE, Mode, Settings, share_of_cores
 from pipetrain.signals import Signals
-from pipetrain.training import Passes
+from pipetrain.training import TrainingPasses
 
 log = logging.getLogger("pipetrain")
 
@@ -257,7 +257,7 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
     )
     training, batches = pipe._training, len(sampler.batch_sizes)
     start_at = source.manifest.position.placed(batches) if source else Position()
-    passes = Passes(training, *samples, source, start_at)
+    passes = TrainingPasses(training, *samples, source, start_at)
     conditions = conditions_of(cfg, settings, facts)
     run_folder = folder.RunFolder(Path(word.run_dir), word.run, source, as_mapping(cfg), conditions)
 

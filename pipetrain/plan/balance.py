@@ -70,11 +70,11 @@ def balance(weights: Sequence[float], where: Sequence[int]) -> list[int]:
         return [start + cut for cut in cuts]
 
     def size(cuts: Sequence[int]) -> float:
-        held = dict.fromkeys(where, 0.0)
+        by_rank = dict.fromkeys(where, 0.0)
         sums = [until[end] - until[start] for start, end in pairwise([0, *cuts, len(weights)])]
         for rank, weight in zip(where, sums, strict=True):
-            held[rank] += weight
-        return max(held.values()) + max(sums)
+            by_rank[rank] += weight
+        return max(by_rank.values()) + max(sums)
 
     equal = even(0, len(weights), stages)
     if len(set(where)) in (1, stages):
@@ -224,15 +224,15 @@ def prices_of(draft: Draft, batches: int, table: Table) -> Prices:
     count, copied = len(draft.placement), not isinstance(settings.codecs.forward, Identity)
 
     def doing(recompute: Collection[int] = ()) -> dict[int, Doing]:
-        found: dict[int, Doing] = {}
+        by_stage: dict[int, Doing] = {}
         for actions in make_program(draft, None, batches, recompute=recompute):
             own = {action.stage for action in actions}
             moments = list(counts(actions, settings.buffer_size, own if copied else ()))
             for stage in own:
                 often = Counter(action.op for action in actions if action.stage == stage)
                 each = {op: number / batches for op, number in often.items()}
-                found[stage] = Doing(each, {now[stage] for now in moments})
-        return found
+                by_stage[stage] = Doing(each, {now[stage] for now in moments})
+        return by_stage
 
     plain, asked = doing(), [[mode] for mode in modes_of(settings.recompute, count)]
     if settings.recompute == AUTO and settings.memory_limit is not None:

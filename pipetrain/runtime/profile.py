@@ -98,22 +98,22 @@ def measure(
         mine = one_line(error)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    told = links.gather("the times of the layers", mine)
-    for failure in told:
+    of_ranks = links.gather("the times of the layers", mine)
+    for failure in of_ranks:
         if isinstance(failure, str):
             raise ConfigError(failure)
     if links.world.rank == 0:
         log.info("profiled in %.1f s", time.perf_counter() - began)
     machine = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "ranks": len(told),
+        "ranks": len(of_ranks),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
     }
     named = [*((layer.name, layer.output.nbytes) for layer in layers), ("", 0)]
     *measured, stage = (
         LayerTime(*one, *map(median, zip(*seconds, strict=True)))
-        for one, *seconds in zip(named, *told, strict=True)
+        for one, *seconds in zip(named, *of_ranks, strict=True)
     )
     return Profile(conditions, machine, latency_s, s_per_byte, measured, stage)
 
@@ -242,8 +242,8 @@ def slowest_link(links: Links, buffer_size: int) -> tuple[float, float]:
         for stage, ranks in enumerate(pairwise(links.placement))
         if len(set(ranks)) == 2 and links.world.rank in ranks
     ]
-    told = [pair for found in links.gather("the times of messages", mine) for pair in found]
-    return line(*max(told, key=lambda pair: pair[1], default=(0.0, 0.0)))
+    pairs = [pair for own in links.gather("the times of messages", mine) for pair in own]
+    return line(*max(pairs, key=lambda pair: pair[1], default=(0.0, 0.0)))
 
 
 def line(small_s: float, large_s: float) -> tuple[float, float]:

@@ -43,7 +43,7 @@ Ticks = Callable[[int], Tick]
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class WindowWord:
     """What the ranks say between windows.
 
     `windows`: by rank 0, the samples of each batch of the next ones; None if there was never a batch.
@@ -212,13 +212,13 @@ class Windows:
     def _too_small(self, window: list[int]) -> bool:
         return min(window) < self.session.plan.settings.microbatches
 
-    def _following(self, word: Word) -> list[list[int]]:
+    def _following(self, word: WindowWord) -> list[list[int]]:
         raise_failure(word.error, word.failure, 0)
         if word.windows is None:
             raise ConfigError(NO_BATCH)
         return word.windows
 
-    def _say(self, this: _Pass, done: int, reads: bool = True, hears: bool = False) -> Word:
+    def _say(self, this: _Pass, done: int, reads: bool = True, hears: bool = False) -> WindowWord:
         """Exchange a word; rank 0 `reads` which batches come next. `hears`: also losses and signals."""
         last, windows, error = self.session.last, None, None
         most = min(MOST_AHEAD, max(1, int(self._at_once_s / max(self._window_s, 1e-6))))
@@ -229,4 +229,6 @@ class Windows:
             mine = [windows, failure_of(error), losses, self._heard() if hears else ""]
             words = self._links.gather(f"the next window of {this.what}", mine)
         (windows, failure, *_), (*_, losses, _) = words[0], words[self.session.plan.placement[-1]]
-        return Word(windows, failure, error, losses, max((asked for *_, asked in words), key=ORDER.index))
+        return WindowWord(
+            windows, failure, error, losses, max((asked for *_, asked in words), key=ORDER.index)
+        )

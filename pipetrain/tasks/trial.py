@@ -99,11 +99,11 @@ def _made_up(outputs: ValueSpec, targets: Value) -> tuple[Value, Value]:
     first = next((spec.shape[0] for spec in outputs.specs if spec.shape), 1)
     each = sum(spec.numel for spec in outputs.specs if spec.shape) / first
     n = min(len(as_tuple(targets)[0]), max(2, int(MOST_TRIED / max(1, each))))
-    generator, made = torch.Generator().manual_seed(0), []
+    generator, tensors = torch.Generator().manual_seed(0), []
     for spec in outputs.specs:
         shape = spec.shape and (n * spec.shape[0] // first, *spec.shape[1:])
-        made.append(torch.rand(shape, generator=generator).to(spec.dtype))
-    return outputs.pack(tuple(made)), part_of(targets, 0, n)
+        tensors.append(torch.rand(shape, generator=generator).to(spec.dtype))
+    return outputs.pack(tuple(tensors)), part_of(targets, 0, n)
 
 
 def part_of(value: Value, start: int, end: int) -> Value:
