@@ -22,6 +22,7 @@ from pipetrain.checkpoint.state import restore
 from pipetrain.checkpoint.writer import Keeper
 from pipetrain.documents import read_as
 from pipetrain.errors import TrainingStopped
+from pipetrain.network.values import Size
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.records.tracer import Tracer
@@ -225,7 +226,7 @@ class Epochs:
             return most if total == about.batches else min(most or left, left)  # the loader goes on
 
         @contextmanager
-        def around(sizes: Sequence[int]) -> Iterator[tuple[Observe | None, Ends | None]]:
+        def around(sizes: Sequence[Size]) -> Iterator[tuple[Observe | None, Ends | None]]:
             meter = self._meter(epoch + 1 == about.epochs and first + len(sizes) == total)
             self.session.engine.watcher = meter
             observe = self._observer(tracer.observer(epoch, sizes) if tracer else None)
@@ -256,8 +257,8 @@ class Epochs:
         batches, what = self._passes.evaluate(), f"evaluation {epoch + 1}"
         batch_s = [record.eval_s / max(1, self._about.data.test) for record in self.history[-1:]]
 
-        def around(sizes: Sequence[int]) -> AbstractContextManager[tuple[None, Ends | None]]:
-            return nullcontext((None, self._ends(len(sizes), *(s * max(sizes) for s in batch_s))))
+        def around(sizes: Sequence[Size]) -> AbstractContextManager[tuple[None, Ends | None]]:
+            return nullcontext((None, self._ends(len(sizes), *(s * max(sizes).samples for s in batch_s))))
 
         def ticks(batches: int) -> Tick:
             return partial(self._tick, what, batches)

@@ -204,7 +204,7 @@ class Pipeline:
         with training.together():
             training.take(Stage.take_trained)  # what steps, or a pass that was left, have counted
         for done in self._trained(loader, f"the training (pass {self._passes})", window):
-            samples += sum(done.sizes)
+            samples += sum(size.samples for size in done.sizes)
             yield from done.losses
         training.metrics = training.values(
             "the metrics",

@@ -24,6 +24,7 @@ from omegaconf.errors import ConfigTypeError
 from pipetrain.building import build_function, make_codec
 from pipetrain.codec import Codec, Codecs, Identity
 from pipetrain.errors import ConfigError
+from pipetrain.network.values import Size
 from pipetrain.rate import SHAPES, Rate, learning_rate
 from pipetrain.rules import (
     BOOL,
@@ -270,9 +271,9 @@ class Settings:
         return [name for name, needs in chosen.items() if needs]
 
     @property
-    def full(self) -> int:
-        """The samples of a full microbatch; some have 1 less if `microbatches` do not divide a batch."""
-        return -(-self.batch_size // self.microbatches)
+    def full(self) -> Size:
+        """The size of a full microbatch; some have 1 less if `microbatches` do not divide a batch."""
+        return Size(self.batch_size).pieces(self.microbatches)[0]
 
     def updates(self, batches: int) -> int:
         """Return the number of updates of the whole training, of epochs of `batches` batches each."""

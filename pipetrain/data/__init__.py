@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from pipetrain.choices import conf_dir
 from pipetrain.data.augment import Augment
 from pipetrain.data.dataset import as_split
-from pipetrain.data.loader import Sampler, loaded, pieces
+from pipetrain.data.loader import Sampler, loaded
 from pipetrain.data.sets import Data, DataFacts, DataMissing, Draw, Images, Split
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.values import TensorSpec, ValueSpec
@@ -34,7 +34,6 @@ __all__ = [
     "load_data",
     "loaded",
     "obtain_data",
-    "pieces",
     "with_fallback",
 ]
 

@@ -20,21 +20,14 @@ from torch.utils.data import DataLoader, Dataset
 from pipetrain.data.augment import key
 from pipetrain.data.sets import Draw, Split
 from pipetrain.errors import ConfigError, TrainingStopped
-from pipetrain.network.values import Value
-
-
-def pieces(samples: int, microbatches: int) -> list[int]:
-    """Return the even sizes of a batch's microbatches, the first ones one larger, as torch.tensor_split."""
-    size, more = divmod(samples, microbatches)
-    return [size + (index < more) for index in range(microbatches)]
+from pipetrain.network.values import Size, Value
 
 
 class Sampler:
     """The samples of each update of each epoch, divided into microbatches.
 
-    `batch_sizes`: the samples of each update of an epoch; `microbatch_sizes`: those of its microbatches.
-    Raises ConfigError for a last batch with fewer samples than microbatches, and if `drop_last` leaves
-    nothing.
+    `batch_sizes`: the samples of each update of an epoch. Raises ConfigError for a last batch with fewer
+    samples than microbatches, and if `drop_last` leaves nothing.
     """
 
     def __init__(
@@ -59,8 +52,7 @@ class Sampler:
         self.batch_sizes = [batch_size] * whole
         if rest and not drop_last:
             self.batch_sizes.append(rest)
-        self.microbatch_sizes = [pieces(size, microbatches) for size in self.batch_sizes]
-        self._samples = samples
+        self._samples, self._microbatches = samples, microbatches
         self._seed = seed
 
     def epoch(self, epoch: int) -> list[list[Tensor]]:
@@ -68,9 +60,7 @@ class Sampler:
         generator = torch.Generator().manual_seed(key(self._seed, epoch) >> 1)
         order = torch.randperm(self._samples, generator=generator)
         batches = torch.split(order[: sum(self.batch_sizes)], self.batch_sizes)
-        return [
-            list(torch.split(ids, sizes)) for ids, sizes in zip(batches, self.microbatch_sizes, strict=True)
-        ]
+        return [list(torch.tensor_split(ids, self._microbatches)) for ids in batches]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +97,7 @@ class Sampled:
 
 def even(samples: int, most: int) -> list[int]:
     """Divide samples into the fewest pieces of at most `most`, whose sizes differ by at most 1."""
-    return pieces(samples, math.ceil(samples / most))
+    return [size.samples for size in Size(samples).pieces(math.ceil(samples / most))]
 
 
 def _same(microbatch: Any) -> Any:

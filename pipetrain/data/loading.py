@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 from pipetrain.errors import ConfigError, TrainingStopped
-from pipetrain.network.values import Value, ValueSpec, as_tuple, on_each
+from pipetrain.network.values import Size, Value, ValueSpec, as_tuple, on_each
 from pipetrain.tasks import counted_for
 
 log = logging.getLogger("pipetrain")
@@ -176,8 +176,8 @@ def _tensor(part: Any, what: str, also: str = "", hint: str = "") -> Tensor:
     raise BadBatch(f"{what} must be a tensor [n, ...]{also}; got {got}{hint}")
 
 
-def known_sizes(loader: Loader) -> list[int] | None:
-    """Return the samples of each batch if they are known without reading it, else None.
+def known_sizes(loader: Loader) -> list[Size] | None:
+    """Return the size of each batch if they are known without reading it, else None.
 
     Only torch's own samplers and its default_collate tell: others may give other numbers of samples.
     """
@@ -187,7 +187,7 @@ def known_sizes(loader: Loader) -> list[int] | None:
     if loader.collate_fn is not default_collate or type(batches.sampler).__module__ not in _TORCHS_SAMPLERS:
         return None
     whole, rest = divmod(len(batches.sampler), batches.batch_size)  # type: ignore[arg-type]
-    return [batches.batch_size] * whole + [rest] * (rest > 0 and not batches.drop_last)
+    return [Size(batches.batch_size)] * whole + [Size(rest)] * (rest > 0 and not batches.drop_last)
 
 
 @dataclass(slots=True)
@@ -222,8 +222,8 @@ class Reader:
         inputs, targets = self._read_ahead[0]
         return on_each(inputs, Tensor.cpu), targets
 
-    def window(self, batches: int | None) -> list[int] | None:
-        """Return the samples of each of the next `batches` (None: of all that are left).
+    def window(self, batches: int | None) -> list[Size] | None:
+        """Return the size of each of the next `batches` (None: of all that are left).
 
         At the end that is empty; for a loader that never had a batch it is None.
         A window of one batch is read at once, so that an error of the loader comes before the window begins.
@@ -245,7 +245,7 @@ class Reader:
             before = self._announced - self._taken  # of windows that have not begun
             while (batches is None or len(self._read_ahead) < before + batches) and self._read_one():
                 self._leave_out()
-            sizes = [samples(inputs) for inputs, _ in self._read_ahead][before:]
+            sizes = [Size(samples(inputs)) for inputs, _ in self._read_ahead][before:]
         self._announced += len(sizes)
         return sizes if self._announced or self._read else None
 
@@ -266,8 +266,8 @@ class Reader:
         self._taken += skipped
         return skipped
 
-    def _known(self, window: int | None) -> list[int] | None:
-        """Return the samples of each batch if windows are streamed; None if they are read before."""
+    def _known(self, window: int | None) -> list[Size] | None:
+        """Return the size of each batch if windows are streamed; None if they are read before."""
         return None if window == 1 or not self._counts() else known_sizes(self.loader)
 
     def _counts(self) -> bool:
@@ -293,18 +293,16 @@ class Reader:
             self._read_ahead.pop()
             log.warning("%s %d is skipped: none of its targets counts", self.what, self._read - 1)
 
-    def take(self, size: int) -> tuple[Value, Value]:
-        """Return the next batch, of `size` samples. Raises BadBatch for another one."""
+    def take(self, size: Size) -> tuple[Value, Value]:
+        """Return the next batch, of this size. Raises BadBatch for another one."""
         if not self._read_ahead and not self._read_one():
             raise BadBatch(
                 f"the loader ended after {self._read} batches, and its sampler said {self._announced}"
             )
         inputs, targets = self._read_ahead.popleft()
         self._taken += 1
-        if samples(inputs) != size:
-            raise BadBatch(
-                f"{self.what} {self._read - 1} has {samples(inputs)} samples, and its sampler said {size}"
-            )
+        if (actual := Size(samples(inputs))) != size:
+            raise BadBatch(f"{self.what} {self._read - 1} has {actual}, and its sampler said {size}")
         return inputs, targets
 
     def _read_one(self) -> bool:

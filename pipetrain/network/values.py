@@ -24,6 +24,28 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@dataclass(frozen=True, order=True, slots=True)
+class Size:
+    """The size of a batch or a microbatch, from which shapes follow. Samples that are counted are an int."""
+
+    samples: int
+
+    def __str__(self) -> str:
+        return f"{self.samples} samples"
+
+    def pieces(self, microbatches: int) -> list[Size]:
+        """Return the even sizes of a batch's microbatches, the first ones larger, as torch.tensor_split."""
+        samples, more = divmod(self.samples, microbatches)
+        return [Size(samples + (index < more)) for index in range(microbatches)]
+
+    def to_json(self) -> list[int]:
+        return [self.samples]
+
+    @classmethod
+    def from_json(cls, data: list[int]) -> Size:
+        return cls(*data)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Shape and dtype of one tensor."""
@@ -112,9 +134,9 @@ class ValueSpec:
     def nbytes(self) -> int:
         return sum(spec.nbytes for spec in self.specs)
 
-    def of(self, samples: int) -> ValueSpec:
+    def of(self, size: Size) -> ValueSpec:
         """Return the spec of a microbatch, tensors [samples, ...], for that of one sample."""
-        specs = tuple(TensorSpec((samples, *spec.shape), spec.dtype) for spec in self.specs)
+        specs = tuple(TensorSpec((size.samples, *spec.shape), spec.dtype) for spec in self.specs)
         return replace(self, specs=specs)
 
     @classmethod

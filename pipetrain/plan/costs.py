@@ -24,7 +24,7 @@ from pipetrain.codec import Codecs
 from pipetrain.documents import read_as
 from pipetrain.errors import ConfigError
 from pipetrain.network.network import INPUT, ValueId
-from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.cut import Cut, copies_input, entering, requires_grad
 from pipetrain.plan.estimate import Layer, origin
 from pipetrain.plan.observed import Kept
@@ -89,7 +89,7 @@ def profile_conditions(settings: Settings, optim: Mapping[Any, Any]) -> Facts:
     options = (f" {key}={value}" for key, value in optim.items() if key not in no_work)
     return {
         "model": settings.model,
-        "microbatch": settings.full,
+        "microbatch": settings.full.samples,
         "dtype": str(settings.dtype).removeprefix("torch."),
         "precision": settings.precision,
         "memory_format": settings.memory_format,
@@ -182,8 +182,8 @@ class Table:
     def message_s(self, nbytes: float) -> float:
         return self.times.latency_s + nbytes * self.times.s_per_byte
 
-    def costs(self, cut: Cut, modes: Sequence[Mode], split: bool, size: int) -> Costs:
-        """Return the costs of a cut model for `simulate`; `size`: of a microbatch, in samples.
+    def costs(self, cut: Cut, modes: Sequence[Mode], split: bool, size: Size) -> Costs:
+        """Return the costs of a cut model for `simulate`; `size`: of a microbatch.
 
         An F that has no R, of a stage that recomputes others, is priced as these.
         """

@@ -18,11 +18,11 @@ from torch import Tensor
 from pipetrain.errors import ConfigError
 from pipetrain.network.network import INPUT, Network, Slice, Tensors, ValueId
 from pipetrain.network.places import places
-from pipetrain.network.values import Gradients, TensorSpec, ValueSpec
+from pipetrain.network.values import Gradients, Size, TensorSpec, ValueSpec
 from pipetrain.plan.estimate import Layer, origin
 from pipetrain.schedule.actions import Edge, Tie
 
-Estimates = Mapping[int, list[Layer]]  # samples in a microbatch -> the layers as estimated for it
+Estimates = Mapping[Size, list[Layer]]  # of a microbatch -> the layers as estimated for it
 Specs = Mapping[ValueId, TensorSpec]
 
 
@@ -57,13 +57,13 @@ class Route:
 class Cut:
     """A model as stages, in training or in an evaluation: the layers of each, and what joins them.
 
-    `specs`: of the values that enter stages, by the number of samples in a microbatch; `shared`: of each
-    weight that several stages have, by its name in the model, these stages.
+    `specs`: of the values that enter stages, by the size of a microbatch; `shared`: of each weight that
+    several stages have, by its name in the model, these stages.
     """
 
     slices: tuple[Slice, ...]  # by stage
     routes: tuple[Route, ...]  # ascending
-    specs: Mapping[int, Specs]
+    specs: Mapping[Size, Specs]
     shared: Mapping[str, Tie] = field(default_factory=dict)
 
     @cached_property
@@ -99,11 +99,11 @@ class Cut:
         routes = (replace(route, bounds=of) for route, of in zip(self.routes, both, strict=True))
         return replace(self, routes=tuple(routes))
 
-    def entering(self, stage: int, size: int) -> tuple[TensorSpec, ...]:
-        """Return what enters a stage for a microbatch of `size` samples."""
+    def entering(self, stage: int, size: Size) -> tuple[TensorSpec, ...]:
+        """Return what enters a stage for a microbatch of this size."""
         return tuple(self.specs[size][value] for value in self.slices[stage].enters)
 
-    def message(self, edge: Edge, size: int) -> tuple[TensorSpec, ...]:
+    def message(self, edge: Edge, size: Size) -> tuple[TensorSpec, ...]:
         """Return the tensors of a message: activations, or gradients from a later stage to an earlier one."""
         return tuple(self.specs[size][value] for value in self._values[edge])
 
@@ -128,17 +128,17 @@ def merge(parts: Iterable[tuple[Sequence[ValueId], Tensors]]) -> Tensors:
     return tuple(sums[value] for value in sorted(sums))
 
 
-class AnySize(dict[int, Specs]):
-    """Specs by number of samples: of two numbers, from which those of any other follow.
+class AnySize(dict[Size, Specs]):
+    """Specs by size: of two sizes, from which those of any other follow.
 
     Each dimension must be a linear function of the samples. The engine compares what a stage really makes.
     """
 
-    def __missing__(self, size: int) -> Specs:
+    def __missing__(self, size: Size) -> Specs:
         (few, first), (more, second) = list(self.items())[:2]
 
         def at(a: int, b: int) -> int:
-            return a + (b - a) * (size - few) // (more - few)
+            return a + (b - a) * (size.samples - few.samples) // (more.samples - few.samples)
 
         self[size] = {
             value: replace(spec, shape=tuple(map(at, spec.shape, second[value].shape)))
@@ -169,7 +169,7 @@ def cut_layers(
         if values:
             routes.append(Route(source, target, tuple(values), tuple(values.values())))
 
-    def specs(size: int, of: Sequence[Layer]) -> Specs:
+    def specs(size: Size, of: Sequence[Layer]) -> Specs:
         outputs = [*(layer.output for layer in of), example.of(size)]  # layer INPUT is the last
         return {value: outputs[value.layer].specs[value.number] for value in used}
 

@@ -69,7 +69,7 @@ def planned(cfg: DictConfig, schedule: str, batches: int) -> Plan:
     if cfg.costs is not None:
         return _planned_by_rows(cfg, schedule, batches)
     settings = replace(Settings.composed(cfg, schedule, None), window=None)
-    samples = Samples([settings.batch_size] * batches, [settings.full])
+    samples = Samples([settings.batch_size] * batches, [settings.full.samples])
     model = make_model(cfg, settings.seed, settings.dtype)
     example = declared_example(cfg.data, settings.dtype) or load_data(cfg.data, settings.dtype).facts.example
     network = network_of(model, example.cast(settings.dtype), settings.precision == "bf16")
@@ -175,7 +175,7 @@ def _partition(plan: Plan) -> str:
             "layers": f"{slice.start}-{slice.end - 1} {layers[0].name}..{layers[-1].name}",
             "parameters": f"{sum(layer.params for layer in layers):,}",
             "work": f"{sum(layer.flops for layer in layers) / flops:.1%}",
-            f"enters, {size} samples": " + ".join(parts),
+            f"enters, {size}": " + ".join(parts),
             "bytes": f"{sum(spec.nbytes for spec in enters):,}",
         }
         if not codecs.plain:

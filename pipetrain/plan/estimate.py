@@ -25,7 +25,7 @@ from pipetrain.network.network import INPUT, Network, Tensors, ValueId
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.places import places, standing_in
 from pipetrain.network.tensors import graph_of, made_up, quiet, storage_of
-from pipetrain.network.values import Packing, TensorSpec, ValueSpec, leaves_of, specs_of
+from pipetrain.network.values import Packing, Size, TensorSpec, ValueSpec, leaves_of, specs_of
 from pipetrain.plan.observed import NOTHING, Kept, SavedWatch, Spy
 from pipetrain.settings import Settings
 
@@ -106,10 +106,10 @@ def estimates(
     settings: Settings,
     model: Network | list[Layer],
     example: ValueSpec,
-    trained: Collection[int],
-    evaluated: Collection[int],
-) -> tuple[Numerics, dict[int, list[Layer]], dict[int, list[Layer]]]:
-    """Choose the memory format, and estimate the layers for these numbers of samples in a microbatch.
+    trained: Collection[Size],
+    evaluated: Collection[Size],
+) -> tuple[Numerics, dict[Size, list[Layer]], dict[Size, list[Layer]]]:
+    """Choose the memory format, and estimate the layers for these sizes of a microbatch.
 
     In training, a full microbatch first, and in an evaluation. `model`: or its layers, of a full one.
     Raises ConfigError.
@@ -117,8 +117,8 @@ def estimates(
     if isinstance(model, list):
         return Numerics(), {settings.full: model}, {settings.full: model}
 
-    def of(numerics: Numerics) -> tuple[Numerics, dict[int, list[Layer]], dict[int, list[Layer]]]:
-        def at(sizes: Iterable[int], train: bool) -> dict[int, list[Layer]]:
+    def of(numerics: Numerics) -> tuple[Numerics, dict[Size, list[Layer]], dict[Size, list[Layer]]]:
+        def at(sizes: Iterable[Size], train: bool) -> dict[Size, list[Layer]]:
             return {size: estimate(model, example.of(size), numerics, train) for size in sizes}
 
         others = sorted({*trained} - {settings.full})

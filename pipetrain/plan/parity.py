@@ -127,7 +127,7 @@ def parity(plan: Plan, network: Network, task: Task, inputs: Value, targets: Val
 
 def _work(plan: Plan) -> float:
     """Return the floating-point operations of a sample's forward."""
-    return sum(layer.flops for layer in plan.layers) / plan.settings.full
+    return sum(layer.flops for layer in plan.layers) / plan.settings.full.samples
 
 
 def _on_meta(network: Network) -> bool:

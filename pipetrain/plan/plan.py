@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.codec import Identity
-from pipetrain.data.loader import pieces
 from pipetrain.errors import ConfigError
 from pipetrain.network.chain import network_of
 from pipetrain.network.network import Network
 from pipetrain.network.numerics import Numerics
-from pipetrain.network.values import TensorSpec, Value, ValueSpec, cast_floats
+from pipetrain.network.values import Size, TensorSpec, Value, ValueSpec, cast_floats
 from pipetrain.plan.balance import Choice, choose_cuts, cut_by_times, prove_layers
 from pipetrain.plan.costs import Profile, Table, by_work, refuse_other_layers
 from pipetrain.plan.cut import (
@@ -198,12 +197,12 @@ class Samples:
     @classmethod
     def like(cls, settings: Settings) -> Samples:
         """Return two sizes, from which those of any other follow: that of a full microbatch and one more."""
-        two = [settings.full, settings.full + 1]
-        return cls([size * settings.microbatches for size in two], two)
+        two = [settings.full.samples, settings.full.samples + 1]
+        return cls([n * settings.microbatches for n in two], two)
 
-    def microbatches(self, pieces_of_each: int) -> set[int]:
-        """Return the numbers of samples of microbatches, of so many in each batch."""
-        return {n for batch in set(self.batches) for n in pieces(batch, pieces_of_each)}
+    def microbatches(self, pieces_of_each: int) -> set[Size]:
+        """Return the sizes of microbatches, of so many in each batch."""
+        return {size for batch in set(self.batches) for size in Size(batch).pieces(pieces_of_each)}
 
     def windows(self, window: int | None) -> list[int]:
         """Return all lengths of windows, the longest first."""
@@ -237,7 +236,7 @@ def make_plan(
     samples = samples or Samples.like(settings)
     cutting = model if isinstance(model, list) else network_of(model, example, settings.precision == "bf16")
     network = None if isinstance(cutting, list) else cutting
-    sizes = samples.microbatches(settings.microbatches), samples.evaluation
+    sizes = samples.microbatches(settings.microbatches), [*map(Size, samples.evaluation)]
     numerics, trained, evaluated = estimates(settings, cutting, example, *sizes)
     layers = trained[settings.full]
     if callable(profile):

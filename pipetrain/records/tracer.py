@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pipetrain.data.loader import pieces
+from pipetrain.network.values import Size
 from pipetrain.records.history import About
 from pipetrain.runtime.clock import Observe
 from pipetrain.runtime.links import Links
@@ -49,7 +49,7 @@ class Tracer:
     def over(self) -> bool:
         return bool(self._cut) or len(self._windows) == self._about.settings.trace
 
-    def observer(self, epoch: int, sizes: Sequence[int]) -> Observe | None:
+    def observer(self, epoch: int, sizes: Sequence[Size]) -> Observe | None:
         """Return the observer of the next window, of batches of these sizes; None if it is not traced."""
         if self.over:
             return None
@@ -59,10 +59,10 @@ class Tracer:
             return None
         return partial(self._take, epoch, sizes)
 
-    def _take(self, epoch: int, sizes: Sequence[int], row: Row) -> None:
+    def _take(self, epoch: int, sizes: Sequence[Size], row: Row) -> None:
         done = max(action.version for action in row.actions if action.op is Op.STEP)
         m = self._about.settings.microbatches
-        self._windows.append((epoch, [n for size in sizes[:done] for n in pieces(size, m)], row))
+        self._windows.append((epoch, [one.samples for size in sizes[:done] for one in size.pieces(m)], row))
 
     def collect(self, stopped: bool) -> Trace:
         """Gather the spans of all ranks, on the clock of rank 0. `stopped`: whether windows were left."""

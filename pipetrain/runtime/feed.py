@@ -22,7 +22,7 @@ from torch import Tensor
 from pipetrain.data.loader import Sampled, loaded
 from pipetrain.data.loading import Form, Reader
 from pipetrain.errors import TrainingStopped
-from pipetrain.network.values import Value, ValueSpec, as_tuple, on_each
+from pipetrain.network.values import Size, Value, ValueSpec, as_tuple, on_each
 from pipetrain.runtime.links import Links
 from pipetrain.tasks import Task, counted_for
 
@@ -31,7 +31,6 @@ log = logging.getLogger("pipetrain")
 EVALUATED_AT_ONCE = 16  # batches of a loader in a window of an evaluation
 UNTAKEN = 256  # tensors of targets that are kept, as gloo tells only who waits that one has been taken
 Weight = Callable[[Value], Tensor | float]
-Sizes = Sequence[Sequence[int]]  # the samples of each microbatch of each batch
 Sent = deque[tuple[Callable[[], None], Tensor]]  # what waits, and the tensors
 Sources = tuple[Iterator[Value] | None, Iterator[Value] | None, Sent]
 """The inputs of a window's microbatches and the targets of its batches, each where they are needed; and what
@@ -55,32 +54,33 @@ class Target:
         return len(as_tuple(self.value)[0])
 
 
-def cut(value: Value, sizes: Sequence[int]) -> list[Value]:
-    """Cut a batch's tensors into microbatches of these sizes."""
+def cut(value: Value, microbatches: int) -> list[Value]:
+    """Cut a batch's tensors into so many microbatches, as `Size.pieces` says."""
     form = ValueSpec.in_batch(value)
-    pieces = zip(*(torch.split(t, list(sizes)) for t in as_tuple(value)), strict=True)
+    pieces = zip(*(torch.tensor_split(t, microbatches) for t in as_tuple(value)), strict=True)
     return [form.pack(piece) for piece in pieces]
 
 
 class WindowFeed:
-    """The microbatches of one window, by their numbers from 0. `batches`: the samples of each one's.
+    """The microbatches of one window, by their numbers from 0.
 
-    `inputs` yields those of each microbatch, `targets` those of each batch; None if this rank does not hold
-    the first stage, or the last. Floating-point inputs and targets become `dtype`. `weight`: what targets
-    count for.
+    `sizes`: of its batches, each cut into so many `microbatches`. `inputs` yields those of each microbatch,
+    `targets` those of each batch; None if this rank does not hold the first stage, or the last.
+    Floating-point inputs and targets become `dtype`. `weight`: what targets count for.
     """
 
     def __init__(
         self,
-        batches: Sequence[Sequence[int]],
+        sizes: Sequence[Size],
+        microbatches: int,
         inputs: Iterator[Value] | None,
         targets: Iterator[Value] | None,
         weight: Weight,
         device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._sizes = [size for batch in batches for size in batch]
-        self._batches = iter(batches)
+        self._sizes = [size for batch in sizes for size in batch.pieces(microbatches)]
+        self._microbatches = microbatches  # of a batch
         self._source, self._targets = inputs, targets
         self._weight = weight
         self._device, self._dtype = device, dtype
@@ -88,8 +88,8 @@ class WindowFeed:
         self._ready: dict[int, Target] = {}
         self._inputs_read = self._targets_read = 0  # microbatches
 
-    def size(self, mb: int) -> int:
-        """Return the number of samples of a microbatch."""
+    def size(self, mb: int) -> Size:
+        """Return the size of a microbatch."""
         return self._sizes[mb]
 
     def input(self, mb: int) -> tuple[Tensor, ...]:
@@ -126,7 +126,7 @@ class WindowFeed:
 
     def _read_batch(self) -> None:
         assert self._targets is not None, "this rank has no targets to give"
-        values = cut(next(self._targets), next(self._batches))
+        values = cut(next(self._targets), self._microbatches)
         weights = [counted_for(self._weight, value) for value in values]
         whole = sum(weights)
         for value, weight in zip(values, weights, strict=True):
@@ -155,14 +155,14 @@ class Repeated:
 
     def __init__(
         self,
-        size: int,
+        size: Size,
         inputs: Sequence[tuple[Tensor, ...]] = (),
         targets: Sequence[Target] = (),
         copies: bool = False,
     ) -> None:
         self._size, self._inputs, self._targets, self._copies = size, inputs, targets, copies
 
-    def size(self, mb: int) -> int:
+    def size(self, mb: int) -> Size:
         return self._size
 
     def input(self, mb: int) -> tuple[Tensor, ...]:
@@ -217,14 +217,17 @@ class Batches(Protocol):
     evaluated_at_once: int | None
     """The batches of a window of an evaluation; None: all."""
 
-    def next(self, window: int | None) -> list[int] | None:
-        """Return the samples of each of the next `window` batches (None: of all that are left), on rank 0.
+    def next(self, window: int | None) -> list[Size] | None:
+        """Return the size of each of the next `window` batches (None: of all that are left), on rank 0.
 
         At the end that is empty; for a loader that never had a batch it is None.
         """
 
-    def open(self, sizes: Sizes, last: int | None) -> Sources:
-        """Return the samples of the next window; `last`: the last stage's rank, None to read no targets."""
+    def open(self, sizes: Sequence[Size], microbatches: int, last: int | None) -> Sources:
+        """Return the samples of the next window, of batches of these sizes, each cut into so many.
+
+        `last`: the last stage's rank, None to read no targets.
+        """
 
 
 class OfNumbers:
@@ -245,7 +248,7 @@ class OfNumbers:
         done: int = 0,
     ) -> None:
         batches = batches[done:]
-        self._sizes = [sum(map(len, batch)) for batch in batches]
+        self._sizes = [Size(sum(map(len, batch))) for batch in batches]
         self._announced = 0
         split, draw = samples.split, samples.draw(epoch)
         assert split is not None or rank not in (placement[0], placement[-1]), "this rank needs the samples"
@@ -271,12 +274,12 @@ class OfNumbers:
         batches = counting(samples, epoch, task, links, placement[-1])
         return cls(samples, epoch, batches, placement, links.world.rank, done)
 
-    def next(self, window: int | None) -> list[int]:
+    def next(self, window: int | None) -> list[Size]:
         sizes = self._sizes[self._announced :][:window]
         self._announced += len(sizes)
         return sizes
 
-    def open(self, sizes: Sizes, last: int | None) -> Sources:
+    def open(self, sizes: Sequence[Size], microbatches: int, last: int | None) -> Sources:
         return self._inputs, self._targets, deque()
 
 
@@ -293,24 +296,24 @@ class OfLoader:
         self._form = form
         self._begin: Callable[[Reader], object] | None = begin
 
-    def next(self, window: int | None) -> list[int] | None:
+    def next(self, window: int | None) -> list[Size] | None:
         assert self._reader is not None, "rank 0 reads the loader"
         begin, self._begin = self._begin, None
         if begin is not None:
             begin(self._reader)
         return self._reader.window(window)
 
-    def open(self, sizes: Sizes, last: int | None) -> Sources:
+    def open(self, sizes: Sequence[Size], microbatches: int, last: int | None) -> Sources:
         rank, targets, sent = self._links.world.rank, None, Sent()
         if self._reader is None:
-            return None, (self._received(sum(mbs)) for mbs in sizes) if last == rank else None, sent
-        read: Iterator[tuple[Value, Value]] = map(self._reader.take, map(sum, sizes))
+            return None, map(self._received, sizes) if last == rank else None, sent
+        read: Iterator[tuple[Value, Value]] = map(self._reader.take, sizes)
         if last == rank:
             read, again = tee(read)
             targets = (targets for _, targets in again)
         elif last is not None:
             read = self._sending(read, last, sent)
-        pieces = (cut(inputs, mbs) for (inputs, _), mbs in zip(read, sizes, strict=True))
+        pieces = (cut(inputs, microbatches) for inputs, _ in read)
         return chain.from_iterable(pieces), targets, sent
 
     def _sending(
@@ -324,7 +327,7 @@ class OfLoader:
                 sent.popleft()[0]()
             yield inputs, targets
 
-    def _received(self, size: int) -> Value:
+    def _received(self, size: Size) -> Value:
         specs = self._form.targets.of(size).specs
         tensors = tuple(self._links.take_tensor("the targets of a batch", spec, 0) for spec in specs)
         value: Value = self._form.targets.pack(tensors)

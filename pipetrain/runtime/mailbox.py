@@ -20,7 +20,7 @@ from torch import Tensor
 from pipetrain.codec import Codec, Codecs, Identity, NotFinite, on_wire
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.network import Tensors
-from pipetrain.network.values import TensorSpec, specs_of
+from pipetrain.network.values import Size, TensorSpec, specs_of
 from pipetrain.plan.cut import Cut, divide, merge
 from pipetrain.runtime.channel import Channel, Message
 from pipetrain.runtime.feed import Feed
@@ -114,7 +114,7 @@ class Mailbox:
         self.cut = cut
         self._mine = mine
         self.coding = coding or Coding(Codecs())
-        self._specs: dict[tuple[Edge, int], tuple[_Specs, _Specs]] = {}  # by samples: encoded, and plain
+        self._specs: dict[tuple[Edge, Size], tuple[_Specs, _Specs]] = {}  # encoded, and plain
         self._feed: Any = None  # of the window
         self._arrived: dict[tuple[Edge, int], Tensors] = {}  # (edge, microbatch) -> its message
         self._to_send: dict[tuple[Edge, int], Tensors] = {}

@@ -28,7 +28,7 @@ from pipetrain.network.draws import Beginning
 from pipetrain.network.network import Network, ValueId
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.tensors import made_up
-from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.costs import SECONDS, Facts, LayerTime, Profile
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import Layer
@@ -89,7 +89,7 @@ def measure(
     """
     began, size, device = time.perf_counter(), settings.full, links.device
     if links.world.rank == 0:
-        log.info("pipetrain: profiling %d layers, %d samples at a time", len(layers), size)
+        log.info("pipetrain: profiling %d layers, %s at a time", len(layers), size)
     latency_s, s_per_byte = slowest_link(links, settings.buffer_size)
     try:
         with Beginning().again():
@@ -150,16 +150,16 @@ def measure_layers(
     network: Network,
     layers: Sequence[Layer],
     example: ValueSpec,
-    size: int,
+    size: Size,
     numerics: Numerics,
     optimizer: OptimizerFactory,
     device: torch.device,
 ) -> list[list[float]]:
     """Return the times of each layer, as SECONDS names them, and at the end those of a stage without any.
 
-    They are for a microbatch of `size` samples like `example`, in the modes of the modules. This changes the
-    network, which must not be trained afterwards. `layers`: its estimates. Raises ConfigError with the name
-    of a layer that fails.
+    They are for a microbatch of `size`, its samples like `example`, in the modes of the modules. This changes
+    the network, which must not be trained afterwards. `layers`: its estimates. Raises ConfigError with the
+    name of a layer that fails.
     """
     followed, own, every = _followed(layers), len(layers), len(layers) + EMPTY
     cut = cut_layers({size: followed}, range(1, every + 1), example)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipetrain.network.draws import Beginning
 from pipetrain.network.places import standing_in
-from pipetrain.network.values import Value, as_tuple, on_each
+from pipetrain.network.values import Size, Value, as_tuple, on_each
 from pipetrain.runtime.channel import Channel, Message
 from pipetrain.runtime.feed import Feed, Repeated
 from pipetrain.runtime.mailbox import Mailbox
@@ -46,8 +46,8 @@ class Rehearsal:
     loopback: Callable[[bool], Mailbox]
     meet: Callable[[bool], None]
     after_first: Callable[[], None] = lambda: None
-    done: set[tuple[bool, int]] = field(default_factory=set)
-    """(training or evaluation, samples of a microbatch)"""
+    done: set[tuple[bool, Size]] = field(default_factory=set)
+    """(training or evaluation, size of a microbatch)"""
 
     def before(
         self, stages: Iterable[Stage], play: Play, feed: Feed, microbatches: int, training: bool
@@ -104,11 +104,11 @@ class _Done(dist.Work):
         return True
 
 
-def alike(feed: Feed, size: int) -> Repeated:
+def alike(feed: Feed, size: Size) -> Repeated:
     """Return microbatches of a size whose rows are those of a feed's first one, again and again."""
 
     def like(value: Value) -> Value:
-        return on_each(value, lambda t: t[torch.arange(size, device=t.device) % len(t)])
+        return on_each(value, lambda t: t[torch.arange(size.samples, device=t.device) % len(t)])
 
     inputs, target = feed.first()
     return Repeated(

@@ -10,12 +10,12 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
-from pipetrain.data.loader import pieces
 from pipetrain.data.loading import BadBatch
 from pipetrain.errors import ActionFailed, ConfigError
 from pipetrain.network.chain import network_of
 from pipetrain.network.model import materialise
 from pipetrain.network.network import Network
+from pipetrain.network.values import Size
 from pipetrain.plan.cut import homes
 from pipetrain.plan.memory import explained, is_out_of_memory
 from pipetrain.plan.plan import Plan
@@ -24,7 +24,7 @@ from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock, Observe
 from pipetrain.runtime.engine import Engine, Take, Tick
-from pipetrain.runtime.feed import Batches, Sizes, WindowFeed
+from pipetrain.runtime.feed import Batches, WindowFeed
 from pipetrain.runtime.finite import SkipOnNaN, StopOnNaN
 from pipetrain.runtime.graphs import GraphedStage
 from pipetrain.runtime.links import Links
@@ -68,18 +68,18 @@ class Session:
         self.whole: WholeModel | None = None
         """The program's model, which may have been collected."""
 
-    def refuse_small(self, sizes: Sequence[int]) -> None:
+    def refuse_small(self, sizes: Sequence[Size]) -> None:
         """Refuse a batch with fewer samples than microbatches. Raises BadBatch."""
         m = self.plan.settings.microbatches
-        if min(sizes) < m:
+        if min(sizes).samples < m:
             raise BadBatch(
-                f"a batch of {min(sizes)} samples cannot be cut into microbatches={m}: leave it out, as "
+                f"a batch of {min(sizes)} cannot be cut into microbatches={m}: leave it out, as "
                 f"DataLoader(drop_last=True) does, or choose another batch size"
             )
 
     def train(
         self,
-        sizes: Sequence[int],
+        sizes: Sequence[Size],
         batches: Batches,
         tick: Tick = lambda stage: None,
         observe: Observe | None = None,
@@ -94,13 +94,13 @@ class Session:
         if self.whole is not None:
             self.whole.take_back()
         self._level()
-        with self._feed([pieces(size, m) for size in sizes], batches) as feed:
+        with self._feed(sizes, m, batches) as feed:
             self.engine.train(order, feed, m, tick, observe)
         return order.batches
 
     def evaluate(
         self,
-        sizes: Sequence[int],
+        sizes: Sequence[Size],
         batches: Batches,
         tick: Tick = lambda stage: None,
         ends: Ends | None = None,
@@ -117,14 +117,14 @@ class Session:
         self._level()
         order = Order(program[rank], len(sizes), 1, ends, posts.ahead, posts=posts.of[rank])
         with (
-            self._feed([[size] for size in sizes], batches, targets=take is None) as feed,
+            self._feed(sizes, 1, batches, targets=take is None) as feed,
             nullcontext() if self.whole is None else self.whole.suspended(),
         ):
             self.engine.evaluate(order, feed, tick, take)
         return order.batches
 
     def predict(
-        self, sizes: Sequence[int], batches: Batches, tick: Tick = lambda stage: None
+        self, sizes: Sequence[Size], batches: Batches, tick: Tick = lambda stage: None
     ) -> list[tuple[Tensor, ...]]:
         """Return the outputs for batches of these `sizes`, in host memory, on the last stage's rank."""
         kept: list[tuple[Tensor, ...]] = []
@@ -140,12 +140,15 @@ class Session:
             copy.data.copy_(first.data)
 
     @contextmanager
-    def _feed(self, cut: Sizes, batches: Batches, targets: bool = True) -> Iterator[WindowFeed]:
+    def _feed(
+        self, sizes: Sequence[Size], microbatches: int, batches: Batches, targets: bool = True
+    ) -> Iterator[WindowFeed]:
         """Yield the microbatches of a window; of an error for want of memory, say what was predicted."""
         dtype, device = self.plan.settings.data_dtype, self._links.device
-        inputs, read, sent = batches.open(cut, self.plan.placement[-1] if targets else None)
+        cut = sizes, microbatches
+        inputs, read, sent = batches.open(*cut, self.plan.placement[-1] if targets else None)
         try:
-            yield WindowFeed(cut, inputs, read if targets else None, self._task.weight, device, dtype)
+            yield WindowFeed(*cut, inputs, read if targets else None, self._task.weight, device, dtype)
         except ActionFailed as error:
             if not is_out_of_memory(error.__cause__):
                 raise

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from pipetrain.errors import ConfigError
+from pipetrain.network.values import Size
 from pipetrain.runtime.clock import Observe
 from pipetrain.runtime.engine import Tick
 from pipetrain.runtime.feed import Batches
@@ -36,8 +37,8 @@ Length = Callable[[int], int | None]
 """The batches of the next window, after so many of the pass: 0 for no window, None for all that are left."""
 Until = Callable[[int], int]
 """The batches until somebody looks, after so many of the pass; as many may be read ahead."""
-Around = Callable[[Sequence[int]], AbstractContextManager[tuple[Observe | None, Ends | None]]]
-"""Encloses a window of batches of these samples; gives what observes it, and what may end it early."""
+Around = Callable[[Sequence[Size]], AbstractContextManager[tuple[Observe | None, Ends | None]]]
+"""Encloses a window of batches of these sizes; gives what observes it, and what may end it early."""
 Ticks = Callable[[int], Tick]
 """Returns what shows the progress of a window of so many batches."""
 
@@ -46,11 +47,11 @@ Ticks = Callable[[int], Tick]
 class WindowWord:
     """What the ranks say between windows.
 
-    `windows`: by rank 0, the samples of each batch of the next ones; None if there was never a batch.
+    `windows`: by rank 0, the size of each batch of the next ones; None if there was never a batch.
     `failure`: why rank 0 cannot read them, and there its `error`. `losses`: by the last stage's rank.
     """
 
-    windows: list[list[int]] | None
+    windows: list[list[Size]] | None
     failure: Failure | None
     error: Exception | None
     losses: list[float]
@@ -59,13 +60,13 @@ class WindowWord:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What ran between two words, on every rank alike: the samples of each batch, the loss of each update.
+    """What ran between two words, on every rank alike: the size of each batch, the loss of each update.
 
     `outcomes`: what came out of each window. `early`: whether one ended early. `over`: whether nothing is
     left of the pass, if that is known.
     """
 
-    sizes: list[int]
+    sizes: list[Size]
     outcomes: list[Any]
     losses: list[float]
     asked: Asked
@@ -87,11 +88,11 @@ class _Pass:
     trains: bool = False
     late: Exception | None = None
 
-    def next(self, done: int, most: int) -> list[list[int]] | None:
-        """Return the samples of each batch of at most so many windows, after so many batches of the pass."""
+    def next(self, done: int, most: int) -> list[list[Size]] | None:
+        """Return the size of each batch of at most so many windows, after so many batches of the pass."""
         if self.late is not None:
             raise self.late
-        room, windows, read = 0 if self.until is None else self.until(done), list[list[int]](), 0
+        room, windows, read = 0 if self.until is None else self.until(done), list[list[Size]](), 0
         began = time.perf_counter()
         while not windows or (len(windows) < most and read < room and time.perf_counter() - began < AHEAD_S):
             length = self.length(done + read)
@@ -109,7 +110,7 @@ class _Pass:
         return windows
 
 
-def alone(sizes: Sequence[int]) -> AbstractContextManager[tuple[None, None]]:
+def alone(sizes: Sequence[Size]) -> AbstractContextManager[tuple[None, None]]:
     """Enclose a window with nothing."""
     return nullcontext((None, None))
 
@@ -148,7 +149,7 @@ class Windows:
         microbatches, ChannelError, and TrainingStopped as Session.train does.
         """
 
-        def run(sizes: list[int]) -> tuple[int, None]:
+        def run(sizes: list[Size]) -> tuple[int, None]:
             with around(sizes) as (observe, ends):
                 return self.session.train(sizes, batches, ticks(len(sizes)), observe, ends), None
 
@@ -159,7 +160,7 @@ class Windows:
     ) -> Asked:
         """Evaluate a pass, which the last stage counts; return what signals asked for if it ended early."""
 
-        def run(sizes: list[int]) -> tuple[int, None]:
+        def run(sizes: list[Size]) -> tuple[int, None]:
             with around(sizes) as (_, ends):
                 return self.session.evaluate(sizes, batches, ticks(len(sizes)), ends), None
 
@@ -173,7 +174,7 @@ class Windows:
     ) -> Iterator[tuple[Tensor, ...] | None]:
         """Yield the outputs for each batch of a pass, in host memory, on rank 0; None on the others."""
 
-        def run(sizes: list[int]) -> tuple[int, list[tuple[Tensor, ...]]]:
+        def run(sizes: list[Size]) -> tuple[int, list[tuple[Tensor, ...]]]:
             outputs = self.session.predict(sizes, batches, ticks(len(sizes)))
             return len(sizes), brought(outputs, len(sizes), self._links, self.session.plan.placement[-1])
 
@@ -181,13 +182,13 @@ class Windows:
             (outputs,) = done.outcomes
             yield from [None] * len(done.sizes) if self._links.world.rank else outputs
 
-    def _run(self, this: _Pass, run: Callable[[list[int]], tuple[int, Any]]) -> Iterator[Done]:
+    def _run(self, this: _Pass, run: Callable[[list[Size]], tuple[int, Any]]) -> Iterator[Done]:
         """Run a pass. `run` runs a window of batches of such sizes; returns how many, and an outcome."""
         done, reads_ahead = 0, this.until is not None
         began = time.perf_counter()  # of reading these windows
         word = self._say(this, done)
         while windows := self._following(word):
-            sizes, outcomes, early = list[int](), list[Any](), False
+            sizes, outcomes, early = list[Size](), list[Any](), False
             for window in windows:
                 if early or (this.trains and self._too_small(window)):
                     break
@@ -209,10 +210,10 @@ class Windows:
             if not reads_ahead:
                 word = self._say(this, done)
 
-    def _too_small(self, window: list[int]) -> bool:
-        return min(window) < self.session.plan.settings.microbatches
+    def _too_small(self, window: list[Size]) -> bool:
+        return min(window).samples < self.session.plan.settings.microbatches
 
-    def _following(self, word: WindowWord) -> list[list[int]]:
+    def _following(self, word: WindowWord) -> list[list[Size]]:
         raise_failure(word.error, word.failure, 0)
         if word.windows is None:
             raise ConfigError(NO_BATCH)
@@ -226,9 +227,11 @@ class Windows:
             windows, error = attempt(lambda: this.next(done, most))
         with self._together():
             losses = last.counts.take_losses() if hears and last else []
-            mine = [windows, failure_of(error), losses, self._heard() if hears else ""]
+            sizes = windows and [[size.to_json() for size in window] for window in windows]
+            mine = [sizes, failure_of(error), losses, self._heard() if hears else ""]
             words = self._links.gather(f"the next window of {this.what}", mine)
-        (windows, failure, *_), (*_, losses, _) = words[0], words[self.session.plan.placement[-1]]
+        (sizes, failure, *_), (*_, losses, _) = words[0], words[self.session.plan.placement[-1]]
+        windows = sizes and [[Size.from_json(size) for size in window] for window in sizes]
         return WindowWord(
             windows, failure, error, losses, max((asked for *_, asked in words), key=ORDER.index)
         )

@@ -177,7 +177,7 @@ class BatchFeed(Repeated):
         weights = [float(job.task.weight(part)) for part in targets]
         parts = zip(targets, weights, strict=True)
         counted = [Target(part, weight, weight / sum(weights)) for part, weight in parts]
-        super().__init__(len(inputs[0]), [(part,) for part in inputs], counted, copies)
+        super().__init__(job.size, [(part,) for part in inputs], counted, copies)
 
 
 class Ours:
@@ -337,10 +337,10 @@ def torch_pipeline(schedule: str, job: Job, links: Links, batches: int, name: st
     first_inputs = (samples,) if 0 in parts else ()
     targets, loss_of = job.targets.to(device), job.task.to(device).loss
     for stage, part in parts.items():
-        x = _entering(job, stage).to(device) if stage else samples[: job.size]
+        x = _entering(job, stage).to(device) if stage else samples[: job.size.samples]
         x = x.permute(0, 2, 3, 1).contiguous() if stage and innermost and x.dim() == 4 else x
         outputs = part(x.requires_grad_() if stage else x)
-        outputs = loss_of(outputs, targets[: job.size]) if stage == last else outputs
+        outputs = loss_of(outputs, targets[: job.size.samples]) if stage == last else outputs
         outputs.backward(torch.ones_like(outputs))
         part.zero_grad()
     group = _own_group(links)

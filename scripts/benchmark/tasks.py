@@ -18,7 +18,7 @@ from pipetrain import tasks
 from pipetrain.building import make_model, make_optimizer, make_schedule, make_task
 from pipetrain.commands.cli import composed
 from pipetrain.data import load_data
-from pipetrain.network.values import ValueSpec, named_layers
+from pipetrain.network.values import Size, ValueSpec, named_layers
 from pipetrain.plan.memory import optimizer_state
 from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.plan.program import Draft
@@ -71,8 +71,8 @@ class Job:
         return self.plan.settings.microbatches
 
     @property
-    def size(self) -> int:
-        """Samples in a microbatch."""
+    def size(self) -> Size:
+        """The size of a microbatch."""
         return self.plan.settings.full
 
     def stage(self, index: int) -> nn.Sequential:

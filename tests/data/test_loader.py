@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipetrain.data import Sampler, loaded
 from pipetrain.errors import ConfigError, TrainingStopped
+from pipetrain.network.values import Size
 
 IMAGES = torch.zeros(40, 3, 32, 32)
 
@@ -43,8 +44,7 @@ def test_every_sample_comes_once_an_epoch_in_pieces_as_even_as_tensor_split_s(sa
     batches, whole = sampler.epoch(epoch), samples - samples % 8 * drop
     assert len({*flat(batches)} & {*range(samples)}) == sum(sampler.batch_sizes) == whole
     sizes = [[len(ids) for ids in batch] for batch in batches]
-    assert sizes == sampler.microbatch_sizes
-    assert sizes == [[len(x) for x in torch.arange(n).tensor_split(m)] for n in sampler.batch_sizes]
+    assert sizes == [[size.samples for size in Size(n).pieces(m)] for n in sampler.batch_sizes]
     assert sampler.batch_sizes[:-1] == [8] * (len(batches) - 1)
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset, def
 
 from pipetrain import ConfigError
 from pipetrain.data.loading import BadBatch, Form, NamedTargets, Reader, known_sizes, pair, unlabelled
-from pipetrain.network.values import TensorSpec, ValueSpec, as_tuple
+from pipetrain.network.values import Size, TensorSpec, ValueSpec, as_tuple
 
 DATA = TensorDataset(torch.arange(22.0).reshape(22, 1), torch.arange(22))
 
@@ -29,7 +29,7 @@ DATA = TensorDataset(torch.arange(22.0).reshape(22, 1), torch.arange(22))
     ],
 )
 def test_only_torchs_own_sampler_tells_sizes_without_being_read(loader, sizes):
-    assert known_sizes(loader) == sizes
+    assert known_sizes(loader) == (sizes and [*map(Size, sizes)])
     if sizes is not None:
         assert [len(x) for x, _ in loader] == sizes
 
@@ -49,7 +49,7 @@ def test_windows_cover_the_pass_in_order_and_without_length_there_is_no_whole_on
     assert len(reader.first()[0]) == 8
     labels, windows = [], []
     while sizes := reader.window(window):
-        windows.append(sizes)
+        windows.append([size.samples for size in sizes])
         labels += [label for size in sizes for label in reader.take(size)[1].tolist()]
     assert labels == list(range(22))
     assert windows == {1: [[8], [8], [6]], 2: [[8, 8], [6]], 3: [[8, 8, 6]], None: [[8, 8, 6]]}[window]
@@ -85,10 +85,10 @@ def test_a_pass_that_goes_on_leaves_out_what_the_whole_one_did():
     for done in (0, 1):
         going_on = reader()
         assert going_on.skip(done, window=None) == done
-        assert going_on.window(None) == [4] * (3 - done)
-        assert going_on.take(4)[0][0] == 4 * done
+        assert going_on.window(None) == [Size(4)] * (3 - done)
+        assert going_on.take(Size(4))[0][0] == 4 * done
     labels[0] = 0  # now the first batch says that all count: a streamed window has the empty one too
-    for window, left in ((None, [4, 4]), (1, [4])):
+    for window, left in ((None, [Size(4), Size(4)]), (1, [Size(4)])):
         going_on = reader()
         assert going_on.skip(2, window) == 2
         assert going_on.window(window) == left[:window]
@@ -140,7 +140,7 @@ def test_a_form_survives_json_and_refuses_another_and_lists_are_tuples():
 def test_a_dict_may_have_its_inputs_in_another_order_later():
     x, z, y = torch.ones(4, 2), torch.zeros(4, 2), torch.arange(4)
     reader = Reader([{"x": x, "z": z, "y": y}, {"z": z, "y": y, "x": x}], "batch", named=NamedTargets("y"))
-    assert reader.window(2) == [4, 4]
+    assert reader.window(2) == [Size(4)] * 2
     for _ in range(2):
-        inputs, targets = reader.take(4)
+        inputs, targets = reader.take(Size(4))
         assert ([*inputs], inputs["x"].sum(), targets.tolist()) == (["x", "z"], 8, [0, 1, 2, 3])

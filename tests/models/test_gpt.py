@@ -13,13 +13,13 @@ from pipetrain.building import build
 from pipetrain.errors import ConfigError
 from pipetrain.models import gpt
 from pipetrain.network.chain import Chain
-from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.cut import refuse_cuts, shared_weights
 from pipetrain.plan.estimate import estimate
 from tests.support.cases import config
 
 SMALL = {"depth": 2, "heads": 2, "width": 8, "sequence": 16, "vocabulary": 11}
-ENTRY = ValueSpec((TensorSpec((16,), torch.int64),)).of(3)  # a microbatch of 3 samples
+ENTRY = ValueSpec((TensorSpec((16,), torch.int64),)).of(Size(3))  # a microbatch of 3 samples
 
 # Parameters of GPT-2 with a tied head, by blocks: github.com/openai/gpt-2 and its weights.
 PUBLISHED = {12: 124_439_808, 24: 354_823_168, 36: 774_030_080, 48: 1_557_611_200}

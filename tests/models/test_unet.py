@@ -11,7 +11,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.models import unet
 from pipetrain.models.unet import Concatenate
 from pipetrain.network.chain import Pop, Stash
-from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.estimate import estimate
 from tests.support.cases import Case, compare, config, run_in_threads
 
@@ -82,7 +82,7 @@ def test_a_shape_that_cannot_be_is_refused_and_an_image_before_the_start():
         unet(levels=1)
     says = r"layer 12 \(up2_conv1\) of the model cannot take .*: Sizes of tensors must match"
     with pytest.raises(ConfigError, match=says):
-        estimate(small(), ValueSpec((TensorSpec((3, 18, 16), torch.float32),)).of(2))
+        estimate(small(), ValueSpec((TensorSpec((3, 18, 16), torch.float32),)).of(Size(2)))
 
 
 def test_stages_train_it_as_one_process_does():

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from pipetrain.network.chain import Chain, Pop, Stash, is_chain
 from pipetrain.network.network import Part, run_parts
-from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
 from tests.support.models import Gather, Join, Pair, skipping
 from tests.support.refusals import refusal
 
 EXAMPLE = ValueSpec((TensorSpec((6,), torch.float64),))
-ENTRY = EXAMPLE.of(2)
+ENTRY = EXAMPLE.of(Size(2))
 
 
 def linear() -> nn.Module:
@@ -53,7 +53,7 @@ def nested() -> nn.Sequential:
 
 
 def parts_of(model: nn.Sequential, cuts: list[int]) -> list[Part]:
-    slices = cut_layers({2: estimate(copy.deepcopy(model), ENTRY)}, cuts, EXAMPLE).slices
+    slices = cut_layers({Size(2): estimate(copy.deepcopy(model), ENTRY)}, cuts, EXAMPLE).slices
     return [Chain(model).part(slice) for slice in slices]
 
 

@@ -13,7 +13,7 @@ from pipetrain.network import draws
 from pipetrain.network.chain import Chain, Pop, Stash
 from pipetrain.network.draws import EVALUATION, Seeds, begin, drawing
 from pipetrain.network.network import run_parts
-from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
 from tests.support.models import Join
@@ -88,11 +88,11 @@ def noisy() -> nn.Sequential:
 
 
 EXAMPLE = ValueSpec((TensorSpec((6,), torch.float32),))
-ENTRY = EXAMPLE.of(5)
+ENTRY = EXAMPLE.of(Size(5))
 
 
 def run(model: nn.Sequential, cuts: list[int], x: Tensor) -> Tensor:
-    slices = cut_layers({5: estimate(model, ENTRY)}, cuts, EXAMPLE).slices
+    slices = cut_layers({Size(5): estimate(model, ENTRY)}, cuts, EXAMPLE).slices
     with drawing(Seeds(3, 1, 4)):
         return run_parts([Chain(model).part(slice) for slice in slices], [x])[0]
 

@@ -17,7 +17,7 @@ from pipetrain.codec import Codecs, Half
 from pipetrain.network.network import INPUT
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.tensors import storage_of
-from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan import costs
 from pipetrain.plan.costs import NO_TIME, Profile, Table, by_work, read_profile, refuse_other_layers
 from pipetrain.plan.cut import cut_layers
@@ -45,8 +45,8 @@ TABLE = table_of(LAYERS, **TIMED)
 
 
 def costs_of(table: Table, cuts: list[int], split: bool = False, mode: Mode = NEVER) -> Costs:
-    cut = cut_layers({1: list(table.layers)}, cuts, ValueSpec(table.inputs.specs))
-    return table.costs(cut, [mode] * (len(cuts) + 1), split, 1)
+    cut = cut_layers({Size(1): list(table.layers)}, cuts, ValueSpec(table.inputs.specs))
+    return table.costs(cut, [mode] * (len(cuts) + 1), split, Size(1))
 
 
 def test_each_action_costs_what_was_measured_of_it():
@@ -89,7 +89,7 @@ def test_messages_cost_the_bytes_on_the_wire_that_their_routes_carry():
     layers = estimate(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), entry(5, 4))
     times = profile([layer("a"), layer("b")], **TIMED)
     made = Table(layers, entry(5, 4), times, codecs=Codecs(forward=Half()))
-    costs = made.costs(cut_layers({5: layers}, [1], entry(4)), [NEVER] * 2, False, 5)
+    costs = made.costs(cut_layers({Size(5): layers}, [1], entry(4)), [NEVER] * 2, False, Size(5))
     assert sent(costs, Op.SEND_F, 0, 1) == pytest.approx(1 + 0.01 * 5 * 8 * 2)
     assert sent(costs, Op.SEND_B, 1, 0) == pytest.approx(1 + 0.01 * 5 * 8 * FLOAT)
     items = made.sizes(1, 2, NEVER)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipetrain.network.chain import Chain, Pop, Stash
 from pipetrain.network.network import INPUT, ValueId
-from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.cut import Route, copies_output, cut_layers, cuts_that_may_be, divide, merge, refuse_cuts
 from pipetrain.plan.estimate import estimate
 from tests.support.chains import ENTRY, EXAMPLE, Into, apart, cut_chains, stage_of, steady
@@ -31,7 +31,7 @@ def test_values_enter_where_they_are_used_and_what_may_be_cut_computes_what_one_
 ):
     """Layers that write in place are refused where a user in another stage would not see it."""
     model, layers, cuts = case
-    joined = cut_layers({2: layers}, cuts, EXAMPLE)
+    joined = cut_layers({Size(2): layers}, cuts, EXAMPLE)
     used: list[dict[ValueId, bool]] = [{} for _ in range(len(cuts) + 1)]  # from elsewhere: with a gradient?
     used[0][ValueId(INPUT, 0)] = False
     for index, layer in enumerate(layers):
@@ -68,7 +68,7 @@ HAND_ON = Lambda(lambda pair: (pair[0] * 2, pair[1]))
 
 @pytest.mark.parametrize(("first", "kept"), [(HAND_ON, False), (Keep(), True)])
 def test_what_a_layer_keeps_is_known_behind_those_that_hand_it_on(first, kept):
-    layers = estimate(nn.Sequential(first, HAND_ON), ValueSpec(EXAMPLE.specs * 2, False).of(2))
+    layers = estimate(nn.Sequential(first, HAND_ON), ValueSpec(EXAMPLE.specs * 2, False).of(Size(2)))
     leaves = tuple(ValueId(1, number) for number in range(2))
     assert copies_output(layers, leaves, 0) is kept
     assert not copies_output(layers, leaves, 1)  # a copy came from another stage
@@ -100,7 +100,7 @@ def model() -> nn.Sequential:
 
 
 # 0: Masked, the pair; 1: Use, one, Linear; 2: Pop(one), Use; 3: Pop(pair) and the rest.
-CUT = cut_layers({2: estimate(model(), ENTRY)}, [2, 5, 7], EXAMPLE)
+CUT = cut_layers({Size(2): estimate(model(), ENTRY)}, [2, 5, 7], EXAMPLE)
 
 
 def test_the_routes_and_the_tensors_of_their_messages_can_be_seen():
@@ -115,8 +115,8 @@ def test_the_routes_and_the_tensors_of_their_messages_can_be_seen():
     assert [slice.enters for slice in CUT.slices[1:]] == [pair, (one, ValueId(4, 0)), (*pair, ValueId(6, 0))]
     planned = {(0, 1): (FLOAT, MASK), (0, 3): (FLOAT, MASK), (1, 2): (FLOAT,) * 2, (2, 3): (FLOAT,)}
     planned |= {(1, 0): (FLOAT,), (3, 0): (FLOAT,), (2, 1): (FLOAT,) * 2, (3, 2): (FLOAT,)}
-    assert {edge: CUT.message(edge, 2) for edge in planned} == planned
-    evaluated = cut_layers({2: estimate(model(), ENTRY, training=False)}, [2, 5, 7], EXAMPLE)
+    assert {edge: CUT.message(edge, Size(2)) for edge in planned} == planned
+    evaluated = cut_layers({Size(2): estimate(model(), ENTRY, training=False)}, [2, 5, 7], EXAMPLE)
     assert [(r.edge, r.values, r.returned) for r in evaluated.routes] == [
         (r.edge, r.values, ()) for r in CUT.routes
     ]

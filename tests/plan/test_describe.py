@@ -7,6 +7,7 @@ import re
 import pytest
 
 from pipetrain.building import make_model, make_schedule
+from pipetrain.network.values import Size
 from pipetrain.plan.describe import describe
 from pipetrain.plan.plan import Samples, make_plan
 from pipetrain.plan.program import Draft
@@ -109,7 +110,7 @@ def by_profile(*words: str) -> str:
     cfg = config(["data=digits", "model=mlp", "partition=profile", "stages=2", *words])
     read = Settings.composed(cfg, "1f1b", None)
     model, same = (make_model(cfg, 0, read.dtype) for _ in range(2))
-    measured = profile_of(same, IMAGE.of(16), [1, 1, 1, 1, 1, 3])
+    measured = profile_of(same, IMAGE.of(Size(16)), [1, 1, 1, 1, 1, 3])
     return describe(
         make_plan(Draft.of(read, make_schedule(cfg)), model, IMAGE, Samples([64], [64]), measured)
     )

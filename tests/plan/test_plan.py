@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipetrain.building import make_schedule
 from pipetrain.data import Sampler
 from pipetrain.errors import ConfigError
-from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan import program as programs
 from pipetrain.plan.plan import Plan, Samples, make_plan, prove_targets
 from pipetrain.plan.program import Draft, window_lengths
@@ -75,7 +75,7 @@ def test_each_length_is_proven_once(monkeypatch, words):
     given = "partition=[2]" in words
     model = tied() if given else with_norm()
     for schedule in (one_f_one_b, ZeroBubbleAuto(v=False)):
-        measured = None if given else profile_of(with_norm(), IMAGE.of(3), [1.0] * 10)
+        measured = None if given else profile_of(with_norm(), IMAGE.of(Size(3)), [1.0] * 10)
         made = plan("window=2", *words, schedule=schedule, model=model, profile=measured)
         assert set(made.windows) == {2, 1}
         assert sum(action.op is Op.STEP for action in made.windows[1].program[0]) == 1
@@ -110,7 +110,7 @@ def test_a_plan_of_the_first_batch_alone_shows_a_window_until_the_first_is_asked
         assert made.windows.of(batches) is made.windows[batches]
         assert set(made.windows) == windows
     assert proven == [SHOWN, 3, 2]
-    assert [made.cut.entering(1, size)[0].shape[0] for size in (3, 4, 7)] == [3, 4, 7]
+    assert [made.cut.entering(1, Size(n))[0].shape[0] for n in (3, 4, 7)] == [3, 4, 7]
 
 
 def test_slices_cover_the_model_in_order():
@@ -126,12 +126,13 @@ def test_boundaries_of_every_size_that_will_be_seen_in_training_and_evaluation()
     """43 samples in batches of 12 cut into 4: three of 3 each, then 7 as 2 2 2 1; 11 are evaluated."""
     samples = Samples(Sampler(43, 12, 4, seed=0).batch_sizes, [6, 5])
     made = plan("partition=[4,8]", "dtype=float64", ranks=3, model=with_norm().double(), samples=samples)
-    assert (set(made.cut.specs), set(made.evaluation_cut.specs)) == ({3, 2, 1}, {6, 5})
+    seen = [{size.samples for size in cut.specs} for cut in (made.cut, made.evaluation_cut)]
+    assert seen == [{3, 2, 1}, {6, 5}]
     for cut in (made.cut, made.evaluation_cut):
         for size in cut.specs:
             entry, fork, flat = (cut.entering(stage, size) for stage in range(3))
-            assert entry == (TensorSpec((size, 3, 32, 32), torch.float64),)
-            assert fork == flat * 2 == (TensorSpec((size, 4, 4, 4), torch.float64),) * 2
+            assert entry == (TensorSpec((size.samples, 3, 32, 32), torch.float64),)
+            assert fork == flat * 2 == (TensorSpec((size.samples, 4, 4, 4), torch.float64),) * 2
     assert [slice.form.single for slice in made.cut.slices] == [True, False, True]
 
 
@@ -141,7 +142,7 @@ def test_boundaries_of_every_size_that_will_be_seen_in_training_and_evaluation()
 def by_times(seconds: list[float], *overrides: str, latency_s: float = 1, **arguments: Any) -> Plan:
     """Plan by a profile of layers whose forwards take so long, with messages of a second each."""
     model = arguments.pop("model", with_norm)
-    measured = profile_of(model(), IMAGE.of(3), seconds, latency_s=latency_s)
+    measured = profile_of(model(), IMAGE.of(Size(3)), seconds, latency_s=latency_s)
     return plan("partition=profile", *overrides, model=model(), profile=measured, **arguments)
 
 

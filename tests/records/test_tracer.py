@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from pipetrain.network.values import Size
 from pipetrain.records import tracer as module
 from pipetrain.records.tracer import Trace, Tracer, about_trace
 from pipetrain.runtime.ranks import World
@@ -75,7 +76,7 @@ def test_the_first_n_windows_are_traced_unless_they_would_be_too_much(
     tracer = Tracer(run.about, Shifted([(0.0, 0.0)] * 2))  # type: ignore[arg-type]
     epochs = []
     for epoch in (0, 1):
-        for size in run.sampler.batch_sizes:
+        for size in map(Size, run.sampler.batch_sizes):
             if observe := tracer.observer(epoch, [size]):
                 observe(Row(1.0, 2.0, [Span(action, 1.0, 2.0) for action in actions]))
                 epochs.append(epoch)
@@ -89,7 +90,7 @@ def test_times_are_put_on_rank_0_s_clock_and_drift_is_evened_out(monkeypatch):
     now = iter([100.0, 200.0])
     monkeypatch.setattr(module, "perf_counter", lambda: next(now))
     tracer = Tracer(run.about, Shifted([(7.0, 0.01), (9.0, 0.002)]))  # type: ignore[arg-type]
-    observe = tracer.observer(0, run.sampler.batch_sizes[:1])
+    observe = tracer.observer(0, [Size(run.sampler.batch_sizes[0])])
     assert observe
     actions = run.plan.windows[1].program[0]
     observe(Row(100.0, 200.0, [Span(action, 150.0, 150.0, 0.5) for action in actions]))

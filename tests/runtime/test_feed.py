@@ -8,26 +8,27 @@ from typing import Any
 import pytest
 import torch
 
+from pipetrain.network.values import Size
 from pipetrain.runtime.feed import UNTAKEN, OfLoader, WindowFeed
 from pipetrain.runtime.ranks import World
 from pipetrain.tasks import Classification
 
-# Two batches: one of 5 samples in pieces of 3 and 2, one of 4 in pieces of 1 and 3.
-SIZES = [[3, 2], [1, 3]]
+# Two batches: one of 5 samples in pieces of 3 and 2, one of 4 in pieces of 2.
+SIZES = [Size(5), Size(4)]
 LABELS = [torch.tensor([7, 1, 4, 0, 2]), torch.tensor([9, 3, 5, 6])]
 IGNORED = [torch.tensor([7, -100, 4, -100, -100]), torch.tensor([9, -100, 5, 6])]
 
 
 def feed(inputs: Any = None, targets: Any = None, weight: Any = len, sizes: Any = SIZES) -> WindowFeed:
-    return WindowFeed(sizes, inputs, targets, weight, torch.device("cpu"), torch.float64)
+    return WindowFeed(sizes, 2, inputs, targets, weight, torch.device("cpu"), torch.float64)
 
 
 @pytest.mark.parametrize(
     ("labels", "weight", "weights", "shares"),
     [
-        (LABELS, len, [3, 2, 1, 3], [3 / 5, 2 / 5, 1 / 4, 3 / 4]),
+        (LABELS, len, [3, 2, 2, 2], [3 / 5, 2 / 5, 1 / 2, 1 / 2]),
         (IGNORED, Classification().weight, [2, 0, 1, 2], [1, 0, 1 / 3, 2 / 3]),
-        (LABELS, lambda labels: labels.sum(), [12, 2, 9, 14], [12 / 14, 2 / 14, 9 / 23, 14 / 23]),
+        (LABELS, lambda labels: labels.sum(), [12, 2, 12, 11], [12 / 14, 2 / 14, 12 / 23, 11 / 23]),
         (LABELS, lambda labels: 0.0, [0] * 4, [0.5] * 4),  # shares of the batch's NaN
     ],
     ids=["samples", "targets that are not ignored", "what the task says", "nothing"],
@@ -40,9 +41,9 @@ def test_targets_are_those_of_the_microbatch_and_shares_those_of_its_batch(label
     assert read == [5]
     targets |= {mb: window.target(mb) for mb in (0, 3, 2)}
     assert [targets[mb].value.tolist() for mb in range(4)] == [
-        piece.tolist() for batch, sizes in zip(labels, SIZES, strict=True) for piece in batch.split(sizes)
+        piece.tolist() for batch in labels for piece in batch.tensor_split(2)
     ]
-    assert [targets[mb].samples for mb in range(4)] == [window.size(mb) for mb in range(4)] == [3, 2, 1, 3]
+    assert [window.size(mb) for mb in range(4)] == [Size(targets[mb].samples) for mb in range(4)]
     assert [targets[mb].weight for mb in range(4)] == weights
     assert [targets[mb].share for mb in range(4)] == pytest.approx(shares)
 
@@ -71,8 +72,8 @@ def test_the_targets_of_a_long_window_are_not_all_kept():
     links: Any = SimpleNamespace(
         world=World(0, 2), post_tensor=lambda what, tensor, rank: lambda: waited.append(rank)
     )
-    reader: Any = SimpleNamespace(take=lambda size: (torch.zeros(size, 1), torch.zeros(size)))
+    reader: Any = SimpleNamespace(take=lambda size: (torch.zeros(size.samples, 1), torch.zeros(size.samples)))
     batches: Any = None
-    inputs, targets, sent = OfLoader(links, reader, batches, batches).open([[2, 1]] * 1000, last=1)
+    inputs, targets, sent = OfLoader(links, reader, batches, batches).open([Size(3)] * 1000, 2, last=1)
     assert [len(some) for some in inputs] == [2, 1] * 1000
     assert (len(sent), len(waited), targets) == (UNTAKEN, 1000 - UNTAKEN, None)

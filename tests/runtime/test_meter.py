@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.network.chain import Chain
-from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.costs import Table, by_work
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
@@ -33,11 +33,11 @@ def measured() -> tuple[Stage, Meter, Items]:
     model = nn.Sequential(
         conv(3, 4), nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), act, conv(4, 4), nn.Tanh(), conv(4, 2)
     )
-    layers = estimate(model.train(), EXAMPLE.of(4))
-    part = Chain(model).part(cut_layers({4: layers}, [1, 6], EXAMPLE).slices[STAGE])
+    layers = estimate(model.train(), EXAMPLE.of(Size(4)))
+    part = Chain(model).part(cut_layers({Size(4): layers}, [1, 6], EXAMPLE).slices[STAGE])
     stage = Stage(STAGE, part, partial(torch.optim.SGD, lr=0.1, momentum=0.9), lambda update: 1.0)
     meter = Meter({STAGE: stage}, torch.device("cpu"))
-    return stage, meter, Table(layers, EXAMPLE.of(4), by_work(layers, 1)).sizes(1, 6, Mode.NEVER)
+    return stage, meter, Table(layers, EXAMPLE.of(Size(4)), by_work(layers, 1)).sizes(1, 6, Mode.NEVER)
 
 
 def numbers() -> tuple[Tensor]:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_planned
 from pipetrain import Pipeline
 from pipetrain.network.chain import Chain
 from pipetrain.network.numerics import Numerics
-from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.costs import SECONDS, LayerTime, Profile, profile_conditions
 from pipetrain.plan.estimate import estimate
 from pipetrain.plan.plan import Plan
@@ -41,8 +41,9 @@ def measured(
 ) -> list[dict[str, float]]:
     """Measure microbatches of two samples; the weights stay what they are."""
     example, before = ValueSpec((TensorSpec(shape, torch.float32),)), deepcopy([*model.parameters()])
-    layers, how = estimate(deepcopy(model), example.of(2)), (Numerics(), optimizer, torch.device(device))
-    found = measure_layers(Chain(model), layers, example, 2, *how)
+    layers = estimate(deepcopy(model), example.of(Size(2)))
+    how = Numerics(), optimizer, torch.device(device)
+    found = measure_layers(Chain(model), layers, example, Size(2), *how)
     assert all(torch.equal(a, b.cpu()) for a, b in zip(before, model.parameters(), strict=True))
     return [dict(zip(SECONDS, seconds, strict=True)) for seconds in found]
 
@@ -145,7 +146,7 @@ def test_a_time_is_the_median_of_all_ranks():
     told = [[[9.0, 1.0] * 4, [1.0] * 8], [[2.0, 3.0] * 4, [1.0] * 8], [[1.0, 2.0] * 4, [4.0] * 8]]
     world, cpu = SimpleNamespace(rank=0, size=1), torch.device("cpu")
     links = SimpleNamespace(world=world, device=cpu, gather=lambda what, mine: told)
-    layers = estimate(deepcopy(model), example.of(2))
+    layers = estimate(deepcopy(model), example.of(Size(2)))
     found = measure(links, Settings(batch_size=8), {}, Chain(model), SGD, layers, example, Numerics())
     assert found.layers == [LayerTime("0", 2 * 3 * 4, *[2.0, 2.0] * 4)]
     assert (found.stage, found.machine["ranks"]) == (LayerTime("", 0, *[1.0] * 8), 3)

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipetrain.network.chain import network_of
 from pipetrain.network.network import INPUT, ValueId
 from pipetrain.network.tensors import made_up
-from pipetrain.network.values import leaves_of
+from pipetrain.network.values import Size, leaves_of
 from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.split import Deferred
 from tests.support.live import Live
@@ -308,7 +308,7 @@ class Forked(nn.Module):
 def test_layers_of_a_traced_model_put_off_all_that_the_estimate_counts_for_weights():
     shape = example(IMAGE[1:])
     network = network_of(Forked(), shape)
-    layers, made = estimate(network, shape.of(2)), [shape.of(2)]
+    layers, made = estimate(network, shape.of(Size(2))), [shape.of(Size(2))]
     values = {ValueId(INPUT, number): made_up(spec) for number, spec in enumerate(made[0].specs)}
     for index, layer in enumerate(layers):
         given = [values[value] for value in layer.takes]

@@ -11,6 +11,7 @@ import pytest
 
 from pipetrain.data.loading import BadBatch
 from pipetrain.errors import ConfigError, TrainingStopped
+from pipetrain.network.values import Size
 from pipetrain.runtime import windows as module
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.session import Session
@@ -23,7 +24,7 @@ EVERYTHING = 1000
 
 
 class Source:
-    """Batches of these samples, or errors; notes what is read. `read_s`: that reading a window takes."""
+    """Batches of so many samples, or errors; notes what is read. `read_s`: that reading a window takes."""
 
     def __init__(
         self, log: list[str], *batches: int | Exception, clock: Any = None, read_s: float = 0.0
@@ -31,7 +32,7 @@ class Source:
         self.log, self._batches, self._read = log, batches, 0
         self._clock, self._read_s = clock, read_s
 
-    def next(self, window: int | None) -> list[int] | None:
+    def next(self, window: int | None) -> list[Size] | None:
         if self._clock is not None:
             self._clock.now += self._read_s
         batches = self._batches[self._read :][:window]
@@ -40,7 +41,7 @@ class Source:
                 raise one
         self._read += len(batches)
         self.log.append(f"read {len(batches)}")
-        return list(batches) if self._batches else None  # type: ignore[arg-type]
+        return [*map(Size, batches)] if self._batches else None  # type: ignore[arg-type]
 
 
 class Fake:
@@ -54,10 +55,10 @@ class Fake:
         self.log, self.clock, self._ends, self._losses = log, clock, ends, list[float]()
         self.last: Any = SimpleNamespace(counts=self)
 
-    def train(self, sizes: Sequence[int], *rest: Any) -> int:
+    def train(self, sizes: Sequence[Size], *rest: Any) -> int:
         self.clock.now += 1.0
         self.log.append(f"train {len(sizes)}")
-        self._losses += sizes[: self._ends or None]
+        self._losses += [size.samples for size in sizes[: self._ends or None]]
         return self._ends or len(sizes)
 
     def take_losses(self) -> list[float]:
@@ -103,7 +104,7 @@ def test_where_nobody_looks_as_many_windows_run_between_two_words_as_take_half_a
     """A window takes a second here. The first one is alone: how long it takes is not known."""
     rank = Rank(monkeypatch, at_once_s=3.0)
     words = [
-        (done.sizes, done.losses, done.over)
+        ([size.samples for size in done.sizes], done.losses, done.over)
         for done in rank.train(*range(2, 10), until=lambda done: EVERYTHING)
     ]
     assert words == [
@@ -163,7 +164,7 @@ def test_what_signals_ask_for_is_heard_after_windows_alone(monkeypatch):
 def test_a_window_that_ends_early_ends_what_runs_at_once(monkeypatch):
     rank = Rank(monkeypatch, at_once_s=100.0, ends=1)
     done = next(rank.train(*[4] * 9, window=3, until=lambda done: EVERYTHING))
-    assert (done.sizes, done.early) == ([4], True)
+    assert (done.sizes, done.early) == ([Size(4)], True)
 
 
 def test_all_ranks_hear_the_losses_of_the_last_stage_what_one_was_asked_for_and_the_error_of_rank_0(

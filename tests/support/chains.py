@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from pipetrain.network.chain import Chain, Pop, Stash
 from pipetrain.network.network import INPUT, ValueId
-from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.cut import Cut
 from pipetrain.plan.estimate import Layer, estimate
 from tests.support.models import Pair
 
 steady = settings(derandomize=True, deadline=None, max_examples=40)
 EXAMPLE = ValueSpec((TensorSpec((3,), torch.float32),))
-ENTRY = EXAMPLE.of(2)
+ENTRY = EXAMPLE.of(Size(2))
 
 
 class Into(nn.Module):

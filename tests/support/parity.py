@@ -17,8 +17,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from pipetrain import Pipeline
-from pipetrain.data.loader import pieces
-from pipetrain.network.values import Value, as_tuple, on_each
+from pipetrain.network.values import Size, Value, as_tuple, on_each
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.ranks import World
 from pipetrain.tasks import Task
@@ -145,7 +144,7 @@ def referred(subject: Subject, way: Way, model: nn.Module, plan: Plan) -> tuple[
 
 
 def _pieces(batch: Batch, m: int) -> list[Batch]:
-    sizes = pieces(len(as_tuple(batch[0])[0]), m)
+    sizes = [size.samples for size in Size(len(as_tuple(batch[0])[0])).pieces(m)]
     return [*zip(*(cut_batches(value, sizes) for value in batch), strict=True)]
 
 

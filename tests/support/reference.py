@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from pipetrain.data import Draw
 from pipetrain.network.chain import Pop, Stash, network_of
 from pipetrain.network.draws import Seeds, drawing
-from pipetrain.network.values import Value, as_tuple, named_layers
+from pipetrain.network.values import Size, Value, as_tuple, named_layers
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.plan import Plan
 from pipetrain.rate import Rate
@@ -146,7 +146,7 @@ class Reference:
         self._stages = stages_of(model, plan)
         self._part = None
         if any(isinstance(inner, nn.Dropout) and inner.p for inner in model.modules()):
-            (whole,) = cut_layers({1: plan.layers}, [], plan.example).slices
+            (whole,) = cut_layers({Size(1): plan.layers}, [], plan.example).slices
             self._part = network_of(model, plan.example).part(whole)
             self._takes = [made.number for made in whole.enters]
         together: dict[int, list[nn.Parameter]] = {}

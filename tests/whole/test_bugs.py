@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipetrain.errors import ConfigError, TrainingStopped
+from pipetrain.network.values import Size
 from tests.support.cases import Case, Saved, compare, make_run, run_in_threads
 
 pytestmark = pytest.mark.slow
@@ -63,7 +64,7 @@ def test_a_boundary_that_is_another_in_training():
     words = ("partition=[2]", "microbatches=1", "batch_size=11")
     case = _case("1f1b", "models.wider_in_training", *words, train_samples=33)
     plan = make_run(case).plan
-    assert plan.cut.entering(1, 11) != plan.evaluation_cut.entering(1, 11)
+    assert plan.cut.entering(1, Size(11)) != plan.evaluation_cut.entering(1, Size(11))
     _equals_the_reference(case)
 
 
@@ -119,8 +120,8 @@ def test_complex_weights_go_on_from_a_checkpoint(tmp_path):
 def test_only_gradients_that_are_needed_travel():
     for model, cut in (("masked", "[3]"), ("unused", "[2]")):
         joined = make_run(_case("1f1b", f"edges.{model}", f"partition={cut}")).plan.cut
-        assert len(joined.message((0, 1), 3)) == 2
-        assert [spec.shape for spec in joined.message((1, 0), 3)] == [(3, 12)]
+        assert len(joined.message((0, 1), Size(3))) == 2
+        assert [spec.shape for spec in joined.message((1, 0), Size(3))] == [(3, 12)]
 
 
 @pytest.mark.parametrize(

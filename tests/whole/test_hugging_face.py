@@ -10,6 +10,7 @@ from pipetrain.choices import conf_dir
 from pipetrain.data import declared_example, load_data
 from pipetrain.errors import ConfigError
 from pipetrain.network.tensors import made_up
+from pipetrain.network.values import Size
 from tests.support.cases import config, prepared
 
 pytest.importorskip("transformers")
@@ -36,7 +37,7 @@ def small(name: str, *words: str) -> list[str]:
 def test_takes_an_input_of_its_data(name):
     cfg = config(small(name))
     example = declared_example(cfg.data, torch.float32) or load_data(cfg.data).facts.example
-    assert build(cfg, "model")(*map(made_up, example.of(2).specs)).logits.shape[0] == 2
+    assert build(cfg, "model")(*map(made_up, example.of(Size(2)).specs)).logits.shape[0] == 2
 
 
 def test_the_vocabulary_and_the_length_are_those_of_the_data():

@@ -40,7 +40,7 @@ from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.network import evaluating
 from pipetrain.network.places import named_tensors, standing_in
 from pipetrain.network.tensors import graph_of, made_up
-from pipetrain.network.values import ValueSpec
+from pipetrain.network.values import Size, ValueSpec
 
 _ATEN = torch.ops.aten
 _ASSERTIONS = {
@@ -126,7 +126,8 @@ def _exported(model: nn.Module, example: ValueSpec, training: bool, autocast: bo
             standing_in(model, others),
             quietly(),
         ):
-            args, kwargs = as_arguments(example, [made_up(t, device) for t in example.of(SAMPLES).specs])
+            few = example.of(Size(SAMPLES)).specs
+            args, kwargs = as_arguments(example, [made_up(t, device) for t in few])
             shapes = tree_map(lambda _: {0: batch}, bound(model, args, kwargs))
             return export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
     except ConfigError:
