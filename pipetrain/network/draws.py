@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +21,7 @@ import torch
 EVALUATION = -1  # in place of the number of an update
 
 
-@dataclass(frozen=True, slots=True)
-class Seeds:
+class Seeds(NamedTuple):
     """What a forward's random numbers depend on, beside its layer."""
 
     seed: int
@@ -63,21 +62,25 @@ class _Forward:
 _running: ContextVar[_Forward | None] = ContextVar("_running", default=None)  # of each thread
 
 
-@contextmanager
-def drawing(seeds: Seeds | None) -> Iterator[None]:
-    """Let the layers that run draw by `seeds`; None: from the generators as they are.
+class drawing:
+    """A context that lets the layers that run draw by `seeds`; None: from the generators as they are.
 
     The generators then go on as if nothing had drawn, so that other code, such as an augmentation, does not
     depend on which layers ran before it.
     """
-    forward = None if seeds is None else _Forward(seeds)
-    before = _running.set(forward)
-    try:
-        yield
-    finally:
-        _running.reset(before)
-        if forward is not None and forward.before is not None:
-            forward.before.restore()
+
+    __slots__ = ("_before", "_forward")
+
+    def __init__(self, seeds: Seeds | None) -> None:
+        self._forward = None if seeds is None else _Forward(seeds)
+
+    def __enter__(self) -> None:
+        self._before = _running.set(self._forward)
+
+    def __exit__(self, *error: object) -> None:
+        _running.reset(self._before)
+        if self._forward is not None and self._forward.before is not None:
+            self._forward.before.restore()
 
 
 class Beginning:

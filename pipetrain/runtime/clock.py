@@ -17,7 +17,7 @@ import torch
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import COMMUNICATION, Action
-from pipetrain.schedule.timeline import Row, Span, StageStats, stage_stats, total
+from pipetrain.schedule.timeline import Row, Span, StageStats, add_stats
 
 Mark = Any
 """A moment: seconds of the host's clock (float), or an event on the device's stream (torch.cuda.Event)."""
@@ -30,23 +30,24 @@ class Clock:
     """Marks moments on one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self.on_device = device.type == "cuda"
+        """Whether moments are events of a device, not the host's."""
         self._anchor: Mark = None
         self._anchored = 0.0
         self._stream: Any = None  # None: the current one
 
     def begin(self) -> Mark:
         """Mark the start of a window, on the stream that is current then."""
-        if self._cuda:
+        if self.on_device:
             self._stream = torch.cuda.current_stream()
-        if self._cuda and self._anchor is None:
+        if self.on_device and self._anchor is None:
             self._anchor = self.mark()
             self._anchor.synchronize()
             self._anchored = time.perf_counter()
         return self.mark()
 
     def mark(self) -> Mark:
-        if not self._cuda:
+        if not self.on_device:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)  # looking up the stream takes longer than to record
@@ -54,7 +55,7 @@ class Clock:
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        if self._cuda:
+        if self.on_device:
             torch.cuda.synchronize()
 
     def resolve(self, row: Row) -> Row:
@@ -63,7 +64,7 @@ class Clock:
         Where the host waits for messages, it may do so while the device still computes. Only the wait after
         the device is idle counts: the spans of such messages and of the drain start there.
         """
-        if not self._cuda:
+        if not self.on_device:
             return row
         last: Any = row.ended
         last.synchronize()
@@ -103,19 +104,26 @@ class Stopwatch:
         self._end: Mark = self._began  # of the last span
         self._start: Mark = None
         self._before = (0.0, 0, 0.0)
+        self._by_host = True
 
     def start(self, action: Action | None) -> None:
         """Begin an action, or with None a wait outside of actions, which lasts until the next start."""
         if self._waits:
             self.stop()
+        channel = self._channel
         self._action, self._waits = action, action is None
-        shared = not self._by_host() and not isinstance(self._end, float)
-        self._start, self._before = self._end if shared else self._mark(), self._sums()
+        # The host's time counts for what the host does, and on a CPU for all.
+        by_host = action is None or (not channel.ordered and action.op in COMMUNICATION)
+        self._by_host = by_host or not self._clock.on_device
+        shared = not self._by_host and not isinstance(self._end, float)
+        self._start = self._end if shared else self._mark()
+        self._before = channel.waited, channel.carried, self._coded()
 
     def stop(self) -> None:
-        waited, carried, coded = (now - then for now, then in zip(self._sums(), self._before, strict=True))
-        self._end = self._mark()
-        self._spans.append(Span(self._action, self._start, self._end, waited, int(carried), coded))
+        waited, carried, coded = self._before
+        channel, self._end = self._channel, self._mark()
+        sums = channel.waited - waited, int(channel.carried - carried), self._coded() - coded
+        self._spans.append(Span(self._action, self._start, self._end, *sums))
         self._waits = False
 
     def row(self) -> Row:
@@ -124,21 +132,14 @@ class Stopwatch:
             self.stop()
         return Row(self._began, self._marked(), self._spans)
 
-    def _by_host(self) -> bool:
-        """Return whether the action, or the wait, is one of the host."""
-        return self._action is None or (self._action.op in COMMUNICATION and not self._channel.ordered)
-
     def _mark(self) -> Mark:
-        return time.perf_counter() if self._by_host() else self._marked()
+        return time.perf_counter() if self._by_host else self._marked()
 
     def _marked(self) -> Mark:
         mark = self._clock.mark()
         if self._channel.ordered:
             self._channel.passed(mark.query)
         return mark
-
-    def _sums(self) -> tuple[float, int, float]:
-        return self._channel.waited, self._channel.carried, self._coded()
 
 
 class Times:
@@ -171,7 +172,6 @@ class Times:
         while self._unread and (wait or len(self._unread) > UNREAD):
             row, microbatches, observe = self._unread.popleft()
             row = self._clock.resolve(row)
-            for index, stats in stage_stats(row, microbatches).items():
-                self.stats[index] = total([self.stats[index], stats])
+            add_stats(self.stats, row, microbatches)
             if observe:
                 observe(row)

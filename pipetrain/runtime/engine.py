@@ -173,29 +173,30 @@ class Engine:
         for stage in self.stages.values() if window.trains else ():
             stage.begin_window()
         watch = Stopwatch(self._clock, mail.channel, lambda: mail.coding.seconds)
-        profiled = torch.autograd.profiler._is_profiler_enabled  # naming an action takes 10 us
         action: Action | Wait | None = None
         try:
             mail.begin(window.feed, order.receives(), watched=order.decide is not None)
             for action in order.actions(mail):
-                if isinstance(action, Wait) or action.op in RECEIVES:
-                    window.feed.prepare()
                 if isinstance(action, Wait):
+                    window.feed.prepare()
                     watch.start(None)
                     mail.wait(action)
                     continue
-                if action.op in WAITING:
+                op = action.op
+                if op in RECEIVES:
+                    window.feed.prepare()
+                elif op in WAITING:
                     sums.hear(action, partial(watch.start, None))
                 watch.start(action)
-                with (
-                    record_function(str(action)) if profiled else nullcontext(),
-                    watcher.during(action) if watcher else nullcontext(),
-                ):
-                    methods[action.op](action, window)
+                if watcher or torch.autograd.profiler._is_profiler_enabled:
+                    with record_function(str(action)), watcher.during(action) if watcher else nullcontext():
+                        methods[op](action, window)
+                else:  # naming an action takes 10 us
+                    methods[op](action, window)
                 watch.stop()
                 if watcher:
                     watcher.after(chain(mail.tensors(), sums.tensors()))
-                if action.op is counted:
+                if op is counted:
                     progress(action.stage)
         except (TrainingStopped, AssertionError):
             raise

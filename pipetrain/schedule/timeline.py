@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from pipetrain.schedule.actions import COMMUNICATION, Action, Op, most_versions
+from pipetrain.schedule.actions import COMMUNICATION, SENDS, Action, Op, most_versions
 
 
 class Span(NamedTuple):
@@ -105,22 +105,32 @@ def total(parts: Sequence[StageStats]) -> StageStats:
 
 def stage_stats(row: Row, microbatches: int) -> dict[int, StageStats]:
     """Return the statistics of each stage of a rank in a window."""
-    versions = most_versions(row.actions)
-    stages: dict[int, StageStats] = defaultdict(StageStats)
-    opened: Counter[int] = Counter()
-    trains = any(action.op in (Op.B, Op.W) for action in row.actions)
+    stages: dict[int, StageStats] = {}
+    add_stats(stages, row, microbatches)
+    return stages
+
+
+def add_stats(stages: dict[int, StageStats], row: Row, microbatches: int) -> None:
+    """Add the statistics of a rank's window to those of its stages."""
+    actions = row.actions
+    versions = most_versions(actions)
+    opened = dict.fromkeys(versions, 0)
+    trains = any(action.op in (Op.B, Op.W) for action in actions)
     unowned = 0.0
-    for span in row.spans:
-        if (action := span.action) is None:
-            unowned += span.waited
+    for action, start, end, waited, nbytes, codec_s in row.spans:
+        if action is None:
+            unowned += waited
             continue
-        stage, op, stats = action.stage, action.op, stages[action.stage]
-        stats.wait_s += span.waited
+        stage, op = action.stage, action.op
+        if stage not in stages:
+            stages[stage] = StageStats()
+        stats = stages[stage]
+        stats.wait_s += waited
         if op in COMMUNICATION:
-            stats.bytes_sent += span.nbytes if op in (Op.SEND_F, Op.SEND_B) else 0
-            stats.codec_s += span.codec_s
+            stats.bytes_sent += nbytes if op in SENDS else 0
+            stats.codec_s += codec_s
             continue
-        stats.busy_s += span.end - span.start - span.waited
+        stats.busy_s += end - start - waited
         if op is Op.F and trains:  # an evaluation saves nothing for a backward
             opened[stage] += 1
             stats.activations = max(stats.activations, opened[stage])
@@ -130,10 +140,9 @@ def stage_stats(row: Row, microbatches: int) -> dict[int, StageStats]:
             opened[stage] -= 1
         elif op is Op.STEP:
             stats.updates += 1
-            stats.versions = versions[stage]
+            stats.versions = max(stats.versions, versions[stage])
     if stages:
         stages[min(stages)].wait_s += unowned
-    return dict(stages)
 
 
 @dataclass(frozen=True)
