@@ -238,6 +238,8 @@ def _figures(plan: Plan, run: Timeline, batches: int) -> str:
         formula = theory(settings.schedule, settings.ranks, 1, *size)  # each batch ends on all ranks at once
     if plan.by_costs:  # the formulas are for an order that was made for equal stages
         formula, simulation = None, run
+    elif getattr(plan.draft.schedule, "keywords", {}).get("buffer"):  # and for ssp's own
+        formula = None
     bubble = "-" if formula is None or formula.bubble is None else f"{formula.bubble:.2%}"
     which = "these" if plan.by_costs else "equal"
     rows = [

@@ -19,7 +19,7 @@ backward is split, for F = I = W. S ranks, m microbatches a batch, n batches a w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,13 @@ def _interleaved_peak(stage: int, ranks: int, microbatches: int, virtual: int) -
 def _pipedream_2bw(ranks: int, batches: int, microbatches: int) -> Theory:
     delay, total = min(1, batches - 1), batches * microbatches
     return Theory(_as_1f1b(ranks, total), [1 + delay] * ranks, [delay] * ranks, _fill_and_drain(ranks, total))
+
+
+def _ssp(ranks: int, batches: int, microbatches: int) -> Theory:
+    """Versions and delays as pipedream's with a microbatch a batch, whatever their number; order as its."""
+    total = batches * microbatches
+    ring = _stashing(range(ranks)[::-1], batches, 1, _fill_and_drain(ranks, total))
+    return replace(ring, activations=_as_1f1b(ranks, total))
 
 
 def _v_async(ranks: int, batches: int, microbatches: int) -> Theory | None:
@@ -167,5 +174,6 @@ _KNOWN: dict[str, Callable[[int, int, int], Theory | None]] = {
     "v_min": _v_min,
     "pipedream": lambda ranks, n, m: _stashing(range(ranks)[::-1], n, m, _fill_and_drain(ranks, n * m)),
     "pipedream_2bw": _pipedream_2bw,
+    "ssp": _ssp,
     "v_async": _v_async,
 }

@@ -67,6 +67,12 @@ def test_simulated_and_formula_agree_for_every_schedule(schedule):
         assert all(simulated == formula for simulated, formula in shown.values()), shown
 
 
+def test_the_formulas_of_ssp_are_for_its_own_buffer():
+    shown = figures(describe(planned("ssp", 2, 1, 8, "model=mlp", "schedule.buffer=3")))
+    assert shown["versions"] == ("3 3", "-")
+    assert shown["staleness"] == ("2 2", "-")
+
+
 def test_a_bubble_that_no_formula_gives_is_left_out():
     """Microbatches that are no multiple of the ranks, as by default with three of them."""
     shown = figures(describe(planned("interleaved_1f1b", 3, 4, 1, "model=mlp")))

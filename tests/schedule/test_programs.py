@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
+from operator import le
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pipetrain.schedule.actions import Program, ScheduleError, parse_program
+from pipetrain.schedule.actions import SENDS, Action, Op, Program, ScheduleError, parse_program
 from pipetrain.schedule.asynchronous import AsynchronousV
 from pipetrain.schedule.automatic import ZeroBubbleAuto
+from pipetrain.schedule.check import check
 from pipetrain.schedule.fixed import FixedProgram
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.policy import ForwardBackward
@@ -21,10 +26,11 @@ from pipetrain.schedule.programs import (
     one_f_one_b,
     pipedream,
     pipedream_2bw,
+    ssp,
     zb_h1,
     zb_h2,
 )
-from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.simulate import simulate, unit_cost
 from tests.schedule import golden
 from tests.schedule.cases import CASES, NAMES
 
@@ -62,6 +68,18 @@ PICTURES: dict[str, Program] = {
     0F0@0 0F1@0 0B0@0 0F2@0 0B1@0 0STEP@1 0F3@0 0B2@0 0F4@1 0B3@0 0STEP@2 0F5@1 0B4@1 0B5@1 0STEP@3
     1F0@0 1B0@0 1F1@0 1B1@0 1STEP@1 1F2@0 1B2@0 1F3@0 1B3@0 1STEP@2 1F4@1 1B4@1 1F5@1 1B5@1 1STEP@3
     """: pipedream_2bw(2, 3, 2),
+    """ssp reads at a fixed distance, in all microbatches of a batch the same:
+    0F0@0 0F1@0 0B0@0 0F2@0 0B1@0 0STEP@1 0F3@0 0B2@0 0F4@1 0B3@0 0STEP@2 0F5@1 0B4@1 0B5@1 0STEP@3
+    1F0@0 1B0@0 1F1@0 1B1@0 1STEP@1 1F2@1 1B2@1 1F3@1 1B3@1 1STEP@2 1F4@2 1B4@2 1F5@2 1B5@2 1STEP@3
+    """: ssp(2, 3, 2),
+    """ssp with three versions is a microbatch further ahead, and the last stage reads old weights too:
+    0F0@0 0F1@0 0F2@0 0B0@0 0STEP@1 0F3@1 0B1@0 0STEP@2 0F4@2 0B2@0 0STEP@3 0B3@1 0STEP@4 0B4@2 0STEP@5
+    1F0@0 1B0@0 1STEP@1 1F1@0 1B1@0 1STEP@2 1F2@0 1B2@0 1STEP@3 1F3@1 1B3@1 1STEP@4 1F4@2 1B4@2 1STEP@5
+    """: ssp(2, 5, 1, buffer=3),
+    """ssp with one version flushes:
+    0F0@0 0F1@0 0B0@0 0F2@0 0B1@0 0B2@0 0STEP@1 0F3@1 0F4@1 0B3@1 0F5@1 0B4@1 0B5@1 0STEP@2
+    1F0@0 1B0@0 1F1@0 1B1@0 1F2@0 1B2@0 1STEP@1 1F3@1 1B3@1 1F4@1 1B4@1 1F5@1 1B5@1 1STEP@2
+    """: ssp(2, 2, 3, buffer=[1, 1]),
     """zb_h1 puts weight gradients off by as many as the stages before:
     0F0@0 0F1@0 0F2@0 0I0@0 0W0@0 0F3@0 0I1@0 0W1@0 0I2@0 0W2@0 0I3@0 0W3@0 0STEP@1
     1F0@0 1F1@0 1I0@0 1F2@0 1I1@0 1W0@0 1F3@0 1I2@0 1W1@0 1I3@0 1W2@0 1W3@0 1STEP@1
@@ -81,6 +99,46 @@ PICTURES: dict[str, Program] = {
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.partition(":")[0])
 def test_a_program(picture: str) -> None:
     assert parse_program(picture.partition(":")[2]) == PICTURES[picture]
+
+
+def test_the_versions_that_a_ring_of_four_reads_are_those_of_the_record() -> None:
+    """OneFlow's own test of its buffer."""
+    for actions in ssp(3, 7, 1, buffer=4):
+        assert [action.version for action in actions if action.op is Op.F] == [0, 0, 0, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("ranks", range(1, 6))
+def test_ssp_s_own_buffer_with_a_microbatch_a_batch_is_pipedream_and_one_version_is_1f1b(ranks: int) -> None:
+    assert ssp(ranks, 9, 1) == pipedream(ranks, 9, 1)
+    assert ssp(ranks, 3, 4, buffer=1) == one_f_one_b(ranks, 3, 4)
+
+
+def test_a_larger_buffer_keeps_more_in_flight_while_messages_travel_and_a_smaller_one_less() -> None:
+    """On 3 ranks, where a message takes as long as a forward."""
+
+    def cost(action: Action) -> float:
+        return 1.0 if action.op in SENDS else unit_cost(action)
+
+    runs = {n: simulate(lower(ssp(3, 40, 1, n, 2)), 1, cost=cost) for n in (2, 3, 5)}
+    assert [run.activations for run in runs.values()] == [[2, 2, 1], [3, 2, 1], [5, 3, 1]]
+    assert runs[5].makespan < 0.8 * runs[3].makespan < 0.8 * runs[2].makespan
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    buffers=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    size=st.tuples(st.integers(1, 9), st.integers(1, 5)),
+    buffer_size=st.integers(1, 3),
+)
+def test_any_buffers_are_sound_and_bound_what_a_stage_holds(
+    buffers: list[int], size: tuple[int, int], buffer_size: int
+) -> None:
+    program = lower(ssp(len(buffers), *size, buffers, buffer_size))
+    check(program, *size)
+    run = simulate(program, size[1], buffer_size=buffer_size)
+    assert all(map(le, run.versions, buffers))
+    assert run.staleness == [min(n, size[0]) - 1 for n in buffers]
+    assert all(map(le, run.activations, (n * size[1] for n in buffers)))
 
 
 @pytest.mark.parametrize(
@@ -108,6 +166,13 @@ def test_a_file_of_one_batch_serves_any_number_of_them() -> None:
     ("make", "message"),
     [
         (partial(pipedream_2bw, 4, 3, 2), "needs microbatches >= stages; got microbatches=2, stages=4"),
+        *(
+            (
+                partial(ssp, 2, 3, 1, buffer),
+                f">= 1, or one for each of 2 stages; got buffer={re.escape(says)}",
+            )
+            for buffer, says in ((0, "0"), (True, "True"), ([2], "[2]"), ([2, 0], "[2, 0]"), ("much", "much"))
+        ),
         (partial(interleaved_1f1b, 2, 1, 2, virtual=0), "needs virtual >= 1; got virtual=0"),
         (partial(forward_only, [0, 2], 1), "placement must use ranks"),
         (partial(ForwardBackward(True), 2, 1, 1), "fbp needs in_flight >= 1; got in_flight=True"),

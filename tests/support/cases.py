@@ -142,7 +142,9 @@ def expected(case: Case, ran: Sequence[Program] = ()) -> reference.Outcome:
 def _delay(case: Case, run: Run) -> reference.Delay:
     """The theory's delays; for a schedule that has none, what the plan's program says."""
     if case.schedule in reference.DELAYS:
-        return reference.DELAYS[case.schedule](run.plan.stages, run.settings.microbatches)
+        buffer = _config(case).schedule.get("buffer")
+        more = [] if buffer is None else [buffer]
+        return reference.DELAYS[case.schedule](run.plan.stages, run.settings.microbatches, *more)
     return _reads(run.plan.window.program)
 
 

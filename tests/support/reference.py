@@ -51,8 +51,14 @@ def pipedream_2bw(stages: int, m: int) -> Delay:
     return lambda stage, mb: max(0, mb // m - 1)
 
 
+def ssp(stages: int, m: int, buffer: Sequence[int] | None = None) -> Delay:
+    """OneFlow's SSP: step t reads the weights after max(0, t - (buffer - 1)) updates; S-s versions."""
+    held = buffer or range(stages, 0, -1)
+    return lambda stage, mb: max(0, mb // m - (held[stage] - 1))
+
+
 FLUSH = ("layer_dist", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "v_half", "v_min")
-DELAYS = dict.fromkeys(FLUSH, flush) | {"pipedream": pipedream, "pipedream_2bw": pipedream_2bw}
+DELAYS = dict.fromkeys(FLUSH, flush) | {"pipedream": pipedream, "pipedream_2bw": pipedream_2bw, "ssp": ssp}
 
 Read = Mapping[str, tuple[str, Callable[[int], int]]]
 """What a forward calls a weight -> the weight's name, and which version each microbatch reads."""

@@ -60,6 +60,8 @@ LIKE_V_HALF = ("schedule.like=v_half", "buffer_size=1")
         Case("pipedream", 3, (PLAIN, "microbatches=1", "epochs=2", "data.drop_last=true")),
         Case("pipedream", 8, (NORM, "partition=even", "batch_size=16", "microbatches=8", "buffer_size=1")),
         Case("pipedream_2bw", 3, (PLAIN, "microbatches=5", "epochs=1")),  # which do not divide a batch
+        Case("ssp", 3, (NORM, "microbatches=1", "schedule.buffer=[4,4,4]", "batch_size=5", "epochs=2")),
+        Case("ssp", 3, (PLAIN, "microbatches=2", "schedule.buffer=[2,5,1]", "batch_size=5", "epochs=1")),
         Case("interleaved_1f1b", 2, (NORM, "microbatches=4", "schedule.virtual=5", "epochs=1")),
         Case("pipedream", 2, (NORM, "label_smoothing=0.1", "lr_schedule=one_cycle")),
         # Optimizers in each form, and groups and averages of the whole model

@@ -14,7 +14,7 @@ and a stage steps directly after the last backward of a batch.
 from __future__ import annotations
 
 from pipetrain.schedule.programs.flush import forward_only, gpipe, interleaved_1f1b, layer_dist, one_f_one_b
-from pipetrain.schedule.programs.stashing import pipedream, pipedream_2bw
+from pipetrain.schedule.programs.stashing import pipedream, pipedream_2bw, ssp
 from pipetrain.schedule.programs.zero_bubble import v_half, v_min, zb_h1, zb_h2, zbv
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "one_f_one_b",
     "pipedream",
     "pipedream_2bw",
+    "ssp",
     "v_half",
     "v_min",
     "zb_h1",
