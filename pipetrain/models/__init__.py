@@ -10,6 +10,18 @@ from __future__ import annotations
 
 from pipetrain.models.gpt import gpt
 from pipetrain.models.unet import unet
-from pipetrain.models.vision import mlp, resnet18, resnet34, resnet50, vgg11, vgg13, vgg16, vgg19
+from pipetrain.models.vision import alexnet, mlp, resnet18, resnet34, resnet50, vgg11, vgg13, vgg16, vgg19
 
-__all__ = ["gpt", "mlp", "resnet18", "resnet34", "resnet50", "unet", "vgg11", "vgg13", "vgg16", "vgg19"]
+__all__ = [
+    "alexnet",
+    "gpt",
+    "mlp",
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "unet",
+    "vgg11",
+    "vgg13",
+    "vgg16",
+    "vgg19",
+]

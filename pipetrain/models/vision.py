@@ -1,6 +1,7 @@
-"""Models for images of 32x32 pixels: a perceptron, VGG and ResNet.
+"""Models for images of 32x32 pixels: a perceptron, AlexNet, VGG and ResNet.
 
-Weights begin as He et al. have them before a ReLU, those of convolutions by fan-out.
+With `imagenet` the latter three are those for 224x224, with torchvision's layers. Weights begin as He et al.
+have them before a ReLU, those of convolutions by fan-out.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from pipetrain.models.layers import NormalConvolution, NormalLinear, before_relu, stack
-from pipetrain.rules import COUNT, whole
+from pipetrain.rules import BOOL, COUNT, whole
 
 
 def mlp(num_classes: int = 10, depth: int = 6, width: int = 128) -> nn.Sequential:
@@ -31,50 +32,96 @@ def mlp(num_classes: int = 10, depth: int = 6, width: int = 128) -> nn.Sequentia
     return model
 
 
+# AlexNet
+
+
+def alexnet(num_classes: int = 10, width: int = 64, imagenet: bool = False) -> nn.Sequential:
+    """AlexNet: images (n, 3, 32, 32) to logits (n, num_classes), in 8 layers.
+
+    For 32x32 the first convolution is 3x3 without a stride, and a max-pool halves. `width`: channels of the
+    first layer. Raises ConfigError. Source: Krizhevsky, "One weird trick for parallelizing convolutional
+    neural networks", 2014.
+    """
+    COUNT.read("width", width)
+    BOOL.read("imagenet", imagenet)
+    first = (11, 4, 2) if imagenet else (3, 1, 1)  # kernel, stride, padding
+    pool, side = ((3, 2), 6) if imagenet else ((2, 2), 4)
+    layers = [(1, first), (3, (5, 1, 2)), (6, (3, 1, 1)), (4, (3, 1, 1)), (4, (3, 1, 1))]
+    model, channels, hidden = nn.Sequential(), 3, 64 * width
+    for index, (times, (kernel, stride, padding)) in enumerate(layers, start=1):
+        std = before_relu(times * width * kernel**2)
+        conv = NormalConvolution(channels, channels := times * width, kernel, stride, padding, std=std)
+        layer = stack(conv=conv, relu=nn.ReLU())
+        if index in (1, 2, 5):
+            layer.add_module("pool", nn.MaxPool2d(*pool))
+        model.add_module(f"conv{index}", layer)
+    before = stack(pool=nn.AdaptiveAvgPool2d(side), flatten=nn.Flatten(), dropout=nn.Dropout())
+    model.add_module("hidden1", _hidden(channels * side**2, hidden, before))
+    model.add_module("hidden2", _hidden(hidden, hidden, nn.Dropout()))
+    model.add_module("head", NormalLinear(hidden, num_classes, std=0.01))
+    return model
+
+
 # VGG
 
 
-def vgg11(num_classes: int = 10, width: int = 64) -> nn.Sequential:
-    """VGG11 with BatchNorm: images (n, 3, 32, 32) to logits (n, num_classes), in 9 layers."""
-    return _vgg((1, 1, 2, 2, 2), num_classes, width)
+def vgg11(
+    num_classes: int = 10, width: int = 64, batchnorm: bool = True, imagenet: bool = False
+) -> nn.Sequential:
+    """VGG11: images (n, 3, 32, 32) to logits (n, num_classes), in 9 layers, with `imagenet` 11."""
+    return _vgg((1, 1, 2, 2, 2), num_classes, width, batchnorm, imagenet)
 
 
-def vgg13(num_classes: int = 10, width: int = 64) -> nn.Sequential:
-    """VGG13 with BatchNorm: images (n, 3, 32, 32) to logits (n, num_classes), in 11 layers."""
-    return _vgg((2, 2, 2, 2, 2), num_classes, width)
+def vgg13(
+    num_classes: int = 10, width: int = 64, batchnorm: bool = True, imagenet: bool = False
+) -> nn.Sequential:
+    """VGG13: images (n, 3, 32, 32) to logits (n, num_classes), in 11 layers, with `imagenet` 13."""
+    return _vgg((2, 2, 2, 2, 2), num_classes, width, batchnorm, imagenet)
 
 
-def vgg16(num_classes: int = 10, width: int = 64) -> nn.Sequential:
-    """VGG16 with BatchNorm: images (n, 3, 32, 32) to logits (n, num_classes), in 14 layers."""
-    return _vgg((2, 2, 3, 3, 3), num_classes, width)
+def vgg16(
+    num_classes: int = 10, width: int = 64, batchnorm: bool = True, imagenet: bool = False
+) -> nn.Sequential:
+    """VGG16: images (n, 3, 32, 32) to logits (n, num_classes), in 14 layers, with `imagenet` 16."""
+    return _vgg((2, 2, 3, 3, 3), num_classes, width, batchnorm, imagenet)
 
 
-def vgg19(num_classes: int = 10, width: int = 64) -> nn.Sequential:
-    """VGG19 with BatchNorm: images (n, 3, 32, 32) to logits (n, num_classes), in 17 layers."""
-    return _vgg((2, 2, 4, 4, 4), num_classes, width)
+def vgg19(
+    num_classes: int = 10, width: int = 64, batchnorm: bool = True, imagenet: bool = False
+) -> nn.Sequential:
+    """VGG19: images (n, 3, 32, 32) to logits (n, num_classes), in 17 layers, with `imagenet` 19."""
+    return _vgg((2, 2, 4, 4, 4), num_classes, width, batchnorm, imagenet)
 
 
-def _vgg(depths: tuple[int, ...], num_classes: int, width: int) -> nn.Sequential:
+def _vgg(
+    depths: tuple[int, ...], num_classes: int, width: int, batchnorm: bool, imagenet: bool
+) -> nn.Sequential:
     """Stack `depths[i]` convolutions in block i, then the head; `width`: channels of the first block.
 
-    A layer is a convolution with BatchNorm, ReLU and, at the end of a block, the max-pool, which has no
+    A layer is a convolution with `batchnorm`, ReLU and, at the end of a block, the max-pool, which has no
     weights and makes the boundary four times smaller, so a cut before it would never be better. `conv3_2` is
     the second convolution of the third block. Raises ConfigError.
 
-    Source: Simonyan and Zisserman, "Very deep convolutional networks", 2015, table 1, with BatchNorm and the
-    one linear layer that is usual for CIFAR-10.
+    Source: Simonyan and Zisserman, "Very deep convolutional networks", 2015, table 1, with BatchNorm and,
+    without `imagenet`, the one linear layer that is usual for CIFAR-10.
     """
     COUNT.read("width", width)
+    BOOL.read("batchnorm", batchnorm)
+    BOOL.read("imagenet", imagenet)
     model, channels = nn.Sequential(), 3
     for block, (depth, times) in enumerate(zip(depths, (1, 2, 4, 8, 8), strict=True), start=1):
         for index in range(1, depth + 1):
-            layer = _convolution(channels, channels := times * width, bias=True)
+            layer = _convolution(channels, channels := times * width, bias=True, norm=batchnorm)
             layer.add_module("relu", nn.ReLU())
             if index == depth:
                 layer.add_module("pool", nn.MaxPool2d(2))
             model.add_module(f"conv{block}_{index}", layer)
-    scores = NormalLinear(channels, num_classes, std=0.01)
-    model.add_module("head", stack(flatten=nn.Flatten(), linear=scores))
+    fan, before = (64 * width, nn.Dropout()) if imagenet else (channels, nn.Flatten())
+    if imagenet:
+        pooled = stack(pool=nn.AdaptiveAvgPool2d(7), flatten=nn.Flatten())
+        model.add_module("hidden1", _hidden(channels * 7**2, fan, pooled))
+        model.add_module("hidden2", _hidden(fan, fan, nn.Dropout()))
+    model.add_module("head", stack(before=before, linear=NormalLinear(fan, num_classes, std=0.01)))
     return model
 
 
@@ -101,28 +148,35 @@ class Residual(nn.Module):
         return out
 
 
-def resnet18(num_classes: int = 10) -> nn.Sequential:
+def resnet18(num_classes: int = 10, imagenet: bool = False) -> nn.Sequential:
     """ResNet18: images (n, 3, 32, 32) to logits (n, num_classes), in 10 layers."""
-    return _resnet(_basic, 1, (2, 2, 2, 2), num_classes)
+    return _resnet(_basic, 1, (2, 2, 2, 2), num_classes, imagenet)
 
 
-def resnet34(num_classes: int = 10) -> nn.Sequential:
+def resnet34(num_classes: int = 10, imagenet: bool = False) -> nn.Sequential:
     """ResNet34: images (n, 3, 32, 32) to logits (n, num_classes), in 18 layers."""
-    return _resnet(_basic, 1, (3, 4, 6, 3), num_classes)
+    return _resnet(_basic, 1, (3, 4, 6, 3), num_classes, imagenet)
 
 
-def resnet50(num_classes: int = 10) -> nn.Sequential:
+def resnet50(num_classes: int = 10, imagenet: bool = False) -> nn.Sequential:
     """ResNet50: images (n, 3, 32, 32) to logits (n, num_classes), in 18 layers."""
-    return _resnet(_bottleneck, 4, (3, 4, 6, 3), num_classes)
+    return _resnet(_bottleneck, 4, (3, 4, 6, 3), num_classes, imagenet)
 
 
 def _resnet(
-    body: Callable[[int, int, int], nn.Sequential], expansion: int, depths: tuple[int, ...], num_classes: int
+    body: Callable[[int, int, int], nn.Sequential],
+    expansion: int,
+    depths: tuple[int, ...],
+    num_classes: int,
+    imagenet: bool,
 ) -> nn.Sequential:
-    """Stack `depths[i]` blocks in group i after CIFAR's stem, a 3x3 convolution without max-pool."""
+    """Stack `depths[i]` blocks in group i after CIFAR's stem, a 3x3 convolution, or 7x7 and a max-pool."""
+    BOOL.read("imagenet", imagenet)
     channels = 64
-    stem = _convolution(3, channels)
+    stem = _convolution(3, channels, *((7, 2) if imagenet else (3, 1)))
     stem.add_module("relu", nn.ReLU())
+    if imagenet:
+        stem.add_module("pool", nn.MaxPool2d(3, 2, padding=1))
     model = stack(stem=stem)
     for group, (depth, width) in enumerate(zip(depths, (64, 128, 256, 512), strict=True), start=1):
         for index in range(depth):
@@ -156,8 +210,13 @@ def _bottleneck(channels: int, width: int, stride: int) -> nn.Sequential:
 
 
 def _convolution(
-    channels: int, width: int, kernel: int = 3, stride: int = 1, bias: bool = False
+    channels: int, width: int, kernel: int = 3, stride: int = 1, bias: bool = False, norm: bool = True
 ) -> nn.Sequential:
     std = before_relu(width * kernel**2)
     conv = NormalConvolution(channels, width, kernel, stride, padding=kernel // 2, std=std, bias=bias)
-    return stack(conv=conv, norm=nn.BatchNorm2d(width))
+    return stack(conv=conv, norm=nn.BatchNorm2d(width)) if norm else stack(conv=conv)
+
+
+def _hidden(fan: int, width: int, before: nn.Module) -> nn.Sequential:
+    """Return a linear layer of `fan` inputs and its ReLU, after what comes `before`."""
+    return stack(before=before, linear=NormalLinear(fan, width, std=before_relu(fan)), relu=nn.ReLU())
