@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pipetrain.building import make_model
+from pipetrain.models.vision import Residual
 from tests.commands.test_train import train_here
+from tests.support.cases import config
 
 pytestmark = pytest.mark.slow
 
@@ -60,3 +64,29 @@ def test_an_experiment_trains_to_a_figure(monkeypatch, tmp_path, experiment, wor
     ran = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert least < ran[FIGURES[experiment]] < most
     assert experiment != "gpt" or ran["best_val_ppl"] == ran["val_ppl"]  # the lower the better
+
+
+# OneFlow's SSP cuts its list of operators after the share of the first stage (oneflow/core/job_rewriter,
+# StagePartitionPass, 2020). A bias is one of its own, the loss is three, the first convolution is not on it.
+SHARES = {"ssp_alexnet": (3, 4), "ssp_vgg16": (11, 18), "ssp_resnet50": (1, 28)}
+ONE = (nn.BatchNorm2d, nn.ReLU, nn.MaxPool2d, nn.Flatten, nn.Dropout, Residual)
+LOSS = 3
+
+
+def operators(layer: nn.Module) -> int:
+    weighted = [inner for inner in layer.modules() if isinstance(inner, nn.Conv2d | nn.Linear)]
+    return sum(1 + (inner.bias is not None) for inner in weighted) + sum(
+        isinstance(inner, ONE) or getattr(inner, "output_size", None) == 1 for inner in layer.modules()
+    )
+
+
+@pytest.mark.parametrize(("experiment", "share"), SHARES.items())
+def test_the_cuts_of_oneflow_are_at_the_layer_that_is_nearest_to_its_operator(experiment, share):
+    cfg = config([f"experiment={experiment}"])
+    with torch.device("meta"):
+        model = make_model(cfg, 0, torch.float32)
+    ends = [end - 1 for end in accumulate(map(operators, model))]
+    first, whole = share
+    last = (ends[-1] + LOSS) * first // whole
+    assert cfg.partition == [1 + min(range(len(model) - 1), key=lambda layer: abs(ends[layer] - last))]
+    assert abs(ends[cfg.partition[0] - 1] - last) <= 3
