@@ -193,6 +193,13 @@ def specs_of(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(tuple(t.shape), t.dtype) for t in tensors)
 
 
+def are_like(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> bool:
+    """Return whether tensors have these shapes and dtypes."""
+    return len(tensors) == len(specs) and all(
+        t.shape == spec.shape and t.dtype is spec.dtype for t, spec in zip(tensors, specs, strict=True)
+    )
+
+
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes, uint8 [n]."""
     return tensor.detach().contiguous().flatten().view(torch.uint8)

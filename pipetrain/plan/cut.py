@@ -115,14 +115,19 @@ class Cut:
 
 def divide(tensors: Tensors, parts: Sequence[Sequence[ValueId]]) -> list[Tensors]:
     """Return the tensors of the values of each part; `tensors`: of all these values, ascending."""
+    if len(parts) == 1 and len(tensors) == len(parts[0]):
+        return [tensors]
     of = dict(zip(sorted({value for values in parts for value in values}), tensors, strict=True))
     return [tuple(of[value] for value in values) for values in parts]
 
 
 def merge(parts: Iterable[tuple[Sequence[ValueId], Tensors]]) -> Tensors:
     """Return the tensors of all values, ascending; those of one value are added, in the order of `parts`."""
+    each = list(parts)
+    if len(each) == 1 and len(each[0][0]) == len(each[0][1]):
+        return each[0][1]
     sums: dict[ValueId, Tensor] = {}
-    for values, tensors in parts:
+    for values, tensors in each:
         for value, tensor in zip(values, tensors, strict=True):
             sums[value] = sums[value] + tensor if value in sums else tensor
     return tuple(sums[value] for value in sorted(sums))

@@ -20,10 +20,9 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from pipetrain.runtime.watch import Deadline, Watch
 from pipetrain.schedule.actions import Edge, Tie
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Message:
     """The tensors of one microbatch on one edge.
 
@@ -50,13 +49,17 @@ class Message:
     ranks: tuple[int, int]
     plain: tuple[TensorSpec, ...] = ()
 
-    @property
+    @cached_property
     def edge(self) -> Edge:
         return (self.src, self.dst)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(spec.nbytes for spec in self.specs)
+
+    @cached_property
+    def plain_bytes(self) -> int:
+        return sum(spec.nbytes for spec in self.plain)
 
     @property
     def name(self) -> str:
@@ -214,8 +217,7 @@ class Channel:
         if not any(map(self.room, sends)):
             transfers = [self._next(message) for message in receives]
             transfers += [self._ends[message.edge].sent[0] for message in sends]  # they finish in order
-            with self._waiting(partial(failed, receives, sends, self._timeout)):
-                self._await_any(transfers)
+            self._waiting(partial(failed, receives, sends, self._timeout), self._await_any, transfers)
 
     # Sums over ranks
 
@@ -237,8 +239,8 @@ class Channel:
         if not self._pending[tie][0][1]:
             self.begin(tie)
         numbers, works = self._pending[tie].popleft()
-        with self._waiting(error := partial(_failed_sum, tie, self._timeout)):
-            self._complete(works, error)
+        error = partial(_failed_sum, tie, self._timeout)
+        self._waiting(error, self._complete, works, error)
         return numbers.to(self._device, non_blocking=True)
 
     @property
@@ -282,10 +284,12 @@ class Channel:
             end.posted.append(self._start(message, False, [self._empty(spec) for spec in message.specs]))
 
     def _start(self, message: Message, sending: bool, tensors: list[Tensor]) -> _Transfer:
-        with self._waiting(self._failed(message, sending)):
-            works = [self._begin(message, tensor, sending) for tensor in tensors]
+        works = self._waiting(self._failed(message, sending), self._begin_all, message, tensors, sending)
         watched = self._watch.add(message.edge, works) if self._watch else None
         return _Transfer(message, sending, tensors, works, watched)
+
+    def _begin_all(self, message: Message, tensors: list[Tensor], sending: bool) -> list[dist.Work]:
+        return [self._begin(message, tensor, sending) for tensor in tensors]
 
     def _begin(self, message: Message, tensor: Tensor, sending: bool) -> dist.Work:
         post, peer = (dist.isend, message.ranks[1]) if sending else (dist.irecv, message.ranks[0])
@@ -301,28 +305,30 @@ class Channel:
     def _next(self, message: Message) -> _Transfer:
         """Return the next posted receive of a message's edge, which must be for it."""
         posted = self._ends[message.edge].posted
-        assert posted and posted[0].message == message, f"{message.name} is not what was expected next"
+        assert posted and posted[0].message.mb == message.mb, f"{message.name} is not what was expected next"
         return posted[0]
 
     # Waits
 
     def _failed(self, message: Message, sending: bool) -> Failed:
-        return partial(failed, *(([], [message]) if sending else ([message], [])), self._timeout)
+        return partial(failed, [] if sending else [message], [message] if sending else [], self._timeout)
 
     def _wait(self, transfer: _Transfer) -> None:
-        with self._waiting(error := self._failed(transfer.message, transfer.sending)):
-            if transfer.watched:
-                self._await_any([transfer])
-                transfer.watched.result()
-            else:
-                self._complete(transfer.works, error)
+        error = self._failed(transfer.message, transfer.sending)
+        self._waiting(error, self._finish, transfer, error)
 
-    @contextmanager
-    def _waiting(self, failed: Failed) -> Iterator[None]:
-        """Count the time of a wait, and raise the error that names it if it fails."""
+    def _finish(self, transfer: _Transfer, failed: Failed) -> None:
+        if transfer.watched:
+            self._await_any([transfer])
+            transfer.watched.result()
+        else:
+            self._complete(transfer.works, failed)
+
+    def _waiting(self, failed: Failed, run: Callable[..., Any], *arguments: Any) -> Any:
+        """Run what may wait, count its time, and raise the error that names it if it fails."""
         start = time.monotonic()
         try:
-            yield
+            return run(*arguments)
         except ChannelError:
             raise
         except (RuntimeError, TimeoutError) as error:
@@ -340,10 +346,12 @@ class Channel:
 
     def _complete(self, works: Sequence[dist.Work], failed: Failed) -> None:
         """Let the host wait or, over NCCL, the stream, whose deadline a thread keeps."""
-        end = time.monotonic() + self._timeout
+        limit, end = _at_least(self._timeout), time.monotonic() + self._timeout
         self.check()
         for work in works:
-            work.wait() if self.ordered else work.wait(_at_least(end - time.monotonic()))
+            work.wait() if self.ordered else work.wait(limit)
+            if len(works) > 1:
+                limit = _at_least(end - time.monotonic())
         if self._deadline:
             self._awaited.append(failed)
 
@@ -362,7 +370,6 @@ class Channel:
     # Both backends need contiguous tensors: a channels-last tensor is sent as its contiguous NHWC view.
 
     def _to_wire(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()
         if self._channels_last and tensor.dim() == 4:
             tensor = tensor.permute(0, 2, 3, 1)
         if not self._staged:
@@ -374,13 +381,17 @@ class Channel:
         shape = spec.shape
         if self._channels_last and len(shape) == 4:
             shape = (shape[0], *shape[2:], shape[1])
-        return torch.empty(shape, dtype=spec.dtype, device=self._place, pin_memory=self._staged)
+        if self._staged:
+            return torch.empty(shape, dtype=spec.dtype, pin_memory=True)
+        return torch.empty(shape, dtype=spec.dtype, device=self._place)
 
     def _from_wire(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.to(self._device, non_blocking=True)
+        if self._staged:
+            tensor = tensor.to(self._device, non_blocking=True)
         return tensor.permute(0, 3, 1, 2) if self._channels_last and tensor.dim() == 4 else tensor
 
 
+@lru_cache(maxsize=1)  # mostly of the same
 def _at_least(seconds: float) -> timedelta:
     """Return so much time or up to 1 ms more: gloo counts whole milliseconds, and would end too early."""
     return timedelta(milliseconds=max(0, math.floor(1000 * seconds)) + 1)

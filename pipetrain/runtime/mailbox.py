@@ -19,8 +19,8 @@ from torch import Tensor
 
 from pipetrain.codec import Codec, Codecs, Identity, NotFinite, on_wire
 from pipetrain.errors import TrainingStopped
-from pipetrain.network.network import Tensors
-from pipetrain.network.values import Size, TensorSpec, specs_of
+from pipetrain.network.network import Tensors, ValueId
+from pipetrain.network.values import Size, TensorSpec, are_like, specs_of
 from pipetrain.plan.cut import Cut, divide, merge
 from pipetrain.runtime.channel import Channel, Message
 from pipetrain.runtime.feed import Feed
@@ -28,7 +28,7 @@ from pipetrain.schedule.actions import Action, Edge
 from pipetrain.schedule.policy import Wait
 from pipetrain.schedule.posts import Sum
 
-_Specs = tuple[TensorSpec, ...]
+_Way = tuple[Edge, Sequence[ValueId]]  # and what travels on it
 Slot = tuple[Edge, int, tuple[int, ...]]
 """The key of a residual: the edge, the tensor's number in the message, and its shape."""
 
@@ -114,7 +114,12 @@ class Mailbox:
         self.cut = cut
         self._mine = mine
         self.coding = coding or Coding(Codecs())
-        self._specs: dict[tuple[Edge, Size], tuple[_Specs, _Specs]] = {}  # encoded, and plain
+        self._messages: dict[tuple[Edge, int, Size], Message] = {}
+        # By stage the edges, and the values on each, of what it hands on and back, and of what it gets.
+        self._leaving = [[(r.edge, r.values) for r in routes] for routes in cut.routes_from]
+        self._returning = [[(r.way_back, r.returned) for r in routes] for routes in cut.routes_into]
+        self._entering = [[(r.edge, r.values) for r in routes] for routes in cut.routes_into]
+        self._coming_back = [[(r.way_back, r.returned) for r in routes] for routes in cut.routes_from]
         self._feed: Any = None  # of the window
         self._arrived: dict[tuple[Edge, int], Tensors] = {}  # (edge, microbatch) -> its message
         self._to_send: dict[tuple[Edge, int], Tensors] = {}
@@ -137,33 +142,28 @@ class Mailbox:
         if stage == 0:
             inputs: Tensors = self._feed.input(mb)
             return inputs
-        routes = self.cut.routes_into[stage]
-        return merge((route.values, self._arrived.pop((route.edge, mb))) for route in routes)
+        return self._take(mb, self._entering[stage])
 
     def grads(self, stage: int, mb: int) -> Tensors:
-        routes = self.cut.routes_from[stage]
-        return merge((route.returned, self._arrived.pop((route.way_back, mb))) for route in routes)
+        return self._take(mb, self._coming_back[stage])
 
     def hand_on(self, stage: int, mb: int, outputs: Tensors) -> None:
-        routes = self.cut.routes_from[stage]
-        self._put(mb, [route.edge for route in routes], divide(outputs, [route.values for route in routes]))
+        self._put(mb, self._leaving[stage], outputs)
 
     def hand_back(self, stage: int, mb: int, grads: Tensors) -> None:
-        routes = self.cut.routes_into[stage]
-        parts = divide(grads, [route.returned for route in routes])
-        self._put(mb, [route.way_back for route in routes], parts)
+        self._put(mb, self._returning[stage], grads)
 
     def send(self, action: Action) -> None:
         message = self._message(action)
         tensors = self._to_send.pop((message.edge, action.mb))
-        if specs_of(tensors) != message.plain:  # the receiver would not notice
+        if not are_like(tensors, message.plain):  # the receiver would not notice
             actual, planned = (" + ".join(map(str, specs)) for specs in (specs_of(tensors), message.plain))
             raise TrainingStopped(
                 f"stage {action.stage} made {actual} for {message.name}, and the plan says {planned}: what a "
                 f"layer returns must depend only on the number of samples"
             )
         self.channel.send(message, self.coding.encode(message, tensors))
-        self.raw_bytes[action.stage] += sum(spec.nbytes for spec in message.plain)
+        self.raw_bytes[action.stage] += message.plain_bytes
 
     def post(self, one: Action | Sum) -> None:
         """Post a receive, or start a sum over ranks."""
@@ -193,16 +193,18 @@ class Mailbox:
     def wait(self, wait: Wait) -> None:
         self.channel.wait([*map(self._message, wait.receives)], [*map(self._message, wait.sends)])
 
-    def _put(self, mb: int, edges: Sequence[Edge], parts: Sequence[Tensors]) -> None:
-        for edge, tensors in zip(edges, parts, strict=True):
-            (self._arrived if edge[1] in self._mine else self._to_send)[edge, mb] = tensors
+    def _take(self, mb: int, ways: Sequence[_Way]) -> Tensors:
+        return merge([(values, self._arrived.pop((edge, mb))) for edge, values in ways])
+
+    def _put(self, mb: int, ways: Sequence[_Way], tensors: Tensors) -> None:
+        for (edge, _), part in zip(ways, divide(tensors, [values for _, values in ways]), strict=True):
+            (self._arrived if edge[1] in self._mine else self._to_send)[edge, mb] = part
 
     def _message(self, action: Action) -> Message:
-        edge = source, target = action.edge
-        key = edge, self._feed.size(action.mb)
-        if key not in self._specs:
-            plain = self.cut.message(*key)
-            self._specs[key] = self.coding.specs(edge, plain), plain
-        encoded, plain = self._specs[key]
-        ranks = self.placement[source], self.placement[target]
-        return Message(source, target, action.mb, encoded, ranks, plain)
+        edge, mb, size = action.edge, action.mb, self._feed.size(action.mb)
+        message = self._messages.get((edge, mb, size))
+        if message is None:
+            plain, ranks = self.cut.message(edge, size), (self.placement[edge[0]], self.placement[edge[1]])
+            message = Message(*edge, mb, self.coding.specs(edge, plain), ranks, plain)
+            self._messages[edge, mb, size] = message
+        return message
