@@ -105,6 +105,8 @@ def packer(value: object) -> Callable[[Sequence[Tensor]], Any]:
 
 def leaves_of(value: object) -> tuple[Tensor, ...]:
     """Return the tensors of what a model or layer returns. Raises TypeError if there is none."""
+    if isinstance(value, Tensor):
+        return (value,)
     tensors = tuple(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
     if not tensors:
         raise TypeError(f"it must return tensors, not {type(value).__name__}")

@@ -7,7 +7,7 @@ out takes back what its forwards changed.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,10 +49,13 @@ class Buffers:
             for place, buffer in zip(self._places, own, strict=False):
                 place.container[place.key] = buffer
 
-    @contextmanager
-    def in_backward(self) -> Iterator[None]:
+    def in_backward(self) -> AbstractContextManager[None]:
         """Drop the changes of a backward, as those of a forward count once. The first one sets `reruns`."""
-        copies = [] if self.reruns is False else self.copies()
+        return nullcontext() if self.reruns is False else self._dropping()
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        copies = self.copies()
         with self.replaced(copies):
             yield
         if self.reruns is None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
 from typing import Any
 
@@ -113,7 +112,7 @@ class _Awaiting(Observer):
 class StopOnNaN(_Awaiting):
     """Stops the training at a number of a stage that is not finite; in a forward, names the layer too."""
 
-    def around_forward(self, microbatch: Microbatch) -> AbstractContextManager[object]:
+    def around_forward(self, microbatch: Microbatch) -> None:
         target = microbatch.target
         if target is not None and target.share and not target.weight and not self._stage.rehearses:
             raise TrainingStopped(
@@ -121,7 +120,6 @@ class StopOnNaN(_Awaiting):
                 f"the targets counts: leave it out of the data, or set on_nan=skip, which leaves out the "
                 f"update"
             )
-        return nullcontext()
 
     def after_forward(self, microbatch: Microbatch, outputs: Tensors) -> None:
         objective = self._stage.objective
@@ -165,8 +163,10 @@ class StopOnNaN(_Awaiting):
 
         On a GPU each check would be kernels, and the numbers would come when the weights have changed.
         """
+        if self._stage.rehearses:
+            return True
         numbers = _numbers([t for t in tensors if differentiable(t)])
-        return self._stage.rehearses or any(t.is_cuda for t in numbers) or all_finite(numbers)
+        return any(t.is_cuda for t in numbers) or all_finite(numbers)
 
     def _stop(self, what: str, update: int | None = None, way_out: str = LOWER) -> None:
         """Stop the training at an update's number, by default one of the next update."""
@@ -189,9 +189,8 @@ class SkipOnNaN(_Awaiting):
         self._before: dict[int, Copies] = {}  # each forward
         self._uncounted: list[Counted] = []  # of the batch that is to be stepped
 
-    def around_forward(self, microbatch: Microbatch) -> AbstractContextManager[object]:
+    def around_forward(self, microbatch: Microbatch) -> None:
         self._before[microbatch.mb] = self._buffers.copies()
-        return nullcontext()
 
     def after_reduce(self, batch: Batch) -> None:
         gradients = [numbers_of(gradient) for gradient in self._stage.weights.gradients().values()]

@@ -10,7 +10,7 @@ overwrite what another holds between the two.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -171,9 +171,7 @@ class GraphedStage(Stage):
         self._free.pop()
         torch._foreach_copy_([*one.inputs, *one.target], [*x, *aims])
         opened = self._open[mb] = Microbatch(mb, (), version, saving)
-        with ExitStack() as around:
-            for observer in self.observers:
-                around.enter_context(observer.around_forward(opened))
+        with self._around(opened):
             one.forward.replay()
         opened.counted = one.counted(target)
         self._replayed[mb] = one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -66,9 +66,8 @@ class Batch:
 class Observer:
     """A check or a statistic of a stage, which does not know its kind. It may raise TrainingStopped."""
 
-    def around_forward(self, microbatch: Microbatch) -> AbstractContextManager[object]:
-        """Return a context for the layers' forward of a microbatch; a recomputation has none."""
-        return nullcontext()
+    def around_forward(self, microbatch: Microbatch) -> AbstractContextManager[object] | None:
+        """Return a context for the layers' forward of a microbatch, or None; a recomputation has none."""
 
     def after_forward(self, microbatch: Microbatch, outputs: Tensors) -> None:
         """Look at the outputs, or the loss."""

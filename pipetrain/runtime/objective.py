@@ -52,11 +52,13 @@ class Objective:
             return torch.stack([(t * 0).sum() for t in numbers]).sum()
         return self.task.loss(self.model_output(outputs), target.value)
 
-    @torch.no_grad()
     def counted(self, loss: Tensor, outputs: Tensors, target: Target | None) -> Counted:
         assert target is not None, "the last stage needs the targets"
-        output = self.model_output(tuple(t.detach() for t in outputs))
-        sums = {metric.name: metric.sums(output, target.value) for metric in self.task.metrics}
+        sums: dict[str, Tensor] = {}
+        if self.task.metrics:
+            with torch.no_grad():
+                output = self.model_output(tuple(t.detach() for t in outputs))
+                sums = {metric.name: metric.sums(output, target.value) for metric in self.task.metrics}
         return Counted(target.share, loss.detach(), target.weight, target.samples, sums)
 
     def evaluate(self, outputs: Tensors, target: Target) -> None:

@@ -53,7 +53,7 @@ class Deferred(Watching):
         for output in outputs:
             output.register_hook(self._begin)  # type: ignore[no-untyped-call]
         try:
-            torch.autograd.backward(outputs, grads)
+            differentiate(outputs, grads)
             self._at_once = [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None]
         finally:
             self._task = None
@@ -176,8 +176,16 @@ class _PutOff(torch.autograd.Function):
         return None, *operation.differentiate(operation.inputs, grad), *nothing
 
 
+def differentiate(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Run a whole backward, which adds to the gradients of all leaves."""
+    _run(outputs, grads, (), accumulate=True)
+
+
 def _run(
-    edges: Sequence[GradientEdge], grads: Sequence[Tensor | None], to: Sequence[Tensor], accumulate: bool
+    edges: Sequence[GradientEdge | Tensor],
+    grads: Sequence[Tensor | None],
+    to: Sequence[Tensor],
+    accumulate: bool,
 ) -> Sequence[Tensor]:
     """Run torch.autograd.backward, or grad and keep the graph.
 

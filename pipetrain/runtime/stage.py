@@ -8,7 +8,7 @@ updates.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -28,10 +28,18 @@ from pipetrain.runtime.feed import Target
 from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Observer, Saving
 from pipetrain.runtime.objective import Objective, weighted
 from pipetrain.runtime.recompute import Recompute
-from pipetrain.runtime.split import Deferred
+from pipetrain.runtime.split import Deferred, differentiate
 from pipetrain.runtime.weights import OptimizerFactory, Weights
 from pipetrain.tasks import Task
 from pipetrain.tasks.tally import Tally
+
+
+@contextmanager
+def _all_of(contexts: Sequence[AbstractContextManager[object]]) -> Iterator[None]:
+    with ExitStack() as around:
+        for context in contexts:
+            around.enter_context(context)
+        yield
 
 
 class Stage:
@@ -112,19 +120,17 @@ class Stage:
         Returns the detached outputs; nothing at the last stage, which computes the loss of the target
         instead. Raises TrainingStopped, as observers do.
         """
-        x = tuple(self.numerics.arrange(t.detach()) for t in x)
-        requires = requires_grad(self.module.slice.enters_grad, x)
-        x = tuple(t.requires_grad_(require) for t, require in zip(x, requires, strict=True))
+        requires = zip(x, requires_grad(self.module.slice.enters_grad, x), strict=True)
+        x = tuple([self.numerics.arrange(t.detach()).requires_grad_(require) for t, require in requires])
         one = self._open[mb] = Microbatch(mb, x, version, saving, target)
         if saving.recomputed:
             one.recompute = Recompute(self.buffers.copies(), self._selective)
-        with ExitStack() as around:
-            for observer in self.observers:
-                around.enter_context(observer.around_forward(one))
-            around.enter_context(self.weights.installed(version))
-            if one.recompute is not None:
-                around.enter_context(one.recompute.forward())
-            result = self._recorded(one)
+        with self._around(one), self.weights.installed(version):
+            if one.recompute is None:
+                result = self._recorded(one)
+            else:
+                with one.recompute.forward():
+                    result = self._recorded(one)
         outputs = result if self.objective is None else (self.objective.loss(result, target),)
         for observer in self.observers:
             observer.after_forward(one, outputs)
@@ -136,6 +142,12 @@ class Stage:
             one.recompute.end(outputs if self._proves else ())
             self._proves = False
         return self._handed_on(mb, outputs) if self.objective is None else ()
+
+    def _around(self, one: Microbatch) -> AbstractContextManager[object]:
+        """Return the context of a forward that observers want."""
+        contexts = [observer.around_forward(one) for observer in self.observers]
+        own = [context for context in contexts if context is not None]
+        return _all_of(own) if own else nullcontext()
 
     def recompute(self, mb: int, version: int) -> None:
         """Run a forward again, with the weights, buffers and random numbers of the first time.
@@ -181,12 +193,15 @@ class Stage:
         """Run the layers; if the backward is split, put off the gradients of weights."""
         if one.recompute is None and one.saving.split and any(t.requires_grad for t in one.inputs):
             one.deferred = Deferred(self.weights.leaves(one.version))
-        with one.deferred or nullcontext():
-            return self._call(one.inputs)
+            with one.deferred:
+                return self._call(one.inputs)
+        return self._call(one.inputs)
 
     def _call(self, x: Tensors) -> Tensors:
         if self.module.slice.copies_input:
             x = tuple(t.clone() for t in x)
+        if not self.numerics.autocast:
+            return as_tuple(self._layers(*x))
         with self.numerics.context(self.device):
             outputs = as_tuple(self._layers(*x))
         if self.objective is not None:
@@ -222,7 +237,7 @@ class Stage:
         one = self._close(mb, version)
         self.weights.accumulate_on(version)
         with self._adding():
-            return self._differentiate(one, grads, torch.autograd.backward)
+            return self._differentiate(one, grads, differentiate)
 
     def backward_input(self, mb: int, grads: Tensors, version: int) -> Tensors:
         """Run the first half of a backward: the gradients of the inputs, for which the stage before waits.

@@ -44,6 +44,26 @@ def _leaf(parameter: nn.Parameter, copy: bool = False) -> nn.Parameter:
     return leaf
 
 
+_Places = list[tuple[Any, Any, Tensor, str]]  # containers, with the key, the parameter there and its name
+
+
+class _Installed:
+    """A context in which a module computes with these leaves."""
+
+    __slots__ = ("_leaves", "_places")
+
+    def __init__(self, places: _Places, leaves: Mapping[str, Tensor]) -> None:
+        self._places, self._leaves = places, leaves
+
+    def __enter__(self) -> None:
+        for container, key, _, name in self._places:
+            container[key] = self._leaves[name]
+
+    def __exit__(self, *error: object) -> None:
+        for container, key, parameter, _ in self._places:
+            container[key] = parameter
+
+
 class Weights:
     """Versions 0, 1, 2, ... of a module's trainable parameters, counted from the start of a window.
 
@@ -64,7 +84,7 @@ class Weights:
         """The parameters by their names in the model; the optimizer steps them by their gradients."""
         names = {id(p): name for name, p in self.live.items()}
         # The places of each parameter: several if layers share it.
-        self._places: list[tuple[Any, Any, Tensor, str]] = [
+        self._places: _Places = [
             (place.container, place.key, place.tensor, names[id(place.tensor)])
             for place in places(module)
             if id(place.tensor) in names
@@ -98,20 +118,10 @@ class Weights:
 
     def installed(self, version: int) -> AbstractContextManager[None]:
         """Let the module compute with a version. Raises KeyError for one that is not held."""
-        return self._in_place(self._versions[version])
+        return _Installed(self._places, self._versions[version])
 
     def averaged(self) -> AbstractContextManager[None]:
-        return self._in_place(self._average) if self._average else nullcontext()
-
-    @contextmanager
-    def _in_place(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
-        try:
-            for registry, key, _, name in self._places:
-                registry[key] = leaves[name]
-            yield
-        finally:
-            for registry, key, parameter, _ in self._places:
-                registry[key] = parameter
+        return _Installed(self._places, self._average) if self._average else nullcontext()
 
     def begin_window(self) -> None:
         """Count versions from 0 again: version 0 is the newest one."""

@@ -7,6 +7,7 @@ from copy import deepcopy
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.costs import SECONDS, LayerTime, Profile, profile_conditions
 from pipetrain.plan.estimate import estimate
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime import clock
+from pipetrain.runtime import clock, split
+from pipetrain.runtime import stage as stage_module
 from pipetrain.runtime.profile import LARGE, SMALL, line, measure, measure_layers
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.settings import Settings
@@ -85,14 +87,15 @@ def take(seconds: float) -> None:
 @pytest.mark.parametrize("start_s", [0, 3])
 def test_each_layer_s_times_are_its_own_and_what_starting_a_backward_costs_is_a_stage_s(monkeypatch, start_s):
     """A stage starts one for all its layers; a layer that takes no time is given a tenth of what it took."""
-    run = torch.autograd.backward
+    run = split.differentiate
 
-    def started(*args: object, **options: object) -> None:
+    def started(*tensors: Any) -> None:
         take(start_s)
-        run(*args, **options)
+        run(*tensors)
 
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: SetClock.now))
-    monkeypatch.setattr(torch.autograd, "backward", started)
+    for module in (stage_module, split):
+        monkeypatch.setattr(module, "differentiate", started)
     model = nn.Sequential(Halves(12, 12), nn.Tanh(), Halves(12, 12))
     *layers, stage = measured(model, (12,), partial(Steps, lr=0.1))
     column = {name: [layer[name] for layer in layers] for name in SECONDS}
