@@ -2,7 +2,8 @@
 
 Prints the cuts, the tensors that cross them, the timeline, and the schedule's memory and bubble beside the
 formulas; with a profile by measured times. Starts no process, and reads no data set whose configuration
-declares a sample. With `costs=FILE.csv` the layers are those of a file, without any model.
+declares a sample. With `costs=FILE.csv` the layers are those of a file, without any model; with `ranks=` too
+their cuts and replicas are chosen, without any schedule.
 
 With `compare=[1f1b,zbv]` several schedules stand in one table, in one unit of time: what a rank computes for
 a microbatch. It is the same for all schedules, however many stages a rank has, so a batch of m microbatches
@@ -52,7 +53,11 @@ def show(cfg: DictConfig) -> None:
         )
     if cfg.costs is None and cfg.bandwidth is not None:
         raise ConfigError("bandwidth= is for costs=FILE: of a model, partition.profile=FILE has it")
-    if cfg.compare is not None:
+    if cfg.ranks is not None or cfg.costs == "published":
+        from pipetrain.plan.published import show_replicas  # imports torch
+
+        show_replicas(cfg)
+    elif cfg.compare is not None:
         show_table(cfg)
     else:
         from pipetrain.plan.describe import show_plan  # imports torch

@@ -81,7 +81,7 @@ def planned(cfg: DictConfig, schedule: str, batches: int) -> Plan:
             "partition=profile measures when a run starts; this is its draft, cut by flops", file=sys.stderr
         )
     draft = Draft.of(settings, make_schedule(cfg))
-    return make_plan(draft, network, example, samples, profile, _state_of(cfg), make_task(cfg))
+    return make_plan(draft, network, example, samples, profile, state_of(cfg), make_task(cfg))
 
 
 def _planned_by_rows(cfg: DictConfig, schedule: str, batches: int) -> Plan:
@@ -94,13 +94,15 @@ def _planned_by_rows(cfg: DictConfig, schedule: str, batches: int) -> Plan:
     if settings.partition == "flops":  # the default; there are times for all
         settings = replace(settings, partition=PROFILE)
     speed = POSITIVE.read("bandwidth", cfg.bandwidth, null=True)
-    rows = read_rows(path, 1e-9 / speed if speed else 0.0)
+    rows = read_rows(
+        path, 1e-9 / speed if speed else 0.0, POSITIVE.read("scale", cfg.scale, null=True) or 1.0
+    )
     samples = Samples([settings.batch_size] * batches, [1])
     draft = Draft.of(settings, make_schedule(cfg))
-    return make_plan(draft, rows.layers, rows.data, samples, rows.profile, _state_of(cfg))
+    return make_plan(draft, rows.layers, rows.data, samples, rows.profile, state_of(cfg))
 
 
-def _state_of(cfg: DictConfig) -> Callable[[TensorSpec], int]:
+def state_of(cfg: DictConfig) -> Callable[[TensorSpec], int]:
     """Return what tells the bytes of the configured optimizer's state of a parameter."""
     optim = make_optimizer(cfg)
     if (kept := known_state(optim.name, optim.options)) is not None:

@@ -4,7 +4,8 @@
     embedding,0.4,0.6,4194304,51200000
 
 The profiles that PipeDream's authors published can be read as they are: they have `node` in the place of
-`name`, in `inputs` the rows that each one takes, and rows for the data, whose operator is an Input.
+`name`, in `inputs` the rows that each one takes, and rows for the data, whose operator is an Input. They are
+in profiles/, and their names stand for their files.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ NEEDED = ("forward_ms", "backward_ms")
 HALVES = ("input_ms", "weight_ms")  # of a backward
 NUMBERS = (*NEEDED, *HALVES, "step_ms", "activation_bytes", "parameter_bytes")
 COLUMNS = ("name", "node", "inputs", "operator", *NUMBERS)
+OF_SAMPLES = (*NEEDED, *HALVES, "activation_bytes")
+PROFILES = {path.stem: path for path in sorted(Path(__file__).with_name("profiles").glob("*.csv"))}
 
 
 class Rows(NamedTuple):
@@ -42,16 +45,22 @@ class Rows(NamedTuple):
     profile: Profile
 
 
-def read_rows(path: Path, s_per_byte: float = 0.0) -> Rows:
-    """Read a file of costs. `s_per_byte`: of a message. Raises ConfigError."""
+def read_rows(path: Path, s_per_byte: float = 0.0, scale: float = 1.0) -> Rows:
+    """Read a file of costs, or a published profile by its name. Raises ConfigError.
+
+    `s_per_byte`: of a message; `scale`: of the samples of a microbatch, beside those of the file.
+    """
     try:
-        with path.expanduser().open(newline="", encoding="utf-8-sig") as file:  # as Excel writes it
+        with (
+            PROFILES.get(str(path), path).expanduser().open(newline="", encoding="utf-8-sig") as file
+        ):  # as Excel writes it
             lines = csv.reader(file, strict=True, skipinitialspace=True)
             columns = next(lines, [])
             _refuse_columns(columns)
-            data, layers, times = _read(columns, ((lines.line_num, cells) for cells in lines if cells))
+            data, layers, times = _read(columns, ((lines.line_num, cells) for cells in lines if cells), scale)
     except OSError as error:
-        raise ConfigError(f"costs={path} cannot be read: {error.strerror}") from error
+        names = f"; published profiles are {', '.join(PROFILES)}" if not path.suffix else ""
+        raise ConfigError(f"costs={path} cannot be read: {error.strerror}{names}") from error
     except (ValueError, csv.Error) as error:  # also of a file that is no text
         raise ConfigError(f"costs={path} cannot be read: {error}") from error
     return Rows(layers, ValueSpec(tuple(data)), Profile({}, {"file": str(path)}, 0.0, s_per_byte, times))
@@ -69,7 +78,7 @@ def _refuse_columns(columns: Sequence[str]) -> None:
 
 
 def _read(
-    columns: Sequence[str], lines: Iterable[tuple[int, list[str]]]
+    columns: Sequence[str], lines: Iterable[tuple[int, list[str]]], scale: float
 ) -> tuple[list[TensorSpec], list[Layer], list[LayerTime]]:
     """Return the data, the layers and their times. Raises ValueError."""
     data: list[TensorSpec] = []
@@ -82,6 +91,7 @@ def _read(
         row = dict(zip(columns, cells, strict=True))
         name = row.get("node") or row.get("name", "")
         numbers = {column: _number(line, column, row.get(column, "")) for column in NUMBERS}
+        numbers |= {column: scale * numbers[column] for column in OF_SAMPLES}
         if not name or name in values:
             raise ValueError(f"line {line} needs a name of its own, and has {name!r}")
         output = _tensor(numbers["activation_bytes"])

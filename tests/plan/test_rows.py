@@ -40,7 +40,13 @@ def plan_of(
 ) -> Plan:
     """The plan that the command makes of a file."""
     (tmp_path / "costs.csv").write_text(text)
-    own = (f"+costs={tmp_path}/costs.csv", f"+bandwidth={bandwidth or 'null'}", "stages=2", "microbatches=4")
+    own = (
+        f"+costs={tmp_path}/costs.csv",
+        f"+bandwidth={bandwidth or 'null'}",
+        "+scale=null",
+        "stages=2",
+        "microbatches=4",
+    )
     cfg = config([*own, f"schedule={schedule}", *words])
     return planned(cfg, schedule, batches)
 
