@@ -10,6 +10,7 @@ backward is split, for F = I = W. S ranks, m microbatches a batch, n batches a w
   section 2.2: bubble (p-1)/(v m) over the ideal time
 - pipedream: Narayanan et al. 2019, section 3.3: w(t+1) = w(t) - v grad f(w1(t-n+1), w2(t-n+2), ..., wn(t))
 - pipedream_2bw: Narayanan et al. 2021 (as 1f1b), section 3.1: w(t+1) = w(t) - v grad f(w(t-1))
+- ssp: OneFlow 2020, whose test of a buffer of 4 reads versions 0, 0, 0, 0, 1, 2, 3
 - zb_h1, zb_h2: Qi et al. 2024 (arXiv 2401.10241), table 2: memory p and 2p-1, bubble (p-1)(F+B-W) and
   (p-1)(F+B-2W); zbv: section 6: memory p, no bubble between batches
 - v_half, v_min: Qi et al. 2024 (arXiv 2405.15362): memory floor((p+2)/2) and floor((p+4)/3), bubble about

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Tens
 
 from pipetrain import Pipeline, TrainingStopped
 from pipetrain.schedule.asynchronous import AsynchronousV
-from pipetrain.schedule.programs import pipedream
+from pipetrain.schedule.programs import pipedream, ssp
 from tests.support.plain import evaluated, of_pairs, plainly
 from tests.support.reference import DELAYS, Loop
 from tests.users.programs import batch, mlp, sgd
@@ -154,11 +154,14 @@ def test_every_schedule_takes_the_batches_that_come(ranks):
 
 
 def test_the_window_follows_from_the_program_of_a_schedule(ranks):
-    schedules = "1f1b", "pipedream", pipedream, "v_async", AsynchronousV()
+    schedules = "1f1b", "pipedream", pipedream, "v_async", AsynchronousV(), "ssp", partial(ssp, buffer=3)
     six = [batch(8, seed) for seed in range(6)]
-    flushed, named, given, made, one = ranks(partial(trained, partition="even"), schedules, [six])[0]
-    assert named == given != flushed
+    flushed, named, given, made, one, ring, longer = ranks(
+        partial(trained, partition="even"), schedules, [six]
+    )[0]
+    assert named == given == ring != flushed
     assert made == one != flushed
+    assert longer not in (flushed, ring)
 
 
 # Batches in which nothing counts

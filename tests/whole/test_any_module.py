@@ -48,7 +48,12 @@ SMALL: dict[str, tuple[Way, ...]] = {
         Way("1f1b", 4, by_step=True),
         Way("1f1b", options=GROUPED | CLIPPED),
     ),
-    "normed": (Way("1f1b", 2), Way("pipedream", 2), Way("pipedream_2bw", 2, window=2, options=GROUPED)),
+    "normed": (
+        Way("1f1b", 2),
+        Way("pipedream", 2),
+        Way("ssp", 2),
+        Way("pipedream_2bw", 2, window=2, options=GROUPED),
+    ),
     "gpt": (FLUSH, Way("zb_h1"), Way("zbv", 4), Way("pipedream", 2, options=CLIPPED)),
     "tuples": (Way("pipedream", 2), VIRTUAL, Way("v_half", 4)),
     "factory": (FLUSH, Way("pipedream", 2, options={"ema": 0.6}, ranks=3)),
