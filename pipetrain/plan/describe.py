@@ -93,10 +93,8 @@ def _planned_by_rows(cfg: DictConfig, schedule: str, batches: int) -> Plan:
         raise ConfigError("costs= and partition.profile= both give times: leave one of them out")
     if settings.partition == "flops":  # the default; there are times for all
         settings = replace(settings, partition=PROFILE)
-    speed = POSITIVE.read("bandwidth", cfg.bandwidth, null=True)
-    rows = read_rows(
-        path, 1e-9 / speed if speed else 0.0, POSITIVE.read("scale", cfg.scale, null=True) or 1.0
-    )
+    speed, scale = (POSITIVE.read(key, cfg[key], null=True) for key in ("bandwidth", "scale"))
+    rows = read_rows(path, 1e-9 / speed if speed else 0.0, scale or 1.0)
     samples = Samples([settings.batch_size] * batches, [1])
     draft = Draft.of(settings, make_schedule(cfg))
     return make_plan(draft, rows.layers, rows.data, samples, rows.profile, state_of(cfg))

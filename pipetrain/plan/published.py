@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 
@@ -83,12 +84,11 @@ def describe_replicas(planner: Planner, names: Sequence[str]) -> str:
         speed = [f"{1e3 * plan.seconds:.2f}", f"{parallel.seconds / plan.seconds:.2f}"]
         rows.append([name, _joined(plan.replicas), ",".join(map(str, plan.cuts)), *speed, plan.bound])
     stages, first = [["stage", "ranks", "layers", *(f"{part} ms" for part in chosen.parts[0])]], 0
-    starts, ends = [0, *chosen.cuts], [*chosen.cuts, len(names)]
-    for n, (start, end, of) in enumerate(zip(starts, ends, chosen.replicas, strict=True)):
-        layers = f"{start}-{end - 1} {names[start]}..{names[end - 1]}"
+    for n, (start, end) in enumerate(pairwise([0, *chosen.cuts, len(names)])):
+        layers, last = f"{start}-{end - 1} {names[start]}..{names[end - 1]}", first + chosen.replicas[n] - 1
         parts = (f"{1e3 * seconds:.2f}" for seconds in chosen.parts[n].values())
-        stages.append([str(n), f"{first}-{first + of - 1}" if of > 1 else str(first), layers, *parts])
-        first += of
+        stages.append([str(n), f"{first}-{last}" if last > first else str(first), layers, *parts])
+        first = last + 1
     return f"{aligned(rows)}\n\n{aligned(stages)}"
 
 
@@ -101,7 +101,7 @@ def published_table() -> str:
         planner = Planner(LayerSums.of(Table(read.layers, read.data, read.profile)), machines)
         parallel = planner.priced([(0, machines.ranks)])
         cells = [model, f"{machines.ranks // machines.each} x {machines.each}"]
-        for plan, figures in ((planner.best(replicas), [f"{speedup:.2f}"]), (planner.best(), [])):
+        for plan, figures in (planner.best(replicas), [f"{speedup:.2f}"]), (planner.best(), []):
             if plan is not None:  # without a memory_limit there are
                 predicted = f"{parallel.seconds / plan.seconds:.2f}, {plan.bound}"
                 cells += [_joined(plan.replicas), *figures, predicted]

@@ -15,8 +15,6 @@ from pipetrain.schedule.memory import Items
 from pipetrain.settings import Mode
 from tests.support.profiles import Skip, bytes_of, layer, table_of
 
-FAST = Machines(4, 4, 1e-6, 1e-6)
-
 
 def sums_of(
     work: Sequence[float],
@@ -192,8 +190,8 @@ def test_no_cuts_and_replicas_are_faster_than_those_of_the_plan(planner):
 def test_of_plans_that_are_equally_fast_one_has_the_fewest_stages_and_the_last_the_fewest_replicas():
     sums = sums_of([8, 0, 0, 1], crossing=[9, 9, 9])
     assert Planner(sums, Machines(4, 4, 1, 1)).best().replicas == [4]
-    sums = sums_of([8, 0, 0, 1], [0, 0, 0, 99], crossing=[9, 9, 9])
-    plan = Planner(sums, Machines(4, 1, 1, 1)).best()
+    sums = sums_of([8, 0, 0, 1], [0, 0, 0, 20], crossing=[9, 9, 9])  # 2-2 takes 9 s too
+    plan = Planner(sums, Machines(4, 2, 0.01, 1)).best()
     assert (plan.replicas, plan.seconds, plan.bound) == ([3, 1], 9, "message of stage 1")
 
 
@@ -204,4 +202,9 @@ def test_what_does_not_fit_is_none_and_a_limit_spreads_layers_over_more_ranks():
     assert plan[40].replicas == [2]
     assert (plan[39].replicas, plan[39].cuts) == ([1, 1], [1])
     assert plan[29] is None
+    sums = sums_of([1] * 2, weights=[10, 10])  # an older version on the first rank, where weights are stashed
+    fits = {
+        stashes: Planner(sums, Machines(2, 2, 9, 9), stashes=stashes, limit=9) for stashes in (True, False)
+    }
+    assert [planner.best([1, 1]) is not None for planner in fits.values()] == [False, True]
     assert Planner(sums, Machines(5, 5, 1, 1)).best([1] * 5) is None  # more stages than layers
