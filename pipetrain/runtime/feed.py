@@ -306,7 +306,7 @@ class OfLoader:
     def open(self, sizes: Sequence[Size], microbatches: int, last: int | None) -> Sources:
         rank, targets, sent = self._links.world.rank, None, Sent()
         if self._reader is None:
-            return None, map(self._received, sizes) if last == rank else None, sent
+            return None, self._receiving(self._expect(sizes[0]), sizes) if last == rank else None, sent
         read: Iterator[tuple[Value, Value]] = map(self._reader.take, sizes)
         if last == rank:
             read, again = tee(read)
@@ -327,8 +327,13 @@ class OfLoader:
                 sent.popleft()[0]()
             yield inputs, targets
 
-    def _received(self, size: Size) -> Value:
-        specs = self._form.targets.of(size).specs
-        tensors = tuple(self._links.take_tensor("the targets of a batch", spec, 0) for spec in specs)
-        value: Value = self._form.targets.pack(tensors)
-        return value
+    def _receiving(self, first: Callable[[], Value], sizes: Sequence[Size]) -> Iterator[Value]:
+        """Yield the targets of batches. The receive of the `first` is posted, so that they come early."""
+        yield first()
+        for size in sizes[1:]:  # of which a window may leave out some
+            yield self._expect(size)()
+
+    def _expect(self, size: Size) -> Callable[[], Value]:
+        specs, what = self._form.targets.of(size).specs, "the targets of a batch"
+        waits = [self._links.expect_tensor(what, spec, 0) for spec in specs]
+        return lambda: self._form.targets.pack(tuple(wait() for wait in waits))

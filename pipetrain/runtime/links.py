@@ -159,6 +159,8 @@ class Links(Ranks):
             groups += [*self._sums.values(), *self._groups.values()]
         self._groups.clear()
         self._sums.clear()
+        self._heads.clear()
+        self._announced.clear()
         self._all = None
         for channel in self._channels:
             channel.let_go()

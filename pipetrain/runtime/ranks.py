@@ -27,7 +27,8 @@ from pipetrain.network.values import TensorSpec, bytes_of
 HEAD = 504  # bytes of a text that its first message carries
 LAST_WORD_S = 2.0  # that a rank may take to hear which other one is lost
 ROUNDS = 32  # messages to and fro to compare two clocks
-_TARGETS, _WORDS = 1, 2  # tags: gloo keeps messages of different tags apart
+_Sent = tuple[Any, Tensor]  # what is to be waited for, with what must stay until then
+_TARGETS, _WORDS = 2**30, 2**30 + 1  # gloo keeps tags apart, and counts small ones in monitored_barrier
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,8 @@ class Ranks:
         self.world = world
         self._timeout = timeout
         self._all = group
+        self._heads: dict[int, tuple[Any, bytearray]] = {}  # of each rank's next text: a posted receive
+        self._announced: list[_Sent] = []  # to be waited for
 
     def gather(self, what: str, item: Any) -> list[Any]:
         """Return each rank's `item` as JSON has it: lists for tuples, keys that are strings.
@@ -80,7 +83,11 @@ class Ranks:
             texts = [text, *(self._hear(what, rank) for rank in range(1, self.world.size))]
             whole = json.dumps(texts)
             with self._trying(f"tell the others {what}"):
-                _wait_for([one for rank in range(1, self.world.size) for one in self._post_text(whole, rank)])
+                _wait_for(self._post_to_all(whole))
+        return self._items(what, texts)
+
+    def _items(self, what: str, texts: Sequence[str]) -> list[Any]:
+        """Return what the ranks from 0 on say at `what`. Raises ChannelError if one is elsewhere."""
         received = [json.loads(text) for text in texts]
         for rank, (theirs, _) in enumerate(received):
             if theirs != what:
@@ -101,8 +108,11 @@ class Ranks:
                     _wait_for(self._post_text(json.dumps(str(error)), other), LAST_WORD_S)
             raise
 
-    def _post_text(self, text: str, rank: int) -> list[tuple[Any, Tensor]]:
-        """Start to send a text to a rank; return what is to be waited for, with what must stay until then."""
+    def _post_to_all(self, text: str) -> list[_Sent]:
+        return [one for rank in range(1, self.world.size) for one in self._post_text(text, rank)]
+
+    def _post_text(self, text: str, rank: int) -> list[_Sent]:
+        """Start to send a text to a rank."""
         content = text.encode()
         head = struct.pack("q", len(content)) + content[:HEAD].ljust(HEAD)
         parts = [bytearray(part) for part in (head, content[HEAD:]) if part]
@@ -110,13 +120,33 @@ class Ranks:
         return [(dist.isend(tensor, rank, group=self._all, tag=_WORDS), tensor) for tensor in tensors]
 
     def _take_text(self, rank: int) -> str:
-        head = bytearray(8 + HEAD)
-        dist.recv(torch.frombuffer(head, dtype=torch.uint8), rank, group=self._all, tag=_WORDS)
+        """Wait for a rank's next text, and post the receive of the one after it, which may come early."""
+        posted, head = self._heads.pop(rank) if rank in self._heads else self._post_head(rank)
+        posted.wait()
         (size,) = struct.unpack_from("q", head)
         rest = bytearray(max(0, size - HEAD))
         if rest:
             dist.recv(torch.frombuffer(rest, dtype=torch.uint8), rank, group=self._all, tag=_WORDS)
+        self._heads[rank] = self._post_head(rank)
         return (head[8:] + rest)[:size].decode()
+
+    def _post_head(self, rank: int) -> tuple[Any, bytearray]:
+        head = bytearray(8 + HEAD)
+        tensor = torch.frombuffer(head, dtype=torch.uint8)
+        return dist.irecv(tensor, rank, group=self._all, tag=_WORDS), head
+
+    def announce(self, what: str, item: Any = None) -> Any:
+        """Return on every rank the `item` of rank 0, which goes on without waiting for the others."""
+        text = json.dumps([what, item])
+        if self.world.rank:
+            with self._trying(f"hear {what} from rank 0"):
+                text = self._take_text(0)
+        elif self.world.size > 1:
+            with self._trying(f"tell the others {what}"):
+                _wait_for(self._announced)
+                self._announced = self._post_to_all(text)
+        (item,) = self._items(what, [text])
+        return item
 
     def tell(self, what: str, item: Any = None, source: int = 0) -> Any:
         """Return on every rank the `item` of rank `source`, as JSON has it."""
@@ -170,12 +200,20 @@ class Ranks:
 
         return wait
 
-    def take_tensor(self, what: str, spec: TensorSpec, rank: int) -> Tensor:
-        """Receive a tensor that a rank has posted."""
+    def expect_tensor(self, what: str, spec: TensorSpec, rank: int) -> Callable[[], Tensor]:
+        """Post the receive of a tensor that a rank posts; returns what waits for it and returns it."""
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
-        with self._trying(f"receive {what} from rank {rank}"):
-            dist.recv(tensor, rank, group=self._all, tag=_TARGETS)
-        return tensor
+        trying = partial(self._trying, f"receive {what} from rank {rank}")
+        with trying():
+            work = dist.irecv(tensor, rank, group=self._all, tag=_TARGETS)
+
+        def wait() -> Tensor:
+            with trying():
+                assert work is not None  # as this rank is in the group
+                work.wait()
+            return tensor
+
+        return wait
 
     def to_first(self, what: str, tensors: Sequence[Tensor], owner: int) -> list[Tensor]:
         """Return on rank 0, in host memory, the tensors that their `owner` gives; none on the others."""
@@ -190,7 +228,7 @@ class Ranks:
                 dist.send(bytes_of(tensor.detach()), 0, group=self._all, tag=_TARGETS)
         for shape, dtype in forms if self.world.rank == 0 else ():
             spec = TensorSpec(tuple(shape), getattr(torch, dtype))
-            numbers = self.take_tensor(what, TensorSpec((spec.nbytes,), torch.uint8), owner)
+            numbers = self.expect_tensor(what, TensorSpec((spec.nbytes,), torch.uint8), owner)()
             received.append(numbers.view(spec.dtype).reshape(spec.shape))
         return received
 
@@ -229,7 +267,7 @@ class Ranks:
             ) from error
 
 
-def _wait_for(sent: Sequence[tuple[Any, Tensor]], limit_s: float | None = None) -> None:
+def _wait_for(sent: Sequence[_Sent], limit_s: float | None = None) -> None:
     for work, _ in sent:
         work.wait(*([] if limit_s is None else [timedelta(seconds=limit_s)]))
 

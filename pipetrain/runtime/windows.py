@@ -208,7 +208,7 @@ class Windows:
             if len(outcomes) < len(windows) and not early:
                 self.session.refuse_small(windows[len(outcomes)])  # after the updates before it were seen
             if not reads_ahead:
-                word = self._say(this, done)
+                word = self._announce(this, done)
 
     def _too_small(self, window: list[Size]) -> bool:
         return min(window).samples < self.session.plan.settings.microbatches
@@ -221,17 +221,33 @@ class Windows:
 
     def _say(self, this: _Pass, done: int, reads: bool = True, hears: bool = False) -> WindowWord:
         """Exchange a word; rank 0 `reads` which batches come next. `hears`: also losses and signals."""
-        last, windows, error = self.session.last, None, None
-        most = min(MOST_AHEAD, max(1, int(self._at_once_s / max(self._window_s, 1e-6))))
-        if reads and not self._links.world.rank:
-            windows, error = attempt(lambda: this.next(done, most))
+        last = self.session.last
+        windows, error = self._read(this, done) if reads else (None, None)
         with self._together():
             losses = last.counts.take_losses() if hears and last else []
-            sizes = windows and [[size.to_json() for size in window] for window in windows]
-            mine = [sizes, failure_of(error), losses, self._heard() if hears else ""]
+            mine = [_as_json(windows), failure_of(error), losses, self._heard() if hears else ""]
             words = self._links.gather(f"the next window of {this.what}", mine)
         (sizes, failure, *_), (*_, losses, _) = words[0], words[self.session.plan.placement[-1]]
-        windows = sizes and [[Size.from_json(size) for size in window] for window in sizes]
-        return WindowWord(
-            windows, failure, error, losses, max((asked for *_, asked in words), key=ORDER.index)
-        )
+        asked: Asked = max((asked for *_, asked in words), key=ORDER.index)
+        return WindowWord(_from_json(sizes), failure, error, losses, asked)
+
+    def _announce(self, this: _Pass, done: int) -> WindowWord:
+        """Let rank 0 say which batches come next, and begin with them without waiting for the others."""
+        windows, error = self._read(this, done)
+        with self._together():
+            mine = [_as_json(windows), failure_of(error)]
+            sizes, failure = self._links.announce(f"the next window of {this.what}", mine)
+        return WindowWord(_from_json(sizes), failure, error, [], "")
+
+    def _read(self, this: _Pass, done: int) -> tuple[list[list[Size]] | None, Exception | None]:
+        """Read the next windows on rank 0; return also the error of it."""
+        most = min(MOST_AHEAD, max(1, int(self._at_once_s / max(self._window_s, 1e-6))))
+        return (None, None) if self._links.world.rank else attempt(lambda: this.next(done, most))
+
+
+def _as_json(windows: list[list[Size]] | None) -> list[list[list[int]]] | None:
+    return None if windows is None else [[size.to_json() for size in window] for window in windows]
+
+
+def _from_json(windows: list[list[list[int]]] | None) -> list[list[Size]] | None:
+    return None if windows is None else [[Size.from_json(size) for size in window] for window in windows]

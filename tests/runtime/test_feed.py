@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipetrain.network.values import Size
+from pipetrain.data.loading import Form
+from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.runtime.feed import UNTAKEN, OfLoader, WindowFeed
 from pipetrain.runtime.ranks import World
 from pipetrain.tasks import Classification
@@ -77,3 +78,17 @@ def test_the_targets_of_a_long_window_are_not_all_kept():
     inputs, targets, sent = OfLoader(links, reader, batches, batches).open([Size(3)] * 1000, 2, last=1)
     assert [len(some) for some in inputs] == [2, 1] * 1000
     assert (len(sent), len(waited), targets) == (UNTAKEN, 1000 - UNTAKEN, None)
+
+
+def test_the_receive_of_a_window_s_first_targets_is_posted_before_the_window_begins():
+    posted: list[TensorSpec] = []
+
+    def expect(what: str, spec: TensorSpec, rank: int) -> Any:
+        posted.append(spec)
+        return lambda: torch.zeros(spec.shape)
+
+    form = Form(*(ValueSpec.in_batch(torch.zeros(4, 2)) for _ in range(2)))
+    links: Any = SimpleNamespace(world=World(1, 2), expect_tensor=expect)
+    _, targets, _ = OfLoader(links, None, form, lambda reader: None).open([Size(4), Size(3)], 2, 1)
+    assert [spec.shape for spec in posted] == [(4, 2)]
+    assert [len(some) for some in targets] == [4, 3]

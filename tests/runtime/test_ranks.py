@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -36,3 +37,29 @@ def test_targets_that_reach_no_rank_are_a_lost_rank_s(monkeypatch, at_once):
     monkeypatch.setattr(dist, "isend", fail if at_once else lambda *given, **named: work)
     with pytest.raises(ChannelError, match=r"rank 0 could not send targets to rank 1: .*reset by peer"):
         Ranks(World(0, 2), 1).post_tensor("targets", torch.zeros(1), 1)()
+
+
+def test_rank_0_announces_without_a_wait_and_the_receive_of_what_comes_next_is_posted(monkeypatch):
+    sent, posted, waited = list[torch.Tensor](), list[torch.Tensor](), list[int]()
+
+    def isend(tensor: torch.Tensor, *rest: object, **named: object) -> SimpleNamespace:
+        sent.append(tensor)
+        return SimpleNamespace(wait=partial(waited.append, len(sent)))
+
+    def irecv(tensor: torch.Tensor, *rest: object, **named: object) -> SimpleNamespace:
+        number = len(posted)
+        posted.append(tensor)
+        return SimpleNamespace(wait=lambda: tensor.copy_(sent[number]))
+
+    monkeypatch.setattr(dist, "isend", isend)
+    monkeypatch.setattr(dist, "irecv", irecv)
+    first, other = Ranks(World(0, 2), 1), Ranks(World(1, 2), 1)
+    assert first.announce("the next window", [1]) == [1]
+    assert not waited
+    first.announce("the next window", [2])
+    assert waited == [1]  # what was announced before
+    assert [other.announce("the next window") for _ in range(2)] == [[1], [2]]
+    assert len(posted) == 3
+    first.announce("another", [3])
+    with pytest.raises(ChannelError, match="is at another"):
+        other.announce("the next window")

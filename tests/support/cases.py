@@ -233,6 +233,8 @@ class LocalLinks:
     def tell(self, what: str, item: object = None, source: int = 0) -> object:
         return self.gather(what, item)[source]
 
+    announce = tell
+
     def abandon(self) -> None: ...
 
     def clock_offset(self) -> tuple[float, float]:
