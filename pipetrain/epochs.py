@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, astuple, dataclass, field, replace
@@ -26,18 +27,18 @@ from pipetrain.network.values import Size
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.records.tracer import Tracer
+from pipetrain.runtime.batches import Batches
 from pipetrain.runtime.clock import Observe
 from pipetrain.runtime.engine import Tick
-from pipetrain.runtime.feed import Batches
 from pipetrain.runtime.links import Links
 from pipetrain.runtime.meter import Meter, PeakBytes
 from pipetrain.runtime.order import Ends
 from pipetrain.runtime.windows import Windows
 from pipetrain.schedule.actions import Action, Op, Program, parse_action
 from pipetrain.schedule.check import check
-from pipetrain.schedule.timeline import Row
+from pipetrain.schedule.timeline import Row, StageStats, of_another, of_replicas
 from pipetrain.signals import STOPS, Asked
-from pipetrain.tasks.tally import Tally
+from pipetrain.tasks.tally import Tally, summed
 
 STOP = "stop"
 AfterEpoch = Callable[[dict[str, float]], str | None]
@@ -61,7 +62,7 @@ class Passes(Protocol):
 class _Figures:
     """One rank's figures of an epoch, so far or as a whole.
 
-    `trained`, `losses` (one an update), `evaluated`: what the last stage's rank has counted. `ran`: the
+    `trained`, `losses` (one an update), `evaluated`: what a rank of the last stage has counted. `ran`: the
     actions of each window, as text.
     """
 
@@ -73,6 +74,15 @@ class _Figures:
     eval_s: float = 0.0
     ran: list[list[str]] = field(default_factory=list)
     peak_bytes: PeakBytes | None = None  # of the window whose memory was measured, if it was of this epoch
+
+
+def _by_stage(ranks: Sequence[_Figures]) -> Stats:
+    """Return the statistics of each stage over its replicas."""
+    parts: dict[int, list[StageStats]] = defaultdict(list)
+    for figures in ranks:
+        for stage, stats in figures.stages.items():
+            parts[stage].append(stats)
+    return {stage: of_replicas(of) for stage, of in parts.items()}
 
 
 class Epochs:
@@ -134,11 +144,15 @@ class Epochs:
         restore(source, session, self._links)
         if self._keeper:
             self._keeper.seen = self._position.update
-        if session.last is not None:
+        if session.last is not None and session.speaks(session.plan.stages - 1):
             session.last.counts.trained.restore(self._progress.trained, session.last.device)
         self._losses = list(self._progress.losses)
         if manifest.pipeline == session.plan.pipeline:
-            session.engine.stats = {index: self._progress.stages[index] for index in session.stages}
+            stats = self._progress.stages
+            session.engine.stats = {
+                index: stats[index] if session.speaks(index) else of_another(stats[index])
+                for index in session.stages
+            }
         else:  # the statistics are of other stages
             history = [replace(figures, stages={}) for figures in self.history]
             self._progress = replace(self._progress, history=history, stages={})
@@ -272,14 +286,14 @@ class Epochs:
         trained = last.peek_trained() if last else Tally()
         mine = _Figures(session.engine.stats, trained, self._losses)
         ranks = self._gather("what is known of the epoch", mine)
-        known = ranks[session.plan.placement[-1]]
+        known = [ranks[rank] for rank in session.plan.placement[-1]]
         progress = replace(
             self._progress,
-            trained=known.trained,
+            trained=summed([figures.trained for figures in known]),
             train_s=train_s,
             elapsed_s=time.perf_counter() - self._started,
-            stages={stage: stats for one in ranks for stage, stats in one.stages.items()},
-            losses=known.losses,
+            stages=_by_stage(ranks),
+            losses=known[0].losses,
         )
         self._keeper.save(session, self._links, self._position, progress, self._passes.random())
 
@@ -343,8 +357,10 @@ class Epochs:
         if self._links.world.rank == 0:
             windows = zip(*(figures.ran for figures in ranks), strict=True)
             self._prove(epoch, [[list(map(parse_action, actions)) for actions in ran] for ran in windows])
-        known = ranks[self.session.plan.placement[-1]]
-        trained, evaluated, losses = known.trained, known.evaluated, known.losses
+        known = [ranks[rank] for rank in self.session.plan.placement[-1]]
+        trained = summed([figures.trained for figures in known])
+        evaluated = summed([figures.evaluated for figures in known])
+        losses = known[0].losses
         evaluates = self._about.evaluates
         if evaluates and self._about.settings.on_nan == "stop" and math.isnan(evaluated.mean_loss):
             raise TrainingStopped(
@@ -364,7 +380,7 @@ class Epochs:
             lr=rate(self._position.update - 1),
             train_s=max(figures.train_s for figures in ranks),
             eval_s=max(figures.eval_s for figures in ranks),
-            stages={stage: stats for figures in ranks for stage, stats in figures.stages.items()},
+            stages=_by_stage(ranks),
             elapsed_s=time.perf_counter() - self._started,
             ended=time.time(),
         )

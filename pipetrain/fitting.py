@@ -277,7 +277,7 @@ def _keeper(training: Training, about: About, run_folder: RunFolder) -> Keeper:
     return Keeper(
         writer=Writer(path, training.links, store, settings.checkpoint_keep, settings.timeout),
         signals=signals,
-        early=EarlyEnd(signals, store, about.plan.placement[0] == training.rank),
+        early=EarlyEnd(signals, store, about.plan.firsts[0] == training.rank),
         every=settings.checkpoint_every,
         unit=settings.checkpoint_unit,
         run=run_folder.run,

@@ -38,6 +38,7 @@ from pipetrain.data.loading import Loader, Reader
 from pipetrain.errors import ConfigError
 from pipetrain.network.factory import Factory
 from pipetrain.network.values import Value
+from pipetrain.placing import spans
 from pipetrain.plan.plan import Plan, outputs_of
 from pipetrain.rate import Rate
 from pipetrain.rules import COUNT, PATH
@@ -153,8 +154,8 @@ class Pipeline:
         state = "closed" if training.closed else counted(self.updates, "update")
         return (
             f"<Pipeline of {type(training.model).__name__}: {settings.schedule}, "
-            f"{counted(settings.microbatches, 'microbatch')}, stages on ranks {training.links.placement}, "
-            f"rank {world.rank} of {world.size}, {state}>"
+            f"{counted(settings.microbatches, 'microbatch')}, "
+            f"stages on ranks {spans(training.links.placement)}, rank {world.rank} of {world.size}, {state}>"
         )
 
     @property
@@ -163,8 +164,8 @@ class Pipeline:
 
     @property
     def last_rank(self) -> int:
-        """The rank of the last stage, which reads targets and counts."""
-        return self._training.links.placement[-1]
+        """The rank of the last stage, which counts; of replicas the first."""
+        return self._training.links.placement[-1][0]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -333,6 +334,7 @@ class Pipeline:
         """
         training, session = self._training, self._training.begun
         session.engine.synchronize()
+        session.level()
         training.whole.take_back()
         return parts_of(session, training.whole.keys, training.asked.optimizer)
 

@@ -25,6 +25,7 @@ from pipetrain.building import build_function, make_codec
 from pipetrain.codec import Codec, Codecs, Identity
 from pipetrain.errors import ConfigError
 from pipetrain.network.values import Size
+from pipetrain.placing import PLACEMENT, REPLICAS, places_of, processes
 from pipetrain.rate import SHAPES, Rate, learning_rate
 from pipetrain.rules import (
     BOOL,
@@ -40,6 +41,7 @@ from pipetrain.rules import (
     one_of,
     whole,
 )
+from pipetrain.schedule.actions import Placement
 
 MONTH_S = 30 * 24 * 3600
 STRATEGIES = ("even", "params", "flops")
@@ -159,6 +161,8 @@ class Settings:
     casts_data: bool = True
 
     stages: int | None = option(None, COUNT)
+    replicas: int | list[int] | None = option(None, REPLICAS)
+    placement: Placement | None = option(None, PLACEMENT)
     partition: str | list[int] = option("flops", PARTITION)
     profile: str | None = of_run(None, FILE, key="partition")  # for partition=profile; None: measure
     memory_limit: float | None = option(None, POSITIVE)  # GiB: of a stage if partition=profile, else a rank
@@ -210,13 +214,9 @@ class Settings:
         `ranks`: the processes, None if not started. `known`: fields that are no options. Raises ConfigError.
         """
         settings = cls(**known).changed(values)
-        stages = settings.stages
-        if ranks is not None and stages not in (None, ranks):
-            raise ConfigError(
-                f"stages={stages} needs {stages} processes and there are {ranks}; start {stages}, by "
-                f"torchrun --nproc_per_node={stages} or NPROC={stages} pipetrain, or leave stages out"
-            )
-        return replace(settings, ranks=ranks or stages or 2)
+        return replace(
+            settings, ranks=processes(settings.stages, settings.replicas, settings.placement, ranks)
+        )
 
     @classmethod
     def composed(cls, cfg: DictConfig, schedule: str, ranks: int | None) -> Settings:
@@ -240,6 +240,11 @@ class Settings:
         named = {one.name: getattr(self, one.name) for one in fields(self)}
         named |= {name: repr(named[name]) for name in ("dtype", "codec_forward", "codec_backward")}
         return {name: value for name, value in named.items() if name not in ("threads", "timeout")}
+
+    @property
+    def places(self) -> Placement:
+        """The ranks of each place in the schedule's program: one, or its replicas."""
+        return self.placement or places_of(self.replicas or 1, self.ranks)
 
     @property
     def codecs(self) -> Codecs:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from pipetrain.checkpoint.resume import Source, open_weights, tensors_of
 from pipetrain.checkpoint.state import restore, restore_random
 from pipetrain.data.loader import Sampled
 from pipetrain.data.loading import Form, Loader, NamedTargets, Reader
+from pipetrain.documents import read_as
 from pipetrain.errors import ConfigError
 from pipetrain.network.chain import network_of
 from pipetrain.network.factory import Initial
@@ -34,9 +35,9 @@ from pipetrain.plan.plan import Plan, Samples, prove_targets
 from pipetrain.plan.program import Draft
 from pipetrain.records.bar import Bar
 from pipetrain.rules import PATH
+from pipetrain.runtime.batches import Batches, OfLoader, OfNumbers
 from pipetrain.runtime.device import choose_device
 from pipetrain.runtime.engine import Tick
-from pipetrain.runtime.feed import Batches, OfLoader, OfNumbers
 from pipetrain.runtime.links import Links
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.session import Session
@@ -45,9 +46,10 @@ from pipetrain.runtime.together import Together, level, prove_same
 from pipetrain.runtime.whole import WholeModel, owners
 from pipetrain.runtime.windows import NO_BATCH, Windows
 from pipetrain.schedule.lower import edges
+from pipetrain.schedule.lower import links as links_of
 from pipetrain.signals import Asked
 from pipetrain.tasks import ModelLoss, Task
-from pipetrain.tasks.tally import Tally
+from pipetrain.tasks.tally import Tally, summed
 from pipetrain.tasks.trial import choose_weight
 
 log = logging.getLogger("pipetrain")
@@ -138,7 +140,8 @@ class Training:
         links, model = self.links, self.model
         drawn = {"how the model's factory makes its parameters": record.digest} if record else {}
         prove_same(links, "the settings", self.asked.conditions() | drawn)
-        links.open(edges(self.asked.draft.program))
+        draft = self.asked.draft
+        links.open(links_of(edges(draft.program), draft.placement))
         refuse_without_numbers(links.tell("the model", [] if record else give_memory(model)))
         level(links, "the model", named_tensors(model) | tensor_attributes(model))
         return record if weights is None else open_weights(PATH.read("weights", weights), model)
@@ -166,7 +169,7 @@ class Training:
         self._apart = self.together.on_first("the comparison", reader, compare)
         self.settings, self._form = plan.settings, form
         with self.together():
-            self.links.open(list(plan.cut.bounds), plan.cut.ties)
+            self.links.open(plan.links, plan.ties)
             owned = owners(network, plan)
             optimizer, rate = self.asked.optimizer, self.asked.rate.fraction
             self.session = Session(plan, network, self.task, optimizer, rate, self.links)
@@ -199,7 +202,7 @@ class Training:
         """
         self.refuse_ended()
         if isinstance(source, Sampled):
-            return OfNumbers.of(source, self.task, self.links, self.begun.plan.placement, epoch, done)
+            return OfNumbers.of(source, self.task, self.links, self.begun.plan, epoch, done)
         form = self._form
         if form is not None and not labelled:
             form = replace(form, targets=ValueSpec((TensorSpec((), torch.float32),)))
@@ -218,7 +221,7 @@ class Training:
             if done:
                 reader.skip(done, self.settings.window)
 
-        return OfLoader(self.links, reader, form, begin)
+        return OfLoader(self.links, reader, form, self.task, begin)
 
     def ticks(self, what: str) -> Callable[[int], Tick]:
         """Return what shows rank 0's progress in a window of many batches."""
@@ -232,16 +235,16 @@ class Training:
         return of
 
     def values(self, what: str, take: Callable[[Stage], Tally], **more: float) -> dict[str, float]:
-        """Return what the last stage has counted, and `more` of its rank, on every rank."""
-        last = self.begun.plan.placement[-1]
+        """Return what the last stage has counted, and `more` of its first rank, on every rank."""
         with self.together():
-            tally = self.take(take)
-            values = tally and {"loss": tally.mean_loss, **self.task.values(tally), **more}
-            on_all: dict[str, float] = self.links.tell(what, values, last)
-        return on_all
+            mine = self.take(take)
+            told = self.links.gather(what, mine and [asdict(mine), more])
+        (tallies, (more, *_)) = zip(*(told[rank] for rank in self.begun.plan.placement[-1]), strict=True)
+        tally = summed([read_as(Tally, one, what) for one in tallies])
+        return {"loss": tally.mean_loss, **self.task.values(tally), **more}
 
     def take(self, count: Callable[[Stage], Tally]) -> Tally | None:
-        """Return and reset a tally of the last stage; None if another rank holds it."""
+        """Return and reset this rank's tally of the last stage; None if others hold it."""
         return count(self.session.last) if self.session and self.session.last else None
 
     def _refuse_apart(self) -> None:
@@ -261,6 +264,7 @@ class Training:
         with self.together():
             if self.session is not None:
                 self.session.engine.synchronize()
+                self.session.level()
             self.links.tell(what)
 
     def close(self) -> None:

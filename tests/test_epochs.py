@@ -111,8 +111,10 @@ def test_progress_counts_each_update_once_and_each_evaluated_microbatch_once(sch
 def test_the_first_rank_reads_inputs_the_last_targets_and_the_middle_nothing():
     run = make_run(Case("1f1b", 3, (NORM,)))
     runs = [run, replace(run, data=None), run]
-    sources = [epochs_for(runs[rank], rank, 3)._passes.evaluate().open([Size(3)], 1, 2) for rank in range(3)]
+    sources = [
+        epochs_for(runs[rank], rank, 3)._passes.evaluate().open([Size(3)], 1, [0], [2]) for rank in range(3)
+    ]
     found = [values is not None for source in sources for values in source[:2]]
     assert found == [True, *[False] * 4, True]
     targets = run.data.test.targets(torch.arange(run.evaluation_sizes[0]), None)
-    assert torch.equal(next(sources[2][1]), targets)
+    assert torch.equal(next(sources[2][1]).targets, targets)

@@ -31,6 +31,7 @@ def snapshot(session: Session, links: Links, random: Mapping[str, Tensor]) -> di
 
     `random`: further random states. Raises TypeError for an optimizer whose state cannot be saved.
     """
+    session.level()
     files = {stage_file(index): state_of(stage) for index, stage in session.stages.items()}
     rank, device = links.world.rank, links.device
     own = {f"random/{rank}/cpu": torch.get_rng_state(), **random}

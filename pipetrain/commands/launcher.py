@@ -6,8 +6,9 @@
     pipetrain --max-restarts=3 model=vgg16 resume=auto     torchrun's options, as --OPTION=VALUE
     pipetrain --nproc_per_node=2 -m pipetrain model=vgg16  torchrun's whole command line
 
-The number of processes on this machine is NPROC, or stages= among the overrides, or one per GPU; two without
-a GPU and for the quickstart. They share the machine's cores, unless threads= is set.
+The number of processes on this machine is NPROC, or what stages=, replicas= and placement= among the
+overrides need, or one per GPU; two without a GPU and for the quickstart. They share the machine's cores,
+unless threads= is set.
 
 torchrun prints a traceback for every failure and exits with 1 after a signal, however well its ranks ended.
 This command exits with 0 where all went well, a stop by SIGTERM that was saved included; with 130 after
@@ -27,6 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -34,13 +36,17 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser, parse_args, run
+from yaml import YAMLError, safe_load
 
+from pipetrain import placing
 from pipetrain.choices import conf_dir
 from pipetrain.commands.cli import composed
 from pipetrain.commands.start import refuse_few_layers
 from pipetrain.commands.usage import completion
 from pipetrain.ending import ENDED, FAILED, guarded, leave
-from pipetrain.rules import decoded, whole
+from pipetrain.errors import ConfigError
+from pipetrain.placing import PLACEMENT, REPLICAS
+from pipetrain.rules import COUNT, decoded, whole
 from pipetrain.settings import cores, share_of_cores
 from pipetrain.signals import LIMIT
 from pipetrain.version import __version__
@@ -96,12 +102,28 @@ def processes(words: Sequence[str]) -> int:
     if asked := os.environ.get("NPROC"):
         number: int = whole(1, 9999).read("NPROC", decoded(asked))
         return number
-    stages = [match[1] for word in words if (match := re.fullmatch(r"\+*stages=(.*)", word))]
-    if stages and re.fullmatch("[1-9][0-9]*", stages[-1]):
-        return int(stages[-1])
+    if (number_of := _processes_of(words)) is not None:
+        return number_of
     if words == QUICKSTART or "device=cpu" in words:
         return 2
     return torch.cuda.device_count() or 2
+
+
+def _processes_of(words: Sequence[str]) -> int | None:
+    """Return how many processes stages=, replicas= and placement= need; None if none says so."""
+    rules = {"stages": COUNT, "replicas": REPLICAS, "placement": PLACEMENT}
+    values: dict[str, Any] = dict.fromkeys(rules)
+    for word in words:
+        name, _, text = word.lstrip("+").partition("=")
+        with suppress(ConfigError, YAMLError):  # the ranks refuse it
+            if name in rules:
+                values[name] = rules[name].read(name, safe_load(text), null=True)
+    with suppress(ConfigError):
+        if any(values.values()):
+            return placing.processes(
+                values.get("stages"), values.get("replicas"), values.get("placement"), None
+            )
+    return None
 
 
 def start(arguments: Sequence[str]) -> int:

@@ -25,7 +25,7 @@ from pipetrain.commands.cli import compose
 from pipetrain.ending import guarded, unread
 from pipetrain.errors import ConfigError
 from pipetrain.rules import COUNT, whole
-from pipetrain.schedule.actions import ScheduleError, compute_program, most_open, placement
+from pipetrain.schedule.actions import ScheduleError, compute_program, most_open, ranks_of
 from pipetrain.schedule.draw import aligned, counted
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.simulate import SHOWN, simulate
@@ -148,7 +148,7 @@ def _on_equal_stages(
         [max(run.staleness[stage] for stage in own) for own in stages],
     )
     by_rank = [" ".join(f"{value:.3g}" for value in values) for values in peaks]
-    return _times(run, batches, WORK * len(placement(program)) / ranks), by_rank
+    return _times(run, batches, WORK * len(ranks_of(program)) / ranks), by_rank
 
 
 def _names(cfg: DictConfig) -> list[str]:

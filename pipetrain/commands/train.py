@@ -175,7 +175,7 @@ def find(cfg: DictConfig, settings: Settings, start: Start) -> tuple[DictConfig,
     if source is None:
         folder.clear(run_dir)
     else:
-        cfg = with_cuts_of(cfg, source, start.world.size)
+        cfg = with_cuts_of(cfg, source, settings)
     start.doing = "read the data set"
     cfg, data = obtain_data(cfg, settings.dtype)
     hydra = HydraConfig.get()
@@ -188,10 +188,11 @@ def find(cfg: DictConfig, settings: Settings, start: Start) -> tuple[DictConfig,
     return cfg, data, source
 
 
-def with_cuts_of(cfg: DictConfig, source: Source, ranks: int) -> DictConfig:
+def with_cuts_of(cfg: DictConfig, source: Source, settings: Settings) -> DictConfig:
     """Return the configuration with the checkpoint's cuts where it would otherwise be profiled again."""
     pipeline = source.manifest.pipeline
-    if cfg.partition != PROFILE or ranks != len(set(pipeline["placement"])):
+    firsts = {first for first, *_ in settings.places}
+    if cfg.partition != PROFILE or len(firsts) != len(set(pipeline["placement"])):
         return cfg
     cfg = cfg.copy()
     cfg.partition = pipeline["cuts"]
@@ -204,7 +205,7 @@ def with_cuts_of(cfg: DictConfig, source: Source, ranks: int) -> DictConfig:
 def follow(composed: DictConfig, start: Start) -> None:
     """Run a job as one of the other ranks, by rank 0's word."""
     cfg = contained(composed, Path())
-    read(cfg, start)
+    settings = read(cfg, start)
     importlib.import_module("torch._dynamo")  # needed for planning; takes a second while rank 0 works
     first_word = start.begin(composed)
     if first_word is None:
@@ -215,7 +216,7 @@ def follow(composed: DictConfig, start: Start) -> None:
     cfg.run_dir = word.run_dir
     source = None if word.resume is None else read_source(Path(word.resume))
     if source is not None:
-        cfg = with_cuts_of(cfg, source, start.world.size)
+        cfg = with_cuts_of(cfg, source, settings)
     if word.saves:
         folder.prove_shared(Path(word.run_dir))
     train(cfg, word, None, source, start)
@@ -246,7 +247,8 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
         settings=settings,
     )
     del model
-    if data is None and start.world.rank == pipe.last_rank:  # the others need no sample
+    placement = pipe._training.links.placement
+    if data is None and start.world.rank in (*placement[0], *placement[-1]):  # the others need no sample
         data = load_data(cfg.data, settings.dtype)
     start.agree("read the data set", same={"data set": data.fingerprint if data else facts.fingerprint})
     start.doing = "plan the run"

@@ -13,7 +13,7 @@ is, beside the program without any.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -25,17 +25,17 @@ from pipetrain.errors import ConfigError
 from pipetrain.plan.costs import Table
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.program import Draft, make_program, modes_of
-from pipetrain.schedule.actions import Op
+from pipetrain.schedule.actions import Op, Placement
 from pipetrain.schedule.memory import GIB, Items, counts, held_bytes
 from pipetrain.settings import AUTO, PROFILE, STRATEGIES, Mode
 
 LISTED = 40  # layers in a sentence
 
 
-def choose_cuts(partition: str | Sequence[int], layers: Sequence[Layer], where: Sequence[int]) -> list[int]:
+def choose_cuts(partition: str | Sequence[int], layers: Sequence[Layer], where: Placement) -> list[int]:
     """Return the first layers of stages 1, 2, ...: as given, or by one of STRATEGIES.
 
-    `where`: the rank of each stage. Raises ConfigError, with the list of layers, if there are too few, a
+    `where`: the ranks of each stage. Raises ConfigError, with the list of layers, if there are too few, a
     stage would be empty or a cut is outside the model.
     """
     stages, listed = len(where), prove_layers(len(where), [layer.name for layer in layers])
@@ -52,35 +52,42 @@ def choose_cuts(partition: str | Sequence[int], layers: Sequence[Layer], where: 
     return list(partition)
 
 
-def balance(weights: Sequence[float], where: Sequence[int]) -> list[int]:
-    """Cut `weights` into a slice for each stage, which rank `where[stage]` holds.
+def balance(weights: Sequence[float], where: Placement) -> list[int]:
+    """Cut `weights` into a slice for each stage, which the ranks `where[stage]` share equally.
 
     Where each rank has one, the largest sum of a slice is as small as possible. Else that and the largest sum
     of a rank are as small together as a local search finds. It starts from slices of equal sums, and from
     such slices of each share of the weights for the first half of the stages.
     """
-    stages, half = len(where), len(where) // 2
+    stages, half, replicas = len(where), len(where) // 2, [len(ranks) for ranks in where]
     until = [0.0, *accumulate(weights)]
 
-    def even(start: int, end: int, stages: int) -> list[int]:
+    def even(start: int, end: int, stages: int, first: int = 0) -> list[int]:
         inside = until[start : end + 1]
         # One slice after the other may be filled until a layer is too much.
         limit = (inside[-1] - inside[0]) / stages + max(map(sub, inside[1:], inside))
-        cuts, _ = best_cuts(end - start, stages, lambda stage, a, b: inside[b] - inside[a], inside, limit)
+        known = (inside, limit) if max(replicas) == 1 else ()
+
+        def share(stage: int, a: int, b: int) -> float:
+            return (inside[b] - inside[a]) / replicas[first + stage]
+
+        cuts, _ = best_cuts(end - start, stages, share, *known)
         return [start + cut for cut in cuts]
 
     def size(cuts: Sequence[int]) -> float:
-        by_rank = dict.fromkeys(where, 0.0)
+        by_rank: dict[int, float] = defaultdict(float)
         sums = [until[end] - until[start] for start, end in pairwise([0, *cuts, len(weights)])]
-        for rank, weight in zip(where, sums, strict=True):
-            by_rank[rank] += weight
-        return max(by_rank.values()) + max(sums)
+        for ranks, weight in zip(where, sums, strict=True):
+            for rank in ranks:
+                by_rank[rank] += weight / len(ranks)
+        shares = [weight / count for weight, count in zip(sums, replicas, strict=True)]
+        return max(by_rank.values()) + max(shares)
 
     equal = even(0, len(weights), stages)
     if len(set(where)) in (1, stages):
         return equal
     turns = range(half, len(weights) - (stages - half) + 1)
-    starts = [[*even(0, t, half), t, *even(t, len(weights), stages - half)] for t in turns]
+    starts = [[*even(0, t, half), t, *even(t, len(weights), stages - half, half)] for t in turns]
     return min((_refined(start, len(weights), size) for start in [equal, *starts]), key=size)
 
 
@@ -231,7 +238,8 @@ def prices_of(draft: Draft, batches: int, table: Table) -> Prices:
             for stage in own:
                 often = Counter(action.op for action in actions if action.stage == stage)
                 each = {op: number / batches for op, number in often.items()}
-                by_stage[stage] = Doing(each, {now[stage] for now in moments})
+                # Of replicas the first has most microbatches.
+                by_stage.setdefault(stage, Doing(each, {now[stage] for now in moments}))
         return by_stage
 
     plain, asked = doing(), [[mode] for mode in modes_of(settings.recompute, count)]
@@ -262,7 +270,7 @@ def balance_times(prices: Prices, allowed: Collection[int], limit: float = math.
         return prices.best(stage, start, end, 0).held_bytes if {start, end} <= within else math.inf
 
     until = prices.work_until()
-    even = balance([b - a for a, b in pairwise(until)], range(stages))
+    even = balance([b - a for a, b in pairwise(until)], [(stage,) for stage in range(stages)])
     reached = max(seconds(stage, *span) for stage, span in enumerate(pairwise([0, *even, layers])))
     cuts, slowest = best_cuts(layers, stages, seconds, until, reached)
     if slowest < math.inf:

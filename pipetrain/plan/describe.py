@@ -162,7 +162,7 @@ def _partition(plan: Plan) -> str:
     recomputes = any(mode is not Mode.NEVER for mode in plan.recompute)
     shown = [Op.F, *[Op.R] * recomputes, *([Op.I, Op.W] if splits(plan.window.program) else [Op.B])]
     codecs, rows = plan.settings.codecs, []
-    for stage, rank in enumerate(plan.placement):
+    for stage, ranks in enumerate(plan.placement):
         layers, slice, mode = plan.stage_layers(stage), plan.cut.slices[stage], plan.recompute[stage]
         enters, routes = plan.cut.entering(stage, size), plan.cut.routes_into[stage]
         parts = [] if stage else list(map(str, enters))
@@ -171,7 +171,7 @@ def _partition(plan: Plan) -> str:
             parts.append(tensors if route.source == stage - 1 else f"{tensors} from {route.source}")
         row = {
             "stage": str(stage),
-            "rank": str(rank),
+            "rank": " ".join(map(str, ranks)),
             "layers": f"{slice.start}-{slice.end - 1} {layers[0].name}..{layers[-1].name}",
             "parameters": f"{sum(layer.params for layer in layers):,}",
             "work": f"{sum(layer.flops for layer in layers) / flops:.1%}",

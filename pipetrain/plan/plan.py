@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,8 @@ from pipetrain.plan.program import (
     refuse_ties,
     window_lengths,
 )
-from pipetrain.schedule.actions import Op, asks_for, splits
+from pipetrain.schedule.actions import Op, Placement, Tie, asks_for, splits
+from pipetrain.schedule.lower import Link, links
 from pipetrain.schedule.memory import Memory, over_time
 from pipetrain.schedule.policy import Bounds
 from pipetrain.schedule.simulate import Deadlock, simulate
@@ -76,9 +78,24 @@ class Plan:
         return self.draft.settings
 
     @property
-    def placement(self) -> list[int]:
-        """The rank of each stage."""
+    def placement(self) -> Placement:
+        """The ranks of each stage."""
         return self.draft.placement
+
+    @property
+    def firsts(self) -> list[int]:
+        """The first rank of each stage, which speaks for it."""
+        return [first for first, *_ in self.placement]
+
+    @property
+    def links(self) -> list[Link]:
+        """The links that windows and evaluations use."""
+        return links(self.cut.bounds, self.placement)
+
+    @property
+    def ties(self) -> list[Tie]:
+        """The stages whose ranks sum something up: those of shared weights, or one with replicas."""
+        return [*self.cut.ties, *((stage,) for stage, ranks in enumerate(self.placement) if len(ranks) > 1)]
 
     @property
     def layers(self) -> Sequence[Layer]:
@@ -120,9 +137,9 @@ class Plan:
 
     @property
     def pipeline(self) -> dict[str, list[int]]:
-        """The cuts, the placement and the numbers of the modes of recomputation, for a checkpoint."""
+        """The cuts, the first ranks and the numbers of the modes of recomputation, for a checkpoint."""
         recompute = [[*Mode].index(mode) for mode in self.modes]
-        return {"cuts": self.cuts, "placement": list(self.placement), "recompute": recompute}
+        return {"cuts": self.cuts, "placement": self.firsts, "recompute": recompute}
 
     @property
     def window(self) -> Window:
@@ -149,7 +166,7 @@ class Plan:
 
     def layers_on(self, rank: int) -> list[int]:
         """Return the numbers of the layers of a rank's stages, ascending."""
-        mine = (slice for slice, on in zip(self.cut.slices, self.placement, strict=True) if on == rank)
+        mine = (slice for slice, on in zip(self.cut.slices, self.placement, strict=True) if rank in on)
         return [number for slice in mine for number in range(slice.start, slice.end)]
 
     def memory(self, run: Timeline) -> Memory:
@@ -175,15 +192,15 @@ class Plan:
         )
 
     def stage_times(self, run: Timeline) -> list[StageTimes]:
-        """Return the predicted times of each stage, by its `timeline`."""
-        waited = run.waits(repeated=self.settings.window is not None)
+        """Return the predicted times of each stage, by its `timeline`; of replicas the means."""
+        waited, bubbles = run.waits(repeated=self.settings.window is not None), run.bubble_per_rank
         return [
             StageTimes(
-                bubble=run.bubble_per_rank[rank],
+                bubble=fmean(bubbles[rank] for rank in ranks),
                 stage_time_s=run.stages[stage].busy_s / max(self.windows) if self.costs else None,
-                wait=waited[rank] / run.makespan,
+                wait=fmean(waited[rank] for rank in ranks) / run.makespan,
             )
-            for stage, rank in enumerate(self.placement)
+            for stage, ranks in enumerate(self.placement)
         ]
 
 

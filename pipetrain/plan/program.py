@@ -19,24 +19,25 @@ from pipetrain.plan.cut import Cut
 from pipetrain.schedule.actions import (
     Action,
     Edge,
+    Placement,
     Program,
     Schedule,
     ScheduleError,
     Ties,
     asks_for,
-    compute_program,
     has_norms,
-    placement,
+    ranks_of,
     reads_old,
     splits,
 )
 from pipetrain.schedule.bounds import edge_bounds, widest
 from pipetrain.schedule.check import check
 from pipetrain.schedule.fixed import FixedProgram
-from pipetrain.schedule.lower import edges, lower
+from pipetrain.schedule.lower import Lowering, edges, lower
 from pipetrain.schedule.policy import Bounds, ForwardBackward
 from pipetrain.schedule.posts import Posts, make_posts
 from pipetrain.schedule.programs import forward_only
+from pipetrain.schedule.replicas import spread_program
 from pipetrain.schedule.simulate import SHOWN, Cost, Deadlock, simulate
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import joined, with_norms, with_recompute, with_ties
@@ -53,6 +54,7 @@ class Window:
     program: Program
     simulation: Timeline
     bounds: list[Bounds]  # by stage
+    home: Callable[[int, int], int]  # the rank that runs a (stage, microbatch)
     posts: Posts | None = None  # None: a policy's, whose messages are staged
 
 
@@ -83,15 +85,15 @@ class ProvenWindows(dict[int, Window]):
 class Draft:
     """What settings and a schedule say before the model is known, by a compute-only program of a few batches.
 
-    `settings`: with what follows from the program. Programs of any length have its `placement`: the rank of
-    each stage. `least`: the batches of the shortest window.
+    `settings`: with what follows from the program. Programs of any length have its `placement`: the ranks
+    of each stage. `least`: the batches of the shortest window.
     """
 
     settings: Settings
     schedule: Schedule = field(compare=False)
     batches: int
     program: Program
-    placement: list[int]
+    placement: Placement
     least: int = 1
 
     @classmethod
@@ -100,7 +102,8 @@ class Draft:
         least = schedule.batches if isinstance(schedule, FixedProgram) else 1
         batches = DRAFTED if least == 1 else least
         program = _compute_only(settings, schedule, batches)
-        draft = cls(settings, schedule, batches, program, placement(program), least)
+        draft = cls(settings, schedule, batches, program, ranks_of(program), least)
+        _refuse_replicas(draft)
         return replace(draft, settings=_with_clipping_decided(draft))
 
     @property
@@ -143,9 +146,9 @@ def _compute_only(settings: Settings, schedule: Schedule, batches: int, **offere
     Without, it has the placement and the weight versions that it will have. Raises ScheduleError and
     ConfigError.
     """
-    size = settings.ranks, batches, settings.microbatches
+    size = settings.places, batches, settings.microbatches
     try:
-        program = compute_program(schedule, *size, buffer_size=settings.buffer_size, **offered)
+        program = spread_program(schedule, *size, buffer_size=settings.buffer_size, **offered)
         if not all(isinstance(action, Action) for action in chain.from_iterable(program)):
             raise TypeError("a program is a list of Action for each rank")
     except (ConfigError, ScheduleError):
@@ -238,7 +241,6 @@ def _refuse_unsound(settings: Settings, batches: int, program: Program, cut: Cut
             f"schedule {settings.schedule} splits backwards, and compile runs them whole: leave compile "
             f"out, or choose a schedule without I and W"
         )
-    placement(program)  # one rank a stage: the engine has no replicas yet
     check(program, batches, settings.microbatches, routes, has_norms(program), ties)
 
 
@@ -247,12 +249,13 @@ def _played(draft: Draft, batches: int, program: Program, cut: Cut | None) -> Wi
     settings, policy, (routes, ties) = draft.settings, draft.policy, _joins(cut)
     buffer_size = cut.bounds if cut else settings.buffer_size
     run = simulate(program, settings.microbatches, buffer_size=buffer_size, routes=routes, ties=ties)
+    home = Lowering.of(program).rank
     if policy:  # whose program is one of many
         size = len(program), batches, settings.microbatches
-        return Window(program, run, [policy.bounds(stage, *size) for stage in range(len(program))])
+        return Window(program, run, [policy.bounds(stage, *size) for stage in range(len(program))], home)
     edge_sizes = cut.bounds if cut else dict.fromkeys(edges(program), settings.buffer_size)
     bounds = [*map(Bounds, run.activations, run.versions, run.staleness)]
-    return Window(program, run, bounds, make_posts(run, edge_sizes, ties))
+    return Window(program, run, bounds, home, make_posts(run, edge_sizes, ties))
 
 
 @contextmanager
@@ -272,6 +275,27 @@ def _explained(settings: Settings, norms: bool, cut: Cut | None) -> Iterator[Non
 
 
 # What settings ask of a program
+
+
+def _refuse_replicas(draft: Draft) -> None:
+    """Refuse replicas of a schedule that has no fixed order, or more than get a microbatch."""
+    settings, most = draft.settings, max(map(len, draft.placement))
+    if draft.policy and draft.placement != [(rank,) for rank in range(settings.ranks)]:
+        raise ConfigError(
+            f"schedule {settings.schedule} decides its order while it runs, and replicas take turns in a "
+            f"fixed one: choose another schedule, or leave replicas and placement out"
+        )
+    if most > settings.microbatches and settings.batchnorm == "batch":
+        raise ConfigError(
+            f"batchnorm=batch needs a microbatch of each batch on every replica: choose microbatches={most}"
+        )
+    window = settings.window or most if draft.reads_late else 1
+    if most > settings.microbatches * window:
+        raise ConfigError(
+            f"a stage has {most} replicas, and a {'window' if draft.reads_late else 'batch'} "
+            f"has {settings.microbatches * window} microbatches, so that some would have nothing to do: "
+            f"choose microbatches={most}, or fewer replicas"
+        )
 
 
 def _with_clipping_decided(draft: Draft) -> Settings:

@@ -174,7 +174,7 @@ def write_rows(plan: Plan, file: TextIO) -> None:
         return sum(time for (of, op, *_), time in costs.seconds.items() if of == stage and op in ops)
 
     rows: list[dict[str, int | str]] = []
-    for stage, (rank, peak) in enumerate(zip(plan.placement, peaks(stage_bytes), strict=True)):
+    for stage, (rank, peak) in enumerate(zip(plan.firsts, peaks(stage_bytes), strict=True)):
         times = {
             "forward": taken(stage, {Op.F}),
             "backward": taken(stage, backward),

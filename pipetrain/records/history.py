@@ -64,7 +64,7 @@ class About:
             "lr": self.rate.peak,
             "data": self.data.name,
             "parameters": sum(layer.params for layer in plan.layers),
-            "placement": plan.placement,
+            "placement": [of[0] if len(of) == 1 else list(of) for of in plan.placement],
             "partition": plan.cuts,
             "dtype": str(settings.dtype).removeprefix("torch."),
             "memory_format": plan.numerics.memory_format,
@@ -115,11 +115,11 @@ class History:
         if not seconds:
             return []
         stats = [total([stages[stage] for stages in parts]) for stage in range(plan.stages)]
-        times = stage_times(plan.placement, stats, seconds)
+        times = stage_times(plan.firsts, stats, seconds)
         return [
             StageRecord(
                 stage=stage,
-                rank=plan.placement[stage],
+                rank=plan.firsts[stage],
                 layers=len(plan.stage_layers(stage)),
                 params=sum(layer.params for layer in plan.stage_layers(stage)),
                 peak_in_flight=of.activations,

@@ -1,6 +1,7 @@
 """Messages between stages: bounded, ordered, asynchronous.
 
-An edge is an ordered pair of stages on different ranks; activations go up, gradients down. On each edge the
+An edge is an ordered pair of stages; activations go up, gradients down. A link is an edge between two ranks,
+of which stages with replicas have several. On each link the
 receiver posts at most `buffer_size` receives ahead and the sender leaves at most `buffer_size` sends
 unfinished: with this bound `simulate` proved the program free of deadlock. The program fixes the order and
 the plan the sizes, so there are no headers. Every wait has a deadline; its error names the message.
@@ -33,11 +34,12 @@ from pipetrain.errors import ChannelError, cause_of
 from pipetrain.network.values import TensorSpec
 from pipetrain.runtime.watch import Deadline, Watch
 from pipetrain.schedule.actions import Edge, Tie
+from pipetrain.schedule.lower import Link
 
 
 @dataclass(frozen=True)
 class Message:
-    """The tensors of one microbatch on one edge.
+    """The tensors of one microbatch on one link of an edge.
 
     `specs`: as they travel; `ranks`: source and destination rank; `plain`: the specs before encoding.
     """
@@ -52,6 +54,10 @@ class Message:
     @cached_property
     def edge(self) -> Edge:
         return (self.src, self.dst)
+
+    @cached_property
+    def link(self) -> Link:
+        return self.edge, self.ranks
 
     @cached_property
     def nbytes(self) -> int:
@@ -101,7 +107,7 @@ class _Transfer:
 
 @dataclass(slots=True)
 class _End:
-    """One rank's end of an edge."""
+    """One rank's end of a link."""
 
     group: Any
     bound: int
@@ -111,9 +117,9 @@ class _End:
 
 
 class Channel:
-    """One rank's end of all its edges, over torch.distributed. Not for use from two threads.
+    """One rank's end of all its links, over torch.distributed. Not for use from two threads.
 
-    `groups`: a process group for each edge; `sums`: one for the ranks of each tie. Tensors are on `device`.
+    `groups`: a process group for each link; `sums`: one for the ranks of each tie. Tensors are on `device`.
     `staged`: they go through pinned host memory, because gloo cannot send CUDA tensors. `channels_last`:
     four-dimensional tensors travel with their channels innermost, without a copy if they are so already.
     `buffer_size`: of all edges, or of each edge.
@@ -121,7 +127,7 @@ class Channel:
 
     def __init__(
         self,
-        groups: Mapping[Edge, Any],
+        groups: Mapping[Link, Any],
         buffer_size: int | Mapping[Edge, int],
         timeout: float,
         device: torch.device,
@@ -129,8 +135,9 @@ class Channel:
         channels_last: bool = False,
         sums: Mapping[Tie, Any] | None = None,
     ) -> None:
-        bounds = buffer_size if isinstance(buffer_size, Mapping) else dict.fromkeys(groups, buffer_size)
-        self._ends = {edge: _End(group, bounds.get(edge, 0)) for edge, group in groups.items()}
+        of = buffer_size
+        bounds = of if isinstance(of, Mapping) else {edge: of for edge, _ in groups}
+        self._ends = {link: _End(group, bounds.get(link[0], 0)) for link, group in groups.items()}
         self._sums = sums or {}
         self._timeout = timeout
         self._device = device
@@ -154,13 +161,13 @@ class Channel:
             assert not self.ordered, "a policy looks at what has arrived, and a stream's messages do not say"
             self._watch = Watch(self._ends)
         for message in messages:
-            self._ends[message.edge].to_post.append(message)
+            self._ends[message.link].to_post.append(message)
         for end in self._ends.values():
             self._post(end)
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Start a send; waits only while the sends of the edge are as many as may be unfinished."""
-        end = self._ends[message.edge]
+        end = self._ends[message.link]
         while len(end.sent) >= end.bound * (2 if self.ordered else 1):
             self._wait(end.sent.popleft())
         end.sent.append(self._start(message, True, [self._to_wire(t) for t in tensors]))
@@ -168,13 +175,13 @@ class Channel:
 
     def post(self, message: Message) -> None:
         """Post the receive of this message, the next one of its edge, unless it is posted ahead anyway."""
-        end = self._ends[message.edge]
+        end = self._ends[message.link]
         if self.ordered:
             self._post(end, len(end.posted) + 1)
 
     def recv(self, message: Message) -> tuple[Tensor, ...]:
         """Wait for the next message of its edge, which must be this one."""
-        end = self._ends[message.edge]
+        end = self._ends[message.link]
         self._post(end, 1)
         transfer = self._next(message)
         end.posted.popleft()
@@ -207,7 +214,7 @@ class Channel:
         return self._next(message).finished
 
     def room(self, message: Message) -> bool:
-        end = self._ends[message.edge]
+        end = self._ends[message.link]
         while end.sent and end.sent[0].finished:
             self._wait(end.sent.popleft())
         return len(end.sent) < end.bound
@@ -216,7 +223,7 @@ class Channel:
         """Wait until one of `receives` has arrived, or there is room for one of `sends`."""
         if not any(map(self.room, sends)):
             transfers = [self._next(message) for message in receives]
-            transfers += [self._ends[message.edge].sent[0] for message in sends]  # they finish in order
+            transfers += [self._ends[message.link].sent[0] for message in sends]  # they finish in order
             self._waiting(partial(failed, receives, sends, self._timeout), self._await_any, transfers)
 
     # Sums over ranks
@@ -250,7 +257,7 @@ class Channel:
 
     def buffers(self) -> Iterator[tuple[Sequence[int], Tensor]]:
         """Yield the tensors that it holds, with the stages between which they travel."""
-        for edge, end in self._ends.items():
+        for (edge, _), end in self._ends.items():
             yield from ((edge, tensor) for one in (*end.posted, *end.sent) for tensor in one.tensors)
         for tie, pending in self._pending.items():
             yield from ((tie, numbers) for numbers, _ in pending if tie)
@@ -285,7 +292,7 @@ class Channel:
 
     def _start(self, message: Message, sending: bool, tensors: list[Tensor]) -> _Transfer:
         works = self._waiting(self._failed(message, sending), self._begin_all, message, tensors, sending)
-        watched = self._watch.add(message.edge, works) if self._watch else None
+        watched = self._watch.add(message.link, works) if self._watch else None
         return _Transfer(message, sending, tensors, works, watched)
 
     def _begin_all(self, message: Message, tensors: list[Tensor], sending: bool) -> list[dist.Work]:
@@ -293,7 +300,7 @@ class Channel:
 
     def _begin(self, message: Message, tensor: Tensor, sending: bool) -> dist.Work:
         post, peer = (dist.isend, message.ranks[1]) if sending else (dist.irecv, message.ranks[0])
-        work = post(tensor, peer, group=self._ends[message.edge].group)
+        work = post(tensor, peer, group=self._ends[message.link].group)
         assert work is not None
         return work
 
@@ -304,7 +311,7 @@ class Channel:
 
     def _next(self, message: Message) -> _Transfer:
         """Return the next posted receive of a message's edge, which must be for it."""
-        posted = self._ends[message.edge].posted
+        posted = self._ends[message.link].posted
         assert posted and posted[0].message.mb == message.mb, f"{message.name} is not what was expected next"
         return posted[0]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 
 import torch
@@ -89,7 +88,7 @@ class Engine:
             Op.R: self._recompute,
             **dict.fromkeys(SENDS, lambda action, window: window.mail.send(action)),
             **dict.fromkeys(RECEIVES, lambda action, window: window.mail.recv(action)),
-            Op.REDUCE: lambda action, window: stages[action.stage].reduce(),
+            Op.REDUCE: lambda action, window: window.sums.reduce(action),
             Op.TIE: lambda action, window: window.sums.tell_tied(action),
             Op.NORM: lambda action, window: window.sums.tell_norm(action),
             Op.STEP: self._step,
@@ -174,8 +173,13 @@ class Engine:
             stage.begin_window()
         watch = Stopwatch(self._clock, mail.channel, lambda: mail.coding.seconds)
         action: Action | Wait | None = None
+
+        def waits() -> None:
+            window.feed.prepare()
+            watch.start(None)
+
         try:
-            mail.begin(window.feed, order.receives(), watched=order.decide is not None)
+            mail.begin(window.feed, order.receives(), order.home, watched=order.decide is not None)
             for action in order.actions(mail):
                 if isinstance(action, Wait):
                     window.feed.prepare()
@@ -186,7 +190,7 @@ class Engine:
                 if op in RECEIVES:
                     window.feed.prepare()
                 elif op in WAITING:
-                    sums.hear(action, partial(watch.start, None))
+                    sums.hear(action, waits)
                 watch.start(action)
                 if watcher or torch.autograd.profiler._is_profiler_enabled:
                     with record_function(str(action)), watcher.during(action) if watcher else nullcontext():
@@ -205,7 +209,7 @@ class Engine:
             raise ChannelError(f"{error}; {where}") from error
         except Exception as error:  # of a layer, or out of memory
             at = action.stage if action else min(self.stages)
-            what = f"rank {mail.placement[at]}, stage {at}, action {action}"
+            what = f"rank {mail.rank}, stage {at}, action {action}"
             raise ActionFailed(f"{what}: {type(error).__name__}: {error}", at) from error
         finally:
             mail.end()

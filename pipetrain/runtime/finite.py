@@ -140,7 +140,7 @@ class StopOnNaN(_Awaiting):
     def after_reduce(self, batch: Batch) -> None:
         gradients = {name: numbers_of(grad) for name, grad in self._stage.weights.gradients().items()}
         losses = [] if batch.losses is None else [batch.losses.detach()]
-        if any(t.is_cuda for t in (*losses, *gradients.values())):
+        if batch.mbs and any(t.is_cuda for t in (*losses, *gradients.values())):
             bad = not_finite([*gradients.values()] or losses).reshape(1)
             look = partial(self._look, batch.mbs if losses else [], self._stage.weights.updates)
             self._await(look, torch.cat([*losses, bad]))
@@ -194,7 +194,8 @@ class SkipOnNaN(_Awaiting):
 
     def after_reduce(self, batch: Batch) -> None:
         gradients = [numbers_of(gradient) for gradient in self._stage.weights.gradients().values()]
-        before = self._before[batch.mbs[0]] if not gradients else []  # without any the buffers tell
+        # Without any the buffers tell.
+        before = self._before[batch.mbs[0]] if batch.mbs and not gradients else []
         batch.skipped = self._is_bad(gradients, before)
         self._uncounted, batch.counted = batch.counted, []
 
@@ -205,10 +206,11 @@ class SkipOnNaN(_Awaiting):
     def before_step(self, batch: Batch) -> None:
         """Put back the buffers of before a batch that is left out, also for later forwards."""
         assert batch.skipped is not None
-        before = self._before[batch.mbs[0]]
-        for mb in batch.mbs:
-            del self._before[mb]
-        self._buffers.restore_if(batch.skipped, before, self._before.values())
+        if batch.mbs:
+            before = self._before[batch.mbs[0]]
+            for mb in batch.mbs:
+                del self._before[mb]
+            self._buffers.restore_if(batch.skipped, before, self._before.values())
         losses = [] if batch.losses is None else [batch.losses.detach()]
         counted, self._uncounted = self._uncounted, []
         self._await(partial(self._count, counted), torch.cat([*losses, batch.skipped.reshape(1)]))

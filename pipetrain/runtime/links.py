@@ -1,6 +1,6 @@
-"""The process groups between the ranks: one for each directed edge, and those of sums.
+"""The process groups between the ranks: one for each directed link, and those of sums.
 
-Two directions on one communicator deadlock if both ends send first, so each directed edge has its own group.
+Two directions on one communicator deadlock if both ends send first, so each directed link has its own group.
 Every rank creates and warms up all groups in the same order. A gloo group over all ranks carries what they
 tell each other; another group adds up the gradient norms during a window.
 """
@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.device import shares_gpu
 from pipetrain.runtime.meeting import choose_interface, make_group, this_attempt
 from pipetrain.runtime.ranks import Ranks, World
-from pipetrain.schedule.actions import ALL, Edge, Tie
+from pipetrain.schedule.actions import ALL, Edge, Placement, Tie
+from pipetrain.schedule.lower import Link
 
 _meetings = itertools.count()
 
@@ -40,7 +42,7 @@ def _fresh_store(world: World, limit_s: float) -> Store:
 
 
 class Links(Ranks):
-    """The ranks of a run and the process groups between them. `placement[stage]` is the stage's rank.
+    """The ranks of a run and the process groups between them. `placement[stage]`: the ranks of a stage.
 
     `staged`: whether a GPU's messages go through host memory, over gloo; None: if ranks share it. `store`: of
     these links alone; None: a part of torchrun's.
@@ -49,24 +51,24 @@ class Links(Ranks):
     def __init__(
         self,
         world: World,
-        placement: Sequence[int],
-        edges: Sequence[Edge],
+        placement: Placement,
+        links: Sequence[Link],
         device: torch.device,
         store: Store | None,
         timeout: float,
         staged: bool | None = None,
     ) -> None:
         super().__init__(world, timeout)
-        self.placement = list(placement)
+        self.placement = placement
         self.device = device
         self.staged = device.type == "cuda" and (shares_gpu(world, device) if staged is None else staged)
         self.backend = "nccl" if device.type == "cuda" and not self.staged else "gloo"
         self._place = torch.device("cpu") if self.staged else device  # of what is sent
         # Twice the limit, so that the channel's own deadline, which names the message, comes first.
         self._limit = timedelta(seconds=2 * timeout)
-        self._groups: dict[Edge, Any] = {}
+        self._groups: dict[Link, Any] = {}
         self._sums: dict[Tie, Any] = {}
-        self._opened: set[Edge] = set()  # of all ranks
+        self._opened: set[Link] = set()  # of all ranks
         self._channels: list[Channel] = []
         self.store: Store | None = None
         if device.type == "cuda":
@@ -79,7 +81,7 @@ class Links(Ranks):
                 os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             with self._trying("connect to the other ranks"):
                 self._connect(store)
-            self.open(edges)
+            self.open(links)
 
     def _connect(self, store: Store | None) -> None:
         limit = timedelta(seconds=self._timeout)
@@ -93,32 +95,43 @@ class Links(Ranks):
         """Make a group of some ranks; all ranks call it, in one order."""
         return dist.new_group(sorted(ranks), timeout=self._limit, backend=self.backend)
 
-    def open(self, edges: Sequence[Edge], ties: Sequence[Tie] = ()) -> None:
-        """Connect the ends of edges and the ranks of ties, if they are not yet. Raises ChannelError.
+    def open(self, links: Sequence[Link], ties: Sequence[Tie] = ()) -> None:
+        """Connect the ends of links and the ranks of ties, if they are not yet. Raises ChannelError.
 
         All ranks call it.
         """
-        new = [edge for edge in edges if edge not in self._opened]
+        new = [link for link in links if link not in self._opened]
         if self.world.size == 1 or not (new or ties):
             return
         self._opened.update(new)
         token = torch.zeros(1, device=self._place)
         with self._trying("connect to the other ranks"):
-            for edge in new:
-                ranks = source, target = tuple(self.placement[stage] for stage in edge)
-                group = self._group(ranks)
+            for link in new:
+                _, ranks = link
+                group, (source, target) = self._group(ranks), ranks
                 if self.world.rank not in ranks:
                     continue
-                self._groups[edge] = group  # the first message makes a connection: send one now
+                self._groups[link] = group  # the first message makes a connection: send one now
                 if self.world.rank == source:
                     dist.send(token, target, group=group)
                 else:
                     dist.recv(token, source, group=group)
             for tie in ties:
-                group = self._group({self.placement[stage] for stage in tie})
+                group = self._group(self.ranks_of(tie))
                 if dist.get_rank(group) >= 0:
                     self._sums[tie] = group
                     dist.all_reduce(token, group=group)
+
+    def ranks_of(self, tie: Tie) -> set[int]:
+        """Return the ranks that sum something up for a tie, or for ALL."""
+        return {rank for stage in tie or range(len(self.placement)) for rank in self.placement[stage]}
+
+    def add_up(self, tie: Tie, numbers: Tensor) -> Tensor:
+        """Return the sum of numbers over the ranks of a tie, which all call it. Raises ChannelError."""
+        sums = numbers.to(self._place)
+        with self._trying("add up with the other ranks"):
+            dist.all_reduce(sums, group=self._sums[tie])
+        return sums.to(self.device)
 
     def channel(self, buffer_size: int | Mapping[Edge, int], channels_last: bool = False) -> Channel:
         how = buffer_size, self._timeout, self.device, self.staged, channels_last

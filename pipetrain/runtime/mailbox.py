@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from pipetrain.network.values import Size, TensorSpec, are_like, specs_of
 from pipetrain.plan.cut import Cut, divide, merge
 from pipetrain.runtime.channel import Channel, Message
 from pipetrain.runtime.feed import Feed
-from pipetrain.schedule.actions import Action, Edge
+from pipetrain.schedule.actions import Action, Edge, Placement
 from pipetrain.schedule.policy import Wait
 from pipetrain.schedule.posts import Sum
 
@@ -99,20 +99,20 @@ class Coding:
 
 
 class Mailbox:
-    """The messages of a rank's stages, `mine`, one window at a time. `placement[stage]`: a stage's rank."""
+    """The messages of the stages of a `rank`, one window at a time."""
 
     def __init__(
         self,
         channel: Channel,
         cut: Cut,
-        placement: Sequence[int],
-        mine: Collection[int],
+        placement: Placement,
+        rank: int,
         coding: Coding | None = None,
     ) -> None:
         self.channel = channel
-        self.placement = placement
+        self.placement, self.rank = placement, rank
         self.cut = cut
-        self._mine = mine
+        self._home: Any = None  # of the window
         self.coding = coding or Coding(Codecs())
         self._messages: dict[tuple[Edge, int, Size], Message] = {}
         # By stage the edges, and the values on each, of what it hands on and back, and of what it gets.
@@ -126,9 +126,14 @@ class Mailbox:
         self.raw_bytes: Counter[int] = Counter()
         """The bytes that each stage has sent in the window, before encoding."""
 
-    def begin(self, feed: Feed, receives: Iterable[Action], watched: bool) -> None:
-        """Begin a window with all its receives, in order on each edge; `watched`: by a policy."""
-        self._feed, self.raw_bytes = feed, Counter()
+    def begin(
+        self, feed: Feed, receives: Iterable[Action], home: Callable[[int, int], int], watched: bool
+    ) -> None:
+        """Begin a window with all its receives, in order on each edge; `watched`: by a policy.
+
+        `home`: returns the rank that runs a (stage, microbatch).
+        """
+        self._feed, self._home, self.raw_bytes = feed, home, Counter()
         self.channel.expect([self._message(action) for action in receives], watched)
 
     def end(self) -> None:
@@ -198,13 +203,14 @@ class Mailbox:
 
     def _put(self, mb: int, ways: Sequence[_Way], tensors: Tensors) -> None:
         for (edge, _), part in zip(ways, divide(tensors, [values for _, values in ways]), strict=True):
-            (self._arrived if edge[1] in self._mine else self._to_send)[edge, mb] = part
+            here = self._home(edge[1], mb) == self.rank
+            (self._arrived if here else self._to_send)[edge, mb] = part
 
     def _message(self, action: Action) -> Message:
         edge, mb, size = action.edge, action.mb, self._feed.size(action.mb)
         message = self._messages.get((edge, mb, size))
         if message is None:
-            plain, ranks = self.cut.message(edge, size), (self.placement[edge[0]], self.placement[edge[1]])
+            plain, ranks = self.cut.message(edge, size), (self._home(edge[0], mb), self._home(edge[1], mb))
             message = Message(*edge, mb, self.coding.specs(edge, plain), ranks, plain)
             self._messages[edge, mb, size] = message
         return message

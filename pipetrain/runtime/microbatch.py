@@ -81,6 +81,13 @@ class Observer:
     def hear(self, batch: Batch, numbers: Tensor) -> None:
         """Look at numbers of other stages on which the update depends."""
 
+    def tells(self, batch: Batch, replica: int, replicas: int) -> Tensor | None:
+        """Return numbers of a batch to be added up with those of the stage's other replicas."""
+        return None
+
+    def hears(self, batch: Batch, numbers: Tensor) -> None:
+        """Take the sum of what the replicas told."""
+
     def before_step(self, batch: Batch) -> None:
         """Prepare for a batch's update, which may be left out."""
 

@@ -37,11 +37,13 @@ class Objective:
 
     def start_counting(self) -> None:
         self.trained, self.evaluated = Accumulator(), Accumulator()
-        self.losses: list[Tensor] = []  # the mean of each update
+        self.losses: list[Tensor | None] = []  # the mean of each update; None: others have all of it
 
     def take_losses(self) -> list[float]:
         losses, self.losses = self.losses, []
-        return torch.stack(losses).tolist() if losses else []
+        own = [loss for loss in losses if loss is not None]
+        numbers = iter(torch.stack(own).tolist() if own else [])
+        return [0.0 if loss is None else next(numbers) for loss in losses]
 
     def loss(self, outputs: Tensors, target: Target | None) -> Tensor:
         """Return the mean loss of a microbatch; without targets that count it has no mean, and is 0."""
@@ -65,9 +67,12 @@ class Objective:
         loss = self.task.evaluation_loss(self.model_output(outputs), target.value)
         self.evaluated.add(*self.counted(loss, outputs, target)[1:])
 
-    def count(self, losses: Tensor, counted: Sequence[Counted]) -> None:
-        """Count a batch: the losses [n] of all its microbatches, times their shares, and those that count."""
-        self.losses.append(losses.sum() if len(losses) > 1 else losses[0])
+    def count(self, losses: Tensor | None, counted: Sequence[Counted]) -> None:
+        """Count a batch: the losses [n] of its microbatches, times their shares, and those that count.
+
+        `losses`: None if replicas have all its microbatches.
+        """
+        self.losses.append(None if losses is None else losses.sum() if len(losses) > 1 else losses[0])
         self.count_all(counted)
 
     def count_all(self, counted: Sequence[Counted]) -> None:

@@ -27,6 +27,7 @@ Ends = Callable[[int, int], bool]
 """(batches, begun) -> whether the window, `begun` of whose batches have begun, ends after `batches`.
 
 Every rank calls it with the same numbers of batches, in order."""
+Home = Callable[[int, int], int]
 Decide = Callable[["Order", Mailbox], Iterator[Action | Wait]]
 """Yields a policy's actions for the stage and the size of an order."""
 
@@ -34,6 +35,7 @@ Decide = Callable[["Order", Mailbox], Iterator[Action | Wait]]
 class Order:
     """A program's list of actions of one rank in one window, of `batches` batches. For single use.
 
+    `home`: returns the rank that runs a (stage, microbatch).
     `ends` may end the window early; at most `ahead` receives are posted ahead on an edge. With `decide` the
     list is an example of the decisions, with the same messages. `posts`: where receives and sums are posted,
     see `make_posts`; without, where they are waited for.
@@ -42,6 +44,7 @@ class Order:
     def __init__(
         self,
         actions: Sequence[Action],
+        home: Home,
         batches: int = 1,
         microbatches: int = 1,
         ends: Ends | None = None,
@@ -49,7 +52,7 @@ class Order:
         decide: Decide | None = None,
         posts: Sequence[Post] = (),
     ) -> None:
-        self.batches, self.microbatches = batches, microbatches
+        self.home, self.batches, self.microbatches = home, batches, microbatches
         self.decide = decide
         self._ends, self._ahead = ends, ahead
         self._list, self._posts = list(actions), list(posts)
@@ -64,7 +67,12 @@ class Order:
         """Return an order of few batches that has each kind of action of this one; before it is used."""
         batches = min(SHORT, self.batches)
         actions = shortened(self._list, batches, self.microbatches)
-        return Order(actions, batches, self.microbatches, decide=self.decide)
+        return Order(actions, self.home, batches, self.microbatches, decide=self.decide)
+
+    @property
+    def forwards(self) -> list[tuple[int, int]]:
+        """The (stage, microbatch) of all forwards."""
+        return [(action.stage, action.mb) for action in self._list if action.op is Op.F]
 
     def receives(self) -> list[Action]:
         return [action for action in self._list if action.op in RECEIVES]
@@ -138,5 +146,5 @@ def order_of(plan: Plan, batches: int, rank: int, ends: Ends | None = None) -> O
 
     size = batches, plan.settings.microbatches
     if window.posts is None:
-        return Order(actions, *size, ends, ahead, decide)
-    return Order(actions, *size, ends, window.posts.ahead, posts=window.posts.of[rank])
+        return Order(actions, window.home, *size, ends, ahead, decide)
+    return Order(actions, window.home, *size, ends, window.posts.ahead, posts=window.posts.of[rank])

@@ -43,8 +43,9 @@ from pipetrain.runtime.order import Order
 from pipetrain.runtime.rehearsal import LoopbackChannel
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.weights import OptimizerFactory
-from pipetrain.schedule.actions import Action, Op
-from pipetrain.schedule.lower import edges, lower
+from pipetrain.schedule.actions import Action, Op, ranks_of
+from pipetrain.schedule.lower import Lowering, edges, lower
+from pipetrain.schedule.lower import links as links_of
 from pipetrain.schedule.policy import Bounds
 from pipetrain.schedule.timeline import Row
 from pipetrain.settings import Settings
@@ -181,15 +182,17 @@ def measure_layers(
     ]
     nowhere = [Action(every, op, mb) for mb in MICROBATCHES for op in (Op.F, Op.B)]
     program = lower([here, nowhere], cut.edges)
-    channel = LoopbackChannel(dict.fromkeys(edges(program, cut.edges)), 1, math.inf, device)
-    mail = Mailbox(channel, cut, [0] * every + [1], stages)
+    home = Lowering.of(program).rank
+    ends = links_of(edges(program, cut.edges), ranks_of(program))
+    channel = LoopbackChannel(dict.fromkeys(ends), 1, math.inf, device)
+    mail = Mailbox(channel, cut, ranks_of(program), 0)
     engine = Engine(stages, mail, mail, lambda stage: Bounds(1, 1, 0), Clock(device))
     feed = Repeated(size, [tuple(made_up(spec, device) for spec in example.of(size).specs)])
     rows: list[Row] = []
     began = time.perf_counter()
     try:
         while len(rows) < REPEATS or (len(rows) < MOST and time.perf_counter() - began < ENOUGH_S):
-            order = Order(program[0], microbatches=len(MICROBATCHES))
+            order = Order(program[0], home, microbatches=len(MICROBATCHES))
             engine.train(order, feed, len(MICROBATCHES), observe=rows.append)
     except ActionFailed as error:
         raise ConfigError(
@@ -238,8 +241,8 @@ def slowest_link(links: Links, buffer_size: int) -> tuple[float, float]:
         return 0.0, 0.0
     channel = links.channel(buffer_size)
     mine = [
-        [_one_way(channel, links, stage, nbytes) for nbytes in (SMALL, LARGE)]
-        for stage, ranks in enumerate(pairwise(links.placement))
+        [_one_way(channel, links, stage, ranks, nbytes) for nbytes in (SMALL, LARGE)]
+        for stage, ranks in enumerate(pairwise(first for first, *_ in links.placement))
         if len(set(ranks)) == 2 and links.world.rank in ranks
     ]
     pairs = [pair for own in links.gather("the times of messages", mine) for pair in own]
@@ -252,9 +255,9 @@ def line(small_s: float, large_s: float) -> tuple[float, float]:
     return max(0.0, small_s - SMALL * s_per_byte), s_per_byte
 
 
-def _one_way(channel: Channel, links: Links, stage: int, nbytes: int) -> float:
+def _one_way(channel: Channel, links: Links, stage: int, ranks: tuple[int, int], nbytes: int) -> float:
     """Return half the median round trip; the other end, which only answers, measures about the same."""
-    here, there = links.placement[stage : stage + 2]
+    here, there = ranks
     specs = (TensorSpec((nbytes,), torch.uint8),)
     forth = [Message(stage, stage + 1, i, specs, (here, there)) for i in range(COLD_TRIPS + TRIPS)]
     back = [Message(stage + 1, stage, i, specs, (there, here)) for i in range(COLD_TRIPS + TRIPS)]

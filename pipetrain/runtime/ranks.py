@@ -28,7 +28,7 @@ HEAD = 504  # bytes of a text that its first message carries
 LAST_WORD_S = 2.0  # that a rank may take to hear which other one is lost
 ROUNDS = 32  # messages to and fro to compare two clocks
 _Sent = tuple[Any, Tensor]  # what is to be waited for, with what must stay until then
-_TARGETS, _WORDS = 2**30, 2**30 + 1  # gloo keeps tags apart, and counts small ones in monitored_barrier
+_WORDS, _TENSORS = 2**30, 2**30 + 1  # gloo keeps tags apart, and counts small ones in monitored_barrier
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,14 +184,14 @@ class Ranks:
             dist.broadcast(values.flatten().view(torch.uint8), 0, group=self._all)
         tensor.copy_(values)
 
-    def post_tensor(self, what: str, tensor: Tensor, rank: int) -> Callable[[], None]:
+    def post_tensor(self, what: str, tensor: Tensor, rank: int, stream: int = 0) -> Callable[[], None]:
         """Start to send a tensor in host memory to a rank, beside the messages of the stages.
 
-        Returns what waits until it is sent.
+        The tensors of one `stream` are taken in order. Returns what waits until it is sent.
         """
         trying = partial(self._trying, f"send {what} to rank {rank}")
         with trying():
-            work = dist.isend(tensor.contiguous(), rank, group=self._all, tag=_TARGETS)
+            work = dist.isend(tensor.contiguous(), rank, group=self._all, tag=_TENSORS + stream)
 
         def wait() -> None:
             with trying():
@@ -200,12 +200,12 @@ class Ranks:
 
         return wait
 
-    def expect_tensor(self, what: str, spec: TensorSpec, rank: int) -> Callable[[], Tensor]:
+    def expect_tensor(self, what: str, spec: TensorSpec, rank: int, stream: int = 0) -> Callable[[], Tensor]:
         """Post the receive of a tensor that a rank posts; returns what waits for it and returns it."""
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
         trying = partial(self._trying, f"receive {what} from rank {rank}")
         with trying():
-            work = dist.irecv(tensor, rank, group=self._all, tag=_TARGETS)
+            work = dist.irecv(tensor, rank, group=self._all, tag=_TENSORS + stream)
 
         def wait() -> Tensor:
             with trying():
@@ -225,7 +225,7 @@ class Ranks:
         received: list[Tensor] = []
         for tensor in own:
             with self._trying(f"send {what}"):
-                dist.send(bytes_of(tensor.detach()), 0, group=self._all, tag=_TARGETS)
+                dist.send(bytes_of(tensor.detach()), 0, group=self._all, tag=_TENSORS)
         for shape, dtype in forms if self.world.rank == 0 else ():
             spec = TensorSpec(tuple(shape), getattr(torch, dtype))
             numbers = self.expect_tensor(what, TensorSpec((spec.nbytes,), torch.uint8), owner)()

@@ -20,24 +20,26 @@ from pipetrain.plan.cut import homes
 from pipetrain.plan.memory import explained, is_out_of_memory
 from pipetrain.plan.plan import Plan
 from pipetrain.rate import Rate
+from pipetrain.runtime.batches import Batches
 from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock, Observe
 from pipetrain.runtime.engine import Engine, Take, Tick
-from pipetrain.runtime.feed import Batches, WindowFeed
+from pipetrain.runtime.feed import WindowFeed
 from pipetrain.runtime.finite import SkipOnNaN, StopOnNaN
 from pipetrain.runtime.graphs import GraphedStage
+from pipetrain.runtime.level import Leveller
 from pipetrain.runtime.links import Links
 from pipetrain.runtime.mailbox import Coding, Mailbox
 from pipetrain.runtime.microbatch import Observer
-from pipetrain.runtime.order import Ends, Order, order_of
+from pipetrain.runtime.order import Ends, Home, Order, order_of
 from pipetrain.runtime.rehearsal import LoopbackChannel, Rehearsal, rehearses
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.statistics import BatchStatistics
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.runtime.whole import WholeModel
 from pipetrain.schedule.actions import ALL, Edge
-from pipetrain.schedule.lower import lower
+from pipetrain.schedule.lower import Lowering, lower
 from pipetrain.schedule.posts import make_posts
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.simulate import simulate
@@ -63,10 +65,19 @@ class Session:
         self.stages = make_stages(plan, model, task, optimizer, rate, links)
         self._copies = copies_of(self.stages)
         self.engine = make_engine(plan, self.stages, links)
+        self._leveller = Leveller(self.stages, links)
         self.last = self.stages.get(plan.stages - 1)
         """The last stage, which counts; None if another rank holds it."""
         self.whole: WholeModel | None = None
         """The program's model, which may have been collected."""
+
+    def speaks(self, stage: int) -> bool:
+        """Return whether this rank is the first of a stage, which speaks for all replicas."""
+        return self.plan.firsts[stage] == self._links.world.rank
+
+    def level(self) -> None:
+        """Make what replicas keep apart while they train equal. All ranks call it, between windows."""
+        self._leveller.level()
 
     def refuse_small(self, sizes: Sequence[Size]) -> None:
         """Refuse a batch with fewer samples than microbatches. Raises BadBatch."""
@@ -93,9 +104,12 @@ class Session:
         order = order_of(self.plan, len(sizes), self._links.world.rank, ends)
         if self.whole is not None:
             self.whole.take_back()
-        self._level()
-        with self._feed(sizes, m, batches) as feed:
+        self._level_copies()
+        self._leveller.before_window()
+        with self._feed(sizes, m, batches, order.home) as feed:
             self.engine.train(order, feed, m, tick, observe)
+            for stage, mb in order.forwards:
+                self._leveller.count(stage, feed.size(mb).samples)
         return order.batches
 
     def evaluate(
@@ -113,11 +127,13 @@ class Session:
         """
         routes, bounds, rank = self.plan.cut.edges, self.plan.cut.bounds, self._links.world.rank
         program = lower(forward_only(self.plan.placement, len(sizes)), routes)
+        home = Lowering.of(program).rank
         posts = make_posts(simulate(program, 1, buffer_size=bounds, routes=routes), bounds)
-        self._level()
-        order = Order(program[rank], len(sizes), 1, ends, posts.ahead, posts=posts.of[rank])
+        self._level_copies()
+        self.level()
+        order = Order(program[rank], home, len(sizes), 1, ends, posts.ahead, posts=posts.of[rank])
         with (
-            self._feed(sizes, 1, batches, targets=take is None) as feed,
+            self._feed(sizes, 1, batches, home, targets=take is None) as feed,
             nullcontext() if self.whole is None else self.whole.suspended(),
         ):
             self.engine.evaluate(order, feed, tick, take)
@@ -134,21 +150,23 @@ class Session:
         return kept
 
     @torch.no_grad()
-    def _level(self) -> None:
+    def _level_copies(self) -> None:
         """Give copies of a weight the numbers of the first, which a program may have changed since."""
         for first, copy in self._copies:
             copy.data.copy_(first.data)
 
     @contextmanager
     def _feed(
-        self, sizes: Sequence[Size], microbatches: int, batches: Batches, targets: bool = True
+        self, sizes: Sequence[Size], microbatches: int, batches: Batches, home: Home, targets: bool = True
     ) -> Iterator[WindowFeed]:
         """Yield the microbatches of a window; of an error for want of memory, say what was predicted."""
-        dtype, device = self.plan.settings.data_dtype, self._links.device
-        cut = sizes, microbatches
-        inputs, read, sent = batches.open(*cut, self.plan.placement[-1] if targets else None)
+        dtype, device, last = self.plan.settings.data_dtype, self._links.device, self.plan.stages - 1
+        mbs = range(len(sizes) * microbatches)
+        first, end = ([home(stage, mb) for mb in mbs] for stage in (0, last))
+        inputs, read, sent = batches.open(sizes, microbatches, first, end if targets else None)
+        own = [[mb for mb in mbs if ranks[mb] == self._links.world.rank] for ranks in (first, end)]
         try:
-            yield WindowFeed(*cut, inputs, read if targets else None, self._task.weight, device, dtype)
+            yield WindowFeed(sizes, microbatches, inputs, read, self._task.weight, device, dtype, *own)
         except ActionFailed as error:
             if not is_out_of_memory(error.__cause__):
                 raise
@@ -185,7 +203,7 @@ def make_stages(
     settings, network = plan.settings, network_of(model, plan.example)
     layers = plan.layers_on(links.world.rank)
     materialise(network, layers, {name for layer in layers for name in plan.layers[layer].borrows})
-    mine = [index for index, rank in enumerate(plan.placement) if rank == links.world.rank]
+    mine = [index for index, rank in enumerate(plan.placement) if links.world.rank in rank]
     home = homes(network, plan.cuts)
     known = {id(p): name for name, p in network.model.named_parameters()}
     wanted = settings.cuda_graphs and links.device.type == "cuda"
@@ -228,17 +246,17 @@ def make_engine(
 ) -> Engine:
     """Make the engine for a rank's stages, over `channel` or else a new one, with the plan's codecs."""
     channels_last, bounds = plan.numerics.channels_last, {stage: plan.peaks(stage) for stage in stages}
-    channel = channel or links.channel(plan.cut.bounds, channels_last)
+    channel, rank = channel or links.channel(plan.cut.bounds, channels_last), links.world.rank
 
     def mailbox(over: Channel, training: bool) -> Mailbox:
         if not training:
-            return Mailbox(over, plan.evaluation_cut, plan.placement, stages)
-        return Mailbox(over, plan.cut, plan.placement, stages, Coding(plan.settings.codecs, channels_last))
+            return Mailbox(over, plan.evaluation_cut, plan.placement, rank)
+        return Mailbox(over, plan.cut, plan.placement, rank, Coding(plan.settings.codecs, channels_last))
 
     def loopback(training: bool) -> Mailbox:
-        edges, ties = plan.cut.bounds, dict.fromkeys([ALL, *plan.cut.ties])
-        how = edges, plan.settings.timeout, links.device, links.staged, channels_last
-        return mailbox(LoopbackChannel(dict.fromkeys(edges), *how, ties), training)
+        how = plan.cut.bounds, plan.settings.timeout, links.device, links.staged, channels_last
+        ties = dict.fromkeys([ALL, *plan.ties])
+        return mailbox(LoopbackChannel(dict.fromkeys(plan.links), *how, ties), training)
 
     uncaptured: list[str] = []  # why stages of this rank are
 
@@ -282,6 +300,6 @@ def owing(plan: Plan, rank: int) -> list[tuple[Edge, int]]:
     return [
         (edge, number)
         for edge in plan.cut.bounds
-        if plan.placement[edge[0]] == rank and plan.settings.codecs.of(edge).error_feedback
+        if rank in plan.placement[edge[0]] and plan.settings.codecs.of(edge).error_feedback
         for number in range(len(plan.cut.message(edge, size)))
     ]

@@ -310,11 +310,11 @@ class Stage:
         self.weights.reduce()
         batch, self._batch = self._batch, Batch()
         self._reduced = batch
-        if self.objective is not None:
+        if self.objective is not None and batch.counted:
             batch.losses = weighted(batch.counted)
         for observer in self.observers:
             observer.after_reduce(batch)
-        if self.objective is not None and batch.losses is not None:
+        if self.objective is not None:
             self.objective.count(batch.losses, batch.counted)
 
     @property
@@ -326,6 +326,16 @@ class Stage:
         """Let observers look at numbers of other stages on which the batch's update depends."""
         for observer in self.observers:
             observer.hear(self._reduced, numbers)
+
+    def tells(self, replica: int, replicas: int) -> list[Tensor]:
+        """Return what observers tell those of other replicas of the batch that was reduced."""
+        told = (observer.tells(self._reduced, replica, replicas) for observer in self.observers)
+        return [numbers for numbers in told if numbers is not None]
+
+    def hears(self, numbers: Tensor) -> None:
+        """Give observers the sum of what those of all replicas told."""
+        for observer in self.observers:
+            observer.hears(self._reduced, numbers)
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of the batch's gradient; a weight of several stages counts at the first of them."""

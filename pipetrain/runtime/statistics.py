@@ -7,7 +7,8 @@ as in one process that gets the whole batch (torchgpipe's DeferredBatchNorm; Kim
 2004.09910, section 3.3.2). The moments of the microbatches are joined by the rule of Chan, Golub and LeVeque
 (1983), so no sum of squares loses digits.
 
-A batch counts when its update is made, so an update that is skipped takes its statistics with it.
+A batch counts when its update is made, so an update that is skipped takes its statistics with it. Replicas
+tell each other the moments of their microbatches, so that all move alike.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Moments(NamedTuple):
 
     mean: Tensor
     variance: Tensor  # unbiased
-    values: int
+    values: int | Tensor  # a scalar, of another replica
     momentum: float
 
 
@@ -73,6 +74,7 @@ class BatchStatistics(Observer):
                 averages = isinstance(norm, _NormBase) and norm.momentum is None
                 self._running[id(mean)] = _Running(mean, variance, calls, averages)
         self._calls: dict[int, _Calls] = {}  # by microbatch
+        self._heard: dict[int, list[list[Moments]]] | None = None  # of all replicas, by norm and call
 
     @property
     def buffers(self) -> set[int]:
@@ -90,10 +92,46 @@ class BatchStatistics(Observer):
 
     def before_step(self, batch: Batch) -> None:
         """Move the running statistics by a batch, unless its update is left out."""
-        by_microbatch = [self._calls.pop(mb) for mb in batch.mbs]
+        by_norm, self._heard = self._heard or self._by_call(batch), None
+        for mb in batch.mbs:
+            del self._calls[mb]
         for key, running in self._running.items():
-            for calls in zip_longest(*(one[key] for one in by_microbatch)):
-                self._move(running, [call for call in calls if call is not None], batch.skipped)
+            for calls in by_norm[key]:
+                self._move(running, calls, batch.skipped)
+
+    def _by_call(self, batch: Batch) -> dict[int, list[list[Moments]]]:
+        """Return by norm, for each of its calls in a forward, the moments of a batch's microbatches."""
+        parts = [self._calls[mb] for mb in batch.mbs]
+        return {
+            key: [
+                [call for call in calls if call is not None]
+                for calls in zip_longest(*(of[key] for of in parts))
+            ]
+            for key in self._running
+        }
+
+    def tells(self, batch: Batch, replica: int, replicas: int) -> Tensor:
+        """Return the moments of the microbatches here, in float64, between places for the other replicas'."""
+        places = list[Tensor]()
+        for calls in self._by_call(batch).values():
+            for parts in calls:
+                mean, variance = joined(parts)
+                count: Any = sum(of.values for of in parts)
+                own = torch.cat([mean, variance, mean.new_full((1,), count)])
+                places += [own if place == replica else torch.zeros_like(own) for place in range(replicas)]
+        return torch.cat(places) if places else torch.zeros(0, dtype=torch.float64)
+
+    def hears(self, batch: Batch, numbers: Tensor) -> None:
+        """Take the moments of all replicas."""
+        by_norm, at = self._by_call(batch), 0
+        replicas = len(numbers) // max(1, sum(2 * len(c[0].mean) + 1 for of in by_norm.values() for c in of))
+        for calls in by_norm.values():
+            for parts in calls:
+                channels, momentum = len(parts[0].mean), parts[0].momentum
+                rows = numbers[at : at + replicas * (2 * channels + 1)].view(replicas, -1)
+                at += rows.numel()
+                parts[:] = [Moments(row[:channels], row[channels:-1], row[-1], momentum) for row in rows]
+        self._heard = by_norm
 
     @torch.no_grad()
     def _move(self, running: _Running, parts: Sequence[Moments], skipped: Tensor | None) -> None:
@@ -117,7 +155,7 @@ class BatchStatistics(Observer):
 
 def joined(moments: Sequence[Moments]) -> tuple[Tensor, Tensor]:
     """Return mean and unbiased variance over several sets of values, in float64."""
-    count = sum(of.values for of in moments)
+    count: Any = sum(of.values for of in moments)
     mean = torch.stack([of.mean.double() * (of.values / count) for of in moments]).sum(0)
     squares = [
         of.variance.double() * (of.values - 1) + of.values * (of.mean.double() - mean) ** 2 for of in moments

@@ -21,7 +21,7 @@ from threading import Event, Lock, Thread
 
 import torch.distributed as dist
 
-from pipetrain.schedule.actions import Edge
+from pipetrain.schedule.lower import Link
 
 LONG = timedelta(days=30)  # the engine's thread has the deadline
 RAISED_S = 5.0  # in which the host must raise the error; else it waits for the device for ever
@@ -29,17 +29,17 @@ _Queue = SimpleQueue[tuple[Sequence[dist.Work], Future[None]] | None]
 
 
 class Watch:
-    """Watches the transfers of some edges until `close`."""
+    """Watches the transfers of some links until `close`."""
 
-    def __init__(self, edges: Iterable[Edge]) -> None:
-        self._queues: dict[Edge, _Queue] = {edge: SimpleQueue() for edge in edges}
+    def __init__(self, links: Iterable[Link]) -> None:
+        self._queues: dict[Link, _Queue] = {link: SimpleQueue() for link in links}
         for queue in self._queues.values():
             Thread(target=_follow, args=(queue,), daemon=True).start()
 
-    def add(self, edge: Edge, works: Sequence[dist.Work]) -> Future[None]:
+    def add(self, link: Link, works: Sequence[dist.Work]) -> Future[None]:
         """Return a future that is done when all these works are, or has the error of one."""
         done: Future[None] = Future()
-        self._queues[edge].put((works, done))
+        self._queues[link].put((works, done))
         return done
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from pipetrain.runtime.stage import Stage
 
 def owners(network: Network, plan: Plan) -> dict[str, int]:
     """Return the rank of the first stage that holds each tensor, by its name in the model."""
-    return {name: plan.placement[stage] for name, stage in homes(network, plan.cuts).items()}
+    return {name: plan.firsts[stage] for name, stage in homes(network, plan.cuts).items()}
 
 
 class WholeModel:
@@ -151,9 +151,15 @@ def _all_named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def brought(
-    outputs: Sequence[tuple[Tensor, ...]], batches: int, links: Links, owner: int
+    outputs: Sequence[tuple[Tensor, ...]], batches: int, links: Links, owners: Sequence[int]
 ) -> list[tuple[Tensor, ...]]:
-    """Return on rank 0 the outputs for so many batches that their `owner` has, in host memory."""
-    tensors = links.to_first("the outputs", [tensor for one in outputs for tensor in one], owner)
-    size = len(tensors) // batches
-    return [tuple(tensors[n * size : (n + 1) * size]) for n in range(batches)]
+    """Return on rank 0 the outputs for so many batches, which their `owners` have in turn, in host memory."""
+    of = []
+    for owner in owners:
+        mine = outputs if owner == links.world.rank else ()
+        of.append(iter(links.to_first("the outputs", [tensor for one in mine for tensor in one], owner)))
+    size = links.tell("the tensors of an output", len(outputs[0]) if outputs else 0, owners[0])
+    return [
+        tuple(next(of[n % len(of)]) for _ in range(size))
+        for n in range(batches if not links.world.rank else 0)
+    ]

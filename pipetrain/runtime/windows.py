@@ -19,9 +19,9 @@ from torch import Tensor
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.values import Size
+from pipetrain.runtime.batches import Batches
 from pipetrain.runtime.clock import Observe
 from pipetrain.runtime.engine import Tick
-from pipetrain.runtime.feed import Batches
 from pipetrain.runtime.order import Ends
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.together import Failure, Together, attempt, failure_of, raise_failure
@@ -227,7 +227,9 @@ class Windows:
             losses = last.counts.take_losses() if hears and last else []
             mine = [_as_json(windows), failure_of(error), losses, self._heard() if hears else ""]
             words = self._links.gather(f"the next window of {this.what}", mine)
-        (sizes, failure, *_), (*_, losses, _) = words[0], words[self.session.plan.placement[-1]]
+        sizes, failure, *_ = words[0]
+        parts = [words[rank][2] for rank in self.session.plan.placement[-1]]
+        losses = [*map(sum, zip(*parts, strict=True))]  # each replica has its share
         asked: Asked = max((asked for *_, asked in words), key=ORDER.index)
         return WindowWord(_from_json(sizes), failure, error, losses, asked)
 

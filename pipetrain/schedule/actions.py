@@ -150,7 +150,7 @@ def format_program(program: Program) -> str:
 
 
 Placement = list[tuple[int, ...]]
-"""The ranks that hold each stage, ascending. Microbatch k runs on number k % ranks of them."""
+"""The ranks that hold each stage, ascending: one, or its replicas."""
 
 
 def ranks_of(program: Program) -> Placement:
@@ -164,14 +164,23 @@ def ranks_of(program: Program) -> Placement:
     return [tuple(holders[stage]) for stage in range(len(holders))]
 
 
-def placement(program: Program) -> list[int]:
-    """Return the rank of each stage. Raises ScheduleError if a stage has several (replicas)."""
-    ranks = ranks_of(program)
-    for stage, (first, *others) in enumerate(ranks):
-        if others:
-            action = next(action for action in program[others[0]] if action.stage == stage)
-            raise ScheduleError(f"stage {stage} is on rank {first}, yet rank {others[0]} has {action}")
-    return [first for first, *_ in ranks]
+def homes(program: Program) -> dict[tuple[int, int], int]:
+    """Return the rank that runs each (stage, microbatch)."""
+    return {
+        (action.stage, action.mb): rank
+        for rank, actions in enumerate(program)
+        for action in actions
+        if action.op is Op.F
+    }
+
+
+def rounds(program: Program, batches: int, microbatches: int) -> int:
+    """Return after how many microbatches of a window replicas take turns anew.
+
+    Where no forward reads old weights, that is with each batch, so that nothing depends on how windows are
+    cut; else with each window.
+    """
+    return batches * microbatches if reads_old(program, microbatches) else microbatches
 
 
 def has_norms(program: Program) -> bool:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from pipetrain.schedule.actions import COMMUNICATION, SENDS, Edge, Op, Program, Ties
-from pipetrain.schedule.lower import edges
+from pipetrain.schedule.lower import Link, Lowering, edges
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Timeline
 
@@ -36,7 +36,7 @@ def edge_bounds(
     bounds = free_skips(used, buffer_size, 1 + max(action.mb for actions in program for action in actions))
     if not all(map(_near, bounds)):
         run = simulate(program, 1, buffer_size=bounds, routes=routes, ties=ties)
-        ahead, activations = _ahead(run), run.activations
+        ahead, activations = _ahead(run, Lowering.of(program, routes)), run.activations
         for edge in bounds:
             if not _near(edge):
                 enough = max(buffer_size, -(-activations[min(edge)] // 2))
@@ -59,15 +59,21 @@ def _near(edge: Edge) -> bool:
     return abs(edge[0] - edge[1]) == 1
 
 
-def _ahead(run: Timeline) -> dict[Edge, int]:
-    """Return, by edge, the most messages on the way when another one is sent. Stages have no replicas."""
-    sent: dict[Edge, list[float]] = defaultdict(list)  # when, in order
-    received: dict[Edge, list[float]] = defaultdict(list)
-    for row in run.rows:
+def _ahead(run: Timeline, lowering: Lowering) -> dict[Edge, int]:
+    """Return, by edge, the most messages on the way on a link when another one is sent."""
+    sent: dict[Link, list[float]] = defaultdict(list)  # when, in order
+    received: dict[Link, list[float]] = defaultdict(list)
+    for rank, row in enumerate(run.rows):
         for action, _, end, *_ in row.spans:
             if action is not None and action.op in COMMUNICATION:
-                (sent if action.op in SENDS else received)[action.edge].append(end)
-    return {
-        edge: max(index - bisect_right(received[edge], at, hi=index) for index, at in enumerate(times))
-        for edge, times in sent.items()
-    }
+                ranks = rank, lowering.rank(action.peer, action.mb)
+                if action.op in SENDS:
+                    sent[action.edge, ranks].append(end)
+                else:
+                    received[action.edge, ranks[::-1]].append(end)
+    ahead: dict[Edge, int] = defaultdict(int)
+    for link, times in sent.items():
+        for index, at in enumerate(times):
+            waiting = index - bisect_right(received[link], at, hi=index)
+            ahead[link[0]] = max(ahead[link[0]], waiting)
+    return ahead

@@ -1,7 +1,7 @@
 """Checks the soundness of a lowered program, before a process group exists.
 
 One rule covers most of it: forwards, input gradients and weight gradients of a stage each come in ascending
-order 0, 1, 2, ..., so nothing is missing or done twice (a replica has every k-th). It holds for every
+order 0, 1, 2, ..., so nothing is missing or done twice (a replica has every r-th of r). It holds for every
 schedule, because running statistics (BatchNorm) and sums of gradients depend on the order: with one order,
 runs of one seed agree to the last bit, and equal the plain training loop. It also makes both ends of every
 edge agree on the order of messages. Deadlock is found by `simulate`.
@@ -9,6 +9,7 @@ edge agree on the order of messages. Deadlock is found by `simulate`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -24,6 +25,7 @@ from pipetrain.schedule.actions import (
     ScheduleError,
     Ties,
     ranks_of,
+    rounds,
 )
 from pipetrain.schedule.lower import compute_only, lower
 from pipetrain.schedule.transforms import with_norms, with_ties, without_norms
@@ -59,8 +61,9 @@ def check(
     idle = [rank for rank, actions in enumerate(program) if not actions]
     if idle or not program:
         raise ScheduleError(f"ranks {idle} have nothing to do: take fewer ranks, or more stages")
+    window, round_ = range(batches * microbatches), rounds(program, batches, microbatches)
     stages = {
-        (stage, rank): _Stage(microbatches, range(index, batches * microbatches, len(holders)))
+        (stage, rank): _Stage(microbatches, [mb for mb in window if mb % round_ % len(holders) == index])
         for stage, holders in enumerate(ranks)
         for index, rank in enumerate(holders)
     }
@@ -94,7 +97,7 @@ class _Stage:
     """The state of one stage on one rank, which runs the microbatches `mine` of the window."""
 
     microbatches: int
-    mine: range
+    mine: list[int]
     done: dict[str, int] = field(
         default_factory=lambda: {"forwards": 0, "input gradients": 0, "weight gradients": 0}
     )
@@ -117,15 +120,16 @@ class _Stage:
         if op is Op.R:
             return self._recompute(action)
         for kind in _COUNTED[op]:
-            following = self.mine.start + self.done[kind] * self.mine.step
-            if mb != following:
-                return f"its {kind} must ascend, each once, and the next is of microbatch {following}"
+            following = self.mine[self.done[kind] :][:1]
+            if [mb] != following:
+                what = f"the next is of microbatch {following[0]}" if following else "all are done"
+                return f"its {kind} must ascend, each once, and {what}"
         if op is Op.F:
             if not 0 <= action.version <= self.newest:
                 return f"version {action.version} is not made yet; the newest is {self.newest}"
             self.reads[mb] = action.version
         else:
-            if (mb - self.mine.start) // self.mine.step >= self.done[_NEEDS[op]]:
+            if self.done[_COUNTED[op][0]] >= self.done[_NEEDS[op]]:
                 return f"it comes before microbatch {mb} was among the {_NEEDS[op]}"
             if action.version != self.reads[mb]:
                 return f"its forward read version {self.reads[mb]}"
@@ -139,7 +143,7 @@ class _Stage:
         mb = action.mb
         if mb not in self.reads:
             return f"it comes before the forward of microbatch {mb}"
-        if mb < self.mine.start + self.done["input gradients"] * self.mine.step:
+        if mb in self.mine[: self.done["input gradients"]]:
             return f"the backward of microbatch {mb} has begun"
         if mb in self.recomputed:
             return f"microbatch {mb} has been recomputed"
@@ -150,7 +154,7 @@ class _Stage:
         if action.version != self.newest + 1:
             return f"the next STEP makes version {self.newest + 1}"
         done = self.done["weight gradients"]
-        expected = len(range(self.mine.start, action.version * self.microbatches, self.mine.step))
+        expected = bisect_left(self.mine, action.version * self.microbatches)
         if done != expected:
             return f"it comes after {done} weight gradients, and its batch ends with number {expected}"
         self.newest += 1

@@ -29,7 +29,7 @@ Event = dict[str, Any]
 
 
 def write(path: Path, about: Mapping[str, Any], windows: Sequence[TracedWindow]) -> None:
-    """Write a trace; `about` has its conditions, at least `placement` and `microbatches`."""
+    """Write a trace; `about` has its conditions, at least `microbatches`."""
     origin = min(row.began for row in windows[0].timeline.rows)
     times = [
         {
@@ -43,7 +43,7 @@ def write(path: Path, about: Mapping[str, Any], windows: Sequence[TracedWindow])
     other = {"format": FORMAT, **about, "windows": times}
     with path.open("w") as file:
         file.write(f'{{"displayTimeUnit": "ms",\n"otherData": {json.dumps(other)},\n"traceEvents": [\n')
-        for number, event in enumerate(_events(windows, about["placement"], origin)):
+        for number, event in enumerate(_events(windows, origin)):
             file.write((",\n" if number else "") + json.dumps(event, separators=(",", ":")))
         file.write("\n]}\n")
 
@@ -78,11 +78,11 @@ def _span_of(event: Event) -> Span:
     return Span(action, start / 1e6, end / 1e6, waited / 1e6)
 
 
-def _events(windows: Sequence[TracedWindow], placement: Sequence[int], origin: float) -> Iterator[Event]:
-    """Yield the events, each track's in order of time, from `origin`; `placement[stage]`: its rank."""
+def _events(windows: Sequence[TracedWindow], origin: float) -> Iterator[Event]:
+    """Yield the events, each track's in order of time, from `origin`."""
     ranks = range(len(windows[0].timeline.rows))
-    for rank in ranks:
-        yield from _names(rank, [stage for stage, on in enumerate(placement) if on == rank])
+    for rank, row in enumerate(windows[0].timeline.rows):
+        yield from _names(rank, sorted({action.stage for action in row.actions}))
     arrows = 0
     last_received = [origin for _ in ranks]
     for number, window in enumerate(windows):

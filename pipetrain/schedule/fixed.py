@@ -14,7 +14,7 @@ class FixedProgram:
         self._path = path
         self._program = program
         stages = {action.stage for actions in program for action in actions}
-        steps = [a for actions in program for a in actions if a.op is Op.STEP]
+        steps = {a for actions in program for a in actions if a.op is Op.STEP}
         self.batches = len(steps) // max(1, len(stages))
 
     def __call__(self, ranks: int, batches: int, microbatches: int) -> Program:

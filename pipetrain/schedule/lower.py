@@ -7,7 +7,7 @@ overlap, as receives are posted ahead by the channel, and sends are asynchronous
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import lcm
 
@@ -20,32 +20,41 @@ from pipetrain.schedule.actions import (
     Placement,
     Program,
     ScheduleError,
+    homes,
     ranks_of,
 )
 
 ADDED = COMMUNICATION | {Op.REDUCE}
+
+Link = tuple[Edge, tuple[int, int]]
+"""An edge between two stages, and the ranks of its ends."""
 
 
 class Lowering:
     """Tells which messages an action needs and makes, for stages on these ranks.
 
     `routes`: the edges over which activations travel; None: from each stage to the next. One that skips
-    stages goes directly from the stage that makes the tensor to the one that uses it.
+    stages goes directly from the stage that makes the tensor to the one that uses it. `homes`: which rank
+    runs each (stage, microbatch), where a stage has several.
     """
 
-    def __init__(self, ranks: Placement, routes: Sequence[Edge] | None = None) -> None:
+    def __init__(
+        self,
+        ranks: Placement,
+        routes: Sequence[Edge] | None = None,
+        homes: Mapping[tuple[int, int], int] | None = None,
+    ) -> None:
         self.ranks = ranks
+        self._homes = homes or {}
         self.routes = sorted(pairwise(range(len(ranks))) if routes is None else routes)
         if wrong := [route for route in self.routes if not 0 <= route[0] < route[1] < len(ranks)]:
             raise ScheduleError(f"route {wrong[0]} must lead from a stage to a later one, of {len(ranks)}")
         stages = range(len(ranks))
         self.sources = [[source for source, to in self.routes if to == stage] for stage in stages]
         self.targets = [[to for source, to in self.routes if source == stage] for stage in stages]
-        self.cycle = lcm(*map(len, ranks))  # the ranks of microbatch k are those of k + cycle
         self._peers = {
-            (op, stage, mb): [peer for peer in peers if self.apart(stage, peer, mb)]
+            (op, stage): peers
             for stage in stages
-            for mb in range(self.cycle)
             for op, peers in (
                 (Op.RECV_F, self.sources[stage]),
                 (Op.SEND_F, self.targets[stage]),
@@ -54,8 +63,15 @@ class Lowering:
             )
         }
 
+    @classmethod
+    def of(cls, program: Program, routes: Sequence[Edge] | None = None) -> Lowering:
+        """Return that of a program, which says which rank runs what. Raises ScheduleError."""
+        ranks = ranks_of(program)
+        return cls(ranks, routes, homes(program) if any(len(of) > 1 for of in ranks) else None)
+
     def rank(self, stage: int, mb: int) -> int:
-        return self.ranks[stage][mb % len(self.ranks[stage])]
+        first, *others = self.ranks[stage]
+        return self._homes[stage, mb] if others else first
 
     def apart(self, stage: int, other: int, mb: int) -> bool:
         """Return whether two stages run a microbatch on different ranks."""
@@ -78,8 +94,9 @@ class Lowering:
         return self._messages(Op.SEND_F if action.op is Op.F else Op.SEND_B, action)
 
     def _messages(self, op: Op, action: Action) -> list[Action]:
-        peers = self._peers[op, action.stage, action.mb % self.cycle]
-        return [Action(action.stage, op, action.mb, peer=peer) for peer in peers]
+        stage, mb = action.stage, action.mb
+        peers = [peer for peer in self._peers[op, stage] if self.apart(stage, peer, mb)]
+        return [Action(stage, op, mb, peer=peer) for peer in peers]
 
 
 def lower(program: Program, routes: Sequence[Edge] | None = None) -> Program:
@@ -95,7 +112,7 @@ def lower(program: Program, routes: Sequence[Edge] | None = None) -> Program:
                 raise ScheduleError(
                     f"rank {rank} has {action}: a schedule gives F, B, I, W, R and STEP alone"
                 )
-    lowering = Lowering(ranks_of(program), routes)
+    lowering = Lowering.of(program, routes)
     reduced_for: dict[int, Op] = {}
     for actions in program:
         for action in actions:
@@ -112,17 +129,30 @@ def compute_only(program: Program) -> Program:
     return [[action for action in actions if action.op not in ADDED] for actions in program]
 
 
+def links(edges: Iterable[Edge], ranks: Placement) -> list[Link]:
+    """Return the links of edges between stages on these ranks, which any of their microbatches may take."""
+    return [
+        (edge, (one, other))
+        for edge in edges
+        for one, other in dict.fromkeys(
+            (ranks[edge[0]][mb % len(ranks[edge[0]])], ranks[edge[1]][mb % len(ranks[edge[1]])])
+            for mb in range(lcm(len(ranks[edge[0]]), len(ranks[edge[1]])))
+        )
+        if one != other
+    ]
+
+
 def edges(program: Program, routes: Sequence[Edge] | None = None) -> list[Edge]:
     """Return the (source stage, destination stage) pairs that carry messages, in one order for all ranks.
 
     Routes ascend, each with its forward edge before its backward edge; a program of forwards has no backward
     edges. Works on lowered and on compute-only programs.
     """
-    lowering = Lowering(ranks_of(program), routes)
+    lowering = Lowering.of(program, routes)
     backward = any(action.op in (Op.B, Op.I) for actions in program for action in actions)
     return [
         edge
-        for source, to in lowering.routes
-        if any(lowering.apart(source, to, mb) for mb in range(lowering.cycle))
-        for edge in ([(source, to), (to, source)] if backward else [(source, to)])
+        for route in lowering.routes
+        if links([route], lowering.ranks)
+        for edge in ([route, route[::-1]] if backward else [route])
     ]

@@ -12,7 +12,7 @@ old weight versions is used again, and never freed.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import mul
 from typing import NamedTuple
@@ -79,7 +79,10 @@ def over_time(
 
 def peaks(memory: Memory) -> list[dict[str, int]]:
     """Return the most that each stage holds, in `total` and of each part, whose peaks are at any moments."""
-    by_stage = {stage: moments for of_rank in memory for stage, moments in of_rank.items()}
+    by_stage: dict[int, list[PartBytes]] = defaultdict(list)  # of all replicas
+    for of_rank in memory:
+        for stage, moments in of_rank.items():
+            by_stage[stage] += moments
     return [
         {"total": max((sum(parts.values()) for parts in moments), default=0)}
         | {part: max((parts[part] for parts in moments), default=0) for part in PARTS}

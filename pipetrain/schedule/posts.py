@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipetrain.schedule.actions import ALL, RECEIVES, SENDS, Action, Edge, Op, Tie, Ties, ranks_of
+from pipetrain.schedule.actions import ALL, RECEIVES, SENDS, Action, Edge, Op, Tie, Ties
+from pipetrain.schedule.lower import Lowering
 from pipetrain.schedule.timeline import Timeline
 
 
@@ -44,21 +45,22 @@ def make_posts(run: Timeline, bounds: Mapping[Edge, int], ties: Ties = ()) -> Po
     `bounds`: those of a channel that posts receives ahead; both ends together have room for twice as many.
     """
     program = [row.actions for row in run.rows]
-    ranks, done = ranks_of(program), [0] * len(program)
+    lowering, done = Lowering.of(program), [0] * len(program)
+    ranks = lowering.ranks
     tied = [tuple(sorted(tie)) for tie in ties]
     posts: list[list[Post]] = [[] for _ in program]
-    open_, ahead = Counter[tuple[Edge, int]](), max(bounds.values(), default=0)
+    open_, ahead = Counter[tuple[Edge, int, int]](), max(bounds.values(), default=0)
     shares = Counter[Sum]()
     for rank in run.order:
         action = program[rank][done[rank]]
         if action.op in SENDS:
-            to = ranks[action.peer][action.mb % len(ranks[action.peer])]
+            to = lowering.rank(action.peer, action.mb)
             op = Op.RECV_F if action.op is Op.SEND_F else Op.RECV_B
             posts[to].append((done[to], Action(action.peer, op, action.mb, peer=action.stage)))
-            open_[action.edge, to] += 1
-            ahead = max(ahead, open_[action.edge, to])
+            open_[action.edge, rank, to] += 1
+            ahead = max(ahead, open_[action.edge, rank, to])
         elif action.op in RECEIVES:
-            open_[action.edge, rank] -= 1
+            open_[action.edge, lowering.rank(action.peer, action.mb), rank] -= 1
         done[rank] += 1
         for tie in _summed_at(action, tied):
             sources = [source for stage in tie or range(len(ranks)) for source in ranks[stage]]

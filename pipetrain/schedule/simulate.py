@@ -24,7 +24,6 @@ from pipetrain.schedule.actions import (
     ScheduleError,
     Ties,
     has_norms,
-    ranks_of,
     tied_stages,
 )
 from pipetrain.schedule.lower import Lowering
@@ -97,7 +96,7 @@ class _Simulation:
         self._program = program
         self._buffer_size = buffer_size
         self._cost = cost
-        self._lowering = Lowering(ranks_of(program), routes)
+        self._lowering = Lowering.of(program, routes)
         self._edges: dict[tuple[int, ...], BoundedEdge] = {}  # by its stages and ranks
         self._shares = len(set().union(*self._lowering.ranks)) < sum(map(len, self._lowering.ranks))
         self._done: set[tuple[int, Op, int]] = set()  # (stage, F or B, microbatch), where ranks have several

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -103,6 +103,25 @@ def total(parts: Sequence[StageStats]) -> StageStats:
     )
 
 
+def of_replicas(parts: Sequence[StageStats]) -> StageStats:
+    """Return the statistics of a stage whose replicas have these: mean times, peaks, and all other sums."""
+    if len(parts) == 1:
+        return parts[0]
+    each = total(parts)
+    return replace(
+        each,
+        updates=max(part.updates for part in parts),
+        skipped=max(part.skipped for part in parts),
+        busy_s=each.busy_s / len(parts),
+        wait_s=each.wait_s / len(parts),
+    )
+
+
+def of_another(stats: StageStats) -> StageStats:
+    """Return what another replica has where one has the statistics of the stage: together they have these."""
+    return replace(stats, staleness={}, bytes_sent=0, codec_s=0.0, raw_bytes=0)
+
+
 def stage_stats(row: Row, microbatches: int) -> dict[int, StageStats]:
     """Return the statistics of each stage of a rank in a window."""
     stages: dict[int, StageStats] = {}
@@ -185,12 +204,12 @@ class Timeline:
 
     @cached_property
     def stages(self) -> list[StageStats]:
-        """The statistics of each stage; with replicas, sums and peaks over the ranks."""
+        """The statistics of each stage, see `of_replicas`."""
         parts: dict[int, list[StageStats]] = defaultdict(list)
         for row in self.rows:
             for stage, stats in stage_stats(row, self.microbatches).items():
                 parts[stage].append(stats)
-        return [total(parts[stage]) for stage in sorted(parts)]
+        return [of_replicas(parts[stage]) for stage in sorted(parts)]
 
     @property
     def activations(self) -> list[int]:

@@ -3,14 +3,14 @@
 A backward is split because another stage waits for its first half; where none does, the halves are joined.
 
 A stage sends what the updates of others wait for as early as it can, and waits itself as late as it may. The
-numbers travel meanwhile, and a rank with several stages has sent all of them before it waits.
+numbers travel meanwhile, and a rank with several stages has sent all of them before it waits. Replicas wait
+for each other before they send, so they send as late as they may.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from operator import attrgetter
 
 from pipetrain.schedule.actions import (
     COMPUTE,
@@ -34,7 +34,7 @@ def joined(program: Program, routes: Sequence[Edge] | None = None) -> Program:
     Elsewhere `lower` puts a message between the two, which would have to wait for the W. At equal costs the
     program takes the same time. `routes`: see `lower`.
     """
-    lowering = Lowering(ranks_of(program), routes)
+    lowering = Lowering.of(program, routes)
 
     def halves(first: Action, second: Action) -> bool:
         own = (first.op, second.op) == (Op.I, Op.W) and (first.stage, first.mb) == (second.stage, second.mb)
@@ -77,8 +77,12 @@ def with_norms(program: Program) -> Program:
     forward that reads what it makes, or the next batch's first backward. The NORM of a stage with a TIE waits
     itself, and comes before the first STEP of its rank that waits for it.
     """
-    tied = tied_stages(program)
-    return [_arranged(actions, tied, norms=True) for actions in program]
+    tied, several = tied_stages(program), _replicated(program)
+    return [_arranged(actions, tied, several, norms=True) for actions in program]
+
+
+def _replicated(program: Program) -> set[int]:
+    return {stage for stage, ranks in enumerate(ranks_of(program)) if len(ranks) > 1}
 
 
 def without_norms(program: Program) -> Program:
@@ -97,23 +101,28 @@ def with_ties(program: Program, ties: Ties) -> Program:
     for tie in ties:
         if len(set(tie)) < 2 or not set(tie) <= set(range(stages)):
             raise ScheduleError(f"a tie joins two or more stages of 0 to {stages - 1}; got {sorted(tie)}")
-    return [_arranged(actions, set().union(*ties), has_norms(program)) for actions in program]
+    tied, several = set().union(*ties), _replicated(program)
+    return [_arranged(actions, tied, several, has_norms(program)) for actions in program]
 
 
-def _arranged(actions: Sequence[Action], tied: Collection[int], norms: bool) -> list[Action]:
-    """Arrange the updates of a rank anew; a STEP that waits for nothing stays where it is."""
+def _arranged(
+    actions: Sequence[Action], tied: Collection[int], several: Collection[int], norms: bool
+) -> list[Action]:
+    """Arrange the updates of a rank anew; a STEP that waits for nothing stays where it is.
+
+    `several`: the stages that have replicas.
+    """
     actions = [action for action in actions if action.op not in (Op.TIE, Op.NORM)]
     ends = _last_backwards(actions)
     arranged: list[Action] = []
-    untold: list[Action] = []  # the NORMs of tied stages
+    untold: list[Action] = []  # what waits itself before it is sent
     waiting: dict[int, Action] = {}  # stage -> its STEP
 
     def step(stage: int) -> None:
         action = waiting.pop(stage)
-        arranged.extend(
-            norm for norm in sorted(untold, key=attrgetter("stage")) if norm.version <= action.version
-        )
-        untold[:] = [norm for norm in untold if norm.version > action.version]
+        due = [one for one in untold if one.version <= action.version]
+        arranged.extend(sorted(due, key=lambda one: (one.version, one.op is Op.NORM, one.stage)))
+        untold[:] = [one for one in untold if one.version > action.version]
         arranged.append(action)
 
     for position, action in enumerate(actions):
@@ -127,9 +136,12 @@ def _arranged(actions: Sequence[Action], tied: Collection[int], norms: bool) -> 
             arranged.append(action)
         if position in ends:
             version = ends[position]
+            tie = [Action(stage, Op.TIE, version=version)] if stage in tied else []
             norm = [Action(stage, Op.NORM, version=version)] if norms else []
-            if stage in tied:
-                arranged.append(Action(stage, Op.TIE, version=version))
+            if stage in several:
+                untold += tie + norm
+            elif tie:
+                arranged += tie
                 untold += norm
             else:
                 arranged += norm

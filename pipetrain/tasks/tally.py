@@ -34,6 +34,16 @@ class Tally:
         return self.loss / self.weight if self.weight else math.nan
 
 
+def summed(parts: Sequence[Tally]) -> Tally:
+    """Return the tally of all samples of parts that different ranks have counted."""
+    sums: dict[str, list[Number]] = {}
+    for name in {name: None for part in parts for name in part.sums}:
+        columns = zip(*(part.sums[name] for part in parts if name in part.sums), strict=True)
+        sums[name] = [*map(sum, columns)]
+    loss, weight = sum(part.loss for part in parts), sum(part.weight for part in parts)
+    return Tally(loss, weight, sum(part.samples for part in parts), sums)
+
+
 class Accumulator:
     """Accumulates a tally on the device.
 

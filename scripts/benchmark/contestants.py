@@ -204,7 +204,7 @@ class Ours:
         for _ in range(self._windows):
             order = order_of(self.plan, self.window, self._rank)
             self._engine.train(order, self._feed, self._microbatches)
-        if self.plan.placement[-1] == self._rank:
+        if self._rank in self.plan.placement[-1]:
             self.losses = self._stages[self.plan.stages - 1].counts.take_losses()
 
 
@@ -329,7 +329,7 @@ def torch_pipeline(schedule: str, job: Job, links: Links, batches: int, name: st
     innermost, kind = plan.numerics.channels_last, TORCHS[schedule]
     several = issubclass(kind, PipelineScheduleMulti)
     parts: dict[int, nn.Module] = {}
-    for stage in (stage for stage, rank in enumerate(plan.placement) if rank == links.world.rank):
+    for stage in (stage for stage, ranks in enumerate(plan.placement) if links.world.rank in ranks):
         part: nn.Module = job.stage(stage).to(device)
         plan.numerics.arrange_weights(part)
         parts[stage] = Innermost(part, stage > 0, stage < last, several) if innermost else part

@@ -75,11 +75,13 @@ class Place:
                 share_gpu(world.rank)
         keep_freed_memory()  # as a run of ours does, whoever's turn it is
         store = meeting(world, path) if world.size > 1 else None
-        return Links(world, range(world.size), [], device, store, self.timeout, self.staged)
+        return Links(
+            world, [(rank,) for rank in range(world.size)], [], device, store, self.timeout, self.staged
+        )
 
 
 CPU = Place()
-_fitted: dict[tuple[tuple[int, ...], bool], Links] = {}  # by placement, and whether it is staged
+_fitted: dict[tuple[tuple[tuple[int, ...], ...], bool], Links] = {}  # by placement, and whether it is staged
 
 
 def fitted(links: Links, plan: Plan) -> Links:
@@ -89,10 +91,10 @@ def fitted(links: Links, plan: Plan) -> Links:
     """
     if links.world.size == 1:
         return links
-    key = where, staged = tuple(plan.placement), links.staged or plan.draft.policy is not None
+    key = _, staged = tuple(plan.placement), links.staged or plan.draft.policy is not None
     if key not in _fitted:
-        _fitted[key] = Links(links.world, where, [], links.device, None, links._timeout, staged)
-    _fitted[key].open(list(plan.cut.bounds), plan.cut.ties)
+        _fitted[key] = Links(links.world, plan.placement, [], links.device, None, links._timeout, staged)
+    _fitted[key].open(plan.links, plan.ties)
     return _fitted[key]
 
 

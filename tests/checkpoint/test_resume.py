@@ -321,10 +321,10 @@ def test_a_run_of_the_command_line_must_agree_in_these():
 
 def test_a_profiled_run_keeps_its_cuts_and_what_it_recomputes():
     limited, profiled = config(["partition=profile", "memory_limit=1"]), config(["partition=profile"])
-    kept = with_cuts_of(limited, source_of(), 2)
+    kept = with_cuts_of(limited, source_of(), Settings(ranks=2))
     assert (kept.partition, kept.recompute, kept.memory_limit) == ([1], ["always", "never"], None)
-    assert with_cuts_of(profiled, source_of(), 3).partition == "profile"
-    assert with_cuts_of(config([]), source_of(), 2).partition == "flops"
+    assert with_cuts_of(profiled, source_of(), Settings(ranks=3)).partition == "profile"
+    assert with_cuts_of(config([]), source_of(), Settings(ranks=2)).partition == "flops"
 
 
 ANOTHER = "holds a run that finished after 8 updates, .* with resume="

@@ -16,7 +16,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.balance import Doing, Prices, balance, balance_times, choose_cuts
 from pipetrain.plan.estimate import Layer
-from pipetrain.schedule.actions import Op
+from pipetrain.schedule.actions import Op, Placement
 from pipetrain.schedule.memory import GIB, Items
 from pipetrain.settings import STRATEGIES, Mode
 from tests.support.profiles import Skip, layer, prices_of, table_of
@@ -28,6 +28,10 @@ OUT = ValueSpec((TensorSpec((1, 10), torch.float32),))
 
 def layers(params: Sequence[int], flops: Sequence[int]) -> list[Layer]:
     return [Layer(f"l{i}", p, f, OUT) for i, (p, f) in enumerate(zip(params, flops, strict=True))]
+
+
+def alone(stages: int) -> Placement:
+    return [(stage,) for stage in range(stages)]
 
 
 FOUR = layers(params=[9, 1, 1, 1], flops=[1, 1, 1, 9])
@@ -50,14 +54,14 @@ def size(weights: Sequence[float], cuts: Sequence[int], where: Sequence[int]) ->
 def test_balance_is_the_best_of_all_cuts_or_near_it_where_ranks_have_several_stages(weights, ranks, v, data):
     stages = data.draw(st.integers(1, len(weights)))
     every = [list(cut) for cut in combinations(range(1, len(weights)), stages - 1)]
-    apart = balance(weights, range(stages))
+    apart = balance(weights, alone(stages))
     assert apart in every  # rising, inside the model, no stage empty
     assert max(loads(weights, apart)) == min(max(loads(weights, cut)) for cut in every)
     if len(weights) >= 2 * ranks > 2:
         where = [*range(ranks), *(reversed(range(ranks)) if v else range(ranks))]
-        found = size(weights, balance(weights, where), where)
+        found = size(weights, balance(weights, [(rank,) for rank in where]), where)
         least = min(size(weights, cut, where) for cut in combinations(range(1, len(weights)), len(where) - 1))
-        assert found <= size(weights, balance(weights, range(len(where))), where) + 1e-12
+        assert found <= size(weights, balance(weights, alone(len(where))), where) + 1e-12
         assert found <= 1.15 * least + 1e-12
 
 
@@ -65,13 +69,13 @@ def test_balance_is_the_best_of_all_cuts_or_near_it_where_ranks_have_several_sta
 @given(st.integers(1, 60), st.data())
 def test_even_stages_differ_by_one_layer_at_most(n, data):
     stages = data.draw(st.integers(1, n))
-    sizes = loads([1] * n, choose_cuts("even", layers([0] * n, [0] * n), range(stages)))
+    sizes = loads([1] * n, choose_cuts("even", layers([0] * n, [0] * n), alone(stages)))
     assert (len(sizes), min(sizes) >= 1, max(sizes) - min(sizes) <= 1) == (stages, True, True)
 
 
 def test_strategies_weigh_different_things_and_what_cannot_be_is_refused():
     cuts = {"params": [1], "flops": [3], "even": [2]}
-    assert {strategy: choose_cuts(strategy, FOUR, [0, 1]) for strategy in STRATEGIES} == cuts
+    assert {strategy: choose_cuts(strategy, FOUR, alone(2)) for strategy in STRATEGIES} == cuts
     for partition, stages, says in (
         ("flops", 5, "stages=5 needs at least as many layers, but the model has 4: 0 l0, 1 l1, 2 l2, 3 l3"),
         ([1, 2], 2, "partition=[1, 2] does not cut the model into 2 stages: give 1 rising numbers from 1 to"),
@@ -79,7 +83,7 @@ def test_strategies_weigh_different_things_and_what_cannot_be_is_refused():
         ([4], 2, "partition=[4] does not cut"),
         ([2, 2], 3, "partition=[2, 2] does not cut"),
     ):
-        assert says in refusal(lambda: choose_cuts(partition, FOUR, range(stages)))  # noqa: B023
+        assert says in refusal(lambda: choose_cuts(partition, FOUR, alone(stages)))  # noqa: B023
 
 
 # By measured times

@@ -166,7 +166,7 @@ def test_many_stages_of_many_layers_try_few_cuts_and_find_the_best():
         tried += 1
         return until[end] - until[start] + 0.1 * (start % 3)
 
-    even = [0, *balance(weights, range(64)), 350]
+    even = [0, *balance(weights, [(rank,) for rank in range(64)]), 350]
     reached = max(cost(stage, even[stage], even[stage + 1]) for stage in range(64))
     best, slowest = best_cuts(350, 64, cost, until, reached)
     assert tried < 100_000

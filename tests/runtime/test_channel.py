@@ -73,7 +73,7 @@ def test_a_deadline_that_passes_is_named_though_gloo_counts_in_milliseconds(monk
     never, nobody = Never(), Any
     monkeypatch.setattr(module, "time", never)
     monkeypatch.setattr(module.dist, "isend", lambda *message, **group: never)
-    channel = Channel({(0, 1): nobody}, 2, 1.0, CPU)
+    channel = Channel({((0, 1), (0, 1)): nobody}, 2, 1.0, CPU)
     channel.send(message(0, 1), [torch.zeros(2)])
     with pytest.raises(module.ChannelError, match=r"^rank 0 waited 1 s for rank 1 to take the activation"):
         channel.drain()
@@ -82,7 +82,7 @@ def test_a_deadline_that_passes_is_named_though_gloo_counts_in_milliseconds(monk
 
 def test_an_edge_of_another_plan_has_no_bound_and_is_left_alone():
     """The contestants of a benchmark share the links, and so their edges."""
-    groups: Any = dict.fromkeys([(0, 1), (0, 3)])
+    groups: Any = dict.fromkeys([((0, 1), (0, 1)), ((0, 3), (0, 3))])
     channel = LoopbackChannel(groups, {(0, 1): 1}, 1.0, CPU)
     messages = [message(0, 1, mb) for mb in range(2)]
     channel.expect(messages)
@@ -92,7 +92,7 @@ def test_an_edge_of_another_plan_has_no_bound_and_is_left_alone():
 
 @pytest.mark.parametrize(("ordered", "open_"), [(True, 0), (False, 2)])
 def test_where_the_stream_waits_receives_are_posted_where_the_program_says(ordered, open_):
-    channel = LoopbackChannel({(0, 1): None}, 2, 60, CPU)
+    channel = LoopbackChannel({((0, 1), (0, 1)): None}, 2, 60, CPU)
     channel.ordered = ordered
     messages = [message(0, 1, mb) for mb in range(3)]
     channel.expect(messages)
@@ -119,7 +119,7 @@ def test_where_the_stream_waits_a_sum_begins_where_the_program_says_or_else_when
 
 
 def test_the_deadline_of_what_the_stream_waits_for_is_kept_by_the_event_of_its_action():
-    channel, kept = LoopbackChannel({(0, 1): None}, 2, 60, torch.device("cuda")), list[object]()
+    channel, kept = LoopbackChannel({((0, 1), (0, 1)): None}, 2, 60, torch.device("cuda")), list[object]()
     work, failed, event = SimpleNamespace(wait=lambda: None), object(), object()
     channel._deadline = SimpleNamespace(check=lambda: None, add=lambda *one: kept.append(one))
     Channel._complete(channel, [work], failed)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 
-from pipetrain.data.loading import Form
-from pipetrain.network.values import Size, TensorSpec, ValueSpec
-from pipetrain.runtime.feed import UNTAKEN, OfLoader, WindowFeed
-from pipetrain.runtime.ranks import World
+from pipetrain.network.values import Size
+from pipetrain.runtime.feed import Rows, WindowFeed
 from pipetrain.tasks import Classification
 
 # Two batches: one of 5 samples in pieces of 3 and 2, one of 4 in pieces of 2.
@@ -37,7 +35,7 @@ def feed(inputs: Any = None, targets: Any = None, weight: Any = len, sizes: Any 
 def test_targets_are_those_of_the_microbatch_and_shares_those_of_its_batch(labels, weight, weights, shares):
     """A batch is read when it is asked for."""
     read = []
-    window = feed(targets=(read.append(len(batch)) or batch for batch in labels), weight=weight)
+    window = feed(targets=(read.append(len(batch)) or Rows(batch) for batch in labels), weight=weight)
     targets = {1: window.target(1)}
     assert read == [5]
     targets |= {mb: window.target(mb) for mb in (0, 3, 2)}
@@ -51,14 +49,14 @@ def test_targets_are_those_of_the_microbatch_and_shares_those_of_its_batch(label
 
 def test_several_tensors_keep_their_order_and_whole_numbers_their_dtype():
     inputs, targets = (torch.arange(3), torch.ones(3, 2)), (torch.zeros(5, 2), torch.arange(5))
-    window = feed(iter([inputs]), iter([targets]), lambda value: len(value[0]))
+    window = feed(iter([inputs]), iter([Rows(targets)]), lambda value: len(value[0]))
     for tensors in (window.input(0)[::-1], window.target(0).value):
         assert [(t.dtype, len(t)) for t in tensors] == [(torch.float64, 3), (torch.int64, 3)]
 
 
 def test_two_windows_share_one_iterator_and_neither_takes_ahead_what_is_the_other_s():
     inputs = iter(torch.arange(4.0).split(1))
-    first, second = (feed(inputs, sizes=[batch]) for batch in SIZES)
+    first, second = (feed(islice(inputs, 2), sizes=[batch]) for batch in SIZES)
     seen = [first.input(0)]
     first.prepare()
     first.prepare()
@@ -66,29 +64,3 @@ def test_two_windows_share_one_iterator_and_neither_takes_ahead_what_is_the_othe
     first.prepare()
     seen += [second.input(mb) for mb in range(2)]
     assert [tensor.item() for (tensor,) in seen] == [0, 1, 2, 3]
-
-
-def test_the_targets_of_a_long_window_are_not_all_kept():
-    waited = []
-    links: Any = SimpleNamespace(
-        world=World(0, 2), post_tensor=lambda what, tensor, rank: lambda: waited.append(rank)
-    )
-    reader: Any = SimpleNamespace(take=lambda size: (torch.zeros(size.samples, 1), torch.zeros(size.samples)))
-    batches: Any = None
-    inputs, targets, sent = OfLoader(links, reader, batches, batches).open([Size(3)] * 1000, 2, last=1)
-    assert [len(some) for some in inputs] == [2, 1] * 1000
-    assert (len(sent), len(waited), targets) == (UNTAKEN, 1000 - UNTAKEN, None)
-
-
-def test_the_receive_of_a_window_s_first_targets_is_posted_before_the_window_begins():
-    posted: list[TensorSpec] = []
-
-    def expect(what: str, spec: TensorSpec, rank: int) -> Any:
-        posted.append(spec)
-        return lambda: torch.zeros(spec.shape)
-
-    form = Form(*(ValueSpec.in_batch(torch.zeros(4, 2)) for _ in range(2)))
-    links: Any = SimpleNamespace(world=World(1, 2), expect_tensor=expect)
-    _, targets, _ = OfLoader(links, None, form, lambda reader: None).open([Size(4), Size(3)], 2, 1)
-    assert [spec.shape for spec in posted] == [(4, 2)]
-    assert [len(some) for some in targets] == [4, 3]

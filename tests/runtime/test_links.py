@@ -36,7 +36,7 @@ def test_the_backend_follows_the_device(monkeypatch, with_gpus, gpus, world, dev
     device, *variables = device.split(" with ")
     for name in variables:
         monkeypatch.setenv(name, "rank0")
-    made = Links(world, [0] * world.size, [], torch.device(device, 0), None, 30, staged=asked)
+    made = Links(world, [(0,)] * world.size, [], torch.device(device, 0), None, 30, staged=asked)
     assert (made.backend, made.staged) == (backend, staged)
 
 

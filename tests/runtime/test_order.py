@@ -16,6 +16,10 @@ from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.transforms import with_norms
 
 
+def here(stage: int, mb: int) -> int:
+    return stage
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_window_ends_before_a_batch_of_which_no_receive_is_posted(rank):
     """Of 4 batches of 2 microbatches, with one receive ahead: two microbatches before that batch."""
@@ -26,7 +30,7 @@ def test_a_window_ends_before_a_batch_of_which_no_receive_is_posted(rank):
         return batches == 3
 
     mail = SimpleNamespace(channel=SimpleNamespace(forget=forgotten.append))
-    order = Order(lower(gpipe(3, 4, 2))[rank], 4, 2, ends, ahead=1)
+    order = Order(lower(gpipe(3, 4, 2))[rank], here, 4, 2, ends, ahead=1)
     seen = [(action, len(said)) for action in order.actions(mail)]
     asked = [str(one) for (_, before), (one, after) in pairwise([(None, 0), *seen]) if after > before]
     assert asked == [f"{rank}F{mb}@{mb // 2}" for mb in (0, 2, 4)]
@@ -50,7 +54,7 @@ def test_receives_are_posted_before_they_are_due_and_none_of_a_batch_that_is_lef
         (sums if isinstance(one, Sum) else posted).append(one)
 
     mail = SimpleNamespace(channel=SimpleNamespace(forget=forget), post=post)
-    order = Order(program[rank], 4, 4, lambda n, _: n >= ending, posts.ahead, posts=posts.of[rank])
+    order = Order(program[rank], here, 4, 4, lambda n, _: n >= ending, posts.ahead, posts=posts.of[rank])
     for action in order.actions(mail):
         assert action.op not in RECEIVES or action in posted
         assert action.op is not Op.STEP or len(sums) >= action.version

@@ -48,7 +48,7 @@ def test_a_gradient_that_no_stage_has_stays_none_and_a_stage_may_leave_the_updat
 def test_a_sparse_gradient_is_refused():
     layer = nn.Embedding(3, 2, sparse=True)
     layer(torch.tensor([1])).sum().backward()
-    with pytest.raises(TrainingStopped, match=r"of e, which stages share, is sparse: .*sparse=False"):
+    with pytest.raises(TrainingStopped, match=r"of e, which ranks add up, is sparse: .*sparse=False"):
         packed({"e": layer.weight}, None)
 
 

@@ -51,7 +51,7 @@ class Fake:
 
     def __init__(self, log: list[str], clock: Any, ends: int = 0) -> None:
         settings = SimpleNamespace(microbatches=2)
-        self.plan = SimpleNamespace(settings=settings, placement=[0, 1])
+        self.plan = SimpleNamespace(settings=settings, placement=[(0,), (1,)])
         self.log, self.clock, self._ends, self._losses = log, clock, ends, list[float]()
         self.last: Any = SimpleNamespace(counts=self)
 
@@ -79,9 +79,9 @@ class Rank:
         self.clock = clock = SimpleNamespace(now=0.0)
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
         self.log: list[str] = []
-        links: Any = LocalLinks(World(0, 1), Wire([0, 1]), Barrier(1), [None])
+        links: Any = LocalLinks(World(0, 1), Wire([(0,), (1,)]), Barrier(1), [None])
         session: Any = Fake(self.log, clock, ends)
-        session.plan.placement = [0, 0]
+        session.plan.placement = [(0,), (0,)]
         heard = iter(asked)
         self.windows = Windows(session, Together(links, lambda: None), lambda: next(heard, ""), at_once_s)  # type: ignore[arg-type,return-value]
 
@@ -176,7 +176,7 @@ def test_all_ranks_hear_the_losses_of_the_last_stage_what_one_was_asked_for_and_
 
     def work(rank: int) -> None:
         log: list[str] = []
-        links: Any = LocalLinks(World(rank, 2), Wire([0, 1]), barrier, board)
+        links: Any = LocalLinks(World(rank, 2), Wire([(0,), (1,)]), barrier, board)
         session: Any = Fake(log, SimpleNamespace(now=0.0))
         session.last = session.last if rank else None
         windows = Windows(session, Together(links, lambda: None), lambda: next(asked[rank], ""), 0.0)  # type: ignore[arg-type,return-value]

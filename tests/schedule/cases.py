@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, ranks_of
+from pipetrain.schedule.actions import Placement, Program, Schedule, ScheduleError, ranks_of
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
+from pipetrain.schedule.replicas import spread
 from pipetrain.schedule.theory import Theory, theory
 
 CONF = Path(__file__).parents[2] / "conf" / "schedule"
@@ -59,14 +61,12 @@ def accepted(
         yield size, program
 
 
-def replicated(program: Program, replicas: Sequence[int]) -> Program:
-    """Spread each stage of a compute-only program with one stage per rank over `replicas[stage]` ranks.
+def places_of(replicas: Sequence[int]) -> Placement:
+    """Return places of so many ranks each, one after the other."""
+    firsts = [0, *accumulate(replicas)]
+    return [tuple(range(first, last)) for first, last in pairwise(firsts)]
 
-    Microbatch k runs on replica k % replicas; every replica makes each update, from a gradient that REDUCE
-    sums over all of them.
-    """
-    return [
-        [action for action in actions if action.op is Op.STEP or action.mb % count == index]
-        for actions, count in zip(program, replicas, strict=True)
-        for index in range(count)
-    ]
+
+def replicated(program: Program, replicas: Sequence[int], batches: int, microbatches: int) -> Program:
+    """Spread a compute-only program over so many replicas of each rank."""
+    return spread(program, places_of(replicas), batches, microbatches)

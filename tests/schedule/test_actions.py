@@ -19,11 +19,11 @@ from pipetrain.schedule.actions import (
     format_program,
     parse_action,
     parse_program,
-    placement,
+    ranks_of,
     shortened,
 )
 from pipetrain.schedule.check import check
-from pipetrain.schedule.programs import pipedream
+from pipetrain.schedule.programs import gpipe
 from pipetrain.schedule.simulate import simulate
 from tests.schedule.cases import CASES, accepted
 
@@ -55,11 +55,10 @@ def test_a_program_reads_as_text_and_nothing_else_does() -> None:
 
 
 def test_a_placement_is_read_from_the_lists_or_refused() -> None:
-    assert placement(parse_program("0F0@0 2F0@0\n1F0@0")) == [0, 1, 0]
-    with pytest.raises(ScheduleError, match="stage 1 is on rank 0, yet rank 1 has 1B0@0"):
-        placement(parse_program("0F0@0 1F0@0\n1B0@0"))
+    assert ranks_of(parse_program("0F0@0 2F0@0\n1F0@0")) == [(0,), (1,), (0,)]
+    assert ranks_of(parse_program("0F0@0 1F0@0\n1F1@0")) == [(0,), (0, 1)]
     with pytest.raises(ScheduleError, match=r"without a gap; the program has \[0, 2\]"):
-        placement(parse_program("0F0@0\n2F0@0"))
+        ranks_of(parse_program("0F0@0\n2F0@0"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -81,6 +80,6 @@ def asking(ranks: int, batches: int, microbatches: int, turns: int = 1, *, costs
 def test_a_schedule_is_given_what_it_names_and_nobody_has_bound() -> None:
     given = {"costs": 7, "buffer_size": 2}
     assert asks_for(asking) == {"turns", "costs"}
-    assert asks_for(dict) == asks_for(pipedream) == set()  # the first does not say
+    assert asks_for(dict) == asks_for(gpipe) == set()  # the first does not say
     assert [a.mb for a in compute_program(partial(asking, turns=4), 1, 1, 1, **given)[0]] == [4, 7]
     assert [a.mb for a in compute_program(partial(asking, costs=3), 1, 1, 1, **given)[0]] == [1, 3]

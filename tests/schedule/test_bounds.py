@@ -49,7 +49,7 @@ def test_a_skip_has_room_for_what_is_on_its_way(
 
 def test_an_evaluation_needs_its_own_and_a_channel_for_both_has_the_widest() -> None:
     training = edge_bounds(lower(interleaved_1f1b(4, 1, 16), UNET), UNET, 2)
-    evaluation = edge_bounds(lower(forward_only([0, 1, 2, 3] * 2, 32), UNET), UNET, 2)
+    evaluation = edge_bounds(lower(forward_only([(0,), (1,), (2,), (3,)] * 2, 32), UNET), UNET, 2)
     assert skips(evaluation) == {(0, 7): 5, (1, 6): 4, (2, 5): 3}
     both = widest([training, evaluation])
     assert both.keys() == training.keys()

@@ -30,7 +30,7 @@ PICTURES: dict[str, Program] = {
     0F0@0 0SEND_F0 0RECV_B0 0B0@0 0REDUCE@1 0STEP@1
     0F1@0 0SEND_F1 0RECV_B1 0B1@0 0REDUCE@1 0STEP@1
     1RECV_F0 1F0@0 1B0@0 1SEND_B0 1RECV_F1 1F1@0 1B1@0 1SEND_B1 1REDUCE@1 1STEP@1
-    """: lower(replicated(one_f_one_b(2, 1, 2), [2, 1])),
+    """: lower(replicated(one_f_one_b(2, 1, 2), [2, 1], 1, 2)),
 }
 
 
@@ -49,7 +49,7 @@ def test_what_cannot_be_lowered_is_refused() -> None:
 
 def test_edges_between_ranks_come_in_one_order_and_an_evaluation_has_no_way_back() -> None:
     assert edges(lower(gpipe(3, 1, 2))) == edges(gpipe(3, 1, 2)) == [(0, 1), (1, 0), (1, 2), (2, 1)]
-    assert edges(forward_only([0, 0, 1, 1, 2], 2)) == [(1, 2), (3, 4)]
+    assert edges(forward_only([(0,), (0,), (1,), (1,), (2,)], 2)) == [(1, 2), (3, 4)]
 
 
 def test_a_microbatch_that_stays_on_its_rank_is_no_message() -> None:
@@ -58,4 +58,4 @@ def test_a_microbatch_that_stays_on_its_rank_is_no_message() -> None:
     program = parse_program("\n".join(f"{whole.format(mb)} 1STEP@1 0STEP@1" for mb in (0, 1)))
     assert edges(program) == []
     assert not any(a.op in COMMUNICATION for actions in lower(program) for a in actions)
-    assert edges(replicated(gpipe(2, 1, 2), [2, 1])) == [(0, 1), (1, 0)]
+    assert edges(replicated(gpipe(2, 1, 2), [2, 1], 1, 2)) == [(0, 1), (1, 0)]

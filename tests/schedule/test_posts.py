@@ -22,6 +22,7 @@ from pipetrain.schedule.actions import (
     Ties,
     format_program,
     has_norms,
+    homes,
     ranks_of,
 )
 from pipetrain.schedule.lower import compute_only, edges, lower
@@ -60,7 +61,7 @@ def sums_of(program: Program, ties: Ties) -> dict[Tie, tuple[Op, set[int]]]:
 
 def steps_of(program: Program, posts: list[list[Post]], ties: Ties) -> Iterator[list[Step]]:
     """Yield each rank's steps. A sum that is posted before its shares are told needs what never is over."""
-    ranks, sums = ranks_of(program), sums_of(program, ties)
+    home, sums = homes(program), sums_of(program, ties)
 
     def told_with(action: Action, ops: Sequence[Op]) -> list[Sum]:
         mine = [tie for tie, (op, _) in sums.items() if op in ops and (action.stage in tie or not tie)]
@@ -70,7 +71,7 @@ def steps_of(program: Program, posts: list[list[Post]], ties: Ties) -> Iterator[
         number = Counter[object]()
 
         def message(action: Action, ends: str, rank: int = rank, number: Counter[object] = number) -> What:
-            other = ranks[action.peer][action.mb % len(ranks[action.peer])]
+            other = home[action.peer, action.mb]
             way = (action.edge, rank, other) if action.op in SENDS else (action.edge, other, rank)
             number[way, ends] += 1
             return (*way, number[way, ends])
@@ -263,7 +264,7 @@ def test_a_sum_is_posted_on_all_ranks_where_the_last_of_them_tells_its_share():
 def test_replicas_reduce_where_the_last_of_them_has_its_gradient(norms):
     for case in (case for case in LISTED if case.virtual == 1):
         for _, program in accepted(case, [(3, 2, 5)]):
-            spread = replicated(compute_only(program), [2, 3, 1])
+            spread = replicated(compute_only(program), [2, 3, 1], 2, 5)
             spread = lower(with_norms(spread) if norms else spread)
             posts = posted(spread)
             assert stuck(spread, posts.of, posting_waits=True) == [], case

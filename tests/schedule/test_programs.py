@@ -92,7 +92,7 @@ PICTURES: dict[str, Program] = {
     """forward_only goes along diagonals:
     0F0@0 0F1@0 0F2@0 2F0@0 2F1@0 2F2@0
     1F0@0 1F1@0 1F2@0 3F0@0 3F1@0 3F2@0
-    """: forward_only([0, 1, 0, 1], 3),
+    """: forward_only([(0,), (1,), (0,), (1,)], 3),
 }
 
 

@@ -143,7 +143,7 @@ def test_replicas_end_their_reduce_together() -> None:
     def cost(action: Action) -> float:
         return {Op.F: 1.0 + 3 * (action.mb == 1), Op.B: 2.0, Op.REDUCE: 0.5}.get(action.op, 0.0)
 
-    result = simulate(lower(replicated(gpipe(1, 1, 2), [2])), 2, cost=cost)
+    result = simulate(lower(replicated(gpipe(1, 1, 2), [2], 1, 2)), 2, cost=cost)
     first, second = (
         [(span.start, span.end, span.waited) for span in row.spans if span.action.op is Op.REDUCE]
         for row in result.rows
@@ -163,7 +163,7 @@ def test_replicas_never_deadlock_and_do_all_the_work(
     case: Case, size: tuple[int, int, int], replicas: list[int], buffer_size: int
 ) -> None:
     for _, program in accepted(case, [size]):
-        spread = lower(replicated(compute_only(program), replicas[: size[0]]))
+        spread = lower(replicated(compute_only(program), replicas[: size[0]], *size[1:]))
         result = simulate(spread, size[2], buffer_size=buffer_size)
         assert sum(result.busy) == sum(simulate(program, size[2]).busy)
         assert [row.actions for row in result.rows] == spread

@@ -36,7 +36,7 @@ def train_cases(world: World, store: Store, cases: Sequence[Case]) -> list[tuple
     for number, case in enumerate(cases):
         run, listener = make_run(case), Listener()
         prefix = dist.PrefixStore(str(number), store)
-        links = Links(world, run.plan.placement, list(run.plan.cut.bounds), CPU, prefix, DEADLINE_S)
+        links = Links(world, run.plan.placement, run.plan.links, CPU, prefix, DEADLINE_S)
         epochs = epochs_of(run, links, None if world.rank else listener)  # type: ignore[arg-type]
         epochs.run()
         ended.append((state_of(epochs, run), listener.epochs))
@@ -57,7 +57,7 @@ def _message(mb: int, elements: int, forward: bool = True) -> Message:
 
 def exchange(world: World, store: Store, elements: int, messages: int, buffer_size: int) -> list[float]:
     """Both of two ranks send first, then receive: returns the first value of each message."""
-    links = Links(world, [0, 1], [(0, 1), (1, 0)], CPU, store, DEADLINE_S)
+    links = Links(world, [(0,), (1,)], [((0, 1), (0, 1)), ((1, 0), (1, 0))], CPU, store, DEADLINE_S)
     channel = links.channel(buffer_size)
     forward = world.rank == 0
     incoming = [_message(mb, elements, not forward) for mb in range(messages)]
@@ -75,7 +75,7 @@ def exchange(world: World, store: Store, elements: int, messages: int, buffer_si
 
 def overfill(world: World, store: Store) -> str:
     """Rank 0 sends more than the bound to a rank that takes nothing, and that waits for norms in vain."""
-    links = Links(world, [0, 1], [(0, 1), (1, 0)], CPU, store, DEADLINE_S)
+    links = Links(world, [(0,), (1,)], [((0, 1), (0, 1)), ((1, 0), (1, 0))], CPU, store, DEADLINE_S)
     channel = links.channel(2)
     channel._timeout = 1.0
     if world.rank == 1:
@@ -92,7 +92,7 @@ def overfill(world: World, store: Store) -> str:
 
 def watch(world: World, store: Store) -> list[str]:
     """Both ranks look before they wait: for what comes late, for room, and for a peer that dies."""
-    links = Links(world, [0, 1], [(0, 1), (1, 0)], CPU, store, DEADLINE_S)
+    links = Links(world, [(0,), (1,)], [((0, 1), (0, 1)), ((1, 0), (1, 0))], CPU, store, DEADLINE_S)
     channel = links.channel(1)
     channel._timeout = 1.0
     first, second, third = (_message(mb, 4) for mb in (7, 8, 9))
@@ -138,7 +138,7 @@ def _complaint(action: Callable[[], object]) -> str:
 
 def compare_clocks(world: World, store: Store, shifts: Sequence[float]) -> tuple[float, float]:
     """Each rank's clock is `shifts[rank]` seconds ahead; returns its offset and the error."""
-    links = Links(world, list(range(world.size)), [], CPU, store, DEADLINE_S)
+    links = Links(world, [(rank,) for rank in range(world.size)], [], CPU, store, DEADLINE_S)
     offset = links.clock_offset(lambda: time.perf_counter() + shifts[world.rank])
     links.close()
     return offset
@@ -146,7 +146,7 @@ def compare_clocks(world: World, store: Store, shifts: Sequence[float]) -> tuple
 
 def exchange_coded(world: World, store: Store, all_codecs: Sequence[Codecs]) -> int:
     """Two ranks send each other images, channels innermost, through each pair of codecs, and check them."""
-    links = Links(world, [0, 1], [(0, 1), (1, 0)], CPU, store, DEADLINE_S)
+    links = Links(world, [(0,), (1,)], [((0, 1), (0, 1)), ((1, 0), (1, 0))], CPU, store, DEADLINE_S)
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     x = x.contiguous(memory_format=torch.channels_last)
     for codecs in all_codecs:

@@ -13,7 +13,8 @@ from torch.utils import _python_dispatch
 
 from pipetrain.errors import ChannelError
 from pipetrain.runtime.channel import Message, failed
-from pipetrain.schedule.actions import Edge, Tie
+from pipetrain.schedule.actions import Edge, Placement, Tie
+from pipetrain.schedule.lower import Link
 from tests.support.deadlines import DEADLINE_S
 
 
@@ -31,20 +32,20 @@ class LocalChannel:
         self._timeout = timeout
         self.waited = 0.0
         self.carried = 0
-        self._expected: dict[Edge, deque[Message]] = {}
+        self._expected: dict[Link, deque[Message]] = {}
         self._told: Counter[Tie] = Counter()
         self._heard: Counter[Tie] = Counter()
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
         for message in messages:
-            self._expected.setdefault(message.edge, deque()).append(message)
+            self._expected.setdefault(message.link, deque()).append(message)
         with self._wire.changed:
             for edge, expected in self._expected.items():
-                self._wire.posted[edge] = self._wire.taken[edge] + min(self._bounds(edge), len(expected))
+                self._wire.posted[edge] = self._wire.taken[edge] + min(self._bounds(edge[0]), len(expected))
             self._wire.changed.notify_all()
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        wire, edge = self._wire, message.edge
+        wire, edge = self._wire, message.link
         with wire.changed:
             self._await(lambda: self.room(message), [], [message])
             wire.queues[edge].append((message, tuple(tensors)))  # copied later, as by a real channel
@@ -56,14 +57,14 @@ class LocalChannel:
         """Receives are posted ahead."""
 
     def recv(self, message: Message) -> tuple[Tensor, ...]:
-        wire, edge = self._wire, message.edge
+        wire, edge = self._wire, message.link
         assert self._expected[edge].popleft() == message, f"{message.name} is not what was expected next"
         with wire.changed:
             self._await(lambda: self.arrived(message), [message], [])
             sent, tensors = wire.queues[edge].popleft()
             assert sent.mb == message.mb, f"{sent.name} came instead of {message.name}"
             wire.taken[edge] += 1
-            wire.posted[edge] = wire.taken[edge] + min(self._bounds(edge), len(self._expected[edge]))
+            wire.posted[edge] = wire.taken[edge] + min(self._bounds(edge[0]), len(self._expected[edge]))
             wire.changed.notify_all()
         self.carried += message.nbytes
         return tuple(t.clone() for t in tensors)
@@ -80,12 +81,12 @@ class LocalChannel:
         assert not left, f"never received: {left}"
 
     def arrived(self, message: Message) -> bool:
-        return bool(self._wire.queues[message.edge])
+        return bool(self._wire.queues[message.link])
 
     def room(self, message: Message) -> bool:
         # Sends without a posted receive: at most the bound, this one included.
-        edge = message.edge
-        return self._wire.sent[edge] - self._wire.posted[edge] < self._bounds(edge)
+        edge = message.link
+        return self._wire.sent[edge] - self._wire.posted[edge] < self._bounds(edge[0])
 
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
         with self._wire.changed:
@@ -112,7 +113,8 @@ class LocalChannel:
         told, start = self._wire.told[tie, self._heard[tie]], time.monotonic()
         self._heard[tie] += 1
         placement = self._wire.placement
-        ranks = {placement[stage] for stage in tie} if tie else {*placement}
+        stages = [stage for stage in tie if stage in range(len(placement))] or range(len(placement))
+        ranks = {rank for stage in stages for rank in placement[stage]}
         with self._wire.changed:
             if not self._wire.changed.wait_for(lambda: told.keys() == ranks, self._timeout):
                 raise ChannelError(f"a rank waited {self._timeout:g} s for sums of the other ranks")
@@ -156,16 +158,16 @@ def in_threads(work: Callable[[int], object], barrier: Barrier) -> None:
 class Wire:
     """The queues and counts of each edge, shared by the local channels of one process.
 
-    `placement`: the rank of each stage.
+    `placement`: the ranks of each stage.
     """
 
-    def __init__(self, placement: Sequence[int] = (0, 1)) -> None:
-        self.placement = placement
+    def __init__(self, placement: Placement | None = None) -> None:
+        self.placement = placement or [(0,), (1,)]
         self.changed = Condition()
-        self.queues: defaultdict[Edge, deque[tuple[Message, tuple[Tensor, ...]]]] = defaultdict(deque)
-        self.sent: Counter[Edge] = Counter()
-        self.posted: Counter[Edge] = Counter()
-        self.taken: Counter[Edge] = Counter()
+        self.queues: defaultdict[Link, deque[tuple[Message, tuple[Tensor, ...]]]] = defaultdict(deque)
+        self.sent: Counter[Link] = Counter()
+        self.posted: Counter[Link] = Counter()
+        self.taken: Counter[Link] = Counter()
         self.told: defaultdict[tuple[Tie, int], dict[int, Tensor]] = defaultdict(
             dict
         )  # (tie, sum) -> by rank

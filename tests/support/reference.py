@@ -7,6 +7,7 @@ that the theory says, all at once in one pass over the whole model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
@@ -23,7 +24,7 @@ from pipetrain.data import Draw
 from pipetrain.network.chain import Pop, Stash, network_of
 from pipetrain.network.draws import Seeds, drawing
 from pipetrain.network.values import Size, Value, as_tuple, named_layers
-from pipetrain.plan.cut import cut_layers
+from pipetrain.plan.cut import cut_layers, homes
 from pipetrain.plan.plan import Plan
 from pipetrain.rate import Rate
 from pipetrain.schedule.actions import has_norms
@@ -81,6 +82,7 @@ class Loop:
     together: Sequence[Sequence[nn.Parameter]] = ()
     average: AveragedModel | None = None
     skip: bool = False
+    replicas: Replicas | None = None
     updates: int = 0
 
     def __post_init__(self) -> None:
@@ -94,12 +96,18 @@ class Loop:
         history, mb, losses = [copied(self._live)], 0, []
         for batch in batches:
             buffers = copied(dict(self.model.named_buffers()))
+            kept = deepcopy(self.replicas and self.replicas.sets)
             losses.append([])
-            for share, *more in batch:
+            for number, (share, *more) in enumerate(batch):
                 versions = {name: (of, history[version(mb)][of]) for name, (of, version) in read.items()}
+                if self.replicas:
+                    self.replicas.enter(number, mb)
                 losses[-1].append(self._differentiate(share, versions, more))
+                if self.replicas:
+                    self.replicas.leave(number, mb, len(as_tuple(more[0])[0]))
                 mb += 1
-            self._step(buffers)
+            if not self._step(buffers) and self.replicas:
+                self.replicas.sets = kept
             history.append(copied(self._live))
         return losses
 
@@ -119,11 +127,13 @@ class Loop:
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
         return loss.item()
 
-    def _step(self, buffers: Mapping[str, Tensor]) -> None:
+    def _step(self, buffers: Mapping[str, Tensor]) -> bool:
+        """Update; return False if it is left out."""
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * self.rate(self.updates)
         grads = [p.grad for p in self._live.values() if p.grad is not None]
-        if self.skip and not all(grad.isfinite().all() for grad in grads):
+        left_out = self.skip and not all(grad.isfinite().all() for grad in grads)
+        if left_out:
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(buffers[name])
         else:
@@ -134,6 +144,49 @@ class Loop:
         if self.average is not None:
             self.average.update_parameters(self.model)
         self.updates += 1
+        return not left_out
+
+
+class Replicas:
+    """The buffers of each replica of each stage, which sees its own microbatches.
+
+    `counts`: of the stages, `homes`: the stage of each buffer. They take turns in each batch or, where
+    forwards read old weights, in each window (`late`).
+    """
+
+    def __init__(self, model: nn.Module, counts: Sequence[int], homes: Mapping[str, int], late: bool) -> None:
+        self._buffers = dict(model.named_buffers())
+        self._counts, self._homes, self._late = counts, homes, late
+        self._before = copied(self._buffers)
+        self.sets = [[copied(self._buffers) for _ in range(count)] for count in counts]
+        self._samples = [[0] * count for count in counts]
+
+    def _turns(self, number: int, mb: int) -> list[int]:
+        return [(mb if self._late else number) % count for count in self._counts]
+
+    def enter(self, number: int, mb: int) -> None:
+        turns = self._turns(number, mb)
+        for name, buffer in self._buffers.items():
+            stage = self._homes[name]
+            buffer.copy_(self.sets[stage][turns[stage]][name])
+
+    def leave(self, number: int, mb: int, samples: int) -> None:
+        for stage, turn in enumerate(self._turns(number, mb)):
+            self.sets[stage][turn] = copied(self._buffers)
+            self._samples[stage][turn] += samples
+
+    def level(self) -> None:
+        """Before an evaluation: means weighted by samples, and sums of what counters have counted."""
+        for name, buffer in self._buffers.items():
+            stage = self._homes[name]
+            sets, samples = [of[name] for of in self.sets[stage]], self._samples[stage]
+            if buffer.is_floating_point():
+                buffer.copy_(sum(t * n for t, n in zip(sets, samples, strict=True)) / sum(samples))
+            else:
+                buffer.copy_(self._before[name] + sum(t - self._before[name] for t in sets))
+        self._before = copied(self._buffers)
+        self.sets = [[copied(self._buffers) for _ in range(count)] for count in self._counts]
+        self._samples = [[0] * count for count in self._counts]
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -162,7 +215,12 @@ class Reference:
         decay, clip = plan.settings.ema, plan.settings.clip_grad_norm
         self.average = decay and AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
         lists, skip = [*together.values()], plan.settings.on_nan == "skip"
-        self._loop = Loop(model, optimizer, self._loss_of, rate, clip, lists, self.average or None, skip)
+        counts, self.replicas = [len(ranks) for ranks in plan.placement], None
+        if max(counts) > 1:
+            stages = homes(network_of(model, plan.example), plan.cuts)
+            self.replicas = Replicas(model, counts, stages, plan.draft.reads_late)
+        how = rate, clip, lists, self.average or None, skip, self.replicas
+        self._loop = Loop(model, optimizer, self._loss_of, *how)
 
     def window(self, delay: Delay, batches: Sequence[Sequence[Piece]]) -> list[list[tuple[float, float]]]:
         """Train on batches of pieces; return the weight and the loss of each piece."""
@@ -182,6 +240,8 @@ class Reference:
     def evaluated(self, batches: Iterable[Piece]) -> dict[str, float]:
         """Return the mean loss and the metrics, with averaged weights where there are some."""
         model, task = self.average.module if self.average else self.model, self.task
+        if self.replicas:
+            self.replicas.level()
         loss, weight, sums = 0.0, 0.0, dict.fromkeys((metric.name for metric in task.metrics), 0)
         model.eval()
         for inputs, targets in batches:

@@ -26,7 +26,7 @@ from pipetrain.plan.program import Draft
 from pipetrain.rate import LearningRate
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
-from pipetrain.runtime.feed import Batches, OfNumbers
+from pipetrain.runtime.batches import Batches, OfNumbers
 from pipetrain.runtime.links import Links
 from pipetrain.runtime.optimizer import prove_optimizer
 from pipetrain.runtime.session import Session
@@ -80,7 +80,7 @@ def epochs_of(
     own = settings.seed, settings.workers, settings.timeout
     train = Sampled(data.train if data else None, run.sampler.batch_sizes, run.sampler, *own)
     test = Sampled(data.test if data else None, run.evaluation_sizes, None, *own)
-    passes = PassesByNumber(train, test, run.task, links, run.plan.placement)
+    passes = PassesByNumber(train, test, run.task, links, run.plan)
     windows = Windows(
         session, Together(links, lambda: None), keeper.signals.take if keeper else lambda: "", 0.0
     )
@@ -95,13 +95,13 @@ class PassesByNumber:
     test_samples: Sampled
     task: Task
     links: Links
-    placement: list[int]
+    plan: Plan
 
     def train(self, epoch: int, done: int) -> Batches:
-        return OfNumbers.of(self.train_samples, self.task, self.links, self.placement, epoch, done)
+        return OfNumbers.of(self.train_samples, self.task, self.links, self.plan, epoch, done)
 
     def evaluate(self) -> Batches:
-        return OfNumbers.of(self.test_samples, self.task, self.links, self.placement)
+        return OfNumbers.of(self.test_samples, self.task, self.links, self.plan)
 
     def random(self) -> dict[str, Tensor]:
         return {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipetrain.schedule.actions import Program, Ties, placement
+from pipetrain.schedule.actions import Program, Ties, ranks_of
 from pipetrain.schedule.simulate import BufferSize, simulate
 from pipetrain.schedule.timeline import Costs, Row, Span, Timeline, TracedWindow
 
@@ -36,7 +36,7 @@ def as_measured(
 
 def about(program: Program, microbatches: int, microbatch: int = 4) -> dict[str, Any]:
     """What a trace of these windows says of its run."""
-    rank_of = placement(program)
+    rank_of = [rank for rank, *_ in ranks_of(program)]
     return {
         "model": "mlp",
         "parameters": 1000,

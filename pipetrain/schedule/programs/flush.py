@@ -6,10 +6,10 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from pipetrain.schedule.actions import Action, Op, Program, ScheduleError
-from pipetrain.schedule.programs.order import alternate, one_stage, repeated, require
+from pipetrain.schedule.actions import Action, Op, Placement, Program, ScheduleError
+from pipetrain.schedule.programs.order import alternate, in_flight, one_stage, repeated, require
 
 
 def layer_dist(ranks: int, batches: int, microbatches: int) -> Program:
@@ -24,13 +24,17 @@ def gpipe(ranks: int, batches: int, microbatches: int) -> Program:
     return _flushed(ranks, batches, microbatches, lambda stage: microbatches)
 
 
-def one_f_one_b(ranks: int, batches: int, microbatches: int) -> Program:
+def one_f_one_b(
+    ranks: int, batches: int, microbatches: int, replicas: Sequence[int] | None = None
+) -> Program:
     """GPipe's time with fewer activations: backwards as early as possible (PipeDream-Flush).
 
-    Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3.2.
+    Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3.2. `replicas`: of each
+    rank, which are to be kept busy.
     """
     require("1f1b", ranks=ranks, batches=batches, microbatches=microbatches)
-    return _flushed(ranks, batches, microbatches, lambda stage: ranks - 1 - stage)
+    depths = in_flight(replicas or [1] * ranks)
+    return _flushed(ranks, batches, microbatches, lambda stage: depths[stage] - 1)
 
 
 def interleaved_1f1b(ranks: int, batches: int, microbatches: int, virtual: int = 2) -> Program:
@@ -56,19 +60,21 @@ def interleaved_1f1b(ranks: int, batches: int, microbatches: int, virtual: int =
     return program
 
 
-def forward_only(placement: list[int], microbatches: int) -> Program:
-    """Return the forwards of an evaluation; `placement[stage]` is the stage's rank.
+def forward_only(placement: Placement, microbatches: int) -> Program:
+    """Return the forwards of an evaluation, with replicas in turn.
 
     Each rank follows the diagonals stage + microbatch. An action waits only for earlier diagonals, so no
     placement can deadlock.
     """
     require("forward_only", stages=len(placement), microbatches=microbatches)
-    if sorted(set(placement)) != list(range(max(placement) + 1)):
+    ranks = {rank for of in placement for rank in of}
+    if sorted(ranks) != list(range(len(ranks))):
         raise ScheduleError(f"placement must use ranks 0, 1, 2, ... without a gap; got {placement}")
-    program: Program = [[] for _ in range(max(placement) + 1)]
+    program: Program = [[] for _ in ranks]
     for diagonal in range(len(placement) + microbatches - 1):
         for stage in range(max(0, diagonal - microbatches + 1), min(diagonal + 1, len(placement))):
-            program[placement[stage]].append(Action(stage, Op.F, diagonal - stage, 0))
+            mb = diagonal - stage
+            program[placement[stage][mb % len(placement[stage])]].append(Action(stage, Op.F, mb, 0))
     return program
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from math import ceil
 
 from pipetrain.schedule.actions import Action, Op, ScheduleError
 
@@ -48,6 +49,20 @@ def versioned(order: Iterable[Work], microbatches: int, reads: Reads) -> list[Ac
             latest[stage] += 1
             actions.append(Action(stage, Op.STEP, version=latest[stage]))
     return actions
+
+
+def in_flight(replicas: Sequence[int]) -> list[int]:
+    """Return how many microbatches each stage has open, over all its replicas, so that all are busy.
+
+    A replica has one for each replica of its own and of later stages, divided among those of its stage
+    (PipeDream, section 3.2: with one replica each, S - s at stage s), and no stage fewer than a later one.
+    """
+    depths: list[int] = []
+    ranks = 0
+    for count in reversed(replicas):
+        ranks += count
+        depths.append(count * ceil(max([ranks, *depths[-1:]]) / count))
+    return depths[::-1]
 
 
 def v_placement(ranks: int) -> list[int]:

@@ -6,23 +6,26 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from pipetrain.schedule.actions import Op, Program, ScheduleError
-from pipetrain.schedule.programs.order import Reads, Work, newest, one_stage, require, versioned
+from pipetrain.schedule.programs.order import Reads, Work, in_flight, newest, one_stage, require, versioned
 
 
-def pipedream(ranks: int, batches: int, microbatches: int) -> Program:
+def pipedream(ranks: int, batches: int, microbatches: int, replicas: Sequence[int] | None = None) -> Program:
     """1F1B without flushes, with weight stashing: a forward reads the newest weights of its stage.
 
     Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training", sections 3.2-3.3.
+    `replicas`: of each rank, which are to be kept busy.
     """
     require("pipedream", ranks=ranks, batches=batches, microbatches=microbatches)
-    return _unflushed(ranks, batches, microbatches, newest)
+    return _unflushed(batches, microbatches, newest, in_flight(replicas or [1] * ranks))
 
 
-def pipedream_2bw(ranks: int, batches: int, microbatches: int) -> Program:
+def pipedream_2bw(
+    ranks: int, batches: int, microbatches: int, replicas: Sequence[int] | None = None
+) -> Program:
     """1F1B without flushes, with two weight versions: batch n reads what batch n - 2 made.
 
     Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3.1. The delay is one
-    update on every stage, so a batch must fill the pipeline: microbatches >= ranks.
+    update on every stage, so a batch must fill the pipeline: microbatches >= ranks. `replicas`: of each rank.
     """
     require("pipedream_2bw", ranks=ranks, batches=batches, microbatches=microbatches)
     if microbatches < ranks:
@@ -30,7 +33,8 @@ def pipedream_2bw(ranks: int, batches: int, microbatches: int) -> Program:
             f"schedule pipedream_2bw needs microbatches >= stages; "
             f"got microbatches={microbatches}, stages={ranks}"
         )
-    return _unflushed(ranks, batches, microbatches, _fixed(1))
+    depths = [min(depth, microbatches) for depth in in_flight(replicas or [1] * ranks)]
+    return _unflushed(batches, microbatches, _fixed(1), depths)
 
 
 def ssp(
@@ -92,9 +96,9 @@ def _order(stage: int, forwards: Sequence[int]) -> list[Work]:
     return order
 
 
-def _unflushed(ranks: int, batches: int, microbatches: int, reads: Reads) -> Program:
-    """One stage per rank, 1F1B through the window's microbatches across batches."""
+def _unflushed(batches: int, microbatches: int, reads: Reads, depths: Sequence[int]) -> Program:
+    """One stage per rank, 1F1B through the window's microbatches across batches, so many of them open."""
     mbs = range(batches * microbatches)
     return [
-        versioned(one_stage(stage, mbs, ranks - 1 - stage), microbatches, reads) for stage in range(ranks)
+        versioned(one_stage(stage, mbs, depth - 1), microbatches, reads) for stage, depth in enumerate(depths)
     ]

@@ -19,7 +19,8 @@ from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.watch import Deadline
-from pipetrain.schedule.actions import ALL, Action, Edge, Tie
+from pipetrain.schedule.actions import ALL, Action, Tie
+from pipetrain.schedule.lower import Link
 from tests.support.cases import Case, Listener, LocalLinks, Ran, drawing_in_turn, make_run, state_of
 from tests.support.deadlines import DEADLINE_S
 from tests.support.local import Wire, in_threads
@@ -37,9 +38,9 @@ class PretendedLinks(LocalLinks):
         self._nccl, self._groups = nccl, groups
 
     def channel(self, buffer_size: Any, channels_last: bool = False) -> Channel:  # type: ignore[override]
-        edges = {edge: group for edge, group in self._groups.edges.items() if self.world.rank in group.ranks}
+        links = {link: group for link, group in self._groups.links.items() if self.world.rank in group.ranks}
         sums = {tie: group for tie, group in self._groups.sums.items() if self.world.rank in group.ranks}
-        return Channel(edges, buffer_size, DEADLINE_S, self.device, self.staged, channels_last, sums)
+        return Channel(links, buffer_size, DEADLINE_S, self.device, self.staged, channels_last, sums)
 
     def gather(self, what: str, item: object) -> list[Any]:
         return self._nccl.gather(json.loads(json.dumps(item)))
@@ -47,12 +48,12 @@ class PretendedLinks(LocalLinks):
 
 class Groups:
     def __init__(self, plan: Plan, ranks: int) -> None:
-        self.edges: dict[Edge, Group] = {
-            edge: Group(f"{edge[0]}->{edge[1]}", {plan.placement[stage] for stage in edge})
-            for edge in plan.cut.bounds
+        self.links: dict[Link, Group] = {
+            (edge, ranks): Group(f"{edge[0]}->{edge[1]} on {ranks}", set(ranks)) for edge, ranks in plan.links
         }
         self.sums: dict[Tie, Group] = {
-            tie: Group(f"tie {tie}", {plan.placement[stage] for stage in tie}) for tie in plan.cut.ties
+            tie: Group(f"tie {tie}", {rank for stage in tie for rank in plan.placement[stage]})
+            for tie in plan.ties
         }
         self.sums[ALL] = Group("all", range(ranks))
 
