@@ -103,7 +103,7 @@ class Stopwatch:
         self._waits = False  # outside of actions
         self._end: Mark = self._began  # of the last span
         self._start: Mark = None
-        self._before = (0.0, 0, 0.0)
+        self._before: tuple[float, int, float] = (0.0, 0, 0.0)
         self._by_host = True
 
     def start(self, action: Action | None) -> None:
@@ -122,8 +122,9 @@ class Stopwatch:
     def stop(self) -> None:
         waited, carried, coded = self._before
         channel, self._end = self._channel, self._mark()
-        sums = channel.waited - waited, int(channel.carried - carried), self._coded() - coded
-        self._spans.append(Span(self._action, self._start, self._end, *sums))
+        waited, carried = channel.waited - waited, channel.carried - carried
+        span = Span(self._action, self._start, self._end, waited, carried, self._coded() - coded)
+        self._spans.append(span)
         self._waits = False
 
     def row(self) -> Row:

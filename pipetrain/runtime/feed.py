@@ -36,8 +36,11 @@ class Target:
 
 def cut(value: Value, sizes: Sequence[Size]) -> list[Value]:
     """Cut tensors into microbatches of these sizes."""
+    samples = [size.samples for size in sizes]
+    if isinstance(value, Tensor):
+        return list(torch.split(value, samples))
     form = ValueSpec.in_batch(value)
-    pieces = zip(*(torch.split(t, [size.samples for size in sizes]) for t in as_tuple(value)), strict=True)
+    pieces = zip(*(torch.split(t, samples) for t in as_tuple(value)), strict=True)
     return [form.pack(piece) for piece in pieces]
 
 

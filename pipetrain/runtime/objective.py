@@ -90,4 +90,7 @@ def weighted(counted: Sequence[Counted]) -> Tensor:
     """Return the losses of microbatches, each times its share of the batch's loss [n]."""
     if [one.share for one in counted] == [1.0]:
         return counted[0].loss.unsqueeze(0)
-    return torch.stack(torch._foreach_mul([one.loss for one in counted], [one.share for one in counted]))
+    losses, shares = [one.loss for one in counted], [one.share for one in counted]
+    if len({*shares}) == 1:
+        return torch.stack(losses).mul_(shares[0])
+    return torch.stack(torch._foreach_mul(losses, shares))

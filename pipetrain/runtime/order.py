@@ -90,7 +90,10 @@ class Order:
         """Yield the actions; each is done when the next one is requested."""
         peers = [a.peer for a in self.receives() if (a.stage, a.op) == (self.first, Op.RECV_F)]
         asking = (self.first, Op.RECV_F if peers else Op.F, min(peers, default=NO_PEER))
-        for action in self._decided(self.decide(self, mail)) if self.decide else self._listed(mail):
+        actions = self._decided(self.decide(self, mail)) if self.decide else self._listed(mail)
+        if self._ends is None:
+            yield from actions
+        for action in actions:
             asks = isinstance(action, Action) and (action.stage, action.op, action.peer) == asking
             if asks and not peers:
                 self._ask(action, mail)

@@ -149,7 +149,6 @@ class Session:
         )
         return kept
 
-    @torch.no_grad()
     def _level_copies(self) -> None:
         """Give copies of a weight the numbers of the first, which a program may have changed since."""
         for first, copy in self._copies:

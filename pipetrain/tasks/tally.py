@@ -99,5 +99,8 @@ def _plus(before: Tensor | None, terms: Sequence[Tensor], times: Sequence[float]
     stacked = torch.stack(list(terms))
     if times:
         stacked = stacked.double()
-        torch._foreach_mul_(list(stacked), list(times))
+        if len({*times}) == 1:
+            stacked *= times[0]
+        else:
+            torch._foreach_mul_(list(stacked), list(times))
     return before + stacked.sum(0, dtype=torch.float64)
