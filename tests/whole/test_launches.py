@@ -121,10 +121,11 @@ def second_window(task: Task, schedule: str, ranks: int) -> Second:
 
 def plain_loop(job: Job) -> list[int]:
     """Train a batch, each rank's stages in turn; return the kernels of each rank, from its second batch."""
-    plan, ranks = job.plan, max(job.plan.placement) + 1
+    plan, placement = job.plan, [rank for (rank,) in job.plan.placement]
+    ranks = max(placement) + 1
     stages = [job.stage(index).train() for index in range(plan.stages)]
     mine = [
-        [p for s, stage in enumerate(stages) if plan.placement[s] == rank for p in stage.named_parameters()]
+        [p for s, stage in enumerate(stages) if placement[s] == rank for p in stage.named_parameters()]
         for rank in range(ranks)
     ]
     optimizers = [job.optimizer(parameters) for parameters in mine]
@@ -133,14 +134,14 @@ def plain_loop(job: Job) -> list[int]:
         counted = [Launches() for _ in range(ranks)]
         for x, target in pairs:
             entered, left = [], []
-            for stage, rank in zip(stages, plan.placement, strict=True):
+            for stage, rank in zip(stages, placement, strict=True):
                 with counted[rank]:
                     entered.append(x.detach().requires_grad_(bool(entered)))
                     left.append(x := stage(entered[-1]))
                     if len(left) == len(stages):
                         (job.task.loss(x, target) * (1 / len(pairs))).backward()
             for index in reversed(range(len(stages) - 1)):
-                with counted[plan.placement[index]]:
+                with counted[placement[index]]:
                     left[index].backward(entered[index + 1].grad)
         for launches, optimizer in zip(counted, optimizers, strict=True):
             with launches:
