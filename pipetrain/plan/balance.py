@@ -179,6 +179,7 @@ class Doing(NamedTuple):
 
     actions: Mapping[Op, float]
     items: Collection[Items]
+    replicas: int = 1
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,7 @@ class Prices:
         messages = {Op.RECV_F: sizes.inputs, Op.SEND_F: sizes.outputs}
         messages |= {Op.RECV_B: sizes.grads, Op.SEND_B: sizes.returned}
         seconds |= {op: self.table.message_s(nbytes) for op, nbytes in messages.items()}
+        seconds[Op.REDUCE] = self.table.reduce_s(sizes.gradients, doing.replicas)
         batch_s = sum(often * seconds.get(op, 0.0) for op, often in doing.actions.items())
         return Priced(mode, batch_s, max(held_bytes(items, sizes) for items in doing.items))
 
@@ -239,7 +241,8 @@ def prices_of(draft: Draft, batches: int, table: Table) -> Prices:
                 often = Counter(action.op for action in actions if action.stage == stage)
                 each = {op: number / batches for op, number in often.items()}
                 # Of replicas the first has most microbatches.
-                by_stage.setdefault(stage, Doing(each, {now[stage] for now in moments}))
+                items, replicas = {now[stage] for now in moments}, len(draft.placement[stage])
+                by_stage.setdefault(stage, Doing(each, items, replicas))
         return by_stage
 
     plain, asked = doing(), [[mode] for mode in modes_of(settings.recompute, count)]

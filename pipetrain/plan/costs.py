@@ -1,10 +1,10 @@
 """The table of costs: what each layer takes and leaves behind, and so what any slice of layers does.
 
 The times are measured (a profile), or by the work that is estimated. A stage's time is that of its layers,
-its optimizer step, and every message to or from another rank, in full at both ends, because the processor
-that copies a message does not compute meanwhile. PipeDream's partitioner (Narayanan et al., "PipeDream",
-2019, section 3.1), which this follows otherwise, treats the messages over a cut as a stage that overlaps with
-all others.
+its optimizer step, the sum of its gradient over its replicas, and every message to or from another rank, in
+full at both ends, because the processor that copies a message does not compute meanwhile. PipeDream's
+partitioner (Narayanan et al., "PipeDream", 2019, section 3.1), which this follows otherwise, treats the
+messages over a cut as a stage that overlaps with all others.
 
 A profile's file records its conditions. Those that affect the measurement must match the run that reads it;
 the machine is recorded for information only.
@@ -28,7 +28,7 @@ from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.cut import Cut, copies_input, entering, requires_grad
 from pipetrain.plan.estimate import Layer, origin
 from pipetrain.plan.observed import Kept
-from pipetrain.schedule.actions import Op
+from pipetrain.schedule.actions import Op, Placement
 from pipetrain.schedule.memory import Items
 from pipetrain.schedule.timeline import Costs, Kind
 from pipetrain.settings import Mode, Settings
@@ -182,8 +182,13 @@ class Table:
     def message_s(self, nbytes: float) -> float:
         return self.times.latency_s + nbytes * self.times.s_per_byte
 
-    def costs(self, cut: Cut, modes: Sequence[Mode], split: bool, size: Size) -> Costs:
-        """Return the costs of a cut model for `simulate`; `size`: of a microbatch.
+    def reduce_s(self, nbytes: float, replicas: int) -> float:
+        """Return the time in which replicas sum up the gradient of weights of so many bytes."""
+        steps = 2 * (replicas - 1)
+        return steps * self.times.latency_s + ring_bytes(replicas) * nbytes * self.times.s_per_byte
+
+    def costs(self, cut: Cut, modes: Sequence[Mode], split: bool, size: Size, placement: Placement) -> Costs:
+        """Return the costs of a cut model with this placement for `simulate`; `size`: of a microbatch.
 
         An F that has no R, of a stage that recomputes others, is priced as these.
         """
@@ -191,8 +196,9 @@ class Table:
         for stage, (slice, mode) in enumerate(zip(cut.slices, modes, strict=True)):
             seconds = self.seconds(slice.start, slice.end, split, mode)
             costs |= {(stage, op): taken for op, taken in seconds.items()}
-            costs[stage, Op.NORM] = self.times.latency_s  # a message of one number
             weights = _named(self.layers[slice.start : slice.end], "weights")
+            costs[stage, Op.REDUCE] = self.reduce_s(_nbytes(weights), len(placement[stage]))
+            costs[stage, Op.NORM] = self.times.latency_s  # a message of one number
             if mine := [weights[name].nbytes for name, stages in cut.shared.items() if stage in stages]:
                 costs[stage, Op.TIE] = self.message_s(sum(mine))
         for route in cut.routes:
@@ -277,6 +283,15 @@ class Table:
             tied=_nbytes({name: spec for name, spec in weights.items() if name in elsewhere}),
             adding=sum(n for spec in weights.values() if (n := spec.nbytes) <= SMALL_GRADIENT) * self.on_gpu,
         )
+
+
+def ring_bytes(replicas: int) -> float:
+    """Return the bytes that each of so many replicas sends and receives to sum up a gradient, by its bytes.
+
+    In a ring each passes a part of 1 / replicas on, 2 (replicas - 1) times. Both directions count, as the
+    bytes of a message, which has one, do at either end.
+    """
+    return 4 * (replicas - 1) / replicas
 
 
 def _named(layers: Iterable[Layer], kind: str) -> dict[str, TensorSpec]:

@@ -117,7 +117,7 @@ class Plan:
     @property
     def stage_costs(self) -> Costs:
         """The costs of all stages: from a profile, or else by their estimated work."""
-        return self.costs or self.table.costs(self.cut, self.modes, False, self.settings.full)
+        return self.costs or self.table.costs(self.cut, self.modes, False, self.settings.full, self.placement)
 
     @property
     def recompute(self) -> list[Mode]:
@@ -264,7 +264,7 @@ def make_plan(
     shared = shared_weights(network, cuts) if network else {}
     cut = cut_layers(trained, cuts, example, shared, open_)
     refuse_ties(draft, cut)
-    stage_costs = table.costs(cut, modes, splits(draft.program), settings.full)
+    stage_costs = table.costs(cut, modes, splits(draft.program), settings.full, draft.placement)
     known = len(samples.evaluation), stage_costs, recomputing(modes), open_
     try:
         bounded, windows = prove(draft, cut, lengths, *known)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipetrain.plan.costs import Table
+from pipetrain.plan.costs import Table, ring_bytes
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.memory import Items
 from pipetrain.settings import Mode
@@ -49,7 +49,7 @@ class Machines:
     def reduce_s(self, first: int, replicas: int) -> float:
         """Return the seconds of a byte of weights that the replicas from rank `first` on reduce by a ring."""
         spans = first // self.each != (first + replicas - 1) // self.each
-        return 4 * (replicas - 1) / replicas * (self.between_s if spans else self.within_s)
+        return ring_bytes(replicas) * (self.between_s if spans else self.within_s)
 
     def message_s(self, first: int, before: int, replicas: int) -> float:
         """Return the seconds of a byte of a microbatch from the stage before rank `first` to the one from it.

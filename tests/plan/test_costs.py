@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +19,7 @@ from pipetrain.network.network import INPUT
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.tensors import storage_of
 from pipetrain.network.values import Size, TensorSpec, ValueSpec
+from pipetrain.placing import places_of
 from pipetrain.plan import costs
 from pipetrain.plan.costs import NO_TIME, Profile, Table, by_work, read_profile, refuse_other_layers
 from pipetrain.plan.cut import cut_layers
@@ -27,7 +29,7 @@ from pipetrain.schedule.actions import NO_PEER, Action, Op
 from pipetrain.schedule.memory import Items
 from pipetrain.schedule.timeline import Costs
 from pipetrain.settings import Mode
-from tests.support.profiles import Skip, bytes_of, layer, profile, table_of
+from tests.support.profiles import Skip, bytes_of, layer, prices_of, profile, table_of
 from tests.support.refusals import refusal
 
 FLOAT = 4
@@ -44,9 +46,25 @@ TIMED = {"latency_s": 1, "s_per_byte": 0.01}
 TABLE = table_of(LAYERS, **TIMED)
 
 
-def costs_of(table: Table, cuts: list[int], split: bool = False, mode: Mode = NEVER) -> Costs:
+def costs_of(
+    table: Table,
+    cuts: list[int],
+    split: bool = False,
+    mode: Mode = NEVER,
+    replicas: Sequence[int] = (1, 1, 1),
+) -> Costs:
     cut = cut_layers({Size(1): list(table.layers)}, cuts, ValueSpec(table.inputs.specs))
-    return table.costs(cut, [mode] * (len(cuts) + 1), split, Size(1))
+    return table.costs(cut, [mode] * (len(cuts) + 1), split, Size(1), places_of(replicas, sum(replicas)))
+
+
+def test_replicas_sum_up_their_gradient_in_a_ring():
+    """Of r, each sends and receives w / r bytes 2 (r - 1) times."""
+    table = table_of(LAYERS, trained=[300, 60, 600], **TIMED)
+    costs = costs_of(table, [1, 2], replicas=[2, 1, 3])
+    assert [costs(Action(stage, Op.REDUCE)) for stage in range(3)] == pytest.approx([2 + 6, 0, 4 + 16])
+    alone = prices_of(table, [0], [1], microbatches=1)
+    shared = alone.stages[0][NEVER]._replace(actions={Op.REDUCE: 1}, replicas=2)
+    assert replace(alone, stages=[{NEVER: shared}]).of(0, 0, 1, NEVER).batch_s == 2 + 6
 
 
 def test_each_action_costs_what_was_measured_of_it():
@@ -89,7 +107,9 @@ def test_messages_cost_the_bytes_on_the_wire_that_their_routes_carry():
     layers = estimate(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), entry(5, 4))
     times = profile([layer("a"), layer("b")], **TIMED)
     made = Table(layers, entry(5, 4), times, codecs=Codecs(forward=Half()))
-    costs = made.costs(cut_layers({Size(5): layers}, [1], entry(4)), [NEVER] * 2, False, Size(5))
+    costs = made.costs(
+        cut_layers({Size(5): layers}, [1], entry(4)), [NEVER] * 2, False, Size(5), [(0,), (1,)]
+    )
     assert sent(costs, Op.SEND_F, 0, 1) == pytest.approx(1 + 0.01 * 5 * 8 * 2)
     assert sent(costs, Op.SEND_B, 1, 0) == pytest.approx(1 + 0.01 * 5 * 8 * FLOAT)
     items = made.sizes(1, 2, NEVER)
