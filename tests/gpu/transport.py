@@ -57,7 +57,7 @@ def exchange_twice(links: Links, say: Say, elements: int) -> dict[int, tuple[flo
 
 def exchange(links: Links, elements: int, buffer_size: int) -> int:
     """Send first, then receive, on both of two ranks; return how many messages came wrong."""
-    links.open([(0, 1), (1, 0)])
+    links.open([((0, 1), (0, 1)), ((1, 0), (1, 0))])
     channel = links.channel(buffer_size)
     here, there = links.world.rank, 1 - links.world.rank
     incoming = [message(there, here, mb, elements) for mb in range(MESSAGES)]

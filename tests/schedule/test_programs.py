@@ -174,7 +174,7 @@ def test_a_file_of_one_batch_serves_any_number_of_them() -> None:
             for buffer, says in ((0, "0"), (True, "True"), ([2], "[2]"), ([2, 0], "[2, 0]"), ("much", "much"))
         ),
         (partial(interleaved_1f1b, 2, 1, 2, virtual=0), "needs virtual >= 1; got virtual=0"),
-        (partial(forward_only, [0, 2], 1), "placement must use ranks"),
+        (partial(forward_only, [(0,), (2,)], 1), "placement must use ranks"),
         (partial(ForwardBackward(True), 2, 1, 1), "fbp needs in_flight >= 1; got in_flight=True"),
         (partial(ZeroBubbleAuto("much"), 2, 1, 4), "zb_auto needs memory >= 1 microbatch; got memory=much"),
         (partial(ZeroBubbleAuto(v="maybe"), 2, 1, 4), "zb_auto needs v to be true or false; got maybe"),

@@ -249,6 +249,6 @@ def test_in_one_process_another_pipeline_closes_the_one_before_as_a_notebooks_ce
         first.step(torch.ones(4, 2), torch.ones(4, 1))
     second.step(torch.ones(4, 2), torch.ones(4, 1))
     assert repr(first).endswith("rank 0 of 1, closed>")
-    assert repr(second).startswith("<Pipeline of Linear: 1f1b, 4 microbatches, stages on ranks [0], ")
+    assert repr(second).startswith("<Pipeline of Linear: 1f1b, 4 microbatches, stages on ranks 0, ")
     assert repr(second).endswith(" 1 update>")
     second.close()

@@ -102,7 +102,7 @@ def test_an_evaluation_does_not_block_either(data: st.DataObject, m: int, buffer
     stages = data.draw(st.integers(2, 8))
     ranks = data.draw(st.integers(1, stages))
     others = data.draw(st.lists(st.integers(0, ranks - 1), min_size=stages - ranks, max_size=stages - ranks))
-    placement = data.draw(st.permutations([*range(ranks), *others]))
+    placement = [(rank,) for rank in data.draw(st.permutations([*range(ranks), *others]))]
     routes = data.draw(routes_of(stages))
     program = lower(forward_only(placement, m), routes)
     bounds = edge_bounds(program, routes, buffer_size)
