@@ -144,8 +144,7 @@ class Epochs:
         restore(source, session, self._links)
         if self._keeper:
             self._keeper.seen = self._position.update
-        if session.last is not None and session.speaks(session.plan.stages - 1):
-            session.last.counts.trained.restore(self._progress.trained, session.last.device)
+        self._count_from(self._progress.trained)
         self._losses = list(self._progress.losses)
         if manifest.pipeline == session.plan.pipeline:
             stats = self._progress.stages
@@ -156,6 +155,12 @@ class Epochs:
         else:  # the statistics are of other stages
             history = [replace(figures, stages={}) for figures in self.history]
             self._progress = replace(self._progress, history=history, stages={})
+
+    def _count_from(self, trained: Tally) -> None:
+        """Let the first rank of the last stage go on from what all have counted, as after a resume."""
+        if last := self.session.last:
+            mine = trained if self.session.speaks(self.session.plan.stages - 1) else Tally()
+            last.counts.trained.restore(mine, last.device)
 
     def run(self) -> bool:
         """Train and evaluate all epochs; return False if stopped. Raises ChannelError and TrainingStopped."""
@@ -295,6 +300,7 @@ class Epochs:
             stages=_by_stage(ranks),
             losses=known[0].losses,
         )
+        self._count_from(progress.trained)
         self._keeper.save(session, self._links, self._position, progress, self._passes.random())
 
     def _gather(self, what: str, mine: _Figures) -> list[_Figures]:
@@ -303,8 +309,11 @@ class Epochs:
         return [read_as(_Figures, one, f"{what} of rank {rank}") for rank, one in enumerate(gathered)]
 
     def _ends(self, batches: int, batch_s: float | None = None) -> Ends | None:
-        """Return the callback that may end a window early; `batch_s`: seconds per batch in the last epoch."""
-        if self._keeper is None:
+        """Return the callback that may end a window early; `batch_s`: seconds per batch in the last epoch.
+
+        With replicas none does: no rank is ahead of all the others, to say where.
+        """
+        if self._keeper is None or self.session.plan.replicated:
             return None
         self._keeper.early.begin_window(batches, batch_s)
         return self._keeper.early.ends_window

@@ -1,5 +1,7 @@
 """A checkpoint on disk: one safetensors file per stage, and a manifest with everything else.
 
+With replicas the first rank of a stage writes it; a rank that is the first of none writes what is its own.
+
 The manifest holds a SHA-256 checksum of each file. A checkpoint is written under a temporary name, flushed
 and renamed, so a folder with its final name was complete; reading checks the sums again. No pickle is used.
 An update that is saved again has a second folder, update-00000046-2, until the first one is removed.
@@ -30,6 +32,7 @@ from pipetrain.version import __version__
 CHECKPOINTS, MANIFEST, PARTIAL = "checkpoints", "manifest.json", ".partial"
 VERSION = 5
 _NAME = re.compile("update-([0-9]+)(?:-([0-9]+))?")
+_PART = re.compile("(stage|rank)-[0-9]+.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,8 @@ class Position:
 class Manifest:
     """Everything in a checkpoint except its tensors.
 
-    `run`: the run's unique name. `conditions`: what a resumed run must match. `pipeline`: cuts, placement and
-    recomputation. `config`: the configuration, for information, and the seed.
+    `run`: the run's unique name. `conditions`: what a resumed run must match. `pipeline`: see Plan. `config`:
+    the configuration, for information, and the seed.
     """
 
     run: str
@@ -89,6 +92,11 @@ def folder_name(update: int) -> str:
 def stage_file(stage: int) -> str:
     """Return the file name of a stage."""
     return f"stage-{stage}.safetensors"
+
+
+def rank_file(rank: int) -> str:
+    """Return the file name of what a rank has beside stages that others write."""
+    return f"rank-{rank}.safetensors"
 
 
 # Writing
@@ -189,7 +197,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpoint(f"{path} has another checksum than it says")
     del data["pipetrain_checkpoint"]
     manifest: Manifest = read_as(Manifest, data, str(path))
-    if manifest.parts.keys() != {stage_file(stage) for stage in range(len(manifest.parts))}:
+    if not all(map(_PART.fullmatch, manifest.parts)):
         raise DamagedCheckpoint(f"{path} names files outside of its folder, or others than of its stages")
     return manifest
 

@@ -55,7 +55,7 @@ class Source:
             own = [] if tensor is None else [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
             if own != expected:
                 raise DamagedCheckpoint(f"{where} says that {name} is {form}, and its file has {own}")
-        if manifest.pipeline.keys() != PIPELINE or min(astuple(manifest.position)) < 0:
+        if not manifest.pipeline.keys() >= PIPELINE or min(astuple(manifest.position)) < 0:
             raise DamagedCheckpoint(f"{where} has no pipeline and position of ours")
         return source
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.checkpoint.files import stage_file
+from pipetrain.checkpoint.files import rank_file, stage_file
 from pipetrain.checkpoint.resume import Source
 from pipetrain.checkpoint.tensors import EMA, MODEL, OPTIMIZER, NamedTensors, names_of
 from pipetrain.network.numerics import numbers_of
@@ -29,20 +29,23 @@ from pipetrain.schedule.actions import Edge
 def snapshot(session: Session, links: Links, random: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Return copies, in host memory, of a rank's state between two windows, by file.
 
-    `random`: further random states. Raises TypeError for an optimizer whose state cannot be saved.
+    A stage is in that of its first rank. `random`: further random states. Raises TypeError for an optimizer
+    whose state cannot be saved.
     """
     session.level()
-    files = {stage_file(index): state_of(stage) for index, stage in session.stages.items()}
+    for stage in session.stages.values():
+        stage.check()
+    files = {stage_file(n): state_of(stage) for n, stage in session.stages.items() if session.speaks(n)}
     rank, device = links.world.rank, links.device
     own = {f"random/{rank}/cpu": torch.get_rng_state(), **random}
     if device.type == "cuda":
         own[f"random/{rank}/cuda"] = torch.cuda.get_rng_state(device)
     residuals = {
-        f"{_prefix(edge, number)}{'x'.join(map(str, shape))}": _copy(residual)
+        f"{_prefix(session, rank, edge, number)}{'x'.join(map(str, shape))}": _copy(residual)
         for (edge, number, shape), residual in session.engine.coding.residuals.items()
     }
-    files[stage_file(min(session.stages))] |= own | residuals
-    return files
+    name = next(iter(files), rank_file(rank))
+    return files | {name: files.get(name, {}) | own | residuals}
 
 
 def state_of(stage: Stage) -> dict[str, Tensor]:
@@ -52,7 +55,6 @@ def state_of(stage: Stage) -> dict[str, Tensor]:
     pairs of real numbers), `optimizer/NAME/NUMBER` for the optimizer's state, `ema/NAME` for the moving
     average of the weights. What several stages share is in the state of the first of them.
     """
-    stage.check()
     weights = stage.weights
     tensors = {MODEL + name: numbers_of(tensor.detach()) for name, tensor in named(stage)}
     tensors |= {OPTIMIZER + path: tensor for path, tensor in weights.optimizer_state().items()}
@@ -63,7 +65,11 @@ def state_of(stage: Stage) -> dict[str, Tensor]:
 
 
 def restore(source: Source, session: Session, links: Links) -> None:
-    """Load a rank's stages, and the seed; of the same pipeline, its codecs' residuals too."""
+    """Load a rank's stages, and the seed; of the same pipeline, its codecs' residuals too.
+
+    All ranks call it.
+    """
+    session.level()  # what replicas keep apart is of before
     tensors = source.tensors()
     session.engine.seed = source.manifest.config.get("seed", session.engine.seed)
     with source.used():
@@ -74,7 +80,9 @@ def restore(source: Source, session: Session, links: Links) -> None:
             (edge, number, tuple(tensors[name].shape)): tensors[name].clone().to(links.device)
             for edge, number in owing(session.plan, links.world.rank)
             for name in tensors
-            if name.startswith(_prefix(edge, number))  # of any shape: of sizes that come later too
+            if name.startswith(
+                _prefix(session, links.world.rank, edge, number)
+            )  # of any shape: of sizes that come later too
         }
 
 
@@ -118,8 +126,10 @@ def restore_random(source: Source, links: Links) -> None:
             torch.cuda.set_rng_state(tensors[f"random/{rank}/cuda"], links.device)
 
 
-def _prefix(edge: Edge, number: int) -> str:
-    return f"residual/{edge[0]}-{edge[1]}/{number}/"
+def _prefix(session: Session, rank: int, edge: Edge, number: int) -> str:
+    """Return what begins the names of a rank's residuals of a tensor; those of replicas name the rank."""
+    replica = "" if session.speaks(edge[0]) else f"{rank}/"
+    return f"residual/{replica}{edge[0]}-{edge[1]}/{number}/"
 
 
 # torch.distributed.checkpoint

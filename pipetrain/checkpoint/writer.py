@@ -1,9 +1,9 @@
 """Writes checkpoints between two windows, in the background, for fit and for Pipeline.save alike.
 
-Each rank writes the files of its stages; rank 0 adds the manifest. Training waits only for the copy to host
-memory. Through a clone of the run's store each rank reports what it wrote, or why it could not; rank 0
-reports the outcome, and each rank then removes its part of a failed checkpoint. Earlier checkpoints stay as
-they are.
+The first rank of each stage writes its file, see checkpoint/state.py; rank 0 adds the manifest. Training
+waits only for the copy to host memory. Through a clone of the run's store each rank reports what it wrote, or
+why it could not; rank 0 reports the outcome, and each rank then removes its part of a failed checkpoint.
+Earlier checkpoints stay as they are.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ class Writer:
     def _publish(self, unfinished: Path, manifest: Manifest, parts: dict[str, PartFile]) -> Path:
         """Give a checkpoint its name once all ranks have written it, remove older ones. Raises OSError."""
         end = time.monotonic() + self._timeout
-        for rank in sorted(set(manifest.pipeline["placement"]) - {self._rank}):
+        placed = manifest.pipeline
+        for rank in sorted({*placed.get("ranks", placed["placement"])} - {self._rank}):
             failure, theirs = self._hear(rank, end - time.monotonic())
             if failure:
                 raise OSError(failure)

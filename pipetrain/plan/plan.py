@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from statistics import fmean
 
 import torch
@@ -137,9 +138,18 @@ class Plan:
 
     @property
     def pipeline(self) -> dict[str, list[int]]:
-        """The cuts, the first ranks and the numbers of the modes of recomputation, for a checkpoint."""
+        """The cuts, the first ranks and the numbers of the modes of recomputation, for a checkpoint.
+
+        With replicas also `ranks`, those of all stages in turn.
+        """
         recompute = [[*Mode].index(mode) for mode in self.modes]
-        return {"cuts": self.cuts, "placement": self.firsts, "recompute": recompute}
+        pipeline = {"cuts": self.cuts, "placement": self.firsts, "recompute": recompute}
+        return pipeline | ({"ranks": [*chain.from_iterable(self.placement)]} if self.replicated else {})
+
+    @property
+    def replicated(self) -> bool:
+        """Whether a stage has replicas."""
+        return any(len(ranks) > 1 for ranks in self.placement)
 
     @property
     def window(self) -> Window:

@@ -22,7 +22,7 @@ from pipetrain.checkpoint.resume import (
     refuse_finished,
     refuse_other,
 )
-from pipetrain.checkpoint.tensors import names_of
+from pipetrain.checkpoint.tensors import MODEL, names_of, read_files
 from pipetrain.commands.cli import as_mapping, contained
 from pipetrain.commands.train import conditions_of, with_cuts_of
 from pipetrain.errors import ConfigError
@@ -110,6 +110,43 @@ def test_a_resumed_run_is_bit_equal_from_every_checkpoint(schedule, ranks, words
         assert len(residuals(source)) >= (2 * (ranks - 1) if words[-3:] == list(CODECS) else 0)
         state, resumed = run_in_threads(case, saved=Saved(tmp_path / "again"), source=source)
         assert wanted.ends_alike(state, resumed), source.name
+
+
+SHARED = "placement=0-1.0-1"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "words"),
+    [
+        ("1f1b", 3, ["replicas=[2,1]", "microbatches=3", "epochs=2", *CODECS]),
+        ("pipedream", 3, ["replicas=[1,2]", "optim=adamw", "window=3", "ema=0.9", "epochs=2", *CODECS]),
+        ("gpipe", 2, [SHARED, "microbatches=5", "epochs=2"]),
+    ],
+)
+def test_with_replicas_too_and_each_stage_is_written_once(schedule, ranks, words, tmp_path):
+    """In the middle of an epoch too, where the replicas' running statistics and residuals are their own."""
+    case = a_case(schedule, ranks, *words)
+    wanted = whole(case, tmp_path)
+    source = checkpoints(tmp_path)[1 if schedule == "gpipe" else 0]
+    assert read_whole(source).position.batch > 0
+    stages = [read_files(source, [f"stage-{stage}.safetensors"]) for stage in (0, 1)]
+    written = [names_of(tensors, MODEL) for tensors in stages]
+    assert sorted([*written[0], *written[1]]) == sorted(wanted.state)
+    assert len(read_whole(source).parts) == ranks + (words[0] == SHARED)
+    owe = {name.rsplit("/", 2)[0] for name in residuals(source)}
+    assert len(owe) == (ranks if CODECS[0] in words else 0)
+    assert len(names_of(Source(source, read_whole(source)).tensors(), "random/")) == ranks
+    state, resumed = run_in_threads(case, saved=Saved(tmp_path / "again"), source=source)
+    assert wanted.ends_alike(state, resumed)
+
+
+def test_onto_other_replicas_it_ends_the_same(tmp_path):
+    """Without running statistics: each replica has its own."""
+    words = "model._target_=tests.support.models.without_norm", "microbatches=3", "epochs=2"
+    wanted = whole(a_case("1f1b", 3, *words, "replicas=[2,1]"), tmp_path)
+    for ranks, other in ((3, "replicas=[1,2]"), (2, SHARED), (2, "replicas=1"), (1, "replicas=1")):
+        case = a_case("gpipe", ranks, *words, other)
+        wanted.nearly(*run_in_threads(case, source=checkpoints(tmp_path)[2]))
 
 
 def residuals(source: Path) -> list[str]:
