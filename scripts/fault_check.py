@@ -2,8 +2,9 @@
 
 python scripts/fault_check.py [--times 20] [--seed 0] [-- OVERRIDES]
 
-Each time torchrun starts two ranks with --max-restarts=3 and resume=auto, one rank is killed by SIGKILL at a
-random moment, and the weights at the end must be those of a run that nobody killed, bit for bit.
+Each time torchrun starts the ranks with --max-restarts=3 and resume=auto, one rank is killed by SIGKILL at a
+random moment, and the weights at the end must be those of a run that nobody killed, bit for bit. By turns
+these are two ranks, and three of which two are replicas of the first stage.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from comparison.processes import marked, run
 from pipetrain.checkpoint.resume import AUTO, find_source
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-TORCHRUN += ["--standalone", "--nproc_per_node=2", "--max-restarts=3", "-m", "pipetrain"]
+TORCHRUN += ["--standalone", "--max-restarts=3"]
+CASES: dict[int, list[str]] = {2: [], 3: ["replicas=[2,1]"]}  # by the number of ranks
 RUN = ["model=mlp", "data=digits", "batch_size=64", "device=cpu", "threads=1"]
 RUN += ["data.train_limit=null", "data.test_limit=null", "epochs=60", "schedule=pipedream", "window=4"]
 RUN += ["checkpoint.every=5", "checkpoint.unit=updates", "resume=auto"]
@@ -43,30 +45,36 @@ def main() -> int:
     options = parser.parse_args()
     chance, killed, survived = random.Random(options.seed), 0, 0
     with tempfile.TemporaryDirectory() as folder:
-        start, whole = time.monotonic(), Path(folder, "whole")
-        if train(whole, options.overrides)[0]:
-            print(f"the run that nobody kills fails by itself\n{said(whole)}")
-            return 1
-        whole_s, wanted = time.monotonic() - start, weights(whole)
-        print(f"whole: {whole_s:.1f} s; killed {options.times} times, seed {options.seed}", flush=True)
+        whole_s, wanted = dict[int, float](), dict[int, dict[str, Tensor]]()
+        for ranks in CASES:
+            start, whole = time.monotonic(), Path(folder, f"whole-{ranks}")
+            if train(whole, ranks, options.overrides)[0]:
+                print(f"the run that nobody kills fails by itself\n{said(whole)}")
+                return 1
+            whole_s[ranks], wanted[ranks] = time.monotonic() - start, weights(whole)
+            print(f"whole, {ranks} ranks: {whole_s[ranks]:.1f} s", flush=True)
+        print(f"killed {options.times} times, seed {options.seed}", flush=True)
         for attempt in range(5 * options.times):
-            run_dir, rank = Path(folder, str(attempt)), chance.randrange(2)
-            after = chance.uniform(0.3, 0.95) * whole_s
-            status, hit = train(run_dir, options.overrides, rank, after)
+            ranks = [*CASES][killed % len(CASES)]
+            run_dir, rank = Path(folder, str(attempt)), chance.randrange(ranks)
+            after = chance.uniform(0.3, 0.95) * whole_s[ranks]
+            status, hit = train(run_dir, ranks, options.overrides, rank, after)
             if not hit:  # it was over before
                 continue
             killed += 1
-            equal = not status and same(weights(run_dir), wanted)
+            equal = not status and same(weights(run_dir), wanted[ranks])
             survived += equal
             what = "came back with the same weights" if equal else f"LOST: status {status}\n{said(run_dir)}"
-            print(f"{killed:2d}  rank {rank} killed after {after:.1f} s: {what}", flush=True)
+            print(f"{killed:2d}  rank {rank} of {ranks} killed after {after:.1f} s: {what}", flush=True)
             if killed == options.times:
                 break
     print(f"{survived} of {options.times} came back")
     return int(survived < options.times)
 
 
-def train(run_dir: Path, words: Sequence[str], rank: int = 0, after: float | None = None) -> tuple[int, bool]:
+def train(
+    run_dir: Path, ranks: int, words: Sequence[str], rank: int = 0, after: float | None = None
+) -> tuple[int, bool]:
     """Train once, and kill a rank `after` seconds; return the exit status, and whether it was hit."""
     hit: list[int] = []
 
@@ -80,7 +88,8 @@ def train(run_dir: Path, words: Sequence[str], rank: int = 0, after: float | Non
     timer = threading.Timer(after or 0, kill)
     if after:
         timer.start()
-    status = run([*TORCHRUN, *RUN, f"run_dir={run_dir}", *words], 2, run_dir.with_suffix(".log"))
+    command = [*TORCHRUN, f"--nproc_per_node={ranks}", "-m", "pipetrain", *RUN, *CASES[ranks]]
+    status = run([*command, f"run_dir={run_dir}", *words], ranks, run_dir.with_suffix(".log"))
     timer.cancel()
     return status, bool(hit)
 
