@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from pipetrain.errors import ConfigError
@@ -27,6 +28,12 @@ def prove_model(model: object, needs: str, dtype: torch.dtype | None) -> None:
     if not isinstance(model, nn.Module) or (isinstance(model, nn.Sequential) and not len(model)):
         what = "an empty nn.Sequential" if isinstance(model, nn.Module) else type(model).__name__
         raise ConfigError(f"{needs} an nn.Module, not {what}")
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            raise ConfigError(
+                f"{name or 'the model'} is a DistributedDataParallel, which adds up gradients by itself: "
+                f"give the module in it, its .module, and replicas= adds them up"
+            )
     _refuse_parameters(model)
     if dtype is not None:
         _cast(model, dtype)

@@ -153,7 +153,9 @@ class Channel:
         self._awaited: list[Failed] = []  # by the stream, to be marked on it
         self._deadline = Deadline(timeout, self._abort, self._broken) if self.ordered else None
         self._watch: Watch | None = None
-        self._pending: defaultdict[Tie, deque[tuple[Tensor, list[dist.Work]]]] = defaultdict(deque)
+        # What was told and not heard, with its work once it is begun, and whether it is early.
+        self._pending: defaultdict[Tie, deque[tuple[Tensor, list[dist.Work], bool]]] = defaultdict(deque)
+        self._open: set[Tie] = set()  # whose early sums begin as they are told
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
         """Announce the receives until the next drain, in order; `watched` if `arrived` or `wait` is used."""
@@ -228,24 +230,35 @@ class Channel:
 
     # Sums over ranks
 
-    def tell(self, tie: Tie, numbers: Tensor) -> None:
-        """Give numbers to be added up over the ranks of a tie; the sums of a tie are heard in this order."""
-        self._pending[tie].append((numbers.to(self._place, non_blocking=self.ordered), []))
-        if not self.ordered:
+    def tell(self, tie: Tie, numbers: Tensor, early: bool = False) -> None:
+        """Give numbers to be added up over the ranks of a tie; the sums of a tie are heard in this order.
+
+        `early`: they are the first ones of several sums, see `begin`.
+        """
+        if not early:
+            self._open.discard(tie)
+        self._pending[tie].append((numbers.to(self._place, non_blocking=self.ordered), [], early))
+        if not self.ordered or tie in self._open:
             self.begin(tie)
 
-    def begin(self, tie: Tie) -> None:
-        """Start the first sum of a tie that has been told and not begun, if there is one."""
-        for numbers, works in self._pending[tie]:
+    def begin(self, tie: Tie, early: bool = False) -> None:
+        """Start what has been told of a tie and not begun: early sums, and the first one behind them.
+
+        `early`: start those alone, and those to come as they are told.
+        """
+        if early:
+            self._open.add(tie)
+        for numbers, works, first in self._pending[tie]:
             if not works:
                 works.append(self._add_up(numbers, self._sums[tie]))
-                return
+                if not first:
+                    return
 
     def hear(self, tie: Tie) -> Tensor:
         """Wait for the first sum of a tie that has been told and not heard; return it."""
         if not self._pending[tie][0][1]:
             self.begin(tie)
-        numbers, works = self._pending[tie].popleft()
+        numbers, works, _ = self._pending[tie].popleft()
         error = partial(_failed_sum, tie, self._timeout)
         self._waiting(error, self._complete, works, error)
         return numbers.to(self._device, non_blocking=True)
@@ -260,7 +273,7 @@ class Channel:
         for (edge, _), end in self._ends.items():
             yield from ((edge, tensor) for one in (*end.posted, *end.sent) for tensor in one.tensors)
         for tie, pending in self._pending.items():
-            yield from ((tie, numbers) for numbers, _ in pending if tie)
+            yield from ((tie, numbers) for numbers, *_ in pending if tie)
 
     def check(self) -> None:
         """Raise ChannelError if a message, for which the stream waits, did not come in time."""

@@ -7,7 +7,7 @@ from the program, so there is no synchronous or asynchronous mode here, and a ne
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 
@@ -50,6 +50,10 @@ class _Window:
     @property
     def trains(self) -> bool:
         return self.first != EVALUATION
+
+    def ending(self, backward: Action) -> AbstractContextManager[None]:
+        """Return the context of a backward, in which the last one of a batch tells its gradient."""
+        return self.sums.ending(backward) if self.order.ends_batch(backward) else nullcontext()
 
 
 class Engine:
@@ -250,11 +254,14 @@ class Engine:
         stage = self.stages[action.stage]
         run = stage.backward if action.op is Op.B else stage.backward_input
         grads = window.mail.grads(action.stage, action.mb)
-        window.mail.hand_back(action.stage, action.mb, run(action.mb, grads, action.version))
+        with window.ending(action):
+            back = run(action.mb, grads, action.version)
+        window.mail.hand_back(action.stage, action.mb, back)
         self._release(action, window)
 
     def _backward_weight(self, action: Action, window: _Window) -> None:
-        self.stages[action.stage].backward_weight(action.mb, action.version)
+        with window.ending(action):
+            self.stages[action.stage].backward_weight(action.mb, action.version)
         self._release(action, window)
 
     def _step(self, action: Action, window: _Window) -> None:

@@ -171,9 +171,9 @@ class Mailbox:
         self.raw_bytes[action.stage] += message.plain_bytes
 
     def post(self, one: Action | Sum) -> None:
-        """Post a receive, or start a sum over ranks."""
+        """Post a receive, or start sums over ranks."""
         if isinstance(one, Sum):
-            self.channel.begin(one.tie)
+            self.channel.begin(one.tie, one.early)
         else:
             self.channel.post(self._message(one))
 

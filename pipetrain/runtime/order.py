@@ -17,7 +17,7 @@ from itertools import accumulate
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.microbatch import Saving
-from pipetrain.schedule.actions import NO_PEER, RECEIVES, Action, Op, last_uses, shortened
+from pipetrain.schedule.actions import NO_PEER, RECEIVES, Action, Op, last_backwards, last_uses, shortened
 from pipetrain.schedule.policy import Wait
 from pipetrain.schedule.posts import Post, Sum
 
@@ -58,6 +58,7 @@ class Order:
         self._list, self._posts = list(actions), list(posts)
         self._last_uses = last_uses(self._list)
         self._split = {(a.stage, a.mb) for a in actions if a.op is Op.I}
+        self._ending = {last for last, _ in last_backwards(self._list)}
         self.recomputed = {(a.stage, a.mb) for a in actions if a.op is Op.R}
         self.first = min((a.stage for a in actions), default=0)
         self._position, self._posted = -1, 0
@@ -82,6 +83,10 @@ class Order:
         if self.decide:
             return version in self._reads.values()
         return self._last_uses.get((stage, version), -1) > self._position
+
+    def ends_batch(self, backward: Action) -> bool:
+        """Return whether a B or W is the last one of its batch on this rank."""
+        return backward in self._ending
 
     def saving(self, stage: int, mb: int) -> Saving:
         return Saving((stage, mb) in self._split, (stage, mb) in self.recomputed)

@@ -87,6 +87,8 @@ class Stage:
         self.observers: list[Observer] = []
         self.rehearses = False
         """Whether numbers are made up, so that none is refused."""
+        self.adds_at_once = True
+        """Whether a GPU adds small gradients at a backward's end."""
         self.skipped = 0
         """The updates that were left out since this was last read."""
         self._clip = clip_grad_norm
@@ -265,7 +267,7 @@ class Stage:
 
     def _adding(self) -> AbstractContextManager[None]:
         """Return a context that adds gradients; on a CPU a second copy costs more than many launches."""
-        return nullcontext() if self.device == "cpu" else self.weights.adding_at_once()
+        return self.weights.adding_at_once() if self.adds_at_once and self.device != "cpu" else nullcontext()
 
     def _close(self, mb: int, version: int) -> Microbatch:
         one = self._open.pop(mb)

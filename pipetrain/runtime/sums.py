@@ -1,7 +1,8 @@
 """The sums over ranks before an update: of replicas' gradients, those of shared weights, and norms.
 
 Each replica of a stage has the gradient of its own microbatches. REDUCE adds them up to that of the batch, as
-each microbatch's loss is a share of the batch's already. Behind it the first replica speaks for the stage.
+each microbatch's loss is a share of the batch's already. The batch's last backward on a rank tells what it
+has finished, in buckets, and REDUCE the rest. Behind it the first replica speaks for the stage.
 
 Each stage has its own copy of a weight that layers in several stages share. Before an update the stages add
 up their gradients of it. So every copy makes the same step, with the same optimizer state, and the copies
@@ -11,14 +12,14 @@ needs what the others tell.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from pipetrain.errors import TrainingStopped
-from pipetrain.network.numerics import numbers_of
+from pipetrain.runtime.buckets import buckets_of, counts_of, finishing, flat, parts_of, set_gradients
 from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import ALL, Action, Op, Placement, Tie
@@ -36,26 +37,72 @@ class Sums:
         self._names: dict[Tie, list[str]] = {tie: [] for tie in mail.cut.ties}  # of weights, alike everywhere
         for name, tie in sorted(mail.cut.shared.items()):
             self._names[tie].append(name)
+        # By stage with replicas, the names of weights by bucket.
+        self._buckets = {
+            index: buckets_of(stage.weights.live)
+            for index, stage in stages.items()
+            if len(self._placement[index]) > 1 and stage.weights.live
+        }
+        self._early: set[int] = set()  # the stages whose buckets have been told
         self._shares: dict[_Key, dict[int, Tensor]] = {}  # by stage
         self._sums: dict[_Key, Tensor] = {}  # of a tie whose stages are all here
         self._unheard: dict[_Key, None] = {}  # told, in order
         self.norms: dict[int, Tensor] = {}
         """By version the norm of the whole gradient, where stages tell theirs."""
 
-    def reduce(self, action: Action) -> None:
-        """End a stage's batch, and tell its gradient to the other replicas, if there are some."""
+    @contextmanager
+    def ending(self, action: Action) -> Iterator[None]:
+        """Be around the last backward of a batch on this rank: tell the buckets that it finishes."""
+        if not (buckets := self._buckets.get(action.stage)):
+            yield
+            return
         stage = self._stages[action.stage]
+        leaves = dict(zip(stage.weights.live, stage.weights.leaves(action.version), strict=True))
+        stage.adds_at_once = False  # each gradient is whole as soon as autograd has added it
+        tell = partial(self._channel.tell, (action.stage,), early=True)
+        with finishing([{name: leaves[name] for name in names} for names in buckets], tell):
+            yield
+        stage.adds_at_once = True
+        self._early.add(action.stage)
+
+    def reduce(self, action: Action) -> None:
+        """End a stage's batch, and tell the rest of its gradient to the other replicas, if there are some."""
+        stage, index = self._stages[action.stage], action.stage
         stage.reduce()
-        if len(ranks := self._placement[action.stage]) > 1 and stage.weights.live:
-            more = stage.tells(ranks.index(self._rank), len(ranks))
-            self._tell(
-                (action.stage,), action, torch.cat([packed(stage.weights.live, stage.leaves_out), *more])
-            )
+        if (buckets := self._buckets.get(index)) is None:
+            return
+        live, ranks = stage.weights.live, self._placement[index]
+        for names in () if index in self._early else buckets:  # there was no backward
+            self._channel.tell((index,), torch.cat(flat({name: live[name] for name in names})), early=True)
+        self._early.discard(index)
+        more = stage.tells(ranks.index(self._rank), len(ranks))
+        rest = [*flat(self._rest(index)), counts_of(live, stage.leaves_out), *more]
+        self._unheard[(index,), action.version] = None
+        self._channel.tell((index,), torch.cat(rest))
+
+    def _rest(self, index: int) -> dict[str, Tensor]:
+        """Return the weights that are in no bucket."""
+        told = {name for names in self._buckets[index] for name in names}
+        return {name: w for name, w in self._stages[index].weights.live.items() if name not in told}
+
+    def _hear_replicas(self, index: int) -> None:
+        """Wait for the sums of a stage's gradient, which become the gradient."""
+        stage = self._stages[index]
+        live, parts = stage.weights.live, dict[str, Tensor]()
+        for names in self._buckets[index]:
+            stage.hear(numbers := self._channel.hear((index,)))
+            parts |= parts_of({name: live[name] for name in names}, numbers)[0]
+        rest, more = parts_of(self._rest(index), numbers := self._channel.hear((index,)))
+        counts, more = more[: len(live)], more[len(live) :]
+        set_gradients(live, parts | rest, counts, copies=False)
+        stage.hear(numbers[: len(numbers) - len(more)])
+        stage.hears(more)
 
     def tell_tied(self, action: Action) -> None:
         stage = self._stages[action.stage]
         for tie in self._ties(action):
-            gradient = packed(self._weights(tie, stage), stage.leaves_out)
+            weights = self._weights(tie, stage)
+            gradient = torch.cat([*flat(weights), counts_of(weights, stage.leaves_out)])
             self._tell(tie, action, gradient if self._speaks(action.stage) else torch.zeros_like(gradient))
 
     def tell_norm(self, action: Action) -> None:
@@ -95,20 +142,17 @@ class Sums:
         left = [(tie, action.version) for tie in ties if (tie, action.version) in self._unheard]
         for key in left:
             waits()
-            sums = self._sums.pop(key) if key in self._sums else self._channel.hear(key[0])
             del self._unheard[key]
+            if key[0] == (action.stage,):
+                self._hear_replicas(action.stage)
+                continue
+            sums = self._sums.pop(key) if key in self._sums else self._channel.hear(key[0])
             if key[0] == ALL:
                 self.norms[action.version] = sums.sum().sqrt()
                 continue
-            if key[0] == (action.stage,):
-                stage = self._stages[action.stage]
-                count = sum(numbers_of(weight).numel() + 1 for weight in stage.weights.live.values())
-                unpack(stage.weights.live, sums[:count], copies=False)
-                stage.hear(sums[:count])
-                stage.hears(sums[count:])
-                continue
             for stage in map(self._stages.__getitem__, self._here(key[0])):
-                unpack(self._weights(key[0], stage), sums)
+                weights = self._weights(key[0], stage)
+                set_gradients(weights, *parts_of(weights, sums))
                 stage.hear(sums)
 
     def tensors(self) -> Iterator[tuple[Sequence[int], Tensor]]:
@@ -128,42 +172,3 @@ class Sums:
 
     def _weights(self, tie: Tie, stage: Stage) -> dict[str, Tensor]:
         return {name: stage.weights.live[name] for name in self._names[tie]}
-
-
-def packed(weights: Mapping[str, Tensor], skip: Tensor | None) -> Tensor:
-    """Return the gradients of weights [n], and behind them for each weight a 1 if it has one.
-
-    `skip`: 1 if the stage leaves this update out; then all must, which a NaN in these places says.
-    """
-    parts, there = [], []
-    for name, weight in weights.items():
-        if weight.grad is not None and weight.grad.layout is not torch.strided:
-            raise TrainingStopped(
-                f"the gradient of {name}, which ranks add up, is sparse: make the layer with sparse=False, "
-                f"or keep the layers that share it in one stage by partition=, without replicas"
-            )
-        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        parts.append(numbers_of(gradient).flatten())
-        there.append(float(weight.grad is not None))
-    # Filled on the device: a host's list would be copied to it, for which the host waits.
-    counts = torch.cat([parts[0].new_full((1,), number) for number in there])
-    if skip is not None:
-        counts = torch.where(skip > 0, math.nan, counts)
-    return torch.cat([*parts, counts])
-
-
-def unpack(weights: Mapping[str, Tensor], sums: Tensor, copies: bool = True) -> None:
-    """Set the gradients to sums of what `packed` returned, or without `copies` to views of it.
-
-    The counts are looked at only for a weight without a gradient here: a GPU's host would wait for them.
-    """
-    sizes = [numbers_of(weight).numel() for weight in weights.values()]
-    *parts, counts = torch.split(sums, [*sizes, len(sizes)])
-    for weight, part, count in zip(weights.values(), parts, counts, strict=True):
-        # A copy: clipping scales it in place, and another stage of the rank may take the same sums.
-        if copies or weight.is_complex() or part.dtype != weight.dtype or not weight.is_contiguous():
-            gradient = torch.empty_like(weight)
-            numbers_of(gradient).copy_(part.view_as(numbers_of(gradient)))
-        else:
-            gradient = part.view_as(weight)
-        weight.grad = gradient if weight.grad is not None or count.item() != 0 else None

@@ -226,6 +226,17 @@ def last_uses(actions: Sequence[Action]) -> dict[tuple[int, int], int]:
     return {(a.stage, a.version): i for i, a in enumerate(actions) if a.op in COMPUTE}
 
 
+def last_backwards(actions: Sequence[Action]) -> list[tuple[Action, Action]]:
+    """Return the last B or W of each stage's batches on a rank, each with the REDUCE of its gradient."""
+    last, pairs = dict[int, Action](), list[tuple[Action, Action]]()
+    for action in actions:
+        if action.op in (Op.B, Op.W):
+            last[action.stage] = action
+        elif action.op is Op.REDUCE and action.stage in last:
+            pairs.append((last.pop(action.stage), action))
+    return pairs
+
+
 def most_versions(actions: Sequence[Action]) -> dict[int, int]:
     """Return, by stage, the most weight versions at once: the newest, and older ones that are still read."""
     uses, versions = last_uses(actions), {action.stage: [0] for action in actions}

@@ -3,9 +3,11 @@
 On a GPU what is posted is a kernel, and another kernel may wait for all posted ones while it is loaded or
 allocates. So a receive is posted where its send is made, in one order of the actions of all ranks. A sum over
 ranks is posted where the last rank gives its share: of gradients of shared weights (TIE), of norms (NORM), or
-of gradients of replicas (REDUCE). The order is the simulation's. All that an action waits for comes before it
-in this order, so the first unfinished action can always end, even if posting itself waits, as where a message
-is allocated near the end of memory. Ranks that share sums post them in one order.
+of gradients of replicas (REDUCE). What replicas finish before that, in their last backwards of a batch, is
+posted where the last of these begins, which posts it as it goes; if one has none, it is posted with the rest.
+The order is the simulation's. All that an action waits for comes before it in this order, so the first
+unfinished action can always end, even if posting itself waits, as where a message is allocated near the end
+of memory. Ranks that share sums post them in one order.
 """
 
 from __future__ import annotations
@@ -15,16 +17,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipetrain.schedule.actions import ALL, RECEIVES, SENDS, Action, Edge, Op, Tie, Ties
+from pipetrain.schedule.actions import ALL, RECEIVES, SENDS, Action, Edge, Op, Tie, Ties, last_backwards
 from pipetrain.schedule.lower import Lowering
 from pipetrain.schedule.timeline import Timeline
 
 
 class Sum(NamedTuple):
-    """A sum over the ranks of a tie, or of one stage (its replicas), before the update to a version."""
+    """A sum over the ranks of a tie, or of one stage (its replicas), before the update to a version.
+
+    `early`: of what the replicas' last backwards have finished; the last of them begins it while it runs.
+    """
 
     tie: Tie
     version: int
+    early: bool = False
 
 
 Post = tuple[int, Action | Sum]
@@ -50,7 +56,7 @@ def make_posts(run: Timeline, bounds: Mapping[Edge, int], ties: Ties = ()) -> Po
     tied = [tuple(sorted(tie)) for tie in ties]
     posts: list[list[Post]] = [[] for _ in program]
     open_, ahead = Counter[tuple[Edge, int, int]](), max(bounds.values(), default=0)
-    shares = Counter[Sum]()
+    shares, early = Counter[Sum](), [dict(last_backwards(actions)) for actions in program]
     for rank in run.order:
         action = program[rank][done[rank]]
         if action.op in SENDS:
@@ -61,6 +67,11 @@ def make_posts(run: Timeline, bounds: Mapping[Edge, int], ties: Ties = ()) -> Po
             ahead = max(ahead, open_[action.edge, rank, to])
         elif action.op in RECEIVES:
             open_[action.edge, lowering.rank(action.peer, action.mb), rank] -= 1
+        if reduce := early[rank].get(action):
+            shares[sum_ := Sum((action.stage,), reduce.version, early=True)] += 1
+            if shares[sum_] == len(of_stage := ranks[action.stage]) > 1:
+                for of in of_stage:
+                    posts[of].append((done[of], sum_))
         done[rank] += 1
         for tie in _summed_at(action, tied):
             sources = [source for stage in tie or range(len(ranks)) for source in ranks[stage]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pipetrain.network.model import own_dtype, prove_model, tensor_attributes
 from tests.support.refusals import refusal
@@ -36,6 +37,13 @@ def shared_memory() -> nn.Sequential:
     return model
 
 
+def parallel() -> nn.Sequential:
+    layer = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(layer)  # its own wants a process group
+    layer.module = nn.Linear(2, 2)
+    return nn.Sequential(nn.Linear(2, 2), layer)
+
+
 def taken(model: nn.Module, dtype: torch.dtype | None = torch.float32) -> nn.Module:
     prove_model(model, "a model must be", dtype)
     return model
@@ -47,6 +55,7 @@ def taken(model: nn.Module, dtype: torch.dtype | None = torch.float32) -> nn.Mod
         (subclass(), "parameter 0.weight of the model is a Marked, and each weight version would be a pl"),
         (shared_memory(), "parameters 0.weight and 1.weight of the model share memory: use one nn.Para"),
         (nn.Sequential(nn.Linear(2, 2), Extra()), "the model keeps 1._extra_state in its state_dict, which"),
+        (parallel(), "1 is a DistributedDataParallel, which adds up gradients by itself: give the module in"),
         (nn.Sequential(), "a model must be an nn.Module, not an empty nn.Sequential"),
         (nn.Sequential(nn.LazyLinear(2)), "parameter 0.weight of the model is a Uninit"),
         (nn.Sequential(nn.ReLU()), "the model has no parameter to train: let one require a gradient"),

@@ -118,6 +118,25 @@ def test_where_the_stream_waits_a_sum_begins_where_the_program_says_or_else_when
     assert not channel.adds_up
 
 
+def test_early_sums_begin_as_they_are_told_where_the_program_says_so_and_the_one_behind_them_at_its_place():
+    channel, begun = LoopbackChannel({}, 2, 60, CPU, sums={(0,): None}), []
+    channel._add_up = lambda numbers, group: begun.append(int(numbers)) or _Done()
+    channel.ordered = True
+    for begins_at, first in [(0, 1), (2, 4), (9, 7)]:  # before, after, and not before the last one's place
+        for number in (first, first + 1):
+            if number - first == begins_at:
+                channel.begin((0,), early=True)
+            channel.tell((0,), torch.tensor(number), early=True)
+        if begins_at == 2:
+            assert begun == [1, 2, 3]
+            channel.begin((0,), early=True)
+        channel.tell((0,), torch.tensor(first + 2))
+        assert begun == [*range(1, first + (2 if begins_at < 9 else 0))]
+        channel.begin((0,))
+        assert begun == [*range(1, first + 3)]
+    assert [int(channel.hear((0,))) for _ in range(9)] == begun
+
+
 def test_the_deadline_of_what_the_stream_waits_for_is_kept_by_the_event_of_its_action():
     channel, kept = LoopbackChannel({((0, 1), (0, 1)): None}, 2, 60, torch.device("cuda")), list[object]()
     work, failed, event = SimpleNamespace(wait=lambda: None), object(), object()

@@ -10,8 +10,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from pipetrain import Pipeline
-from pipetrain.errors import TrainingStopped
-from pipetrain.runtime.sums import packed, unpack
 from tests.support.cases import Case, Saved, compare, make_run, run_in_threads
 
 TIED, COMPLEX = (f"model._target_=tests.support.{name}" for name in ("models.tied", "edges.fourier_shared"))
@@ -32,24 +30,6 @@ CLIPPED = ("clip_grad_norm=0.25", "clip_grad_norm_over=model")
 def test_a_weight_of_two_stages_trains_as_one(case):
     assert len(make_run(case).plan.cut.ties) == 1
     compare(case, *run_in_threads(case))
-
-
-def test_a_gradient_that_no_stage_has_stays_none_and_a_stage_may_leave_the_update_out():
-    stages = [{name: nn.Parameter(torch.zeros(2)) for name in "ab"} for _ in range(2)]
-    stages[0]["b"].grad = torch.ones(2)
-    sums = packed(stages[0], None) + packed(stages[1], torch.tensor(0.0))
-    for weights in stages:
-        unpack(weights, sums)
-    assert [weights["a"].grad for weights in stages] == [None, None]
-    assert [weights["b"].grad.tolist() for weights in stages] == [[1, 1]] * 2
-    assert not packed(stages[0], torch.tensor(1.0)).isfinite().all()
-
-
-def test_a_sparse_gradient_is_refused():
-    layer = nn.Embedding(3, 2, sparse=True)
-    layer(torch.tensor([1])).sum().backward()
-    with pytest.raises(TrainingStopped, match=r"of e, which ranks add up, is sparse: .*sparse=False"):
-        packed({"e": layer.weight}, None)
 
 
 def test_two_stages_of_one_rank_go_on_with_a_state_each(tmp_path):

@@ -23,6 +23,7 @@ from pipetrain.schedule.actions import (
     format_program,
     has_norms,
     homes,
+    last_backwards,
     ranks_of,
 )
 from pipetrain.schedule.lower import compute_only, edges, lower
@@ -37,7 +38,8 @@ SIZES = [(2, 3, 1), (2, 1, 16), (3, 2, 5), (4, 2, 8), (5, 1, 7), (8, 1, 8), (8, 
 LISTED = [case for case in CASES if not isinstance(case.schedule, ForwardBackward)]
 
 
-What = tuple[Edge, int, int, int] | Sum  # a message: its edge, its ranks, and its number among theirs
+# A message: its edge, its ranks, and its number among theirs; a sum; one of two early sums.
+What = tuple[Edge, int, int, int] | Sum | tuple[Sum, int]
 EARLIER = {Op.TIE: [Op.REDUCE], Op.NORM: [Op.REDUCE, Op.TIE], Op.STEP: [Op.REDUCE, Op.TIE, Op.NORM]}
 
 
@@ -60,7 +62,10 @@ def sums_of(program: Program, ties: Ties) -> dict[Tie, tuple[Op, set[int]]]:
 
 
 def steps_of(program: Program, posts: list[list[Post]], ties: Ties) -> Iterator[list[Step]]:
-    """Yield each rank's steps. A sum that is posted before its shares are told needs what never is over."""
+    """Yield each rank's steps. A sum that is posted before its shares are told needs what never is over.
+
+    Early sums are two, and a last backward that begins them does so at a third and at two thirds of its way.
+    """
     home, sums = homes(program), sums_of(program, ties)
 
     def told_with(action: Action, ops: Sequence[Op]) -> list[Sum]:
@@ -76,14 +81,25 @@ def steps_of(program: Program, posts: list[list[Post]], ties: Ties) -> Iterator[
             number[way, ends] += 1
             return (*way, number[way, ends])
 
-        steps = []
+        steps, last = [], dict(last_backwards(actions))
+        ends = {Sum((end.stage,), reduce.version, early=True): end for end, reduce in last.items()}
         for at, action in enumerate(actions):
+            begun = list[Step]()
             for one in (one for place, one in own if place == at):
-                if isinstance(one, Sum):
+                if isinstance(one, Sum) and one.early:
+                    never = [((0, 0), 0, 0, 0)] * (ends[one] in actions[at + 1 :])
+                    pair = [(one, half) for half in range(2)]
+                    begins = [Step(str(part), part, never) for part in pair]
+                    if ends[one] == action:
+                        begun += [step for one in begins for step in (Step(str(action), computes=True), one)]
+                    else:
+                        steps += begins
+                elif isinstance(one, Sum):
                     early = any(one in told_with(later, [later.op]) for later in actions[at:])
                     steps.append(Step(str(one), one, [((0, 0), 0, 0, 0)] * early))
                 else:
                     steps.append(Step(f"post of {one}", message(one, "posts")))
+            steps += begun
             if action.op in SENDS:
                 steps.append(Step(str(action), message(action, "sends")))
             elif action.op in RECEIVES:
@@ -106,7 +122,8 @@ def stuck(
     open_: list[list[What]] = [[] for _ in program]
 
     def over(what: What) -> bool:
-        return sorted(posted[what]) == sorted(sums[what.tie][1] if isinstance(what, Sum) else what[1:3])
+        one = what[0] if isinstance(what[0], Sum) else what
+        return sorted(posted[what]) == sorted(sums[one.tie][1] if isinstance(one, Sum) else what[1:3])
 
     at, moved = [0] * len(program), True
     while moved:
@@ -268,5 +285,32 @@ def test_replicas_reduce_where_the_last_of_them_has_its_gradient(norms):
             spread = lower(with_norms(spread) if norms else spread)
             posts = posted(spread)
             assert stuck(spread, posts.of, posting_waits=True) == [], case
-            reduced = [[one.tie for _, one in own if isinstance(one, Sum) and one.tie] for own in posts.of]
+            reduced = [
+                [one.tie for _, one in own if isinstance(one, Sum) and one.tie and not one.early]
+                for own in posts.of
+            ]
             assert reduced == [[(0,)] * 2] * 2 + [[(1,)] * 2] * 3 + [[]]
+            early = [
+                [(*one.tie, one.version) for _, one in own if getattr(one, "early", False)]
+                for own in posts.of
+            ]
+            assert early == [[(0, 1), (0, 2)]] * 2 + [[(1, 1), (1, 2)]] * 3 + [[]], case
+
+
+def test_what_replicas_have_finished_is_posted_within_the_last_of_their_last_backwards():
+    """Where each began its own at once, rank 2 would wait within 1B1 for 1B2, whose forward waits for 1B1."""
+    program = lower(replicated(one_f_one_b(2, 1, 3), [1, 2], 1, 3))
+    posts = posted(program).of
+    early = {rank: at for rank, own in enumerate(posts) for at, one in own if getattr(one, "early", False)}
+    assert {rank: str(program[rank][at]) for rank, at in early.items()} == {1: "1B2@0", 2: "1REDUCE@1"}
+    assert stuck(program, posts, posting_waits=True) == []
+    for rank, text in {1: "1F2@0", 2: "1B1@0"}.items():  # too early, and where its own begins
+        at = [str(action) for action in program[rank]].index(text)
+        moved = [(at if getattr(one, "early", False) else place, one) for place, one in posts[rank]]
+        mutant = [*posts[:rank], sorted(moved, key=itemgetter(0)), *posts[rank + 1 :]]
+        assert stuck(program, mutant), text
+
+
+def test_nothing_is_early_where_a_replica_has_no_microbatch():
+    program = lower(replicated(one_f_one_b(1, 1, 2), [3], 1, 2))
+    assert [[one.early for _, one in own] for own in posted(program).of] == [[False]] * 3

@@ -100,13 +100,13 @@ class LocalChannel:
     def check(self) -> None:
         """Nothing is in transfer."""
 
-    def tell(self, tie: Tie, numbers: Tensor) -> None:
+    def tell(self, tie: Tie, numbers: Tensor, early: bool = False) -> None:
         with self._wire.changed:
             self._wire.told[tie, self._told[tie]][self._rank] = numbers
             self._told[tie] += 1
             self._wire.changed.notify_all()
 
-    def begin(self, tie: Tie) -> None:
+    def begin(self, tie: Tie, early: bool = False) -> None:
         """A sum begins when it is told."""
 
     def hear(self, tie: Tie) -> Tensor:

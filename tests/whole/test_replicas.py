@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pipetrain.runtime import buckets
 from tests.support.cases import Case, compare, make_run, run_in_threads
 
 NORM, PLAIN = (f"model._target_=tests.support.models.with{end}_norm" for end in ("", "out"))
@@ -36,8 +37,12 @@ BY_HAND = [
 
 
 @pytest.mark.parametrize("case", BY_HAND, ids=str)
-def test_replicas_train_as_one_process_does(case: Case) -> None:
-    """A share of the microbatches each, also of the last batch, which is smaller, or not divisible."""
+def test_replicas_train_as_one_process_does(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share of the microbatches each, also of the last batch, which is smaller, or not divisible.
+
+    Most matrices are a bucket each.
+    """
+    monkeypatch.setattr(buckets, "BUCKET", 1000)
     state, figures = run_in_threads(case)
     compare(case, state, figures)
 

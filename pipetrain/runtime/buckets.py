@@ -1,0 +1,117 @@
+"""Gradients as tensors that ranks add up; those of replicas in buckets, told while the last backward runs.
+
+A backward goes from the last layer to the first. So a batch's last one on a rank finishes the gradients of
+the last layers while it still computes the others, and what is finished can travel meanwhile (as in
+DistributedDataParallel, Li et al. 2020, section 3.2.3). The buckets and their order follow from the weights
+alone, as replicas must add up the same in the same order, in whatever order autograd goes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from pipetrain.errors import TrainingStopped
+from pipetrain.network.numerics import numbers_of
+
+BUCKET = 25 * 2**20  # bytes
+
+
+def buckets_of(weights: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return the names of weights by full bucket, in the order in which a backward goes.
+
+    Vectors are in none: their gradients are small, and in a backward that is split not W makes them, but I.
+    """
+    buckets, names, nbytes = list[list[str]](), list[str](), 0
+    for name, weight in reversed([*weights.items()]):
+        if weight.dim() > 1:
+            names.append(name)
+            nbytes += weight.nbytes
+        if nbytes >= BUCKET:
+            buckets.append(names)
+            names, nbytes = [], 0
+    return buckets
+
+
+@contextmanager
+def finishing(buckets: Sequence[Mapping[str, Tensor]], tell: Callable[[Tensor], None]) -> Iterator[None]:
+    """Tell each bucket of leaves once the backward in this context has finished it and those before it.
+
+    What it does not reach is told at its end. Raises TrainingStopped if it adds to a leaf twice.
+    """
+    left = deque(buckets)
+    unfinished = {id(leaf): name for bucket in buckets for name, leaf in bucket.items()}
+
+    def finish(leaf: Tensor) -> None:
+        if unfinished.pop(id(leaf), None) is None:
+            raise TrainingStopped(
+                "a layer with replicas runs backwards inside its own, which make the gradient of a weight in "
+                "several parts: give torch.utils.checkpoint use_reentrant=False, or leave replicas out"
+            )
+        while left and not any(id(one) in unfinished for one in left[0].values()):
+            tell(torch.cat(flat(left.popleft())))
+
+    leaves = [leaf for bucket in buckets for leaf in bucket.values()]
+    hooks = [leaf.register_post_accumulate_grad_hook(finish) for leaf in leaves]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for bucket in left:
+        tell(torch.cat(flat(bucket)))
+
+
+def flat(weights: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the gradient of each weight as a vector. Raises TrainingStopped for a sparse one."""
+    parts = []
+    for name, weight in weights.items():
+        if weight.grad is not None and weight.grad.layout is not torch.strided:
+            raise TrainingStopped(
+                f"the gradient of {name}, which ranks add up, is sparse: make the layer with sparse=False, "
+                f"or keep the layers that share it in one stage by partition=, without replicas"
+            )
+        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        parts.append(numbers_of(gradient).flatten())
+    return parts
+
+
+def counts_of(weights: Mapping[str, Tensor], skip: Tensor | None) -> Tensor:
+    """Return for each weight a 1 if it has a gradient.
+
+    `skip`: 1 if the stage leaves this update out; then all must, which a NaN in these places says.
+    """
+    like = numbers_of(next(iter(weights.values())))
+    # Filled on the device: a host's list would be copied to it, for which the host waits.
+    counts = torch.cat([like.new_full((1,), float(one.grad is not None)) for one in weights.values()])
+    return counts if skip is None else torch.where(skip > 0, math.nan, counts)
+
+
+def parts_of(weights: Mapping[str, Tensor], numbers: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Return of what `flat` gave, in one tensor, the part of each weight, and what follows them."""
+    sizes = [numbers_of(weight).numel() for weight in weights.values()]
+    *parts, more = torch.split(numbers, [*sizes, len(numbers) - sum(sizes)])
+    return dict(zip(weights, parts, strict=True)), more
+
+
+def set_gradients(
+    weights: Mapping[str, Tensor], parts: Mapping[str, Tensor], counts: Tensor, copies: bool = True
+) -> None:
+    """Set the gradients to sums of what `flat` and `counts_of` gave, or without `copies` to views of them.
+
+    The counts are looked at only for a weight without a gradient here: a GPU's host would wait for them.
+    """
+    for (name, weight), count in zip(weights.items(), counts, strict=True):
+        part = parts[name]
+        # A copy: clipping scales it in place, and another stage of the rank may take the same sums.
+        if copies or weight.is_complex() or part.dtype != weight.dtype or not weight.is_contiguous():
+            gradient = torch.empty_like(weight)
+            numbers_of(gradient).copy_(part.view_as(numbers_of(gradient)))
+        else:
+            gradient = part.view_as(weight)
+        weight.grad = gradient if weight.grad is not None or count.item() != 0 else None
