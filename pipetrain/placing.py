@@ -17,6 +17,8 @@ from pipetrain.schedule.actions import Placement
 def _replicas(key: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [COUNT.convert(key, count) for count in kept(value, bool(value))]
+    if value == "auto":
+        return value
     return COUNT.convert(key, value)
 
 
@@ -32,7 +34,8 @@ def _placement(key: str, value: Any) -> Placement:
 
 
 REPLICAS = Rule(
-    "the number of replicas of the pipeline, or a list with one for each stage, such as [7,1]", _replicas
+    "the number of replicas of the pipeline, a list with one for each stage, such as [7,1], or auto",
+    _replicas,
 )
 PLACEMENT = Rule(
     "the ranks of each stage, from 0 on and without a gap, such as 0-6.7 for stage 0 on ranks 0 to 6 and "
@@ -48,12 +51,18 @@ def places_of(replicas: int | Sequence[int], ranks: int) -> Placement:
 
 
 def processes(
-    stages: int | None, replicas: int | list[int] | None, placement: Placement | None, started: int | None
+    stages: int | None,
+    replicas: int | str | list[int] | None,
+    placement: Placement | None,
+    started: int | None,
 ) -> int:
     """Return how many processes there are or, if none are `started`, are to be.
 
     Raises ConfigError where they do not fit, or the options contradict each other.
     """
+    if replicas == "auto" and (stages or placement):
+        other = "stages" if stages else "placement"
+        raise ConfigError(f"replicas=auto chooses the stages and their ranks: leave {other} out")
     if placement is not None and replicas is not None:
         raise ConfigError("placement= says what replicas= does, and more: leave one of them out")
     if placement is not None:
@@ -63,7 +72,7 @@ def processes(
         places, needed = len(replicas), sum(replicas)
         said = f"replicas=[{','.join(map(str, replicas))}]"
     else:
-        times = replicas or 1
+        times = replicas if isinstance(replicas, int) else 1
         places = stages or max(1, (started or 2 * times) // times)
         needed = places * times
         said = " and ".join([f"stages={stages}"] * bool(stages) + [f"replicas={replicas}"] * bool(replicas))

@@ -161,7 +161,7 @@ class Settings:
     casts_data: bool = True
 
     stages: int | None = option(None, COUNT)
-    replicas: int | list[int] | None = option(None, REPLICAS)
+    replicas: int | str | list[int] | None = option(None, REPLICAS)  # auto: chosen with the plan
     placement: Placement | None = option(None, PLACEMENT)
     partition: str | list[int] = option("flops", PARTITION)
     profile: str | None = of_run(None, FILE, key="partition")  # for partition=profile; None: measure
@@ -244,7 +244,8 @@ class Settings:
     @property
     def places(self) -> Placement:
         """The ranks of each place in the schedule's program: one, or its replicas."""
-        return self.placement or places_of(self.replicas or 1, self.ranks)
+        replicas = 1 if isinstance(self.replicas, str) else self.replicas  # until they are chosen
+        return self.placement or places_of(replicas or 1, self.ranks)
 
     @property
     def codecs(self) -> Codecs:
@@ -325,6 +326,11 @@ def _refuse_together(settings: Settings) -> None:
         _refuse_beside("compile", why, settings, [name for name, looks in beside.items() if looks])
     if settings.cuda_graphs is True:
         _refuse_beside("cuda_graphs", UNLIKE_GRAPHS, settings, settings.unlike_graphs)
+    if settings.replicas == AUTO and settings.partition != PROFILE:
+        raise ConfigError(
+            f"replicas=auto weighs computing against messages and sums of gradients, which partition="
+            f"{settings.partition} does not measure: set partition={PROFILE}, or give replicas a number"
+        )
     if settings.build == "stages" and settings.partition == PROFILE and settings.profile is None:
         raise ConfigError(
             f"partition={PROFILE} measures the whole model in each process, which build=stages does not "

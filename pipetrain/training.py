@@ -47,6 +47,7 @@ from pipetrain.runtime.whole import WholeModel, owners
 from pipetrain.runtime.windows import NO_BATCH, Windows
 from pipetrain.schedule.lower import edges
 from pipetrain.schedule.lower import links as links_of
+from pipetrain.settings import AUTO
 from pipetrain.signals import Asked
 from pipetrain.tasks import ModelLoss, Task
 from pipetrain.tasks.tally import Tally, summed
@@ -141,7 +142,8 @@ class Training:
         drawn = {"how the model's factory makes its parameters": record.digest} if record else {}
         prove_same(links, "the settings", self.asked.conditions() | drawn)
         draft = self.asked.draft
-        links.open(links_of(edges(draft.program), draft.placement))
+        if draft.settings.replicas != AUTO:  # whose links are those of the plan
+            links.open(links_of(edges(draft.program), draft.placement))
         refuse_without_numbers(links.tell("the model", [] if record else give_memory(model)))
         level(links, "the model", named_tensors(model) | tensor_attributes(model))
         return record if weights is None else open_weights(PATH.read("weights", weights), model)
@@ -169,6 +171,7 @@ class Training:
         self._apart = self.together.on_first("the comparison", reader, compare)
         self.settings, self._form = plan.settings, form
         with self.together():
+            self.links.placement = plan.placement  # of which only a draft was known with replicas=auto
             self.links.open(plan.links, plan.ties)
             owned = owners(network, plan)
             optimizer, rate = self.asked.optimizer, self.asked.rate.fraction

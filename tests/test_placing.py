@@ -34,6 +34,7 @@ def test_a_placement_with_a_gap_or_none_at_all_is_refused(value: Any) -> None:
 def test_replicas_are_a_number_or_one_for_each_stage() -> None:
     assert REPLICAS.read("replicas", 2) == 2
     assert REPLICAS.read("replicas", [7, 1]) == [7, 1]
+    assert REPLICAS.read("replicas", "auto") == "auto"
     for value in (0, [], [2, 0], "x", 1.5, True):
         assert "must be the number of replicas" in refusal(lambda: REPLICAS.read("replicas", value))  # noqa: B023
     assert places_of(2, 6) == [(0, 1), (2, 3), (4, 5)]
@@ -51,6 +52,7 @@ def test_replicas_are_a_number_or_one_for_each_stage() -> None:
         (None, [7, 1], None, None, 8),
         (2, None, [(0, 1), (0, 1)], 2, 2),
         (None, None, None, 5, 5),
+        (None, "auto", None, 5, 5),
     ],
 )
 def test_they_say_how_many_processes_there_are_to_be(

@@ -116,7 +116,7 @@ def _processes_of(words: Sequence[str]) -> int | None:
     for word in words:
         name, _, text = word.lstrip("+").partition("=")
         with suppress(ConfigError, YAMLError):  # the ranks refuse it
-            if name in rules:
+            if name in rules and text != "auto":
                 values[name] = rules[name].read(name, safe_load(text), null=True)
     with suppress(ConfigError):
         if any(values.values()):

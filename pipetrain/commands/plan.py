@@ -53,7 +53,7 @@ def show(cfg: DictConfig) -> None:
         )
     if cfg.costs is None and cfg.bandwidth is not None:
         raise ConfigError("bandwidth= is for costs=FILE: of a model, partition.profile=FILE has it")
-    if cfg.ranks is not None or cfg.costs == "published":
+    if cfg.costs == "published" or (cfg.ranks is not None and cfg.replicas != "auto"):
         from pipetrain.plan.published import show_replicas  # imports torch
 
         show_replicas(cfg)

@@ -248,7 +248,8 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
     )
     del model
     placement = pipe._training.links.placement
-    if data is None and start.world.rank in (*placement[0], *placement[-1]):  # the others need no sample
+    ends = {*placement[0], *placement[-1]}  # the others need no sample
+    if data is None and (settings.replicas == AUTO or start.world.rank in ends):
         data = load_data(cfg.data, settings.dtype)
     start.agree("read the data set", same={"data set": data.fingerprint if data else facts.fingerprint})
     start.doing = "plan the run"

@@ -26,14 +26,14 @@ from pipetrain.plan.memory import gpu_bytes, known_state, optimizer_state, says_
 from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.plan.program import Draft
 from pipetrain.plan.rows import read_rows, write_rows
-from pipetrain.rules import PATH, POSITIVE
+from pipetrain.rules import COUNT, PATH, POSITIVE
 from pipetrain.schedule.actions import Op, has_norms, splits
 from pipetrain.schedule.draw import aligned, as_text, counted
 from pipetrain.schedule.figure import as_figure
 from pipetrain.schedule.memory import GIB, PARTS, Memory, peaks
 from pipetrain.schedule.theory import theory
 from pipetrain.schedule.timeline import Timeline
-from pipetrain.settings import PROFILE, Mode, Settings
+from pipetrain.settings import AUTO, PROFILE, Mode, Settings
 
 # The command
 
@@ -68,7 +68,7 @@ def planned(cfg: DictConfig, schedule: str, batches: int) -> Plan:
     """
     if cfg.costs is not None:
         return _planned_by_rows(cfg, schedule, batches)
-    settings = replace(Settings.composed(cfg, schedule, None), window=None)
+    settings = replace(Settings.composed(cfg, schedule, _ranks(cfg)), window=None)
     samples = Samples([settings.batch_size] * batches, [settings.full.samples])
     model = make_model(cfg, settings.seed, settings.dtype)
     example = declared_example(cfg.data, settings.dtype) or load_data(cfg.data, settings.dtype).facts.example
@@ -88,16 +88,23 @@ def _planned_by_rows(cfg: DictConfig, schedule: str, batches: int) -> Plan:
     """Plan a window of the layers of costs=FILE, each microbatch a sample. Raises ConfigError."""
     path, cfg = PATH.read("costs", cfg.costs), cfg.copy()
     cfg.batch_size = cfg.microbatches
-    settings = replace(Settings.composed(cfg, schedule, None), window=None, model=path.stem)
+    if cfg.partition == "flops":  # the default; there are times for all
+        cfg.partition = PROFILE
+    settings = replace(Settings.composed(cfg, schedule, _ranks(cfg)), window=None, model=path.stem)
     if settings.profile is not None:
         raise ConfigError("costs= and partition.profile= both give times: leave one of them out")
-    if settings.partition == "flops":  # the default; there are times for all
-        settings = replace(settings, partition=PROFILE)
     speed, scale = (POSITIVE.read(key, cfg[key], null=True) for key in ("bandwidth", "scale"))
+    if settings.replicas == AUTO and not speed:
+        raise ConfigError("replicas=auto weighs messages and sums of gradients too: give bandwidth=GB/s")
     rows = read_rows(path, 1e-9 / speed if speed else 0.0, scale or 1.0)
     samples = Samples([settings.batch_size] * batches, [1])
     draft = Draft.of(settings, make_schedule(cfg))
     return make_plan(draft, rows.layers, rows.data, samples, rows.profile, state_of(cfg))
+
+
+def _ranks(cfg: DictConfig) -> int | None:
+    """Return the ranks for replicas=auto; of other pipelines the options say how many there are."""
+    return COUNT.read("ranks", cfg.ranks) if cfg.replicas == AUTO else None
 
 
 def state_of(cfg: DictConfig) -> Callable[[TensorSpec], int]:
@@ -206,15 +213,26 @@ def _predicted(plan: Plan, run: Timeline) -> str:
     )
 
 
+def _ways(plan: Plan) -> str:
+    """Return a row for the replicas that were chosen, and for others beside them."""
+    rows = [["replicas=auto", "replicas", "cut before layers", "ms a batch", "bound by"]]
+    for name, way in plan.ways.items():
+        cells = ["-", "-", "-", "cannot be here"]
+        if way is not None:
+            cells = ["-".join(map(str, way.replicas)), str(way.cuts), f"{1e3 * way.batch_s:.2f}", way.bound]
+        rows.append([name, *cells])
+    return aligned(rows)
+
+
 def choices(plan: Plan) -> str:
-    """Return a row for the cuts of a profile, and for those of each other strategy."""
+    """Return a row for the cuts of a profile, for those of each other strategy, and for other replicas."""
     rows = [("partition", "cut before layers", "slowest stage, ms a batch", "fullest stage, MiB", "")]
     limit = (plan.settings.memory_limit or math.inf) * GIB
     for name, one in plan.choices.items():
         excess = "does not fit into memory_limit" if one.held_bytes > limit else ""
         mib = f"{one.held_bytes / 2**20:.1f}"
         rows.append((name, str(one.cuts), f"{1e3 * one.slowest_s:.2f}", mib, excess))
-    return aligned(rows)
+    return aligned(rows) + (f"\n{_ways(plan)}" if plan.ways else "")
 
 
 def _memory(plan: Plan, stage_bytes: Memory, room: int | None) -> str:

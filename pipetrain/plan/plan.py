@@ -37,13 +37,14 @@ from pipetrain.plan.program import (
     refuse_ties,
     window_lengths,
 )
+from pipetrain.plan.replicas import Way, choose_replicas, longest_part
 from pipetrain.schedule.actions import Op, Placement, Tie, asks_for, splits
 from pipetrain.schedule.lower import Link, links
 from pipetrain.schedule.memory import Memory, over_time
 from pipetrain.schedule.policy import Bounds
 from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.schedule.timeline import Costs, StageTimes, Timeline
-from pipetrain.settings import PROFILE, UNLIKE_GRAPHS, Mode, Settings
+from pipetrain.settings import AUTO, PROFILE, UNLIKE_GRAPHS, Mode, Settings
 from pipetrain.tasks import Task
 from pipetrain.tasks.trial import prove_task
 
@@ -69,6 +70,7 @@ class Plan:
     modes: Sequence[Mode]  # of recomputation, of each stage
     costs: Costs | None = None  # from a profile
     choices: Mapping[str, Choice] = field(default_factory=dict)  # the cuts of each strategy, by a profile
+    ways: Mapping[str, Way | None] = field(default_factory=dict)  # with replicas=auto, see `choose_replicas`
     text: Callable[[Plan], str] = field(default=repr, compare=False, repr=False)  # how it prints
 
     def __str__(self) -> str:
@@ -255,49 +257,83 @@ def make_plan(
     partition=profile keep to it, by what was measured.
     """
     if draft.settings.partition == PROFILE and profile is None:
-        by_flops = replace(draft.settings, partition="flops", memory_limit=None)
+        replicas = None if draft.settings.replicas == AUTO else draft.settings.replicas
+        by_flops = replace(draft.settings, partition="flops", memory_limit=None, replicas=replicas)
         draft = replace(draft, settings=by_flops)
     settings = draft.settings
-    example, open_ = _cast("inputs", example, settings.data_dtype), samples is None
-    lengths = samples.windows(settings.window) if samples else [draft.shown]
-    samples = samples or Samples.like(settings)
+    example = _cast("inputs", example, settings.data_dtype)
+    known = samples or Samples.like(settings)
     cutting = model if isinstance(model, list) else network_of(model, example, settings.precision == "bf16")
     network = None if isinstance(cutting, list) else cutting
-    sizes = samples.microbatches(settings.microbatches), [*map(Size, samples.evaluation)]
+    sizes = known.microbatches(settings.microbatches), [*map(Size, known.evaluation)]
     numerics, trained, evaluated = estimates(settings, cutting, example, *sizes)
     layers = trained[settings.full]
     if callable(profile):
-        prove_layers(len(draft.placement), [layer.name for layer in layers])
+        stages = 1 if settings.replicas == AUTO else len(draft.placement)
+        prove_layers(stages, [layer.name for layer in layers])
         profile = profile(layers, example, numerics)
     table = _table(settings, layers, example, network is not None, profile, state_of, task)
-    cuts, modes, choices = _cuts(draft, lengths, network, table)
-    shared = shared_weights(network, cuts) if network else {}
-    cut = cut_layers(trained, cuts, example, shared, open_)
-    refuse_ties(draft, cut)
-    stage_costs = table.costs(cut, modes, splits(draft.program), settings.full, draft.placement)
-    known = len(samples.evaluation), stage_costs, recomputing(modes), open_
-    try:
-        bounded, windows = prove(draft, cut, lengths, *known)
-    except ConfigError as error:
-        if not (open_ and isinstance(error.__cause__, Deadlock) and draft.shown > draft.least):
-            raise
-        bounded, windows = prove(draft, cut, [draft.least], *known)  # a shorter window may do
-    plan = Plan(
-        draft=draft,
-        samples=None if open_ else samples,
-        numerics=numerics,
-        example=example,
-        table=table,
-        cut=bounded,
-        evaluation_cut=cut_layers(evaluated, cuts, example, any_size=open_),
-        windows=windows,
-        modes=modes,
-        costs=stage_costs if profile else None,
-        choices=choices,
-    )
+    counts = samples, len(known.evaluation)
+    uncut = _Uncut(network, trained, evaluated, example, *counts, numerics, table, profile is not None)
+    ways: dict[str, Way | None] = {}
+    if settings.replicas == AUTO:
+        draft, ways = choose_replicas(draft, table, cuts_that_may_be(network, layers), uncut.way)
+    lengths = samples.windows(settings.window) if samples else [draft.shown]
+    plan = replace(uncut.plan(draft, lengths), ways=ways)
     if settings.memory_limit is not None and settings.partition != PROFILE:
         refuse_above(settings.memory_limit, plan.memory(plan.timeline()))
     return plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Uncut:
+    """What is known of a model before it is cut, see `make_plan`. `network`: None for layers without one."""
+
+    network: Network | None
+    trained: Mapping[Size, list[Layer]]  # for each size of a microbatch
+    evaluated: Mapping[Size, list[Layer]]
+    example: ValueSpec
+    samples: Samples | None
+    evaluations: int  # the microbatches of one
+    numerics: Numerics
+    table: Table
+    timed: bool  # by a profile
+
+    def plan(self, draft: Draft, lengths: Sequence[int]) -> Plan:
+        """Cut the model for a draft, and prove windows of these lengths. Raises as `make_plan` does."""
+        table, open_ = self.table, self.samples is None
+        cuts, modes, choices = _cuts(draft, lengths, self.network, table)
+        shared = shared_weights(self.network, cuts) if self.network else {}
+        cut = cut_layers(self.trained, cuts, self.example, shared, open_)
+        refuse_ties(draft, cut)
+        stage_costs = table.costs(cut, modes, splits(draft.program), draft.settings.full, draft.placement)
+        known = self.evaluations, stage_costs, recomputing(modes), open_
+        try:
+            bounded, windows = prove(draft, cut, lengths, *known)
+        except ConfigError as error:
+            if not (open_ and isinstance(error.__cause__, Deadlock) and draft.shown > draft.least):
+                raise
+            bounded, windows = prove(draft, cut, [draft.least], *known)  # a shorter window may do
+        return Plan(
+            draft=draft,
+            samples=self.samples,
+            numerics=self.numerics,
+            example=self.example,
+            table=table,
+            cut=bounded,
+            evaluation_cut=cut_layers(self.evaluated, cuts, self.example, any_size=open_),
+            windows=windows,
+            modes=modes,
+            costs=stage_costs if self.timed else None,
+            choices=choices,
+        )
+
+    def way(self, draft: Draft) -> Way:
+        """Return what a draft takes in a window that is like others."""
+        plan = self.plan(draft, [draft.shown])
+        run, replicas = plan.timeline(), [*map(len, draft.settings.places)]
+        batch_s = run.makespan / max(plan.windows)
+        return Way(replicas, plan.cuts, batch_s, longest_part(run, plan.stage_costs))
 
 
 def _table(

@@ -280,7 +280,8 @@ def _explained(settings: Settings, norms: bool, cut: Cut | None) -> Iterator[Non
 def _refuse_replicas(draft: Draft) -> None:
     """Refuse replicas of a schedule that has no fixed order, or more than get a microbatch."""
     settings, most = draft.settings, max(map(len, draft.placement))
-    if draft.policy and draft.placement != [(rank,) for rank in range(settings.ranks)]:
+    straight = draft.placement == [(rank,) for rank in range(settings.ranks)]
+    if draft.policy and (settings.replicas == AUTO or not straight):
         raise ConfigError(
             f"schedule {settings.schedule} decides its order while it runs, and replicas take turns in a "
             f"fixed one: choose another schedule, or leave replicas and placement out"

@@ -15,8 +15,9 @@ plans whose stages have consecutive ranks; a whole pipeline in each machine is n
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, product
 from math import ceil, inf
@@ -25,11 +26,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipetrain.errors import ConfigError
 from pipetrain.plan.costs import Table, ring_bytes
-from pipetrain.schedule.actions import Op
-from pipetrain.schedule.memory import Items
+from pipetrain.plan.program import Draft
+from pipetrain.schedule.actions import SENDS, Op, ScheduleError
+from pipetrain.schedule.memory import GIB, Items
+from pipetrain.schedule.timeline import Costs, Timeline
 from pipetrain.settings import Mode
 
+TRIED = 8  # plans, of which each is simulated
 Array = NDArray[np.float64]
 Ends = tuple[int, int]  # the ranks that stages take, and of these the replicas of the last stage
 
@@ -121,7 +126,8 @@ class Planner:
     `microbatches`: of an update, all done before the next where the schedule `flushes`; None: an update takes
     one of each replica, as in PipeDream. `overlaps`: links work while ranks compute; else ranks copy what
     they send and receive, too. `limit`: the bytes of a rank, by the microbatches that it has open in 1F1B,
-    each with its own weight version where the schedule `stashes`; without messages on their way.
+    each with its own weight version where the schedule `stashes`; without messages on their way. `most`: the
+    replicas that a stage may have.
     """
 
     layers: LayerSums
@@ -131,6 +137,7 @@ class Planner:
     overlaps: bool = True
     stashes: bool = True
     limit: float = inf
+    most: float = inf
     _stages: dict[tuple[float, int, int], Array] = field(default_factory=dict, init=False)
 
     def best(self, replicas: Sequence[int] | None = None) -> ReplicaPlan | None:
@@ -143,11 +150,12 @@ class Planner:
     def by_stages(self, replicas: Sequence[int] | None = None) -> list[ReplicaPlan]:
         """Return the fastest plan of each number of stages, ascending: a flush costs more with more."""
         ranks, plans = self.machines.ranks, []
+        counts = range(1, int(min(ranks, self.most)) + 1)
         none = np.full(len(self.layers.work_s), inf)
         none[0] = 0.0
         reached = {(0, 1): _Reached(none, [()] * len(none))}
         for stage in range(len(replicas) if replicas else min(ranks, len(none) - 1)):
-            reached = self._longer(reached, replicas[stage : stage + 1] if replicas else range(1, ranks + 1))
+            reached = self._longer(reached, replicas[stage : stage + 1] if replicas else counts)
             ends = [(of, one) for (taken, of), one in reached.items() if taken == ranks]
             _, last = min(ends, key=lambda end: (end[1].seconds[-1], end[0]), default=(1, _Reached(none, [])))
             if last.seconds[-1] < inf:
@@ -223,3 +231,69 @@ def _between(until: Sequence[float]) -> Array:
     """Return the sum from each layer to each, of sums from the first."""
     sums: Array = np.array(until, dtype=float)
     return sums - sums[:, None]
+
+
+# For a run
+
+
+class Way(NamedTuple):
+    """Replicas of the stages and the cuts for them; the predicted time of a batch, and what bounds it."""
+
+    replicas: list[int]
+    cuts: list[int]
+    batch_s: float
+    bound: str
+
+
+def choose_replicas(
+    draft: Draft, table: Table, cuts: Collection[int], way_of: Callable[[Draft], Way]
+) -> tuple[Draft, dict[str, Way | None]]:
+    """Return the draft with the fastest replicas, and by name that way beside others; None: it cannot be.
+
+    The planner names the best replicas for each number of stages, without the bubble. With each of the TRIED
+    best of these `way_of` cuts the model and simulates the schedule. `cuts`: where they may be. Raises
+    ConfigError and ScheduleError if no replicas can be.
+    """
+    settings, late = draft.settings, draft.reads_late
+    ranks, s_per_byte = settings.ranks, table.times.s_per_byte
+    planner = Planner(
+        LayerSums.of(table, cuts),
+        Machines(ranks, ranks, s_per_byte, s_per_byte),
+        settings.microbatches,
+        flushes=not late,
+        overlaps=table.on_gpu,
+        stashes=late,
+        limit=(settings.memory_limit or inf) * GIB,
+        most=settings.microbatches * (settings.window or ranks if late else 1),
+    )
+    planners = [planner]
+    if settings.memory_limit is not None:  # as stages that recompute all may fit
+        planners.append(replace(planner, layers=LayerSums.of(table, cuts, Mode.ALWAYS)))
+    plans = sorted((plan for one in planners for plan in one.by_stages()), key=lambda plan: plan.seconds)
+    parallel, straight = (ranks,), (1,) * ranks
+    ways: dict[tuple[int, ...], Way | None] = {}
+    drafts: dict[tuple[int, ...], Draft] = {}
+    refused: ConfigError | ScheduleError | None = None
+    for replicas in dict.fromkeys([parallel, straight, *(tuple(plan.replicas) for plan in plans[:TRIED])]):
+        try:
+            drafts[replicas] = Draft.of(replace(settings, replicas=[*replicas]), draft.schedule)
+            ways[replicas] = way_of(drafts[replicas])
+        except (ConfigError, ScheduleError) as error:
+            ways[replicas], refused = None, error
+    fastest = min((way for way in ways.values() if way), key=lambda way: way.batch_s, default=None)
+    if fastest is None:
+        assert refused is not None
+        raise refused
+    named = {"data parallel": ways[parallel], "straight pipeline": ways[straight], "chosen": fastest}
+    return drafts[tuple(fastest.replicas)], named
+
+
+def longest_part(run: Timeline, costs: Costs) -> str:
+    """Return what takes a rank longest in a window: the compute, messages or all-reduce of a stage."""
+    parts: defaultdict[tuple[int, str, int], float] = defaultdict(float)
+    for rank, row in enumerate(run.rows):
+        for action in row.actions:
+            part = "message" if action.op in SENDS else "all-reduce" if action.op is Op.REDUCE else "compute"
+            parts[rank, part, action.stage] += costs(action)
+    _, part, stage = max(parts, key=lambda key: parts[key])
+    return f"{part} of stage {stage}"

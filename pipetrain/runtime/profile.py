@@ -232,21 +232,25 @@ def _times(stages: int, rows: Sequence[Row]) -> list[list[float]]:
 
 
 def slowest_link(links: Links, buffer_size: int) -> tuple[float, float]:
-    """Measure a pair of neighbours at a time; return the slowest one's times, on every rank.
+    """Measure a pair of neighbouring ranks at a time; return the slowest one's times, on every rank.
+
+    As of a straight pipeline: whatever the placement is, or will be with replicas=auto.
 
     These are the seconds of a message beside its bytes, and of a byte; 0 if there are no messages. Raises
     ChannelError.
     """
     if links.world.size == 1:
         return 0.0, 0.0
+    pairs = [*pairwise(range(links.world.size))]
+    links.open([(edge, edge) for pair in pairs for edge in (pair, pair[::-1])])
     channel = links.channel(buffer_size)
     mine = [
-        [_one_way(channel, links, stage, ranks, nbytes) for nbytes in (SMALL, LARGE)]
-        for stage, ranks in enumerate(pairwise(first for first, *_ in links.placement))
-        if len(set(ranks)) == 2 and links.world.rank in ranks
+        [_one_way(channel, links, pair, nbytes) for nbytes in (SMALL, LARGE)]
+        for pair in pairs
+        if links.world.rank in pair
     ]
-    pairs = [pair for own in links.gather("the times of messages", mine) for pair in own]
-    return line(*max(pairs, key=lambda pair: pair[1], default=(0.0, 0.0)))
+    times = [of_pair for own in links.gather("the times of messages", mine) for of_pair in own]
+    return line(*max(times, key=lambda of_pair: of_pair[1]))
 
 
 def line(small_s: float, large_s: float) -> tuple[float, float]:
@@ -255,12 +259,12 @@ def line(small_s: float, large_s: float) -> tuple[float, float]:
     return max(0.0, small_s - SMALL * s_per_byte), s_per_byte
 
 
-def _one_way(channel: Channel, links: Links, stage: int, ranks: tuple[int, int], nbytes: int) -> float:
+def _one_way(channel: Channel, links: Links, pair: tuple[int, int], nbytes: int) -> float:
     """Return half the median round trip; the other end, which only answers, measures about the same."""
-    here, there = ranks
+    here, there = pair
     specs = (TensorSpec((nbytes,), torch.uint8),)
-    forth = [Message(stage, stage + 1, i, specs, (here, there)) for i in range(COLD_TRIPS + TRIPS)]
-    back = [Message(stage + 1, stage, i, specs, (there, here)) for i in range(COLD_TRIPS + TRIPS)]
+    forth = [Message(here, there, i, specs, (here, there)) for i in range(COLD_TRIPS + TRIPS)]
+    back = [Message(there, here, i, specs, (there, here)) for i in range(COLD_TRIPS + TRIPS)]
     leads = links.world.rank == here
     # A posted receive is a kernel that runs, for which the first use of another kernel may wait.
     payload = [torch.zeros(nbytes, dtype=torch.uint8, device=links.device)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, product
 from math import ceil, inf
 
@@ -10,10 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.plan.replicas import LayerSums, Machines, Planner
+from pipetrain.building import make_schedule
+from pipetrain.errors import ConfigError
+from pipetrain.plan.describe import describe
+from pipetrain.plan.plan import Plan, Samples, make_plan
+from pipetrain.plan.program import Draft
+from pipetrain.plan.replicas import LayerSums, Machines, Planner, Way
+from pipetrain.schedule.actions import Schedule
 from pipetrain.schedule.memory import Items
-from pipetrain.settings import Mode
+from pipetrain.schedule.programs import one_f_one_b, pipedream
+from pipetrain.settings import Mode, Settings
+from tests.support.cases import config
 from tests.support.profiles import Skip, bytes_of, layer, table_of
+from tests.support.refusals import refusal
 
 
 def sums_of(
@@ -208,3 +219,61 @@ def test_what_does_not_fit_is_none_and_a_limit_spreads_layers_over_more_ranks():
     }
     assert [planner.best([1, 1]) is not None for planner in fits.values()] == [False, True]
     assert Planner(sums, Machines(5, 5, 1, 1)).best([1] * 5) is None  # more stages than layers
+
+
+# For a run
+
+
+def auto(schedule: Schedule, weights: int, *words: str, ranks: int = 3, s_per_byte: float = 1e-3) -> Plan:
+    """Plan layers that take 1 s forward and 2 s back, the last of which has all the weights."""
+    table = table_of([layer(str(n), output_bytes=8) for n in range(4)], trained=[0, 0, 0, weights])
+    cfg = config(["partition=profile", "replicas=auto", "batch_size=12", "microbatches=12", *words])
+    draft = Draft.of(Settings.composed(cfg, "1f1b", ranks), schedule)
+    times = replace(table.times, s_per_byte=s_per_byte)
+    return make_plan(draft, list(table.layers), table.inputs, Samples([12] * 4, [1]), times)
+
+
+def test_a_run_takes_the_replicas_with_which_its_schedule_is_fastest():
+    """Its last layer is worth a third rank of its own where its weights are dear to sum up."""
+    light, heavy = auto(one_f_one_b, 8), auto(one_f_one_b, 60_000)
+    assert (light.placement, light.cuts, light.settings.replicas) == ([(0, 1, 2)], [], [3])
+    assert (heavy.placement, heavy.cuts, heavy.settings.replicas) == ([(0, 1), (2,)], [3], [2, 1])
+    for plan in (light, heavy):
+        run = plan.timeline()
+        assert plan.ways["chosen"].batch_s == run.makespan / max(plan.windows)  # by the same simulator
+        assert plan.ways["chosen"] == min(plan.ways.values(), key=lambda way: way.batch_s)
+    reduce_s = 4 * 2 / 3 * 60_000 * 1e-3
+    parallel = Way([3], [], pytest.approx(4 * 4 * 3 + reduce_s), "all-reduce of stage 0")
+    assert heavy.ways["data parallel"] == parallel
+    assert heavy.ways["straight pipeline"].replicas == [1, 1, 1]
+    assert heavy.ways["chosen"].bound == "compute of stage 0"
+    text = describe(heavy)
+    for row in (r"data parallel +3 +\[\] +\d+\.00 +all-reduce of stage 0", r"chosen +2-1 +\[3\] +\d+\.\d\d "):
+        assert re.search(row, text)
+
+
+def test_what_a_schedule_or_the_memory_cannot_have_is_left_out():
+    """Three replicas need three microbatches; a limit is that of stages which recompute."""
+    few = auto(one_f_one_b, 8, "batch_size=2", "microbatches=2")
+    assert few.ways["data parallel"] is None
+    assert "cannot be here" in describe(few)
+    assert max(map(len, few.placement)) <= 2
+    one = auto(pipedream, 60_000, "microbatches=1", "batch_size=1")  # each backward waits for the sum before
+    assert (one.ways["data parallel"], one.ways["chosen"].replicas) == (None, [1, 1, 1])
+    with pytest.raises(ConfigError, match="memory_limit=1e-09 is too small"):
+        auto(one_f_one_b, 8, "memory_limit=1e-9")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["partition=flops"], "which partition=flops does not measure: set partition=profile"),
+        (["schedule=fbp"], "fbp decides its order while it runs"),
+        (["stages=3"], "replicas=auto chooses the stages and their ranks: leave stages out"),
+        (["placement=0-1.2"], "replicas=auto chooses the stages and their ranks: leave placement out"),
+    ],
+)
+def test_where_replicas_cannot_be_chosen_they_are_refused(words: list[str], says: str) -> None:
+    cfg = config(["partition=profile", "replicas=auto", *words])
+    name = "fbp" if "schedule=fbp" in words else "1f1b"
+    assert says in refusal(lambda: Draft.of(Settings.composed(cfg, name, 3), make_schedule(cfg)))
