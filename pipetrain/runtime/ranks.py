@@ -135,8 +135,11 @@ class Ranks:
         tensor = torch.frombuffer(head, dtype=torch.uint8)
         return dist.irecv(tensor, rank, group=self._all, tag=_WORDS), head
 
-    def announce(self, what: str, item: Any = None) -> Any:
-        """Return on every rank the `item` of rank 0, which goes on without waiting for the others."""
+    def announce(self, what: str, item: Any = None, ends: bool = False) -> Any:
+        """Return on every rank the `item` of rank 0, which goes on without waiting for the others.
+
+        `ends`: it waits until they have it, as it may leave them afterwards.
+        """
         text = json.dumps([what, item])
         if self.world.rank:
             with self._trying(f"hear {what} from rank 0"):
@@ -145,6 +148,9 @@ class Ranks:
             with self._trying(f"tell the others {what}"):
                 _wait_for(self._announced)
                 self._announced = self._post_to_all(text)
+                if ends:
+                    _wait_for(self._announced)
+                    self._announced = []
         (item,) = self._items(what, [text])
         return item
 

@@ -238,7 +238,8 @@ class Windows:
         windows, error = self._read(this, done)
         with self._together():
             mine = [_as_json(windows), failure_of(error)]
-            sizes, failure = self._links.announce(f"the next window of {this.what}", mine)
+            what = f"the next window of {this.what}"
+            sizes, failure = self._links.announce(what, mine, ends=not windows)
         return WindowWord(_from_json(sizes), failure, error, [], "")
 
     def _read(self, this: _Pass, done: int) -> tuple[list[list[Size]] | None, Exception | None]:

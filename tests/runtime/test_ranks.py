@@ -60,6 +60,10 @@ def test_rank_0_announces_without_a_wait_and_the_receive_of_what_comes_next_is_p
     assert waited == [1]  # what was announced before
     assert [other.announce("the next window") for _ in range(2)] == [[1], [2]]
     assert len(posted) == 3
-    first.announce("another", [3])
+    waited.clear()
+    first.announce("another", [3], ends=True)
+    assert waited == [2, 3]  # nobody misses the last one where rank 0 leaves
+    first.announce("another", [4])
+    assert waited == [2, 3]  # each once: gloo waits for a second message
     with pytest.raises(ChannelError, match="is at another"):
         other.announce("the next window")

@@ -241,7 +241,8 @@ class LocalLinks:
     def tell(self, what: str, item: object = None, source: int = 0) -> object:
         return self.gather(what, item)[source]
 
-    announce = tell
+    def announce(self, what: str, item: object = None, ends: bool = False) -> object:
+        return self.tell(what, item)
 
     def abandon(self) -> None: ...
 
