@@ -33,11 +33,11 @@ EVALUATED_AT_ONCE = 16  # batches of a loader in a window of an evaluation
 UNTAKEN = 256  # tensors that are kept, as gloo tells only who waits that one has been taken
 INPUTS, TARGETS = 0, 1  # streams of tensors from rank 0
 _T = TypeVar("_T")
-Sent = deque[tuple[Callable[[], None], Tensor]]  # what waits, and the tensors
-Sources = tuple[Iterator[Value] | None, Iterator[Rows] | None, Sent]
+Finish = Callable[[int], None]
+Sources = tuple[Iterator[Value] | None, Iterator[Rows] | None, Finish]
 """The inputs of a rank's microbatches of a window and the targets of its batches, each where they are needed;
-and what is sent as they are read, to be waited for. That holds connections open, so nothing keeps it after an
-error.
+and what ends a window of so many batches: it reads those that other ranks alone run, and waits until they are
+taken. What is sent holds connections open, so nothing keeps these after an error.
 """
 
 
@@ -164,7 +164,7 @@ class OfNumbers:
         return (
             inputs and islice(inputs, first.count(self._rank)),
             targets and islice(targets, sum(self._rank in ranks for ranks in batches)),
-            deque(),
+            lambda batches: None,
         )
 
     def _rows(
@@ -213,12 +213,13 @@ class OfLoader:
     def open(
         self, sizes: Sequence[Size], microbatches: int, first: Sequence[int], last: Sequence[int] | None
     ) -> Sources:
-        rank, sent, pieces = self._links.world.rank, Sent(), [size.pieces(microbatches) for size in sizes]
+        rank, pieces = self._links.world.rank, [size.pieces(microbatches) for size in sizes]
         if self._reader is None:
             inputs = self._inputs_of(pieces, first) if rank in first else None
-            return inputs, self._rows_of(pieces, last) if last and rank in last else None, sent
-        dealer = _Dealer(self._links, self._reader, self._task, pieces, first, last, sent)
-        return dealer.inputs(), dealer.targets() if last and rank in last else None, sent
+            rows = self._rows_of(pieces, last) if last and rank in last else None
+            return inputs, rows, lambda batches: None
+        dealer = _Dealer(self._links, self._reader, self._task, pieces, first, last)
+        return dealer.inputs(), dealer.targets() if last and rank in last else None, dealer.finish
 
     # On ranks to which rank 0 sends. The receive of the first tensors is posted, so that they come early.
 
@@ -278,9 +279,10 @@ class _Dealer:
         sizes: Sequence[Sequence[Size]],
         first: Sequence[int],
         last: Sequence[int] | None,
-        sent: Sent,
     ) -> None:
-        self._links, self._reader, self._task, self._sent = links, reader, task, sent
+        self._links, self._reader, self._task = links, reader, task
+        self._sent: deque[tuple[Callable[[], None], Tensor]] = deque()  # what waits, and the tensors
+        self._begun = 0  # batches
         self._sizes, self._first = iter(sizes), iter(first)
         self._last = None if last is None else iter(last)
         self._inputs: deque[Value] = deque()  # read, and not yet given
@@ -296,11 +298,18 @@ class _Dealer:
             if self._targets:
                 yield self._targets.popleft()
 
+    def finish(self, batches: int) -> None:
+        while self._begun < batches:
+            self._read()
+        for wait, _ in self._sent:
+            wait()
+
     def _read(self) -> bool:
         """Read a batch; return False at the end of the window."""
         sizes = next(self._sizes, None)
         if sizes is None:
             return False
+        self._begun += 1
         inputs, targets = self._reader.take(Size(sum(size.samples for size in sizes)))
         for value in cut(inputs, sizes):
             if (rank := next(self._first)) == self._links.world.rank:

@@ -32,7 +32,7 @@ from pipetrain.runtime.level import Leveller
 from pipetrain.runtime.links import Links
 from pipetrain.runtime.mailbox import Coding, Mailbox
 from pipetrain.runtime.microbatch import Observer
-from pipetrain.runtime.order import Ends, Home, Order, order_of
+from pipetrain.runtime.order import Ends, Order, order_of
 from pipetrain.runtime.rehearsal import LoopbackChannel, Rehearsal, rehearses
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.statistics import BatchStatistics
@@ -106,7 +106,7 @@ class Session:
             self.whole.take_back()
         self._level_copies()
         self._leveller.before_window()
-        with self._feed(sizes, m, batches, order.home) as feed:
+        with self._feed(sizes, batches, order) as feed:
             self.engine.train(order, feed, m, tick, observe)
             for stage, mb in order.forwards:
                 self._leveller.count(stage, feed.size(mb).samples)
@@ -133,7 +133,7 @@ class Session:
         self.level()
         order = Order(program[rank], home, len(sizes), 1, ends, posts.ahead, posts=posts.of[rank])
         with (
-            self._feed(sizes, 1, batches, home, targets=take is None) as feed,
+            self._feed(sizes, batches, order, targets=take is None) as feed,
             nullcontext() if self.whole is None else self.whole.suspended(),
         ):
             self.engine.evaluate(order, feed, tick, take)
@@ -156,13 +156,13 @@ class Session:
 
     @contextmanager
     def _feed(
-        self, sizes: Sequence[Size], microbatches: int, batches: Batches, home: Home, targets: bool = True
+        self, sizes: Sequence[Size], batches: Batches, order: Order, targets: bool = True
     ) -> Iterator[WindowFeed]:
         """Yield the microbatches of a window; of an error for want of memory, say what was predicted."""
         dtype, device, last = self.plan.settings.data_dtype, self._links.device, self.plan.stages - 1
-        mbs = range(len(sizes) * microbatches)
-        first, end = ([home(stage, mb) for mb in mbs] for stage in (0, last))
-        inputs, read, sent = batches.open(sizes, microbatches, first, end if targets else None)
+        microbatches, mbs = order.microbatches, range(len(sizes) * order.microbatches)
+        first, end = ([order.home(stage, mb) for mb in mbs] for stage in (0, last))
+        inputs, read, finish = batches.open(sizes, microbatches, first, end if targets else None)
         own = [[mb for mb in mbs if ranks[mb] == self._links.world.rank] for ranks in (first, end)]
         try:
             yield WindowFeed(sizes, microbatches, inputs, read, self._task.weight, device, dtype, *own)
@@ -171,8 +171,7 @@ class Session:
                 raise
             stage_bytes = self.plan.memory(self.plan.timeline())
             raise explained(error, stage_bytes, self._links.world.rank, device) from error.__cause__
-        for wait, _ in sent:
-            wait()
+        finish(order.batches)
 
 
 def copies_of(stages: Mapping[int, Stage]) -> list[tuple[nn.Parameter, nn.Parameter]]:

@@ -58,9 +58,11 @@ def reader(*labels: list[int]) -> Any:
 def test_the_tensors_of_a_long_window_are_not_all_kept():
     links = Links()
     batches = OfLoader(links.of(0), reader(*[[1, 2, 3]] * 1000), FORM, Classification(), lambda of: None)
-    inputs, targets, sent = batches.open([Size(3)] * 1000, 2, [0, 0] * 1000, [1, 1] * 1000)
+    inputs, targets, finish = batches.open([Size(3)] * 1000, 2, [0, 0] * 1000, [1, 1] * 1000)
     assert [len(some) for some in inputs] == [2, 1] * 1000
-    assert (len(sent), len(links.waited), targets) == (UNTAKEN, 1000 - UNTAKEN, None)
+    assert (len(links.waited), targets) == (1000 - UNTAKEN, None)
+    finish(1000)
+    assert len(links.waited) == 1000
 
 
 @pytest.mark.parametrize("last", [[2, 3, 2], [0, 1, 0], [1, 1, 1]])
@@ -98,13 +100,14 @@ def test_the_receives_of_a_window_s_first_tensors_are_posted_before_the_window_b
 
 
 def test_a_rank_that_reads_to_its_next_microbatch_sends_all_batches_before_it():
-    """Of batches of one microbatch each in turn; the last one is of the other rank."""
+    """Of batches of one microbatch each in turn. The last ones are of the other rank; one is left out."""
     links = Links()
-    batches = OfLoader(links.of(0), reader([1], [2], [3], [4]), FORM, Classification(), lambda of: None)
-    inputs, _, _ = batches.open([Size(1)] * 4, 1, [0, 1, 0, 1], None)
+    batches = OfLoader(links.of(0), reader([1], [2], [3], [4], [5]), FORM, Classification(), lambda of: None)
+    inputs, _, finish = batches.open([Size(1)] * 5, 1, [0, 1, 0, 1, 1], None)
     assert [next(inputs).item(), len(links.posted[1, 0])] == [101, 0]
     assert [next(inputs).item(), len(links.posted[1, 0])] == [103, 1]
-    assert [next(inputs, None), len(links.posted[1, 0])] == [None, 2]
+    finish(4)
+    assert (len(links.posted[1, 0]), len(links.waited)) == (2, 2)
 
 
 def test_microbatches_take_turns_in_each_batch_or_in_each_window():
