@@ -22,20 +22,19 @@ from pipetrain.network.numerics import numbers_of
 BUCKET = 25 * 2**20  # bytes
 
 
-def buckets_of(weights: Mapping[str, Tensor]) -> list[list[str]]:
-    """Return the names of weights by full bucket, in the order in which a backward goes.
+def buckets_of(weights: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Return the weights by full bucket, in the order in which a backward goes, and last what is left over.
 
-    Vectors are in none: their gradients are small, and in a backward that is split not W makes them, but I.
+    So are vectors: their gradients are small, and in a backward that is split not W makes them, but I.
     """
-    buckets, names, nbytes = list[list[str]](), list[str](), 0
+    buckets: list[dict[str, Tensor]] = [{}]
     for name, weight in reversed([*weights.items()]):
         if weight.dim() > 1:
-            names.append(name)
-            nbytes += weight.nbytes
-        if nbytes >= BUCKET:
-            buckets.append(names)
-            names, nbytes = [], 0
-    return buckets
+            buckets[-1][name] = weight
+        if sum(one.nbytes for one in buckets[-1].values()) >= BUCKET:
+            buckets.append({})
+    full = {name for bucket in buckets[:-1] for name in bucket}
+    return [*buckets[:-1], {name: weight for name, weight in weights.items() if name not in full}]
 
 
 @contextmanager
@@ -104,9 +103,11 @@ def set_gradients(
 ) -> None:
     """Set the gradients to sums of what `flat` and `counts_of` gave, or without `copies` to views of them.
 
-    The counts are looked at only for a weight without a gradient here: a GPU's host would wait for them.
+    The counts are looked at only if a weight has no gradient here: a GPU's host would wait for them.
     """
-    for (name, weight), count in zip(weights.items(), counts, strict=True):
+    had = [weight.grad is not None for weight in weights.values()]
+    has = had if all(had) else [count != 0 for count in counts.tolist()]
+    for (name, weight), there in zip(weights.items(), has, strict=True):
         part = parts[name]
         # A copy: clipping scales it in place, and another stage of the rank may take the same sums.
         if copies or weight.is_complex() or part.dtype != weight.dtype or not weight.is_contiguous():
@@ -114,4 +115,4 @@ def set_gradients(
             numbers_of(gradient).copy_(part.view_as(numbers_of(gradient)))
         else:
             gradient = part.view_as(weight)
-        weight.grad = gradient if weight.grad is not None or count.item() != 0 else None
+        weight.grad = gradient if there else None

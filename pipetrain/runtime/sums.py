@@ -37,8 +37,7 @@ class Sums:
         self._names: dict[Tie, list[str]] = {tie: [] for tie in mail.cut.ties}  # of weights, alike everywhere
         for name, tie in sorted(mail.cut.shared.items()):
             self._names[tie].append(name)
-        # By stage with replicas, the names of weights by bucket.
-        self._buckets = {
+        self._buckets = {  # by stage with replicas
             index: buckets_of(stage.weights.live)
             for index, stage in stages.items()
             if len(self._placement[index]) > 1 and stage.weights.live
@@ -53,50 +52,43 @@ class Sums:
     @contextmanager
     def ending(self, action: Action) -> Iterator[None]:
         """Be around the last backward of a batch on this rank: tell the buckets that it finishes."""
-        if not (buckets := self._buckets.get(action.stage)):
+        if not (full := self._buckets.get(action.stage, [])[:-1]):
             yield
             return
-        stage = self._stages[action.stage]
+        stage, tell = self._stages[action.stage], partial(self._channel.tell, (action.stage,), early=True)
         leaves = dict(zip(stage.weights.live, stage.weights.leaves(action.version), strict=True))
         stage.adds_at_once = False  # each gradient is whole as soon as autograd has added it
-        tell = partial(self._channel.tell, (action.stage,), early=True)
-        with finishing([{name: leaves[name] for name in names} for names in buckets], tell):
+        with finishing([{name: leaves[name] for name in bucket} for bucket in full], tell):
             yield
         stage.adds_at_once = True
         self._early.add(action.stage)
 
     def reduce(self, action: Action) -> None:
         """End a stage's batch, and tell the rest of its gradient to the other replicas, if there are some."""
-        stage, index = self._stages[action.stage], action.stage
+        stage, tie = self._stages[action.stage], (action.stage,)
         stage.reduce()
-        if (buckets := self._buckets.get(index)) is None:
+        if action.stage not in self._buckets:
             return
-        live, ranks = stage.weights.live, self._placement[index]
-        for names in () if index in self._early else buckets:  # there was no backward
-            self._channel.tell((index,), torch.cat(flat({name: live[name] for name in names})), early=True)
-        self._early.discard(index)
+        *full, rest = self._buckets[action.stage]
+        for bucket in () if action.stage in self._early else full:  # there was no backward
+            self._channel.tell(tie, torch.cat(flat(bucket)), early=True)
+        self._early.discard(action.stage)
+        ranks = self._placement[action.stage]
         more = stage.tells(ranks.index(self._rank), len(ranks))
-        rest = [*flat(self._rest(index)), counts_of(live, stage.leaves_out), *more]
-        self._unheard[(index,), action.version] = None
-        self._channel.tell((index,), torch.cat(rest))
-
-    def _rest(self, index: int) -> dict[str, Tensor]:
-        """Return the weights that are in no bucket."""
-        told = {name for names in self._buckets[index] for name in names}
-        return {name: w for name, w in self._stages[index].weights.live.items() if name not in told}
+        self._unheard[tie, action.version] = None
+        counts = counts_of(stage.weights.live, stage.leaves_out)
+        self._channel.tell(tie, torch.cat([*flat(rest), counts, *more]))
 
     def _hear_replicas(self, index: int) -> None:
         """Wait for the sums of a stage's gradient, which become the gradient."""
-        stage = self._stages[index]
-        live, parts = stage.weights.live, dict[str, Tensor]()
-        for names in self._buckets[index]:
-            stage.hear(numbers := self._channel.hear((index,)))
-            parts |= parts_of({name: live[name] for name in names}, numbers)[0]
-        rest, more = parts_of(self._rest(index), numbers := self._channel.hear((index,)))
-        counts, more = more[: len(live)], more[len(live) :]
-        set_gradients(live, parts | rest, counts, copies=False)
-        stage.hear(numbers[: len(numbers) - len(more)])
-        stage.hears(more)
+        stage, parts, counts = self._stages[index], dict[str, Tensor](), len(self._stages[index].weights.live)
+        for bucket in self._buckets[index]:
+            numbers = self._channel.hear((index,))
+            part, more = parts_of(bucket, numbers)
+            parts |= part
+            stage.hear(numbers[: len(numbers) - len(more[counts:])])
+        set_gradients(stage.weights.live, parts, more[:counts], copies=False)
+        stage.hears(more[counts:])
 
     def tell_tied(self, action: Action) -> None:
         stage = self._stages[action.stage]

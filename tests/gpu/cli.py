@@ -27,6 +27,7 @@ CHECKS = [
     Check("messages", "cold", transport.cold, 300),
     Check("training", "nccl-2", partial(training.over_nccl, ranks=2, names=SCHEDULES), 200),
     Check("training", "nccl-4", partial(training.over_nccl, ranks=4, names=training.FOUR), 200),
+    Check("training", "replicas", training.replicas, 100),
     Check("training", "gloo-2", training.staged, 90),
     Check("options", "exact", training.exact, 150),
     Check("options", "codecs", training.codecs, 60),

@@ -37,7 +37,7 @@ from tests.gpu.rows import (
 from tests.support.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-REHEARSED = ["large", "cold", "nccl-2", "exact", "codecs", "bf16", "trace", "nan", "held"]
+REHEARSED = ["large", "cold", "nccl-2", "replicas", "exact", "codecs", "bf16", "trace", "nan", "held"]
 REHEARSED += ["no-waits", "tight", "float64"]
 OPTIONS = ["--device", "cpu", "--quick", "--out", "found", "--only"]
 NOT_NEEDED = ["safetensors", "tqdm", "tensorboard", "matplotlib", "sklearn", "scipy"]

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 import pipetrain
 from pipetrain import Pipeline, TrainingStopped, fit
-from pipetrain.runtime import rehearsal
+from pipetrain.runtime import buckets, rehearsal
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.feed import WindowFeed
 from pipetrain.runtime.finite import StopOnNaN
@@ -155,6 +155,40 @@ def test_cuda_graphs_replay_what_single_launches_do(schedule):
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_cuda_graphs_of_a_stage_without_weights_have_no_gradient_to_take(schedule):
     equal_the_cpu(case(schedule, *FLOATS[:2], "dtype=float32", "partition=[1]", "cuda_graphs=true"))
+
+
+# Replicas, most of whose matrices are a bucket each
+
+NORM, PLAIN = (f"model._target_=tests.support.models.with{end}_norm" for end in ("", "out"))
+
+
+def spread(schedule: str, ranks: int, *words: str) -> Case:
+    return Case(schedule, ranks, ("epochs=1", "cuda_graphs=false", *words), 20)  # batches of 12 and 8
+
+
+@pytest.fixture
+def small_buckets(monkeypatch):
+    monkeypatch.setattr(buckets, "BUCKET", 1000)
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        spread("1f1b", 3, "replicas=[1,2]", PLAIN, "microbatches=3", "clip_grad_norm=0.1"),
+        spread("1f1b", 4, "replicas=2", TIED, "partition=[2]", "microbatches=4", *CLIPPED),
+        spread("1f1b", 2, "placement=0-1.0-1", NORM, "microbatches=4", "batchnorm=batch"),
+        spread("pipedream", 3, "replicas=[2,1]", NORM, "microbatches=1"),
+        spread("pipedream", 4, "replicas=2", PLAIN, "microbatches=2", "window=2"),
+        spread("zb_h1", 4, "replicas=2", NORM, "microbatches=4"),
+        spread("pipedream", 2, "placement=0-1.0-1", PLAIN, "microbatches=3", "clip_grad_norm=0.1"),
+        spread("1f1b", 3, "replicas=[2,1]", PLAIN, "microbatches=4", "dtype=float32", "cuda_graphs=true"),
+        spread("zb_h1", 4, "replicas=2", PLAIN, "microbatches=4", "dtype=float32", "cuda_graphs=true"),
+    ],
+    ids=str,
+)
+def test_replicas_train_as_on_a_cpu(one, small_buckets):
+    """Where a replica has no microbatch of a batch, its host sees which gradients there are."""
+    equal_the_cpu(one, waits=4 if "microbatches=1" in one.overrides else 0)
 
 
 # What a microbatch costs beside its model
@@ -395,6 +429,17 @@ FAULTS = {
         lambda tell: lambda self, tie, numbers: (tell(self, tie, numbers), self.begin(tie)),
         SHARED,
     ),
+    "replicas begin their buckets when they are told": (
+        Channel,
+        "tell",
+        lambda tell: (
+            lambda self, tie, numbers, early=False: (
+                tell(self, tie, numbers, early),
+                early and self.begin(tie),
+            )
+        ),
+        spread("layer_dist", 3, "replicas=[1,2]", PLAIN, "microbatches=3"),
+    ),
     "a rehearsal trains": (rehearsal, "put_back", lambda put_back: nothing_put_back, case("1f1b", *EVEN)),
     "a norm of nothing is in host memory": (
         Weights,
@@ -427,7 +472,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault):
+def test_a_planted_fault_is_seen(fault, small_buckets):
     owner, name, make, one = FAULTS[fault]
     with planted(owner, name, make), pytest.raises((AssertionError, pipetrain.ActionFailed, TrainingStopped)):
         equal_the_cpu(one)

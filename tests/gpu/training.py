@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmark.worlds import Say, fitted
 from pipetrain.errors import TrainingStopped
+from pipetrain.runtime import buckets
 from pipetrain.runtime.links import Links
 from pipetrain.schedule.actions import Program
 from tests.gpu.rows import SKIPPED, Row, Setting, judged
@@ -37,6 +38,25 @@ STAGED = ("1f1b", "interleaved_1f1b", "zbv", "pipedream", "fbp")
 QUICK = ("1f1b", "fbp")
 GRAPHED = ("1f1b", "gpipe", "pipedream", "zb_h1")
 MORE_GRAPHED = ("interleaved_1f1b", "pipedream_2bw", "zb_h2", "zb_auto", "zbv", "v_half", "v_async")
+
+FOURTHS = (*COMMON, "microbatches=4")
+REPLICAS = {  # by ranks
+    3: {
+        "[2,1], 1f1b": Case("1f1b", 3, ("replicas=[2,1]", *FOURTHS)),
+        "[1,2], zb_h1, clipped": Case("zb_h1", 3, ("replicas=[1,2]", *FOURTHS, *CLIPPED)),
+        "[2,1], pipedream, microbatches=1": Case(
+            "pipedream", 3, ("replicas=[2,1]", *COMMON, "microbatches=1")
+        ),
+    },
+    4: {
+        "[2,2], 1f1b": Case("1f1b", 4, ("replicas=[2,2]", *FOURTHS)),
+        "[2,2], zb_h1": Case("zb_h1", 4, ("replicas=[2,2]", *FOURTHS)),
+        "[2,2], pipedream": Case("pipedream", 4, ("replicas=[2,2]", *FOURTHS, "window=3")),
+        "[2,2], ties, clipped": Case(
+            "1f1b", 4, ("replicas=[2,2]", TIED, "partition=[3]", "microbatches=4", *CLIPPED)
+        ),
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -117,6 +137,21 @@ def of_schedules(ranks: int, schedules: Sequence[str]) -> dict[str, Case]:
 def over_nccl(setting: Setting, ranks: int, names: Sequence[str]) -> Iterator[Row]:
     """Train schedules over NCCL."""
     yield from against_reference(setting, of_schedules(ranks, QUICK if setting.quick else names), ranks)
+
+
+def replicas(setting: Setting) -> Iterator[Row]:
+    """Train replicas over NCCL, most matrices in a bucket of their own."""
+    first = "[2,1], 1f1b"
+    for ranks, cases in ({3: {first: REPLICAS[3][first]}} if setting.quick else REPLICAS).items():
+        yield from against_reference(setting, cases, ranks, bucketed)
+    if setting.cuda:
+        yield from graphed(setting, [Case("1f1b", 4, ("replicas=[2,2]", *FLOAT32))], bucketed)
+
+
+def bucketed(links: Links, case: Case) -> Trained:
+    """Train as `train` does, in a process whose buckets are small."""
+    buckets.BUCKET = 1000
+    return train(links, case)
 
 
 def staged(setting: Setting) -> Iterator[Row]:
@@ -225,11 +260,19 @@ def graphs(setting: Setting, names: Sequence[str] = GRAPHED) -> Iterator[Row]:
     if not setting.cuda:
         yield Row("cuda_graphs=true", "a rehearsal", "", SKIPPED)
         return
+    yield from graphed(setting, [Case(name, 2, FLOAT32) for name in names])
+
+
+def graphed(setting: Setting, cases: Sequence[Case], work: Work = train) -> Iterator[Row]:
+    """Train cases of as many ranks without CUDA graphs and with them."""
     option = "cuda_graphs=true"
-    ways = (("cuda_graphs=false",), (option,))
-    cases = [Case(name, 2, (*FLOAT32, *more)) for name in names for more in ways]
+    ways = [
+        replace(case, overrides=(*case.overrides, way))
+        for case in cases
+        for way in ("cuda_graphs=false", option)
+    ]
     eager: Trained | None = None
-    for case, found, why in setting.each(train, 2, cases, within=GRAPHS_S):
+    for case, found, why in setting.each(work, cases[0].ranks, ways, within=GRAPHS_S):
         if option not in case.overrides:
             eager = found  # None where it did not train
             continue
