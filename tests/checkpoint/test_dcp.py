@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -48,18 +49,22 @@ def losses(pipe: Pipeline, number: int, end: int) -> list[float]:
     return list(pipe.train(batches()[number:end]))
 
 
-def pipeline(schedule: str, partition: Any) -> Pipeline:
-    options: dict[str, Any] = {"partition": partition, "sample": batches()[0], "threads": 1}
-    return Pipeline(tied(), cross_entropy, adam, schedule, microbatches=1, **options)
+def pipeline(schedule: str, partition: Any, **options: Any) -> Pipeline:
+    options |= {"partition": partition, "sample": batches()[0], "threads": 1}
+    return Pipeline(tied(), cross_entropy, adam, schedule, **{"microbatches": 1, **options})
 
 
 def saved(folder: str) -> list[float]:
-    """Train 3 updates on 2 ranks, which share a weight; save, and train 2 more."""
+    """Train 3 updates on 2 ranks, which share a weight; save, and train 2 more. Load and save on replicas."""
     with pipeline("1f1b", [2]) as pipe:
         known = losses(pipe, 0, 3)
         pipe.collect()
         dcp.save(pipe.dcp(), checkpoint_id=folder)
-        return known + losses(pipe, 3, 5)
+        known += losses(pipe, 3, 5)
+    with pipeline("1f1b", [2], placement="0-1.0-1", microbatches=2) as pipe:
+        dcp.load(pipe.dcp(), checkpoint_id=folder)
+        dcp.save(pipe.dcp(), checkpoint_id=f"{folder} of replicas")
+    return known
 
 
 def gone_on(folder: str) -> list[float]:
@@ -103,13 +108,19 @@ class Plain:
         )
 
 
+def stored(folder: str) -> Iterable[Any]:
+    return dcp.FileSystemReader(folder).read_metadata().storage_data.values()
+
+
 def test_what_two_ranks_save_others_and_plain_pytorch_go_on_from_and_the_other_way(ranks, tmp_path):
     whole = [pytest.approx(loss, rel=1e-12) for loss in Plain().train(5)]
     ours, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")
     assert ranks(saved, ours) == [whole] * 2
+    sizes = [sum(of.length for of in stored(folder)) for folder in (ours, f"{ours} of replicas")]
+    assert sizes == [sizes[0]] * 2
     assert ranks(gone_on, ours) == [whole[3:]] * 2
     plain = Plain()
-    plain.load(ours)
+    plain.load(f"{ours} of replicas")
     assert plain.train(5) == whole[3:]
     plain = Plain()
     plain.train(3)

@@ -28,7 +28,9 @@ from pipetrain.commands.train import conditions_of, with_cuts_of
 from pipetrain.errors import ConfigError
 from pipetrain.records.folder import lengthens
 from pipetrain.settings import Settings
-from tests.support.cases import Case, Epochs, Saved, compare, config, make_run, run_in_threads
+from tests.support import cases
+from tests.support.cases import Case, Epochs, Saved, compare, config, make_run, run_in_threads, state_of
+from tests.support.runs import Run
 
 pytestmark = pytest.mark.slow
 
@@ -147,6 +149,25 @@ def test_onto_other_replicas_it_ends_the_same(tmp_path):
     for ranks, other in ((3, "replicas=[1,2]"), (2, SHARED), (2, "replicas=1"), (1, "replicas=1")):
         case = a_case("gpipe", ranks, *words, other)
         wanted.nearly(*run_in_threads(case, source=checkpoints(tmp_path)[2]))
+
+
+def test_what_replicas_have_apart_at_a_load_is_of_before(tmp_path, monkeypatch):
+    def trained_and_loaded(epochs: Epochs, run: Run) -> dict[str, Tensor]:
+        epochs.session._leveller.before_window()
+        for stage in epochs.session.stages.values():
+            for buffer in stage.module.buffers():
+                buffer += 1
+        (source,) = checkpoints(tmp_path)
+        epochs.restore(Source(source, read_whole(source)))
+        epochs.session.level()
+        return state_of(epochs, run)
+
+    monkeypatch.setattr(cases, "state_of", trained_and_loaded)
+    case = a_case("1f1b", 2, SHARED, "microbatches=2", "epochs=1")
+    state, _ = run_in_threads(case, saved=Saved(tmp_path, keep=1))
+    (source,) = checkpoints(tmp_path)
+    tensors = Source(source, read_whole(source)).tensors()
+    assert all(torch.equal(tensors[MODEL + name], tensor) for name, tensor in state.items())
 
 
 def residuals(source: Path) -> list[str]:
