@@ -259,7 +259,7 @@ class Channel:
         if not self._pending[tie][0][1]:
             self.begin(tie)
         numbers, works, _ = self._pending[tie].popleft()
-        error = partial(_failed_sum, tie, self._timeout)
+        error = partial(_failed_sum, tie, self._sums[tie], self._timeout)
         self._waiting(error, self._complete, works, error)
         return numbers.to(self._device, non_blocking=True)
 
@@ -417,8 +417,12 @@ def _at_least(seconds: float) -> timedelta:
     return timedelta(milliseconds=max(0, math.floor(1000 * seconds)) + 1)
 
 
-def _failed_sum(tie: Tie, timeout: float, why: str) -> ChannelError:
+def _failed_sum(tie: Tie, group: Any, timeout: float, why: str) -> ChannelError:
     what = "the gradients of shared weights" if tie else "the gradient norms"
-    me = f"rank {dist.get_rank() if dist.is_initialized() else 0}"
-    late = f"{me} waited {timeout:g} s for {what} of the other ranks"
-    return ChannelError(f"{me} lost another rank at {what}: {why}" if why else late)
+    if len(tie) == 1:
+        what = f"the gradients of the replicas of stage {tie[0]}"
+    me, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+    others = ", ".join(str(rank) for rank in ranks if rank != me)
+    whom = f"one of ranks {others}" if len(ranks) > 2 else f"rank {others}"
+    late = f"rank {me} waited {timeout:g} s for {what} of {whom}"
+    return ChannelError(f"rank {me} lost {whom} at {what}: {why}" if why else late)

@@ -47,6 +47,21 @@ def test_an_error_says_who_waits_for_what(receives, sends, late, lost):
     assert str(failed(receives, sends, 60, "gone")) == f"rank {lost}: gone"
 
 
+@pytest.mark.parametrize(
+    ("tie", "ranks", "what", "whom"),
+    [
+        ((1,), [0, 2], "the gradients of the replicas of stage 1", "rank 2"),
+        ((0, 2), [0, 1, 3], "the gradients of shared weights", "one of ranks 1, 3"),
+        (ALL, [0, 1], "the gradient norms", "rank 1"),
+    ],
+)
+def test_an_error_of_a_sum_says_who_may_be_lost(tie, ranks, what, whom, monkeypatch):
+    monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(module.dist, "get_process_group_ranks", lambda group: group)
+    assert str(module._failed_sum(tie, ranks, 60, "")) == f"rank 0 waited 60 s for {what} of {whom}"
+    assert str(module._failed_sum(tie, ranks, 60, "gone")) == f"rank 0 lost {whom} at {what}: gone"
+
+
 def test_the_cause_of_a_failure_is_one_sentence_without_gloo_s_source_line():
     said = (
         "[/a/gloo/pair.cc:553] Connection closed by peer [::1]:14. This is typically caused by a crash. GLHF!"
