@@ -88,4 +88,10 @@ def processes(
 
 def spans(placement: Placement) -> str:
     """Return a placement as it is written: 0-6.7."""
-    return ".".join(f"{of[0]}-{of[-1]}" if len(of) > 1 else str(of[0]) for of in placement)
+    return ".".join(map(span, placement))
+
+
+def span(ranks: Sequence[int]) -> str:
+    """Return the ranks of a stage, as 7, 0-6 or, with gaps, 0 2."""
+    whole = len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1
+    return f"{ranks[0]}-{ranks[-1]}" if whole else " ".join(map(str, ranks))

@@ -14,21 +14,25 @@ Torch is imported only where a model is given, to cut it.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from pipetrain.commands.cli import compose
 from pipetrain.ending import guarded, unread
 from pipetrain.errors import ConfigError
+from pipetrain.placing import PLACEMENT, REPLICAS, places_of, processes, spans
 from pipetrain.rules import COUNT, whole
-from pipetrain.schedule.actions import ScheduleError, compute_program, most_open, ranks_of
+from pipetrain.schedule.actions import Placement, ScheduleError, most_open, ranks_of
 from pipetrain.schedule.draw import aligned, counted
 from pipetrain.schedule.lower import lower
-from pipetrain.schedule.simulate import SHOWN, simulate
+from pipetrain.schedule.policy import ForwardBackward
+from pipetrain.schedule.replicas import spread_program
+from pipetrain.schedule.simulate import SHOWN, simulate, unit_cost
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import joined
 
@@ -73,7 +77,8 @@ def show_table(cfg: DictConfig) -> None:
     words = list(HydraConfig.get().overrides.task)
     if unused := [key for key in ("out", "span") if cfg[key] is not None]:
         raise ConfigError(f"compare= prints a table, which takes no {unused[0]}=: leave one of them out")
-    ranks, m = _count(cfg, "stages") or 2, _count(cfg, "microbatches") or 1
+    places, m = _places(cfg), _count(cfg, "microbatches") or 1
+    ranks = 1 + max(map(max, places))
     has_model = cfg.costs is not None or _has_model()
     shared = [word for word in words if not word.startswith("compare=")]
     rows, notes, title = [], [], ""
@@ -81,7 +86,7 @@ def show_table(cfg: DictConfig) -> None:
         own = hydra.compose("plan", overrides=[*shared, f"schedule={name}", f"microbatches={m}"])
         batches = _batches(own)  # a schedule's own window
         try:
-            times, peaks = _on_equal_stages(own, ranks, batches, m)
+            times, peaks = _on_equal_ranks(own, places, batches, m)
             if has_model:
                 title, more = _by_model(name, own, batches)
                 times += more
@@ -95,9 +100,11 @@ def show_table(cfg: DictConfig) -> None:
         )
     of_model = [f"{title} batch", f"{title} bubble"] if has_model else []
     head = ["schedule", "batch", "bubble", *of_model, "activations", "versions", "staleness"]
-    part = f"1/{ranks} of the model" if ranks > 1 else "the model"
+    equal, part = "stages", f"1/{ranks} of the model" if ranks > 1 else "the model"
+    if any(len(of) > 1 for of in places):
+        equal, part = f"ranks of placement={spans(places)}", "its part of the model"
     print(
-        f"{counted(ranks, 'rank')}, {counted(m, 'microbatch')} a batch; all stages equal, "
+        f"{counted(ranks, 'rank')}, {counted(m, 'microbatch')} a batch; all {equal} equal, "
         f"messages free\n\n{aligned([head, *rows])}\n\n"
         f"batch: the time of one, where 1 is what a rank computes for a microbatch; {m} is no bubble\n"
         f"the rest by rank: activations held, in microbatches of {part}; weight versions; updates late\n"
@@ -132,15 +139,25 @@ def _by_model(name: str, cfg: DictConfig, batches: int) -> tuple[str, list[str]]
     return title, _times(plan.timeline(), batches, 1e-3 if plan.costs else WORK)
 
 
-def _on_equal_stages(
-    cfg: DictConfig, ranks: int, batches: int, microbatches: int
+def _on_equal_ranks(
+    cfg: DictConfig, places: Placement, batches: int, microbatches: int
 ) -> tuple[list[str], list[str]]:
-    """Return the times of a schedule, and by rank its activations, weight versions and staleness."""
+    """Return the times of a schedule, and by rank its activations, weight versions and staleness.
+
+    Of a batch every rank does as much, so a stage with replicas is so much larger.
+    """
     buffer_size = _count(cfg, "buffer_size") or 1
     schedule = instantiate(cfg.schedule)
-    compute = compute_program(schedule, ranks, batches, microbatches, buffer_size=buffer_size)
-    program = lower(joined(compute))
-    run = simulate(program, microbatches, buffer_size=buffer_size)
+    if isinstance(schedule, ForwardBackward) and max(map(len, places)) > 1:
+        raise ScheduleError("it decides its order while it runs, and replicas take turns in a fixed one")
+    compute = spread_program(schedule, places, batches, microbatches, buffer_size=buffer_size)
+    program, placement = lower(joined(compute)), ranks_of(compute)
+    run = simulate(
+        program,
+        microbatches,
+        buffer_size=buffer_size,
+        cost=lambda action: len(placement[action.stage]) * unit_cost(action),
+    )
     stages = [sorted({action.stage for action in row.actions}) for row in run.rows]
     peaks = (
         [most_open([row.actions]) / len(own) for row, own in zip(run.rows, stages, strict=True)],
@@ -148,7 +165,7 @@ def _on_equal_stages(
         [max(run.staleness[stage] for stage in own) for own in stages],
     )
     by_rank = [" ".join(f"{value:.3g}" for value in values) for values in peaks]
-    return _times(run, batches, WORK * len(ranks_of(program)) / ranks), by_rank
+    return _times(run, batches, WORK * sum(map(len, placement)) / len(run.rows)), by_rank
 
 
 def _names(cfg: DictConfig) -> list[str]:
@@ -163,6 +180,16 @@ def _names(cfg: DictConfig) -> list[str]:
             f"of {', '.join(known)}, as compare=[1f1b,zbv]"
         )
     return list(dict.fromkeys(named))
+
+
+def _places(cfg: DictConfig) -> Placement:
+    """Return the ranks of each place in a program. Raises ConfigError."""
+    rules = {"stages": COUNT, "replicas": REPLICAS, "placement": PLACEMENT}
+    values: Any = OmegaConf.to_object(cfg)
+    stages, replicas, placement = (rule.read(key, values[key], null=True) for key, rule in rules.items())
+    if replicas == "auto":
+        raise ConfigError("compare= needs the ranks of each stage: give replicas= in numbers")
+    return placement or places_of(replicas or 1, processes(stages, replicas, placement, None))
 
 
 def _count(cfg: DictConfig, key: str) -> int | None:

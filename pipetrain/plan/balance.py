@@ -25,7 +25,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.plan.costs import Table
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.program import Draft, make_program, modes_of
-from pipetrain.schedule.actions import Op, Placement
+from pipetrain.schedule.actions import Op, Placement, replicated
 from pipetrain.schedule.memory import GIB, Items, counts, held_bytes
 from pipetrain.settings import AUTO, PROFILE, STRATEGIES, Mode
 
@@ -234,9 +234,11 @@ def prices_of(draft: Draft, batches: int, table: Table) -> Prices:
 
     def doing(recompute: Collection[int] = ()) -> dict[int, Doing]:
         by_stage: dict[int, Doing] = {}
-        for actions in make_program(draft, None, batches, recompute=recompute):
+        program = make_program(draft, None, batches, recompute=recompute)
+        several = replicated(program)
+        for actions in program:
             own = {action.stage for action in actions}
-            moments = list(counts(actions, settings.buffer_size, own if copied else ()))
+            moments = list(counts(actions, settings.buffer_size, own if copied else (), several))
             for stage in own:
                 often = Counter(action.op for action in actions if action.stage == stage)
                 each = {op: number / batches for op, number in often.items()}

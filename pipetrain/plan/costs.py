@@ -282,6 +282,7 @@ class Table:
             returned=self.wire_bytes(enters)[1],
             tied=_nbytes({name: spec for name, spec in weights.items() if name in elsewhere}),
             adding=sum(n for spec in weights.values() if (n := spec.nbytes) <= SMALL_GRADIENT) * self.on_gpu,
+            reduced=_nbytes(weights),
         )
 
 

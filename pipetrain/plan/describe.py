@@ -21,6 +21,7 @@ from pipetrain.data import declared_example, load_data
 from pipetrain.errors import ConfigError
 from pipetrain.network.chain import network_of
 from pipetrain.network.values import TensorSpec
+from pipetrain.placing import span
 from pipetrain.plan.costs import profile_conditions, read_profile
 from pipetrain.plan.memory import gpu_bytes, known_state, optimizer_state, says_whether_it_fits
 from pipetrain.plan.plan import Plan, Samples, make_plan
@@ -178,7 +179,7 @@ def _partition(plan: Plan) -> str:
             parts.append(tensors if route.source == stage - 1 else f"{tensors} from {route.source}")
         row = {
             "stage": str(stage),
-            "rank": " ".join(map(str, ranks)),
+            "rank": span(ranks),
             "layers": f"{slice.start}-{slice.end - 1} {layers[0].name}..{layers[-1].name}",
             "parameters": f"{sum(layer.params for layer in layers):,}",
             "work": f"{sum(layer.flops for layer in layers) / flops:.1%}",
@@ -239,7 +240,9 @@ def _memory(plan: Plan, stage_bytes: Memory, room: int | None) -> str:
     rows = [["stage", "MiB held", *PARTS]]
     for stage, of in enumerate(peaks(stage_bytes)):
         rows.append([str(stage), *(f"{of[name] / 2**20:.1f}" for name in ("total", *PARTS))])
-    note = "the peak of each stage, and of each part of it; without what an action needs while it runs\n"
+    fullest = " on its fullest rank" * any(len(ranks) > 1 for ranks in plan.placement)
+    note = f"the peak of each stage{fullest}, and of each part of it; without what an action needs while it "
+    note += "runs\n"
     if plan.settings.memory_limit is not None:
         a = "stage" if plan.settings.partition == PROFILE else "rank"
         note += f"memory_limit {plan.settings.memory_limit * 1024:.1f} MiB a {a}\n"
@@ -250,11 +253,13 @@ def _memory(plan: Plan, stage_bytes: Memory, room: int | None) -> str:
 
 def _figures(plan: Plan, run: Timeline, batches: int) -> str:
     settings, simulation = plan.settings, plan.window.simulation
-    size = settings.microbatches, plan.stages // settings.ranks
+    size = settings.microbatches, plan.stages // len(settings.places)
     formula = theory(settings.schedule, settings.ranks, batches, *size)
     if formula and not any(formula.staleness) and has_norms(plan.window.program):
         formula = theory(settings.schedule, settings.ranks, 1, *size)  # each batch ends on all ranks at once
-    if plan.by_costs:  # the formulas are for an order that was made for equal stages
+    if any(len(ranks) > 1 for ranks in plan.placement):  # the formulas are for a rank a stage
+        formula = None
+    if plan.by_costs:  # and for an order that was made for equal stages
         formula, simulation = None, run
     elif getattr(plan.draft.schedule, "keywords", {}).get("buffer"):  # and for ssp's own
         formula = None

@@ -14,6 +14,7 @@ import csv
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple, TextIO
 
 import torch
@@ -21,6 +22,7 @@ import torch
 from pipetrain.errors import ConfigError
 from pipetrain.network.network import INPUT, ValueId
 from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.placing import span
 from pipetrain.plan.costs import LayerTime, Profile
 from pipetrain.plan.estimate import Layer
 from pipetrain.plan.memory import peaks_by_rank
@@ -162,8 +164,8 @@ def _times(name: str, numbers: Mapping[str, float], nbytes: int, halved: bool) -
 def write_rows(plan: Plan, file: TextIO) -> None:
     """Write a row for each stage of a plan that is `sized`, with the figures of its rank and of all.
 
-    Forward, backward and messages are of a microbatch, busy and batch of a batch: in ms, and without times
-    in the plan's own unit.
+    Of several ranks these are the means, and the bytes of the fullest. Forward, backward and messages are of
+    a microbatch, busy and batch of a batch: in ms, and without times in the plan's own unit.
     """
     run, costs, batches = plan.timeline(), plan.stage_costs, max(plan.windows)
     stage_bytes, recompute, bubbles = plan.memory(run), plan.recompute, run.bubble_per_rank
@@ -173,8 +175,8 @@ def write_rows(plan: Plan, file: TextIO) -> None:
     def taken(stage: int, ops: Collection[Op]) -> float:
         return sum(time for (of, op, *_), time in costs.seconds.items() if of == stage and op in ops)
 
-    rows: list[dict[str, int | str]] = []
-    for stage, (rank, peak) in enumerate(zip(plan.firsts, peaks(stage_bytes), strict=True)):
+    rows: list[dict[str, object]] = []
+    for stage, (on, peak) in enumerate(zip(plan.placement, peaks(stage_bytes), strict=True)):
         times = {
             "forward": taken(stage, {Op.F}),
             "backward": taken(stage, backward),
@@ -182,13 +184,13 @@ def write_rows(plan: Plan, file: TextIO) -> None:
             "busy": run.stages[stage].busy_s / batches,
             "batch": run.makespan / batches,
         }
-        layers = plan.cut.slices[stage]
+        layers, fullest = plan.cut.slices[stage], max(ranks[rank] for rank in on)
         rows.append(
-            {"stage": stage, "rank": rank, "first_layer": layers.start, "last_layer": layers.end - 1}
+            {"stage": stage, "rank": span(on), "first_layer": layers.start, "last_layer": layers.end - 1}
             | {f"{name}{unit}": f"{scale * time:.6g}" for name, time in times.items()}
-            | {"rank_bubble": f"{bubbles[rank]:.6g}", "bubble": f"{run.bubble:.6g}"}
+            | {"rank_bubble": f"{fmean(bubbles[rank] for rank in on):.6g}", "bubble": f"{run.bubble:.6g}"}
             | plan.peaks(stage)._asdict()
-            | {"recompute": recompute[stage].value, "rank_bytes": ranks[rank], "stage_bytes": peak["total"]}
+            | {"recompute": recompute[stage].value, "rank_bytes": fullest, "stage_bytes": peak["total"]}
             | {f"{part}_bytes": peak[part] for part in PARTS}
         )
     writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")

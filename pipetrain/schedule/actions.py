@@ -164,6 +164,11 @@ def ranks_of(program: Program) -> Placement:
     return [tuple(holders[stage]) for stage in range(len(holders))]
 
 
+def replicated(program: Program) -> set[int]:
+    """Return the stages with several ranks."""
+    return {stage for stage, ranks in enumerate(ranks_of(program)) if len(ranks) > 1}
+
+
 def homes(program: Program) -> dict[tuple[int, int], int]:
     """Return the rank that runs each (stage, microbatch)."""
     return {

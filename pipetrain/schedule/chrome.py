@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.schedule.actions import COMMUNICATION, RECEIVES, SENDS, UPDATE, Action, parse_action
+from pipetrain.schedule.draw import named
 from pipetrain.schedule.timeline import Row, Span, Timeline, TracedWindow
 
 FORMAT = "pipetrain trace 2"
@@ -116,10 +117,9 @@ def _message(action: Action) -> tuple[tuple[int, int], int]:
 
 
 def _names(rank: int, stages: list[int]) -> Iterator[Event]:
-    of = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
-    named = [("process", 0, f"rank {rank} ({of})", rank)]
-    named += [("thread", track, name, track) for track, name in enumerate(TRACKS)]
-    for kind, track, name, index in named:
+    names = [("process", 0, f"rank {rank} ({named(stages)})", rank)]
+    names += [("thread", track, name, track) for track, name in enumerate(TRACKS)]
+    for kind, track, name, index in names:
         where = {"ph": "M", "pid": rank, "tid": track}
         yield {**where, "name": f"{kind}_name", "args": {"name": name}}
         yield {**where, "name": f"{kind}_sort_index", "args": {"sort_index": index}}

@@ -52,9 +52,11 @@ def as_text(
     are. `unit_of_time`: of the costs, as s.
     """
     unit, total, ranks = unit_of(timeline), cells_of(timeline), len(timeline.rows)
-    several = any(len(on_rank) > 1 for on_rank in stages_of(timeline))
+    stages = stages_of(timeline)
+    several, alike = any(len(on_rank) > 1 for on_rank in stages), stages == [[n] for n in range(ranks)]
     bars = bars_of(timeline)
-    names = [f"rank {rank}  ".ljust(len(f"rank {ranks - 1}  ")) for rank in range(ranks)]
+    labels = [f"rank {n}" + f" ({named(of)})" * (not several and not alike) for n, of in enumerate(stages)]
+    names = [f"{label.ljust(max(map(len, labels)))}  " for label in labels]
     cell = 1 + max((len(_label(bar.action, several)) for bar in bars), default=1)
     fits = max(1, (width - len(names[0]) - 1) // cell)  # and the mark at the end of a line
     first, last = (min(at, total) for at in span or (0, LINES * fits))
@@ -150,6 +152,11 @@ def cells_of(timeline: Timeline) -> int:
 def stages_of(timeline: Timeline) -> list[list[int]]:
     """Return the stages of each rank."""
     return [sorted({action.stage for action in row.actions}) for row in timeline.rows]
+
+
+def named(stages: Sequence[int]) -> str:
+    """Return `stage 0`, or `stages 0, 2`."""
+    return f"stage{'s' * (len(stages) != 1)} {', '.join(map(str, stages))}"
 
 
 def counted(number: int, noun: str) -> str:

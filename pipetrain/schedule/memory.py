@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import mul
 from typing import NamedTuple
 
-from pipetrain.schedule.actions import Action, Op, most_versions
+from pipetrain.schedule.actions import Action, Op, most_versions, replicated
 from pipetrain.schedule.timeline import Timeline
 
 GIB = 2**30
@@ -41,10 +41,11 @@ class Items(NamedTuple):
     returned: int = 0  # sent gradients
     tied: int = 0  # gradients of weights that other stages have too, from TIE until NORM or STEP
     adding: int = 0  # gradients of a microbatch that are added to the batch's at the end of its B or W
+    reduced: int = 0  # gradients that replicas add up, beside their own, from REDUCE until the next action
 
 
 _OF_WEIGHTS = ("weights", "versions", "gradients", "optimizer")
-_PART_OF = (*["activations"] * 3, *_OF_WEIGHTS, *["messages"] * 6, "gradients")
+_PART_OF = (*["activations"] * 3, *_OF_WEIGHTS, *["messages"] * 6, "gradients", "gradients")
 
 PartBytes = Mapping[str, int]
 """The bytes that one stage holds at a moment, by part."""
@@ -69,9 +70,9 @@ def over_time(
     timeline: Timeline, sizes: Sequence[Items], bound: int, copied: Collection[int] = ()
 ) -> list[dict[int, list[PartBytes]]]:
     """Return what the stages hold after each action of a timeline; for the rest see `counts`."""
-    memory = []
+    memory, several = [], replicated([row.actions for row in timeline.rows])
     for row in timeline.rows:
-        moments = list(counts(row.actions, bound, copied))
+        moments = list(counts(row.actions, bound, copied, several))
         stages = moments[0] if moments else ()
         memory.append({stage: [in_parts(now[stage], sizes[stage]) for now in moments] for stage in stages})
     return memory
@@ -96,21 +97,23 @@ def totals(of_rank: Mapping[int, Sequence[PartBytes]], parts: Collection[str] = 
     return [sum(by_part[part] for by_part in moment for part in parts) for moment in moments]
 
 
-def counts(actions: Sequence[Action], bound: int, copied: Collection[int] = ()) -> Iterator[dict[int, Items]]:
+def counts(
+    actions: Sequence[Action], bound: int, copied: Collection[int] = (), several: Collection[int] = ()
+) -> Iterator[dict[int, Items]]:
     """Yield, after each action of a rank's lowered list, how many of each item its stages hold.
 
     The window is one of many: the storage of the versions is there from its start. `bound`: of the edges;
-    `copied`: the stages that send copies of their activations, as by a codec.
+    `copied`: the stages that send copies of their activations, as by a codec; `several`: those with replicas.
     """
     own = {stage: [a for a in actions if a.stage == stage] for stage in sorted({a.stage for a in actions})}
-    items = {stage: _items(of, bound, stage in copied) for stage, of in own.items()}
+    items = {stage: _items(of, bound, stage in copied, stage in several) for stage, of in own.items()}
     now = {stage: next(of) for stage, of in items.items()}
     for action in actions:
         now = {**now, action.stage: next(items[action.stage])}
         yield now
 
 
-def _items(actions: Sequence[Action], bound: int, copied: bool) -> Iterator[Items]:
+def _items(actions: Sequence[Action], bound: int, copied: bool, summed: bool) -> Iterator[Items]:
     """Yield what a stage holds before its first action, and after each."""
     recomputed = {action.mb for action in actions if action.op is Op.R}
     has = {op: any(action.op is op for action in actions) for op in Op}
@@ -145,4 +148,5 @@ def _items(actions: Sequence[Action], bound: int, copied: bool) -> Iterator[Item
             returned=(min(bound, back - unsent) + unsent) * has[Op.SEND_B],
             tied=int(op is Op.TIE),
             adding=int(adding),
+            reduced=int(summed and op is Op.REDUCE),
         )

@@ -22,6 +22,7 @@ from pipetrain.schedule.actions import (
     Ties,
     has_norms,
     ranks_of,
+    replicated,
     tied_stages,
 )
 from pipetrain.schedule.lower import Lowering
@@ -77,12 +78,8 @@ def with_norms(program: Program) -> Program:
     forward that reads what it makes, or the next batch's first backward. The NORM of a stage with a TIE waits
     itself, and comes before the first STEP of its rank that waits for it.
     """
-    tied, several = tied_stages(program), _replicated(program)
+    tied, several = tied_stages(program), replicated(program)
     return [_arranged(actions, tied, several, norms=True) for actions in program]
-
-
-def _replicated(program: Program) -> set[int]:
-    return {stage for stage, ranks in enumerate(ranks_of(program)) if len(ranks) > 1}
 
 
 def without_norms(program: Program) -> Program:
@@ -101,7 +98,7 @@ def with_ties(program: Program, ties: Ties) -> Program:
     for tie in ties:
         if len(set(tie)) < 2 or not set(tie) <= set(range(stages)):
             raise ScheduleError(f"a tie joins two or more stages of 0 to {stages - 1}; got {sorted(tie)}")
-    tied, several = set().union(*ties), _replicated(program)
+    tied, several = set().union(*ties), replicated(program)
     return [_arranged(actions, tied, several, has_norms(program)) for actions in program]
 
 

@@ -61,6 +61,7 @@ REFUSED = [
     (["span=9-3"], "span=9-3 must be all, or from which cell to which, such as 0-40"),
     (["compare=[1f1b,foo]"], "compare=['1f1b', 'foo'] names a schedule that there is not, or none: write"),
     (["compare=[]"], "compare=[] names a schedule that there is not, or none: write compare=all, or some"),
+    (["compare=[1f1b]", "replicas=auto"], "compare= needs the ranks of each stage: give replicas= in"),
     (["compare=[1f1b]", "stages=0"], "stages=0 must be a whole number of at least 1"),
     (["compare=pipedream_2bw", "stages=4", "microbatches=2"], "compare= has no schedule that can be planned"),
     (["compare=all", "out=x.svg"], "compare= prints a table, which takes no out="),
@@ -171,6 +172,16 @@ def test_schedules_are_compared_in_one_unit_of_time(run, tmp_path):
     took = planned("zbv", 2, 4, 16, "model=mlp").timeline().makespan / 16 / 3
     assert rows["zbv"][2:4] == [f"{took:.4g}", f"{1 - 4 / took:.1%}"]
     assert (float(rows["1f1b"][0]), err, list(tmp_path.iterdir())) == (5, "", [])
+
+
+def test_schedules_are_compared_with_replicas_where_every_rank_has_as_much_to_do(run):
+    out = run("compare=[1f1b,gpipe,fbp]", "replicas=[2,1]", "microbatches=4", "window=1")[1]
+    assert out.startswith("3 ranks, 4 microbatches a batch; all ranks of placement=0-1.2 equal, messages")
+    rows = rows_of(out)
+    # A stage of 2 (F), 4 (B) on two ranks, and one of 1, 2: the first F, all of the last, and the last B.
+    assert rows["gpipe"][:3] == [f"{(2 + 4 * 3 + 4) / 3:.4g}", "33.3%", "2 2 4"]
+    assert rows["1f1b"][2:] == ["2 2 1", "1 1 1", "0 0 0"]
+    assert "\nwithout fbp: it decides its order while it runs, and" in out
 
 
 def test_a_comparison_without_a_model_imports_no_torch_and_says_what_it_leaves_out(tmp_path):

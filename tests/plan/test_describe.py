@@ -73,6 +73,15 @@ def test_the_formulas_of_ssp_are_for_its_own_buffer():
     assert shown["staleness"] == ("2 2", "-")
 
 
+def test_replicas_are_ranks_of_a_stage_and_no_formula_is_of_them():
+    made = planned("1f1b", 2, 4, 1, "model=mlp", "replicas=[2,1]")
+    text = describe(made)
+    assert [line.split()[:2] for line in partition(text)] == [["stage", "rank"], ["0", "0-1"], ["1", "2"]]
+    assert {formula for _, formula in figures(text).values()} == {"-"}
+    assert "\nrank 1 (stage 0)  F1" in text
+    assert "\nthe peak of each stage on its fullest rank, and" in text
+
+
 def test_a_bubble_that_no_formula_gives_is_left_out():
     """Microbatches that are no multiple of the ranks, as by default with three of them."""
     shown = figures(describe(planned("interleaved_1f1b", 3, 4, 1, "model=mlp")))

@@ -14,6 +14,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.network.network import INPUT, ValueId
 from pipetrain.plan.balance import balance, best_cuts
 from pipetrain.plan.describe import planned
+from pipetrain.plan.memory import peaks_by_rank
 from pipetrain.plan.plan import Plan
 from pipetrain.plan.rows import read_rows, write_rows
 from tests.support.cases import config
@@ -79,6 +80,20 @@ def test_a_chain_of_equal_layers_has_the_times_and_the_bubble_of_the_formula(tmp
     assert columns(rows, "activations_bytes") == [[2 * 2 * mib, 3 * mib]]  # what enters the second, too
     late = rows_of(plan_of(tmp_path, (tmp_path / "costs.csv").read_text(), schedule="pipedream", batches=16))
     assert columns(late, "versions", "staleness", "versions_bytes") == [[2, 1], [1, 0], [8 * mib, 0]]
+
+
+def test_of_a_stage_with_replicas_a_row_has_the_means_and_the_fullest(tmp_path):
+    """Three microbatches, of which the first replica has two; 1 ms forward, 2 backward."""
+    head = "name,forward_ms,backward_ms,activation_bytes,parameter_bytes\n"
+    words = ("stages=null", "replicas=[2,1]", "microbatches=3", "partition=[1]")
+    plan = plan_of(tmp_path, head + "a,1,2,1000,400\nb,1,2,1000,400\n", *words)
+    rows, run = rows_of(plan), plan.timeline()
+    assert [row["rank"] for row in rows] == ["0-1", "2"]
+    assert columns(rows, "busy_ms", "batch_ms") == [[4.5, 9], [12, 12]]
+    assert columns(rows, "rank_bubble") == [pytest.approx([1 - 4.5 / 12, 0.25])]
+    first, second, last = peaks_by_rank(plan.memory(run))
+    assert columns(rows, "rank_bytes") == [[first, last]]
+    assert second < first
 
 
 def test_a_published_profile_is_read_as_it_is(tmp_path):

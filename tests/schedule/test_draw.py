@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipetrain.schedule.actions import Action, Op, Program, ScheduleError
+from pipetrain.schedule.actions import Action, Op, Program, ScheduleError, parse_program
 from pipetrain.schedule.draw import as_text
 from pipetrain.schedule.figure import as_figure, as_png, as_stack
 from pipetrain.schedule.lower import lower
@@ -33,6 +33,8 @@ def first_slow(action: Action) -> float:
 def run(program: Program, microbatches: int, cost: Cost = unit_cost) -> Timeline:
     return simulate(lower(program), microbatches, cost=cost)
 
+
+SHARED = parse_program("0F0@0 0B0@0 0STEP@1\n0F1@0 0B1@0 0STEP@1\n1F0@0 1F1@0 1B0@0 1B1@0 1STEP@1")
 
 PICTURES: dict[str, tuple[Timeline, dict[str, Any]]] = {
     """1F1B as the documents show it:
@@ -65,6 +67,12 @@ rank 1  F2- B2-----|F3- B3-----|F4-…
 rank 0  B38----|.   B39----|
 rank 1  F39 B39----|.   .
 """: (run(pipedream(2, 40, 1), 1), {"width": 40, "span": (118, 999)}),
+    """the stage of each rank, where it may have replicas:
+3 ranks, makespan 9, bubble 55.6%
+rank 0 (stage 0)  F0 .  .  .  .  B0--- .  . |
+rank 1 (stage 0)  F1 .  .  .  .  .  .  B1---|
+rank 2 (stage 1)  .  F0 F1 B0--- B1---|.  .
+""": (run(SHARED, 2), {}),
     """times that are no units are drawn to scale, in their unit, below a title:
 mlp, 1f1b, 2 ranks, makespan 0.045 s, bubble 40.0%; a cell is 0.003 s
 F forward, B backward, | step, . idle, F3: of microbatch 3
@@ -118,6 +126,8 @@ def test_a_figure_shows_every_microbatch_its_legend_the_bubble_and_the_memory(
     names |= {"peak 13 MiB", "peak 11 MiB", "activations", "memory held, each rank at its own scale"}
     assert names - set(seen) == set()
     assert seen.count("2") == 4 + 7  # forwards, and a B, 3 I and 3 W
+    as_figure(run(SHARED, 2), tmp_path / "replicas.svg")
+    assert [texts(tmp_path / "replicas.svg").count(f"stage {stage}") for stage in (0, 1)] == [2, 1]
 
 
 def width(svg: Path) -> float:

@@ -80,14 +80,28 @@ def test_gradients_are_held_until_their_step_and_the_storage_of_versions_for_goo
     assert [now[0].tied for now in counts(tied, 2)][-3:] == [0, 1, 0]
 
 
+def test_a_replica_holds_the_sum_beside_its_gradient_until_it_is_heard_and_a_stage_what_its_fullest_does():
+    program = (
+        "0F0@0 0F2@0 0B0@0 0B2@0 0STEP@1\n0F1@0 0B1@0 0STEP@1\n1F0@0 1B0@0 1F1@0 1B1@0 1F2@0 1B2@0 1STEP@1"
+    )
+    lowered = lower(parse_program(program))
+    moments = counts(lowered[0], 2, (), [0])
+    now = [(str(action), at[0].reduced) for action, at in zip(lowered[0], moments, strict=True)]
+    assert now[-3:] == [("0B2@0", 0), ("0REDUCE@1", 1), ("0STEP@1", 0)]
+    memory = over_time(simulate(lowered, 3), [Items(saved=3, gradients=2, reduced=2)] * 2, 2)
+    assert [max(totals(of_rank, ["gradients"])) for of_rank in memory] == [4, 4, 2]  # one rank sums nothing
+    assert [max(totals(of_rank)) for of_rank in memory] == [6, 4, 5]
+    assert [of["total"] for of in peaks(memory)] == [6, 5]
+
+
 def test_bytes_are_counts_times_sizes():
     numbers = Items(
-        2, 1, 1, 1, 1, 1, 1, inputs=2, grads=1, arrived=1, outputs=0, returned=3, tied=1, adding=1
+        2, 1, 1, 1, 1, 1, 1, inputs=2, grads=1, arrived=1, outputs=0, returned=3, tied=1, adding=1, reduced=1
     )
     sizes = Items(10, 3, 5, 100, 90, 80, 70, inputs=7, grads=8, arrived=9, outputs=1000, returned=2, tied=4)
-    sizes = sizes._replace(adding=6)
+    sizes = sizes._replace(adding=6, reduced=5)
     held = in_parts(numbers, sizes)
-    assert held == dict(zip(PARTS, (28, 100, 90, 80 + 6, 70, 2 * 7 + 8 + 9 + 3 * 2 + 4), strict=True))
+    assert held == dict(zip(PARTS, (28, 100, 90, 80 + 6 + 5, 70, 2 * 7 + 8 + 9 + 3 * 2 + 4), strict=True))
     assert held_bytes(numbers, sizes) == sum(held.values())
 
 
