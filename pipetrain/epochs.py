@@ -274,13 +274,14 @@ class Epochs:
         if not self._about.evaluates:
             return ""
         batches, what = self._passes.evaluate(), f"evaluation {epoch + 1}"
+        replicas = len(self.session.plan.placement[min(self.session.stages)])
         batch_s = [record.eval_s / max(1, self._about.data.test) for record in self.history[-1:]]
 
         def around(sizes: Sequence[Size]) -> AbstractContextManager[tuple[None, Ends | None]]:
             return nullcontext((None, self._ends(len(sizes), *(s * max(sizes).samples for s in batch_s))))
 
         def ticks(batches: int) -> Tick:
-            return partial(self._tick, what, batches)
+            return partial(self._tick, what, -(-batches // replicas))  # of which the first has the most
 
         return self._windows.evaluate(what, batches, batches.evaluated_at_once, ticks, around)
 
@@ -395,9 +396,8 @@ class Epochs:
         )
         self._progress = replace(self._progress, history=[*self.history, record])
         if self._recorder:
-            self._recorder.epoch(
-                record, [figures.peak_bytes for figures in ranks if figures.peak_bytes is not None]
-            )
+            peaks = [figures.peak_bytes for figures in ranks if figures.peak_bytes is not None]
+            self._recorder.epoch(record, peaks, [figures.stages for figures in ranks])
 
     def _values(self, tally: Tally) -> dict[str, float]:
         return {"loss": tally.mean_loss, **self._about.task.values(tally)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from threading import Barrier
+from typing import Any
 
 import pytest
 import torch
@@ -94,17 +95,22 @@ def test_an_epoch_counts_its_samples_what_its_stages_did_and_the_losses_of_its_u
         assert list(coarse.losses.values()) == pytest.approx([sum(three) / 3, last], rel=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_progress_counts_each_update_once_and_each_evaluated_microbatch_once(schedule):
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 1), ("pipedream", 1), ("1f1b", 2)])
+def test_progress_counts_each_update_once_and_each_microbatch_that_a_rank_evaluates_once(schedule, ranks):
     ticks: list[tuple[str, int]] = []
+    did: list[list[list[int]]] = []  # by epoch and rank, of these stages
 
     class Counting(Listener):
         def tick(self, what: str, total: int) -> None:
             ticks.append((what, total))
 
-    case = Case(schedule, 1, (NORM, "microbatches=2", "epochs=2", "batch_size=10"), train_samples=40)
-    epochs_for(make_run(case), recorder=Counting()).run()
-    first = [("epoch 1", 4)] * 4 + [("evaluation 1", 2)] * 2
+        def epoch(self, *record: Any) -> None:
+            did.append([[*stages] for stages in record[-1]])
+
+    words = (NORM, "microbatches=2", "epochs=2", "batch_size=10", f"replicas={ranks}")
+    run_in_threads(Case(schedule, ranks, words, train_samples=40), Counting())
+    first = [("epoch 1", 4)] * 4 + [("evaluation 1", 2 // ranks)] * (2 // ranks)
+    assert did == [[[0]] * ranks] * 2
     assert ticks == first + [(what.replace("1", "2"), total) for what, total in first]
 
 

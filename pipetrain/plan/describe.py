@@ -240,7 +240,7 @@ def _memory(plan: Plan, stage_bytes: Memory, room: int | None) -> str:
     rows = [["stage", "MiB held", *PARTS]]
     for stage, of in enumerate(peaks(stage_bytes)):
         rows.append([str(stage), *(f"{of[name] / 2**20:.1f}" for name in ("total", *PARTS))])
-    fullest = " on its fullest rank" * any(len(ranks) > 1 for ranks in plan.placement)
+    fullest = " on its fullest rank" * plan.replicated
     note = f"the peak of each stage{fullest}, and of each part of it; without what an action needs while it "
     note += "runs\n"
     if plan.settings.memory_limit is not None:
@@ -257,7 +257,7 @@ def _figures(plan: Plan, run: Timeline, batches: int) -> str:
     formula = theory(settings.schedule, settings.ranks, batches, *size)
     if formula and not any(formula.staleness) and has_norms(plan.window.program):
         formula = theory(settings.schedule, settings.ranks, 1, *size)  # each batch ends on all ranks at once
-    if any(len(ranks) > 1 for ranks in plan.placement):  # the formulas are for a rank a stage
+    if plan.replicated:  # the formulas are for a rank a stage
         formula = None
     if plan.by_costs:  # and for an order that was made for equal stages
         formula, simulation = None, run

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipetrain.checkpoint.progress import EpochRecord, best_epoch
+from pipetrain.checkpoint.progress import EpochRecord, Stats, best_epoch
 from pipetrain.data.sets import DataFacts
 from pipetrain.plan.plan import Plan
 from pipetrain.rate import LearningRate
@@ -88,7 +88,8 @@ class History:
     def __init__(self, about: About) -> None:
         self.about = about
         self.epochs: list[Epoch] = []
-        self.held: dict[int, PeakBytes] = {}  # what the rank of each stage held in one window, once measured
+        self.held: Sequence[PeakBytes] = ()  # what each rank held in one window, once measured
+        self._by_rank: dict[int, Sequence[Stats]] = {}  # what each rank did in an epoch of this process
         self.simulated = about.plan.timeline()
         self.predicted = about.plan.stage_times(self.simulated)
         self.predicted_memory = about.plan.memory(self.simulated)
@@ -102,10 +103,11 @@ class History:
     def best(self) -> EpochRecord | None:
         return best_epoch(self.records)
 
-    def add(self, record: EpochRecord, peaks: Sequence[PeakBytes] = ()) -> None:
-        """Take an epoch, and what each rank held in a window of it, if that was measured."""
-        if peaks:
-            self.held = {stage: rank for rank in peaks for stage in rank.stages}
+    def add(self, record: EpochRecord, peaks: Sequence[PeakBytes] = (), ranks: Sequence[Stats] = ()) -> None:
+        """Take an epoch, and what each rank held in a window of it and did, if that is known."""
+        self.held = peaks or self.held
+        if ranks:
+            self._by_rank[record.epoch] = ranks
         self.epochs.append(Epoch(record, self._values(record, bool(peaks))))
 
     def stages(self, records: Sequence[EpochRecord]) -> list[StageRecord]:
@@ -115,11 +117,16 @@ class History:
         if not seconds:
             return []
         stats = [total([stages[stage] for stages in parts]) for stage in range(plan.stages)]
-        times = stage_times(plan.firsts, stats, seconds)
+        times = stage_times(plan.placement, stats, seconds)
+        held = [[one for one in self.held if stage in one.stages] for stage in range(plan.stages)]
         return [
             StageRecord(
                 stage=stage,
                 rank=plan.firsts[stage],
+                rank_times_s={
+                    str(rank): self._busy_s(stage, rank, records) / max(of.updates, 1)
+                    for rank in plan.placement[stage]
+                },
                 layers=len(plan.stage_layers(stage)),
                 params=sum(layer.params for layer in plan.stage_layers(stage)),
                 peak_in_flight=of.activations,
@@ -135,12 +142,17 @@ class History:
                 skipped_updates=of.skipped,
                 **asdict(times[stage]),
                 **{f"predicted_{name}": value for name, value in asdict(self.predicted[stage]).items()},
-                memory_bytes=self.held[stage].stages[stage] if self.held else None,
+                memory_bytes=max((one.stages[stage] for one in held[stage]), default=None),
                 predicted_memory_bytes=self._predicted_peaks[stage],
-                allocated_bytes=self.held[stage].allocated if self.held else None,
+                allocated_bytes=max((one.allocated or 0 for one in held[stage]), default=0) or None,
             )
             for stage, of in enumerate(stats)
         ]
+
+    def _busy_s(self, stage: int, rank: int, records: Sequence[EpochRecord]) -> float:
+        """Return the seconds in which a rank computed for a stage, or the mean of its ranks if not known."""
+        known = [self._by_rank.get(one.epoch, {rank: one.stages})[rank] for one in records if one.stages]
+        return sum(stages[stage].busy_s for stages in known)
 
     def _values(self, record: EpochRecord, measured: bool) -> dict[str, float]:
         values = {"speed/learning_rate": record.lr, "speed/samples_per_s": record.samples_per_s}
@@ -156,6 +168,7 @@ class History:
     def summary(self) -> dict[str, Any]:
         about, records, best, stages = self.about, self.records, self.best, self.stages(self.records)
         settings, plan, facts, metrics = about.settings, about.plan, about.data, about.task.metrics
+        places = len(settings.places)
         last, train_s = records[-1], sum(record.train_s for record in records)
         updates = sum(record.updates for record in records)  # with statistics of stages
         epochs = updates / about.batches
@@ -164,8 +177,8 @@ class History:
             "data_note": facts.note,
             "train_samples": facts.train,
             "test_samples": facts.test,
-            "stages": settings.ranks,
-            "virtual_stages": plan.stages // settings.ranks,
+            "stages": places,
+            "virtual_stages": plan.stages // places,
             "data_workers": settings.workers,
             "task": str(about.task),
             "metrics": [{key: getattr(one, key) for key in ("name", "higher", "percent")} for one in metrics],

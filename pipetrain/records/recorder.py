@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import yaml
 
-from pipetrain.checkpoint.progress import EpochRecord
+from pipetrain.checkpoint.progress import EpochRecord, Stats
 from pipetrain.errors import NotRecorded
+from pipetrain.placing import spans
 from pipetrain.plan.describe import choices, describe
 from pipetrain.plan.memory import says_whether_it_fits
 from pipetrain.records.bar import Bar
@@ -81,7 +82,7 @@ class Recorder:
 
             facts = f"{about.data.name}. {about.data.note}".strip()
             texts = {"config": f"```yaml\n{text}```", "data": facts}
-            self._tensorboard = TensorBoard(run.path, plan.stages, texts, picture)
+            self._tensorboard = TensorBoard(run.path, texts, picture)
 
     def leave(self) -> None:
         """End the loggers, however the training has ended."""
@@ -98,6 +99,7 @@ class Recorder:
         self._brief = len(records) + 1 if again else 0  # epochs
         self._write()
         about, settings, data, plan = self._about, self._about.settings, self._about.data, self._about.plan
+        on = f" on ranks {spans(plan.placement)}" * plan.replicated
         bubble = f"{self._history.simulated.bubble:.1%} by the stages' {'times' if plan.costs else 'work'}"
         where, threads = f"; records in {self._path}" if self._path else "", torch.get_num_threads()
         dtype = (
@@ -107,7 +109,7 @@ class Recorder:
         lines = [
             f"pipetrain: {settings.model} on {data.name} ({data.train} train, {data.test or 'no'} test "
             f"samples), schedule {settings.schedule}, {about.device}",
-            f"{counted(plan.stages, 'stage')}{cuts}; batch {settings.batch_size} in "
+            f"{counted(plan.stages, 'stage')}{on}{cuts}; batch {settings.batch_size} in "
             f"{counted(settings.microbatches, 'microbatch')}; bubble {bubble}",
             f"{dtype}, {plan.numerics.memory_format}, threads a process: {threads}",
             f"{counted(about.epochs, 'epoch')}, {counted(about.updates, 'update')}, seed "
@@ -124,13 +126,15 @@ class Recorder:
     def tick(self, what: str, total: int) -> None:
         self._bar.tick(what, total)
 
-    def epoch(self, record: EpochRecord, peaks: Sequence[PeakBytes] = ()) -> None:
+    def epoch(
+        self, record: EpochRecord, peaks: Sequence[PeakBytes] = (), ranks: Sequence[Stats] = ()
+    ) -> None:
         """Note a finished epoch, and log a line about it.
 
-        `peaks`: what each rank held in a window of it, if that was measured.
+        `peaks`: what each rank held in a window of it, if that was measured; `ranks`: what each did.
         """
         self._bar.spoke()
-        self._history.add(record, peaks)
+        self._history.add(record, peaks, ranks)
         self._write()
         about, batches = self._about, self._about.batches_of(record.epoch)
         part = f" ({batches} of {about.batches} batches)" if batches < about.batches else ""
@@ -215,9 +219,11 @@ class Recorder:
         log.info("\n%s\n", epoch_table(self._history))
         log.info("%s\n", stage_table(stages))
         if most := launching(stages):
-            pass_s = most.stage_time_s / (2 * self._about.settings.microbatches)
+            ranks = len(most.rank_times_s)
+            pass_s = most.stage_time_s * ranks / (2 * self._about.settings.microbatches)
+            who = f"rank {most.rank}" if ranks == 1 else f"a rank of stage {most.stage}"
             log.info(
-                f"rank {most.rank} neither computes nor waits in {most.bubble - most.wait:.1%} of the time, "
+                f"{who} neither computes nor waits in {most.bubble - most.wait:.1%} of the time, "
                 f"which is a bubble that no plan has: it launches forwards and backwards, of "
                 f"{1e3 * pass_s:.2g} ms, and reads batches; larger microbatches have less of the one, data "
                 f"workers of the other\n"

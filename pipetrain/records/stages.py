@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
+from pipetrain.placing import span
+from pipetrain.schedule.actions import Placement
 from pipetrain.schedule.draw import aligned
 from pipetrain.schedule.timeline import StageStats, StageTimes
 
@@ -13,17 +16,22 @@ LAUNCHING = 0.1  # of a rank's time between its actions is notable
 NOTABLE = 1.15  # a rank is a straggler if it takes this many times the mean of all ranks
 MIB = 2**20
 HEAD = (
-    "stage  bubble  (plan)  seconds a batch  (plan)  wait  (plan)  updates late  (most)  MiB held  (plan)  "
-    "allocator  MiB sent  ratio  codec s"
+    "stage  rank  bubble  (plan)  seconds a batch  (plan)  wait  (plan)  updates late  (most)  MiB held  "
+    "(plan)  allocator  MiB sent  ratio  codec s"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRecord:
-    """Every number of a stage in some epochs, measured and planned: a row of `per_stage` in summary.json."""
+    """Every number of a stage in some epochs, measured and planned: a row of `per_stage` in summary.json.
+
+    Of a stage with several ranks `rank` is the first, times are the means of all, memory is that of the
+    fullest, and bytes are the sums. `rank_times_s`: the seconds of computing a batch of each rank.
+    """
 
     stage: int
     rank: int
+    rank_times_s: dict[str, float]
     layers: int
     params: int
     peak_in_flight: int
@@ -64,19 +72,29 @@ class StageRecord:
         if measured and self.memory_bytes is not None:
             values["memory_mib"] = self.memory_bytes / MIB
             values["memory_mib_predicted"] = self.predicted_memory_bytes / MIB
-        return {f"{name}/stage{self.stage}": value for name, value in values.items() if value is not None}
+        by_name = {f"{name}/stage{self.stage}": value for name, value in values.items() if value is not None}
+        ranks = self.rank_times_s if len(self.rank_times_s) > 1 else {}
+        return by_name | {f"stage_time/stage{self.stage}-rank{rank}": time for rank, time in ranks.items()}
 
 
-def stage_times(placement: Sequence[int], stages: Sequence[StageStats], train_s: float) -> list[StageTimes]:
-    """Convert statistics over `train_s` seconds of training into fractions; bubble and wait are by rank."""
+def stage_times(placement: Placement, stages: Sequence[StageStats], train_s: float) -> list[StageTimes]:
+    """Convert statistics over `train_s` seconds of training into fractions; bubble and wait are by rank.
+
+    Of several ranks they are the means.
+    """
     busy: dict[int, float] = defaultdict(float)
     wait: dict[int, float] = defaultdict(float)
-    for stats, rank in zip(stages, placement, strict=True):
-        busy[rank] += stats.busy_s
-        wait[rank] += stats.wait_s
+    for stats, ranks in zip(stages, placement, strict=True):
+        for rank in ranks:
+            busy[rank] += stats.busy_s
+            wait[rank] += stats.wait_s
     return [
-        StageTimes(1 - busy[rank] / train_s, stats.busy_s / max(stats.updates, 1), wait[rank] / train_s)
-        for stats, rank in zip(stages, placement, strict=True)
+        StageTimes(
+            1 - fmean(busy[rank] for rank in ranks) / train_s,
+            stats.busy_s / max(stats.updates, 1),
+            fmean(wait[rank] for rank in ranks) / train_s,
+        )
+        for stats, ranks in zip(stages, placement, strict=True)
     ]
 
 
@@ -88,7 +106,8 @@ def straggler(stages: Sequence[StageRecord], updates: int) -> dict[str, float] |
     """
     by_rank: dict[int, float] = defaultdict(float)
     for one in stages:
-        by_rank[one.rank] += one.stage_time_s
+        for of, time_s in one.rank_times_s.items():
+            by_rank[int(of)] += time_s
     mean_s = sum(by_rank.values()) / max(1, len(by_rank))
     rank, slowest = max(by_rank.items(), key=lambda item: item[1], default=(0, 0.0))
     if slowest <= NOTABLE * mean_s:
@@ -97,13 +116,16 @@ def straggler(stages: Sequence[StageRecord], updates: int) -> dict[str, float] |
 
 
 def launching(stages: Sequence[StageRecord]) -> StageRecord | None:
-    """Return a stage of the rank with most time in which it neither computes nor waits, if it is notable."""
+    """Return a stage whose ranks neither compute nor wait for most of the time, if it is notable."""
     most = max(stages, key=lambda stage: stage.bubble - stage.wait, default=None)
     return most if most and most.bubble - most.wait >= LAUNCHING else None
 
 
 def stage_table(stages: Sequence[StageRecord]) -> str:
-    """Return a row per stage: times and memory, measured and planned, staleness, bytes."""
+    """Return a row per stage: times and memory, measured and planned, staleness, bytes.
+
+    Below it stands what the numbers of several ranks are.
+    """
 
     def cell(value: float | None, form: str, unit: int = 1) -> str:
         return "-" if value is None else format(value / unit, form)
@@ -112,7 +134,7 @@ def stage_table(stages: Sequence[StageRecord]) -> str:
     for one in stages:
         rows.append(
             [
-                str(one.stage),
+                *(str(one.stage), span([*map(int, one.rank_times_s)])),
                 *(cell(bubble, ".1%") for bubble in (one.bubble, one.predicted_bubble)),
                 *(cell(seconds, ".4f") for seconds in (one.stage_time_s, one.predicted_stage_time_s)),
                 *(cell(wait, ".1%") for wait in (one.wait, one.predicted_wait)),
@@ -122,4 +144,6 @@ def stage_table(stages: Sequence[StageRecord]) -> str:
                 *(cell(one.ratio, ".1f"), f"{one.codec_s:.2f}"),
             ]
         )
-    return aligned(rows, right=True)
+    several = any(len(one.rank_times_s) > 1 for one in stages)
+    note = "of several ranks: mean bubble, seconds and wait; MiB held by the fullest; MiB sent by all"
+    return aligned(rows, right=True) + f"\n{note}" * several

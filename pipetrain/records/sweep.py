@@ -27,10 +27,13 @@ def figures_of(summary: Summary) -> dict[str, float]:
     if not stages:
         return {}
     mib: dict[int, float] = defaultdict(float)
+    bubble: dict[int, float] = {}
     for stage in stages:
-        mib[stage["rank"]] += (stage["memory_bytes"] or 0.0) / MIB
+        for rank in stage.get("rank_times_s") or [stage["rank"]]:
+            mib[int(rank)] += (stage["memory_bytes"] or 0.0) / MIB
+            bubble[int(rank)] = stage["bubble"]
     return {
-        "bubble": 100 * fmean({stage["rank"]: stage["bubble"] for stage in stages}.values()),
+        "bubble": 100 * fmean(bubble.values()),
         "bubble_on_paper": 100 * summary["simulated_bubble"],
         "mean_staleness": fmean(stage["mean_staleness"] for stage in stages),
         "max_staleness": max(stage["max_staleness"] for stage in stages),

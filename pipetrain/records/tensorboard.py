@@ -1,7 +1,8 @@
 """TensorBoard's events: those of the run in its folder, and those of a stage in a folder such as `stage0`.
 
 TensorBoard draws a tag of several runs in one chart, and takes a folder with events for a run. So what is of
-a stage has the same tag for all of them, such as `stages/bubble`.
+a stage has the same tag for all of them, such as `stages/bubble`. Each of several ranks of a stage has a
+folder too, such as `stage0-rank1`.
 """
 
 from __future__ import annotations
@@ -28,14 +29,13 @@ ROOM = 2**16  # bytes that must be free before an epoch is written
 
 
 class TensorBoard:
-    """Writes the events of a run of some stages. `picture`: the plan's timeline as PNG."""
+    """Writes the events of a run. `picture`: the plan's timeline as PNG."""
 
-    def __init__(self, folder: Path, stages: int, texts: Mapping[str, str], picture: bytes) -> None:
+    def __init__(self, folder: Path, texts: Mapping[str, str], picture: bytes) -> None:
         self._folder = folder
-        self._stages = stages
         self._texts = texts
         self._pixels = matplotlib.image.imread(BytesIO(picture))[:, :, :3]
-        self._writers: list[Any] = []  # the run's, then the stages'
+        self._writers: dict[str, Any] = {}  # by folder, of which the run's is ""
         self._epochs = 0  # written
 
     def write(self, epochs: Sequence[Epoch], summary: Mapping[str, Any] | None = None) -> None:
@@ -53,30 +53,33 @@ class TensorBoard:
                 self._write(epoch)
             if summary:
                 self._end(summary)
-            for writer in self._writers:
+            for writer in self._writers.values():
                 writer.close() if summary else writer.flush()
         except OSError:
-            for writer in self._writers:
+            for writer in self._writers.values():
                 with suppress(OSError):
                     writer.close()
-            self._writers, self._epochs = [], 0
+            self._writers, self._epochs = {}, 0
             clear(self._folder, [])
             raise
         self._epochs = len(epochs)
 
+    def _writer(self, folder: str = "") -> Any:
+        if folder not in self._writers:
+            self._writers[folder] = SummaryWriter(str(self._folder / folder))
+        return self._writers[folder]
+
     def _begin(self) -> None:
-        folders = [self._folder, *(self._folder / f"stage{stage}" for stage in range(self._stages))]
-        self._writers = [SummaryWriter(str(folder)) for folder in folders]
-        run = self._writers[0]
+        run = self._writer()
         for name, text in self._texts.items():
             run.add_text(name, text)
         run.add_image("timeline", self._pixels, dataformats="HWC")
 
     def _write(self, epoch: Epoch) -> None:
-        (run, *stages), record = self._writers, epoch.record
+        run, record = self._writer(), epoch.record
         for name, value in epoch.values.items():
             tag, _, of = name.partition("/stage")
-            writer, tag = (stages[int(of)], f"stages/{tag}") if of else (run, tag)
+            writer, tag = (self._writer(f"stage{of}"), f"stages/{tag}") if of else (run, tag)
             writer.add_scalar(tag, value, record.epoch, record.ended)
         for update, values in record.update_values.items():
             for name, value in values.items():
@@ -86,6 +89,6 @@ class TensorBoard:
         shown = ("val_", "best_val_", "samples_per_s", "epoch_s")
         results = {f"result/{key}": value for key, value in summary.items() if key.startswith(shown)}
         for part in hparams({key: summary[key] for key in HYPER_PARAMETERS}, results):
-            self._writers[0].file_writer.add_summary(part)
+            self._writer().file_writer.add_summary(part)
         for name, value in results.items():
-            self._writers[0].add_scalar(name, value)
+            self._writer().add_scalar(name, value)

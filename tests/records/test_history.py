@@ -8,11 +8,13 @@ import pytest
 
 from pipetrain.records.history import History, epoch_table
 from pipetrain.records.stages import stage_table
+from pipetrain.runtime.meter import PeakBytes
 from pipetrain.schedule.timeline import StageStats
 from tests.support.cases import Case, make_run
 from tests.support.figures import figures
 
 RUN = make_run(Case("pipedream", 2, ("partition=[4]",))).about
+SPREAD = make_run(Case("pipedream", 3, ("partition=[4]", "replicas=[2,1]"))).about
 
 
 def history(*records) -> History:
@@ -36,6 +38,28 @@ def test_half_an_epoch_counts_for_a_half():
     first = made.stages(made.records)[0]
     assert (first.stage_time_s, first.wait) == (pytest.approx(1.5 / 2), pytest.approx(0.4 / 1.0))
     assert made.summary()["bytes_per_epoch"] == 3000.0
+
+
+def test_of_several_ranks_each_has_its_time_the_stage_the_means_and_the_fullest_its_memory():
+    did = [{0: StageStats(4, 1.0)}, {0: StageStats(4, 2.0)}, {1: StageStats(4, 0.5)}]
+    made = History(SPREAD)
+    made.add(figures(1), [PeakBytes({0: 5}), PeakBytes({0: 7}, 9), PeakBytes({1: 3})], did)
+    names = ("rank", "rank_times_s", "stage_time_s", "bubble", "memory_bytes", "allocated_bytes")
+    assert [[getattr(one, name) for name in names] for one in made.stages(made.records)] == [
+        [0, {"0": 0.25, "1": 0.5}, 0.375, 0.25, 7, 9],
+        [2, {"2": 0.125}, 0.125, 0.75, 3, None],
+    ]
+    values = made.epochs[0].values
+    assert {name: value for name, value in values.items() if name.startswith("stage_time/")} == {
+        "stage_time/stage0": 0.375,
+        "stage_time/stage0-rank0": 0.25,
+        "stage_time/stage0-rank1": 0.5,
+        "stage_time/stage1": 0.125,
+    }
+    assert [made.summary()[name] for name in ("stages", "virtual_stages")] == [2, 1]
+    made.add(figures(2))  # of a process before: the means alone are known
+    assert made.stages(made.records)[0].rank_times_s == {"0": 2.5 / 8, "1": 3.5 / 8}
+    assert made.summary()["straggler"]["rank"] == 1
 
 
 def test_a_run_of_which_another_pipeline_made_each_update_has_a_summary():

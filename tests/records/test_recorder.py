@@ -29,7 +29,7 @@ from pipetrain.schedule.figure import as_png
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.schedule.simulate import simulate
-from pipetrain.schedule.timeline import Costs
+from pipetrain.schedule.timeline import Costs, StageStats
 from tests.support.cases import config, prepared
 from tests.support.disk import full_disk
 from tests.support.figures import figures
@@ -178,6 +178,27 @@ def test_the_loggers_may_leave_tensorboard_out_and_nobody_knows_what_an_action_c
     assert not list(folder.glob("**/events*"))
     summary = json.loads((folder / "summary.json").read_text())
     assert [stage["predicted_stage_time_s"] for stage in summary["per_stage"]] == [None] * 2
+
+
+def test_of_several_ranks_of_a_stage_each_is_in_its_chart_and_the_log_names_them(folder, caplog):
+    caplog.set_level(logging.INFO, logger="pipetrain")
+    words = [*WORDS, "run_dir=here", "replicas=[2,1]"]
+    about = prepared(config(words), "pipedream", 3, 44).about
+    recorder = begun(folder, about=about)
+    did = [{0: StageStats(4, 1.0)}, {0: StageStats(4, 2.0)}, {1: StageStats(4, 0.5)}]
+    stages = {0: StageStats(4, 1.5), 1: StageStats(4, 0.5, 1.5)}
+    recorder.epoch(replace(figures(1), stages=stages), ranks=did)
+    recorder.close()
+    points = scalars(folder)
+    assert [points[f"stage_time/stage0{of}"] for of in ("", "-rank0", "-rank1")] == [
+        [(1, time)] for time in (0.375, 0.25, 0.5)
+    ]
+    lines = said(caplog)
+    assert lines[1].startswith("2 stages on ranks 0-1.2, cut before layers [4]; ")
+    (launches,) = (line for line in lines if "neither computes nor waits" in line)
+    assert launches.startswith("a rank of stage 0 neither computes nor waits in 25.0% of the time, ")
+    assert " backwards, of 1.9e+02 ms, " in launches  # each rank has one of two microbatches
+    assert any(line.startswith("rank 1 is the straggler: 0.5000 s a batch") for line in lines)
 
 
 # A full disk

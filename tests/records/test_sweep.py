@@ -66,4 +66,7 @@ def test_without_test_samples_it_is_the_training_that_is_compared(tmp_path):
 def test_the_bubble_is_of_ranks_and_memory_of_the_fullest_one():
     figures = figures_of({"per_stage": STAGES, "simulated_bubble": 0.2})
     assert (figures["bubble"], figures["fullest_rank_mib"], figures["bubble_on_paper"]) == (50, 3, 20)
+    several = STAGES[1] | {"rank_times_s": {"1": 0.1, "2": 0.1, "3": 0.1}}
+    figures = figures_of({"per_stage": [several, STAGES[2] | {"rank": 0}], "simulated_bubble": 0.2})
+    assert (figures["bubble"], figures["fullest_rank_mib"]) == ((3 * 0.25 + 0.75) / 4 * 100, 2)
     assert figures_of({"per_stage": []}) == figures_of({}) == {}

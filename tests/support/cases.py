@@ -26,7 +26,7 @@ from torch import Tensor
 from pipetrain.building import make_schedule
 from pipetrain.checkpoint.early import EarlyEnd
 from pipetrain.checkpoint.files import read_whole
-from pipetrain.checkpoint.progress import EpochRecord
+from pipetrain.checkpoint.progress import EpochRecord, Stats
 from pipetrain.checkpoint.resume import Source, tensors_of
 from pipetrain.checkpoint.writer import Keeper, Writer
 from pipetrain.choices import conf_dir
@@ -174,7 +174,7 @@ class Listener:
 
     def tick(self, what: str, total: int) -> None: ...
 
-    def epoch(self, figures: EpochRecord, held: Sequence[object] = ()) -> None:
+    def epoch(self, figures: EpochRecord, held: Sequence[object] = (), ranks: Sequence[Stats] = ()) -> None:
         self.epochs.append(figures)
 
     def programs(self, epoch: int, programs: Sequence[Program]) -> None:
