@@ -5,6 +5,7 @@ Each is asked for by its number, and a rank has those of the microbatches that i
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -77,7 +78,7 @@ class WindowFeed:
     ) -> None:
         self._sizes = [size for batch in sizes for size in batch.pieces(microbatches)]
         every = range(len(self._sizes))
-        self._source, self._numbers = inputs, iter(every if first is None else first)
+        self._source, self._numbers = inputs, deque(every if first is None else first)
         self._targets, own = targets, set(every if last is None else last)
         whole = [range(start, start + microbatches) for start in every[::microbatches]]
         self._batches = iter([mbs for mbs in whole if not own.isdisjoint(mbs)])
@@ -105,6 +106,10 @@ class WindowFeed:
         if not self._inputs:
             self._read_input()
 
+    def forget(self, mb: int) -> None:
+        """Read no inputs from microbatch `mb` on: nobody would take what a reader sends of its batch."""
+        self._numbers = deque(number for number in self._numbers if number < mb)
+
     def target(self, mb: int) -> Target:
         """Return the last stage's targets on the device; called once for each microbatch."""
         while mb not in self._ready:
@@ -123,10 +128,10 @@ class WindowFeed:
 
     def _read_input(self) -> bool:
         """Read the inputs of one more microbatch; return False if there are none."""
-        value = None if self._source is None else next(self._source, None)
+        value = next(self._source, None) if self._source is not None and self._numbers else None
         if value is None:
             return False
-        self._inputs[next(self._numbers)] = as_tuple(self._moved(value))
+        self._inputs[self._numbers.popleft()] = as_tuple(self._moved(value))
         return True
 
     def _read_batch(self) -> None:

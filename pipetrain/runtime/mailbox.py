@@ -136,6 +136,11 @@ class Mailbox:
         self._feed, self._home, self.raw_bytes = feed, home, Counter()
         self.channel.expect([self._message(action) for action in receives], watched)
 
+    def forget(self, mb: int) -> None:
+        """End the window before microbatch `mb`: of it and later ones nothing is received or read."""
+        self.channel.forget(mb)
+        self._feed.forget(mb)
+
     def end(self) -> None:
         """Drop all tensors of the window: what a feed has sent keeps connections open."""
         self._feed = None

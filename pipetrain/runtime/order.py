@@ -122,7 +122,7 @@ class Order:
                 if (one.version <= batches if isinstance(one, Sum) else one in stays)
             ]
             self._list, self._last_uses = kept, last_uses(kept)
-            mail.channel.forget(batches * self.microbatches)
+            mail.forget(batches * self.microbatches)
 
     def _listed(self, mail: Mailbox) -> Iterator[Action]:
         while self._position + 1 < len(self._list):

@@ -54,6 +54,17 @@ def test_several_tensors_keep_their_order_and_whole_numbers_their_dtype():
         assert [(t.dtype, len(t)) for t in tensors] == [(torch.float64, 3), (torch.int64, 3)]
 
 
+def test_of_what_a_window_leaves_out_nothing_is_read_ahead():
+    """A reader would send its targets, which nobody takes, and wait for good."""
+    inputs = iter(torch.arange(4.0).split(1))
+    window = feed(inputs)
+    assert window.input(0)[0].tolist() == [0]
+    window.forget(2)
+    assert window.input(1)[0].tolist() == [1]
+    window.prepare()
+    assert next(inputs).tolist() == [2]
+
+
 def test_two_windows_share_one_iterator_and_neither_takes_ahead_what_is_the_other_s():
     inputs = iter(torch.arange(4.0).split(1))
     first, second = (feed(islice(inputs, 2), sizes=[batch]) for batch in SIZES)

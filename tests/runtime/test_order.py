@@ -29,7 +29,7 @@ def test_a_window_ends_before_a_batch_of_which_no_receive_is_posted(rank):
         said.append((batches, begun))
         return batches == 3
 
-    mail = SimpleNamespace(channel=SimpleNamespace(forget=forgotten.append))
+    mail = SimpleNamespace(forget=forgotten.append)
     order = Order(lower(gpipe(3, 4, 2))[rank], here, 4, 2, ends, ahead=1)
     seen = [(action, len(said)) for action in order.actions(mail)]
     asked = [str(one) for (_, before), (one, after) in pairwise([(None, 0), *seen]) if after > before]
@@ -53,7 +53,7 @@ def test_receives_are_posted_before_they_are_due_and_none_of_a_batch_that_is_lef
     def post(one: Action | Sum) -> None:
         (sums if isinstance(one, Sum) else posted).append(one)
 
-    mail = SimpleNamespace(channel=SimpleNamespace(forget=forget), post=post)
+    mail = SimpleNamespace(forget=forget, post=post)
     order = Order(program[rank], here, 4, 4, lambda n, _: n >= ending, posts.ahead, posts=posts.of[rank])
     for action in order.actions(mail):
         assert action.op not in RECEIVES or action in posted
