@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from omegaconf import DictConfig
@@ -18,11 +18,14 @@ from pipetrain import tasks
 from pipetrain.building import make_model, make_optimizer, make_schedule, make_task
 from pipetrain.commands.cli import composed
 from pipetrain.data import load_data
+from pipetrain.network.chain import network_of
 from pipetrain.network.values import Size, ValueSpec, named_layers
 from pipetrain.plan.memory import optimizer_state
 from pipetrain.plan.plan import Plan, Samples, make_plan
 from pipetrain.plan.program import Draft
+from pipetrain.runtime.links import Links
 from pipetrain.runtime.optimizer import prove_optimizer
+from pipetrain.runtime.profile import measure
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.settings import Settings
 
@@ -88,8 +91,11 @@ def compose_task(task: Task, schedule: str) -> DictConfig:
     return composed("config", [*recipe, *task.overrides])
 
 
-def prepare(task: Task, schedule: str, ranks: int, window: int = 1) -> Job:
-    """Plan and prove a task as a training run does. `window`: its batches, where the schedule sets none."""
+def prepare(task: Task, schedule: str, ranks: int, window: int = 1, links: Links | None = None) -> Job:
+    """Plan and prove a task as a training run does. `window`: its batches, where the schedule sets none.
+
+    `links`: on which partition=profile measures; all ranks call this then.
+    """
     cfg = compose_task(task, schedule)
     settings = Settings.composed(cfg, schedule, ranks)
     spare, model = (make_model(cfg, settings.seed, settings.dtype) for _ in range(2))
@@ -98,7 +104,11 @@ def prepare(task: Task, schedule: str, ranks: int, window: int = 1) -> Job:
     sizes = Samples([len(samples)] * window, [len(samples)])
     draft, objective = Draft.of(settings, make_schedule(cfg)), make_task(cfg)
     optimizer = prove_optimizer(make_optimizer(cfg), spare, len(draft.placement))
-    known = ValueSpec.in_batch(samples), sizes, None, optimizer_state(optimizer), objective
+    example, profile = ValueSpec.in_batch(samples), None
+    if links is not None:
+        network = network_of(make_model(cfg, settings.seed, settings.dtype), example)
+        profile = partial(measure, links, settings, {}, network, optimizer)
+    known = example, sizes, profile, optimizer_state(optimizer), objective
     return Job(make_plan(draft, spare, *known), model, objective, optimizer, samples, targets)
 
 

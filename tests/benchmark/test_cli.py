@@ -54,6 +54,21 @@ def test_everybody_is_held_against_its_bound_our_1f1b_and_torchs(monkeypatch):
     assert rows["torch 1f1b, m = 8"].targets == {}
 
 
+def test_replicas_are_held_against_their_bound_ddp_one_replica_and_the_plan(monkeypatch):
+    (part,) = cli.SUITES["replicas"]
+    seconds = {"[2, 1]": 1.0, "[1, 1]": 2.6, "[1, 3]": 1.0, "torch DDP": 0.97, "replicas=2": 1.0}
+    series = {name: [s, s] for name, s in seconds.items()}
+    bounds = {"[2, 1]": 0.96, "replicas=2": 0.89}
+    monkeypatch.setattr(contestants, "run_world", lambda *_, **__: [(series, bounds)])
+    targets = {(row.benchmark, row.contestant): row.targets for row in part(Scale(2), print)}
+    assert targets["replicas, 1f1b", "[2, 1]"] == {"of bound >= 0.95": True}
+    assert targets["replicas, pipedream, times 1 : 3", "[1, 3]"] == {"x [1, 1] >= 2.50": True}
+    assert targets["replicas, VGG16", "replicas=2"] == {
+        "x torch DDP >= 0.97": True,
+        "of predicted within 10%": False,
+    }
+
+
 def test_the_targets_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     series = {"1f1b": 0.010, "gpipe": 0.012, "pipedream": 0.008, "torch 1f1b": 0.01, "torch gpipe": 0.011}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from benchmark import models, schedules
+from benchmark import models, replicas, schedules
 from benchmark.contestants import plain, torch_pipeline
 from benchmark.paced import task_of
 from benchmark.tasks import Task, prepare
@@ -97,3 +97,22 @@ def test_on_a_paced_machine():
         name: pytest.approx(first["plain"], rel=1e-6) for name in bounds
     }
     assert len(bounds) == 6
+
+
+def with_replicas(links, say):
+    """Also where a rank is of no stage."""
+    if links.world.size == 3:
+        made = built(replicas.sleeping("pipedream", 4, 0.0, ([1, 1], [2, 1]), None, links))
+        return losses_of_turns(made)
+    return losses_of_turns(built(replicas.on_two(CNN, 2, links)))
+
+
+@pytest.mark.processes
+def test_replicas_beside_ddp_and_the_same_without():
+    first, last = run_world(with_replicas, 2, print, deadline=DEADLINE_S)
+    ddp = [(a + b) / 2 for a, b in zip(first["torch DDP"], last["torch DDP"], strict=True)]
+    assert last["1f1b"] == pytest.approx(ddp, abs=1e-12)
+    shares = zip(first["replicas=2"], last["replicas=2"], strict=True)
+    assert [a + b for a, b in shares] == pytest.approx(ddp, abs=1e-12)
+    *_, end = run_world(with_replicas, 3, print, deadline=DEADLINE_S)
+    assert len(end["[2, 1]"]) == replicas.WINDOW
