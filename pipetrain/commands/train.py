@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -189,12 +190,19 @@ def find(cfg: DictConfig, settings: Settings, start: Start) -> tuple[DictConfig,
 
 
 def with_cuts_of(cfg: DictConfig, source: Source, settings: Settings) -> DictConfig:
-    """Return the configuration with the checkpoint's cuts where it would otherwise be profiled again."""
+    """Return the configuration with the checkpoint's cuts where it would otherwise be profiled again.
+
+    With replicas=auto also with its replicas, if it is of as many ranks.
+    """
     pipeline = source.manifest.pipeline
-    firsts = {first for first, *_ in settings.places}
-    if cfg.partition != PROFILE or len(firsts) != len(set(pipeline["placement"])):
+    firsts, chosen = sorted({*pipeline["placement"]}), settings.replicas == AUTO
+    ranks = max(pipeline.get("ranks", firsts)) + 1
+    alike = ranks == settings.ranks if chosen else len(firsts) == len({of[0] for of in settings.places})
+    if cfg.partition != PROFILE or not alike:
         return cfg
     cfg = cfg.copy()
+    if chosen:
+        cfg.replicas = [end - first for first, end in pairwise([*firsts, ranks])]
     cfg.partition = pipeline["cuts"]
     if cfg.memory_limit is not None:  # recomputation cannot be chosen without a profile
         cfg.recompute = [list(Mode)[number].value for number in pipeline["recompute"]]

@@ -385,6 +385,20 @@ def test_a_profiled_run_keeps_its_cuts_and_what_it_recomputes():
     assert with_cuts_of(config([]), source_of(), Settings(ranks=2)).partition == "flops"
 
 
+@pytest.mark.parametrize(
+    ("ranks", "placement", "replicas"), [([0, 1, 2], [0, 2], [2, 1]), ([], [0, 1], [1, 1])]
+)
+def test_a_run_that_chose_its_replicas_keeps_them_on_as_many_ranks(ranks, placement, replicas):
+    source = source_of()
+    pipeline = {**source.manifest.pipeline, "placement": placement} | ({"ranks": ranks} if ranks else {})
+    source = replace(source, manifest=replace(source.manifest, pipeline=pipeline))
+    asked, count = config(["partition=profile", "replicas=auto"]), len(ranks or placement)
+    kept = with_cuts_of(asked, source, Settings(ranks=count, replicas="auto"))
+    assert (kept.partition, kept.replicas) == ([1], replicas)
+    other = with_cuts_of(asked, source, Settings(ranks=4, replicas="auto"))
+    assert (other.partition, other.replicas) == ("profile", "auto")
+
+
 ANOTHER = "holds a run that finished after 8 updates, .* with resume="
 
 
