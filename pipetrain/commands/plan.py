@@ -86,7 +86,7 @@ def show_table(cfg: DictConfig) -> None:
         own = hydra.compose("plan", overrides=[*shared, f"schedule={name}", f"microbatches={m}"])
         batches = _batches(own)  # a schedule's own window
         try:
-            times, peaks = _on_equal_ranks(own, places, batches, m)
+            times, peaks = _on_even_stages(own, places, batches, m)
             if has_model:
                 title, more = _by_model(name, own, batches)
                 times += more
@@ -100,11 +100,11 @@ def show_table(cfg: DictConfig) -> None:
         )
     of_model = [f"{title} batch", f"{title} bubble"] if has_model else []
     head = ["schedule", "batch", "bubble", *of_model, "activations", "versions", "staleness"]
-    equal, part = "stages", f"1/{ranks} of the model" if ranks > 1 else "the model"
+    work, part = "all stages equal", f"1/{ranks} of the model" if ranks > 1 else "the model"
     if any(len(of) > 1 for of in places):
-        equal, part = f"ranks of placement={spans(places)}", "its part of the model"
+        work, part = f"placement={spans(places)}, a stage's work as its ranks", "its part of the model"
     print(
-        f"{counted(ranks, 'rank')}, {counted(m, 'microbatch')} a batch; all {equal} equal, "
+        f"{counted(ranks, 'rank')}, {counted(m, 'microbatch')} a batch; {work}, "
         f"messages free\n\n{aligned([head, *rows])}\n\n"
         f"batch: the time of one, where 1 is what a rank computes for a microbatch; {m} is no bubble\n"
         f"the rest by rank: activations held, in microbatches of {part}; weight versions; updates late\n"
@@ -139,12 +139,12 @@ def _by_model(name: str, cfg: DictConfig, batches: int) -> tuple[str, list[str]]
     return title, _times(plan.timeline(), batches, 1e-3 if plan.costs else WORK)
 
 
-def _on_equal_ranks(
+def _on_even_stages(
     cfg: DictConfig, places: Placement, batches: int, microbatches: int
 ) -> tuple[list[str], list[str]]:
     """Return the times of a schedule, and by rank its activations, weight versions and staleness.
 
-    Of a batch every rank does as much, so a stage with replicas is so much larger.
+    A stage has as much work as it has ranks.
     """
     buffer_size = _count(cfg, "buffer_size") or 1
     schedule = instantiate(cfg.schedule)

@@ -174,9 +174,11 @@ def test_schedules_are_compared_in_one_unit_of_time(run, tmp_path):
     assert (float(rows["1f1b"][0]), err, list(tmp_path.iterdir())) == (5, "", [])
 
 
-def test_schedules_are_compared_with_replicas_where_every_rank_has_as_much_to_do(run):
+def test_schedules_are_compared_with_replicas_where_a_stage_has_as_much_work_as_ranks(run):
     out = run("compare=[1f1b,gpipe,fbp]", "replicas=[2,1]", "microbatches=4", "window=1")[1]
-    assert out.startswith("3 ranks, 4 microbatches a batch; all ranks of placement=0-1.2 equal, messages")
+    assert out.startswith(
+        "3 ranks, 4 microbatches a batch; placement=0-1.2, a stage's work as its ranks, messages"
+    )
     rows = rows_of(out)
     # A stage of 2 (F), 4 (B) on two ranks, and one of 1, 2: the first F, all of the last, and the last B.
     assert rows["gpipe"][:3] == [f"{(2 + 4 * 3 + 4) / 3:.4g}", "33.3%", "2 2 4"]
