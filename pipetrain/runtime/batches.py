@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,12 +33,22 @@ EVALUATED_AT_ONCE = 16  # batches of a loader in a window of an evaluation
 UNTAKEN = 256  # tensors that are kept, as gloo tells only who waits that one has been taken
 INPUTS, TARGETS = 0, 1  # streams of tensors from rank 0
 _T = TypeVar("_T")
-Finish = Callable[[int], None]
-Sources = tuple[Iterator[Value] | None, Iterator[Rows] | None, Finish]
-"""The inputs of a rank's microbatches of a window and the targets of its batches, each where they are needed;
-and what ends a window of so many batches: it reads those that other ranks alone run, and waits until they are
-taken. What is sent holds connections open, so nothing keeps these after an error.
-"""
+
+
+class Sources(NamedTuple):
+    """The inputs of a rank's microbatches of a window, and the targets of its batches, where they are needed.
+
+    `deal` reads for the other ranks so many batches of the window in all; `finish` does too, and waits until
+    what was sent is taken. That holds connections open, so nothing keeps it after an error. `ahead`: whether
+    inputs may be asked for before they are needed. Those that another rank sends it may send only when this
+    one has gone on.
+    """
+
+    inputs: Iterator[Value] | None
+    targets: Iterator[Rows] | None
+    deal: Callable[[int], None] = lambda batches: None
+    finish: Callable[[int], None] = lambda batches: None
+    ahead: bool = True
 
 
 def counting(samples: Sampled, epoch: int, task: Task, links: Links, last: int) -> list[list[Tensor]]:
@@ -161,10 +171,9 @@ class OfNumbers:
     ) -> Sources:
         inputs, targets = self._inputs, None if last is None else self._targets
         batches = [(last or first)[at : at + microbatches] for at in range(0, len(first), microbatches)]
-        return (
+        return Sources(
             inputs and islice(inputs, first.count(self._rank)),
             targets and islice(targets, sum(self._rank in ranks for ranks in batches)),
-            lambda batches: None,
         )
 
     def _rows(
@@ -217,9 +226,10 @@ class OfLoader:
         if self._reader is None:
             inputs = self._inputs_of(pieces, first) if rank in first else None
             rows = self._rows_of(pieces, last) if last and rank in last else None
-            return inputs, rows, lambda batches: None
+            return Sources(inputs, rows, ahead=False)
         dealer = _Dealer(self._links, self._reader, self._task, pieces, first, last)
-        return dealer.inputs(), dealer.targets() if last and rank in last else None, dealer.finish
+        targets = dealer.targets() if last and rank in last else None
+        return Sources(dealer.inputs(), targets, dealer.deal, dealer.finish)
 
     # On ranks to which rank 0 sends. The receive of the first tensors is posted, so that they come early.
 
@@ -267,8 +277,8 @@ def _awaited(waits: Iterator[Callable[[], _T]]) -> Iterator[_T]:
 class _Dealer:
     """Reads the batches of a window on rank 0, keeps its own microbatches, and sends others to their ranks.
 
-    Whoever needs a microbatch waits until rank 0 reads its batch, and rank 0 may wait for who needs it: so
-    the feed reads ahead before its engine waits.
+    Whoever needs a microbatch waits until rank 0 reads its batch, and rank 0 may wait for who needs it. So
+    its order says where it is to be read, see make_posts.
     """
 
     def __init__(
@@ -298,9 +308,12 @@ class _Dealer:
             if self._targets:
                 yield self._targets.popleft()
 
-    def finish(self, batches: int) -> None:
+    def deal(self, batches: int) -> None:
         while self._begun < batches:
             self._read()
+
+    def finish(self, batches: int) -> None:
+        self.deal(batches)
         for wait, _ in self._sent:
             wait()
 

@@ -61,7 +61,7 @@ class WindowFeed:
     `sizes`: of its batches, each cut into so many `microbatches`. `inputs` yields those of the microbatches
     `first`, `targets` those of the batches that have some of `last`; None if this rank does not hold the
     first stage, or the last. Floating-point inputs and targets become `dtype`. `weight`: what targets count
-    for.
+    for. `deal`, `ahead`: see Sources.
     """
 
     def __init__(
@@ -75,7 +75,10 @@ class WindowFeed:
         dtype: torch.dtype | None = None,
         first: Sequence[int] | None = None,
         last: Sequence[int] | None = None,
+        deal: Callable[[int], None] | None = None,
+        ahead: bool = True,
     ) -> None:
+        self._microbatches, self._deal, self._ahead = microbatches, deal, ahead
         self._sizes = [size for batch in sizes for size in batch.pieces(microbatches)]
         every = range(len(self._sizes))
         self._source, self._numbers = inputs, deque(every if first is None else first)
@@ -99,16 +102,18 @@ class WindowFeed:
         return self._inputs.pop(mb)
 
     def prepare(self) -> None:
-        """Make the next input in advance; called before the engine waits for a message.
-
-        So all batches before it are read, also those of which other ranks alone have microbatches.
-        """
-        if not self._inputs:
+        """Make the next input in advance; called before the engine waits for a message."""
+        if self._ahead and not self._inputs:
             self._read_input()
 
     def forget(self, mb: int) -> None:
         """Read no inputs from microbatch `mb` on: nobody would take what a reader sends of its batch."""
         self._numbers = deque(number for number in self._numbers if number < mb)
+
+    def deal(self, mb: int) -> None:
+        """Send a microbatch to the rank that runs it, if this one reads it."""
+        if self._deal is not None:
+            self._deal(mb // self._microbatches + 1)
 
     def target(self, mb: int) -> Target:
         """Return the last stage's targets on the device; called once for each microbatch."""
@@ -121,7 +126,8 @@ class WindowFeed:
 
         Called before the window begins.
         """
-        self.prepare()
+        if not self._inputs:
+            self._read_input()
         if self._targets is not None and not self._ready:
             self._read_batch()
         return next(iter(self._inputs.values()), None), next(iter(self._ready.values()), None)
@@ -187,6 +193,9 @@ class Repeated:
 
     def prepare(self) -> None:
         """There is nothing to make."""
+
+    def deal(self, mb: int) -> None:
+        """There is nothing to send."""
 
     def first(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
         return self.input(0) if self._inputs else None, self.target(0) if self._targets else None

@@ -24,7 +24,7 @@ from pipetrain.network.values import Size, TensorSpec, are_like, specs_of
 from pipetrain.plan.cut import Cut, divide, merge
 from pipetrain.runtime.channel import Channel, Message
 from pipetrain.runtime.feed import Feed
-from pipetrain.schedule.actions import Action, Edge, Placement
+from pipetrain.schedule.actions import Action, Edge, Op, Placement
 from pipetrain.schedule.policy import Wait
 from pipetrain.schedule.posts import Sum
 
@@ -176,9 +176,11 @@ class Mailbox:
         self.raw_bytes[action.stage] += message.plain_bytes
 
     def post(self, one: Action | Sum) -> None:
-        """Post a receive, or start sums over ranks."""
+        """Post a receive, start sums over ranks, or send the inputs of another rank's forward."""
         if isinstance(one, Sum):
             self.channel.begin(one.tie, one.early)
+        elif one.op is Op.F:
+            self._feed.deal(one.mb)
         else:
             self.channel.post(self._message(one))
 

@@ -119,7 +119,7 @@ class Order:
             self._posts = [
                 (left[at], one)
                 for at, one in self._posts
-                if (one.version <= batches if isinstance(one, Sum) else one in stays)
+                if (one.version <= batches if isinstance(one, Sum) else one.mb < batches * self.microbatches)
             ]
             self._list, self._last_uses = kept, last_uses(kept)
             mail.forget(batches * self.microbatches)
@@ -155,4 +155,4 @@ def order_of(plan: Plan, batches: int, rank: int, ends: Ends | None = None) -> O
     size = batches, plan.settings.microbatches
     if window.posts is None:
         return Order(actions, window.home, *size, ends, ahead, decide)
-    return Order(actions, window.home, *size, ends, window.posts.ahead, posts=window.posts.of[rank])
+    return Order(actions, window.home, *size, ends, window.posts.ahead, posts=window.posts.on(rank))

@@ -131,7 +131,7 @@ class Session:
         posts = make_posts(simulate(program, 1, buffer_size=bounds, routes=routes), bounds)
         self._level_copies()
         self.level()
-        order = Order(program[rank], home, len(sizes), 1, ends, posts.ahead, posts=posts.of[rank])
+        order = Order(program[rank], home, len(sizes), 1, ends, posts.ahead, posts=posts.on(rank))
         with (
             self._feed(sizes, batches, order, targets=take is None) as feed,
             nullcontext() if self.whole is None else self.whole.suspended(),
@@ -162,16 +162,19 @@ class Session:
         dtype, device, last = self.plan.settings.data_dtype, self._links.device, self.plan.stages - 1
         microbatches, mbs = order.microbatches, range(len(sizes) * order.microbatches)
         first, end = ([order.home(stage, mb) for mb in mbs] for stage in (0, last))
-        inputs, read, finish = batches.open(sizes, microbatches, first, end if targets else None)
-        own = [[mb for mb in mbs if ranks[mb] == self._links.world.rank] for ranks in (first, end)]
+        source = batches.open(sizes, microbatches, first, end if targets else None)
+        begun = max(ranks.index(rank) for ranks in (first, end) for rank in set(ranks))
+        source.deal(begun // microbatches + 1)  # each rank has one microbatch, for a rehearsal
+        enter, leave = ([mb for mb in mbs if ranks[mb] == self._links.world.rank] for ranks in (first, end))
         try:
-            yield WindowFeed(sizes, microbatches, inputs, read, self._task.weight, device, dtype, *own)
+            how = self._task.weight, device, dtype, enter, leave, source.deal, source.ahead
+            yield WindowFeed(sizes, microbatches, source.inputs, source.targets, *how)
         except ActionFailed as error:
             if not is_out_of_memory(error.__cause__):
                 raise
             stage_bytes = self.plan.memory(self.plan.timeline())
             raise explained(error, stage_bytes, self._links.world.rank, device) from error.__cause__
-        finish(order.batches)
+        source.finish(order.batches)
 
 
 def copies_of(stages: Mapping[int, Stage]) -> list[tuple[nn.Parameter, nn.Parameter]]:

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from heapq import merge
+from operator import itemgetter
 from typing import NamedTuple
 
 from pipetrain.schedule.actions import ALL, RECEIVES, SENDS, Action, Edge, Op, Tie, Ties, last_backwards
@@ -34,7 +36,9 @@ class Sum(NamedTuple):
 
 
 Post = tuple[int, Action | Sum]
-"""(position, RECV or Sum): it is posted before the action at this position of its rank's list."""
+"""(position, RECV or Sum): it is posted before the action at this position of its rank's list.
+
+On rank 0 also (position, F) of another rank, to which it has sent the inputs before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,11 @@ class Posts:
 
     of: list[list[Post]]  # by rank, ascending
     ahead: int
+    deals: list[Post]  # of rank 0, the forwards of others
+
+    def on(self, rank: int) -> list[Post]:
+        """Return all that a rank posts."""
+        return [*merge(self.of[rank], [] if rank else self.deals, key=itemgetter(0))]
 
 
 def make_posts(run: Timeline, bounds: Mapping[Edge, int], ties: Ties = ()) -> Posts:
@@ -55,6 +64,7 @@ def make_posts(run: Timeline, bounds: Mapping[Edge, int], ties: Ties = ()) -> Po
     ranks = lowering.ranks
     tied = [tuple(sorted(tie)) for tie in ties]
     posts: list[list[Post]] = [[] for _ in program]
+    deals = list[Post]()
     open_, ahead = Counter[tuple[Edge, int, int]](), max(bounds.values(), default=0)
     shares, early = Counter[Sum](), [dict(last_backwards(actions)) for actions in program]
     for rank in run.order:
@@ -65,6 +75,8 @@ def make_posts(run: Timeline, bounds: Mapping[Edge, int], ties: Ties = ()) -> Po
             posts[to].append((done[to], Action(action.peer, op, action.mb, peer=action.stage)))
             open_[action.edge, rank, to] += 1
             ahead = max(ahead, open_[action.edge, rank, to])
+        elif action.op is Op.F and action.stage == 0 and rank != 0:
+            deals.append((done[0], action))
         elif action.op in RECEIVES:
             open_[action.edge, lowering.rank(action.peer, action.mb), rank] -= 1
         if reduce := early[rank].get(action):
@@ -80,7 +92,7 @@ def make_posts(run: Timeline, bounds: Mapping[Edge, int], ties: Ties = ()) -> Po
             if shares[sum_] == (1 if together else len(sources)):
                 for of in set(sources) if len(set(sources)) > 1 else ():
                     posts[of].append((done[of] + (together and of != rank), sum_))
-    return Posts(posts, ahead)
+    return Posts(posts, ahead, deals)
 
 
 def _summed_at(action: Action, ties: list[Tie]) -> list[Tie]:

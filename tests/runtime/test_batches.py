@@ -58,7 +58,7 @@ def reader(*labels: list[int]) -> Any:
 def test_the_tensors_of_a_long_window_are_not_all_kept():
     links = Links()
     batches = OfLoader(links.of(0), reader(*[[1, 2, 3]] * 1000), FORM, Classification(), lambda of: None)
-    inputs, targets, finish = batches.open([Size(3)] * 1000, 2, [0, 0] * 1000, [1, 1] * 1000)
+    inputs, targets, _, finish, _ = batches.open([Size(3)] * 1000, 2, [0, 0] * 1000, [1, 1] * 1000)
     assert [len(some) for some in inputs] == [2, 1] * 1000
     assert (len(links.waited), targets) == (1000 - UNTAKEN, None)
     finish(1000)
@@ -81,7 +81,7 @@ def test_each_rank_has_the_microbatches_that_it_runs_and_the_weights_of_the_batc
     assert [len(some) for some in inputs[0]] == [2, 1, 2, 1]
     assert inputs[1] == [pieces[1], pieces[4]]
     assert inputs[2] == inputs[3] == []
-    rows = {rank: list(of or ()) for rank, (_, of, _) in sources.items()}
+    rows = {rank: list(of or ()) for rank, (_, of, *_) in sources.items()}
     weights = [None, None] if len(set(last)) == 1 else [[1, 1, 1], [1, 1, 1]]
     for rank in range(4):
         own = [number for number, of in enumerate(last) if of == rank]
@@ -103,8 +103,10 @@ def test_a_rank_that_reads_to_its_next_microbatch_sends_all_batches_before_it():
     """Of batches of one microbatch each in turn. The last ones are of the other rank; one is left out."""
     links = Links()
     batches = OfLoader(links.of(0), reader([1], [2], [3], [4], [5]), FORM, Classification(), lambda of: None)
-    inputs, _, finish = batches.open([Size(1)] * 5, 1, [0, 1, 0, 1, 1], None)
+    inputs, _, deal, finish, _ = batches.open([Size(1)] * 5, 1, [0, 1, 0, 1, 1], None)
     assert [next(inputs).item(), len(links.posted[1, 0])] == [101, 0]
+    deal(2)
+    assert len(links.posted[1, 0]) == 1  # which may be needed before this rank's next one
     assert [next(inputs).item(), len(links.posted[1, 0])] == [103, 1]
     finish(4)
     assert (len(links.posted[1, 0]), len(links.waited)) == (2, 2)

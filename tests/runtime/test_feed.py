@@ -65,6 +65,17 @@ def test_of_what_a_window_leaves_out_nothing_is_read_ahead():
     assert next(inputs).tolist() == [2]
 
 
+def test_what_another_rank_sends_is_not_awaited_before_it_is_needed():
+    """It may be sent only when this rank has gone on."""
+    asked = []
+    inputs = (asked.append(mb) or torch.zeros(3, 1) for mb in range(4))
+    window = WindowFeed(SIZES, 2, inputs, None, len, torch.device("cpu"), ahead=False)
+    window.prepare()
+    assert not asked
+    window.input(0)
+    assert asked == [0]
+
+
 def test_two_windows_share_one_iterator_and_neither_takes_ahead_what_is_the_other_s():
     inputs = iter(torch.arange(4.0).split(1))
     first, second = (feed(islice(inputs, 2), sizes=[batch]) for batch in SIZES)

@@ -29,7 +29,8 @@ from pipetrain.schedule.actions import (
 from pipetrain.schedule.lower import compute_only, edges, lower
 from pipetrain.schedule.policy import ForwardBackward
 from pipetrain.schedule.posts import Post, Posts, Sum, make_posts
-from pipetrain.schedule.programs import one_f_one_b
+from pipetrain.schedule.programs import one_f_one_b, pipedream
+from pipetrain.schedule.replicas import spread_program
 from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.schedule.transforms import with_norms, with_ties
 from tests.schedule.cases import CASES, Case, accepted, replicated
@@ -314,3 +315,11 @@ def test_what_replicas_have_finished_is_posted_within_the_last_of_their_last_bac
 def test_nothing_is_early_where_a_replica_has_no_microbatch():
     program = lower(replicated(one_f_one_b(1, 1, 2), [3], 1, 2))
     assert [[one.early for _, one in own] for own in posted(program).of] == [[False]] * 3
+
+
+def test_rank_0_has_sent_the_inputs_of_others_before_it_waits_for_them():
+    """Rank 1 runs the forwards of two batches before it gives its share of the first one's gradient."""
+    program = lower(spread_program(pipedream, [(0, 1), (2,)], 4, 1))
+    assert format_program(program).splitlines()[1].startswith("0F1@0 0SEND_F1 0F3@0 0SEND_F3 0REDUCE@1")
+    deals = [(str(program[0][at]), str(action)) for at, action in posted(program).deals]
+    assert deals == [("0F0@0", "0F1@0"), ("0SEND_F0", "0F3@0")]
