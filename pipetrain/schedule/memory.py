@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import mul
 from typing import NamedTuple
 
-from pipetrain.schedule.actions import Action, Op, most_versions, replicated
+from pipetrain.schedule.actions import Action, Op, last_backwards, most_versions, replicated
 from pipetrain.schedule.timeline import Timeline
 
 GIB = 2**30
@@ -41,7 +41,9 @@ class Items(NamedTuple):
     returned: int = 0  # sent gradients
     tied: int = 0  # gradients of weights that other stages have too, from TIE until NORM or STEP
     adding: int = 0  # gradients of a microbatch that are added to the batch's at the end of its B or W
-    reduced: int = 0  # gradients that replicas add up, beside their own, from REDUCE until the next action
+    reduced: int = (
+        0  # gradients that replicas add up, beside their own, from the last B or W until REDUCE is over
+    )
 
 
 _OF_WEIGHTS = ("weights", "versions", "gradients", "optimizer")
@@ -119,10 +121,12 @@ def _items(actions: Sequence[Action], bound: int, copied: bool, summed: bool) ->
     has = {op: any(action.op is op for action in actions) for op in Op}
     forwards, versions = sum(action.op is Op.F for action in actions), max(most_versions(actions).values())
     done: Counter[Op] = Counter()
-    saved = before_r = gradients = adding = arrived = 0
+    saved = before_r = gradients = adding = arrived = reduced = 0
+    ending = {last for last, _ in last_backwards(actions)}
     op: Op | None = None
     for action in [None, *actions]:
         if action is not None:
+            reduced = action in ending or (reduced and op is not Op.REDUCE) or action.op is Op.REDUCE
             op = action.op
             done[op] += 1
             later = op is Op.F and action.mb in recomputed
@@ -148,5 +152,5 @@ def _items(actions: Sequence[Action], bound: int, copied: bool, summed: bool) ->
             returned=(min(bound, back - unsent) + unsent) * has[Op.SEND_B],
             tied=int(op is Op.TIE),
             adding=int(adding),
-            reduced=int(summed and op is Op.REDUCE),
+            reduced=int(summed and reduced),
         )

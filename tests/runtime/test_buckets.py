@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime import buckets
 from pipetrain.runtime.buckets import buckets_of, counts_of, finishing, flat, parts_of, set_gradients
+from pipetrain.runtime.split import Deferred
 
 
 def test_buckets_go_from_the_last_weight_to_the_first_and_what_fills_none_comes_last(monkeypatch):
@@ -73,3 +74,14 @@ def test_a_sparse_gradient_is_refused():
     layer(torch.tensor([1])).sum().backward()
     with pytest.raises(TrainingStopped, match=r"of e, which ranks add up, is sparse: .*sparse=False"):
         flat({"e": layer.weight})
+
+
+def test_the_second_half_of_a_backward_tells_buckets_on_its_way_too():
+    layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Tanh(), nn.Linear(2, 2, bias=False))
+    a, b = layers.parameters()
+    deferred = Deferred([a, b])
+    with deferred:
+        output = layers(torch.ones(1, 2, requires_grad=True))
+    deferred.input_half([a, b], [output], [torch.ones(1, 2)])
+    told = told_while(deferred.weight_half, "b", "a", a=a, b=b)
+    assert told == [b.grad.flatten().tolist(), a.grad.flatten().tolist(), []]

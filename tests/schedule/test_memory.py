@@ -87,7 +87,8 @@ def test_a_replica_holds_the_sum_beside_its_gradient_until_it_is_heard_and_a_sta
     lowered = lower(parse_program(program))
     moments = counts(lowered[0], 2, (), [0])
     now = [(str(action), at[0].reduced) for action, at in zip(lowered[0], moments, strict=True)]
-    assert now[-3:] == [("0B2@0", 0), ("0REDUCE@1", 1), ("0STEP@1", 0)]
+    assert now[-3:] == [("0B2@0", 1), ("0REDUCE@1", 1), ("0STEP@1", 0)]
+    assert now[-4][1] == 0  # before the last backward
     memory = over_time(simulate(lowered, 3), [Items(saved=3, gradients=2, reduced=2)] * 2, 2)
     assert [max(totals(of_rank, ["gradients"])) for of_rank in memory] == [4, 4, 2]  # one rank sums nothing
     assert [max(totals(of_rank)) for of_rank in memory] == [6, 4, 5]
