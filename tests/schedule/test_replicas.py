@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pipetrain.schedule.actions import Action, Op, ScheduleError, homes, parse_program, ranks_of, reads_old
 from pipetrain.schedule.check import check
+from pipetrain.schedule.fixed import FixedProgram
 from pipetrain.schedule.lower import edges, links, lower
 from pipetrain.schedule.programs import one_f_one_b, pipedream
 from pipetrain.schedule.programs.order import in_flight
@@ -107,3 +108,10 @@ def test_a_stage_three_times_as_slow_with_three_replicas_is_as_fast_as_the_other
 def test_microbatches_count_within_a_batch_where_a_schedule_flushes_and_within_the_window_where_not() -> None:
     assert homes(spread_program(one_f_one_b, places_of([2, 1]), 2, 3))[0, 3] == 0
     assert homes(spread_program(pipedream, places_of([2, 1]), 2, 3))[0, 3] == 1
+
+
+def test_the_program_of_a_file_keeps_its_order_and_its_microbatches() -> None:
+    program = one_f_one_b(2, 1, 4)
+    over = spread_program(FixedProgram("mine.txt", program), [(0, 1), (2,)], 1, 4)
+    assert [action.mb for action in over[1] if action.op is Op.F] == [1, 3]
+    assert over[2] == program[1]
