@@ -49,7 +49,8 @@ class Leveller:
             samples, before = self._samples[index], self._counted.pop(index)
             self._samples[index] = 0
             parts = [t.new_full((1,), samples, dtype=torch.float64) for t in (*means, *counters)[:1]]
-            parts += [t.double().flatten() * samples for t in means]
+            # Of a replica without samples nothing counts: 0 times an infinity, as in a mask, is NaN.
+            parts += [(t if samples else torch.zeros_like(t)).double().flatten() * samples for t in means]
             parts += [(now - old).double().flatten() for now, old in zip(counters, before, strict=True)]
             sums = self._links.add_up((index,), torch.cat(parts))
             at = 1

@@ -47,3 +47,17 @@ def test_means_are_weighted_by_samples_and_counters_add_up() -> None:
     for _, leveller, _ in replicas:
         leveller.level()  # nothing was trained since
     assert len(told) == before
+
+
+def test_a_replica_without_samples_does_not_make_an_infinity_nan() -> None:
+    """As a mask has them. A short window may have fewer microbatches than replicas."""
+    told: list[Tensor] = []
+    links: Any = SimpleNamespace(
+        placement=[(0, 1)], add_up=lambda tie, numbers: told.append(numbers) or numbers
+    )
+    module = Kept()
+    module.mean.fill_(-torch.inf)
+    leveller = Leveller({0: SimpleNamespace(module=module, observers=[])}, links)  # type: ignore[dict-item]
+    leveller.before_window()
+    leveller.level()
+    assert told[0].tolist() == [0] * 4
