@@ -239,7 +239,8 @@ class Windows:
         with self._together():
             mine = [_as_json(windows), failure_of(error)]
             what = f"the next window of {this.what}"
-            sizes, failure = self._links.announce(what, mine, ends=not windows)
+            refused = this.trains and any(map(self._too_small, windows or ()))
+            sizes, failure = self._links.announce(what, mine, ends=refused or not windows)
         return WindowWord(_from_json(sizes), failure, error, [], "")
 
     def _read(self, this: _Pass, done: int) -> tuple[list[list[Size]] | None, Exception | None]:
