@@ -76,8 +76,18 @@ def flat(weights: Mapping[str, Tensor]) -> list[Tensor]:
                 f"or keep the layers that share it in one stage by partition=, without replicas"
             )
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        parts.append(numbers_of(gradient).flatten())
+        parts.append(_in_memory(gradient, weight).flatten())
     return parts
+
+
+def _in_memory(numbers: Tensor, weight: Tensor) -> Tensor:
+    """Return the numbers of a weight in the order of its memory: to flatten others copies them one by one."""
+    return numbers_of(numbers).permute(0, 2, 3, 1) if _channels_last(weight) else numbers_of(numbers)
+
+
+def _channels_last(weight: Tensor) -> bool:
+    last = torch.channels_last
+    return weight.dim() == 4 and not weight.is_complex() and weight.is_contiguous(memory_format=last)
 
 
 def counts_of(weights: Mapping[str, Tensor], skip: Tensor | None) -> Tensor:
@@ -110,9 +120,11 @@ def set_gradients(
     for (name, weight), there in zip(weights.items(), has, strict=True):
         part = parts[name]
         # A copy: clipping scales it in place, and another stage of the rank may take the same sums.
-        if copies or weight.is_complex() or part.dtype != weight.dtype or not weight.is_contiguous():
+        ordered = _in_memory(weight, weight)
+        if copies or weight.is_complex() or part.dtype != weight.dtype or not ordered.is_contiguous():
             gradient = torch.empty_like(weight)
-            numbers_of(gradient).copy_(part.view_as(numbers_of(gradient)))
+            _in_memory(gradient, weight).copy_(part.view_as(ordered))
         else:
-            gradient = part.view_as(weight)
+            gradient = part.view_as(ordered)
+            gradient = gradient.permute(0, 3, 1, 2) if _channels_last(weight) else gradient
         weight.grad = gradient if there else None

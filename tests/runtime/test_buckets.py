@@ -85,3 +85,17 @@ def test_the_second_half_of_a_backward_tells_buckets_on_its_way_too():
     deferred.input_half([a, b], [output], [torch.ones(1, 2)])
     told = told_while(deferred.weight_half, "b", "a", a=a, b=b)
     assert told == [b.grad.flatten().tolist(), a.grad.flatten().tolist(), []]
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_gradients_of_channels_last_travel_in_the_order_of_their_memory(copies: bool) -> None:
+    """And come back in it: the optimizer's kernels, too, copy nothing one by one."""
+    weight = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last).requires_grad_()
+    weight.grad = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    gradient, (numbers,) = weight.grad, flat({"w": weight})
+    assert numbers.data_ptr() == gradient.data_ptr()
+    sums = torch.cat([2 * numbers, torch.ones(1)])
+    set_gradients({"w": weight}, *parts_of({"w": weight}, sums), copies=copies)
+    assert torch.equal(weight.grad, 2 * gradient)
+    assert weight.grad.is_contiguous(memory_format=torch.channels_last)
+    assert (weight.grad.data_ptr() == sums.data_ptr()) is not copies
