@@ -242,6 +242,8 @@ class Reference:
         model, task = self.average.module if self.average else self.model, self.task
         if self.replicas:
             self.replicas.level()
+            for own, level in zip(model.buffers(), self.model.buffers(), strict=True):
+                own.copy_(level)
         loss, weight, sums = 0.0, 0.0, dict.fromkeys((metric.name for metric in task.metrics), 0)
         model.eval()
         for inputs, targets in batches:

@@ -41,6 +41,8 @@ POOL: dict[str, list[object]] = {
     "build": ["whole", "stages", "parts"],
     "weights": ["null", "nowhere.pt"],
     "stages": ["null", 1, 2, 3, 9, 0],
+    "replicas": ["null", 1, 2, "[2]", "[1,1]", "[2,1]", 0, "[]", "auto", "some"],
+    "placement": ["null", "0", "0-1", "0.1", "0-1.0-1", "1.0", "0.2", "a"],
     "threads": ["null", 1, 0],
     "timeout": [30, 0, "inf"],
     "memory_limit": ["null", 1],

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from pipetrain.errors import ConfigError
 from pipetrain.runtime import buckets
-from tests.support.cases import Case, compare, make_run, run_in_threads
+from pipetrain.schedule.actions import ScheduleError
+from tests.support.cases import SCHEDULES, Case, compare, make_run, run_in_threads
 
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "12"))
 NORM, PLAIN = (f"model._target_=tests.support.models.with{end}_norm" for end in ("", "out"))
 TIED = "model._target_=tests.support.models.tied"
 SKIPPING = "model._target_=tests.support.models.skipping"
@@ -44,6 +51,44 @@ def test_replicas_train_as_one_process_does(case: Case, monkeypatch: pytest.Monk
     """
     monkeypatch.setattr(buckets, "BUCKET", 1000)
     state, figures = run_in_threads(case)
+    compare(case, state, figures)
+
+
+PLACES = [(4, "replicas=2"), (4, "replicas=[3,1]"), (4, "replicas=[1,3]"), (5, "replicas=[2,1,2]")]
+PLACES += [(2, "placement=0-1.0-1"), (3, "placement=0-1.1-2"), (2, "replicas=[2]")]
+OPTIONS = [
+    "recompute=always",
+    "clip_grad_norm=0.1",
+    "ema=0.9",
+    "on_nan=skip",
+    "buffer_size=1",
+    "optim.momentum=0.9",
+]
+
+
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(
+    st.sampled_from([schedule for schedule in SCHEDULES if schedule != "fbp"]),
+    st.sampled_from(PLACES),
+    st.integers(1, 6),
+    st.sampled_from(["small", "skipping", "tied"]),
+    st.lists(st.sampled_from(OPTIONS), max_size=2, unique=True),
+    st.sampled_from(["window=null", "window=1", "window=3"]),
+)
+def test_replicas_of_any_kind_train_as_one_process_does(schedule, places, m, model, options, window) -> None:
+    ranks, words = places
+    words = (words, f"model._target_=tests.support.models.{model}", f"microbatches={m}", *options, window)
+    case = Case(schedule, ranks, ("epochs=2", "optim.lr=0.01", *words))
+    try:
+        state, figures = run_in_threads(case)
+    except (ConfigError, ScheduleError):  # too few microbatches or layers, or updates that cannot wait
+        return
     compare(case, state, figures)
 
 
