@@ -23,8 +23,9 @@ from pipetrain.network.network import Network
 from pipetrain.network.values import Value, ValueSpec
 from pipetrain.plan.costs import Profile, profile_conditions, read_profile
 from pipetrain.plan.describe import describe
+from pipetrain.plan.making import Measure, make_plan
 from pipetrain.plan.memory import optimizer_state
-from pipetrain.plan.plan import Measure, Plan, Samples, make_plan
+from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
 from pipetrain.rate import LearningRate, Rate, learning_rate
 from pipetrain.runtime.optimizer import prove_optimizer, small_copies

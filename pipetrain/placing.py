@@ -12,6 +12,7 @@ from typing import Any
 from pipetrain.errors import ConfigError
 from pipetrain.rules import COUNT, Rule, index_of, kept
 from pipetrain.schedule.actions import Placement
+from pipetrain.schedule.draw import counted
 
 
 def _replicas(key: str, value: Any) -> Any:
@@ -77,7 +78,7 @@ def processes(
         needed = places * times
         said = " and ".join([f"stages={stages}"] * bool(stages) + [f"replicas={replicas}"] * bool(replicas))
     if stages not in (None, places):
-        raise ConfigError(f"{said} has {places} stages, and stages={stages}: leave stages out")
+        raise ConfigError(f"{said} has {counted(places, 'stage')}, and stages={stages}: leave stages out")
     if started not in (None, needed):
         raise ConfigError(
             f"{said} needs {needed} processes and there are {started}; start {needed}, by torchrun "

@@ -255,7 +255,8 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
         settings=settings,
     )
     del model
-    placement = pipe._training.links.placement
+    training = pipe._training
+    placement = training.links.placement
     ends = {*placement[0], *placement[-1]}  # the others need no sample
     if data is None and (settings.replicas == AUTO or start.world.rank in ends):
         data = load_data(cfg.data, settings.dtype)
@@ -266,7 +267,7 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
         Sampled(data.train if data else None, sampler.batch_sizes, sampler, *own),
         Sampled(data.test if data else None, even(facts.test, settings.batch_size), None, *own),
     )
-    training, batches = pipe._training, len(sampler.batch_sizes)
+    batches = len(sampler.batch_sizes)
     start_at = source.manifest.position.placed(batches) if source else Position()
     passes = TrainingPasses(training, *samples, source, start_at)
     conditions = conditions_of(cfg, settings, facts)

@@ -23,8 +23,9 @@ from pipetrain.network.chain import network_of
 from pipetrain.network.values import TensorSpec
 from pipetrain.placing import span
 from pipetrain.plan.costs import profile_conditions, read_profile
+from pipetrain.plan.making import make_plan
 from pipetrain.plan.memory import gpu_bytes, known_state, optimizer_state, says_whether_it_fits
-from pipetrain.plan.plan import Plan, Samples, make_plan
+from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
 from pipetrain.plan.rows import read_rows, write_rows
 from pipetrain.rules import COUNT, PATH, POSITIVE

@@ -32,6 +32,7 @@ from pipetrain.schedule.actions import (
 )
 from pipetrain.schedule.bounds import edge_bounds, widest
 from pipetrain.schedule.check import check
+from pipetrain.schedule.draw import counted
 from pipetrain.schedule.fixed import FixedProgram
 from pipetrain.schedule.lower import Lowering, edges, lower
 from pipetrain.schedule.policy import Bounds, ForwardBackward
@@ -292,10 +293,10 @@ def _refuse_replicas(draft: Draft) -> None:
         )
     window = settings.window or most if draft.reads_late else 1
     if most > settings.microbatches * window:
+        has = f"a {'window' if draft.reads_late else 'batch'} has"
         raise ConfigError(
-            f"a stage has {most} replicas, and a {'window' if draft.reads_late else 'batch'} "
-            f"has {settings.microbatches * window} microbatches, so that some would have nothing to do: "
-            f"choose microbatches={most}, or fewer replicas"
+            f"a stage has {most} replicas, and {has} {counted(settings.microbatches * window, 'microbatch')}, so "
+            f"that some would have nothing to do: choose microbatches={most}, or fewer replicas"
         )
 
 

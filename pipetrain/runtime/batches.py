@@ -23,7 +23,7 @@ from pipetrain.data.loading import Form, Reader
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.values import Size, TensorSpec, Value, ValueSpec, as_tuple
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.feed import Rows, cut
+from pipetrain.runtime.feed import TargetRows, cut
 from pipetrain.runtime.links import Links
 from pipetrain.tasks import Task, counted_for
 
@@ -45,7 +45,7 @@ class Sources(NamedTuple):
     """
 
     inputs: Iterator[Value] | None
-    targets: Iterator[Rows] | None
+    targets: Iterator[TargetRows] | None
     deal: Callable[[int], None] = lambda batches: None
     finish: Callable[[int], None] = lambda batches: None
     ahead: bool = True
@@ -142,7 +142,7 @@ class OfNumbers:
 
         first, last = own(plan.placement[0]), own(plan.placement[-1])
         self._inputs: Iterator[Value] | None = None
-        self._targets: Iterator[Rows] | None = None
+        self._targets: Iterator[TargetRows] | None = None
         if any(first):
             assert samples.split is not None, "this rank needs the samples"
             ids = [of for of, mine in zip(chain.from_iterable(batches), first, strict=True) if mine]
@@ -178,12 +178,12 @@ class OfNumbers:
 
     def _rows(
         self, batches: Sequence[Sequence[Tensor]], last: Iterator[bool], read: Callable[[Tensor], Value]
-    ) -> Iterator[Rows]:
+    ) -> Iterator[TargetRows]:
         for batch in batches:
             own = [ids for ids in batch if next(last)]
             if own:
                 weights = None if len(own) == len(batch) else _weights(self._task, batch, read)
-                yield Rows(read(torch.cat(own)), weights)
+                yield TargetRows(read(torch.cat(own)), weights)
 
 
 def _weights(task: Task, batch: Sequence[Tensor], read: Callable[[Tensor], Value]) -> list[float]:
@@ -241,8 +241,8 @@ class OfLoader:
         )
         return _awaited(self._expect("inputs", self._form.inputs.of(size), INPUTS) for size in mine)
 
-    def _rows_of(self, sizes: Sequence[Sequence[Size]], last: Sequence[int]) -> Iterator[Rows]:
-        def expect() -> Iterator[Callable[[], Rows]]:
+    def _rows_of(self, sizes: Sequence[Sequence[Size]], last: Sequence[int]) -> Iterator[TargetRows]:
+        def expect() -> Iterator[Callable[[], TargetRows]]:
             ranks = iter(last)
             for batch in sizes:
                 of = [next(ranks) for _ in batch]
@@ -254,14 +254,14 @@ class OfLoader:
 
         return _awaited(expect())
 
-    def _expect_rows(self, rows: Size, microbatches: int, parts: bool) -> Callable[[], Rows]:
+    def _expect_rows(self, rows: Size, microbatches: int, parts: bool) -> Callable[[], TargetRows]:
         """Post the receives of targets and, of `parts` of a batch, of what its microbatches count for."""
         targets = self._expect("targets", self._form.targets.of(rows), TARGETS)
         if not parts:
-            return lambda: Rows(targets())
+            return lambda: TargetRows(targets())
         spec = TensorSpec((microbatches,), torch.float64)
         weights = self._links.expect_tensor("the weights of a batch", spec, 0, TARGETS)
-        return lambda: Rows(targets(), weights().tolist())
+        return lambda: TargetRows(targets(), weights().tolist())
 
     def _expect(self, what: str, form: ValueSpec, stream: int) -> Callable[[], Value]:
         waits = [self._links.expect_tensor(f"the {what} of a batch", spec, 0, stream) for spec in form.specs]
@@ -296,14 +296,14 @@ class _Dealer:
         self._sizes, self._first = iter(sizes), iter(first)
         self._last = None if last is None else iter(last)
         self._inputs: deque[Value] = deque()  # read, and not yet given
-        self._targets: deque[Rows] = deque()
+        self._targets: deque[TargetRows] = deque()
 
     def inputs(self) -> Iterator[Value]:
         while self._inputs or self._read():
             if self._inputs:
                 yield self._inputs.popleft()
 
-    def targets(self) -> Iterator[Rows]:
+    def targets(self) -> Iterator[TargetRows]:
         while self._targets or self._read():
             if self._targets:
                 yield self._targets.popleft()
@@ -345,7 +345,7 @@ class _Dealer:
                 parts[rank] = form.pack(tuple(map(torch.cat, zip(*own, strict=True))))
         for rank, part in parts.items():
             if rank == self._links.world.rank:
-                self._targets.append(Rows(part, weights))
+                self._targets.append(TargetRows(part, weights))
                 continue
             more = [] if weights is None else [torch.tensor(weights, dtype=torch.float64)]
             self._send("targets", [*as_tuple(part), *more], rank, TARGETS)

@@ -45,7 +45,7 @@ def cut(value: Value, sizes: Sequence[Size]) -> list[Value]:
     return [form.pack(piece) for piece in pieces]
 
 
-class Rows(NamedTuple):
+class TargetRows(NamedTuple):
     """The targets of those microbatches of a batch that a rank has.
 
     `weights`: what each microbatch of the batch counts for; None if the rank has them all.
@@ -69,7 +69,7 @@ class WindowFeed:
         sizes: Sequence[Size],
         microbatches: int,
         inputs: Iterator[Value] | None,
-        targets: Iterator[Rows] | None,
+        targets: Iterator[TargetRows] | None,
         weight: Weight,
         device: torch.device,
         dtype: torch.dtype | None = None,

@@ -20,8 +20,9 @@ from pipetrain.commands.cli import composed
 from pipetrain.data import load_data
 from pipetrain.network.chain import network_of
 from pipetrain.network.values import Size, ValueSpec, named_layers
+from pipetrain.plan.making import make_plan
 from pipetrain.plan.memory import optimizer_state
-from pipetrain.plan.plan import Plan, Samples, make_plan
+from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
 from pipetrain.runtime.links import Links
 from pipetrain.runtime.optimizer import prove_optimizer

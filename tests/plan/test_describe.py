@@ -9,7 +9,8 @@ import pytest
 from pipetrain.building import make_model, make_schedule
 from pipetrain.network.values import Size
 from pipetrain.plan.describe import describe
-from pipetrain.plan.plan import Samples, make_plan
+from pipetrain.plan.making import make_plan
+from pipetrain.plan.plan import Samples
 from pipetrain.plan.program import Draft
 from pipetrain.schedule.theory import theory
 from pipetrain.settings import Settings

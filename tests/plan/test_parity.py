@@ -15,8 +15,9 @@ from pipetrain import ConfigError, Pipeline, Pop, Stash
 from pipetrain.models import gpt
 from pipetrain.network.chain import network_of
 from pipetrain.network.values import Value, ValueSpec
+from pipetrain.plan.making import make_plan
 from pipetrain.plan.parity import prove_stages
-from pipetrain.plan.plan import Samples, make_plan
+from pipetrain.plan.plan import Samples
 from pipetrain.plan.program import Draft
 from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.settings import Settings

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from pipetrain.building import make_schedule
 from pipetrain.errors import ConfigError
 from pipetrain.plan.describe import describe
-from pipetrain.plan.plan import Plan, Samples, make_plan
+from pipetrain.plan.making import make_plan
+from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
 from pipetrain.plan.replicas import LayerSums, Machines, Planner, Way
 from pipetrain.schedule.actions import Schedule

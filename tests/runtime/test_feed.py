@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipetrain.network.values import Size
-from pipetrain.runtime.feed import Rows, WindowFeed
+from pipetrain.runtime.feed import TargetRows, WindowFeed
 from pipetrain.tasks import Classification
 
 # Two batches: one of 5 samples in pieces of 3 and 2, one of 4 in pieces of 2.
@@ -35,7 +35,7 @@ def feed(inputs: Any = None, targets: Any = None, weight: Any = len, sizes: Any 
 def test_targets_are_those_of_the_microbatch_and_shares_those_of_its_batch(labels, weight, weights, shares):
     """A batch is read when it is asked for."""
     read = []
-    window = feed(targets=(read.append(len(batch)) or Rows(batch) for batch in labels), weight=weight)
+    window = feed(targets=(read.append(len(batch)) or TargetRows(batch) for batch in labels), weight=weight)
     targets = {1: window.target(1)}
     assert read == [5]
     targets |= {mb: window.target(mb) for mb in (0, 3, 2)}
@@ -49,7 +49,7 @@ def test_targets_are_those_of_the_microbatch_and_shares_those_of_its_batch(label
 
 def test_several_tensors_keep_their_order_and_whole_numbers_their_dtype():
     inputs, targets = (torch.arange(3), torch.ones(3, 2)), (torch.zeros(5, 2), torch.arange(5))
-    window = feed(iter([inputs]), iter([Rows(targets)]), lambda value: len(value[0]))
+    window = feed(iter([inputs]), iter([TargetRows(targets)]), lambda value: len(value[0]))
     for tensors in (window.input(0)[::-1], window.target(0).value):
         assert [(t.dtype, len(t)) for t in tensors] == [(torch.float64, 3), (torch.int64, 3)]
 

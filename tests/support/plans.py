@@ -8,7 +8,8 @@ import torch
 
 from pipetrain.building import make_model, make_schedule
 from pipetrain.network.values import TensorSpec, ValueSpec
-from pipetrain.plan.plan import Plan, Samples, make_plan
+from pipetrain.plan.making import make_plan
+from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
 from pipetrain.settings import Settings
 from tests.support.cases import config

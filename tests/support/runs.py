@@ -20,8 +20,9 @@ from pipetrain.network.chain import network_of
 from pipetrain.network.model import prove_model
 from pipetrain.network.network import Network
 from pipetrain.network.values import ValueSpec
+from pipetrain.plan.making import make_plan
 from pipetrain.plan.memory import optimizer_state
-from pipetrain.plan.plan import Plan, Samples, make_plan
+from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
 from pipetrain.rate import LearningRate
 from pipetrain.records.history import About

@@ -1,0 +1,196 @@
+"""Makes a plan: costs, cut, programs, proof; each is made once, and every rank makes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from pipetrain.errors import ConfigError
+from pipetrain.network.chain import network_of
+from pipetrain.network.network import Network
+from pipetrain.network.numerics import Numerics
+from pipetrain.network.values import Size, TensorSpec, ValueSpec
+from pipetrain.plan.balance import Choice, choose_cuts, cut_by_times, prove_layers
+from pipetrain.plan.costs import Profile, Table, by_work, refuse_other_layers
+from pipetrain.plan.cut import (
+    cut_layers,
+    cuts_that_may_be,
+    refuse_cuts,
+    shared_weights,
+)
+from pipetrain.plan.estimate import Layer, estimates
+from pipetrain.plan.memory import refuse_above
+from pipetrain.plan.plan import Plan, Samples, cast_spec
+from pipetrain.plan.program import (
+    Draft,
+    modes_of,
+    prove,
+    recomputing,
+    refuse_ties,
+)
+from pipetrain.plan.replicas import Way, choose_replicas, longest_part
+from pipetrain.schedule.actions import splits
+from pipetrain.schedule.simulate import Deadlock
+from pipetrain.settings import AUTO, PROFILE, Mode, Settings
+from pipetrain.tasks import Task
+
+Measure = Callable[[list[Layer], ValueSpec, Numerics], Profile]
+"""Measures a model's layers, as they were estimated for an input as each sample has it."""
+
+
+def make_plan(
+    draft: Draft,
+    model: nn.Module | Network | list[Layer],
+    example: ValueSpec,
+    samples: Samples | None,
+    profile: Profile | Measure | None = None,
+    state_of: Callable[[TensorSpec], float] = lambda spec: 0,
+    task: Task | None = None,
+) -> Plan:
+    """Cut the model, and make and check every program. Raises ConfigError and ScheduleError.
+
+    This changes `model`, which must not be trained afterwards; or there is none, but its layers. `example`:
+    of the input; `samples`: None for a first batch of the settings' size, after which others may come;
+    `profile`: its times, or what measures them, without which partition=profile is a draft: cut by flops,
+    whatever the memory_limit; `state_of`: the bytes of the optimizer's state of a parameter; `task`: of which
+    there are targets. A rank that is predicted to hold more than memory_limit= is refused; the cuts of
+    partition=profile keep to it, by what was measured.
+    """
+    if draft.settings.partition == PROFILE and profile is None:
+        replicas = None if draft.settings.replicas == AUTO else draft.settings.replicas
+        by_flops = replace(draft.settings, partition="flops", memory_limit=None, replicas=replicas)
+        draft = replace(draft, settings=by_flops)
+    settings = draft.settings
+    example = cast_spec("inputs", example, settings.data_dtype)
+    known = samples or Samples.like(settings)
+    cutting = model if isinstance(model, list) else network_of(model, example, settings.precision == "bf16")
+    network = None if isinstance(cutting, list) else cutting
+    sizes = known.microbatches(settings.microbatches), [*map(Size, known.evaluation)]
+    numerics, trained, evaluated = estimates(settings, cutting, example, *sizes)
+    layers = trained[settings.full]
+    if callable(profile):
+        stages = 1 if settings.replicas == AUTO else len(draft.placement)
+        prove_layers(stages, [layer.name for layer in layers])
+        profile = profile(layers, example, numerics)
+    table = _table(settings, layers, example, network is not None, profile, state_of, task)
+    counts = samples, len(known.evaluation)
+    uncut = _Uncut(network, trained, evaluated, example, *counts, numerics, table, profile is not None)
+    ways: dict[str, Way | None] = {}
+    if settings.replicas == AUTO:
+        draft, ways = choose_replicas(draft, table, cuts_that_may_be(network, layers), uncut.way)
+    lengths = samples.windows(settings.window) if samples else [draft.shown]
+    plan = replace(uncut.plan(draft, lengths), ways=ways)
+    if settings.memory_limit is not None and settings.partition != PROFILE:
+        refuse_above(settings.memory_limit, plan.memory(plan.timeline()))
+    return plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Uncut:
+    """What is known of a model before it is cut, see `make_plan`. `network`: None for layers without one."""
+
+    network: Network | None
+    trained: Mapping[Size, list[Layer]]  # for each size of a microbatch
+    evaluated: Mapping[Size, list[Layer]]
+    example: ValueSpec
+    samples: Samples | None
+    evaluations: int  # the microbatches of one
+    numerics: Numerics
+    table: Table
+    timed: bool  # by a profile
+
+    def plan(self, draft: Draft, lengths: Sequence[int]) -> Plan:
+        """Cut the model for a draft, and prove windows of these lengths. Raises as `make_plan` does."""
+        table, open_ = self.table, self.samples is None
+        cuts, modes, choices = _cuts(draft, lengths, self.network, table)
+        shared = shared_weights(self.network, cuts) if self.network else {}
+        cut = cut_layers(self.trained, cuts, self.example, shared, open_)
+        refuse_ties(draft, cut)
+        stage_costs = table.costs(cut, modes, splits(draft.program), draft.settings.full, draft.placement)
+        known = self.evaluations, stage_costs, recomputing(modes), open_
+        try:
+            bounded, windows = prove(draft, cut, lengths, *known)
+        except ConfigError as error:
+            if not (open_ and isinstance(error.__cause__, Deadlock) and draft.shown > draft.least):
+                raise
+            bounded, windows = prove(draft, cut, [draft.least], *known)  # a shorter window may do
+        return Plan(
+            draft=draft,
+            samples=self.samples,
+            numerics=self.numerics,
+            example=self.example,
+            table=table,
+            cut=bounded,
+            evaluation_cut=cut_layers(self.evaluated, cuts, self.example, any_size=open_),
+            windows=windows,
+            modes=modes,
+            costs=stage_costs if self.timed else None,
+            choices=choices,
+        )
+
+    def way(self, draft: Draft) -> Way:
+        """Return what a draft takes in a window that is like others."""
+        plan = self.plan(draft, [draft.shown])
+        run, replicas = plan.timeline(), [*map(len, draft.settings.places)]
+        batch_s = run.makespan / max(plan.windows)
+        return Way(replicas, plan.cuts, batch_s, longest_part(run, plan.stage_costs))
+
+
+def _table(
+    settings: Settings,
+    layers: Sequence[Layer],
+    example: ValueSpec,
+    has_loss: bool,
+    profile: Profile | None,
+    state_of: Callable[[TensorSpec], float],
+    task: Task | None,
+) -> Table:
+    """Return the costs of the layers, by a profile or else by their work. Raises ConfigError."""
+    dtype, outputs = settings.data_dtype, layers[-1].output
+    # As a cross-entropy saves:
+    loss = sum(spec.numel * (dtype or spec.dtype).itemsize for spec in outputs.specs) if has_loss else 0
+    classes = task and task.classes_of(outputs)
+    if profile is not None:
+        refuse_other_layers(profile, layers)
+    return Table(
+        layers,
+        example.of(settings.full),
+        profile or by_work(layers, settings.ranks),
+        codecs=settings.codecs,
+        state_of=state_of,
+        loss=loss,
+        targets=8 * outputs.specs[0].numel // classes if classes else loss,  # labels, or numbers as outputs
+        averaged=settings.ema is not None,
+        on_gpu=settings.on_gpu,
+    )
+
+
+def _cuts(
+    draft: Draft,
+    lengths: Sequence[int],
+    network: Network | None,
+    table: Table,
+) -> tuple[list[int], list[Mode], dict[str, Choice]]:
+    """Choose the first layers of stages 1, 2, ..., and what each stage recomputes. Raises ConfigError."""
+    settings, where, layers = draft.settings, draft.placement, table.layers
+    choices: dict[str, Choice] = {}
+    modes = modes_of(settings.recompute, len(where))
+    if settings.partition == PROFILE:
+        choices = cut_by_times(draft, max(lengths), table, cuts_that_may_be(network, layers))
+        cuts, modes = choices[PROFILE].cuts, [stage.mode for stage in choices[PROFILE].stages]
+    else:
+        cuts = choose_cuts(settings.partition, layers, where)
+    refuse_cuts(network, layers, cuts)
+    _refuse_drawing(settings, layers)
+    return cuts, modes, choices
+
+
+def _refuse_drawing(settings: Settings, layers: Sequence[Layer]) -> None:
+    """Refuse layers whose random numbers a CUDA graph would repeat. Raises ConfigError."""
+    if settings.cuda_graphs is True and (drawing := [layer.name for layer in layers if layer.draws]):
+        raise ConfigError(
+            f"layer {drawing[0]} draws random numbers, which cuda_graphs would repeat: leave cuda_graphs "
+            f"out, or set its dropout to 0"
+        )
