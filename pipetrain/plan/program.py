@@ -293,9 +293,9 @@ def _refuse_replicas(draft: Draft) -> None:
         )
     window = settings.window or most if draft.reads_late else 1
     if most > settings.microbatches * window:
-        has = f"a {'window' if draft.reads_late else 'batch'} has"
+        few = counted(settings.microbatches * window, "microbatch")
         raise ConfigError(
-            f"a stage has {most} replicas, and {has} {counted(settings.microbatches * window, 'microbatch')}, so "
+            f"a stage has {most} replicas, and a {'window' if draft.reads_late else 'batch'} has {few}, so "
             f"that some would have nothing to do: choose microbatches={most}, or fewer replicas"
         )
 
