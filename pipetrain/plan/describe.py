@@ -106,6 +106,8 @@ def _planned_by_rows(cfg: DictConfig, schedule: str, batches: int) -> Plan:
 
 def _ranks(cfg: DictConfig) -> int | None:
     """Return the ranks for replicas=auto; of other pipelines the options say how many there are."""
+    if cfg.replicas == AUTO and cfg.ranks is None:
+        raise ConfigError("replicas=auto chooses for a number of ranks: give ranks=N")
     return COUNT.read("ranks", cfg.ranks) if cfg.replicas == AUTO else None
 
 

@@ -61,6 +61,7 @@ REFUSED = [
     (["span=9-3"], "span=9-3 must be all, or from which cell to which, such as 0-40"),
     (["compare=[1f1b,foo]"], "compare=['1f1b', 'foo'] names a schedule that there is not, or none: write"),
     (["compare=[]"], "compare=[] names a schedule that there is not, or none: write compare=all, or some"),
+    (["replicas=auto"], "replicas=auto chooses for a number of ranks: give ranks=N"),
     (["compare=[1f1b]", "replicas=auto"], "compare= needs the ranks of each stage: give replicas= in"),
     (["compare=[1f1b]", "stages=0"], "stages=0 must be a whole number of at least 1"),
     (["compare=pipedream_2bw", "stages=4", "microbatches=2"], "compare= has no schedule that can be planned"),
