@@ -84,13 +84,13 @@ class Ranks:
             whole = json.dumps(texts)
             with self._trying(f"tell the others {what}"):
                 _wait_for(self._post_to_all(whole))
-        return self._items(what, texts)
+        return self._items(what, texts, self.world.size)
 
-    def _items(self, what: str, texts: Sequence[str]) -> list[Any]:
-        """Return what the ranks from 0 on say at `what`. Raises ChannelError if one is elsewhere."""
+    def _items(self, what: str, texts: Sequence[str], ranks: int) -> list[Any]:
+        """Return what the first `ranks` say at `what`. Raises ChannelError if one is elsewhere."""
         received = [json.loads(text) for text in texts]
         for rank, (theirs, _) in enumerate(received):
-            if theirs != what:
+            if theirs != what or len(texts) != ranks:
                 raise ChannelError(
                     f"rank {self.world.rank} waits for {what}, and rank {rank} is at {theirs}: let all ranks "
                     f"call the same methods in the same order"
@@ -127,7 +127,8 @@ class Ranks:
         rest = bytearray(max(0, size - HEAD))
         if rest:
             dist.recv(torch.frombuffer(rest, dtype=torch.uint8), rank, group=self._all, tag=_WORDS)
-        self._heads[rank] = self._post_head(rank)
+        with suppress(RuntimeError):  # it was the last word of a rank that has left
+            self._heads[rank] = self._post_head(rank)
         return (head[8:] + rest)[:size].decode()
 
     def _post_head(self, rank: int) -> tuple[Any, bytearray]:
@@ -140,18 +141,18 @@ class Ranks:
 
         `ends`: it waits until they have it, as it may leave them afterwards.
         """
-        text = json.dumps([what, item])
+        texts = [json.dumps([what, item])]
         if self.world.rank:
             with self._trying(f"hear {what} from rank 0"):
-                text = self._take_text(0)
+                texts = json.loads(self._take_text(0))
         elif self.world.size > 1:
             with self._trying(f"tell the others {what}"):
                 _wait_for(self._announced)
-                self._announced = self._post_to_all(text)
+                self._announced = self._post_to_all(json.dumps(texts))
                 if ends:
                     _wait_for(self._announced)
                     self._announced = []
-        (item,) = self._items(what, [text])
+        (item,) = self._items(what, texts, 1)
         return item
 
     def tell(self, what: str, item: Any = None, source: int = 0) -> Any:

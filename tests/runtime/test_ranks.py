@@ -51,6 +51,9 @@ def test_rank_0_announces_without_a_wait_and_the_receive_of_what_comes_next_is_p
         posted.append(tensor)
         return SimpleNamespace(wait=lambda: tensor.copy_(sent[number]))
 
+    def gone(*tensor: object, **named: object) -> SimpleNamespace:
+        raise RuntimeError("Connection closed by peer")
+
     monkeypatch.setattr(dist, "isend", isend)
     monkeypatch.setattr(dist, "irecv", irecv)
     first, other = Ranks(World(0, 2), 1), Ranks(World(1, 2), 1)
@@ -60,10 +63,14 @@ def test_rank_0_announces_without_a_wait_and_the_receive_of_what_comes_next_is_p
     assert waited == [1]  # what was announced before
     assert [other.announce("the next window") for _ in range(2)] == [[1], [2]]
     assert len(posted) == 3
+    monkeypatch.setattr(dist, "irecv", gone)
+    first.announce("the next window", [5])
+    assert other.announce("the next window") == [5]  # the last word of a rank that has left
+    monkeypatch.setattr(dist, "irecv", irecv)
     waited.clear()
     first.announce("another", [3], ends=True)
-    assert waited == [2, 3]  # nobody misses the last one where rank 0 leaves
+    assert waited == [3, 4]  # nobody misses the last one where rank 0 leaves
     first.announce("another", [4])
-    assert waited == [2, 3]  # each once: gloo waits for a second message
+    assert waited == [3, 4]  # each once: gloo waits for a second message
     with pytest.raises(ChannelError, match="is at another"):
         other.announce("the next window")

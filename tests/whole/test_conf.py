@@ -94,7 +94,7 @@ def test_each_codec_is_built_for_the_direction_that_is_named(option):
 
 @options("experiment")
 def test_each_experiment_is_a_run(option):
-    cfg = composed(f"experiment={option}")
+    cfg = composed(f"experiment={option}", "placement=null")
     choices = cfg.hydra.runtime.choices
     read = Settings.composed(cfg, choices["schedule"], 2)
     with torch.device("meta"):
