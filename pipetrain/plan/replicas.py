@@ -36,7 +36,7 @@ from pipetrain.settings import Mode
 
 TRIED = 8  # plans, of which each is simulated
 Array = NDArray[np.float64]
-Taken = tuple[int, int]  # the ranks that stages take, and of these the replicas of the last stage
+RanksTaken = tuple[int, int]  # the ranks that stages take, and of these the replicas of the last stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,9 @@ class Planner:
         cuts, counts = [start for start, _ in stages[1:]], [replicas for _, replicas in stages]
         return ReplicaPlan(cuts, counts, parts, max(seconds), f"{longest} of stage {slowest}")
 
-    def _longer(self, reached: dict[Taken, _Reached], counts: Sequence[int]) -> dict[Taken, _Reached]:
+    def _longer(
+        self, reached: dict[RanksTaken, _Reached], counts: Sequence[int]
+    ) -> dict[RanksTaken, _Reached]:
         """Add a stage of any of these numbers of replicas."""
         longer = {}
         for first, replicas in product({taken for taken, _ in reached}, counts):
