@@ -23,26 +23,25 @@ class Leveller:
 
     def __init__(self, stages: Mapping[int, Stage], links: Links) -> None:
         several = {index: of for index, of in stages.items() if len(links.placement[index]) > 1}
-        self._stages = {index: of for index, of in several.items() if any(_numbers(of))}
+        self.stages = {index: of for index, of in several.items() if any(_numbers(of))}
         self._links = links
-        self._samples = dict.fromkeys(self._stages, 0)  # since they were equal
+        self._samples = dict.fromkeys(self.stages, 0)  # since they were equal
         self._counted: dict[int, list[Tensor]] = {}  # counters as they then were
 
     def before_window(self) -> None:
         """Note what the counters are, if the replicas are equal."""
-        for index, stage in self._stages.items():
+        for index, stage in self.stages.items():
             if index not in self._counted:
                 self._counted[index] = [t.clone() for t in _numbers(stage)[1]]
 
     def count(self, index: int, samples: int) -> None:
         """Count samples that a stage has been trained on here."""
-        if index in self._samples:
-            self._samples[index] += samples
+        self._samples[index] += samples
 
     @torch.no_grad()
     def level(self) -> None:
         """Make the replicas' buffers equal, if they have trained since they were."""
-        for index, stage in self._stages.items():
+        for index, stage in self.stages.items():
             if index not in self._counted:
                 continue
             means, counters = _numbers(stage)

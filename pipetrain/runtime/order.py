@@ -11,7 +11,7 @@ more, before its forward. The others look after they have received that microbat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate
 
 from pipetrain.plan.plan import Plan
@@ -70,10 +70,11 @@ class Order:
         actions = shortened(self._list, batches, self.microbatches)
         return Order(actions, self.home, batches, self.microbatches, decide=self.decide)
 
-    @property
-    def forwards(self) -> list[tuple[int, int]]:
-        """The (stage, microbatch) of all forwards."""
-        return [(action.stage, action.mb) for action in self._list if action.op is Op.F]
+    def forwards(self, stages: Collection[int]) -> list[tuple[int, int]]:
+        """Return the (stage, microbatch) of all forwards of some stages."""
+        if not stages:
+            return []
+        return [(a.stage, a.mb) for a in self._list if a.op is Op.F and a.stage in stages]
 
     def receives(self) -> list[Action]:
         return [action for action in self._list if action.op in RECEIVES]

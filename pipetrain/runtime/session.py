@@ -108,7 +108,7 @@ class Session:
         self._leveller.before_window()
         with self._feed(sizes, batches, order) as feed:
             self.engine.train(order, feed, m, tick, observe)
-            for stage, mb in order.forwards:
+            for stage, mb in order.forwards(self._leveller.stages):
                 self._leveller.count(stage, feed.size(mb).samples)
         return order.batches
 
