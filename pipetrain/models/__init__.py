@@ -8,18 +8,33 @@ VGG16 either way, batch 64 on two cores). A user's model is a factory of the sam
 
 from __future__ import annotations
 
+from pipetrain.models.amoebanet import amoebanet
 from pipetrain.models.gpt import gpt
-from pipetrain.models.unet import unet
-from pipetrain.models.vision import alexnet, mlp, resnet18, resnet34, resnet50, vgg11, vgg13, vgg16, vgg19
+from pipetrain.models.unet import unet, unet_instancenorm
+from pipetrain.models.vision import (
+    alexnet,
+    mlp,
+    resnet18,
+    resnet34,
+    resnet50,
+    resnet101,
+    vgg11,
+    vgg13,
+    vgg16,
+    vgg19,
+)
 
 __all__ = [
     "alexnet",
+    "amoebanet",
     "gpt",
     "mlp",
     "resnet18",
     "resnet34",
     "resnet50",
+    "resnet101",
     "unet",
+    "unet_instancenorm",
     "vgg11",
     "vgg13",
     "vgg16",

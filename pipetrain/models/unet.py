@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipetrain.models.layers import NormalConvolution, NormalTransposed, before_relu, stack
 from pipetrain.network.chain import Pop, Stash
-from pipetrain.rules import whole
+from pipetrain.rules import COUNT, whole
 
 
 def unet(
@@ -27,8 +27,8 @@ def unet(
 
     `levels`: resolutions, each half of the one before, so h and w are multiples of 2^(levels - 1);
     `convolutions`: 3x3, of a level on each way; `width`: channels of the first level, doubled at each next
-    one. The defaults are the paper's. It has 2 (levels - 1) (convolutions + 2) + convolutions + 1 layers, of
-    which 2 (levels - 1) only mark the skips. Raises ConfigError.
+    one. The defaults are the paper's. It has 2 (levels - 1) (convolutions + 2) + convolutions + 1 layers.
+    Raises ConfigError.
     """
     sizes = {"levels": levels, "num_classes": num_classes, "convolutions": convolutions}
     for name, size in (sizes | {"width": width, "channels": channels}).items():
@@ -37,32 +37,74 @@ def unet(
     model = nn.Sequential()
     stashes = [Stash() for _ in range(levels - 1)]
     for level, stash in enumerate(stashes, start=1):
-        _add_convolutions(model, f"down{level}", None, channels, width, convolutions)
+        _add_convolutions(model, f"down{level}", channels, width, convolutions)
         model.add_module(f"down{level}_skip", stash)
         model.add_module(f"down{level}_pool", nn.MaxPool2d(2))
         channels, width = width, 2 * width
-    _add_convolutions(model, "bottom", None, channels, width, convolutions)
+    _add_convolutions(model, "bottom", channels, width, convolutions)
     for level in range(levels - 1, 0, -1):
         channels, width = width, width // 2
         grow = NormalTransposed(channels, width, std=channels**-0.5, kernel_size=2, stride=2)
         model.add_module(f"up{level}_grow", grow)  # an output has one weight a channel, and no ReLU
-        model.add_module(f"up{level}_skip", Pop(stashes[level - 1]))
-        _add_convolutions(model, f"up{level}", Concatenate(), 2 * width, width, convolutions)
+        model.add_module(f"up{level}_skip", Pop(stashes[level - 1], Concatenate()))
+        _add_convolutions(model, f"up{level}", 2 * width, width, convolutions)
     model.add_module("head", NormalConvolution(width, num_classes, std=width**-0.5, kernel_size=1))
     return model
 
 
-def _add_convolutions(
-    model: nn.Sequential, name: str, entry: nn.Module | None, channels: int, width: int, count: int
-) -> None:
-    """Add `count` layers of a 3x3 convolution, BatchNorm and ReLU; `entry` comes first in the first one."""
+def unet_instancenorm(
+    num_classes: int = 1, depth: int = 5, convolutions: int = 5, width: int = 64, channels: int = 3
+) -> nn.Sequential:
+    """U-Net whose InstanceNorm and dropout mix no samples: shapes as `unet`, each operation is a layer.
+
+    The defaults are those of torchgpipe's benchmark, in its 241 layers. `depth`: how often the size is
+    halved, so h and w are multiples of 2^depth, and more than that. Pixels are repeated on the way up, which
+    narrows the channels to width / 2. Raises ConfigError.
+    """
+    sizes = {"depth": depth, "num_classes": num_classes, "convolutions": convolutions, "channels": channels}
+    for name, size in sizes.items():
+        COUNT.read(name, size)
+    whole(2).read("width", width)
+    model = nn.Sequential()
+    stashes = [Stash() for _ in range(depth)]
+    for level, stash in enumerate(stashes, start=1):
+        _add_operations(model, f"down{level}", channels, [width] * convolutions)
+        model.add_module(f"down{level}_skip", stash)
+        model.add_module(f"down{level}_pool", nn.MaxPool2d(2))
+        channels, width = width, 2 * width
+    _add_operations(model, "bottom", channels, [*[width] * (convolutions - 1), channels])
+    for level in range(depth, 0, -1):
+        width //= 2
+        model.add_module(f"up{level}_grow", nn.Upsample(scale_factor=2))
+        model.add_module(f"up{level}_skip", Pop(stashes[level - 1], Concatenate()))
+        _add_operations(model, f"up{level}", 2 * width, [width // 2] * convolutions)
+    std = (width // 2) ** -0.5
+    head = NormalConvolution(width // 2, num_classes, std=std, kernel_size=1, bias=False)
+    model.add_module("head", head)
+    return model
+
+
+def _add_convolutions(model: nn.Sequential, name: str, channels: int, width: int, count: int) -> None:
+    """Add `count` layers of a 3x3 convolution, BatchNorm and ReLU."""
     for index in range(1, count + 1):
-        std = before_relu(9 * channels)
-        conv = NormalConvolution(channels, width, std=std, kernel_size=3, padding=1, bias=False)
-        layer = {"entry": entry} if entry else {}
-        layer |= {"conv": conv, "norm": nn.BatchNorm2d(width), "relu": nn.ReLU()}
-        model.add_module(f"{name}_conv{index}", stack(**layer))
-        entry, channels = None, width
+        conv = _convolution(channels, width)
+        model.add_module(f"{name}_conv{index}", stack(conv=conv, norm=nn.BatchNorm2d(width), relu=nn.ReLU()))
+        channels = width
+
+
+def _add_operations(model: nn.Sequential, name: str, channels: int, widths: list[int]) -> None:
+    """Add, for each width, a 3x3 convolution, dropout of channels, InstanceNorm and LeakyReLU."""
+    for index, width in enumerate(widths, start=1):
+        model.add_module(f"{name}_conv{index}", _convolution(channels, width))
+        model.add_module(f"{name}_dropout{index}", nn.Dropout2d(0.1))
+        model.add_module(f"{name}_norm{index}", nn.InstanceNorm2d(width))
+        model.add_module(f"{name}_relu{index}", nn.LeakyReLU())
+        channels = width
+
+
+def _convolution(channels: int, width: int) -> nn.Module:
+    std = before_relu(9 * channels)
+    return NormalConvolution(channels, width, std=std, kernel_size=3, padding=1, bias=False)
 
 
 class Concatenate(nn.Module):

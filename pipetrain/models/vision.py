@@ -6,11 +6,12 @@ have them before a ReLU, those of convolutions by fan-out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
 from pipetrain.models.layers import NormalConvolution, NormalLinear, before_relu, stack
+from pipetrain.network.chain import Pop, Stash
 from pipetrain.rules import BOOL, COUNT, whole
 
 
@@ -131,8 +132,8 @@ def _vgg(
 class Residual(nn.Module):
     """A residual block: `relu(body(x) + shortcut(x))`, from (n, c, h, w) to (n, c', h / stride, w / stride).
 
-    It is one layer, because two tensors would cross a cut inside it. Source: He et al., "Deep residual
-    learning", 2016, with a projection (option B) where the shape changes.
+    It is one layer, because two tensors would cross a cut inside it, unless the ResNet is `flat`. Source: He
+    et al., "Deep residual learning", 2016, with a projection (option B) where the shape changes.
     """
 
     def __init__(self, body: nn.Sequential, channels: int, out_channels: int, stride: int) -> None:
@@ -148,19 +149,48 @@ class Residual(nn.Module):
         return out
 
 
-def resnet18(num_classes: int = 10, imagenet: bool = False) -> nn.Sequential:
+class Sum(nn.Module):
+    """The end of a residual block in a `flat` ResNet: (body, input) to `body + shortcut(input)`."""
+
+    def __init__(self, shortcut: nn.Module) -> None:
+        super().__init__()
+        self.shortcut = shortcut
+
+    def forward(self, tensors: tuple[Tensor, Tensor]) -> Tensor:
+        body, x = tensors
+        out: Tensor = body + self.shortcut(x)
+        return out
+
+
+def resnet18(
+    num_classes: int = 10, imagenet: bool = False, width: int = 64, flat: bool = False
+) -> nn.Sequential:
     """ResNet18: images (n, 3, 32, 32) to logits (n, num_classes), in 10 layers."""
-    return _resnet(_basic, 1, (2, 2, 2, 2), num_classes, imagenet)
+    return _resnet(_basic, 1, (2, 2, 2, 2), num_classes, imagenet, width, flat)
 
 
-def resnet34(num_classes: int = 10, imagenet: bool = False) -> nn.Sequential:
+def resnet34(
+    num_classes: int = 10, imagenet: bool = False, width: int = 64, flat: bool = False
+) -> nn.Sequential:
     """ResNet34: images (n, 3, 32, 32) to logits (n, num_classes), in 18 layers."""
-    return _resnet(_basic, 1, (3, 4, 6, 3), num_classes, imagenet)
+    return _resnet(_basic, 1, (3, 4, 6, 3), num_classes, imagenet, width, flat)
 
 
-def resnet50(num_classes: int = 10, imagenet: bool = False) -> nn.Sequential:
+def resnet50(
+    num_classes: int = 10, imagenet: bool = False, width: int = 64, flat: bool = False
+) -> nn.Sequential:
     """ResNet50: images (n, 3, 32, 32) to logits (n, num_classes), in 18 layers."""
-    return _resnet(_bottleneck, 4, (3, 4, 6, 3), num_classes, imagenet)
+    return _resnet(_bottleneck, 4, (3, 4, 6, 3), num_classes, imagenet, width, flat)
+
+
+def resnet101(
+    num_classes: int = 10, imagenet: bool = False, width: int = 64, flat: bool = False
+) -> nn.Sequential:
+    """ResNet101: images (n, 3, 32, 32) to logits (n, num_classes), in 35 layers.
+
+    `flat` with `imagenet`: the 370 layers of torchgpipe's benchmark, in its order.
+    """
+    return _resnet(_bottleneck, 4, (3, 4, 23, 3), num_classes, imagenet, width, flat)
 
 
 def _resnet(
@@ -169,24 +199,47 @@ def _resnet(
     depths: tuple[int, ...],
     num_classes: int,
     imagenet: bool,
+    width: int,
+    flat: bool,
 ) -> nn.Sequential:
-    """Stack `depths[i]` blocks in group i after CIFAR's stem, a 3x3 convolution, or 7x7 and a max-pool."""
+    """Stack `depths[i]` blocks in group i after CIFAR's stem, a 3x3 convolution, or 7x7 and a max-pool.
+
+    `width`: channels of the stem; `flat`: each convolution, norm, ReLU and sum is a layer, not each block.
+    """
+    COUNT.read("width", width)
     BOOL.read("imagenet", imagenet)
-    channels = 64
+    BOOL.read("flat", flat)
+    channels = width
     stem = _convolution(3, channels, *((7, 2) if imagenet else (3, 1)))
     stem.add_module("relu", nn.ReLU())
     if imagenet:
         stem.add_module("pool", nn.MaxPool2d(3, 2, padding=1))
     model = stack(stem=stem)
-    for group, (depth, width) in enumerate(zip(depths, (64, 128, 256, 512), strict=True), start=1):
+    for group, (depth, times) in enumerate(zip(depths, (1, 2, 4, 8), strict=True), start=1):
+        inner, outer = times * width, times * width * expansion
         for index in range(depth):
             stride = 2 if group > 1 and index == 0 else 1
-            block = Residual(body(channels, width, stride), channels, width * expansion, stride)
+            block = Residual(body(channels, inner, stride), channels, outer, stride)
             model.add_module(f"layer{group}_{index}", block)
-            channels = width * expansion
+            channels = outer
     pool, linear = nn.AdaptiveAvgPool2d(1), nn.Linear(channels, num_classes)
     model.add_module("head", stack(pool=pool, flatten=nn.Flatten(), linear=linear))
-    return model
+    return stack(**dict(_single(model))) if flat else model
+
+
+def _single(layer: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield a layer's modules one by one; the input of a residual block waits in a Stash for its sum."""
+    if isinstance(layer, Residual):
+        stash = Stash()
+        yield f"{name}_stash", stash
+        yield from _single(layer.body, name)
+        yield f"{name}_sum", Pop(stash, Sum(layer.shortcut))
+        yield f"{name}_relu", layer.relu
+    elif isinstance(layer, nn.Sequential):
+        for inner, module in layer.named_children():
+            yield from _single(module, f"{name}_{inner}" if name else inner)
+    else:
+        yield name, layer
 
 
 def _basic(channels: int, width: int, stride: int) -> nn.Sequential:

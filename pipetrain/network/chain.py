@@ -38,23 +38,25 @@ class Pop(nn.Module):
 
         stash = Stash()
         nn.Sequential(down, stash, inner, Pop(stash), join)  # join takes the tuple
+        nn.Sequential(down, stash, inner, Pop(stash, join))  # the same, in one layer
 
     What is kept travels straight to the stage of the Pop. Each Stash has one Pop.
     """
 
-    def __init__(self, stash: Stash) -> None:
+    def __init__(self, stash: Stash, join: nn.Module | None = None) -> None:
         super().__init__()
         self._of = [stash]  # not a module of its own
+        self.join = nn.Identity() if join is None else join
 
     @property
     def stash(self) -> Stash:
         return self._of[0]
 
-    def forward(self, value: Value) -> Tensors:
-        """Return the tensors of the value, then those of the stash."""
+    def forward(self, value: Value) -> Any:
+        """Return the tensors of the value, then those of the stash, or what `join` makes of this tuple."""
         if not self.stash._kept:
             raise RuntimeError("a Pop ran before its Stash: put the Stash into a layer before it")
-        return (*as_tuple(value), *as_tuple(self.stash._kept.pop()))
+        return self.join((*as_tuple(value), *as_tuple(self.stash._kept.pop())))
 
 
 class Chain(Network):
@@ -79,7 +81,8 @@ class Chain(Network):
     def call(self, index: int, tensors: Tensors, specs: Sequence[ValueSpec]) -> Value:
         module = self.modules[index]
         if isinstance(module, Pop):
-            return tensors
+            joined: Value = module.join(tensors)
+            return joined
         value: Value = specs[index].pack(tensors)
         return value if isinstance(module, Stash) else module(value)
 
@@ -150,7 +153,7 @@ class _ChainPart(Part):
             if index in slice.drawing:
                 draws.begin(index)
             if isinstance(layer, Pop):
-                value = (*as_tuple(value), *kept[self._stashes[index]])
+                value = layer.join((*as_tuple(value), *kept[self._stashes[index]]))
             elif isinstance(layer, Stash):
                 kept[index] = as_tuple(value)
             else:

@@ -8,9 +8,9 @@ from torch import nn
 
 from pipetrain.building import build
 from pipetrain.errors import ConfigError
-from pipetrain.models import unet
+from pipetrain.models import unet, unet_instancenorm
 from pipetrain.models.unet import Concatenate
-from pipetrain.network.chain import Pop, Stash
+from pipetrain.network.chain import Stash
 from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.estimate import estimate
 from tests.support.cases import Case, compare, config, run_in_threads
@@ -62,7 +62,7 @@ def test_each_level_joins_what_it_made_on_the_way_down():
             layer.register_forward_hook(lambda _, given, out, name=name: seen.update({name: out}))
     model(images(2))
     for level, channels in ((1, 4), (2, 8)):
-        skip, joined = seen[f"down{level}_skip"], seen[f"up{level}_conv1.entry"]
+        skip, joined = seen[f"down{level}_skip"], seen[f"up{level}_skip.join"]
         assert skip.shape[1] == channels
         assert torch.equal(joined[:, channels:], skip)
 
@@ -70,8 +70,7 @@ def test_each_level_joins_what_it_made_on_the_way_down():
 def test_activations_keep_their_scale_and_gradients_reach_every_weight():
     model, scales = small(levels=4, width=16).train(), {}
     for name, layer in model.named_children():
-        if not isinstance(layer, Pop):
-            layer.register_forward_hook(lambda _, given, out, name=name: scales.update({name: out.std()}))
+        layer.register_forward_hook(lambda _, given, out, name=name: scales.update({name: out.std()}))
     model(images(8, 32, 32)).square().mean().backward()
     assert all(0.3 < scale < 3 for scale in scales.values()), scales
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
@@ -80,7 +79,7 @@ def test_activations_keep_their_scale_and_gradients_reach_every_weight():
 def test_a_shape_that_cannot_be_is_refused_and_an_image_before_the_start():
     with pytest.raises(ConfigError, match=r"levels=1 must be a whole number of at least 2"):
         unet(levels=1)
-    says = r"layer 12 \(up2_conv1\) of the model cannot take .*: Sizes of tensors must match"
+    says = r"layer 11 \(up2_skip\) of the model cannot take .*: Sizes of tensors must match"
     with pytest.raises(ConfigError, match=says):
         estimate(small(), ValueSpec((TensorSpec((3, 18, 16), torch.float32),)).of(Size(2)))
 
@@ -89,4 +88,45 @@ def test_stages_train_it_as_one_process_does():
     """Cut behind the Stash of level 1, and behind the Pop of level 2; its gradients are two updates late."""
     words = (f"model._target_={__name__}.classifying", "partition=[2,9]", "microbatches=3", "epochs=1")
     case = Case("pipedream", 3, words)
+    compare(case, *run_in_threads(case))
+
+
+# With InstanceNorm
+
+
+def normed() -> nn.Sequential:
+    scores = unet_instancenorm(num_classes=10, depth=2, convolutions=2, width=4)
+    return nn.Sequential(*scores, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def test_torchgpipe_s_u_net_has_its_241_layers_and_parameters():
+    with torch.device("meta"):
+        model = unet_instancenorm()
+        assert model(torch.empty(2, 3, 192, 192)).shape == (2, 1, 192, 192)
+        shipped = build(config(["model=unet_instancenorm", "data=shapes", "task=segmentation"]), "model")
+    assert (len(model), sum(p.numel() for p in model.parameters())) == (241, 232_687_328)
+    assert sum(p.numel() for p in shipped.parameters()) == 232_687_328 + 2 * 32  # of two more classes
+    names = list(model._modules)
+    assert [names[cut - 1]  for cut in (16, 43, 104, 197, 224)] == [
+        "down1_relu4", "down2_skip", "down5_relu4", "up2_grow", "up1_relu1",
+    ]  # fmt: skip
+
+
+def test_samples_of_a_u_net_with_instancenorm_do_not_depend_on_each_other():
+    model = unet_instancenorm(depth=2, convolutions=2, width=4).double().eval()
+    x = images(3, 8, 12).double()
+    torch.testing.assert_close(model(x)[1:], model(x[1:]))
+    with pytest.raises(ConfigError, match=r"width=1 must be a whole number of at least 2"):
+        unet_instancenorm(width=1)
+
+
+def test_stages_train_a_u_net_with_instancenorm_as_one_process_does():
+    """The skip of level 1 goes past the stage between; each stage drops channels."""
+    words = (
+        f"model._target_={__name__}.normed",
+        "partition=[14,31]",
+        "microbatches=2",
+        "epochs=1",
+    )
+    case = Case("1f1b", 3, words)
     compare(case, *run_in_threads(case))

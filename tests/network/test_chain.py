@@ -46,8 +46,7 @@ def nested() -> nn.Sequential:
             stash_once=at_once,
             pop_once=Pop(at_once),
             twice=Gather(),
-            pop_a=Pop(a),
-            end=Join(),
+            end=Pop(a, nn.Sequential(Join(), linear())),
         )
     ).double()
 
@@ -57,7 +56,7 @@ def parts_of(model: nn.Sequential, cuts: list[int]) -> list[Part]:
     return [Chain(model).part(slice) for slice in slices]
 
 
-@pytest.mark.parametrize("cuts", [[4, 9], [3, 11], list(range(1, 15))])
+@pytest.mark.parametrize("cuts", [[4, 9], [3, 11], list(range(1, 14))])
 def test_parts_with_skips_compute_what_the_whole_does_and_so_do_their_gradients(cuts):
     model, x = nested(), torch.randn(2, 6, dtype=torch.float64)
     wanted = model(x)
@@ -84,7 +83,7 @@ def test_a_part_says_what_each_layer_makes():
     (part,) = parts_of(model, [])
     (made,) = part.observed((x,), lambda name, outputs: seen.append((name, len(outputs))))
     assert [name for name, _ in seen] == list(model._modules)
-    assert [made for _, made in seen] == [1, 1, 1, 2, 2, 1, 2, 1, 3, 1, 1, 2, 1, 2, 1]
+    assert [made for _, made in seen] == [1, 1, 1, 2, 2, 1, 2, 1, 3, 1, 1, 2, 1, 1]
     assert torch.equal(made, model(x))
 
 

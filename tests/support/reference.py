@@ -204,7 +204,7 @@ class Reference:
         self.model, self.task, self._settings = model, task, plan.settings
         self._stages = stages_of(model, plan)
         self._part = None
-        if any(isinstance(inner, nn.Dropout) and inner.p for inner in model.modules()):
+        if any(isinstance(inner, nn.Dropout | nn.Dropout2d) and inner.p for inner in model.modules()):
             (whole,) = cut_layers({Size(1): plan.layers}, [], plan.example).slices
             self._part = network_of(model, plan.example).part(whole)
             self._takes = [made.number for made in whole.enters]
