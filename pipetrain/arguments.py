@@ -35,7 +35,7 @@ from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.schedule.actions import Schedule, parse_program
 from pipetrain.schedule.fixed import FixedProgram
 from pipetrain.schedule.lower import ADDED
-from pipetrain.settings import PIPELINE_OPTIONS, PROFILE, SEED, Settings
+from pipetrain.settings import AUTO, PIPELINE_OPTIONS, PROFILE, SEED, Settings
 from pipetrain.tasks import LossFunction, Metric, ModelLoss, Task
 from pipetrain.tasks.metrics import MetricFunction
 
@@ -70,7 +70,8 @@ class Arguments:
         """Read the rest of the arguments, and prove the draft. Raises ConfigError and ScheduleError."""
         optim = read_optimizer(optimizer, groups)
         prove_model(model, "Pipeline needs", draft.settings.weights_dtype)
-        draft.prove()
+        if draft.settings.replicas != AUTO:  # else what is chosen is proven
+            draft.prove()
         if (rank := draft.placement[0][0]) != 0:
             raise ConfigError(
                 f"schedule {draft.settings.schedule} has stage 0 on rank {rank}, and rank 0 reads the "

@@ -244,7 +244,7 @@ class Settings:
     @property
     def places(self) -> Placement:
         """The ranks of each place in the schedule's program: one, or its replicas."""
-        replicas = 1 if isinstance(self.replicas, str) else self.replicas  # until they are chosen
+        replicas = self.ranks if isinstance(self.replicas, str) else self.replicas  # auto: at least one place
         return self.placement or places_of(replicas or 1, self.ranks)
 
     @property

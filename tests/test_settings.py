@@ -45,6 +45,11 @@ def test_ranks_are_the_processes_or_on_paper_the_stages():
         assert Settings.composed(changed("stages", stages), "1f1b", processes).ranks == ranks
 
 
+def test_no_more_layers_than_one_are_asked_for_while_the_replicas_are_to_be_chosen():
+    assert Settings(ranks=4, replicas="auto").places == [(0, 1, 2, 3)]
+    assert Settings(ranks=4, replicas=2).places == [(0, 1), (2, 3)]
+
+
 def test_what_may_be_a_value_or_have_parts():
     for trace, windows in ((False, 0), (True, sys.maxsize), ({"windows": 3}, 3)):
         assert Settings.composed(changed("trace", trace), "1f1b", 2).trace == windows

@@ -47,7 +47,7 @@ from pipetrain.ending import ENDED, FAILED, guarded, leave
 from pipetrain.errors import ConfigError
 from pipetrain.placing import PLACEMENT, REPLICAS
 from pipetrain.rules import COUNT, decoded, whole
-from pipetrain.settings import cores, share_of_cores
+from pipetrain.settings import Settings, cores, share_of_cores
 from pipetrain.signals import LIMIT
 from pipetrain.version import __version__
 
@@ -79,8 +79,10 @@ def _main(words: Sequence[str]) -> int:
     count = processes(ours)
     os.environ.setdefault("OMP_NUM_THREADS", str(share_of_cores(count)))
     if not any(word.startswith("--nproc") for word in theirs):
-        if count > cores() and not any(word.startswith("-") for word in ours):  # so many take long to start
-            refuse_few_layers(composed("config", ours), count)
+        plain = not theirs and not any(word.startswith("-") for word in ours)
+        if count > cores() and plain:  # so many take long to start
+            cfg = composed("config", ours)
+            refuse_few_layers(cfg, len(Settings.composed(cfg, "", count).places))
         theirs.append(f"--nproc_per_node={count}")
     if not any(word.startswith(("--nnodes", "--rdzv", "--master", "--standalone")) for word in theirs):
         # Not --standalone, whose rendezvous unpickles what anybody on this machine writes to its store.

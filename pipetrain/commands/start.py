@@ -122,11 +122,11 @@ class Start:
         return self._ranks
 
 
-def refuse_few_layers(cfg: DictConfig, ranks: int) -> None:
-    """Refuse more ranks than one of our own models has layers, which is known without its numbers."""
+def refuse_few_layers(cfg: DictConfig, stages: int) -> None:
+    """Refuse more stages than one of our own models has layers, which is known without its numbers."""
     if str(OmegaConf.select(cfg, "model._target_")).startswith(f"{models.__name__}."):
         with torch.device("meta"):
-            prove_layers(ranks, [name for name, _ in named_layers(build(cfg, "model"))])
+            prove_layers(stages, [name for name, _ in named_layers(build(cfg, "model"))])
 
 
 def seconds(cfg: DictConfig, key: str) -> float:

@@ -157,7 +157,7 @@ def read(cfg: DictConfig, start: Start) -> Settings:
     """Read what every rank can of a configuration, and refuse it alike. Raises ConfigError."""
     start.signals.drained.clear()  # as the job before has left it
     settings = Settings.composed(cfg, str(HydraConfig.get().runtime.choices["schedule"]), start.world.size)
-    refuse_few_layers(cfg, start.world.size)
+    refuse_few_layers(cfg, len(settings.places))
     make_task(cfg)
     make_optimizer(cfg)
     load_augment(cfg.data)

@@ -78,6 +78,8 @@ def planned(cfg: DictConfig, schedule: str, batches: int) -> Plan:
     profile = None
     if settings.profile is not None:
         profile = read_profile(settings.profile, profile_conditions(settings, cfg.optim))
+    elif settings.replicas == AUTO:
+        raise ConfigError("replicas=auto needs measured times: give partition.profile=FILE of an earlier run")
     elif settings.partition == PROFILE:
         print(
             "partition=profile measures when a run starts; this is its draft, cut by flops", file=sys.stderr

@@ -59,9 +59,7 @@ def make_plan(
     partition=profile keep to it, by what was measured.
     """
     if draft.settings.partition == PROFILE and profile is None:
-        replicas = None if draft.settings.replicas == AUTO else draft.settings.replicas
-        by_flops = replace(draft.settings, partition="flops", memory_limit=None, replicas=replicas)
-        draft = replace(draft, settings=by_flops)
+        draft = replace(draft, settings=replace(draft.settings, partition="flops", memory_limit=None))
     settings = draft.settings
     example = cast_spec("inputs", example, settings.data_dtype)
     known = samples or Samples.like(settings)

@@ -9,7 +9,7 @@ A window is what runs between two drains of the pipeline. Its length comes from 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, pairwise
 from typing import Any
@@ -87,7 +87,8 @@ class Draft:
     """What settings and a schedule say before the model is known, by a compute-only program of a few batches.
 
     `settings`: with what follows from the program. Programs of any length have its `placement`: the ranks
-    of each stage. `least`: the batches of the shortest window.
+    of each stage. `least`: the batches of the shortest window. With replicas=auto it is the longest straight
+    pipeline that the schedule can have, which shows what it reads; what is chosen has a draft of its own.
     """
 
     settings: Settings
@@ -102,10 +103,11 @@ class Draft:
         """Return the draft of a schedule. Raises ScheduleError and ConfigError."""
         least = schedule.batches if isinstance(schedule, FixedProgram) else 1
         batches = DRAFTED if least == 1 else least
-        program = _compute_only(settings, schedule, batches)
+        make = _longest if settings.replicas == AUTO else _compute_only
+        program = make(settings, schedule, batches)
         draft = cls(settings, schedule, batches, program, ranks_of(program), least)
         _refuse_replicas(draft)
-        return replace(draft, settings=_with_clipping_decided(draft))
+        return draft if settings.replicas == AUTO else replace(draft, settings=_with_clipping_decided(draft))
 
     @property
     def policy(self) -> ForwardBackward | None:
@@ -159,6 +161,14 @@ def _compute_only(settings: Settings, schedule: Schedule, batches: int, **offere
             f"schedule {settings.schedule} cannot be made: {type(error).__name__}: {error}"
         ) from error
     return program
+
+
+def _longest(settings: Settings, schedule: Schedule, batches: int) -> Program:
+    """Return the program of the longest straight pipeline that can be made, of at most all ranks."""
+    for ranks in range(settings.ranks, 1, -1):
+        with suppress(ConfigError, ScheduleError):
+            return _compute_only(replace(settings, ranks=ranks, replicas=None), schedule, batches)
+    return _compute_only(replace(settings, ranks=1, replicas=None), schedule, batches)
 
 
 def make_program(

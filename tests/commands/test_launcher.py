@@ -92,6 +92,7 @@ def test_more_processes_than_the_model_has_layers_are_not_started(monkeypatch, c
         "pipetrain: stages=12 needs at least as many layers, but the model has 6"
     )
     assert launcher.main(["stages=4", "model=mlp", "model.depth=3"]) == 7  # its ranks refuse as fast
+    assert launcher.main(["replicas=[6,6]", "model=mlp"]) == 7
     assert launcher.main(["--cfg", "job", "stages=12", "model=mlp"]) == 7
 
 

@@ -62,6 +62,7 @@ REFUSED = [
     (["compare=[1f1b,foo]"], "compare=['1f1b', 'foo'] names a schedule that there is not, or none: write"),
     (["compare=[]"], "compare=[] names a schedule that there is not, or none: write compare=all, or some"),
     (["replicas=auto"], "replicas=auto chooses for a number of ranks: give ranks=N"),
+    (["replicas=auto", "ranks=3", "partition=profile"], "replicas=auto needs measured times: give partiti"),
     (["compare=[1f1b]", "replicas=auto"], "compare= needs the ranks of each stage: give replicas= in"),
     (["compare=[1f1b]", "stages=0"], "stages=0 must be a whole number of at least 1"),
     (["compare=pipedream_2bw", "stages=4", "microbatches=2"], "compare= has no schedule that can be planned"),

@@ -64,7 +64,7 @@ def test_a_refusing_rank_is_deaf_to_torchrun_before_the_others_may_leave(monkeyp
     assert waited == [True]
 
 
-def test_more_ranks_than_layers_are_refused_by_the_configuration_alone():
+def test_more_stages_than_layers_are_refused_by_the_configuration_alone():
     cfg = OmegaConf.create({"model": {"_target_": "pipetrain.models.mlp"}})
     refuse_few_layers(cfg, 6)
     with pytest.raises(ConfigError, match=r"stages=7 needs .*, but the model has 6: 0 hidden1"):

@@ -21,7 +21,7 @@ from pipetrain.plan.program import Draft
 from pipetrain.plan.replicas import LayerSums, Machines, Planner, Way
 from pipetrain.schedule.actions import Schedule
 from pipetrain.schedule.memory import Items
-from pipetrain.schedule.programs import one_f_one_b, pipedream
+from pipetrain.schedule.programs import one_f_one_b, pipedream, pipedream_2bw
 from pipetrain.settings import Mode, Settings
 from tests.support.cases import config
 from tests.support.profiles import Skip, bytes_of, layer, table_of
@@ -263,6 +263,17 @@ def test_what_a_schedule_or_the_memory_cannot_have_is_left_out():
     assert (one.ways["data parallel"], one.ways["chosen"].replicas) == (None, [1, 1, 1])
     with pytest.raises(ConfigError, match="memory_limit=1e-09 is too small"):
         auto(one_f_one_b, 8, "memory_limit=1e-9")
+
+
+def test_replicas_are_chosen_where_no_stage_for_each_rank_can_be():
+    """On seven ranks are more stages than the four layers, and than microbatches, which 2BW must have."""
+    plan = auto(one_f_one_b, 8, ranks=7)
+    assert (plan.ways["straight pipeline"], sum(plan.settings.replicas)) == (None, 7)
+    flushed = auto(pipedream_2bw, 60_000, "batch_size=2", "microbatches=2", "window=4", ranks=4)
+    assert (flushed.ways["straight pipeline"], flushed.settings.replicas) == (None, [3, 1])
+    by_model = "clip_grad_norm=1", "clip_grad_norm_over=model"
+    assert auto(pipedream, 8, *by_model).settings.replicas == [3]  # stages would wait for each other
+    assert auto(pipedream, 60_000, by_model[0]).settings.clip_grad_norm_over == "stage"  # of two stages
 
 
 @pytest.mark.parametrize(
