@@ -13,7 +13,9 @@ Torch is imported only where a model is given, to cut it.
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import hydra
@@ -80,10 +82,14 @@ def show_table(cfg: DictConfig) -> None:
     places, m = _places(cfg), _count(cfg, "microbatches") or 1
     ranks = 1 + max(map(max, places))
     has_model = cfg.costs is not None or _has_model()
-    shared = [word for word in words if not word.startswith("compare=")]
-    rows, notes, title = [], [], ""
-    for name in _names(cfg):
-        own = hydra.compose("plan", overrides=[*shared, f"schedule={name}", f"microbatches={m}"])
+    names = _names(cfg)
+    options = _options(words, names)
+    shared = [word for word in words if not word.startswith("compare=") and word not in options]
+    notes = [f"{word.lstrip('+')} is for {', '.join(of)}\n" for word, of in options.items() if of != names]
+    rows, title = [], ""
+    for name in names:
+        has = [option for option, of in options.items() if name in of]
+        own = hydra.compose("plan", overrides=[*shared, f"schedule={name}", *has, f"microbatches={m}"])
         batches = _batches(own)  # a schedule's own window
         try:
             times, peaks = _on_even_stages(own, places, batches, m)
@@ -91,12 +97,12 @@ def show_table(cfg: DictConfig) -> None:
                 title, more = _by_model(name, own, batches)
                 times += more
         except (ConfigError, ScheduleError) as error:
-            notes.append(f"{name}: {error}\n")
+            notes.append(f"without {name}: {error}\n")
             continue
         rows.append([name, *times, *peaks])
     if not rows:
         raise ConfigError(
-            f"compare= has no schedule that can be planned with these settings; {notes[0].strip()}"
+            f"compare= has no schedule that can be planned with these settings, {notes[-1].strip()}"
         )
     of_model = [f"{title} batch", f"{title} bubble"] if has_model else []
     head = ["schedule", "batch", "bubble", *of_model, "activations", "versions", "staleness"]
@@ -108,9 +114,20 @@ def show_table(cfg: DictConfig) -> None:
         f"messages free\n\n{aligned([head, *rows])}\n\n"
         f"batch: the time of one, where 1 is what a rank computes for a microbatch; {m} is no bubble\n"
         f"the rest by rank: activations held, in microbatches of {part}; weight versions; updates late\n"
-        f"{''.join(f'without {note}' for note in notes)}",
+        f"{''.join(notes)}",
         end="",
     )
+
+
+def _options(words: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
+    """Return the schedules that have each option of schedules, by its word. Raises ConfigError."""
+    words = [word for word in words if word.lstrip("+").startswith("schedule.")]
+    keys = {name: hydra.compose("plan", overrides=[f"schedule={name}"]).schedule for name in names if words}
+    options = {word: [name for name in keys if re.split("[.=]", word)[1] in keys[name]] for word in words}
+    for word, of in options.items():
+        if not of:
+            raise ConfigError(f"{word.lstrip('+')} is an option of none of these schedules: leave it out")
+    return options
 
 
 def _has_model() -> bool:

@@ -66,6 +66,7 @@ REFUSED = [
     (["compare=[1f1b]", "replicas=auto"], "compare= needs the ranks of each stage: give replicas= in"),
     (["compare=[1f1b]", "stages=0"], "stages=0 must be a whole number of at least 1"),
     (["compare=pipedream_2bw", "stages=4", "microbatches=2"], "compare= has no schedule that can be planned"),
+    (["compare=[1f1b]", "schedule.buffer=2"], "schedule.buffer=2 is an option of none of these schedules: "),
     (["compare=all", "out=x.svg"], "compare= prints a table, which takes no out="),
 ]
 
@@ -186,6 +187,12 @@ def test_schedules_are_compared_with_replicas_where_a_stage_has_as_much_work_as_
     assert rows["gpipe"][:3] == [f"{(2 + 4 * 3 + 4) / 3:.4g}", "33.3%", "2 2 4"]
     assert rows["1f1b"][2:] == ["2 2 1", "1 1 1", "0 0 0"]
     assert "\nwithout fbp: it decides its order while it runs, and" in out
+
+
+def test_an_option_of_some_schedules_is_theirs_alone_in_a_comparison(run):
+    _, out, err = run("compare=[ssp,pipedream]", "stages=2", "schedule.buffer=4")
+    assert (rows_of(out)["ssp"][3], rows_of(out)["pipedream"][3], err) == ("4 4", "2 1", "")
+    assert out.endswith("\nschedule.buffer=4 is for ssp\n")
 
 
 def test_a_comparison_without_a_model_imports_no_torch_and_says_what_it_leaves_out(tmp_path):
