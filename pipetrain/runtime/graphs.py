@@ -23,7 +23,7 @@ from pipetrain.network.network import Tensors
 from pipetrain.network.places import Attributes
 from pipetrain.network.values import ValueSpec, as_tuple
 from pipetrain.runtime.feed import Target
-from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Saving
+from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Saving, around
 from pipetrain.runtime.objective import Counted
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.weights import Weights
@@ -171,7 +171,7 @@ class GraphedStage(Stage):
         self._free.pop()
         torch._foreach_copy_([*one.inputs, *one.target], [*x, *aims])
         opened = self._open[mb] = Microbatch(mb, (), version, saving)
-        with self._around(opened):
+        with around(self.observers, opened):
             one.forward.replay()
         opened.counted = one.counted(target)
         self._replayed[mb] = one

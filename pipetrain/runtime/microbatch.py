@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -93,3 +93,13 @@ class Observer:
 
     def check(self, wait: bool) -> None:
         """Raise an error that is known by now or, with `wait`, of all that the device has to do."""
+
+
+@contextmanager
+def around(observers: Sequence[Observer], microbatch: Microbatch) -> Iterator[None]:
+    """Be around a forward as observers want it."""
+    with ExitStack() as contexts:
+        for observer in observers:
+            if (context := observer.around_forward(microbatch)) is not None:
+                contexts.enter_context(context)
+        yield

@@ -33,6 +33,7 @@ class Objective:
 
     def __init__(self, task: Task, pack: Callable[[Tensors], Any], autocast: bool) -> None:
         self.task, self._pack, self._autocast = task, pack, autocast
+        self._share: tuple[float, Tensor] | None = None  # of the last loss in its batch's, and as a tensor
         self.start_counting()
 
     def start_counting(self) -> None:
@@ -62,6 +63,12 @@ class Objective:
                 output = self.model_output(tuple(t.detach() for t in outputs))
                 sums = {metric.name: metric.sums(output, target.value) for metric in self.task.metrics}
         return Counted(target.share, loss.detach(), target.weight, target.samples, sums)
+
+    def gradient(self, loss: Tensor, share: float) -> Tensor:
+        """Return the gradient of a loss with this share; the last one is used again for the same."""
+        if self._share is None or self._share[0] != share:
+            self._share = share, torch.full_like(loss, share)
+        return self._share[1]
 
     def evaluate(self, outputs: Tensors, target: Target) -> None:
         loss = self.task.evaluation_loss(self.model_output(outputs), target.value)

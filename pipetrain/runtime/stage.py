@@ -8,7 +8,7 @@ updates.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -25,21 +25,13 @@ from pipetrain.network.values import Value, as_tuple, leaves_of, needs_grad, req
 from pipetrain.rate import Rate
 from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.feed import Target
-from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Observer, Saving
+from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Observer, Saving, around
 from pipetrain.runtime.objective import Objective, weighted
 from pipetrain.runtime.recompute import Recompute
 from pipetrain.runtime.split import Deferred, differentiate
 from pipetrain.runtime.weights import OptimizerFactory, Weights
 from pipetrain.tasks import Task
 from pipetrain.tasks.tally import Tally
-
-
-@contextmanager
-def _all_of(contexts: Sequence[AbstractContextManager[object]]) -> Iterator[None]:
-    with ExitStack() as around:
-        for context in contexts:
-            around.enter_context(context)
-        yield
 
 
 class Stage:
@@ -95,7 +87,6 @@ class Stage:
         self._selective = selective
         self._proves = True  # whether the next recomputation is held against its forward
         self._open: dict[int, Microbatch] = {}
-        self._share: tuple[float, Tensor] | None = None  # of the last loss in its batch's, and as a tensor
         self._batch = Batch()  # whose gradient is being made
         self._reduced = Batch()  # that is to be stepped
 
@@ -127,7 +118,7 @@ class Stage:
         one = self._open[mb] = Microbatch(mb, x, version, saving, target)
         if saving.recomputed:
             one.recompute = Recompute(self.buffers.copies(), self._selective)
-        with self._around(one), self.weights.installed(version):
+        with around(self.observers, one), self.weights.installed(version):
             if one.recompute is None:
                 result = self._recorded(one)
             else:
@@ -144,12 +135,6 @@ class Stage:
             one.recompute.end(outputs if self._proves else ())
             self._proves = False
         return self._handed_on(mb, outputs) if self.objective is None else ()
-
-    def _around(self, one: Microbatch) -> AbstractContextManager[object]:
-        """Return the context of a forward that observers want."""
-        contexts = [observer.around_forward(one) for observer in self.observers]
-        own = [context for context in contexts if context is not None]
-        return _all_of(own) if own else nullcontext()
 
     def recompute(self, mb: int, version: int) -> None:
         """Run a forward again, with the weights, buffers and random numbers of the first time.
@@ -282,8 +267,8 @@ class Stage:
 
     def _differentiate(self, one: Microbatch, grads: Tensors, run: Callable[[Any, Any], None]) -> Tensors:
         """Run a backward; return the gradients that the stage before needs."""
-        if one.counted is not None:
-            grads = grads or (self._share_of_loss(one.outputs[0], one.counted.share),)
+        if self.objective is not None and one.counted is not None:
+            grads = grads or (self.objective.gradient(one.outputs[0], one.counted.share),)
         outputs = [t for t, need in zip(one.outputs, self.needed(one.outputs), strict=True) if need]
         pairs = [(t, grad) for t, grad in zip(outputs, grads, strict=True) if t.requires_grad]
         if pairs:
@@ -298,12 +283,6 @@ class Stage:
         for observer in self.observers:
             observer.after_backward(one, back)
         return back
-
-    def _share_of_loss(self, loss: Tensor, share: float) -> Tensor:
-        """Return the gradient of a loss; the last one is used again for the same share."""
-        if self._share is None or self._share[0] != share:
-            self._share = share, torch.full_like(loss, share)
-        return self._share[1]
 
     # Update
 

@@ -20,8 +20,8 @@ from torch.utils.flop_counter import flop_registry
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.tensors import made_up, storage_of, strided
-from pipetrain.network.tracing.exporting import (
-    SAMPLES,
+from pipetrain.network.tracing.exporting import SAMPLES
+from pipetrain.network.tracing.operations import (
     Constant,
     Input,
     ModelTensor,

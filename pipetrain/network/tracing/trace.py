@@ -14,16 +14,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 from pipetrain.errors import ConfigError
 from pipetrain.network.draws import Beginning
 from pipetrain.network.tracing.dataflow import Dataflow
-from pipetrain.network.tracing.exporting import (
-    WAY_OUT,
-    ModelTensor,
-    Operations,
-    adapted,
-    calls_of,
-    operations_of,
-    place_of,
-)
+from pipetrain.network.tracing.exporting import WAY_OUT, adapted
 from pipetrain.network.tracing.grouping import Item, group, module_of
+from pipetrain.network.tracing.operations import ModelTensor, Operations, calls_of, operations_of, place_of
 from pipetrain.network.tracing.traced import Traced
 from pipetrain.network.values import ValueSpec
 

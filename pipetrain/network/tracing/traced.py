@@ -25,15 +25,8 @@ from pipetrain.network import draws
 from pipetrain.network.network import INPUT, Network, Part, See, Slice, Tensors, ValueId
 from pipetrain.network.places import named_tensors
 from pipetrain.network.tracing.dataflow import Dataflow, is_random, is_size
-from pipetrain.network.tracing.exporting import (
-    WAY_OUT,
-    Constant,
-    Input,
-    ModelTensor,
-    Region,
-    adapted,
-    as_arguments,
-)
+from pipetrain.network.tracing.exporting import WAY_OUT, adapted, as_arguments
+from pipetrain.network.tracing.operations import Constant, Input, ModelTensor, Region
 from pipetrain.network.values import Value, ValueSpec
 
 
