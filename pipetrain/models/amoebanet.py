@@ -12,6 +12,7 @@ and two tensors cross a cut.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.models.layers import NormalConvolution, NormalLinear, before_relu, stack
 from pipetrain.rules import COUNT
 
-Operation = tuple[int, str]  # the number of a state, and a key of OPERATIONS
+Operation = tuple[int, str]  # number of a state, key of OPERATIONS
 
 
 class Genotype(NamedTuple):
@@ -95,10 +96,10 @@ class Cell(nn.Module):
         self.kind = kind
         self.last = _convolution(last, channels)
         self.before = Halving(before, channels) if halved else _convolution(before, channels)
-        self.operations = nn.ModuleList()
-        for state, name in (operation for pair in kind.pairs for operation in pair):
-            stride = 2 if kind is REDUCTION and state < 2 else 1
-            self.operations.append(OPERATIONS[name](channels, stride))
+        self.operations = nn.ModuleList(
+            OPERATIONS[name](channels, 2 if kind is REDUCTION and state < 2 else 1)
+            for state, name in chain(*kind.pairs)
+        )
 
     def forward(self, tensors: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         last, before = (tensors, tensors) if isinstance(tensors, Tensor) else tensors
@@ -114,18 +115,14 @@ class Halving(nn.Module):
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
-        std = before_relu(width)
         self.relu = nn.ReLU()
-        self.even, self.odd = (
-            NormalConvolution(channels, width // 2, std=std, kernel_size=1, stride=2, bias=False)
-            for _ in range(2)
-        )
+        form = {"std": before_relu(width), "kernel_size": 1, "stride": 2, "bias": False}
+        self.even, self.odd = (NormalConvolution(channels, width // 2, **form) for _ in range(2))
         self.norm = nn.BatchNorm2d(width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.relu(x)
-        halves = self.even(x), self.odd(x[:, :, 1:, 1:])
-        out: Tensor = self.norm(torch.cat(halves, dim=1))
+        out: Tensor = self.norm(torch.cat((self.even(x), self.odd(x[:, :, 1:, 1:])), dim=1))
         return out
 
 
@@ -146,17 +143,14 @@ def _convolution(
     channels: int, width: int, kernel: tuple[int, int] = (1, 1), stride: int = 1
 ) -> nn.Sequential:
     """ReLU, a convolution that keeps the size but for its stride, BatchNorm."""
-    std, padding = before_relu(width * kernel[0] * kernel[1]), (kernel[0] // 2, kernel[1] // 2)
-    options = {"kernel_size": kernel, "stride": stride, "padding": padding, "bias": False}
-    conv = NormalConvolution(channels, width, std=std, **options)
+    form = {"kernel_size": kernel, "padding": (kernel[0] // 2, kernel[1] // 2)}
+    std = before_relu(width * kernel[0] * kernel[1])
+    conv = NormalConvolution(channels, width, std=std, stride=stride, bias=False, **form)
     return stack(relu=nn.ReLU(), conv=conv, norm=nn.BatchNorm2d(width))
 
 
 def _narrowed(channels: int, stride: int, *kernels: tuple[int, int]) -> nn.Sequential:
     """Convolutions of a quarter of the channels between two of 1x1."""
     narrow = channels // 4
-    model = stack(reduce=_convolution(channels, narrow))
-    for index, kernel in enumerate(kernels, start=1):
-        model.add_module(f"conv{index}", _convolution(narrow, narrow, kernel, stride))
-    model.add_module("expand", _convolution(narrow, channels))
-    return model
+    inner = {f"conv{n}": _convolution(narrow, narrow, kernel, stride) for n, kernel in enumerate(kernels, 1)}
+    return stack(reduce=_convolution(channels, narrow), **inner, expand=_convolution(narrow, channels))

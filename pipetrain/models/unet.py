@@ -12,6 +12,8 @@ skip for its Pop: it travels straight from the stage of the one to the stage of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -34,20 +36,7 @@ def unet(
     for name, size in (sizes | {"width": width, "channels": channels}).items():
         least = 2 if name == "levels" else 1
         whole(least).read(name, size)
-    model = nn.Sequential()
-    stashes = [Stash() for _ in range(levels - 1)]
-    for level, stash in enumerate(stashes, start=1):
-        _add_convolutions(model, f"down{level}", channels, width, convolutions)
-        model.add_module(f"down{level}_skip", stash)
-        model.add_module(f"down{level}_pool", nn.MaxPool2d(2))
-        channels, width = width, 2 * width
-    _add_convolutions(model, "bottom", channels, width, convolutions)
-    for level in range(levels - 1, 0, -1):
-        channels, width = width, width // 2
-        grow = NormalTransposed(channels, width, std=channels**-0.5, kernel_size=2, stride=2)
-        model.add_module(f"up{level}_grow", grow)  # an output has one weight a channel, and no ReLU
-        model.add_module(f"up{level}_skip", Pop(stashes[level - 1], Concatenate()))
-        _add_convolutions(model, f"up{level}", 2 * width, width, convolutions)
+    model = _body(levels - 1, convolutions, width, channels, flat=False)
     model.add_module("head", NormalConvolution(width, num_classes, std=width**-0.5, kernel_size=1))
     return model
 
@@ -65,46 +54,53 @@ def unet_instancenorm(
     for name, size in sizes.items():
         COUNT.read(name, size)
     whole(2).read("width", width)
-    model = nn.Sequential()
-    stashes = [Stash() for _ in range(depth)]
-    for level, stash in enumerate(stashes, start=1):
-        _add_operations(model, f"down{level}", channels, [width] * convolutions)
-        model.add_module(f"down{level}_skip", stash)
-        model.add_module(f"down{level}_pool", nn.MaxPool2d(2))
-        channels, width = width, 2 * width
-    _add_operations(model, "bottom", channels, [*[width] * (convolutions - 1), channels])
-    for level in range(depth, 0, -1):
-        width //= 2
-        model.add_module(f"up{level}_grow", nn.Upsample(scale_factor=2))
-        model.add_module(f"up{level}_skip", Pop(stashes[level - 1], Concatenate()))
-        _add_operations(model, f"up{level}", 2 * width, [width // 2] * convolutions)
-    std = (width // 2) ** -0.5
-    head = NormalConvolution(width // 2, num_classes, std=std, kernel_size=1, bias=False)
+    model = _body(depth, convolutions, width, channels, flat=True)
+    width //= 2
+    head = NormalConvolution(width, num_classes, std=width**-0.5, kernel_size=1, bias=False)
     model.add_module("head", head)
     return model
 
 
-def _add_convolutions(model: nn.Sequential, name: str, channels: int, width: int, count: int) -> None:
-    """Add `count` layers of a 3x3 convolution, BatchNorm and ReLU."""
-    for index in range(1, count + 1):
-        conv = _convolution(channels, width)
-        model.add_module(f"{name}_conv{index}", stack(conv=conv, norm=nn.BatchNorm2d(width), relu=nn.ReLU()))
-        channels = width
+def _body(halvings: int, convolutions: int, width: int, channels: int, flat: bool) -> nn.Sequential:
+    """Return a U-Net without its head; `flat`: that with InstanceNorm."""
+    model = nn.Sequential()
+    stashes = [Stash() for _ in range(halvings)]
+    for level, stash in enumerate(stashes, start=1):
+        _add_convolutions(model, f"down{level}", channels, [width] * convolutions, flat)
+        model.add_module(f"down{level}_skip", stash)
+        model.add_module(f"down{level}_pool", nn.MaxPool2d(2))
+        channels, width = width, 2 * width
+    last = channels if flat else width
+    _add_convolutions(model, "bottom", channels, [width] * (convolutions - 1) + [last], flat)
+    for level in range(halvings, 0, -1):
+        channels, width = width, width // 2
+        grow: nn.Module = nn.Upsample(scale_factor=2)
+        if not flat:  # an output has one weight a channel, and no ReLU
+            grow = NormalTransposed(channels, width, std=channels**-0.5, kernel_size=2, stride=2)
+        model.add_module(f"up{level}_grow", grow)
+        model.add_module(f"up{level}_skip", Pop(stashes[level - 1], Concatenate()))
+        out = width // 2 if flat else width
+        _add_convolutions(model, f"up{level}", 2 * width, [out] * convolutions, flat)
+    return model
 
 
-def _add_operations(model: nn.Sequential, name: str, channels: int, widths: list[int]) -> None:
-    """Add, for each width, a 3x3 convolution, dropout of channels, InstanceNorm and LeakyReLU."""
+def _add_convolutions(
+    model: nn.Sequential, name: str, channels: int, widths: Sequence[int], flat: bool
+) -> None:
+    """Add, for each width, a 3x3 convolution, BatchNorm and ReLU as a layer.
+
+    `flat`: with dropout of channels, InstanceNorm and LeakyReLU instead, each a layer.
+    """
     for index, width in enumerate(widths, start=1):
-        model.add_module(f"{name}_conv{index}", _convolution(channels, width))
-        model.add_module(f"{name}_dropout{index}", nn.Dropout2d(0.1))
-        model.add_module(f"{name}_norm{index}", nn.InstanceNorm2d(width))
-        model.add_module(f"{name}_relu{index}", nn.LeakyReLU())
+        std = before_relu(9 * channels)
+        conv = NormalConvolution(channels, width, std=std, kernel_size=3, padding=1, bias=False)
+        layer = stack(conv=conv, norm=nn.BatchNorm2d(width), relu=nn.ReLU())
+        if flat:
+            drop, norm = nn.Dropout2d(0.1), nn.InstanceNorm2d(width)
+            layer = stack(conv=conv, dropout=drop, norm=norm, relu=nn.LeakyReLU())
+        for kind, part in layer.named_children() if flat else [("conv", layer)]:
+            model.add_module(f"{name}_{kind}{index}", part)
         channels = width
-
-
-def _convolution(channels: int, width: int) -> nn.Module:
-    std = before_relu(9 * channels)
-    return NormalConvolution(channels, width, std=std, kernel_size=3, padding=1, bias=False)
 
 
 class Concatenate(nn.Module):
