@@ -1,10 +1,10 @@
 """Messages between stages: bounded, ordered, asynchronous.
 
 An edge is an ordered pair of stages; activations go up, gradients down. A link is an edge between two ranks,
-of which stages with replicas have several. On each link the
-receiver posts at most `buffer_size` receives ahead and the sender leaves at most `buffer_size` sends
-unfinished: with this bound `simulate` proved the program free of deadlock. The program fixes the order and
-the plan the sizes, so there are no headers. Every wait has a deadline; its error names the message.
+of which stages with replicas have several. On each link the receiver posts at most `buffer_size` receives
+ahead and the sender leaves at most `buffer_size` sends unfinished: with this bound `simulate` proved the
+program free of deadlock. The program fixes the order and the plan the sizes, so there are no headers. Every
+wait has a deadline; its error names the message.
 
 Over gloo the host waits. Over NCCL the device's stream waits and the host goes on: the bounds hold in the
 order of the stream, and a thread keeps the deadline. A posted NCCL receive is a kernel that runs until its
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -32,61 +32,10 @@ from torch import Tensor
 
 from pipetrain.errors import ChannelError, cause_of
 from pipetrain.network.values import TensorSpec
+from pipetrain.runtime.message import Failed, Message, failed, failed_sum
 from pipetrain.runtime.watch import Deadline, Watch
 from pipetrain.schedule.actions import Edge, Tie
 from pipetrain.schedule.lower import Link
-
-
-@dataclass(frozen=True)
-class Message:
-    """The tensors of one microbatch on one link of an edge.
-
-    `specs`: as they travel; `ranks`: source and destination rank; `plain`: the specs before encoding.
-    """
-
-    src: int
-    dst: int
-    mb: int
-    specs: tuple[TensorSpec, ...]
-    ranks: tuple[int, int]
-    plain: tuple[TensorSpec, ...] = ()
-
-    @cached_property
-    def edge(self) -> Edge:
-        return (self.src, self.dst)
-
-    @cached_property
-    def link(self) -> Link:
-        return self.edge, self.ranks
-
-    @cached_property
-    def nbytes(self) -> int:
-        return sum(spec.nbytes for spec in self.specs)
-
-    @cached_property
-    def plain_bytes(self) -> int:
-        return sum(spec.nbytes for spec in self.plain)
-
-    @property
-    def name(self) -> str:
-        """What it is, with the stages of a skip, which are not neighbours."""
-        what = f"the {'activation' if self.src < self.dst else 'gradient'} of microbatch {self.mb}"
-        return what if abs(self.src - self.dst) == 1 else f"{what} (stage {self.src} to {self.dst})"
-
-
-Failed = Callable[[str], ChannelError]
-"""Makes the error of a wait: of a connection that is lost, and why, or with "" of its deadline."""
-
-
-def failed(receives: Sequence[Message], sends: Sequence[Message], timeout: float, why: str) -> ChannelError:
-    """Return the error of a wait for any of these messages. See Failed."""
-    first = (*receives, *sends)[0]
-    me, peer = first.ranks[::-1] if receives else first.ranks
-    if why:
-        return ChannelError(f"rank {me} lost rank {peer} at {first.name}: {why}")
-    what = [f"{message.name} from rank {message.ranks[0]}" for message in receives]
-    what += [f"rank {message.ranks[1]} to take {message.name}" for message in sends]
-    return ChannelError(f"rank {me} waited {timeout:g} s for {' or for '.join(what)}")
 
 
 @dataclass(slots=True)
@@ -259,7 +208,7 @@ class Channel:
         if not self._pending[tie][0][1]:
             self.begin(tie)
         numbers, works, _ = self._pending[tie].popleft()
-        error = partial(_failed_sum, tie, self._sums[tie], self._timeout)
+        error = partial(failed_sum, tie, self._sums[tie], self._timeout)
         self._waiting(error, self._complete, works, error)
         return numbers.to(self._device, non_blocking=True)
 
@@ -415,14 +364,3 @@ class Channel:
 def _at_least(seconds: float) -> timedelta:
     """Return so much time or up to 1 ms more: gloo counts whole milliseconds, and would end too early."""
     return timedelta(milliseconds=max(0, math.floor(1000 * seconds)) + 1)
-
-
-def _failed_sum(tie: Tie, group: Any, timeout: float, why: str) -> ChannelError:
-    what = "the gradients of shared weights" if tie else "the gradient norms"
-    if len(tie) == 1:
-        what = f"the gradients of the replicas of stage {tie[0]}"
-    me, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
-    others = ", ".join(str(rank) for rank in ranks if rank != me)
-    whom = f"one of ranks {others}" if len(ranks) > 2 else f"rank {others}"
-    late = f"rank {me} waited {timeout:g} s for {what} of {whom}"
-    return ChannelError(f"rank {me} lost {whom} at {what}: {why}" if why else late)

@@ -22,8 +22,9 @@ from pipetrain.errors import TrainingStopped
 from pipetrain.network.network import Tensors, ValueId
 from pipetrain.network.values import Size, TensorSpec, are_like, specs_of
 from pipetrain.plan.cut import Cut, divide, merge
-from pipetrain.runtime.channel import Channel, Message
+from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.feed import Feed
+from pipetrain.runtime.message import Message
 from pipetrain.schedule.actions import Action, Edge, Op, Placement
 from pipetrain.schedule.policy import Wait
 from pipetrain.schedule.posts import Sum

@@ -32,13 +32,14 @@ from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.costs import SECONDS, Facts, LayerTime, Profile
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import Layer
-from pipetrain.runtime.channel import Channel, Message
+from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.feed import Repeated
 from pipetrain.runtime.finite import StopOnNaN
 from pipetrain.runtime.links import Links
 from pipetrain.runtime.mailbox import Mailbox
+from pipetrain.runtime.message import Message
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.rehearsal import LoopbackChannel
 from pipetrain.runtime.stage import Stage

@@ -20,9 +20,10 @@ from torch import Tensor
 from pipetrain.network.draws import Beginning
 from pipetrain.network.places import standing_in
 from pipetrain.network.values import Size, Value, as_tuple, on_each
-from pipetrain.runtime.channel import Channel, Message
+from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.feed import Feed, Repeated
 from pipetrain.runtime.mailbox import Mailbox
+from pipetrain.runtime.message import Message
 from pipetrain.runtime.stage import Stage
 
 Play = Callable[[Feed, Mailbox], bool]

@@ -19,8 +19,8 @@ from benchmark.tasks import Task, prepare
 from benchmark.worlds import Say, WorldFailed
 from pipetrain.errors import ChannelError
 from pipetrain.network.values import TensorSpec
-from pipetrain.runtime.channel import Message
 from pipetrain.runtime.links import Links
+from pipetrain.runtime.message import Message
 from tests.gpu.rows import MIB, Row, Setting, judged
 
 PAYLOAD_MIB = 80  # gloo and NCCL cut messages into pieces well below 64 MiB

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _python_dispatch
 
 from pipetrain.errors import ChannelError
-from pipetrain.runtime.channel import Message, failed
+from pipetrain.runtime.message import Message, failed
 from pipetrain.schedule.actions import Edge, Placement, Tie
 from pipetrain.schedule.lower import Link
 from tests.support.deadlines import DEADLINE_S

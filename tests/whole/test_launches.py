@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmark import contestants
 from benchmark.contestants import Ours
 from benchmark.tasks import Job, Task, prepare
-from pipetrain.runtime.channel import Message
+from pipetrain.runtime.message import Message
 from pipetrain.runtime.ranks import World
 from tests.support.deadlines import DEADLINE_S
 from tests.support.local import LocalChannel, Wire, in_threads
