@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
 from pipetrain.checkpoint.files import Position
-from pipetrain.checkpoint.progress import EpochRecord, Progress, Stats, best_epoch, by_update
+from pipetrain.checkpoint.progress import EpochRecord, Progress, best_epoch, by_update
 from pipetrain.checkpoint.resume import Source
 from pipetrain.checkpoint.state import restore
 from pipetrain.checkpoint.writer import Keeper
-from pipetrain.documents import read_as
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.values import Size
+from pipetrain.records.gathered import RankRecord, RankRecords
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.records.tracer import Tracer
@@ -36,9 +35,9 @@ from pipetrain.runtime.order import Ends
 from pipetrain.runtime.windows import Windows
 from pipetrain.schedule.actions import Action, Op, Program, parse_action
 from pipetrain.schedule.check import check
-from pipetrain.schedule.timeline import Row, StageStats, of_another, of_replicas
+from pipetrain.schedule.timeline import Row, of_another
 from pipetrain.signals import STOPS, Asked
-from pipetrain.tasks.tally import Tally, summed
+from pipetrain.tasks.tally import Tally
 
 STOP = "stop"
 AfterEpoch = Callable[[dict[str, float]], str | None]
@@ -56,33 +55,6 @@ class Passes(Protocol):
 
     def random(self) -> dict[str, Tensor]:
         """Return the random state at the beginning of the epoch, from which its batches come again."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Figures:
-    """One rank's figures of an epoch, so far or as a whole.
-
-    `trained`, `losses` (one an update), `evaluated`: what a rank of the last stage has counted. `ran`: the
-    actions of each window, as text.
-    """
-
-    stages: Stats
-    trained: Tally
-    losses: list[float]
-    evaluated: Tally = field(default_factory=Tally)
-    train_s: float = 0.0
-    eval_s: float = 0.0
-    ran: list[list[str]] = field(default_factory=list)
-    peak_bytes: PeakBytes | None = None  # of the window whose memory was measured, if it was of this epoch
-
-
-def _by_stage(ranks: Sequence[_Figures]) -> Stats:
-    """Return the statistics of each stage over its replicas."""
-    parts: dict[int, list[StageStats]] = defaultdict(list)
-    for figures in ranks:
-        for stage, stats in figures.stages.items():
-            parts[stage].append(stats)
-    return {stage: of_replicas(of) for stage, of in parts.items()}
 
 
 class Epochs:
@@ -290,24 +262,22 @@ class Epochs:
         assert self._keeper is not None
         session, last = self.session, self.session.last
         trained = last.peek_trained() if last else Tally()
-        mine = _Figures(session.engine.stats, trained, self._losses)
+        mine = RankRecord(session.engine.stats, trained, self._losses)
         ranks = self._gather("what is known of the epoch", mine)
-        known = [ranks[rank] for rank in session.plan.placement[-1]]
         progress = replace(
             self._progress,
-            trained=summed([figures.trained for figures in known]),
+            trained=ranks.trained,
             train_s=train_s,
             elapsed_s=time.perf_counter() - self._started,
-            stages=_by_stage(ranks),
-            losses=known[0].losses,
+            stages=ranks.stages,
+            losses=ranks.losses,
         )
         self._count_from(progress.trained)
         self._keeper.save(session, self._links, self._position, progress, self._passes.random())
 
-    def _gather(self, what: str, mine: _Figures) -> list[_Figures]:
-        """Return each rank's figures. Raises ChannelError."""
-        gathered = self._links.gather(what, asdict(mine))
-        return [read_as(_Figures, one, f"{what} of rank {rank}") for rank, one in enumerate(gathered)]
+    def _gather(self, what: str, mine: RankRecord) -> RankRecords:
+        """Return each rank's record. Raises ChannelError."""
+        return RankRecords.gather(self._links, what, mine, self.session.plan.placement[-1])
 
     def _ends(self, batches: int, batch_s: float | None = None) -> Ends | None:
         """Return the callback that may end a window early; `batch_s`: seconds per batch in the last epoch.
@@ -361,24 +331,20 @@ class Epochs:
         last = self.session.last
         trained, evaluated = (last.peek_trained(), last.take_evaluated()) if last else (Tally(), Tally())
         ran, stats = [list(map(str, actions)) for actions in self._ran], self.session.engine.stats
-        mine = _Figures(stats, trained, self._losses, evaluated, train_s, eval_s, ran, self._peak_bytes)
+        mine = RankRecord(stats, trained, self._losses, evaluated, train_s, eval_s, ran, self._peak_bytes)
         self._ran, self._peak_bytes = [], None
         ranks = self._gather(f"the figures of epoch {epoch + 1}", mine)
         if self._links.world.rank == 0:
-            windows = zip(*(figures.ran for figures in ranks), strict=True)
+            windows = zip(*(rank.ran for rank in ranks.all), strict=True)
             self._prove(epoch, [[list(map(parse_action, actions)) for actions in ran] for ran in windows])
-        known = [ranks[rank] for rank in self.session.plan.placement[-1]]
-        trained = summed([figures.trained for figures in known])
-        evaluated = summed([figures.evaluated for figures in known])
-        losses = known[0].losses
-        evaluates = self._about.evaluates
+        trained, evaluated, evaluates = ranks.trained, ranks.evaluated, self._about.evaluates
         if evaluates and self._about.settings.on_nan == "stop" and math.isnan(evaluated.mean_loss):
             raise TrainingStopped(
                 f"the loss of the evaluation after update {self._position.update} is nan: the weights "
                 f"are not finite, or the model's outputs for the test samples; lower lr, or see on_nan"
             )
-        every, first = self._about.settings.log_every, self._position.update - len(losses) + 1
-        means, rate = by_update(losses, first, every), self._about.rate
+        every, first = self._about.settings.log_every, self._position.update - len(ranks.losses) + 1
+        means, rate = by_update(ranks.losses, first, every), self._about.rate
         record = EpochRecord(
             epoch=epoch + 1,
             trained=self._values(trained),
@@ -388,16 +354,16 @@ class Epochs:
             losses=means,
             rates={update: rate(update - 1) for update in means},
             lr=rate(self._position.update - 1),
-            train_s=max(figures.train_s for figures in ranks),
-            eval_s=max(figures.eval_s for figures in ranks),
-            stages=_by_stage(ranks),
+            train_s=max(rank.train_s for rank in ranks.all),
+            eval_s=max(rank.eval_s for rank in ranks.all),
+            stages=ranks.stages,
             elapsed_s=time.perf_counter() - self._started,
             ended=time.time(),
         )
         self._progress = replace(self._progress, history=[*self.history, record])
         if self._recorder:
-            peaks = [figures.peak_bytes for figures in ranks if figures.peak_bytes is not None]
-            self._recorder.epoch(record, peaks, [figures.stages for figures in ranks])
+            peaks = [rank.peak_bytes for rank in ranks.all if rank.peak_bytes is not None]
+            self._recorder.epoch(record, peaks, [rank.stages for rank in ranks.all])
 
     def _values(self, tally: Tally) -> dict[str, float]:
         return {"loss": tally.mean_loss, **self._about.task.values(tally)}
