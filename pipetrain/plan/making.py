@@ -51,8 +51,8 @@ def make_plan(
 ) -> Plan:
     """Cut the model, and make and check every program. Raises ConfigError and ScheduleError.
 
-    This changes `model`, which must not be trained afterwards; or there is none, but its layers. `example`:
-    of the input; `samples`: None for a first batch of the settings' size, after which others may come;
+    `model`: changed here, and not to be trained afterwards; or its layers, if there is none. `example`: of
+    the input; `samples`: None for a first batch of the settings' size, after which others may come;
     `profile`: its times, or what measures them, without which partition=profile is a draft: cut by flops,
     whatever the memory_limit; `state_of`: the bytes of the optimizer's state of a parameter; `task`: of which
     there are targets. A rank that is predicted to hold more than memory_limit= is refused; the cuts of
@@ -69,12 +69,12 @@ def make_plan(
     numerics, trained, evaluated = estimates(settings, cutting, example, *sizes)
     layers = trained[settings.full]
     if callable(profile):
-        stages = 1 if settings.replicas == AUTO else len(draft.placement)
-        prove_layers(stages, [layer.name for layer in layers])
+        if settings.replicas != AUTO:
+            prove_layers(len(draft.placement), [layer.name for layer in layers])
         profile = profile(layers, example, numerics)
     table = _table(settings, layers, example, network is not None, profile, state_of, task)
-    counts = samples, len(known.evaluation)
-    uncut = _Uncut(network, trained, evaluated, example, *counts, numerics, table, profile is not None)
+    evaluations, timed = len(known.evaluation), profile is not None
+    uncut = _Uncut(network, trained, evaluated, example, samples, evaluations, numerics, table, timed)
     ways: dict[str, Way | None] = {}
     if settings.replicas == AUTO:
         draft, ways = choose_replicas(draft, table, cuts_that_may_be(network, layers), uncut.way)

@@ -6,11 +6,11 @@ time of all that crosses it, and the slowest of these bounds the pipeline. A lin
 sends and receives together, as in the authors' optimizer: an all-reduce of w bytes by a ring of r ranks
 counts as 4 (r - 1) / r w, a message as its activations and their gradients.
 
-PipeDream solves level by level: pipelines within one machine, then machines as if they were ranks. Its own
-published plan, 15 replicas and 1 on four machines of four, is none of these. Here stages take ranks in
+PipeDream solves level by level: pipelines within one machine, then machines as if they were ranks. That
+cannot give its own published plan, 15 replicas and 1 on four machines of four. Here stages take ranks in
 order, and one flat programme knows the ranks of each stage and thus its machines. A message depends on two
 stages, so the state is the layers and ranks so far and the replicas of the last stage. That is exact for all
-plans whose stages have consecutive ranks; a whole pipeline in each machine is none of these.
+plans whose stages have consecutive ranks, which a whole pipeline in each machine has not.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from pipetrain.tasks import Task, counted_for
 log = logging.getLogger("pipetrain")
 
 EVALUATED_AT_ONCE = 16  # batches of a loader in a window of an evaluation
-UNTAKEN = 256  # tensors that are kept, as gloo tells only who waits that one has been taken
+UNTAKEN = 256  # tensors sent, of which nobody has waited until they were taken
 INPUTS, TARGETS = 0, 1  # streams of tensors from rank 0
 _T = TypeVar("_T")
 
@@ -38,10 +38,10 @@ _T = TypeVar("_T")
 class Sources(NamedTuple):
     """The inputs of a rank's microbatches of a window, and the targets of its batches, where they are needed.
 
-    `deal` reads for the other ranks so many batches of the window in all; `finish` does too, and waits until
-    what was sent is taken. That holds connections open, so nothing keeps it after an error. `ahead`: whether
-    inputs may be asked for before they are needed. Those that another rank sends it may send only when this
-    one has gone on.
+    `deal` reads for the other ranks until so many batches of the window are read; `finish` does too, and
+    waits until what was sent is taken. That holds connections open, so nothing keeps it after an error.
+    `ahead`: whether inputs may be asked for before they are needed; where another rank sends them, it may
+    wait for this one to go on.
     """
 
     inputs: Iterator[Value] | None
@@ -242,24 +242,20 @@ class OfLoader:
         return _awaited(self._expect("inputs", self._form.inputs.of(size), INPUTS) for size in mine)
 
     def _rows_of(self, sizes: Sequence[Sequence[Size]], last: Sequence[int]) -> Iterator[TargetRows]:
-        def expect() -> Iterator[Callable[[], TargetRows]]:
-            ranks = iter(last)
-            for batch in sizes:
-                of = [next(ranks) for _ in batch]
-                own = [size for size, rank in zip(batch, of, strict=True) if rank == self._links.world.rank]
-                if own:
-                    yield self._expect_rows(
-                        Size(sum(size.samples for size in own)), len(batch), len(set(of)) > 1
-                    )
+        ranks, own = iter(last), self._links.world.rank
+        dealt = ([(size, next(ranks)) for size in batch] for batch in sizes)
+        return _awaited(self._expect_rows(batch) for batch in dealt if own in {rank for _, rank in batch})
 
-        return _awaited(expect())
+    def _expect_rows(self, batch: Sequence[tuple[Size, int]]) -> Callable[[], TargetRows]:
+        """Post the receives of a batch's targets and, if they are a part, what its microbatches count for.
 
-    def _expect_rows(self, rows: Size, microbatches: int, parts: bool) -> Callable[[], TargetRows]:
-        """Post the receives of targets and, of `parts` of a batch, of what its microbatches count for."""
+        `batch`: the size of each microbatch, and its rank.
+        """
+        rows = Size(sum(size.samples for size, rank in batch if rank == self._links.world.rank))
         targets = self._expect("targets", self._form.targets.of(rows), TARGETS)
-        if not parts:
+        if len({rank for _, rank in batch}) == 1:
             return lambda: TargetRows(targets())
-        spec = TensorSpec((microbatches,), torch.float64)
+        spec = TensorSpec((len(batch),), torch.float64)
         weights = self._links.expect_tensor("the weights of a batch", spec, 0, TARGETS)
         return lambda: TargetRows(targets(), weights().tolist())
 
@@ -299,14 +295,16 @@ class _Dealer:
         self._targets: deque[TargetRows] = deque()
 
     def inputs(self) -> Iterator[Value]:
-        while self._inputs or self._read():
-            if self._inputs:
-                yield self._inputs.popleft()
+        return self._own(self._inputs)
 
     def targets(self) -> Iterator[TargetRows]:
-        while self._targets or self._read():
-            if self._targets:
-                yield self._targets.popleft()
+        return self._own(self._targets)
+
+    def _own(self, read: deque[_T]) -> Iterator[_T]:
+        """Yield what is read for this rank; read on where that is nothing."""
+        while read or self._read():
+            if read:
+                yield read.popleft()
 
     def deal(self, batches: int) -> None:
         while self._begun < batches:

@@ -23,9 +23,9 @@ BUCKET = 25 * 2**20  # bytes
 
 
 def buckets_of(weights: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Return the weights by full bucket, in the order in which a backward goes, and last what is left over.
+    """Return the weights by full bucket, in the order in which a backward goes, and last all others.
 
-    So are vectors: their gradients are small, and in a backward that is split not W makes them, but I.
+    Vectors are among these: they are small, and where a backward is split I makes their gradients, not W.
     """
     buckets: list[dict[str, Tensor]] = [{}]
     for name, weight in reversed([*weights.items()]):
@@ -41,7 +41,7 @@ def buckets_of(weights: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 def finishing(buckets: Sequence[Mapping[str, Tensor]], tell: Callable[[Tensor], None]) -> Iterator[None]:
     """Tell each bucket of leaves once the backward in this context has finished it and those before it.
 
-    What it does not reach is told at its end. Raises TrainingStopped if it adds to a leaf twice.
+    Buckets that it does not reach are told at its end. Raises TrainingStopped if it adds to a leaf twice.
     """
     left = deque(buckets)
     unfinished = {id(leaf): name for bucket in buckets for name, leaf in bucket.items()}
@@ -49,8 +49,8 @@ def finishing(buckets: Sequence[Mapping[str, Tensor]], tell: Callable[[Tensor], 
     def finish(leaf: Tensor) -> None:
         if unfinished.pop(id(leaf), None) is None:
             raise TrainingStopped(
-                "a layer with replicas runs backwards inside its own, which make the gradient of a weight in "
-                "several parts: give torch.utils.checkpoint use_reentrant=False, or leave replicas out"
+                "a layer with replicas runs a backward inside its own, and so adds to a gradient several "
+                "times: give torch.utils.checkpoint use_reentrant=False, or leave replicas out"
             )
         while left and not any(id(one) in unfinished for one in left[0].values()):
             tell(torch.cat(flat(left.popleft())))
@@ -113,13 +113,13 @@ def set_gradients(
 ) -> None:
     """Set the gradients to sums of what `flat` and `counts_of` gave, or without `copies` to views of them.
 
-    The counts are looked at only if a weight has no gradient here: a GPU's host would wait for them.
+    `copies`: where other stages of the rank take the same sums, as clipping scales a gradient in place. The
+    counts are looked at only if a weight has no gradient here: a GPU's host would wait for them.
     """
     had = [weight.grad is not None for weight in weights.values()]
     has = had if all(had) else [count != 0 for count in counts.tolist()]
     for (name, weight), there in zip(weights.items(), has, strict=True):
         part = parts[name]
-        # A copy: clipping scales it in place, and another stage of the rank may take the same sums.
         ordered = _in_memory(weight, weight)
         if copies or weight.is_complex() or part.dtype != weight.dtype or not ordered.is_contiguous():
             gradient = torch.empty_like(weight)

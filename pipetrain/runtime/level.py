@@ -47,22 +47,21 @@ class Leveller:
             means, counters = _numbers(stage)
             samples, before = self._samples[index], self._counted.pop(index)
             self._samples[index] = 0
-            parts = [t.new_full((1,), samples, dtype=torch.float64) for t in (*means, *counters)[:1]]
-            # Of a replica without samples nothing counts: 0 times an infinity, as in a mask, is NaN.
-            parts += [(t if samples else torch.zeros_like(t)).double().flatten() * samples for t in means]
-            parts += [(now - old).double().flatten() for now, old in zip(counters, before, strict=True)]
-            sums = self._links.add_up((index,), torch.cat(parts))
-            at = 1
-            for tensor in means:
-                tensor.copy_((sums[at : at + tensor.numel()] / sums[0]).view_as(tensor))
-                at += tensor.numel()
-            for tensor, old in zip(counters, before, strict=True):
-                tensor.copy_(old + sums[at : at + tensor.numel()].view_as(tensor).to(tensor.dtype))
-                at += tensor.numel()
+            # Without samples its part is 0: 0 times an infinity, as in a mask, is NaN.
+            weighted = [t.double() * samples if samples else torch.zeros_like(t).double() for t in means]
+            counted = [(now - old).double() for now, old in zip(counters, before, strict=True)]
+            own = [(weighted + counted)[0].new_full((1,), samples), *weighted, *counted]
+            sums = self._links.add_up((index,), torch.cat([t.flatten() for t in own]))
+            each = torch.split(sums, [t.numel() for t in own])
+            total, *parts = (part.view_as(t) for part, t in zip(each, own, strict=True))
+            for tensor, part in zip(means, parts, strict=False):
+                tensor.copy_(part / total)
+            for tensor, old, part in zip(counters, before, parts[len(means) :], strict=True):
+                tensor.copy_(old + part.to(tensor.dtype))
 
 
 def _numbers(stage: Stage) -> tuple[list[Tensor], list[Tensor]]:
-    """Return a stage's buffers that have a mean, and those that count. Of truth values each keeps its own.
+    """Return a stage's buffers that have a mean, and those that count; each replica keeps its own booleans.
 
     Those that batchnorm=batch moves are equal anyway.
     """
