@@ -3,9 +3,10 @@
 Each layer is a stage of its own, all of them on this rank, and the engine runs a program over them: what is
 timed is what it does in training. One microbatch is saved whole, one recomputed, and one has its backward in
 two halves. Behind the last layer is a stage without any, whose times are what a stage takes beside its
-layers. What follows it is nowhere: gradients are made up. All times are medians over windows, of which a
-quick model gets more, since a small time is disturbed more easily. Messages make round trips on the run's
-channel.
+layers. What follows it is nowhere: gradients are made up. What layers take of a pass is by their medians over
+windows, of which a quick model gets more, since a small time is disturbed more easily; the pass takes its
+mean. For medians do not add up: where ranks share cores, most short layers run without an interruption, but
+hardly any pass does. Messages make round trips on the run's channel.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -213,7 +214,7 @@ def _followed(layers: Sequence[Layer]) -> list[Layer]:
 
 
 def _times(stages: int, rows: Sequence[Row]) -> list[list[float]]:
-    """Return the medians of what was measured, of each layer without what a stage takes beside it."""
+    """Return what each layer takes without what a stage takes beside it: medians that add up to the mean."""
     spans: dict[str, list[list[float]]] = {name: [[] for _ in range(stages)] for name in SECONDS}
     for row in rows:
         sums: dict[tuple[str, int], float] = defaultdict(float)
@@ -224,7 +225,9 @@ def _times(stages: int, rows: Sequence[Row]) -> list[list[float]]:
             spans[name][stage].append(seconds)
     columns = []
     for name in SECONDS:
-        *of, warm, cold = map(median, spans[name])
+        medians = [*map(median, spans[name])]
+        interrupted = sum(map(fmean, spans[name])) / sum(medians)
+        *of, warm, cold = (interrupted * taken for taken in medians)
         columns.append([*(max(taken - warm, taken / 10) for taken in of), cold])
     return [list(one) for one in zip(*columns, strict=True)]
 

@@ -22,7 +22,7 @@ from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.costs import SECONDS, LayerTime, Profile, profile_conditions
 from pipetrain.plan.estimate import estimate
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime import clock, split
+from pipetrain.runtime import clock, profile, split
 from pipetrain.runtime import stage as stage_module
 from pipetrain.runtime.profile import LARGE, SMALL, line, measure, measure_layers
 from pipetrain.runtime.weights import OptimizerFactory
@@ -109,6 +109,33 @@ def test_each_layer_s_times_are_its_own_and_what_starting_a_backward_costs_is_a_
         start_s,
         0,
     ]
+
+
+class Interrupted(Halves):
+    """Its first forward in one window takes 6 s more."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__(12, 12)
+        self.calls, self.long = 0, window * FORWARDS
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not is_planned():
+            take(6 if self.calls == self.long else 0)
+            self.calls += 1
+        return super().forward(x)
+
+
+FORWARDS = 4  # of a layer in a window: whole, recomputed twice, and halved
+
+
+def test_what_interrupts_now_one_layer_and_then_another_is_in_the_sum_of_their_times(monkeypatch):
+    """Medians are shares of the mean pass, so that no layer is taken for one that is slow."""
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: SetClock.now))
+    monkeypatch.setattr(profile, "ENOUGH_S", 0.0)
+    monkeypatch.setattr(profile, "REPEATS", profile.WARM_UP + 4)
+    *layers, _ = measured(nn.Sequential(*map(Interrupted, (2, 4))), (12,), partial(Steps, lr=0.1))
+    assert [layer["forward_s"] for layer in layers] == [2.5, 2.5]  # (4 x 2 + 2 x 6) / 4 = 5
+    assert [layer["recorded_s"] for layer in layers] == [1, 1]
 
 
 # Any model
