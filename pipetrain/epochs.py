@@ -280,11 +280,8 @@ class Epochs:
         return RankRecords.gather(self._links, what, mine, self.session.plan.placement[-1])
 
     def _ends(self, batches: int, batch_s: float | None = None) -> Ends | None:
-        """Return the callback that may end a window early; `batch_s`: seconds per batch in the last epoch.
-
-        With replicas none does: no rank is ahead of all the others, to say where.
-        """
-        if self._keeper is None or self.session.plan.replicated:
+        """Return the callback that may end a window early; `batch_s`: seconds per batch in the last epoch."""
+        if self._keeper is None:
             return None
         self._keeper.early.begin_window(batches, batch_s)
         return self._keeper.early.ends_window

@@ -2,8 +2,8 @@
 
 All ranks stop after the same window: there they tell each other what signals asked them for. torchrun kills
 its ranks 30 seconds after it has forwarded SIGTERM. A window with more than MOST_LEFT_S left therefore ends
-early, at a batch that no rank has begun (see runtime.order). The rank of the first stage decides that, by the
-run's store, as it is ahead of the others; once the time of a batch is known, the ranks look there about every
+early, at a batch that no rank has begun (see runtime.order). The first rank of stage 0 decides that, by the
+run's store, before the others look; once the time of a batch is known, the ranks look there about every
 LOOK_S seconds.
 """
 

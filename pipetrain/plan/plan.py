@@ -27,7 +27,7 @@ from pipetrain.plan.program import (
     window_lengths,
 )
 from pipetrain.plan.replicas import Way
-from pipetrain.schedule.actions import Op, Placement, Tie, asks_for
+from pipetrain.schedule.actions import Edge, Op, Placement, Tie, asks_for
 from pipetrain.schedule.lower import Link, links
 from pipetrain.schedule.memory import Memory, over_time
 from pipetrain.schedule.policy import Bounds
@@ -138,6 +138,12 @@ class Plan:
     def replicated(self) -> bool:
         """Whether a stage has replicas."""
         return any(len(ranks) > 1 for ranks in self.placement)
+
+    @property
+    def silent(self) -> set[Edge | int]:
+        """The edges whose messages are empty, and the stages that train no weight."""
+        empty = {edge for edge in self.cut.bounds if not self.cut.message(edge, min(self.cut.specs))}
+        return empty | {n for n in range(self.stages) if not any(of.weights for of in self.stage_layers(n))}
 
     @property
     def window(self) -> Window:

@@ -7,10 +7,12 @@ a microbatch that read it is open.
 A window may end early, if the run is asked to stop: before a batch of which no rank has posted a receive. So
 the first stage's rank decides as many microbatches before that batch as receives are posted ahead, and one
 more, before its forward. The others look after they have received that microbatch, so after the decision.
+With replicas, of which some receive nothing of that rank, see schedule.looks.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate
 
@@ -18,6 +20,7 @@ from pipetrain.plan.plan import Plan
 from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.microbatch import Saving
 from pipetrain.schedule.actions import NO_PEER, RECEIVES, Action, Op, last_backwards, last_uses, shortened
+from pipetrain.schedule.looks import looks_of
 from pipetrain.schedule.policy import Wait
 from pipetrain.schedule.posts import Post, Sum
 
@@ -38,7 +41,7 @@ class Order:
     `home`: returns the rank that runs a (stage, microbatch).
     `ends` may end the window early; at most `ahead` receives are posted ahead on an edge. With `decide` the
     list is an example of the decisions, with the same messages. `posts`: where receives and sums are posted,
-    see `make_posts`; without, where they are waited for.
+    see `make_posts`; without, where they are waited for. `looks`: where it asks `ends`, with replicas.
     """
 
     def __init__(
@@ -51,11 +54,13 @@ class Order:
         ahead: int = 0,
         decide: Decide | None = None,
         posts: Sequence[Post] = (),
+        looks: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.home, self.batches, self.microbatches = home, batches, microbatches
         self.decide = decide
         self._ends, self._ahead = ends, ahead
         self._list, self._posts = list(actions), list(posts)
+        self._looks = None if looks is None else deque(looks)
         self._last_uses = last_uses(self._list)
         self._split = {(a.stage, a.mb) for a in actions if a.op is Op.I}
         self._ending = {last for last, _ in last_backwards(self._list)}
@@ -97,7 +102,7 @@ class Order:
         peers = [a.peer for a in self.receives() if (a.stage, a.op) == (self.first, Op.RECV_F)]
         asking = (self.first, Op.RECV_F if peers else Op.F, min(peers, default=NO_PEER))
         actions = self._decided(self.decide(self, mail)) if self.decide else self._listed(mail)
-        if self._ends is None:
+        if self._ends is None or self._looks is not None:
             yield from actions
         for action in actions:
             asks = isinstance(action, Action) and (action.stage, action.op, action.peer) == asking
@@ -111,8 +116,11 @@ class Order:
         """Ask whether the window ends after the batches of which receives may be posted by now."""
         assert isinstance(action, Action)
         batches, rest = divmod(action.mb + self._ahead + 1, self.microbatches)
-        begun = action.mb // self.microbatches + 1
-        if self._ends is not None and not rest and batches < self.batches and self._ends(batches, begun):
+        if not rest:
+            self._look(batches, action.mb // self.microbatches + 1, mail)
+
+    def _look(self, batches: int, begun: int, mail: Mailbox) -> None:
+        if self._ends is not None and batches < self.batches and self._ends(batches, begun):
             self.batches = batches
             kept = shortened(self._list, batches, self.microbatches)
             stays = set(kept)
@@ -128,10 +136,14 @@ class Order:
     def _listed(self, mail: Mailbox) -> Iterator[Action]:
         while self._position + 1 < len(self._list):
             self._position += 1
+            while self._looks and self._looks[0][0] <= self._position < len(self._list):
+                begun = 1 + self._position * self.batches // len(self._list)  # about
+                self._look(self._looks.popleft()[1], begun, mail)
             while self._posted < len(self._posts) and self._posts[self._posted][0] <= self._position:
                 mail.post(self._posts[self._posted][1])
                 self._posted += 1
-            yield self._list[self._position]
+            if self._position < len(self._list):  # else the window has just ended
+                yield self._list[self._position]
 
     def _decided(self, actions: Iterator[Action | Wait]) -> Iterator[Action | Wait]:
         for action in actions:
@@ -156,4 +168,6 @@ def order_of(plan: Plan, batches: int, rank: int, ends: Ends | None = None) -> O
     size = batches, plan.settings.microbatches
     if window.posts is None:
         return Order(actions, window.home, *size, ends, ahead, decide)
-    return Order(actions, window.home, *size, ends, window.posts.ahead, posts=window.posts.on(rank))
+    asks = ends is not None and plan.replicated and batches > 1
+    looks = looks_of(window.simulation, window.posts, plan.silent)[rank] if asks else None
+    return Order(actions, window.home, *size, ends, window.posts.ahead, None, window.posts.on(rank), looks)

@@ -131,7 +131,8 @@ class Session:
         posts = make_posts(simulate(program, 1, buffer_size=bounds, routes=routes), bounds)
         self._level_copies()
         self.level()
-        order = Order(program[rank], home, len(sizes), 1, ends, posts.ahead, posts=posts.on(rank))
+        looks = () if self.plan.replicated else None  # no rank is ahead of all others
+        order = Order(program[rank], home, len(sizes), 1, ends, posts.ahead, None, posts.on(rank), looks)
         with (
             self._feed(sizes, batches, order, targets=take is None) as feed,
             nullcontext() if self.whole is None else self.whole.suspended(),

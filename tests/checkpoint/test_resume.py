@@ -78,6 +78,7 @@ def whole(case: Case, folder: Path) -> Whole:
     return Whole(folder, *run_in_threads(case, saved=Saved(folder)))
 
 
+SHARED = "placement=0-1.0-1"
 PLAIN, OWING = a_case("1f1b", 2), a_case("1f1b", 2, "codec.backward=topk")
 CODECS = ("codec.forward=int8", "codec.backward=topk", "codec.forward.error_feedback=true")
 
@@ -112,9 +113,6 @@ def test_a_resumed_run_is_bit_equal_from_every_checkpoint(schedule, ranks, words
         assert len(residuals(source)) >= (2 * (ranks - 1) if words[-3:] == list(CODECS) else 0)
         state, resumed = run_in_threads(case, saved=Saved(tmp_path / "again"), source=source)
         assert wanted.ends_alike(state, resumed), source.name
-
-
-SHARED = "placement=0-1.0-1"
 
 
 @pytest.mark.parametrize(
@@ -242,12 +240,22 @@ def test_a_run_that_is_asked_to_stop_saves_at_that_window_and_goes_on_later(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "microbatches"), [("pipedream", 1), *((schedule, 3) for schedule in ONE_OF_A_KIND)]
+    ("schedule", "ranks", "words"),
+    [
+        ("pipedream", 3, ["microbatches=1"]),
+        *((schedule, 3, ["microbatches=3"]) for schedule in ONE_OF_A_KIND),
+        ("pipedream", 3, ["microbatches=2", "replicas=[2,1]"]),
+        ("pipedream_2bw", 4, ["microbatches=3", "replicas=[1,3]"]),
+        ("v_async", 3, ["microbatches=1", "replicas=[2,1]", "partition=[1,2,3]"]),
+        ("ssp", 4, ["microbatches=1", "replicas=2"]),
+        ("pipedream", 2, ["microbatches=3", SHARED]),
+    ],
 )
-def test_a_window_that_ends_early_trains_as_two_windows(schedule, microbatches, tmp_path):
+def test_a_window_that_ends_early_trains_as_two_windows(schedule, ranks, words, tmp_path):
     """Held against the reference, which drains there too; of fbp nobody knows what it has read before."""
-    words = (f"microbatches={microbatches}", "window=null", "batch_size=6", "epochs=2", "buffer_size=1")
-    case = Case(schedule, 3, words, 48, early=(1, 5))
+    norm = ["model._target_=tests.support.models.without_norm"] * (len(words) > 1)
+    words = (*words, *norm, "window=null", "batch_size=6", "epochs=2", "buffer_size=1")
+    case = Case(schedule, ranks, words, 48, early=(1, 5))
     _, some = run_in_threads(case, saved=Saved(tmp_path, every=None, ends=(3, 5)))
     assert len(some) == 1
     (source,) = checkpoints(tmp_path)

@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipetrain import Pipeline, fit
+from pipetrain.checkpoint import early
 from pipetrain.epochs import Epochs
 from pipetrain.records.recorder import Recorder
 from tests.support.ranks import Ranks
@@ -214,6 +216,51 @@ def test_wrong_options_are_refused_in_a_sentence_and_leave_no_folder(ranks: Rank
         for said, wanted in zip(told, WRONG, strict=True):
             assert re.match(rf"(ConfigError|Misfit): (rank 0 stopped: )?{re.escape(wanted)}", said), said
     assert not (tmp_path / "run").exists()
+
+
+class Signalling(TensorDataset):
+    """Its 50th sample brings SIGTERM to rank 0."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        if self.reads == 50:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)  # for the thread that hears it, on a busy machine
+        return super().__getitem__(index)
+
+
+def with_replicas(folder: str, max_updates: int | None, stops: bool = False) -> bool:
+    """Train an epoch of 60 batches in one window, of stages on 2 ranks and 1; return whether it stops."""
+    torch.manual_seed(7)
+    train = DataLoader((Signalling if stops else TensorDataset)(*batch(240)), batch_size=4, shuffle=True)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Pipeline(
+            mlp(), cross_entropy, sgd, "pipedream", microbatches=1, replicas=[2, 1], device="cpu"
+        ) as pipe,
+    ):
+        patch.setattr(early, "MOST_LEFT_S", 0.0)
+        fit(pipe, train, None, 1, folder, "auto", loggers=(), max_updates=max_updates)
+        return pipe.stopping
+
+
+def test_a_window_of_replicas_ends_early_on_all_ranks_and_the_rest_is_trained_later(
+    three: Ranks, tmp_path: Path
+) -> None:
+    """As after a training whose window was to end there."""
+    assert three(with_replicas, str(tmp_path / "cut"), None, True) == [True] * 3
+    (saved,) = (tmp_path / "cut" / "checkpoints").glob("update-*")
+    updates = int(saved.name.removeprefix("update-"))
+    assert 0 < updates < 60
+    for most in (updates, None):
+        assert three(with_replicas, str(tmp_path / "whole"), most) == [False] * 3
+    assert three(with_replicas, str(tmp_path / "cut"), None) == [False] * 3
+    for stage in range(2):
+        ends = [tmp_path / of / "checkpoints/update-00000060" for of in ("cut", "whole")]
+        cut, whole = (load_file(end / f"stage-{stage}.safetensors") for end in ends)
+        assert all(torch.equal(cut[name], whole[name]) for name in cut | whole)
 
 
 def stopped_early(folder: str) -> list[tuple[int, list[float], bool]]:
