@@ -156,10 +156,10 @@ class Planner:
         reached = {(0, 1): _Reached(none, [()] * len(none))}
         for stage in range(len(replicas) if replicas else min(ranks, len(none) - 1)):
             reached = self._longer(reached, replicas[stage : stage + 1] if replicas else counts)
-            ends = [(of, one) for (taken, of), one in reached.items() if taken == ranks]
-            _, last = min(ends, key=lambda end: (end[1].seconds[-1], end[0]), default=(1, _Reached(none, [])))
-            if last.seconds[-1] < inf:
-                plans.append(self.priced(last.stages[-1]))
+            ends = [(reached[key].seconds[-1], key) for key in reached if key[0] == ranks]
+            seconds, end = min(ends, default=(inf, (0, 0)))
+            if seconds < inf:
+                plans.append(self.priced(reached[end].stages[-1]))
         return plans
 
     def priced(self, stages: Sequence[tuple[int, int]]) -> ReplicaPlan:
