@@ -205,7 +205,7 @@ class Training:
         """
         self.refuse_ended()
         if isinstance(source, Sampled):
-            return OfNumbers.of(source, self.task, self.links, self.begun.plan, epoch, done)
+            return OfNumbers(source, self.task, self.links, self.begun.plan, epoch, done)
         form = self._form
         if form is not None and not labelled:
             form = replace(form, targets=ValueSpec((TensorSpec((), torch.float32),)))

@@ -114,9 +114,9 @@ def turns(batches: Sequence[int], every: int | None, done: int = 0) -> list[int]
 
 
 class OfNumbers:
-    """The batches of an epoch of samples by number, of those of which each rank reads its own microbatches.
+    """The batches of an epoch in which something counts, see `counting`, after the first `done`.
 
-    `batches`: the ids of each microbatch, after the first `done` batches of the epoch.
+    Each rank reads the samples of its own microbatches, by number. All ranks make it.
     """
 
     evaluated_at_once: int | None = None
@@ -125,20 +125,20 @@ class OfNumbers:
         self,
         samples: Sampled,
         task: Task,
+        links: Links,
         plan: Plan,
-        rank: int,
-        batches: Sequence[Sequence[Tensor]],
         epoch: int = 0,
         done: int = 0,
     ) -> None:
+        batches = counting(samples, epoch, task, links, plan.firsts[-1])[done:]
         self._sizes = [Size(sum(map(len, batch))) for batch in batches]
         self._announced = 0
-        self._task, self._rank, draw = task, rank, samples.draw(epoch)
-        every = None if samples.sampler is None else plan.settings.window if plan.draft.reads_late else 1
-        numbers = turns([*map(len, batches)], every, done)
+        self._task, self._rank, draw = task, links.world.rank, samples.draw(epoch)
+        window = plan.settings.window if plan.draft.reads_late else 1
+        numbers = turns([*map(len, batches)], window if samples.sampler else None, done)
 
         def own(ranks: Sequence[int]) -> list[bool]:
-            return [ranks[number % len(ranks)] == rank for number in numbers]
+            return [ranks[number % len(ranks)] == self._rank for number in numbers]
 
         first, last = own(plan.placement[0]), own(plan.placement[-1])
         self._inputs: Iterator[Value] | None = None
@@ -146,20 +146,11 @@ class OfNumbers:
         if any(first):
             assert samples.split is not None, "this rank needs the samples"
             ids = [of for of, mine in zip(chain.from_iterable(batches), first, strict=True) if mine]
-            self._inputs = loaded(
-                partial(samples.split.inputs, draw=draw), ids, samples.workers, samples.timeout
-            )
+            read = partial(samples.split.inputs, draw=draw)
+            self._inputs = loaded(read, ids, samples.workers, samples.timeout)
         if any(last):
             assert samples.split is not None, "this rank needs the samples"
             self._targets = self._rows(batches, iter(last), partial(samples.split.targets, draw=draw))
-
-    @classmethod
-    def of(
-        cls, samples: Sampled, task: Task, links: Links, plan: Plan, epoch: int = 0, done: int = 0
-    ) -> OfNumbers:
-        """Return the batches of an epoch in which something counts; all ranks call it. See `counting`."""
-        batches = counting(samples, epoch, task, links, plan.firsts[-1])[done:]
-        return cls(samples, task, plan, links.world.rank, batches, epoch, done)
 
     def next(self, window: int | None) -> list[Size]:
         sizes = self._sizes[self._announced :][:window]

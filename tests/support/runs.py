@@ -99,10 +99,10 @@ class PassesByNumber:
     plan: Plan
 
     def train(self, epoch: int, done: int) -> Batches:
-        return OfNumbers.of(self.train_samples, self.task, self.links, self.plan, epoch, done)
+        return OfNumbers(self.train_samples, self.task, self.links, self.plan, epoch, done)
 
     def evaluate(self) -> Batches:
-        return OfNumbers.of(self.test_samples, self.task, self.links, self.plan)
+        return OfNumbers(self.test_samples, self.task, self.links, self.plan)
 
     def random(self) -> dict[str, Tensor]:
         return {}
