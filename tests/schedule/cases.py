@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -50,15 +50,20 @@ def accepted(
     case: Case, sizes: Iterable[tuple[int, int, int]]
 ) -> Iterator[tuple[tuple[int, int, int], Program]]:
     """Yield each (ranks, batches, microbatches) that the schedule accepts, and its lowered program."""
-    schedule = case.schedule
     for size in sizes:
-        try:
-            made = schedule(*size)
-        except ScheduleError:
-            continue
-        program = lower(made)
-        check(program, *size[1:])
-        yield size, program
+        if program := _lowered(case, size):
+            yield size, program
+
+
+@cache
+def _lowered(case: Case, size: tuple[int, int, int]) -> Program | None:
+    """Return None where the schedule refuses that size."""
+    try:
+        program = lower(case.schedule(*size))
+    except ScheduleError:
+        return None
+    check(program, *size[1:])
+    return program
 
 
 def places_of(replicas: Sequence[int]) -> Placement:
