@@ -2,6 +2,7 @@
 
 python scripts/compare.py --schedules layer_dist pipedream --seeds 0 1 2 model=vgg16 data=digits epochs=5
 python scripts/compare.py --experiment xdypipe
+python scripts/compare.py --experiment zero-bubble    # a published record, beside what is found here; or all
 """
 
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from comparison.cli import main
+from published.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,7 +12,7 @@ from comparison import plots, report, request, table
 from comparison.figures import ACCURACY, duration, metric_of
 from comparison.processes import PIPETRAIN, interruptible
 from comparison.request import Request
-from comparison.runs import Outcome, Runs
+from comparison.runs import Outcome, Runs, claim
 from pipetrain.errors import ConfigError
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
@@ -33,7 +33,7 @@ def compare(asked: Request, runs: Runs) -> int:
     """Make the runs that are not done, and write tables, plots and report of all. Return the exit status."""
     specs, out, status = asked.specs, asked.out, 0
     outcomes: list[Outcome] = []
-    with runs.claimed() as lock:
+    with claim(runs.folder) as lock:
         runs.check(specs, asked.fresh)
         for spec in specs if asked.fresh else ():
             runs.forget(spec)

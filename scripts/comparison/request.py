@@ -26,6 +26,9 @@ from pipetrain.errors import ConfigError, one_line
 from pipetrain.rules import COUNT, whole
 
 FOLDER = Path(__file__).with_name("experiments")
+_MODULES = Path(__file__).parents[1].glob("published/experiments/[!_]*.py")
+RECORDS = sorted(path.stem.replace("_", "-") for path in _MODULES)
+"""Published records, which are experiments too: see `published`."""
 OWN = {"schedule": "--schedules", "seed": "--seeds", "run_dir": "--out", "model": "--models"}
 OVERRIDE = re.compile(r"[+~]{0,2}[\w.@/]+=")
 
@@ -112,8 +115,9 @@ def parser() -> argparse.ArgumentParser:
         "a row of your own, such as 'slow: schedule=gpipe optim.lr=0.001', or one of the experiment's by name"
     )
     several: dict[str, Any] = {"metavar": "NAME", "nargs": "+", "default": []}
+    records = f"a published record to make again: {', '.join(RECORDS)}, or all (with --quick: tiny)"
     schedules, experiments = names(conf_dir() / "schedule"), ", ".join(names(FOLDER))
-    command.add_argument("--experiment", metavar="NAME", help=f"{experiments}, or FILE.yaml")
+    command.add_argument("--experiment", metavar="NAME", help=f"{experiments}, or FILE.yaml; {records}")
     command.add_argument("--schedules", choices=schedules, help=", ".join(schedules), **several)
     command.add_argument("--method", action="append", default=[], metavar="'NAME: OVERRIDES'", help=own)
     command.add_argument("--seeds", type=int, help="default: 0", **several | {"metavar": "N"})

@@ -60,33 +60,35 @@ def words(spec: Spec, folder: Path) -> list[str]:
     return [*own, *spec.arguments, f"run_dir={quoted(str(folder))}"]
 
 
+@contextmanager
+def claim(folder: Path) -> Iterator[int]:
+    """Make a folder, and hold it alone; give the lock's descriptor.
+
+    Raises ConfigError where another one holds it. A run that outlived its comparison (killed without a chance
+    to end it) holds the descriptor, and with it the lock, too.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield descriptor
+    except BlockingIOError as error:
+        raise ConfigError(f"another comparison is running in {folder}") from error
+    finally:
+        os.close(descriptor)
+
+
 class Runs:
     """The folder of a comparison's runs. `command`: what starts one; the tests give another."""
 
     def __init__(self, out: Path, command: Sequence[str] = PIPETRAIN) -> None:
-        self._folder = out.resolve() / "runs"
+        self.folder = out.resolve() / "runs"
         self._command = command
-
-    @contextmanager
-    def claimed(self) -> Iterator[int]:
-        """Hold the folder alone; gives the lock's descriptor. Raises ConfigError where another one holds it.
-
-        A run that outlived its comparison (killed without a chance to end it) holds the lock too.
-        """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._folder, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield descriptor
-        except BlockingIOError as error:
-            raise ConfigError(f"another comparison is running in {self._folder.parent}") from error
-        finally:
-            os.close(descriptor)
 
     def check(self, specs: Sequence[Spec], fresh: bool) -> None:
         """Raise ConfigError where a folder holds something that must not be overwritten."""
         for spec in specs:
-            folder, mark = self._folder / spec.name, self._mark(spec)
+            folder, mark = self.folder / spec.name, self._mark(spec)
             if mark is None and folder.is_dir() and any(folder.iterdir()):
                 raise ConfigError(f"{folder} was not made by a comparison; choose another --out")
             if mark and not fresh and "made" in mark and not _is_same(mark, spec):
@@ -101,14 +103,14 @@ class Runs:
         if mark is None or "made" not in mark or not _is_same(mark, spec):
             return None
         with suppress(ValueError):
-            summary, curves = read_records(self._folder / spec.name)
+            summary, curves = read_records(self.folder / spec.name)
             return Outcome(spec, mark["wall_s"], summary, curves, "", True, mark["made"], mark["others"])
         return None
 
     def start(self, spec: Spec, lock: int) -> Outcome:
         """Make the run, from nothing."""
         self.forget(spec)
-        folder = self._folder / spec.name
+        folder = self.folder / spec.name
         folder.mkdir()
         asked = {"overrides": spec.arguments, "nproc": spec.nproc}
         _write(folder, asked)
@@ -127,12 +129,12 @@ class Runs:
 
     def forget(self, spec: Spec) -> None:
         """Remove a run and its output."""
-        shutil.rmtree(self._folder / spec.name, ignore_errors=True)
+        shutil.rmtree(self.folder / spec.name, ignore_errors=True)
         self.log(spec).unlink(missing_ok=True)
 
     def log(self, spec: Spec) -> Path:
         """Return where the run's output is."""
-        return self._folder / f"{spec.name}.log"
+        return self.folder / f"{spec.name}.log"
 
     def last_words(self, spec: Spec, lines: int = 8) -> list[str]:
         """Return the last lines that the run said."""
@@ -142,7 +144,7 @@ class Runs:
     def _mark(self, spec: Spec) -> dict[str, Any] | None:
         """Return what compare.json says, None where there is none."""
         with suppress(OSError, ValueError):
-            mark: dict[str, Any] = json.loads((self._folder / spec.name / "compare.json").read_text())
+            mark: dict[str, Any] = json.loads((self.folder / spec.name / "compare.json").read_text())
             return mark
         return None
 

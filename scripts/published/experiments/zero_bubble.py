@@ -1,0 +1,141 @@
+"""Zero bubble: bubble and memory of six schedules, by simulation and on stages that sleep."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from hydra.utils import instantiate
+
+from benchmark.contestants import Builders, Contestant, Ours
+from benchmark.paced import Paced
+from benchmark.schedules import WAYS, WINDOW, Way, bound, prepared
+from pipetrain.commands.cli import composed
+from pipetrain.runtime.links import Links
+from pipetrain.schedule.actions import most_open, ranks_of
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.simulate import simulate
+from published.measures import Race, raced
+from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
+
+LAW = {  # parts of 1f1b's bubble, and of its memory
+    "1f1b": (1, 1),
+    "zb_h1": (1 / 3, 1),
+    "zb_h2": (0, 2),
+    "zbv": (0, 1),
+    "v_half": (1 / 2, 1 / 2),
+    "v_min": (2 / 3, 1 / 3),
+}
+RANKS, TIMES, BATCHES = (
+    (4, 8, 16, 32),
+    3,
+    16,
+)  # microbatches of a batch, in ranks; batches of a window on paper
+GAINS = {"zbv": 1.23, "zb_h2": 1.31}  # the most that was published, over 1f1b
+POINTS, SLACK, NEAR = 2.0, 0.25, 0.05  # of a bubble in %; of memory, of which rounding takes more; of a gain
+
+
+def steps(quick: bool) -> dict[str, Step]:
+    """Simulate all sizes, and race on processes."""
+    sizes, races = (RANKS[:1], [(2, 4, 0.004, 1)]) if quick else (RANKS, [(4, 12, 0.04, 3), (8, 24, 0.04, 3)])
+    names = ("ranks", "microbatches", "product_s", "rounds")
+    return {
+        **{f"paper {p}": Step(planned, {"ranks": p, "microbatches": TIMES * p}) for p in sizes},
+        **{f"run {race[0]}": Step(slept, dict(zip(names, race, strict=True))) for race in races},
+    }
+
+
+def planned(ranks: int, microbatches: int) -> dict[str, tuple[float, float]]:
+    """Return each schedule's bubble in %, and its fullest rank's memory, in microbatches of a rank's part.
+
+    F, I and W take the same time.
+    """
+    results = {}
+    for name in LAW:
+        schedule = instantiate(composed("config", [f"schedule={name}"]).schedule)
+        program = schedule(ranks, BATCHES, microbatches)
+        slices = len(ranks_of(program)) // ranks
+        run = simulate(lower(program), microbatches)
+        results[name] = 100 * run.bubble, max(most_open([row.actions]) for row in run.rows) / slices
+    return results
+
+
+def slept(ranks: int, microbatches: int, product_s: float, rounds: int) -> Any:
+    """Race the schedules on stages whose products sleep."""
+    return raced(partial(contestants, microbatches, product_s), ranks, rounds)
+
+
+def contestants(microbatches: int, product_s: float, links: Links) -> Builders:
+    """Return what builds each schedule, on one rank."""
+    slices = {way.schedule: way.slices for way in WAYS.values()}
+
+    def build(name: str) -> Contestant:
+        way = Way(name, WINDOW, slices[name])
+        job, one_s = prepared(way, links.world.size, microbatches, product_s)
+        return Paced(Ours(name, job, links), one_s, bound(job.plan, one_s))
+
+    return {name: partial(build, name) for name in LAW}
+
+
+def show(results: Results) -> Findings:
+    """Hold bubbles, memory and gains against what was published."""
+    papers = {int(key.split()[1]): of for key, of in results.items() if key.startswith("paper")}
+    races = {int(key.split()[1]): Race(of) for key, of in results.items() if key.startswith("run")}
+    law = {p: 100 * (p - 1) / (TIMES * p + p - 1) for p in papers}
+    figures, checks, bubbles, memories, gains = [], [], [], [], []
+    for name, (share, memory) in LAW.items():
+        bubble = {p: of[name][0] for p, of in papers.items()}
+        parts = {p: of[name][1] / p for p, of in papers.items()}
+        faster = {p: (100 - bubble[p]) / (100 - of["1f1b"][0]) for p, of in papers.items()}
+        for p in papers:
+            what = f"{name}, {p} ranks"
+            figures += [
+                Figure(f"{what}: bubble", share * law[p], bubble[p], How.PLANNED, unit="%"),
+                Figure(f"{what}: memory", memory, parts[p], How.PLANNED, unit="x 1f1b"),
+            ]
+        off, last = max(abs(bubble[p] - share * law[p]) for p in papers), parts[max(parts)]
+        says = f"{share:.2g} of 1f1b's" if share else "about 0"
+        checks += [
+            Check(f"{name}: bubble", says, f"off by {off:.1f} points at most", off <= POINTS),
+            Check(
+                f"{name}: memory", f"{memory:.2g} x 1f1b's", f"{last:.2f}", abs(last / memory - 1) <= SLACK
+            ),
+        ]
+        bubbles.append(Line(name, How.PLANNED, [*bubble.items()]))
+        memories.append(Line(name, How.PLANNED, [*parts.items()]))
+        if name == "1f1b":
+            continue
+        if most := GAINS.get(name):
+            best = max(faster.values())
+            says = f"up to {most:.2f} x 1f1b"
+            checks.append(
+                Check(f"{name}: gain", says, f"{best:.2f} planned", abs(best / most - 1) <= SLACK / 2)
+            )
+        ran = {p: race.ratio(name, "1f1b") for p, race in races.items()}
+        for p, race in races.items():
+            bound_s = ran[p] / race.of_bound(name) * race.of_bound("1f1b")
+            what, spread = f"{name}, {p} ranks", race.spread(name, "1f1b")
+            figures.append(Figure(f"{what}: speed", None, ran[p], How.RUN, spread, bound_s, "x 1f1b"))
+            near = abs(ran[p] / bound_s - 1) <= NEAR
+            checks.append(Check(f"{what}: run as planned", f"{bound_s:.2f} planned", f"{ran[p]:.2f}", near))
+        gains += [Line(name, How.PLANNED, [*faster.items()]), Line("", How.RUN, [*ran.items()])]
+    bubbles.append(Line("(p-1)/(m+p-1)", How.BOUND, [*law.items()]))
+    charts = [
+        Chart("Bubble, m = 3 p, windows of 16 batches", "ranks p", "% of the time", bubbles, "x"),
+        Chart("Memory of the fullest rank", "ranks p", "x 1f1b", memories, "x"),
+        Chart("Speed; runs in windows of 4 batches", "ranks p", "x 1f1b", gains, "x"),
+    ]
+    notes = [
+        "Runs are of stages that sleep 40 ms for each of F, I and W, in windows of 4 batches, for which the "
+        "bound of their gain is simulated."
+    ]
+    return Findings(figures, checks, charts, notes)
+
+
+RECORD = Record(
+    "Bubble, memory and speed of zero-bubble schedules",
+    "Qi et al., arXiv 2401.10241 and 2405.15362: GPT of 1.5 to 28.3 billion parameters on 8 to 32 A100.",
+    steps,
+    show,
+    "ZB-H2 gains over ZB-H1 only where a window has several batches, as the papers' optimizer step allows.",
+)
