@@ -6,11 +6,12 @@ parallelism) beside those that are chosen here, from the profiles that its autho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
 from pathlib import Path
+from typing import NamedTuple
 
 from omegaconf import DictConfig, ListConfig
 
@@ -92,20 +93,49 @@ def describe_replicas(planner: Planner, names: Sequence[str]) -> str:
     return f"{aligned(rows)}\n\n{aligned(stages)}"
 
 
-def published_table() -> str:
-    """Return the published plans as Markdown, with what is predicted of them, and of those chosen here."""
-    head = ["model", "machines", "published", "x data parallel", "predicted of it"]
-    rows = [[*head, "chosen here", "predicted of that"], ["---"] * 7]
+class Comparison(NamedTuple):
+    """A published plan beside the one chosen here. Plans as `15-1`; speeds in those of data parallelism."""
+
+    model: str
+    machines: str
+    published: str
+    speedup: float  # as published
+    predicted: float  # of the published plan, with its best cuts
+    bound: str
+    chosen: str
+    best: float  # predicted of the chosen plan
+    best_bound: str
+
+
+def compared() -> Iterator[Comparison]:
+    """Give all published plans, with what is predicted of them and of those chosen here."""
     for model, scale, machines, replicas, speedup in PLANS:
         read = read_rows(Path(model), scale=scale)
         planner = Planner(LayerSums.of(Table(read.layers, read.data, read.profile)), machines)
         parallel = planner.priced([(0, machines.ranks)])
-        cells = [model, f"{machines.ranks // machines.each} x {machines.each}"]
-        for plan, figures in (planner.best(replicas), [f"{speedup:.2f}"]), (planner.best(), []):
-            if plan is not None:  # without a memory_limit there are
-                predicted = f"{parallel.seconds / plan.seconds:.2f}, {plan.bound}"
-                cells += [_joined(plan.replicas), *figures, predicted]
-        rows.append(cells)
+        plan, chosen = planner.best(replicas), planner.best()
+        assert plan is not None  # there are without a memory_limit
+        assert chosen is not None
+        yield Comparison(
+            model,
+            f"{machines.ranks // machines.each} x {machines.each}",
+            _joined(plan.replicas),
+            speedup,
+            parallel.seconds / plan.seconds,
+            plan.bound,
+            _joined(chosen.replicas),
+            parallel.seconds / chosen.seconds,
+            chosen.bound,
+        )
+
+
+def published_table() -> str:
+    """Return the published plans as Markdown, with what is predicted of them, and of those chosen here."""
+    head = ["model", "machines", "published", "x data parallel", "predicted of it"]
+    rows = [[*head, "chosen here", "predicted of that"], ["---"] * 7]
+    for of in compared():
+        predicted = f"{of.predicted:.2f}, {of.bound}", of.chosen, f"{of.best:.2f}, {of.best_bound}"
+        rows.append([of.model, of.machines, of.published, f"{of.speedup:.2f}", *predicted])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
