@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE, TESTS = ROOT / "pipetrain", ROOT / "tests"
-APART = {"benchmark", "comparison", "docs", "gpu", "support", "users", "whole"}
+APART = {"benchmark", "comparison", "docs", "gpu", "published", "support", "users", "whole"}
 """Folders whose tests are of no one module."""
 SEEN_IN = {
     "__init__": "docs/test_api_docs",
