@@ -33,6 +33,7 @@ from benchmark.report import Row, Series, failed_row, timed_row
 from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import CPU, Place, Say, WorldFailed, fitted, run_world
 from pipetrain.runtime.channel import Channel
+from pipetrain.runtime.clock import Observe
 from pipetrain.runtime.feed import Repeated, Target
 from pipetrain.runtime.links import Links
 from pipetrain.runtime.order import order_of
@@ -194,6 +195,8 @@ class Ours:
         self._windows = max(1, batches // self.window)
         self.batches = self._windows * self.window
         self.losses: list[float] = []
+        self.observe: Observe | None = None
+        """Called with the measured spans of each window."""
         self._feed = BatchFeed(job, links.device)
         self._rank = links.world.rank
         self._stages = make_stages(plan, job.model, job.task, job.optimizer, plan.settings.rate(1), links)
@@ -203,7 +206,7 @@ class Ours:
         """Train whole windows."""
         for _ in range(self._windows):
             order = order_of(self.plan, self.window, self._rank)
-            self._engine.train(order, self._feed, self._microbatches)
+            self._engine.train(order, self._feed, self._microbatches, observe=self.observe)
         if self._rank in self.plan.placement[-1]:
             self.losses = self._stages[self.plan.stages - 1].counts.take_losses()
 

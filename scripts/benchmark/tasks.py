@@ -123,4 +123,4 @@ def _batch(task: Task, cfg: DictConfig, settings: Settings) -> tuple[Tensor, Ten
     inputs, targets = split.inputs(first, None), split.targets(first, None)
     assert isinstance(inputs, Tensor)
     assert isinstance(targets, Tensor)
-    return inputs, targets
+    return inputs.to(settings.dtype) if inputs.is_floating_point() else inputs, targets
