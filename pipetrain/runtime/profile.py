@@ -1,8 +1,8 @@
 """Measures what layers and messages cost, on all ranks at the same time: they compete as in training.
 
 Each layer is a stage of its own, all of them on this rank, and the engine runs a program over them: what is
-timed is what it does in training. One microbatch is saved whole, one recomputed, and one has its backward in
-two halves. Behind the last layer is a stage without any, whose times are what a stage takes beside its
+timed is what it does in training. One microbatch is recomputed, one saved whole, and one has its backward in
+two halves; these two add to a gradient that is there, as most microbatches of a batch do. Behind the last layer is a stage without any, whose times are what a stage takes beside its
 layers. What follows it is nowhere: gradients are made up. What layers take of a pass is by their medians over
 windows, of which a quick model gets more, since a small time is disturbed more easily; the pass takes its
 mean. For medians do not add up: where ranks share cores, most short layers run without an interruption, but
@@ -60,13 +60,13 @@ SMALL, LARGE = 2**10, 2**22  # bytes of a message
 COLD_TRIPS, TRIPS = 3, 11
 
 EMPTY = 2  # stages without layers
-WHOLE, RECOMPUTED, HALVED = MICROBATCHES = range(3)
+RECOMPUTED, WHOLE, HALVED = MICROBATCHES = range(3)
 MEASURED = {  # what is run of each microbatch, in order, and of which time it is a part
-    (WHOLE, Op.F): "forward_s",
-    (WHOLE, Op.B): "backward_s",
     (RECOMPUTED, Op.F): "kept_s",
     (RECOMPUTED, Op.R): "again_s",
     (RECOMPUTED, Op.B): "",
+    (WHOLE, Op.F): "forward_s",
+    (WHOLE, Op.B): "backward_s",
     (HALVED, Op.F): "recorded_s",
     (HALVED, Op.I): "input_s",
     (HALVED, Op.W): "weight_s",

@@ -6,7 +6,8 @@ slow as the other, alone and with three replicas. All are of one world, where ra
 have wait, so that they take turns.
 
 Then VGG16 on two processes. Replicas of the whole model do what DistributedDataParallel does: half of the
-batch on each. `of predicted`: what the plan says by a profile that is measured there, of what it took.
+batch on each. `of predicted`: what the plan says by a profile that is measured there, of what it took. Last
+VGG16 by 1f1b and pipedream with several replicas on 2, 3 and 4 processes, beside what the plans say alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from benchmark.contestants import Builders, Contestant, Ours, plain, rows_of_race
+from benchmark.contestants import Builders, Contestant, Ours, Ways, plain, rows_of_race
 from benchmark.models import TASKS, WHOLE
 from benchmark.paced import PRODUCTS, Paced, task_of
 from benchmark.report import DIGITS, Row
@@ -31,6 +32,7 @@ RANKS, SCHEDULES = 4, ("1f1b", "pipedream")
 BALANCED = ([1, 1], [2, 1], [2, 2], [3, 1])
 SLOW = ([1, 1], [1, 3])  # replicas where the times are as 1 to 3
 WINDOW, BATCHES = 2, 4  # batches of a window of pipedream; of a turn of VGG16
+PLACED = {2: ([1, 1], [2]), 3: ([2, 1], [1, 2], [3]), 4: ([2, 2],)}  # by processes
 LEAST, GAIN, NEAR = 0.95, 2.5, 0.10
 DDP, DDP_SHARE = "torch DDP", 0.97
 PREDICTED = "of predicted"
@@ -52,6 +54,11 @@ def suite(scale: Scale, say: Say) -> Iterator[Row]:
     make = partial(on_two, task, 1 if scale.quick else BATCHES)
     for row in rows_of_race("replicas, VGG16", 2, make, scale, say, {f"x {DDP}": DDP}, ddp):
         yield predicted(row)
+    for ranks, several in PLACED.items():
+        words = [(schedule, f"replicas={of}".replace(" ", "")) for schedule in SCHEDULES for of in several]
+        ways = {", ".join(way): (*way, "microbatches=6") for way in words}
+        make = partial(planned, task.extended("batch_size=48"), 1 if scale.quick else BATCHES, ways)
+        yield from map(predicted, rows_of_race("replicas, VGG16", ranks, make, scale, say, {}, {}))
 
 
 def sleeping(
@@ -95,18 +102,24 @@ class Idle:
 def on_two(task: Task, batches: int, links: Links) -> Builders:
     """Return what builds replicas of the whole model and a pipeline, beside DDP, each with one thread."""
 
-    def ours(name: str, *words: str) -> Contestant:
-        measured = task.extended("partition=profile", *words)
-        job = prepare(measured, "1f1b", 2, links=links)
-        racing = Ours(name, job, links, batches)
-        racing.bound = job.plan.timeline().makespan
-        return racing
-
     def theirs() -> Contestant:
         return plain(DDP, prepare(task.extended(WHOLE), "1f1b", 2), links, batches, parallel=True)
 
-    ways = {"replicas=2": ("replicas=2", "microbatches=2"), "1f1b": ("microbatches=4",)}
-    return {DDP: theirs, **{name: partial(ours, name, *words) for name, words in ways.items()}}
+    ways = {"replicas=2": ("1f1b", "replicas=2", "microbatches=2"), "1f1b": ("1f1b", "microbatches=4")}
+    return {DDP: theirs, **planned(task, batches, ways, links)}
+
+
+def planned(task: Task, batches: int, ways: Ways, links: Links) -> Builders:
+    """Return what builds contestants of ours, each by a profile; its bound is what the plan says."""
+
+    def build(name: str, schedule: str, *words: str) -> Contestant:
+        window = 1 if schedule == "1f1b" else batches
+        job = prepare(task.extended("partition=profile", *words), schedule, links.world.size, window, links)
+        racing = Ours(name, job, links, batches)
+        racing.bound = job.plan.timeline().makespan / racing.window
+        return racing
+
+    return {name: partial(build, name, *way) for name, way in ways.items()}
 
 
 def predicted(row: Row) -> Row:
