@@ -2,11 +2,12 @@
 
 Each layer is a stage of its own, all of them on this rank, and the engine runs a program over them: what is
 timed is what it does in training. One microbatch is recomputed, one saved whole, and one has its backward in
-two halves; these two add to a gradient that is there, as most microbatches of a batch do. Behind the last layer is a stage without any, whose times are what a stage takes beside its
-layers. What follows it is nowhere: gradients are made up. What layers take of a pass is by their medians over
-windows, of which a quick model gets more, since a small time is disturbed more easily; the pass takes its
-mean. For medians do not add up: where ranks share cores, most short layers run without an interruption, but
-hardly any pass does. Messages make round trips on the run's channel.
+two halves; these two add to a gradient that is there, as most microbatches of a batch do. Behind the last
+layer is a stage without any, whose times are what a stage takes beside its layers. What follows it is
+nowhere: gradients are made up. What layers take of a pass is by their medians over windows, of which a quick
+model gets more, since a small time is disturbed more easily; the pass takes its mean. For medians do not add
+up: where ranks share cores, most short layers run without an interruption, but hardly any pass does. Messages
+make round trips on the run's channel.
 """
 
 from __future__ import annotations
