@@ -6,14 +6,26 @@ the same machine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
 from benchmark.contestants import Make, rows_of_race
 from benchmark.report import progress
-from benchmark.tasks import Scale
+from benchmark.tasks import Scale, Task, compose_task, prepare
+from benchmark.worlds import Say, run_world, titled
+from pipetrain.building import make_model, make_schedule, make_task
+from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.plan.costs import Profile
+from pipetrain.plan.describe import state_of
+from pipetrain.plan.making import make_plan
+from pipetrain.plan.plan import Samples
+from pipetrain.plan.program import Draft
+from pipetrain.runtime.links import Links
+from pipetrain.schedule.memory import peaks
+from pipetrain.settings import Settings
 
 
 def raced(make: Make, ranks: int, rounds: int) -> dict[str, Any]:
@@ -29,6 +41,67 @@ def raced(make: Make, ranks: int, rounds: int) -> dict[str, Any]:
             "failure": row.failure,
         }
         for row in rows
+    }
+
+
+def profiled(
+    overrides: Sequence[str], microbatch: int, example: Sequence[int], classes: int = 10, ranks: int = 2
+) -> dict[str, Any]:
+    """Measure a model's layers and messages on so many ranks at once; return its Profile as JSON.
+
+    `microbatch`: its samples, random ones like `example`.
+    """
+    words = (*overrides, f"batch_size={2 * microbatch}", "microbatches=2")
+    task = Task(words, tuple(example), classes)
+    of_ranks = run_world(_profiled, ranks, titled(progress, "profile"), task)
+    return dict(of_ranks[0])
+
+
+def _profiled(links: Links, say: Say, task: Task) -> dict[str, Any]:
+    say(" ".join(task.overrides))
+    return prepare(task, "gpipe", links.world.size, links=links).plan.table.times.to_json()
+
+
+def predicted(
+    overrides: Sequence[str],
+    balance: Sequence[int],
+    microbatches: int,
+    microbatch: int,
+    example: Sequence[int],
+    profile: Any = None,
+    schedule: str = "gpipe",
+) -> dict[str, Any]:
+    """Plan a batch of a model of any size, which is made nowhere; return what the plan says.
+
+    `balance`: layers of each stage; `microbatch`: its samples; `profile`: what `profiled` returned for as
+    many, None: by estimated work. The `seconds` of a batch, by work in forwards of a microbatch through the
+    whole model; the most bytes of each stage (`peaks`); `layers`, `parameters`; and `routes`: source, target
+    and bytes of each value that goes from stage to stage with a microbatch.
+    """
+    cuts, batch = [*accumulate(balance)][:-1], microbatches * microbatch
+    words = [f"batch_size={batch}", f"microbatches={microbatches}", "build=stages"]
+    cfg = compose_task(Task((*overrides, *words, f"partition={cuts or 'even'}")), schedule)
+    settings = Settings.composed(cfg, schedule, len(balance))
+    plan = make_plan(
+        Draft.of(settings, make_schedule(cfg)),
+        make_model(cfg, settings.seed, settings.dtype),
+        ValueSpec((TensorSpec(tuple(example), settings.dtype),)),
+        Samples([batch], [microbatch]),
+        None if profile is None else Profile.from_json(profile),
+        state_of(cfg),
+        make_task(cfg),
+    )
+    run, size = plan.timeline(), settings.full
+    return {
+        "seconds": run.makespan / (1 if profile else settings.ranks),
+        "peaks": [of["total"] for of in peaks(plan.memory(run))],
+        "layers": len(plan.layers),
+        "parameters": sum(layer.params for layer in plan.layers),
+        "routes": [
+            (*route.edge, spec.nbytes)
+            for route in plan.cut.routes
+            for spec in plan.cut.message(route.edge, size)
+        ],
     }
 
 
