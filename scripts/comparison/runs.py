@@ -161,14 +161,14 @@ def _write(folder: Path, mark: dict[str, Any]) -> None:
 
 
 def read_records(folder: Path) -> tuple[Summary, dict[str, list[float]]]:
-    """Return a run's summary and the curve of its metric. Raises ValueError where they are not whole."""
+    """Return a run's summary, and its loss and metric by epoch. Raises ValueError if they are not whole."""
     try:
         summary: Summary = json.loads((folder / "summary.json").read_text())
         metric = metric_of([summary])
         metric.value(summary, "best_val")
         with (folder / "metrics.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))
-        keys = ("epoch", f"val_{metric.name}", "elapsed_s")
+        keys = ("epoch", "val_loss", f"val_{metric.name}", "elapsed_s")
         return summary, {key: [float(row[key]) for row in rows] for key in keys}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"it left no whole summary.json and metrics.csv: {error}") from error

@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmark.contestants import Make, rows_of_race
+from benchmark.held import Case, measure
 from benchmark.report import progress
 from benchmark.tasks import Scale, Task, compose_task, prepare
 from benchmark.worlds import Say, run_world, titled
+from comparison.request import Method, Spec
+from comparison.runs import Runs, claim
 from pipetrain.building import make_model, make_schedule, make_task
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.costs import Profile
@@ -103,6 +108,30 @@ def predicted(
             for spec in plan.cut.message(route.edge, size)
         ],
     }
+
+
+def trained(overrides: Sequence[str], seed: int, nproc: int) -> dict[str, Any]:
+    """Train by the command line; return the `summary`, and `curves` by epoch: see `read_records`.
+
+    Raises RuntimeError with the last words of a run that fails.
+    """
+    spec = Spec(Method("trained", tuple(overrides)), seed, None, (), nproc)
+    with TemporaryDirectory() as folder:
+        runs = Runs(Path(folder))
+        with claim(runs.folder) as lock:
+            outcome = runs.start(spec, lock)
+        if outcome.summary is None:
+            raise RuntimeError("\n".join([outcome.failure, *runs.last_words(spec)]))
+    return {"summary": outcome.summary, "curves": outcome.curves}
+
+
+def held(model: str, schedule: str, ranks: int, overrides: Sequence[str]) -> list[tuple[int, int, int]]:
+    """Train one of `held.MODELS`; return of each rank's stages the number, and the peak bytes.
+
+    The bytes are measured, and as predicted.
+    """
+    case = Case(model, schedule, ranks, tuple(overrides))
+    return [stage for of_rank in run_world(measure, ranks, progress, case) for stage in of_rank]
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,10 @@ def leave_records(given: dict[str, str], schedule: str, seed: int, folder: Path,
     key, seconds = f"val_{metric['name']}", 31.2 / SPEED[schedule]
     with open(folder / "metrics.csv", "w", newline="") as file:
         rows = csv.writer(file)
-        rows.writerow(["epoch", key, "elapsed_s"])
-        rows.writerows([epoch, f"{v:.6g}", (seconds + 2) * epoch] for epoch, v in enumerate(values, 1))
+        rows.writerow(["epoch", "val_loss", key, "elapsed_s"])
+        rows.writerows(
+            [epoch, 1 / epoch, f"{v:.6g}", (seconds + 2) * epoch] for epoch, v in enumerate(values, 1)
+        )
     summary: dict[str, Any] = {"model": model, "data": given.get("data", "digits"), "schedule": schedule}
     summary |= {"device": "2 x cpu", "lr": 0.01, "batch_size": 64, "data_workers": 0, "buffer_size": 2}
     summary |= {"epochs": epochs, "seed": seed, "updates": 23 * epochs, "metrics": [metric]}
