@@ -1,7 +1,7 @@
 """Compare schedules: the same training by each, in one table, plots and a report. Works without installing.
 
 python scripts/compare.py --schedules layer_dist pipedream --seeds 0 1 2 model=vgg16 data=digits epochs=5
-python scripts/compare.py --experiment xdypipe
+python scripts/compare.py --experiment xdypipe_full
 python scripts/compare.py --experiment zero-bubble    # a published record, beside what is found here; or all
 """
 

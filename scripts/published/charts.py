@@ -44,7 +44,7 @@ def draw(charts: Sequence[Chart], path: Path) -> None:
         hows = dict.fromkeys(line.how for how in How for c in charts for line in c.lines if line.how is how)
         keys = [panels[0].plot([], [], label=how.value, linewidth=WIDTH, **STYLES[how])[0] for how in hows]
         figure.legend(handles=keys, loc="outside upper left", ncols=len(keys), frameon=False)
-        figure.canvas.draw()
+        figure.draw_without_rendering()
         for of_chart in names:
             _move_apart(of_chart, figure)
         figure.savefig(path, dpi=130)
@@ -55,6 +55,8 @@ def _chart(axes: Axes, chart: Chart) -> list[Annotation]:
     axes.set_title(chart.title, loc="left", fontsize=10, fontweight="bold")
     for line in chart.lines:
         _line(axes, line)
+    if all(x == int(x) for line in chart.lines for x, _ in line.points):
+        axes.locator_params("x", integer=True)
     axes.set_xlabel(chart.x)
     axes.set_ylabel(chart.y)
     for axis in chart.logs:

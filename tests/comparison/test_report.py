@@ -21,7 +21,16 @@ pytestmark = pytest.mark.slow
 
 EVIL = "<script>alert(1)</script> & $x$ \"'"
 VOID = {"meta", "br", "img"}
-ASKED = ["--experiment", "xdypipe", "--models", "vgg16", "--schedules", "layer_dist", "gpipe", "pipedream"]
+ASKED = [
+    "--experiment",
+    "xdypipe_full",
+    "--models",
+    "vgg16",
+    "--schedules",
+    "layer_dist",
+    "gpipe",
+    "pipedream",
+]
 
 
 class Reader(HTMLParser):

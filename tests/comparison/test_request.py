@@ -35,7 +35,7 @@ REFUSED = {
     "--method 'mine: schedule=gpipe nope=2'": "method mine: there is no nope in the configuration",
     "--method mine": "--method: there is no mine; say what it is: 'mine: schedule=...'",
     "--method 'mine: schedule=gpipe epochs=2' epochs=3": "method mine: it has epochs=2, and epochs=3",
-    "--experiment xdypipe buffer_size=2": "method fbp: it has buffer_size=4, and buffer_size=2",
+    "--experiment xdypipe_full buffer_size=2": "method fbp: it has buffer_size=4, and buffer_size=2",
     "--experiment no/such.yaml": "--experiment no/such.yaml: [Errno 2] No such file",
     "--experiment wrong.yaml": "--experiment wrong.yaml: Key 'colour' not in 'Experiment'",
     "--experiment empty.yaml": "empty.yaml: an experiment needs methods, a list of overrides each, and seeds",
@@ -92,10 +92,10 @@ def test_the_comparison_never_imports_torch():
 
 
 def test_every_run_of_the_experiment_has_the_record_s_recipe():
-    found = load("xdypipe")
+    found = load("xdypipe_full")
     assert [*found.methods] == ["layer_dist", "pipedream", "pipedream_2bw", "fbp", *CODECS]
     assert (list(found.models), found.nproc, len(found.seeds)) == (["vgg16", "resnet18"], 2, 3)
-    for spec in asked("--experiment", "xdypipe", "--seeds", "0", "--models", "vgg16")[-2:]:
+    for spec in asked("--experiment", "xdypipe_full", "--seeds", "0", "--models", "vgg16")[-2:]:
         cfg = config(spec.arguments)
         data = (cfg.data.name, cfg.data.fallback, cfg.data.workers, cfg.batch_size)
         assert data == ("cifar10", None, 0, 64)
@@ -111,7 +111,9 @@ def test_every_run_of_the_experiment_has_the_record_s_recipe():
     [("vgg16", (256, 4, 4), (1.74, 12.99)), ("resnet18", (128, 16, 16), (0.68, 10.50))],
 )
 def test_the_cut_is_the_record_s(model, crosses, params):
-    cfg = config(asked("--experiment", "xdypipe", "--method", "layer_dist", "--models", model)[0].arguments)
+    cfg = config(
+        asked("--experiment", "xdypipe_full", "--method", "layer_dist", "--models", model)[0].arguments
+    )
     (cut,) = cfg.partition
     layers = instantiate(cfg.model).eval()
     assert tuple(layers[:cut](torch.zeros(1, 3, 32, 32)).shape[1:]) == crosses
@@ -120,7 +122,7 @@ def test_the_cut_is_the_record_s(model, crosses, params):
 
 
 def test_the_command_line_changes_what_it_names_and_each_model_has_its_own_overrides():
-    typed = "--experiment xdypipe --schedules layer_dist fbp --models vgg16 --seeds 0 7"
+    typed = "--experiment xdypipe_full --schedules layer_dist fbp --models vgg16 --seeds 0 7"
     some = asked(*typed.split(), "data=digits", "epochs=2", "partition=[3]")
     assert [spec.title for spec in some] == [
         f"vgg16 {method} seed {seed}" for seed in (0, 7) for method in ("layer_dist", "fbp")
@@ -131,7 +133,7 @@ def test_the_command_line_changes_what_it_names_and_each_model_has_its_own_overr
     assert "optim.lr=0.01" in found
     cuts = {
         spec.model: [w for w in spec.overrides if "partition" in w]
-        for spec in asked("--experiment", "xdypipe", "--schedules", "fbp")
+        for spec in asked("--experiment", "xdypipe_full", "--schedules", "fbp")
     }
     assert cuts == {"vgg16": ["partition=[7]"], "resnet18": ["partition=[5]"]}
     assert merged(["a=1", "b=1"], ["+b=2"], ["c=3", "a=4"]) == ("+b=2", "c=3", "a=4")
