@@ -83,9 +83,9 @@ def predicted(
     whole model; the most bytes of each stage (`peaks`); `layers`, `parameters`; and `routes`: source, target
     and bytes of each value that goes from stage to stage with a microbatch.
     """
-    cuts, batch = [*accumulate(balance)][:-1], microbatches * microbatch
+    batch = microbatches * microbatch
     words = [f"batch_size={batch}", f"microbatches={microbatches}", "build=stages"]
-    cfg = compose_task(Task((*overrides, *words, f"partition={cuts or 'even'}")), schedule)
+    cfg = compose_task(Task((*overrides, *words, partition(balance))), schedule)
     settings = Settings.composed(cfg, schedule, len(balance))
     plan = make_plan(
         Draft.of(settings, make_schedule(cfg)),
@@ -132,6 +132,11 @@ def held(model: str, schedule: str, ranks: int, overrides: Sequence[str]) -> lis
     """
     case = Case(model, schedule, ranks, tuple(overrides))
     return [stage for of_rank in run_world(measure, ranks, progress, case) for stage in of_rank]
+
+
+def partition(balance: Sequence[int]) -> str:
+    """Return the override that cuts a model into stages of so many layers."""
+    return f"partition={[*accumulate(balance)][:-1] or 'even'}"
 
 
 @dataclass(frozen=True, slots=True)

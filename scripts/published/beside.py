@@ -1,0 +1,154 @@
+"""Races of ours beside torchgpipe itself, and what its records have in common.
+
+All of them take turns in one world of processes, at the same cut, microbatches and threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from statistics import median
+from typing import Any
+
+from benchmark.contestants import Ours, plain, race
+from benchmark.replicas import Idle
+from benchmark.report import progress
+from benchmark.tasks import Task, prepare
+from benchmark.worlds import Say, WorldFailed, run_world, titled
+from pipetrain.runtime.links import Links
+from published.measures import Race, partition
+from published.record import Chart, Check, Figure, How, Line
+
+PLAIN, OURS, THEIRS = "a plain loop", "ours", "torchgpipe"
+BESIDE = (
+    "torchgpipe 0.0.7 is in the same run, at the same cut, microbatches and threads. Its backwards share one "
+    "thread, as autograd has one a device and a CPU is one: forwards stand apart. Bytes are of activations, "
+    "messages and what operations need, counted alike."
+)
+TIE = 0.05  # two runs of the same contestant differ by some percent, see docs/results/README.md
+
+Entrants = Mapping[str, Sequence[Any]]
+"""By name: who it is (PLAIN, OURS or THEIRS), the layers of each of its stages, and more overrides."""
+
+
+def raced_beside(
+    overrides: Sequence[str],
+    entrants: Entrants,
+    rounds: int,
+    example: Sequence[int] | None = None,
+    classes: int = 10,
+) -> dict[str, Any]:
+    """Race gpipe of ours, plain loops and torchgpipe; return what `raced` does, and what else is known.
+
+    `forwards` (seconds in each round), `peaks` (bytes of each stage), and `losses` of a last turn. Where
+    torchgpipe fails, the others race without it. `example`, `classes`: see Task.
+    """
+    task = Task(tuple(overrides), None if example is None else tuple(example), classes)
+    ranks = max(len(balance) for _, balance, *_ in entrants.values())
+    try:
+        of_ranks = run_world(_beside, ranks, titled(progress, "race"), task, entrants, rounds)
+    except WorldFailed as error:
+        others = {name: way for name, way in entrants.items() if way[0] != THEIRS}
+        if len(others) == len(entrants):
+            raise
+        failed = {name: {"failure": error.reason} for name in entrants.keys() - others.keys()}
+        return raced_beside(overrides, others, rounds, example, classes) | failed
+    results = {}
+    for name in entrants:
+        seconds, forwards, peaks, losses = zip(*(rank[name] for rank in of_ranks), strict=True)
+        marks = [[*zip(*of_round, strict=True)] for of_round in zip(*filter(None, forwards), strict=True)]
+        results[name] = {
+            "seconds": seconds[0],
+            "forwards": [max(ends) - min(starts) for starts, ends in marks],
+            "peaks": [nbytes for of_rank in peaks for nbytes in of_rank],
+            "losses": next(filter(None, losses)),
+            "failure": "",
+        }
+    return results
+
+
+def _beside(links: Links, say: Say, task: Task, entrants: Entrants, rounds: int) -> dict[str, Any]:
+    rank, contestants, ours = links.world.rank, list[Any](), Ours
+    if any(who == THEIRS for who, *_ in entrants.values()):
+        from benchmark.beside_torchgpipe import OurRank, TorchGPipe  # torchgpipe may not be installed
+
+        ours = OurRank
+    for name, (who, balance, *words) in entrants.items():
+        job = prepare(task.extended(partition(balance), *words), "gpipe", len(balance))
+        settings = job.plan.settings
+        if who == PLAIN:
+            contestants.append(plain(name, job, links, 1))
+        elif who == THEIRS:
+            deferred = settings.batchnorm == "batch"
+            contestants.append(TorchGPipe(job, links, 1, str(settings.recompute), deferred))
+            contestants[-1].name = name
+        else:
+            takes_part = rank < len(balance)
+            contestants.append(ours(name, job, links, 1) if takes_part else Idle(name, job.plan, 0.0, links))
+    series = race(links, contestants, rounds, say)
+    return {
+        one.name: (
+            series[one.name],
+            getattr(one, "forwards", [])[-rounds:],
+            getattr(one, "peaks", list)(),
+            one.losses,
+        )
+        for one in contestants
+    }
+
+
+def bound(ranks: int, m: int) -> float:
+    """Return the most speed-up where every forward is run again, and a backward takes two forwards."""
+    return 3 / 4 * ranks * m / (m + ranks - 1)
+
+
+def scaled(balance: Sequence[int], layers: int) -> list[int]:
+    """Return the balance of a model for one of so many layers."""
+    cuts = (round(end * layers / sum(balance)) for end in accumulate(balance, initial=0))
+    return [end - start for start, end in pairwise(cuts)]
+
+
+def held_against(race: Race, pairs: Mapping[str, str]) -> tuple[list[Figure], list[Check]]:
+    """Hold contestants of ours against those of torchgpipe, by their names."""
+    figures, checks = [], []
+    for ours, theirs in pairs.items():
+        fast, small = f"{ours}: as fast as torchgpipe", f"{ours}: holds no more than torchgpipe"
+        if failure := race.of[theirs]["failure"]:
+            checks += [
+                Check(what, "-", f"torchgpipe does not run here: {failure}", None) for what in (fast, small)
+            ]
+            continue
+        (own_s, forward_s), (their_s, their_forward_s) = (
+            (median(race.seconds(name)), median(race.of[name]["forwards"])) for name in (ours, theirs)
+        )
+        own, other = (max(race.of[name]["peaks"]) / 2**20 for name in (ours, theirs))
+        ratio = race.ratio(ours, theirs)
+        figures += [
+            Figure(
+                f"{ours}: beside torchgpipe",
+                None,
+                ratio,
+                spread=race.spread(ours, theirs),
+                unit="x its speed",
+            ),
+            Figure(f"{ours}: forwards alone", None, their_forward_s / forward_s, unit="x its speed"),
+            Figure(f"{ours}: most bytes of a stage", None, own, unit="MiB"),
+            Figure(f"torchgpipe, {ours}: most bytes of a stage", None, other, unit="MiB"),
+        ]
+        checks += [
+            Check(fast, f"{their_s:.3g} s", f"{own_s:.3g} s: {ratio:.2f} times its speed", ratio >= 1 - TIE),
+            Check(small, f"{other:.4g} MiB", f"{own:.4g} MiB", own <= other * (1 + TIE)),
+        ]
+    return figures, checks
+
+
+def forwards_chart(race: Race, ranks: Sequence[int] = (1, 2)) -> Chart:
+    """Draw the seconds of a batch and of its forwards alone, of `pipeline-K` and `torchgpipe-K`."""
+    lines = []
+    for title, name in (("ours", "pipeline"), ("torchgpipe", "torchgpipe")):
+        of = [(n, race.of[f"{name}-{n}"]) for n in ranks if not race.of[f"{name}-{n}"]["failure"]]
+        for what, key in ((title, "seconds"), (f"{title}, forwards", "forwards")):
+            points = [(n, median(figures[key])) for n, figures in of]
+            band = [(min(figures[key]), max(figures[key])) for _, figures in of]
+            lines += [Line(what, How.RUN, points, band)] if points else []
+    return Chart("Time of a batch", "partitions K", "s", lines, "x")

@@ -1,0 +1,138 @@
+"""torchgpipe's U-Net: planned in full size, and a narrow one trained on 1, 2 and 4 ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from published.beside import BESIDE, OURS, THEIRS, bound, forwards_chart, held_against, raced_beside, scaled
+from published.measures import Race, predicted, profiled
+from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
+
+MASKS = ["model=unet_instancenorm", "model.num_classes=1", f"loss._target_={__name__}.loss"]
+SHAPES = ["data=shapes", "+data.source.train=8", "+data.source.test=8"]
+FULL = {"narrow": ["model.width=16"], "side": 192, "trained": 96, "layers": 241, "partitions": [1, 2, 4]}
+SMALL = ["model.depth=2", "model.convolutions=1", "model.width=4"]
+TINY = {"narrow": SMALL, "side": 16, "trained": 16, "layers": 29, "partitions": [1, 2]}
+AGAIN = "recompute=always"
+M, BATCH, BASE, IMAGES = 4, 8, 40, 16  # BASE: microbatches of one process; IMAGES: of one, where planned
+LAYERS, PARAMETERS = 241, 232_687_328
+RECORD_OF = {  # by partitions: microbatches, layers of each, and the speed-up
+    1: (BASE, [241], 0.858),
+    2: (32, [104, 137], 1.246),
+    4: (16, [30, 66, 84, 61], 2.352),
+    8: (40, [16, 27, 31, 44, 22, 57, 27, 17], 3.105),
+}
+SAME = 1e-5  # of a loss
+
+
+def loss(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return the binary cross-entropy of scores [n, 1, h, w], where a pixel belongs to any shape."""
+    return binary_cross_entropy_with_logits(scores[:, 0], (labels > 0).to(scores))
+
+
+def steps(quick: bool) -> dict[str, Step]:
+    """Plan by work, measure a profile of a narrow one, and race."""
+    size = TINY if quick else FULL
+    layers = {"layers": size["layers"], "side": size["side"]}
+    return {
+        "paper": Step(planned, {"words": [*MASKS, *(SMALL if quick else [])], **layers}),
+        "profile": Step(profile, {"words": [*MASKS, *size["narrow"]], **layers}),
+        "race": Step(run, {**size, "rounds": 1 if quick else 3}),
+    }
+
+
+def planned(
+    words: list[str], layers: int, side: int, profile: Any = None, images: int = IMAGES
+) -> dict[str, Any]:
+    """Plan one process without recomputation, and the record's partitions with it."""
+    plan = partial(predicted, microbatch=images, example=[3, side, side], profile=profile)
+    plans = {"naive": plan(words, [layers], BASE)}
+    rows = {str(n): (m, scaled(balance, layers)) for n, (m, balance, _) in RECORD_OF.items()}
+    return plans | {n: plan([*words, AGAIN], balance, m) for n, (m, balance) in rows.items()}
+
+
+def profile(words: list[str], layers: int, side: int) -> dict[str, Any]:
+    """Measure the layers, on two ranks at a time; return the profile, and what it is of."""
+    measured = profiled(words, 1, [3, side, side])
+    return {"words": words, "layers": layers, "side": side, "profile": measured}
+
+
+def run(rounds: int, narrow: list[str], trained: int, layers: int, partitions: list[int], **_: Any) -> Any:
+    """Race pipelines, ours and torchgpipe's."""
+    entrants: dict[str, tuple[Any, ...]] = {}
+    for ranks in partitions:
+        balance = scaled(RECORD_OF[ranks][1], layers)
+        entrants |= {f"pipeline-{ranks}": (OURS, balance), f"torchgpipe-{ranks}": (THEIRS, balance)}
+    words = [*MASKS, *narrow, *SHAPES, f"data.size={trained}", AGAIN, f"batch_size={BATCH}"]
+    return raced_beside([*words, f"microbatches={M}"], entrants, rounds)
+
+
+def speedups(plans: Any) -> dict[int, float]:
+    """Return how many times as fast as one process each number of partitions is."""
+    naive_s = plans["naive"]["seconds"] / BASE
+    return {n: m * naive_s / plans[str(n)]["seconds"] for n, (m, *_) in RECORD_OF.items()}
+
+
+def show(results: Results) -> Findings:
+    """Hold speed-ups, losses and bytes of skips against what must come back."""
+    paper, race = results["paper"], Race(results["race"])
+    by_work, by_times = speedups(paper), speedups(planned(**results["profile"], images=1))
+    figures, checks = [], []
+    for n, (m, _, published) in RECORD_OF.items():
+        what, most = f"pipeline-{n}, m = {m}", bound(n, m)
+        for gain, by in ((by_work[n], "work"), (by_times[n], "times of a narrow one")):
+            figures.append(Figure(f"{what}, by {by}", published, gain, How.PLANNED, None, most, "x naive-1"))
+            if n > 1:
+                checks.append(
+                    Check(f"{what}, by {by}: under its bound", f"{most:.3f}", f"{gain:.3f}", gain <= most)
+                )
+    full = paper["naive"]
+    sizes = full["layers"], full["parameters"]
+    says = [f"{layers}, {parameters:,}" for layers, parameters in ((LAYERS, PARAMETERS), sizes)]
+    checks.append(Check("the model, layers and parameters", *says, sizes == (LAYERS, PARAMETERS)))
+    losses = [race.of[name]["losses"][0] for name in race.of if name.startswith("pipeline")]
+    apart = max(losses) - min(losses)
+    says = [f"on {len(losses)} numbers of stages", ", ".join(f"{value:.6f}" for value in losses)]
+    checks.append(Check("equal losses", *says, apart <= SAME * max(losses)))
+    routes = [(source, target, nbytes / 2**20) for source, target, nbytes in paper["8"]["routes"]]
+    skips = [(target - source, mib) for source, target, mib in routes if target > source + 1]
+    straight, through = sum(mib for _, mib in skips), sum(stages * mib for stages, mib in skips)
+    unit = f"MiB, {IMAGES} images"
+    figures += [
+        Figure("skips by routes, 8 stages", None, straight, How.PLANNED, unit=unit),
+        Figure("skips through every stage, 8 stages", None, through, How.PLANNED, unit=unit),
+    ]
+    says = ["fewer bytes", f"{straight:.4g} of {through:.4g} {unit}"]
+    checks.append(Check("skips by routes", *says, straight < through))
+    pairs = {f"pipeline-{n}": f"torchgpipe-{n}" for n in RECORD_OF if f"pipeline-{n}" in race.of}
+    beside, verdict = held_against(race, pairs)
+    lines = [
+        Line("torchgpipe 0.0.7", How.PUBLISHED, [(n, row[2]) for n, row in RECORD_OF.items()]),
+        Line("by work", How.PLANNED, [*by_work.items()]),
+        Line("by times of a narrow one", How.PLANNED, [*by_times.items()]),
+        Line("c K m / (m + K - 1)", How.BOUND, [(n, bound(n, m)) for n, (m, *_) in RECORD_OF.items()]),
+    ]
+    chart = Chart("Speed-up of the U-Net, at the record's cuts", "partitions K", "x naive-1", lines, "x")
+    charts = [chart, forwards_chart(race, [int(name.split("-")[1]) for name in pairs])]
+    return Findings([*figures, *beside], [*checks, *verdict], charts, NOTES)
+
+
+NOTES = [
+    "Planned in full size without its weights, by estimated work (a backward is two forwards); and by a "
+    "profile of one with width 16 and an image a microbatch, where what is no convolution takes more.",
+    f"Run here: width 16, images of 96x96, a batch of {BATCH} in {M} microbatches. Images and masks are made "
+    "up and seeded. pipeline-4 has four processes, and torchgpipe-4 four threads, on the machine's cores.",
+    BESIDE,
+]
+RECORD = Record(
+    "Speed of a U-Net with long skip connections in 1, 2, 4 and 8 partitions",
+    "torchgpipe 0.0.7 (Kim et al., arXiv 2004.09910), benchmarks/unet-speed: (5, 64), 192x192.",
+    steps,
+    show,
+    "The log of pipeline-8 counts 8 microbatches of one sample, and its command 40. pipeline-1 runs one of "
+    "its two microbatches again, whose bound is 6/7; ours runs all.",
+)

@@ -1,0 +1,38 @@
+"""What races beside torchgpipe say, and why one does not: bounds as published, balances of smaller models."""
+
+from __future__ import annotations
+
+import pytest
+
+from published.beside import bound, forwards_chart, held_against, scaled
+from published.measures import Race
+
+OURS = {"seconds": [2.0, 2.0], "forwards": [0.5, 0.7], "peaks": [1 << 20, 3 << 20], "failure": ""}
+THEIRS = {"seconds": [3.0, 4.0], "forwards": [0.6, 0.6], "peaks": [2 << 20], "failure": ""}
+
+
+def test_the_bound_is_the_published_one() -> None:
+    assert [bound(*sizes) for sizes in ((1, 1), (2, 256), (4, 256), (8, 64))] == pytest.approx(
+        [0.75, 1.494, 2.965, 5.408], abs=1e-3
+    )
+
+
+def test_a_balance_of_fewer_layers_has_as_many_stages() -> None:
+    assert scaled([26, 22, 33, 44, 44, 66, 66, 69], 370) == [26, 22, 33, 44, 44, 66, 66, 69]
+    assert scaled([44, 92, 124, 110], 9) == [1, 2, 3, 3]
+
+
+def test_ours_is_held_against_theirs_and_where_they_fail_it_is_not_tried() -> None:
+    race = Race({"pipeline-1": OURS, "torchgpipe-1": THEIRS})
+    figures, checks = held_against(race, {"pipeline-1": "torchgpipe-1"})
+    assert [figure.here for figure in figures] == pytest.approx([1.75, 1.0, 3.0, 2.0])
+    assert [check.came_back for check in checks] == [True, False]
+    assert [line.name for line in forwards_chart(race, [1]).lines][1::2] == [
+        "ours, forwards",
+        "torchgpipe, forwards",
+    ]
+    failed = Race({"pipeline-1": OURS, "torchgpipe-1": {"failure": "no module"}})
+    figures, checks = held_against(failed, {"pipeline-1": "torchgpipe-1"})
+    assert not figures
+    assert all(check.came_back is None and "no module" in check.here for check in checks)
+    assert len(forwards_chart(failed, [1]).lines) == 2
