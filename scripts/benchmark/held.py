@@ -70,9 +70,13 @@ def job_of(case: Case) -> Job:
 
 
 def measure(links: Links, say: Say, case: Case) -> list[tuple[int, int, int]]:
-    """Return each stage of one rank with its peak, measured and predicted."""
+    """Return what `stage_peaks` does of a case."""
     say(str(case))
-    job = job_of(case)
+    return stage_peaks(links, job_of(case))
+
+
+def stage_peaks(links: Links, job: Job) -> list[tuple[int, int, int]]:
+    """Return each stage of one rank with its peak, measured and predicted."""
     plan = job.plan
     links = fitted(links, plan)
     stages = make_stages(plan, job.model, job.task, job.optimizer, plan.settings.rate(1), links)
