@@ -25,6 +25,8 @@ MODELS = {
     "vgg16": Task(("model=vgg16", *IMAGES)),
     "gpt": Task(("model=gpt", *TEXT, "model.depth=4", "model.width=128", "model.heads=4"), None),
     "unet": Task(("experiment=unet", *IMAGES), None),
+    "alexnet": Task(("model=alexnet", *IMAGES)),
+    "resnet50": Task(("model=resnet50", *IMAGES), (3, 16, 16)),
     "mlp": Task(("model=mlp", *IMAGES)),
 }
 TWO = ("1f1b", "pipedream", "pipedream_2bw", "interleaved_1f1b", "zbv")

@@ -38,7 +38,7 @@ def steps(quick: bool) -> dict[str, Step]:
     of: dict[str, Step] = {}
     for model, (words, size, batches, epochs) in (TINY if quick else MODELS).items():
         task = [*words, f"batch_size={size}", IN_FOUR]
-        of[f"race, {model}"] = Step(race, {"task": task, "rounds": 1 if quick else 4})
+        of[f"race, {model}"] = Step(race, {"task": task, "rounds": 1 if quick else 3})
         length = f"data.train_limit={batches * size}", f"data.test_limit={4 * size}", f"epochs={epochs}"
         for seed in SEEDS[:1] if quick else SEEDS:
             for name in (FLUSH,) if quick else (FLUSH, *ASYNCHRONOUS):

@@ -1,0 +1,271 @@
+"""OneFlow's SSP: stages with uneven replicas beside data parallelism, run small and planned at full size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmark.contestants import Builders, Contestant, Ours
+from benchmark.held import MODELS as SMALL
+from benchmark.tasks import Task, compose_task, prepare
+from pipetrain.building import make_model, make_schedule, make_task
+from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.plan.costs import SECONDS, LayerTime, Profile
+from pipetrain.plan.describe import state_of
+from pipetrain.plan.making import make_plan
+from pipetrain.plan.plan import Samples
+from pipetrain.plan.program import Draft
+from pipetrain.plan.rows import read_rows
+from pipetrain.runtime.links import Links
+from pipetrain.schedule.actions import Op
+from pipetrain.schedule.memory import peaks
+from pipetrain.schedule.programs import ssp
+from pipetrain.settings import Settings
+from published.measures import Race, held, profiled, raced
+from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
+
+
+class Size(NamedTuple):
+    """A model of the record. `pieces`: microbatches of a batch; the last number is priced.
+
+    `profiles`: images and their pixels; the last profile is of the layers behind the convolutions. `samples`:
+    of PipeDream's profile. `epochs`: seconds, of the pipeline and of data parallelism.
+    """
+
+    cut: int
+    ranks: int
+    pieces: tuple[int, ...]
+    profiles: tuple[tuple[int, int], ...]
+    samples: int
+    epochs: tuple[float, float] | None = None
+
+
+SIZES = {
+    "alexnet": Size(6, 8, (7, 14, 28), ((8, 224), (64, 64)), 256, (85.5, 76.3)),
+    "vgg16": Size(10, 8, (7, 14, 28), ((1, 224), (16, 32)), 128, (1352, 1848)),
+    "resnet50": Size(1, 16, (16, 32, 64), ((1, 224),), 128),
+}
+PEAKS = {"vgg16": (4609, 3287, 6165)}  # MiB: of stage 0, stage 1, data parallelism
+PCIE, SPEEDS = 16.0, (4.0, 8.0, 16.0, 32.0, 64.0)  # GB/s, sent and received together
+LATENCY_S, IMAGENET, WINDOW = 1e-5, 1_281_167, 16  # of a message; images; batches between two drains
+SSP, PARALLEL = "ssp", "data parallelism"
+RANKS, BATCH, PIECES = (2, 3, 4), 24, 12  # of what is run
+WIDTH, NARROW = 32, 4  # channels that the models there begin with; with --quick
+
+
+def steps(quick: bool) -> dict[str, Step]:
+    """Plan the record's sizes; race small ones, and measure what they hold."""
+    of = {"versions": Step(versions, {"buffer": 4, "batches": 7})}
+    if quick:
+        one = {"models": [*SIZES][:1], "width": NARROW, "ranks": 2, "rounds": 1}
+        return of | {"race 2": Step(race, one)}
+    of |= {f"plan {model}": Step(planned, {"model": model}) for model in SIZES}
+    for n in RANKS:
+        of[f"race {n}"] = Step(race, {"models": [*SIZES], "width": WIDTH, "ranks": n, "rounds": 3})
+    for model in SIZES:
+        for way, (schedule, *words) in ways(model, WIDTH, RANKS[-1]).items():
+            case = {"model": model, "schedule": schedule, "ranks": RANKS[-1], "overrides": words}
+            of[f"held {model}, {way}"] = Step(held, case)
+    return of
+
+
+def versions(buffer: int, batches: int) -> list[list[int]]:
+    """Return the weight versions that the forwards of each of two stages read."""
+    return [[a.version for a in of if a.op is Op.F] for of in ssp(2, batches, 1, buffer=buffer)]
+
+
+def ways(model: str, width: int, ranks: int) -> dict[str, tuple[str, ...]]:
+    """Return a schedule and overrides; stage 1 has one process, of ResNet50 all, as stage 0."""
+    every, first = (f"0-{last}" if last else "0" for last in (ranks - 1, ranks - 2))
+    stages = f"{every}.{every}" if model == "resnet50" else f"{first}.{ranks - 1}"
+    words, cut = (f"model.width={width}", f"batch_size={BATCH}"), f"partition=[{SIZES[model].cut}]"
+    return {
+        SSP: (SSP, *words, cut, f"placement={stages}", f"microbatches={PIECES}"),
+        PARALLEL: ("1f1b", *words, f"placement={every}", f"microbatches={ranks}"),
+    }
+
+
+def race(models: Sequence[str], width: int, ranks: int, rounds: int) -> Any:
+    """Race pipelines beside data parallelism."""
+    return raced(partial(contestants, models, width), ranks, rounds)
+
+
+def contestants(models: Sequence[str], width: int, links: Links) -> Builders:
+    """Return what builds them, for turns of two batches."""
+
+    def build(name: str, model: str, schedule: str, *words: str) -> Contestant:
+        return Ours(name, prepare(SMALL[model].extended(*words), schedule, links.world.size, 2), links, 2)
+
+    return {
+        f"{model}, {way}": partial(build, f"{model}, {way}", model, *words)
+        for model in models
+        for way, words in ways(model, width, links.world.size).items()
+    }
+
+
+# Planned
+
+
+def planned(model: str) -> dict[str, Any]:
+    """Profile a model, and plan it on the record's devices: by way the `seconds` of an epoch and the `peaks`.
+
+    Seconds by the GB/s of a link; peaks by stage, in bytes.
+    """
+    size, layers = SIZES[model], times(model)
+    parallel = (f"placement=0-{size.ranks - 1}", "partition=flops", f"microbatches={size.ranks}")
+    every = {str(m): (SSP, f"microbatches={m}") for m in size.pieces} | {PARALLEL: ("1f1b", *parallel)}
+    return {way: plan_of(model, layers, *words) for way, words in every.items()}
+
+
+def times(model: str) -> list[LayerTime]:
+    """Return the times of each layer for an image: as measured here, scaled to a V100's for all of them."""
+    words, every = (f"experiment=ssp_{model}", "placement=null", "partition=flops"), list[LayerTime]()
+    for images, pixels in SIZES[model].profiles:
+        measured = Profile.from_json(profiled(words, images, (3, pixels, pixels), 1000, 1)).layers
+        begin = sum(layer.name.startswith("conv") for layer in every)
+        every[begin:] = [scaled(layer, 1.0, 1 / images) for layer in measured[begin:]]
+    theirs = sum(of.forward_s + of.backward_s for of in read_rows(Path(model)).profile.layers)
+    share = theirs / SIZES[model].samples / sum(of.forward_s + of.backward_s for of in every)
+    return [scaled(layer, share, 1.0) for layer in every]
+
+
+def scaled(layer: LayerTime, share: float, samples: float) -> LayerTime:
+    """Return the times of a layer for so many times the samples, where all takes `share` of the time."""
+    seconds = {name: share * samples * getattr(layer, name) for name in SECONDS}
+    own = {"output_bytes": round(samples * layer.output_bytes), "step_s": share * layer.step_s}
+    return replace(layer, **seconds | own)
+
+
+def plan_of(model: str, layers: Sequence[LayerTime], schedule: str, *words: str) -> dict[str, Any]:
+    """Plan a model that is made nowhere, by its layers' times for an image: see `planned`."""
+    task = Task((f"experiment=ssp_{model}", "model.num_classes=1000", "build=stages", *words))
+    cfg = compose_task(task, schedule)
+    settings = Settings.composed(cfg, schedule, None)
+    full, batch = settings.full, settings.batch_size
+    profile = Profile({}, {}, LATENCY_S, 0.0, [scaled(layer, 1.0, full.samples) for layer in layers])
+    with torch.device("meta"):
+        network = make_model(cfg, settings.seed, settings.dtype)
+    example = ValueSpec((TensorSpec((3, 224, 224), settings.dtype),))
+    draft, samples = Draft.of(settings, make_schedule(cfg)), Samples([batch] * WINDOW, [full.samples])
+    plan = make_plan(draft, network, example, samples, profile, state_of(cfg), make_task(cfg))
+    seconds = {}
+    for speed in SPEEDS:
+        table = replace(plan.table, times=replace(profile, s_per_byte=1e-9 / speed))
+        costs = table.costs(plan.cut, plan.modes, False, full, plan.placement)
+        batch_s = replace(plan, costs=costs).timeline().makespan / max(plan.windows)
+        seconds[str(speed)] = batch_s * IMAGENET / batch
+    return {"seconds": seconds, "peaks": [of["total"] for of in peaks(plan.memory(plan.timeline()))]}
+
+
+# Shown
+
+
+def show(results: Results) -> Findings:
+    """Hold gains, peaks and versions against the record's."""
+    figures: list[Figure] = []
+    checks: list[Check] = []
+    plans = {model: results[f"plan {model}"] for model in SIZES if f"plan {model}" in results}
+    gains = [Line(PARALLEL, How.BOUND, [(speed, 1) for speed in SPEEDS])]
+    for model, of in plans.items():
+        size, pipeline = SIZES[model], of[str(SIZES[model].pieces[-1])]
+        what, epochs = f"{model} on {size.ranks} devices", size.epochs or (None, None)
+        for name, way, theirs in ((SSP, pipeline, epochs[0]), (PARALLEL, of[PARALLEL], epochs[1])):
+            seconds = way["seconds"][str(PCIE)]
+            figures.append(Figure(f"{what}: an epoch, {name}", theirs, seconds, How.PLANNED, unit="s"))
+        gain = {s: of[PARALLEL]["seconds"][str(s)] / pipeline["seconds"][str(s)] for s in SPEEDS}
+        gains.append(Line(model, How.PLANNED, [*gain.items()]))
+        ratio = size.epochs[1] / size.epochs[0] if size.epochs else None
+        figures.append(Figure(f"{what}: gain", ratio, gain[PCIE], How.PLANNED, unit="x"))
+        if ratio:
+            gains.append(Line(f"{model}, published", How.PUBLISHED, [(PCIE, ratio)]))
+            says = f"{gain[PCIE]:.2f} planned at {PCIE:.0f} GB/s"
+            checks.append(Check(f"{what}: gain", f"{ratio:.2f}", says, (gain[PCIE] > 1) is (ratio > 1)))
+        figures += peaks_of(what, pipeline["peaks"], of[PARALLEL]["peaks"], How.PLANNED, PEAKS.get(model))
+        checks.append(below(what, pipeline["peaks"], of[PARALLEL]["peaks"], "planned"))
+    races = {int(key.split()[1]): Race(of) for key, of in results.items() if key.startswith("race")}
+    speeds = []
+    for model in SIZES:
+        names = f"{model}, {SSP}", f"{model}, {PARALLEL}"
+        ratios = {n: (r.ratio(*names), r.spread(*names)) for n, r in races.items() if names[0] in r.of}
+        for n, (ratio, spread) in ratios.items():
+            figures.append(Figure(f"{model} on {n} processes: gain", None, ratio, How.RUN, spread, unit="x"))
+        if ratios:
+            speeds.append(Line(model, How.RUN, [(n, ratio) for n, (ratio, _) in ratios.items()]))
+        if f"held {names[0]}" in results:
+            what = f"{model} on {RANKS[-1]} processes"
+            stages, parallel = (fullest(results[f"held {name}"]) for name in names)
+            figures += peaks_of(what, stages, parallel, How.RUN)
+            checks.append(below(what, stages, parallel, "measured"))
+    read = results["versions"]
+    charts = [Chart("Gain over data parallelism, small images", "processes", "x", speeds, "x")]
+    if plans:
+        charts = [Chart("Gain over data parallelism", "GB/s of a link", "x", gains, "x"), *charts]
+        charts.append(microbatches(plans["vgg16"]))
+    says = f"{read[0]} and {read[1]}"
+    checks.append(Check("versions read with a buffer of 4", str(RING), says, read == [RING, RING]))
+    says = "orders are always static: there is nothing to switch"
+    checks.append(Check("an epoch changes by static scheduling", "by < 2 %", says, None))
+    return Findings(figures, checks, charts, NOTES)
+
+
+def fullest(stages: Sequence[Sequence[int]]) -> list[int]:
+    """Return the most bytes that were measured of each stage on any process."""
+    return [max(nbytes for at, nbytes, _ in stages if at == n) for n in sorted({at for at, *_ in stages})]
+
+
+def peaks_of(
+    what: str,
+    stages: Sequence[int],
+    parallel: Sequence[int],
+    how: How,
+    theirs: Sequence[float] | None = None,
+) -> list[Figure]:
+    """Return the figures of peaks in bytes."""
+    names = [*(f"stage {n}" for n in range(len(stages))), PARALLEL]
+    rows = zip(names, [*stages, *parallel], theirs or [None] * len(names), strict=True)
+    return [Figure(f"{what}: peak of {name}", of, n / 2**20, how, unit="MiB") for name, n, of in rows]
+
+
+def below(what: str, stages: Sequence[int], parallel: Sequence[int], how: str) -> Check:
+    """Return the check that no stage holds as much as data parallelism does."""
+    says = f"{max(stages) / max(parallel):.2f} of it at most, {how}"
+    return Check(f"{what}: peak of each stage", f"below {PARALLEL}'s", says, max(stages) < max(parallel))
+
+
+def microbatches(of: Mapping[str, Any]) -> Chart:
+    """Draw the peaks of VGG16."""
+    pieces, mib = SIZES["vgg16"].pieces, {name: [n / 2**20 for n in way["peaks"]] for name, way in of.items()}
+    rows = {f"stage {n}": [mib[str(m)][n] for m in pieces] for n in range(2)}
+    rows |= {PARALLEL: mib[PARALLEL] * len(pieces)}
+    lines = [Line(name, How.PLANNED, [*zip(pieces, row, strict=True)]) for name, row in rows.items()]
+    names = zip(rows, PEAKS["vgg16"], strict=True)
+    lines += [Line(name, How.PUBLISHED, [(pieces[-1], theirs)]) for name, theirs in names]
+    return Chart("VGG16: peak of a device", "microbatches of a batch", "MiB", lines, "x")
+
+
+RING = [0, 0, 0, 0, 1, 2, 3]
+NOTES = [
+    "Planned: layers profiled here at 224x224 on made-up, seeded images, in one process on one thread, in "
+    "microbatches of 1 (AlexNet 8); linear layers in 16 (AlexNet 64) of small images. Times scale with the "
+    "images, and all by one factor to what PipeDream's authors measured of the model on a V100. That the "
+    "record had V100s, and 1,281,167 images an epoch, is a guess.",
+    "Links: 16 GB/s, sent and received together, as PCIe 3.0 x16 in pipedream-plans. By the record's data "
+    "parallelism, less a V100's compute, it would be 11 (VGG16) and 24 (AlexNet). The plan, as the engine, "
+    "hides no sum of gradients behind backwards. OneFlow may, and AlexNet would then gain less.",
+    "In 28 microbatches (ResNet50 64) a device of stage 0 has two open, half of the record's 32 images of "
+    "VGG16; how many it had open is not known. In 7 it has 64, and more memory than data parallelism.",
+    "Run: the same cuts at half the width on random 32x32 images, batch 24 in 12; on 2, 3 and 4 processes "
+    "that share the cores, of which stage 1 has one, of ResNet50 all. A gain there is one of work.",
+]
+RECORD = Record(
+    "SSP: AlexNet, VGG16 and ResNet50 in two stages with uneven replicas",
+    "OneFlow, SSP, 2020: AlexNet and VGG16 with 7 and 1 devices, ResNet50 with both stages on all 16.",
+    steps,
+    show,
+    "AlexNet at 10:1 leaves the last stage the loss alone; here its cut is 3:1.",
+)
