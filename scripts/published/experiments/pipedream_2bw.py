@@ -16,13 +16,13 @@ from pipetrain.runtime.links import Links
 from published.measures import Race, held, raced, trained
 from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
 
-IN_FOUR, CONSTANT = "microbatches=4", ("lr_schedule=constant", "warmup=0", "logger=[]")
+IN_FOUR, CONSTANT = "microbatches=4", ("lr_schedule=constant", "warmup=0.25", "logger=[]")
 TEXT = ("model=gpt", "model.heads=4", "data=text", "task=language_modelling", "optim=adamw")
 MODELS: Mapping[
     str, tuple[tuple[str, ...], int, int, int]
 ] = {  # overrides; batch; batches of an epoch; epochs
-    "VGG16": (("model=vgg16", "model.width=16", "data=digits", "optim.lr=0.005"), 64, 10, 6),
-    "GPT": ((*TEXT, "model.depth=4", "model.width=96", "data.block=64", "optim.lr=0.002"), 16, 20, 5),
+    "VGG16": (("model=vgg16", "model.width=16", "data=digits", "optim.lr=0.005"), 64, 10, 5),
+    "GPT": ((*TEXT, "model.depth=4", "model.width=96", "data.block=64", "optim.lr=0.001"), 16, 20, 4),
 }
 TINY = {"MLP": (("model=mlp", "data=digits"), 16, 2, 2)}
 RANKS, WINDOW, SEEDS = 2, 12, (0, 1, 2)  # WINDOW: batches of a turn, and between two drains
@@ -117,8 +117,8 @@ def show(results: Results) -> Findings:
     if theirs:
         says = f"{two:.1f} against {theirs:.1f} MiB"
         checks.append(Check(f"fullest of {DEEP} stages", "2bw below pipedream", says, two < theirs))
-        lines = [Line(name, How.RUN, [*enumerate(of)]) for name, of in memory.items()]
-        charts.append(Chart("Memory at the peak, GPT", "stage", "MiB", lines))
+        lines = [Line(name, How.RUN, [*enumerate(of, 1)]) for name, of in memory.items()]
+        charts.append(Chart("Memory at the peak, GPT", "stage, from 1", "MiB", lines, "x"))
     return Findings(figures, checks, charts, NOTES)
 
 

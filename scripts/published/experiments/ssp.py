@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ SIZES = {
 PEAKS = {"vgg16": (4609, 3287, 6165)}  # MiB: of stage 0, stage 1, data parallelism
 PCIE, SPEEDS = 16.0, (4.0, 8.0, 16.0, 32.0, 64.0)  # GB/s, sent and received together
 LATENCY_S, IMAGENET, WINDOW = 1e-5, 1_281_167, 16  # of a message; images; batches between two drains
-SSP, PARALLEL = "ssp", "data parallelism"
+SSP, PARALLEL, CLASSES = "ssp", "data parallelism", "model.num_classes=1000"
 RANKS, BATCH, PIECES = (2, 3, 4), 24, 12  # of what is run
 WIDTH, NARROW = 32, 4  # channels that the models there begin with; with --quick
 
@@ -124,7 +125,8 @@ def planned(model: str) -> dict[str, Any]:
 
 def times(model: str) -> list[LayerTime]:
     """Return the times of each layer for an image: as measured here, scaled to a V100's for all of them."""
-    words, every = (f"experiment=ssp_{model}", "placement=null", "partition=flops"), list[LayerTime]()
+    words = f"experiment=ssp_{model}", CLASSES, "placement=null", "partition=flops"
+    every: list[LayerTime] = []
     for images, pixels in SIZES[model].profiles:
         measured = Profile.from_json(profiled(words, images, (3, pixels, pixels), 1000, 1)).layers
         begin = sum(layer.name.startswith("conv") for layer in every)
@@ -143,7 +145,7 @@ def scaled(layer: LayerTime, share: float, samples: float) -> LayerTime:
 
 def plan_of(model: str, layers: Sequence[LayerTime], schedule: str, *words: str) -> dict[str, Any]:
     """Plan a model that is made nowhere, by its layers' times for an image: see `planned`."""
-    task = Task((f"experiment=ssp_{model}", "model.num_classes=1000", "build=stages", *words))
+    task = Task((f"experiment=ssp_{model}", CLASSES, "build=stages", *words))
     cfg = compose_task(task, schedule)
     settings = Settings.composed(cfg, schedule, None)
     full, batch = settings.full, settings.batch_size
@@ -185,8 +187,9 @@ def show(results: Results) -> Findings:
             gains.append(Line(f"{model}, published", How.PUBLISHED, [(PCIE, ratio)]))
             says = f"{gain[PCIE]:.2f} planned at {PCIE:.0f} GB/s"
             checks.append(Check(f"{what}: gain", f"{ratio:.2f}", says, (gain[PCIE] > 1) is (ratio > 1)))
-        figures += peaks_of(what, pipeline["peaks"], of[PARALLEL]["peaks"], How.PLANNED, PEAKS.get(model))
-        checks.append(below(what, pipeline["peaks"], of[PARALLEL]["peaks"], "planned"))
+        held_by = pipeline["peaks"], *of[PARALLEL]["peaks"]
+        shown, check = peaks_of(what, *held_by, How.PLANNED, PEAKS.get(model, ()))
+        figures, checks = [*figures, *shown], [*checks, check]
     races = {int(key.split()[1]): Race(of) for key, of in results.items() if key.startswith("race")}
     speeds = []
     for model in SIZES:
@@ -199,8 +202,8 @@ def show(results: Results) -> Findings:
         if f"held {names[0]}" in results:
             what = f"{model} on {RANKS[-1]} processes"
             stages, parallel = (fullest(results[f"held {name}"]) for name in names)
-            figures += peaks_of(what, stages, parallel, How.RUN)
-            checks.append(below(what, stages, parallel, "measured"))
+            shown, check = peaks_of(what, stages, *parallel, How.RUN)
+            figures, checks = [*figures, *shown], [*checks, check]
     read = results["versions"]
     charts = [Chart("Gain over data parallelism, small images", "processes", "x", speeds, "x")]
     if plans:
@@ -219,22 +222,14 @@ def fullest(stages: Sequence[Sequence[int]]) -> list[int]:
 
 
 def peaks_of(
-    what: str,
-    stages: Sequence[int],
-    parallel: Sequence[int],
-    how: How,
-    theirs: Sequence[float] | None = None,
-) -> list[Figure]:
-    """Return the figures of peaks in bytes."""
-    names = [*(f"stage {n}" for n in range(len(stages))), PARALLEL]
-    rows = zip(names, [*stages, *parallel], theirs or [None] * len(names), strict=True)
-    return [Figure(f"{what}: peak of {name}", of, n / 2**20, how, unit="MiB") for name, n, of in rows]
-
-
-def below(what: str, stages: Sequence[int], parallel: Sequence[int], how: str) -> Check:
-    """Return the check that no stage holds as much as data parallelism does."""
-    says = f"{max(stages) / max(parallel):.2f} of it at most, {how}"
-    return Check(f"{what}: peak of each stage", f"below {PARALLEL}'s", says, max(stages) < max(parallel))
+    what: str, stages: Sequence[int], parallel: int, how: How, theirs: Sequence[float] = ()
+) -> tuple[list[Figure], Check]:
+    """Return the figures of peaks in bytes, and the check that no stage holds as much as data parallelism."""
+    of_names = {**{f"stage {n}": nbytes for n, nbytes in enumerate(stages)}, PARALLEL: parallel}
+    rows = zip_longest(of_names.items(), theirs)
+    shown = [Figure(f"{what}: peak of {name}", of, n / 2**20, how, unit="MiB") for (name, n), of in rows]
+    says, came = f"{max(stages) / parallel:.2f} of it at most, {how}", max(stages) < parallel
+    return shown, Check(f"{what}: peak of each stage", f"below {PARALLEL}'s", says, came)
 
 
 def microbatches(of: Mapping[str, Any]) -> Chart:
