@@ -17,6 +17,7 @@ from pipetrain.building import Function, Optim, make_schedule
 from pipetrain.choices import names_of, shipped
 from pipetrain.data.loading import NamedTargets
 from pipetrain.errors import ConfigError
+from pipetrain.groups import title
 from pipetrain.network.factory import Factory, Initial, build
 from pipetrain.network.model import own_dtype, prove_model
 from pipetrain.network.network import Network
@@ -80,7 +81,7 @@ class Arguments:
         factory = prove_optimizer(optim, model, len(draft.placement))
         made, fraction = factory(small_copies(model)), learning_rate(lr_schedule or "constant", 0.0, 1)
         rate = LearningRate(float(made.param_groups[0].get("lr", 0.0)), fraction)
-        options = optim.options or {"_target_": type(made).__name__}
+        options = optim.options or {"_target_": title(made)}
         return cls(draft, factory, made, options, rate)
 
     def conditions(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from pipetrain.data.loader import Sampled
 from pipetrain.data.loading import Form, Loader, NamedTargets, Reader
 from pipetrain.documents import read_as
 from pipetrain.errors import ConfigError
+from pipetrain.groups import title
 from pipetrain.network.chain import network_of
 from pipetrain.network.factory import Initial
 from pipetrain.network.model import give_memory, refuse_without_numbers, tensor_attributes
@@ -96,7 +97,7 @@ class Training:
         self.metrics: dict[str, float] = {}  # of the last pass that was trained
         self.closed = False
         self._apart = ""  # why microbatches would train otherwise than a batch
-        self.conditions = tensors_of(model) | {"optimizer": type(asked.made).__name__}
+        self.conditions = tensors_of(model) | {"optimizer": title(asked.made)}
         self.whole = WholeModel(model, self.links, initial)
 
     @property

@@ -139,7 +139,7 @@ class Table:
     inputs: ValueSpec
     times: Profile
     codecs: Codecs = field(default_factory=Codecs)
-    state_of: Callable[[TensorSpec], float] = lambda spec: 0
+    state_of: Callable[[str, TensorSpec], float] = lambda name, spec: 0
     loss: int = 0
     targets: int = 0
     averaged: bool = False
@@ -274,7 +274,7 @@ class Table:
             weights=_nbytes(weights) * (1 + self.averaged) + _nbytes(buffers | frozen),
             versions=_nbytes(weights),
             gradients=_nbytes(weights),
-            optimizer=round(sum(map(self.state_of, weights.values()))),
+            optimizer=round(sum(self.state_of(*weight) for weight in weights.items())),
             inputs=self.wire_bytes(enters)[0],
             grads=self.wire_bytes(leaves)[1],
             arrived=arrived,

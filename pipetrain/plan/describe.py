@@ -10,15 +10,18 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from shutil import get_terminal_size
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
+from torch import nn
 
 from pipetrain.building import make_model, make_optimizer, make_schedule, make_task
 from pipetrain.data import declared_example, load_data
 from pipetrain.errors import ConfigError
+from pipetrain.groups import groups_of, optimizer_of
 from pipetrain.network.chain import network_of
 from pipetrain.network.values import TensorSpec
 from pipetrain.placing import span
@@ -85,7 +88,7 @@ def planned(cfg: DictConfig, schedule: str, batches: int) -> Plan:
             "partition=profile measures when a run starts; this is its draft, cut by flops", file=sys.stderr
         )
     draft = Draft.of(settings, make_schedule(cfg))
-    return make_plan(draft, network, example, samples, profile, state_of(cfg), make_task(cfg))
+    return make_plan(draft, network, example, samples, profile, state_of(cfg, model), make_task(cfg))
 
 
 def _planned_by_rows(cfg: DictConfig, schedule: str, batches: int) -> Plan:
@@ -113,11 +116,14 @@ def _ranks(cfg: DictConfig) -> int | None:
     return COUNT.read("ranks", cfg.ranks) if cfg.replicas == AUTO else None
 
 
-def state_of(cfg: DictConfig) -> Callable[[TensorSpec], int]:
-    """Return what tells the bytes of the configured optimizer's state of a parameter."""
+def state_of(cfg: DictConfig, model: nn.Module | None = None) -> Callable[[str, TensorSpec], int]:
+    """Return what tells the bytes of the configured optimizer's state of a parameter, as in this model."""
     optim = make_optimizer(cfg)
+    groups = groups_of(optim, model) if model else []
+    if any(group.function for group in groups):
+        return optimizer_state(partial(optimizer_of, optim.forms[-1], groups))
     if (kept := known_state(optim.name, optim.options)) is not None:
-        return lambda spec: kept * spec.nbytes
+        return lambda name, spec: kept * spec.nbytes
     return optimizer_state(optim.forms[-1])
 
 

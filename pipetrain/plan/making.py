@@ -46,7 +46,7 @@ def make_plan(
     example: ValueSpec,
     samples: Samples | None,
     profile: Profile | Measure | None = None,
-    state_of: Callable[[TensorSpec], float] = lambda spec: 0,
+    state_of: Callable[[str, TensorSpec], float] = lambda name, spec: 0,
     task: Task | None = None,
 ) -> Plan:
     """Cut the model, and make and check every program. Raises ConfigError and ScheduleError.
@@ -142,7 +142,7 @@ def _table(
     example: ValueSpec,
     has_loss: bool,
     profile: Profile | None,
-    state_of: Callable[[TensorSpec], float],
+    state_of: Callable[[str, TensorSpec], float],
     task: Task | None,
 ) -> Table:
     """Return the costs of the layers, by a profile or else by their work. Raises ConfigError."""

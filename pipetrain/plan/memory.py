@@ -97,17 +97,17 @@ def known_state(target: str, options: Mapping[str, Any]) -> int | None:
     return None
 
 
-def optimizer_state(make: Callable[[Any], Optimizer]) -> Callable[[TensorSpec], int]:
+def optimizer_state(make: Callable[[Any], Optimizer]) -> Callable[[str, TensorSpec], int]:
     """Return a function that tells the bytes of an optimizer's state of a parameter.
 
-    It steps a small parameter of each number of dimensions; state of less than one dimension is left out.
+    It steps a small parameter with its name and number of dimensions; state without dimensions is left out.
     """
 
     @cache
-    def ratio(dimensions: int, dtype: torch.dtype) -> float:
+    def ratio(name: str, dimensions: int, dtype: torch.dtype) -> float:
         parameter = nn.Parameter(torch.ones((2,) * dimensions, dtype=dtype))
         try:
-            optimizer = make([("", parameter)])
+            optimizer = make([(name, parameter)])
             parameter.grad = torch.ones_like(parameter)
             optimizer.step()
         except Exception:  # such as an optimizer of matrices for a vector, which is refused elsewhere
@@ -115,4 +115,4 @@ def optimizer_state(make: Callable[[Any], Optimizer]) -> Callable[[TensorSpec], 
         leaves = tree_leaves(list(optimizer.state.values()))
         return sum(t.nbytes for t in leaves if isinstance(t, Tensor) and t.dim()) / parameter.nbytes
 
-    return lambda spec: round(ratio(len(spec.shape), spec.dtype) * spec.nbytes)
+    return lambda name, spec: round(ratio(name, len(spec.shape), spec.dtype) * spec.nbytes)

@@ -7,12 +7,9 @@ optimizers of half of them each must step as one of all does.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,33 +17,17 @@ from torch.optim import Optimizer
 
 from pipetrain.building import Function, Optim
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.runtime.weights import Named, OptimizerFactory
+from pipetrain.groups import Group, groups_of, optimizer_of
+from pipetrain.runtime.weights import OptimizerFactory
 
-NORMS_AND_BIASES = "norms_and_biases"  # a group of this name needs no pattern
 SIZES = (1.0, 1e4, 1e-2)  # of the trial's gradients, which reveal clipping by a common norm
 
 _Parameters = list[tuple[str, nn.Parameter]]
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The options of an optimizer for some parameters.
-
-    `pattern` matches all of a parameter's full name; None: all parameters of at most one dimension, as
-    the weights of norms and all biases are.
-    """
-
-    name: str
-    pattern: str | None
-    options: Mapping[str, Any]
-
-    def takes(self, name: str, parameter: Tensor) -> bool:
-        return parameter.dim() < 2 if self.pattern is None else bool(re.fullmatch(self.pattern, name))
-
-
 def prove_optimizer(optim: Optim, model: nn.Module, stages: int) -> OptimizerFactory:
     """Return a stage's factory, of the first form that works. Raises ConfigError."""
-    groups = _groups(optim.key, optim.groups, model)
+    groups = groups_of(optim, model)
     *first, last = (partial(_tried, optim.name, form, groups, model, stages) for form in optim.forms)
     for tried in first:
         with suppress(ConfigError):
@@ -64,54 +45,6 @@ def small_copies(model: nn.Module) -> _Parameters:
     ]
 
 
-# The groups
-
-
-def _groups(key: str, content: Any, model: nn.Module) -> list[Group]:
-    if not isinstance(content or {}, Mapping):
-        raise ConfigError(f"{key}={content} must have a name for each group, with its options")
-    groups = [_group(f"{key}.{name}", options) for name, options in (content or {}).items()]
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    taken = [next((group for group in groups if group.takes(*one)), None) for one in named]
-    for group in groups:
-        if group not in taken:
-            wanted = (
-                "a norm or a bias"
-                if group.pattern is None
-                else f"matched as a whole by params={group.pattern}"
-            )
-            raise ConfigError(
-                f"{group.name} has no parameter: none that is left by the groups before it is {wanted}; "
-                f"parameters have names such as {named[0][0]}"
-            )
-    return groups
-
-
-def _group(key: str, content: Any) -> Group:
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"{key}={content} must have options of the optimizer, such as {key}.weight_decay=0")
-    options = dict(content)
-    pattern = options.pop("params", None)
-    if pattern is None and not key.endswith(f".{NORMS_AND_BIASES}"):
-        raise ConfigError(f"{key} needs {key}.params=, a regular expression that its parameters' names match")
-    try:
-        re.compile(str(pattern))
-    except re.error as error:
-        raise ConfigError(f"{key}.params={pattern} is no regular expression: {error}") from error
-    return Group(key, None if pattern is None else str(pattern), options)
-
-
-def _over(function: Function, groups: Sequence[Group], named: Named) -> Optimizer:
-    """Return an optimizer with a torch group for each of the groups that has parameters, and for the rest."""
-    if not groups:
-        return function([parameter for _, parameter in named])
-    members: dict[str, dict[str, Any]] = {}
-    for name, parameter in named:
-        group = next((group for group in groups if group.takes(name, parameter)), Group("", None, {}))
-        members.setdefault(group.name, {"params": [], **group.options})["params"].append(parameter)
-    return function([*members.values()])
-
-
 # The trial
 
 
@@ -123,7 +56,7 @@ def _tried(
     stages: int,
 ) -> OptimizerFactory:
     """Return the factory; refuse an optimizer that fails, or that stages cannot use."""
-    factory = partial(_over, function, groups)
+    factory = partial(optimizer_of, function, groups)
     whole, apart, gradients = small_copies(model), small_copies(model), _gradients(model)
     middle = len(apart) // 2
     try:
@@ -135,8 +68,9 @@ def _tried(
     except Exception as error:  # a user's class may raise anything
         raise ConfigError(f"optim cannot be built by {target}: {one_line(error)}") from error
     for group in groups:  # torch ignores what its optimizer does not have
-        if unknown := [option for option in group.options if option not in optimizer.defaults]:
-            raise ConfigError(f"{group.name}.{unknown[0]}: {target} has no {unknown[0]}")
+        unknown = [option for option in group.options if option not in optimizer.defaults]
+        if unknown and not group.function:
+            raise ConfigError(f"{group.key}.{unknown[0]}: {target} has no {unknown[0]}")
     same = (torch.allclose(a, b, equal_nan=True) for (_, a), (_, b) in zip(whole, apart, strict=True))
     if stages > 1 and not all(same):
         raise ConfigError(

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pipetrain.errors import ConfigError, Refused, TrainingStopped, one_line
+from pipetrain.groups import title
 from pipetrain.network.values import bytes_of, specs_of
 from pipetrain.rate import Rate
 from pipetrain.runtime.links import Links
@@ -109,7 +110,7 @@ def raise_failure(error: Exception | None, failure: Failure | None, rank: int) -
 
 def conditions(settings: Settings, optimizer: Optimizer, program: Program, rate: Rate) -> dict[str, Any]:
     """Return what must be the same on all ranks: settings, program, rates, the optimizer with its options."""
-    values: dict[str, Any] = {"optimizer": type(optimizer).__name__}
+    values: dict[str, Any] = {"optimizer": title(optimizer)}
     for number, group in enumerate(optimizer.param_groups):
         of = f"optimizer.{number}" if number else "optimizer"
         values |= {f"{of}.{key}": value for key, value in group.items() if key != "params"}

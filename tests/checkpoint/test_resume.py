@@ -101,6 +101,7 @@ def owing(tmp_path_factory) -> Whole:
         ("interleaved_1f1b", 2, CODECS),
         ("pipedream", 2, ["ema=0.9"]),
         ("pipedream", 3, ["optim=adamw", *CODECS]),
+        ("pipedream", 2, ["optim=muon"]),
         *((schedule, 2, []) for schedule in ("fbp", "pipedream_2bw", "v_async", "zb_h2")),
     ],
 )
@@ -199,9 +200,12 @@ def test_another_partition_and_synchronous_schedule_ends_the_same(schedule, rank
     plain.nearly(*run_in_threads(other, source=checkpoints(plain.folder)[5]))
 
 
-def test_groups_and_the_moving_average_go_with_their_parameters_to_other_stages(tmp_path):
-    words = ["optim=adamw", "optim.lr=0.01", "optim.groups.norms_and_biases.weight_decay=0", "ema=0.5"]
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_groups_and_the_moving_average_go_with_their_parameters_to_other_stages(optim, tmp_path):
+    words = [f"optim={optim}", "optim.lr=0.01", "optim.groups.norms_and_biases.weight_decay=0", "ema=0.5"]
     words += ["optim.groups.late.params='[5-9].*'", "optim.groups.late.lr=0.02"]
+    if optim == "muon":
+        words[2] = "model._target_=tests.support.models.without_norm"
     wanted = whole(a_case("1f1b", 2, "partition=[3]", *words), tmp_path)
     for ranks, partition in ((1, "flops"), (3, "[2,8]")):
         other = a_case("gpipe", ranks, f"partition={partition}", "microbatches=2", *words)

@@ -204,7 +204,7 @@ def test_weights_are_counted_by_name():
     model[1].weight = model[0].weight
     model[1].bias.requires_grad_(False)
     trained, fixed = (16 + 4 + 4) * FLOAT, 4 * FLOAT + 2 * 4 * FLOAT + 8
-    sizes = held(model, (2, 4), 0, 3, state_of=lambda spec: 2 * spec.nbytes)
+    sizes = held(model, (2, 4), 0, 3, state_of=lambda name, spec: 2 * spec.nbytes)
     assert (sizes.weights, sizes.versions, sizes.gradients) == (trained + fixed, trained, trained)
     assert (sizes.optimizer, sizes.tied) == (2 * trained, 0)
     assert held(model, (2, 4), 0, 3, averaged=True).weights == 2 * trained + fixed
@@ -219,7 +219,7 @@ def test_the_state_of_an_optimizer_is_known_or_found_by_a_step_on_small_paramete
     for name, options, kept in (("SGD", {}, 0), ("SGD", {"momentum": 1}, 1), ("Adam", {"amsgrad": True}, 3)):
         factory = partial(getattr(torch.optim, name), lr=0.1, **options)
         assert known_state(f"torch.optim.{name}", options) == kept
-        assert optimizer_state(factory)(spec) == 600 * FLOAT * kept
+        assert optimizer_state(factory)("a", spec) == 600 * FLOAT * kept
     assert known_state("somebody.SGD", {}) is None
 
 

@@ -1,0 +1,42 @@
+"""Muon, of matrices and of the kernels of convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Muon(torch.optim.Muon):
+    """torch.optim.Muon, which takes a kernel for the matrix [out, in * height * width].
+
+    So does Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024).
+    """
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__([torch.zeros(1, 1)], **options)  # it refuses what is no matrix here, and only here
+        torch.optim.Optimizer.__init__(self, params, self.defaults)
+        if any(p.dim() < 2 for group in self.param_groups for p in group["params"]):
+            raise ValueError("Muon takes matrices and kernels: norms and biases need another optimizer")
+
+    def _init_group(
+        self,
+        group: MutableMapping[str, Any],
+        params_with_grad: list[Tensor],
+        grads: list[Tensor],
+        muon_momentum_bufs: list[Tensor],
+    ) -> bool:
+        for p in group["params"]:
+            if p.grad is not None:  # laid out in memory as the parameter, which a gradient need not be
+                self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+        is_complex = bool(super()._init_group(group, params_with_grad, grads, muon_momentum_bufs))
+        for number, p in enumerate([*params_with_grad]):
+            # Columns in their order in memory, so that a kernel in channels_last is seen and not copied.
+            order = 0, *sorted(range(1, p.dim()), key=p.stride, reverse=True)
+            params_with_grad[number] = p.permute(order).view(len(p), -1)
+            grads[number] = grads[number].permute(order).reshape(len(p), -1)
+            buffer = muon_momentum_bufs[number]
+            muon_momentum_bufs[number] = buffer.permute(order).view(len(p), -1)
+        return is_complex
