@@ -25,6 +25,7 @@ BESIDE = (
     "thread, as autograd has one a device and a CPU is one: forwards stand apart. Bytes are of activations, "
     "messages and what operations need, counted alike."
 )
+SPEED = "x its speed"
 TIE = 0.05  # two runs of the same contestant differ by some percent, see docs/results/README.md
 
 Entrants = Mapping[str, Sequence[Any]]
@@ -108,15 +109,26 @@ def scaled(balance: Sequence[int], layers: int) -> list[int]:
     return [end - start for start, end in pairwise(cuts)]
 
 
+def sized(plan: Mapping[str, Any], layers: int, parameters: int) -> Check:
+    """Hold a planned model's size against that of the record."""
+    here = plan["layers"], plan["parameters"]
+    says = (f"{n} layers, {of:,} parameters" for n, of in ((layers, parameters), here))
+    return Check("the model", *says, here == (layers, parameters))
+
+
+def under(what: str, gain: float, most: float) -> Check:
+    """Hold a speed-up against its bound."""
+    return Check(f"{what}: under its bound", f"{most:.3f}", f"{gain:.3f}", gain <= most)
+
+
 def held_against(race: Race, pairs: Mapping[str, str]) -> tuple[list[Figure], list[Check]]:
     """Hold contestants of ours against those of torchgpipe, by their names."""
     figures, checks = [], []
     for ours, theirs in pairs.items():
         fast, small = f"{ours}: as fast as torchgpipe", f"{ours}: holds no more than torchgpipe"
         if failure := race.of[theirs]["failure"]:
-            checks += [
-                Check(what, "-", f"torchgpipe does not run here: {failure}", None) for what in (fast, small)
-            ]
+            why = f"torchgpipe does not run here: {failure}"
+            checks += [Check(what, "-", why, None) for what in (fast, small)]
             continue
         (own_s, forward_s), (their_s, their_forward_s) = (
             (median(race.seconds(name)), median(race.of[name]["forwards"])) for name in (ours, theirs)
@@ -124,20 +136,14 @@ def held_against(race: Race, pairs: Mapping[str, str]) -> tuple[list[Figure], li
         own, other = (max(race.of[name]["peaks"]) / 2**20 for name in (ours, theirs))
         ratio = race.ratio(ours, theirs)
         figures += [
-            Figure(
-                f"{ours}: beside torchgpipe",
-                None,
-                ratio,
-                spread=race.spread(ours, theirs),
-                unit="x its speed",
-            ),
-            Figure(f"{ours}: forwards alone", None, their_forward_s / forward_s, unit="x its speed"),
+            Figure(f"{ours}: beside torchgpipe", None, ratio, How.RUN, race.spread(ours, theirs), unit=SPEED),
+            Figure(f"{ours}: forwards alone", None, their_forward_s / forward_s, unit=SPEED),
             Figure(f"{ours}: most bytes of a stage", None, own, unit="MiB"),
             Figure(f"torchgpipe, {ours}: most bytes of a stage", None, other, unit="MiB"),
         ]
         checks += [
-            Check(fast, f"{their_s:.3g} s", f"{own_s:.3g} s: {ratio:.2f} times its speed", ratio >= 1 - TIE),
-            Check(small, f"{other:.4g} MiB", f"{own:.4g} MiB", own <= other * (1 + TIE)),
+            Check(fast, f"{their_s:.3g} s (here)", f"{own_s:.3g} s, {ratio:.2f} {SPEED}", ratio >= 1 - TIE),
+            Check(small, f"{other:.4g} MiB (here)", f"{own:.4g} MiB", own <= other * (1 + TIE)),
         ]
     return figures, checks
 
@@ -146,9 +152,9 @@ def forwards_chart(race: Race, ranks: Sequence[int] = (1, 2)) -> Chart:
     """Draw the seconds of a batch and of its forwards alone, of `pipeline-K` and `torchgpipe-K`."""
     lines = []
     for title, name in (("ours", "pipeline"), ("torchgpipe", "torchgpipe")):
-        of = [(n, race.of[f"{name}-{n}"]) for n in ranks if not race.of[f"{name}-{n}"]["failure"]]
         for what, key in ((title, "seconds"), (f"{title}, forwards", "forwards")):
-            points = [(n, median(figures[key])) for n, figures in of]
-            band = [(min(figures[key]), max(figures[key])) for _, figures in of]
+            times = [(n, of) for n in ranks if (of := race.of[f"{name}-{n}"].get(key))]
+            points = [(n, median(of)) for n, of in times]
+            band = [(min(of), max(of)) for _, of in times]
             lines += [Line(what, How.RUN, points, band)] if points else []
     return Chart("Time of a batch", "partitions K", "s", lines, "x")

@@ -8,7 +8,18 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from published.beside import BESIDE, OURS, THEIRS, bound, forwards_chart, held_against, raced_beside, scaled
+from published.beside import (
+    BESIDE,
+    OURS,
+    THEIRS,
+    bound,
+    forwards_chart,
+    held_against,
+    raced_beside,
+    scaled,
+    sized,
+    under,
+)
 from published.measures import Race, predicted, profiled
 from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
 
@@ -81,19 +92,12 @@ def show(results: Results) -> Findings:
     """Hold speed-ups, losses and bytes of skips against what must come back."""
     paper, race = results["paper"], Race(results["race"])
     by_work, by_times = speedups(paper), speedups(planned(**results["profile"], images=1))
-    figures, checks = [], []
+    figures, checks = [], [sized(paper["naive"], LAYERS, PARAMETERS)]
     for n, (m, _, published) in RECORD_OF.items():
         what, most = f"pipeline-{n}, m = {m}", bound(n, m)
         for gain, by in ((by_work[n], "work"), (by_times[n], "times of a narrow one")):
             figures.append(Figure(f"{what}, by {by}", published, gain, How.PLANNED, None, most, "x naive-1"))
-            if n > 1:
-                checks.append(
-                    Check(f"{what}, by {by}: under its bound", f"{most:.3f}", f"{gain:.3f}", gain <= most)
-                )
-    full = paper["naive"]
-    sizes = full["layers"], full["parameters"]
-    says = [f"{layers}, {parameters:,}" for layers, parameters in ((LAYERS, PARAMETERS), sizes)]
-    checks.append(Check("the model, layers and parameters", *says, sizes == (LAYERS, PARAMETERS)))
+            checks += [under(f"{what}, by {by}", gain, most)] if n > 1 else []
     losses = [race.of[name]["losses"][0] for name in race.of if name.startswith("pipeline")]
     apart = max(losses) - min(losses)
     says = [f"on {len(losses)} numbers of stages", ", ".join(f"{value:.6f}" for value in losses)]
