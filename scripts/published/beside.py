@@ -5,6 +5,7 @@ All of them take turns in one world of processes, at the same cut, microbatches 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from statistics import median
@@ -19,7 +20,7 @@ from pipetrain.runtime.links import Links
 from published.measures import Race, partition
 from published.record import Chart, Check, Figure, How, Line
 
-PLAIN, OURS, THEIRS = "a plain loop", "ours", "torchgpipe"
+PLAIN, THEIRS = "a plain loop", "torchgpipe"
 BESIDE = (
     "torchgpipe 0.0.7 is in the same run, at the same cut, microbatches and threads. Its backwards share one "
     "thread, as autograd has one a device and a CPU is one: forwards stand apart. Bytes are of activations, "
@@ -29,7 +30,7 @@ SPEED = "x its speed"
 TIE = 0.05  # two runs of the same contestant differ by some percent, see docs/results/README.md
 
 Entrants = Mapping[str, Sequence[Any]]
-"""By name: who it is (PLAIN, OURS or THEIRS), the layers of each of its stages, and more overrides."""
+"""By name: PLAIN, THEIRS or a schedule of ours, the layers of each of its stages, and more overrides."""
 
 
 def raced_beside(
@@ -39,10 +40,10 @@ def raced_beside(
     example: Sequence[int] | None = None,
     classes: int = 10,
 ) -> dict[str, Any]:
-    """Race gpipe of ours, plain loops and torchgpipe; return what `raced` does, and what else is known.
+    """Race schedules of ours, plain loops and torchgpipe; return what `raced` does, and what else is known.
 
-    `forwards` (seconds in each round), `peaks` (bytes of each stage), and `losses` of a last turn. Where
-    torchgpipe fails, the others race without it. `example`, `classes`: see Task.
+    `forwards` (seconds in each round, none where they stand among backwards), `peaks` (bytes of each stage),
+    and `losses` of a last turn. Where torchgpipe fails, the others race without it. `example`: see Task.
     """
     task = Task(tuple(overrides), None if example is None else tuple(example), classes)
     ranks = max(len(balance) for _, balance, *_ in entrants.values())
@@ -60,7 +61,7 @@ def raced_beside(
         marks = [[*zip(*of_round, strict=True)] for of_round in zip(*filter(None, forwards), strict=True)]
         results[name] = {
             "seconds": seconds[0],
-            "forwards": [max(ends) - min(starts) for starts, ends in marks],
+            "forwards": [max(ends) - min(starts) for starts, ends in marks if max(ends) < math.inf],
             "peaks": [nbytes for of_rank in peaks for nbytes in of_rank],
             "losses": next(filter(None, losses)),
             "failure": "",
@@ -75,7 +76,8 @@ def _beside(links: Links, say: Say, task: Task, entrants: Entrants, rounds: int)
 
         ours = OurRank
     for name, (who, balance, *words) in entrants.items():
-        job = prepare(task.extended(partition(balance), *words), "gpipe", len(balance))
+        schedule = "gpipe" if who in (PLAIN, THEIRS) else who
+        job = prepare(task.extended(partition(balance), *words), schedule, len(balance))
         settings = job.plan.settings
         if who == PLAIN:
             contestants.append(plain(name, job, links, 1))
@@ -130,17 +132,18 @@ def held_against(race: Race, pairs: Mapping[str, str]) -> tuple[list[Figure], li
             why = f"torchgpipe does not run here: {failure}"
             checks += [Check(what, "-", why, None) for what in (fast, small)]
             continue
-        (own_s, forward_s), (their_s, their_forward_s) = (
-            (median(race.seconds(name)), median(race.of[name]["forwards"])) for name in (ours, theirs)
-        )
+        own_s, their_s = (median(race.seconds(name)) for name in (ours, theirs))
+        forwards = [race.of[name]["forwards"] for name in (theirs, ours)]
         own, other = (max(race.of[name]["peaks"]) / 2**20 for name in (ours, theirs))
         ratio = race.ratio(ours, theirs)
         figures += [
             Figure(f"{ours}: beside torchgpipe", None, ratio, How.RUN, race.spread(ours, theirs), unit=SPEED),
-            Figure(f"{ours}: forwards alone", None, their_forward_s / forward_s, unit=SPEED),
             Figure(f"{ours}: most bytes of a stage", None, own, unit="MiB"),
             Figure(f"torchgpipe, {ours}: most bytes of a stage", None, other, unit="MiB"),
         ]
+        if all(forwards):
+            there_s, here_s = map(median, forwards)
+            figures.append(Figure(f"{ours}: forwards alone", None, there_s / here_s, unit=SPEED))
         checks += [
             Check(fast, f"{their_s:.3g} s (here)", f"{own_s:.3g} s, {ratio:.2f} {SPEED}", ratio >= 1 - TIE),
             Check(small, f"{other:.4g} MiB (here)", f"{own:.4g} MiB", own <= other * (1 + TIE)),

@@ -7,7 +7,6 @@ from typing import Any
 
 from published.beside import (
     BESIDE,
-    OURS,
     PLAIN,
     THEIRS,
     bound,
@@ -66,7 +65,7 @@ def run(rounds: int, overrides: list[str], side: int, layers: int, **_: Any) -> 
     for ranks in (1, 2):
         balance = scaled(RECORD_OF[NEW][ranks][1], layers)
         entrants |= {
-            f"pipeline-{ranks}": (OURS, balance, AGAIN),
+            f"pipeline-{ranks}": ("gpipe", balance, AGAIN),
             f"torchgpipe-{ranks}": (THEIRS, balance, AGAIN),
         }
     words = [*overrides, f"batch_size={M * SAMPLES}", f"microbatches={M}"]
