@@ -117,10 +117,6 @@ def _group(key: str, content: Any, kind: Kind | None, model: nn.Module, left: Ma
     return Group(key, names, options, build_node(key, options, partial=True))
 
 
-def _norms_and_biases(model: nn.Module) -> set[str]:
-    return {name for name, p in model.named_parameters() if p.dim() < 2}
-
-
 def _all_but_hidden(model: nn.Module) -> set[str]:
     """Return the names of all but matrices and kernels; of these the embeddings, and the last: the head."""
     weights = {id(module._parameters.get("weight")): module for module in model.modules()}
@@ -133,6 +129,8 @@ def _all_but_hidden(model: nn.Module) -> set[str]:
 
 
 KINDS = {
-    "norms_and_biases": Kind("a norm or a bias", _norms_and_biases),
+    "norms_and_biases": Kind(
+        "a norm or a bias", lambda model: {name for name, p in model.named_parameters() if p.dim() < 2}
+    ),
     "all_but_hidden": Kind("an embedding, a head, a norm or a bias", _all_but_hidden),
 }

@@ -37,6 +37,5 @@ class Muon(torch.optim.Muon):
             order = 0, *sorted(range(1, p.dim()), key=p.stride, reverse=True)
             params_with_grad[number] = p.permute(order).view(len(p), -1)
             grads[number] = grads[number].permute(order).reshape(len(p), -1)
-            buffer = muon_momentum_bufs[number]
-            muon_momentum_bufs[number] = buffer.permute(order).view(len(p), -1)
+            muon_momentum_bufs[number] = muon_momentum_bufs[number].permute(order).view(len(p), -1)
         return is_complex
