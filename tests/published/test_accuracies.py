@@ -49,7 +49,7 @@ def test_xdypipe_says_what_codecs_cost_in_the_study() -> None:
             {"loss": 2.01},
             ["recompute and more stages change no bit of a loss"],
         ),
-        ("pipeline-2, deferred", {"error": 70.0}, ["pipeline-2, deferred: points from one process"]),
+        ("pipeline-2, deferred", {"error": 70.0}, ["pipeline-2, deferred: within the noise of one process"]),
     ],
 )
 def test_torchgpipe_s_accuracy_says_which_way_learns_otherwise(

@@ -74,7 +74,9 @@ def show(results: Results) -> Findings:
         margin = noise(errors[name], errors[ONE], len(others))
         here = f"{gap:+.2f}, noise ±{margin:.2f}" if margin else f"{gap:+.2f}, too few seeds to tell noise"
         within = None if margin is None else abs(gap) <= margin
-        checks.append(Check(f"{name}: points from one process", f"within ±{APART}", here, within))
+        checks.append(
+            Check(f"{name}: within the noise of one process", f"within ±{APART} points", here, within)
+        )
         for seed, result in runs[name].items():
             alike.setdefault(("deferred" in name, seed), set()).add(result["loss"])
     most = max(map(len, alike.values()))
