@@ -57,7 +57,7 @@ def steps(quick: bool) -> dict[str, Step]:
             known = {"overrides": narrow, "balance": balance, "batch": 64, "m": m, "others": others}
             made[f"bytes {k} {m}"] = Step(race, known)
         if k < 4 and not quick:
-            wider = {"overrides": WIDER, "balance": balance, "batch": 32, "m": 8, "rounds": 3}
+            wider = {"overrides": WIDER, "balance": balance, "batch": 32, "m": 8, "rounds": 9}
             made[f"time {k}"] = Step(race, wider)
     return made
 

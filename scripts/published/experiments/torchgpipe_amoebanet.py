@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from pipetrain.schedule.memory import GIB
-from published.beside import BESIDE, OURS, THEIRS, bound, held_against, raced_beside, scaled
+from published.beside import BESIDE, THEIRS, bound, held_against, raced_beside, scaled
 from published.measures import Race, predicted, profiled
 from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
 
@@ -69,7 +69,7 @@ def run(words: list[str], side: int, samples: int, layers: int, counts: list[int
     """Race 2 partitions, ours and torchgpipe's, by microbatches of so many samples."""
     entrants = {}
     for m in counts:
-        for name, who in (("pipeline-2", OURS), ("torchgpipe-2", THEIRS)):
+        for name, who in (("pipeline-2", "gpipe"), ("torchgpipe-2", THEIRS)):
             sizes = [f"microbatches={m}", f"batch_size={samples * m}", AGAIN]
             entrants[f"{name}, m = {m}"] = (who, scaled(CUTS[2], layers), *sizes)
     return {"counts": counts, "race": raced_beside(words, entrants, rounds, [3, side, side])}
