@@ -118,7 +118,7 @@ def show(results: Results) -> Findings:
             figures.append(Figure(f"{what}: speed", None, ran[p], How.RUN, spread, bound_s, "x 1f1b"))
             near = abs(ran[p] / bound_s - 1) <= NEAR
             checks.append(Check(f"{what}: run as planned", f"{bound_s:.2f} planned", f"{ran[p]:.2f}", near))
-        gains += [Line(name, How.PLANNED, [*faster.items()]), Line("", How.RUN, [*ran.items()])]
+        gains += [Line(name, How.PLANNED, [*faster.items()]), Line(name, How.RUN, [*ran.items()])]
     bubbles.append(Line("(p-1)/(m+p-1)", How.BOUND, [*law.items()]))
     charts = [
         Chart("Bubble, m = 3 p, windows of 16 batches", "ranks p", "% of the time", bubbles, "x"),
