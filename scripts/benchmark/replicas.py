@@ -58,7 +58,9 @@ def suite(scale: Scale, say: Say) -> Iterator[Row]:
         words = [(schedule, f"replicas={of}".replace(" ", "")) for schedule in SCHEDULES for of in several]
         ways = {", ".join(way): (*way, "microbatches=6") for way in words}
         make = partial(planned, task.extended("batch_size=48"), 1 if scale.quick else BATCHES, ways)
-        yield from map(predicted, rows_of_race("replicas, VGG16", ranks, make, scale, say, {}, {}))
+        yield from map(
+            predicted, rows_of_race(f"replicas, VGG16, {ranks} ranks", ranks, make, scale, say, {}, {})
+        )
 
 
 def sleeping(
