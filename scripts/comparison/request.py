@@ -170,7 +170,7 @@ def load(name: str) -> Experiment:
         data: Any = OmegaConf.merge(OmegaConf.structured(Experiment), OmegaConf.load(path))
         experiment: Any = OmegaConf.to_object(data)
     except Exception as error:  # whatever YAML raises
-        choices = f"choose from {', '.join(names(FOLDER))}, or FILE.yaml"
+        choices = f"choose from {', '.join([*names(FOLDER), *RECORDS, 'all'])}, or FILE.yaml"
         raise ConfigError(f"--experiment {path}: {one_line(error)}; {choices}") from error
     assert isinstance(experiment, Experiment)
     experiment.title = experiment.title or path.stem
