@@ -47,7 +47,7 @@ def draw(charts: Sequence[Chart], path: Path) -> None:
         figure.draw_without_rendering()
         for of_chart in names:
             _move_apart(of_chart, figure)
-        figure.savefig(path, dpi=130)
+        figure.savefig(path, dpi=100)
 
 
 def _chart(axes: Axes, chart: Chart) -> list[Annotation]:

@@ -29,21 +29,13 @@ FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make a record, or all, or compare; return the exit status."""
     words = sys.argv[1:] if arguments is None else arguments
-    own = argparse.ArgumentParser(prog="compare.py", add_help=False, allow_abbrev=False)
-    own.add_argument("--experiment")
-    if own.parse_known_args(words)[0].experiment not in (*RECORDS, ALL):
+    if (options := read(words)) is None:
         return comparison.main(words)
-    own.add_argument("--out", type=Path, metavar="DIR", help="default: comparisons/ and the record's name")
-    own.add_argument("--quick", action="store_true", help="a tiny version, to see that it works")
-    own.add_argument("--fresh", action="store_true", help="make again what is kept")
-    own.add_argument("--help", "-h", action="help")
-    options = own.parse_args(words)
-    asked = options.experiment
-    names = [*RECORDS] if asked == ALL else [asked]
+    names = [*RECORDS] if options.experiment == ALL else [options.experiment]
     out = options.out or (
         DOCS / "results" / "records"
-        if asked == ALL and not options.quick
-        else Path("comparisons") / f"{asked}{'-quick' * options.quick}"
+        if options.experiment == ALL and not options.quick
+        else Path("comparisons") / f"{options.experiment}{'-quick' * options.quick}"
     )
     try:
         with interruptible(), claim(out):
@@ -51,6 +43,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"compare: {error}", file=sys.stderr)
         return REFUSED
+
+
+def read(words: Sequence[str]) -> argparse.Namespace | None:
+    """Return the options of a record, or None where no record is asked for."""
+    own = argparse.ArgumentParser(prog="compare.py", add_help=False, allow_abbrev=False)
+    own.add_argument("--experiment")
+    if own.parse_known_args(words)[0].experiment not in (*RECORDS, ALL):
+        return None
+    own.add_argument("--out", type=Path, metavar="DIR", help="default: comparisons/ and the record's name")
+    own.add_argument("--quick", action="store_true", help="a tiny version, to see that it works")
+    own.add_argument("--fresh", action="store_true", help="make again what is kept")
+    own.add_argument("--help", "-h", action="help")
+    return own.parse_args(words)
 
 
 def record_of(name: str) -> Record:

@@ -6,13 +6,15 @@ the same machine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import torch
 
 from benchmark.contestants import Make, rows_of_race
 from benchmark.held import Case, measure
@@ -22,11 +24,11 @@ from benchmark.worlds import Say, run_world, titled
 from comparison.request import Method, Spec
 from comparison.runs import Runs, claim
 from pipetrain.building import make_model, make_schedule, make_task
-from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.costs import Profile
 from pipetrain.plan.describe import state_of
 from pipetrain.plan.making import make_plan
-from pipetrain.plan.plan import Samples
+from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
 from pipetrain.runtime.links import Links
 from pipetrain.schedule.memory import peaks
@@ -83,19 +85,10 @@ def predicted(
     whole model; the most bytes of each stage (`peaks`); `layers`, `parameters`; and `routes`: source, target
     and bytes of each value that goes from stage to stage with a microbatch.
     """
-    batch = microbatches * microbatch
-    words = [f"batch_size={batch}", f"microbatches={microbatches}", "build=stages"]
-    cfg = compose_task(Task((*overrides, *words, partition(balance))), schedule)
-    settings = Settings.composed(cfg, schedule, len(balance))
-    plan = make_plan(
-        Draft.of(settings, make_schedule(cfg)),
-        make_model(cfg, settings.seed, settings.dtype),
-        ValueSpec((TensorSpec(tuple(example), settings.dtype),)),
-        Samples([batch], [microbatch]),
-        None if profile is None else Profile.from_json(profile),
-        state_of(cfg),
-        make_task(cfg),
-    )
+    words = [f"batch_size={microbatches * microbatch}", f"microbatches={microbatches}", partition(balance)]
+    known = None if profile is None else Profile.from_json(profile)
+    plan = on_paper((*overrides, *words, f"stages={len(balance)}"), schedule, example, lambda full: known)
+    settings = plan.settings
     run, size = plan.timeline(), settings.full
     return {
         "seconds": run.makespan / (1 if profile else settings.ranks),
@@ -108,6 +101,32 @@ def predicted(
             for spec in plan.cut.message(route.edge, size)
         ],
     }
+
+
+def on_paper(
+    overrides: Sequence[str],
+    schedule: str,
+    example: Sequence[int],
+    profile: Callable[[Size], Profile | None],
+    batches: int = 1,
+) -> Plan:
+    """Return the plan of windows of so many batches, of a model that is made nowhere.
+
+    `example`: the shape of a sample; `profile`: returns the times for a microbatch of the settings' size.
+    """
+    cfg = compose_task(Task((*overrides, "build=stages")), schedule)
+    settings = Settings.composed(cfg, schedule, None)
+    with torch.device("meta"):
+        model = make_model(cfg, settings.seed, settings.dtype)
+    return make_plan(
+        Draft.of(settings, make_schedule(cfg)),
+        model,
+        ValueSpec((TensorSpec(tuple(example), settings.dtype),)),
+        Samples([settings.batch_size] * batches, [settings.full.samples]),
+        profile(settings.full),
+        state_of(cfg),
+        make_task(cfg),
+    )
 
 
 def trained(overrides: Sequence[str], seed: int, nproc: int) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.schedule.simulate import simulate
 from pipetrain.settings import Settings
+from published.cli import read
 from tests.comparison.support import asked
 from tests.gpu import cli as gpu
 from tests.support.cases import SCHEDULES, config
@@ -112,7 +113,7 @@ def test_every_plan_command_runs(command, tmp_path, monkeypatch):
 
 READERS = {
     "scripts/bench.py": lambda words: cli.parser().parse_args(words),
-    "scripts/compare.py": lambda words: asked(*words),
+    "scripts/compare.py": lambda words: read(words) or asked(*words),
     "scripts/gpu_check.py": lambda words: gpu.parser().parse_args(words),
 }
 

@@ -11,6 +11,7 @@ import atexit
 import logging
 import multiprocessing
 import os
+import re
 import resource
 import runpy
 import signal
@@ -278,9 +279,12 @@ def ended(process: Started) -> str:
     return out
 
 
+BUSY = r"pipetrain: (it takes time to|rank \d+ still waits to meet the others) "
+
+
 def lines_of(out: str) -> list[str]:
     """The lines of what was said, but for those that a busy machine adds."""
-    return [line for line in out.splitlines() if not line.startswith("pipetrain: it takes time to ")]
+    return [line for line in out.splitlines() if not re.match(BUSY, line)]
 
 
 def said(out: str) -> str:

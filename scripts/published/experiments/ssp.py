@@ -9,29 +9,21 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from benchmark.contestants import Builders, Contestant, Ours
 from benchmark.held import MODELS as SMALL
-from benchmark.tasks import Task, compose_task, prepare
-from pipetrain.building import make_model, make_schedule, make_task
-from pipetrain.network.values import TensorSpec, ValueSpec
+from benchmark.tasks import prepare
+from pipetrain.network.values import Size
 from pipetrain.plan.costs import SECONDS, LayerTime, Profile
-from pipetrain.plan.describe import state_of
-from pipetrain.plan.making import make_plan
-from pipetrain.plan.plan import Samples
-from pipetrain.plan.program import Draft
 from pipetrain.plan.rows import read_rows
 from pipetrain.runtime.links import Links
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.memory import peaks
 from pipetrain.schedule.programs import ssp
-from pipetrain.settings import Settings
-from published.measures import Race, held, profiled, raced
+from published.measures import Race, held, on_paper, profiled, raced
 from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
 
 
-class Size(NamedTuple):
+class Published(NamedTuple):
     """A model of the record. `pieces`: microbatches of a batch; the last number is priced.
 
     `profiles`: images and their pixels; the last profile is of the layers behind the convolutions. `samples`:
@@ -47,9 +39,9 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "alexnet": Size(6, 8, (7, 14, 28), ((8, 224), (64, 64)), 256, (85.5, 76.3)),
-    "vgg16": Size(10, 8, (7, 14, 28), ((1, 224), (16, 32)), 128, (1352, 1848)),
-    "resnet50": Size(1, 16, (16, 32, 64), ((1, 224),), 128),
+    "alexnet": Published(6, 8, (7, 14, 28), ((8, 224), (64, 64)), 256, (85.5, 76.3)),
+    "vgg16": Published(10, 8, (7, 14, 28), ((1, 224), (16, 32)), 128, (1352, 1848)),
+    "resnet50": Published(1, 16, (16, 32, 64), ((1, 224),), 128),
 }
 PEAKS = {"vgg16": (4609, 3287, 6165)}  # MiB: of stage 0, stage 1, data parallelism
 PCIE, SPEEDS = 16.0, (4.0, 8.0, 16.0, 32.0, 64.0)  # GB/s, sent and received together
@@ -145,19 +137,16 @@ def scaled(layer: LayerTime, share: float, samples: float) -> LayerTime:
 
 def plan_of(model: str, layers: Sequence[LayerTime], schedule: str, *words: str) -> dict[str, Any]:
     """Plan a model that is made nowhere, by its layers' times for an image: see `planned`."""
-    task = Task((f"experiment=ssp_{model}", CLASSES, "build=stages", *words))
-    cfg = compose_task(task, schedule)
-    settings = Settings.composed(cfg, schedule, None)
-    full, batch = settings.full, settings.batch_size
-    profile = Profile({}, {}, LATENCY_S, 0.0, [scaled(layer, 1.0, full.samples) for layer in layers])
-    with torch.device("meta"):
-        network = make_model(cfg, settings.seed, settings.dtype)
-    example = ValueSpec((TensorSpec((3, 224, 224), settings.dtype),))
-    draft, samples = Draft.of(settings, make_schedule(cfg)), Samples([batch] * WINDOW, [full.samples])
-    plan = make_plan(draft, network, example, samples, profile, state_of(cfg), make_task(cfg))
+    overrides = f"experiment=ssp_{model}", CLASSES, *words
+
+    def profile(full: Size) -> Profile:
+        return Profile({}, {}, LATENCY_S, 0.0, [scaled(layer, 1.0, full.samples) for layer in layers])
+
+    plan = on_paper(overrides, schedule, [3, 224, 224], profile, WINDOW)
+    full, batch = plan.settings.full, plan.settings.batch_size
     seconds = {}
     for speed in SPEEDS:
-        table = replace(plan.table, times=replace(profile, s_per_byte=1e-9 / speed))
+        table = replace(plan.table, times=replace(profile(full), s_per_byte=1e-9 / speed))
         costs = table.costs(plan.cut, plan.modes, False, full, plan.placement)
         batch_s = replace(plan, costs=costs).timeline().makespan / max(plan.windows)
         seconds[str(speed)] = batch_s * IMAGENET / batch
