@@ -1,0 +1,167 @@
+"""Corrections of a gradient's delay: the updates between the weights that it is of and those that it changes.
+
+A schedule without flushes computes gradients of old weights; how old, its program says. A correction answers
+one of three questions about them: which weights a forward reads, at which rate an update is made, and what
+becomes of a gradient before it. Where the delay is 0 none changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from pipetrain.errors import ConfigError
+from pipetrain.rules import COUNT
+
+SMALLEST = 1e-12  # a typical step, beside which none is 0
+
+
+@dataclass(frozen=True)
+class Correction:
+    """No correction; what others are made of. Each says which of the questions it answers."""
+
+    predicts: ClassVar[bool] = False
+    rates: ClassVar[bool] = False
+    weighs: ClassVar[bool] = False
+
+    def reach(self, ahead: int, momentum: float) -> float:
+        """Return how many times the last step forwards read the weights further on.
+
+        `ahead`: the updates until that of their gradient; `momentum`: of the optimizer. The last step counts
+        as it would be at the rate of the coming update.
+        """
+        return 0.0
+
+    def rate(self, update: int, delay: int) -> float:
+        """Return a factor of the learning rate of an update (0, 1, ...) whose gradient is so late."""
+        return 1.0
+
+    def weigh(self, gradients: Sequence[Tensor], gaps: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
+        """Change gradients in place, by the gaps between the weights that they are of and the newest ones.
+
+        `steps`: the typical size of a step at the peak rate, of each weight.
+        """
+
+    @property
+    def copies(self) -> int:
+        """How many tensors it keeps of each weight: the last step, and the typical size of one."""
+        return 2 if self.weighs else int(self.predicts)
+
+
+@dataclass(frozen=True)
+class StepsAhead(Correction):
+    """Forwards read the weights as they will be if all steps until their update are as the last one.
+
+    Chen et al. 2018, "Efficient and Robust Parallel DNN Training through Model Parallelism" (SpecTrain),
+    equation 4, for SGD with momentum. For the direction of any optimizer XPipe (Guan et al. 2019, of Adam) and
+    PipeOptim (Guan et al. 2023, equation 5).
+    """
+
+    predicts: ClassVar[bool] = True
+
+    def reach(self, ahead: int, momentum: float) -> float:
+        return float(ahead)
+
+
+@dataclass(frozen=True)
+class MomentumAhead(Correction):
+    """Forwards read the weights as momentum alone will move them: g + g^2 + ... + g^ahead of the last step.
+
+    Eliad et al. 2021, "Fine-tuning giant neural networks on commodity hardware with automatic pipeline model
+    parallelism" (FTPipe), section 4.2.2: msnag.
+    """
+
+    predicts: ClassVar[bool] = True
+
+    def reach(self, ahead: int, momentum: float) -> float:
+        return sum(momentum**n for n in range(1, ahead + 1))
+
+
+@dataclass(frozen=True)
+class NesterovAhead(Correction):
+    """Forwards look ahead by momentum times the last step, however late they are.
+
+    Ajanthan et al. 2025, "Nesterov Method for Asynchronous Pipeline Parallel Optimization", equation 8; with
+    optim=nadam its method.
+    """
+
+    predicts: ClassVar[bool] = True
+
+    def reach(self, ahead: int, momentum: float) -> float:
+        return momentum if ahead else 0.0
+
+
+@dataclass(frozen=True)
+class PipeMare(Correction):
+    """The rate is divided by delay^(1 - update / updates) in the first `updates`.
+
+    Yang et al. 2021, "PipeMare: Asynchronous Pipeline Parallel DNN Training", section 3.1: T1.
+    """
+
+    rates: ClassVar[bool] = True
+    updates: int = 500
+
+    def __post_init__(self) -> None:
+        COUNT.read("updates", self.updates)
+
+    def rate(self, update: int, delay: int) -> float:
+        return float(max(delay, 1) ** -(1 - min(update / self.updates, 1)))
+
+
+@dataclass(frozen=True)
+class GapAware(Correction):
+    """Each number of a gradient is divided by 1 + gap / typical step.
+
+    Barkai et al. 2020, "Gap-Aware Mitigation of Gradient Staleness", equation 7; by parameters, and over the
+    mean of squared steps, as in FTPipe.
+    """
+
+    weighs: ClassVar[bool] = True
+
+    def weigh(self, gradients: Sequence[Tensor], gaps: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
+        penalties = torch._foreach_div(torch._foreach_abs(gaps), torch._foreach_add(steps, SMALLEST))
+        torch._foreach_div_(gradients, torch._foreach_add(penalties, 1.0))
+
+
+@dataclass(frozen=True)
+class Several(Correction):
+    """Corrections that answer different questions, together."""
+
+    parts: tuple[Correction, ...]
+
+    @property
+    def predicts(self) -> bool:  # type: ignore[override]
+        return any(part.predicts for part in self.parts)
+
+    @property
+    def rates(self) -> bool:  # type: ignore[override]
+        return any(part.rates for part in self.parts)
+
+    @property
+    def weighs(self) -> bool:  # type: ignore[override]
+        return any(part.weighs for part in self.parts)
+
+    def reach(self, ahead: int, momentum: float) -> float:
+        return sum(part.reach(ahead, momentum) for part in self.parts)
+
+    def rate(self, update: int, delay: int) -> float:
+        return prod(part.rate(update, delay) for part in self.parts)
+
+    def weigh(self, gradients: Sequence[Tensor], gaps: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
+        for part in self.parts:
+            part.weigh(gradients, gaps, steps)
+
+
+def together(parts: Sequence[Correction]) -> Correction:
+    """Return corrections as one. Raises ConfigError for two that predict the same weights."""
+    predicting = [part for part in parts if part.predicts]
+    if len(predicting) > 1:
+        raise ConfigError(
+            f"correction: {predicting[0]} and {predicting[1]} both say which weights a forward reads: leave one out"
+        )
+    return parts[0] if len(parts) == 1 else Several(tuple(parts)) if parts else Correction()
