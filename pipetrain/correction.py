@@ -57,9 +57,9 @@ class Correction:
 class StepsAhead(Correction):
     """Forwards read the weights as they will be if all steps until their update are as the last one.
 
-    Chen et al. 2018, "Efficient and Robust Parallel DNN Training through Model Parallelism" (SpecTrain),
-    equation 4, for SGD with momentum. For the direction of any optimizer XPipe (Guan et al. 2019, of Adam) and
-    PipeOptim (Guan et al. 2023, equation 5).
+    W - ahead lr v: SpecTrain, for SGD with momentum v (Chen et al. 2018, "Efficient and Robust Parallel DNN
+    Training through Model Parallelism"), XPipe for Adam's direction (Guan et al. 2019) and PipeOptim for that
+    of any optimizer (Guan et al. 2023).
     """
 
     predicts: ClassVar[bool] = True
@@ -72,8 +72,8 @@ class StepsAhead(Correction):
 class MomentumAhead(Correction):
     """Forwards read the weights as momentum alone will move them: g + g^2 + ... + g^ahead of the last step.
 
-    Eliad et al. 2021, "Fine-tuning giant neural networks on commodity hardware with automatic pipeline model
-    parallelism" (FTPipe), section 4.2.2: msnag.
+    W - lr (g - g^(ahead + 1)) / (1 - g) v: msnag of FTPipe (Eliad et al. 2021, "Fine-tuning giant neural
+    networks on commodity hardware with automatic pipeline model parallelism").
     """
 
     predicts: ClassVar[bool] = True
@@ -86,8 +86,8 @@ class MomentumAhead(Correction):
 class NesterovAhead(Correction):
     """Forwards look ahead by momentum times the last step, however late they are.
 
-    Ajanthan et al. 2025, "Nesterov Method for Asynchronous Pipeline Parallel Optimization", equation 8; with
-    optim=nadam its method.
+    W + g (W - W of the update before): Ajanthan et al. 2025, "Nesterov Method for Asynchronous Pipeline
+    Parallel Optimization"; with optim=nadam its method.
     """
 
     predicts: ClassVar[bool] = True
@@ -100,7 +100,7 @@ class NesterovAhead(Correction):
 class PipeMare(Correction):
     """The rate is divided by delay^(1 - update / updates) in the first `updates`.
 
-    Yang et al. 2021, "PipeMare: Asynchronous Pipeline Parallel DNN Training", section 3.1: T1.
+    Yang et al. 2021, "PipeMare: Asynchronous Pipeline Parallel DNN Training", technique T1.
     """
 
     rates: ClassVar[bool] = True
@@ -110,22 +110,23 @@ class PipeMare(Correction):
         COUNT.read("updates", self.updates)
 
     def rate(self, update: int, delay: int) -> float:
-        return float(max(delay, 1) ** -(1 - min(update / self.updates, 1)))
+        late: float = max(delay, 1) ** -(1 - min(update / self.updates, 1))
+        return late
 
 
 @dataclass(frozen=True)
 class GapAware(Correction):
     """Each number of a gradient is divided by 1 + gap / typical step.
 
-    Barkai et al. 2020, "Gap-Aware Mitigation of Gradient Staleness", equation 7; by parameters, and over the
-    mean of squared steps, as in FTPipe.
+    Barkai et al. 2020, "Gap-Aware Mitigation of Gradient Staleness", number by number; the typical step is
+    the root of the mean of squares, as in FTPipe.
     """
 
     weighs: ClassVar[bool] = True
 
     def weigh(self, gradients: Sequence[Tensor], gaps: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
-        penalties = torch._foreach_div(torch._foreach_abs(gaps), torch._foreach_add(steps, SMALLEST))
-        torch._foreach_div_(gradients, torch._foreach_add(penalties, 1.0))
+        penalties = torch._foreach_div(torch._foreach_abs([*gaps]), torch._foreach_add([*steps], SMALLEST))
+        torch._foreach_div_([*gradients], torch._foreach_add(penalties, 1.0))
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class Several(Correction):
         return sum(part.reach(ahead, momentum) for part in self.parts)
 
     def rate(self, update: int, delay: int) -> float:
-        return prod(part.rate(update, delay) for part in self.parts)
+        return float(prod(part.rate(update, delay) for part in self.parts))
 
     def weigh(self, gradients: Sequence[Tensor], gaps: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
         for part in self.parts:
@@ -162,6 +163,7 @@ def together(parts: Sequence[Correction]) -> Correction:
     predicting = [part for part in parts if part.predicts]
     if len(predicting) > 1:
         raise ConfigError(
-            f"correction: {predicting[0]} and {predicting[1]} both say which weights a forward reads: leave one out"
+            f"correction: {predicting[0]} and {predicting[1]} both say which weights a forward reads: leave one "
+            f"of them out"
         )
     return parts[0] if len(parts) == 1 else Several(tuple(parts)) if parts else Correction()
