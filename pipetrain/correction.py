@@ -163,7 +163,7 @@ def together(parts: Sequence[Correction]) -> Correction:
     predicting = [part for part in parts if part.predicts]
     if len(predicting) > 1:
         raise ConfigError(
-            f"correction: {predicting[0]} and {predicting[1]} both say which weights a forward reads: leave one "
-            f"of them out"
+            f"correction: {predicting[0]} and {predicting[1]} both say which weights a forward reads: leave "
+            f"one of them out"
         )
     return parts[0] if len(parts) == 1 else Several(tuple(parts)) if parts else Correction()
