@@ -1,0 +1,75 @@
+"""What late gradients cost in accuracy, as a study measured it by optimizer, schedule and correction.
+
+A plan knows how late gradients are, but not what that does to a training. `staleness.csv` does, for some
+small models: a row says by how much runs ended worse than synchronous ones. What counts is the task that
+loses most. What the file does not have was not studied.
+"""
+
+from __future__ import annotations
+
+import csv
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+STUDY = Path(__file__).with_name("staleness.csv")
+TOLERATED = {"accuracy": 0.3, "loss": 0.01}  # of a gap, by its metric
+UNITS = {"accuracy": ("points", 1), "loss": ("nats", 3)}  # and the digits that are shown
+NONE = "none"
+
+
+class Loss(NamedTuple):
+    """What the worst task of several ends worse than synchronous, with its 95 % interval."""
+
+    correction: str  # names joined by +, or none
+    metric: str
+    gap: float  # in points of accuracy, or in nats; below 0 it ends better
+    half: float  # of the interval's width
+    tasks: int
+    stages: int  # of the study
+
+    @property
+    def share(self) -> float:
+        """The gap in what is tolerated of its metric: up to 1 it may be recommended."""
+        return self.gap / TOLERATED[self.metric]
+
+    def __str__(self) -> str:
+        unit, digits = UNITS[self.metric]
+        verb = "loses" if self.gap > 0 else "gains"
+        return f"{verb} {abs(self.gap):.{digits}f} ± {self.half:.{digits}f} {unit}"
+
+
+@cache
+def _rows(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def joined(names: str) -> str:
+    """Return names joined by + in one order, whatever order they have."""
+    return "+".join(sorted(names.split("+")))
+
+
+def losses(optimizer: str, schedule: str, stages: int) -> dict[str, Loss]:
+    """Return what the worst task loses, by correction, at the nearest number of stages at or above.
+
+    A correction counts if it was studied on all tasks of the optimizer and schedule. Empty: not studied.
+    """
+    rows = [row for row in _rows(STUDY) if (row["optimizer"], row["schedule"]) == (optimizer, schedule)]
+    nearest = min((n for row in rows if (n := int(row["stages"])) >= stages), default=None)
+    rows = [row for row in rows if int(row["stages"]) == nearest]
+    tasks, by_correction = {row["task"] for row in rows}, dict[str, list[Loss]]()
+    for row in rows:
+        name, size = joined(row["correction"]), (float(row["gap"]), float(row["half"]))
+        loss = Loss(name, row["metric"], *size, len(tasks), int(row["stages"]))
+        by_correction.setdefault(name, []).append(loss)
+    complete = {name: of for name, of in by_correction.items() if len(of) == len(tasks)}
+    return {name: max(of, key=lambda loss: loss.share) for name, of in complete.items()}
+
+
+def best_correction(optimizer: str, schedule: str, stages: int) -> str:
+    """Return the names, joined by +, of the correction that loses least; none: if nothing is better."""
+    studied = losses(optimizer, schedule, stages)
+    return min(studied, key=lambda name: (studied[name].share, name != NONE), default=NONE)
