@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from pipetrain.choices import names_of, shipped
 from pipetrain.codec import Codec
+from pipetrain.correction import Correction, together
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network import factory
 from pipetrain.network.model import prove_model
@@ -199,6 +200,34 @@ def make_codec(key: str, node: object) -> Codec:
         raise ConfigError(f"{key} must be a {Codec.__module__}.Codec; got {type(codec).__name__}")
     _try_codec(key, codec)
     return codec
+
+
+def make_correction(key: str, value: object) -> Correction:
+    """Return corrections as one: an object or a name of conf/, a list of them, or nodes by name.
+
+    Raises ConfigError.
+    """
+    if isinstance(value, Mapping):
+        return together(
+            [_correction(f"{key}.{name}", build_node(f"{key}.{name}", of)) for name, of in value.items()]
+        )
+    parts = list[Correction]()
+    for one in value if isinstance(value, list | tuple) else [value or "none"]:
+        if not isinstance(one, str):
+            parts.append(_correction(key, one))
+        elif (known := shipped("correction", one)) is None:
+            raise ConfigError(
+                f"{key}={one} is unknown; choose one of {names_of('correction')}, or several: [a,b]"
+            )
+        else:
+            parts += [build_node(f"{key}.{name}", node) for name, node in known.items()]
+    return together(parts)
+
+
+def _correction(key: str, made: object) -> Correction:
+    if not isinstance(made, Correction):
+        raise ConfigError(f"{key} must be a {Correction.__module__}.Correction; got {type(made).__name__}")
+    return made
 
 
 def _try_codec(key: str, codec: Codec) -> None:

@@ -21,8 +21,9 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigTypeError
 
-from pipetrain.building import build_function, make_codec
+from pipetrain.building import build_function, make_codec, make_correction
 from pipetrain.codec import Codec, Codecs, Identity
+from pipetrain.correction import Correction
 from pipetrain.errors import ConfigError
 from pipetrain.network.values import Size
 from pipetrain.placing import PLACEMENT, REPLICAS, places_of, processes
@@ -130,6 +131,8 @@ TRACE = Rule("true or false; trace.windows=4 traces the first 4 windows", _trace
 GRAPHS = Rule("auto, true or false", lambda key, value: kept(value, value in (AUTO, True, False)))
 UNLIKE_GRAPHS = "needs other passes than CUDA graphs have captured"
 CODEC = Rule("a codec's name", make_codec)
+CORRECTION = Rule("a correction's name, or several", make_correction)
+_WRITTEN = ("dtype", "codec_forward", "codec_backward", "correction")  # their texts say all
 MOST_THREADS = max(64, 8 * cores())  # more are probably a mistake
 
 
@@ -173,6 +176,7 @@ class Settings:
     timeout: float = option(300.0, SECONDS)
     codec_forward: Codec = option(Identity(), CODEC, key="codec.forward")
     codec_backward: Codec = option(Identity(), CODEC, key="codec.backward")
+    correction: Correction = option(Correction(), CORRECTION)
 
     batch_size: int = of_run(64, COUNT)
     epochs: int = of_run(1, COUNT)
@@ -238,7 +242,7 @@ class Settings:
     def shared(self) -> dict[str, Any]:
         """Return what is the same on all ranks: each may have its own threads, and its own patience."""
         named = {one.name: getattr(self, one.name) for one in fields(self)}
-        named |= {name: repr(named[name]) for name in ("dtype", "codec_forward", "codec_backward")}
+        named |= {name: repr(named[name]) for name in _WRITTEN}
         return {name: value for name, value in named.items() if name not in ("threads", "timeout")}
 
     @property
@@ -270,6 +274,7 @@ class Settings:
         """The options that need other passes than CUDA graphs capture."""
         chosen = {
             "compile": self.compile,
+            "correction": self.correction.weighs,
             "batchnorm": self.batchnorm == "batch",
             "recompute": self.recompute not in (AUTO, "never"),
             "memory_limit": self.memory_limit is not None,

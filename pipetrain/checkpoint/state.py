@@ -19,6 +19,7 @@ from pipetrain.checkpoint.files import rank_file, stage_file
 from pipetrain.checkpoint.resume import Source
 from pipetrain.checkpoint.tensors import EMA, MODEL, OPTIMIZER, NamedTensors, names_of
 from pipetrain.network.numerics import numbers_of
+from pipetrain.runtime.late import KEPT
 from pipetrain.runtime.links import Links
 from pipetrain.runtime.session import Session, owing
 from pipetrain.runtime.stage import Stage
@@ -171,14 +172,18 @@ def parts_of(
             known = weights.optimizer.state.get(parameter) if weights.optimizer else None
             if not weights.updates and not known:
                 known = _fresh_state(optimizer, name, parameter)
-            by_name[name] = {key: value for key, value in (known or {}).items() if value is not None}
+            known = {**(known or {}), **weights.late.known(parameter)}
+            by_name[name] = {key: value for key, value in known.items() if value is not None}
         return {name: values for name, values in by_name.items() if values}
 
     def load_state(by_name: Mapping[str, Mapping[str, Any]]) -> None:
         for weights, name, parameter in live:
             for key, value in by_name.get(name, {}).items():
                 copied = value.clone() if isinstance(value, Tensor) else value
-                weights.optimizer.state[parameter][key] = copied  # type: ignore[union-attr]
+                if key in KEPT:
+                    weights.late.state.setdefault(parameter, {})[key] = copied
+                else:
+                    weights.optimizer.state[parameter][key] = copied  # type: ignore[union-attr]
 
     def updates() -> Tensor:
         return torch.tensor(next(iter(stages)).weights.updates)

@@ -37,7 +37,7 @@ MAY_BE_NULL = {"data.sample", "data.train", "data.test"}  # mappings that some d
 
 # Keys that need `++` in Hydra: arguments of a `_target_`, and parts of what may also be a plain value.
 _ADDED = re.compile(
-    r"(model|schedule|optim|task|loss|metrics|codec\.(forward|backward)"
+    r"(model|schedule|optim|correction|task|loss|metrics|codec\.(forward|backward)"
     r"|data\.(source|augment|train|test|columns|sample))\.[^=]+="
     r"|(partition\.profile|trace\.windows|lr_schedule\.\w+)="
 )
@@ -188,7 +188,7 @@ def _refuse_word(word: str) -> None:
     """Refuse a group's choice that is not a name, for which Hydra's error lacks the key."""
     key, _, value = word.lstrip("+").partition("=")
     choices = sorted(path.stem for path in (conf_dir() / ("codec" if key in CODECS else key)).glob("*.yaml"))
-    several = key == "logger" and value.startswith("[")
+    several = key in ("logger", "correction") and value.startswith("[")
     if key and choices and not several and not re.match(r"(?!(null|true|false)$)\w*[A-Za-z_]", value):
         raise ConfigError(f"{word} must be a name; choose one of: {', '.join(choices)}")
 

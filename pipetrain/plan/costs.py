@@ -132,7 +132,7 @@ class Table:
 
     `inputs`: of the model; `state_of`: the bytes of the optimizer's state of a parameter; `loss`, `targets`:
     the bytes that the loss saves, and those of the targets; `averaged`: a moving average of the weights is
-    kept; `on_gpu`: the model is.
+    kept; `copies`: of each weight, which a correction keeps; `on_gpu`: the model is.
     """
 
     layers: Sequence[Layer]
@@ -143,6 +143,7 @@ class Table:
     loss: int = 0
     targets: int = 0
     averaged: bool = False
+    copies: int = 0
     on_gpu: bool = False
     _entering: dict[tuple[int, int], dict[ValueId, bool]] = field(default_factory=dict, init=False)
     _sizes: dict[tuple[int, int, Mode], Items] = field(default_factory=dict, init=False)
@@ -274,7 +275,8 @@ class Table:
             weights=_nbytes(weights) * (1 + self.averaged) + _nbytes(buffers | frozen),
             versions=_nbytes(weights),
             gradients=_nbytes(weights),
-            optimizer=round(sum(self.state_of(*weight) for weight in weights.items())),
+            optimizer=round(sum(self.state_of(*weight) for weight in weights.items()))
+            + self.copies * _nbytes(weights),
             inputs=self.wire_bytes(enters)[0],
             grads=self.wire_bytes(leaves)[1],
             arrived=arrived,

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, pairwise
 from typing import Any
 
+from pipetrain.correction import Correction
 from pipetrain.errors import ConfigError
 from pipetrain.plan.cut import Cut
 from pipetrain.schedule.actions import (
     Action,
     Edge,
+    Op,
     Placement,
     Program,
     Schedule,
@@ -41,7 +43,7 @@ from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.replicas import spread_program
 from pipetrain.schedule.simulate import SHOWN, Cost, Deadlock, simulate
 from pipetrain.schedule.timeline import Timeline
-from pipetrain.schedule.transforms import joined, with_norms, with_recompute, with_ties
+from pipetrain.schedule.transforms import joined, with_delays, with_norms, with_recompute, with_ties
 from pipetrain.settings import AUTO, RECOMPUTE, Mode, Settings
 
 TOGETHER = "keep the layers that share it in one stage by partition="
@@ -107,6 +109,7 @@ class Draft:
         program = make(settings, schedule, batches)
         draft = cls(settings, schedule, batches, program, ranks_of(program), least)
         _refuse_replicas(draft)
+        _refuse_correction(draft)
         return draft if settings.replicas == AUTO else replace(draft, settings=_with_clipping_decided(draft))
 
     @property
@@ -189,7 +192,9 @@ def make_program(
 def _completed(draft: Draft, compute: Program, cut: Cut | None) -> Program:
     """Return a compute-only program with its norms, ties and messages."""
     routes, ties = _joins(cut)
-    compute = joined(compute, routes)
+    compute, correction = joined(compute, routes), draft.settings.correction
+    if correction.predicts or correction.rates:
+        compute = with_delays(compute, draft.settings.microbatches, correction.predicts, correction.rates)
     if draft.settings.clip_grad_norm is not None and draft.settings.clip_grad_norm_over == "model":
         compute = with_norms(compute)
     return lower(with_ties(compute, ties) if ties else compute, routes)
@@ -247,12 +252,24 @@ def prove_window(draft: Draft, batches: int, program: Program, cut: Cut | None) 
 def _refuse_unsound(settings: Settings, batches: int, program: Program, cut: Cut | None) -> None:
     """Refuse a program that is wrong, or that the engine cannot run. Raises ScheduleError and ConfigError."""
     routes, ties = _joins(cut)
+    _refuse_unlike_rates(settings, program, ties)
     if settings.compile and splits(program):
         raise ConfigError(
             f"schedule {settings.schedule} splits backwards, and compile runs them whole: leave compile "
             f"out, or choose a schedule without I and W"
         )
     check(program, batches, settings.microbatches, routes, has_norms(program), ties)
+
+
+def _refuse_unlike_rates(settings: Settings, program: Program, ties: Ties) -> None:
+    """Refuse another rate for each copy of a shared weight. Raises ConfigError."""
+    steps = [action for action in chain.from_iterable(program) if action.op is Op.STEP]
+    delays = [{(a.version, a.delay) for a in steps if a.stage in tie} for tie in ties]
+    if any(len(of) > len({version for version, _ in of}) for of in delays):
+        raise ConfigError(
+            f"the correction sets the rate by how late a stage is, and with schedule {settings.schedule} "
+            f"stages that share a weight are not equally late: leave the correction out, or {TOGETHER}"
+        )
 
 
 def _played(draft: Draft, batches: int, program: Program, cut: Cut | None) -> Window:
@@ -307,6 +324,15 @@ def _refuse_replicas(draft: Draft) -> None:
         raise ConfigError(
             f"a stage has {most} replicas, and a {'window' if draft.reads_late else 'batch'} has {few}, so "
             f"that some would have nothing to do: choose microbatches={most}, or fewer replicas"
+        )
+
+
+def _refuse_correction(draft: Draft) -> None:
+    """Refuse to correct what no program says."""
+    if draft.policy and draft.settings.correction != Correction():
+        raise ConfigError(
+            f"correction goes by the delays that a program says, and {draft.settings.schedule} decides its "
+            f"order while it runs: choose another schedule, or correction=none"
         )
 
 

@@ -174,7 +174,7 @@ class Engine:
         order, mail, sums, methods = window.order, window.mail, window.sums, self._methods
         counted = Op.STEP if window.trains else Op.F
         for stage in self.stages.values() if window.trains else ():
-            stage.begin_window()
+            stage.begin_window(order.predicted(stage.index, 0))
         watch = Stopwatch(self._clock, mail.channel, lambda: mail.coding.seconds)
         action: Action | Wait | None = None
 
@@ -230,7 +230,7 @@ class Engine:
             inputs = window.mail.inputs(action.stage, mb)
             if window.trains:
                 saving = window.order.saving(action.stage, mb)
-                outputs = stage.forward(mb, inputs, action.version, target, saving)
+                outputs = stage.forward(mb, inputs, action.read, target, saving)
             else:
                 outputs = stage.predict(inputs, target)
         if stage.objective is None:
@@ -242,7 +242,7 @@ class Engine:
 
     def _recompute(self, action: Action, window: _Window) -> None:
         with drawing(self._seeds(action, window)):
-            self.stages[action.stage].recompute(action.mb, action.version)
+            self.stages[action.stage].recompute(action.mb, action.read)
 
     def _seeds(self, action: Action, window: _Window) -> Seeds:
         if not window.trains:
@@ -255,25 +255,26 @@ class Engine:
         run = stage.backward if action.op is Op.B else stage.backward_input
         grads = window.mail.grads(action.stage, action.mb)
         with window.ending(action):
-            back = run(action.mb, grads, action.version)
+            back = run(action.mb, grads, action.read)
         window.mail.hand_back(action.stage, action.mb, back)
         self._release(action, window)
 
     def _backward_weight(self, action: Action, window: _Window) -> None:
         with window.ending(action):
-            self.stages[action.stage].backward_weight(action.mb, action.version)
+            self.stages[action.stage].backward_weight(action.mb, action.read)
         self._release(action, window)
 
     def _step(self, action: Action, window: _Window) -> None:
         stage = self.stages[action.stage]
         keep = window.order.needed(action.stage, action.version - 1)
-        stage.step(keep, window.sums.norms.get(action.version))
+        predicted = window.order.predicted(action.stage, action.version)
+        stage.step(keep, window.sums.norms.get(action.version), action.delay, predicted)
         self._release(action, window)
         versions, limit = stage.weights.count, self._limits[action.stage].versions
         assert versions <= limit, f"{action}: {versions} weight versions held, {limit} simulated"
 
     def _release(self, action: Action, window: _Window) -> None:
         weights = self.stages[action.stage].weights
-        for version in weights.older():
-            if not window.order.needed(action.stage, version):
-                weights.release(version)
+        for read in weights.others():
+            if not window.order.needed(action.stage, read):
+                weights.release(read)

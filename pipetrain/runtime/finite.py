@@ -72,7 +72,7 @@ def origin(stage: Stage, microbatch: Microbatch) -> tuple[str, str]:
             first.append(f"layer {name}")
 
     with (
-        stage.weights.installed(microbatch.version),
+        stage.weights.installed(microbatch.read),
         stage.buffers.replaced(stage.buffers.copies()),
         stage.numerics.context(stage.device),
         torch.no_grad(),

@@ -9,7 +9,7 @@ overwrite what another holds between the two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -27,6 +27,7 @@ from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Saving, aroun
 from pipetrain.runtime.objective import Counted
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.weights import Weights
+from pipetrain.schedule.actions import Predicted, Read
 
 _RECORDED = -1  # the microbatch of a pass that is captured
 
@@ -75,7 +76,7 @@ class FixedWeights(Weights):
         self._graded: set[str] = set()  # weights that have had a gradient so far, in rehearsals too
         super().__init__(*arguments, **options)
 
-    def fix(self, versions: int) -> dict[int, dict[str, Tensor]]:
+    def fix(self, versions: int) -> dict[int, dict[str, nn.Parameter]]:
         """Let all stay from now on, with storage for so many versions; return leaves by its address."""
         self._fixed = {name: torch.zeros_like(p.data) for name, p in self.live.items()}
         self._versions = {self.newest: self._fresh_leaves()}
@@ -101,11 +102,11 @@ class FixedWeights(Weights):
         self._versions = {self.newest: self._fresh_leaves()}
         self._accumulating = self._versions[self.newest]
 
-    def storage(self, version: int) -> int:
-        return _address(self._versions[version].values())
+    def storage(self, read: Read) -> int:
+        return _address(self._versions[read].values())
 
     @contextmanager
-    def only(self, leaves: dict[str, Tensor]) -> Iterator[None]:
+    def only(self, leaves: dict[str, nn.Parameter]) -> Iterator[None]:
         before = self._versions
         self._versions = {0: leaves}
         try:
@@ -113,9 +114,9 @@ class FixedWeights(Weights):
         finally:
             self._versions = before
 
-    def accumulate_on(self, version: int) -> None:
+    def accumulate_on(self, read: Read) -> None:
         if not self._fixed:
-            super().accumulate_on(version)
+            super().accumulate_on(read)
 
     def reduce(self) -> None:
         for name in self._graded if self._fixed else ():
@@ -124,12 +125,12 @@ class FixedWeights(Weights):
             super().reduce()
             self._graded.update(self.gradients())  # in place: a rehearsal puts attributes back
 
-    def step(self, keep: bool, skip: Tensor | None = None) -> None:
-        super().step(keep, skip)
+    def step(self, *arguments: Any) -> None:
+        super().step(*arguments)
         if self._fixed:
             torch._foreach_zero_(list(self._fixed.values()))
 
-    def _fresh_leaves(self) -> dict[str, Tensor]:
+    def _fresh_leaves(self) -> dict[str, nn.Parameter]:
         leaves = super()._fresh_leaves()
         for name, gradient in self._fixed.items():
             leaves[name].grad = gradient
@@ -157,20 +158,20 @@ class GraphedStage(Stage):
         self._replays = False  # in this window: a program may have changed attributes since
 
     def forward(
-        self, mb: int, x: Tensors, version: int, target: Target | None = None, saving: Saving = WHOLE
+        self, mb: int, x: Tensors, read: Read, target: Target | None = None, saving: Saving = WHOLE
     ) -> Tensors:
         x = tuple(self.numerics.arrange(t.detach()) for t in x)
         aims = as_tuple(target.value) if target is not None else ()
         replays = self._replays and self._free
-        one = self._passes.get((self._free[-1], self.weights.storage(version))) if replays else None
+        one = self._passes.get((self._free[-1], self.weights.storage(read))) if replays else None
         weighs = target is None or target.weight
         if one is None or one.saving != saving or not one.fits(x, aims) or not weighs:
             if self.rehearses and self._example is not None:
                 self._example[:] = [(x, target, saving)]
-            return super().forward(mb, x, version, target, saving)
+            return super().forward(mb, x, read, target, saving)
         self._free.pop()
         torch._foreach_copy_([*one.inputs, *one.target], [*x, *aims])
-        opened = self._open[mb] = Microbatch(mb, (), version, saving)
+        opened = self._open[mb] = Microbatch(mb, (), read, saving)
         with around(self.observers, opened):
             one.forward.replay()
         opened.counted = one.counted(target)
@@ -178,24 +179,24 @@ class GraphedStage(Stage):
         # Free again after the backward: where no gradient comes back, these may still be on their way.
         return one.outputs if one.grads else tuple(t.clone() for t in one.outputs)
 
-    def backward(self, mb: int, grads: Tensors, version: int) -> Tensors:
+    def backward(self, mb: int, grads: Tensors, read: Read) -> Tensors:
         if (one := self._replayed.pop(mb, None)) is None:
-            return super().backward(mb, grads, version)
-        self._give(one, self._close(mb, version), grads)
+            return super().backward(mb, grads, read)
+        self._give(one, self._close(mb, read), grads)
         self._free.append(one.slot)
         return self._back(one)
 
-    def backward_input(self, mb: int, grads: Tensors, version: int) -> Tensors:
+    def backward_input(self, mb: int, grads: Tensors, read: Read) -> Tensors:
         if (one := self._replayed.get(mb)) is None:
-            return super().backward_input(mb, grads, version)
+            return super().backward_input(mb, grads, read)
         self._give(one, self._open[mb], grads)
         return self._back(one) if one.weight is not None else ()
 
-    def backward_weight(self, mb: int, version: int) -> None:
+    def backward_weight(self, mb: int, read: Read) -> None:
         if (one := self._replayed.pop(mb, None)) is None:
-            super().backward_weight(mb, version)
+            super().backward_weight(mb, read)
             return
-        self._close(mb, version)
+        self._close(mb, read)
         (one.weight or one.backward).replay()
         self._free.append(one.slot)
 
@@ -252,8 +253,8 @@ class GraphedStage(Stage):
         losses = [value for value in of_task.values() if isinstance(value, nn.Module)]
         return Attributes([*self.module.children(), *losses], of_task)
 
-    def begin_window(self) -> None:
-        super().begin_window()
+    def begin_window(self, predicted: Sequence[Predicted] = ()) -> None:
+        super().begin_window(predicted)
         self._replays = self._known is not None and not self._known.changed()
 
     def _captured(self, slot: int, pool: Any, x: Tensors, target: Target | None, saving: Saving) -> Pass:

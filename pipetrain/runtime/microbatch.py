@@ -15,6 +15,7 @@ from pipetrain.runtime.feed import Target
 from pipetrain.runtime.objective import Counted
 from pipetrain.runtime.recompute import Recompute
 from pipetrain.runtime.split import Deferred
+from pipetrain.schedule.actions import Read
 
 
 class Saving(NamedTuple):
@@ -33,7 +34,7 @@ class Microbatch:
 
     mb: int
     inputs: Tensors
-    version: int
+    read: Read
     saving: Saving
     target: Target | None = None
     outputs: Tensors = ()

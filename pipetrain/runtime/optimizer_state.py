@@ -21,13 +21,17 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 _SET_BY_US = ("params", "lr")
+_BESIDE = "correction"  # no optimizer's own key
 
 
 class OptimizerState:
-    """The state of an optimizer, by parameter; `optimizer` has not stepped yet."""
+    """The state of an optimizer, by parameter; `optimizer` has not stepped yet.
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    `beside`: what a correction keeps of each parameter, which is stored with it.
+    """
+
+    def __init__(self, optimizer: Optimizer, beside: dict[Tensor, dict[str, Tensor]] | None = None) -> None:
+        self._optimizer, self._beside = optimizer, {} if beside is None else beside
         self._groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         self._began_with = {key: copy.deepcopy(_options(group)) for key, group in self._groups.items()}
 
@@ -38,7 +42,10 @@ class OptimizerState:
         options, before = _options(self._groups[id(parameter)]), self._began_with[id(parameter)]
         changed = {k: v for k, v in options.items() if k not in before or not _same(v, before[k])}
         tensors: list[Tensor] = []
-        tree = _packed([dict(self._optimizer.state.get(parameter, {})), changed], tensors)
+        state = dict(self._optimizer.state.get(parameter, {}))
+        if beside := self._beside.get(parameter):
+            state[_BESIDE] = beside
+        tree = _packed([state, changed], tensors)
         return [torch.frombuffer(bytearray(json.dumps(tree), "utf-8"), dtype=torch.uint8), *tensors]
 
     def restore(self, parameter: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -46,6 +53,8 @@ class OptimizerState:
         state, changed = _unpacked(json.loads(bytes(tensors[0].tolist())), tensors[1:])
         group = self._groups[id(parameter)]
         group.update(changed)
+        if beside := state.pop(_BESIDE, None):
+            self._beside[parameter] = {key: _placed(parameter, value) for key, value in beside.items()}
         # As in torch.optim, the step count stays on the host, unless a kernel reads it.
         host = () if group.get("capturable") or group.get("fused") else ("step",)
         self._optimizer.state[parameter] = {

@@ -19,7 +19,18 @@ from itertools import accumulate
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.microbatch import Saving
-from pipetrain.schedule.actions import NO_PEER, RECEIVES, Action, Op, last_backwards, last_uses, shortened
+from pipetrain.schedule.actions import (
+    NO_PEER,
+    RECEIVES,
+    Action,
+    Op,
+    Predicted,
+    Read,
+    last_backwards,
+    last_uses,
+    predictions,
+    shortened,
+)
 from pipetrain.schedule.looks import looks_of
 from pipetrain.schedule.policy import Wait
 from pipetrain.schedule.posts import Post, Sum
@@ -61,7 +72,7 @@ class Order:
         self._ends, self._ahead = ends, ahead
         self._list, self._posts = list(actions), list(posts)
         self._looks = None if looks is None else deque(looks)
-        self._last_uses = last_uses(self._list)
+        self._last_uses, self._predicted = last_uses(self._list), predictions(self._list)
         self._split = {(a.stage, a.mb) for a in actions if a.op is Op.I}
         self._ending = {last for last, _ in last_backwards(self._list)}
         self.recomputed = {(a.stage, a.mb) for a in actions if a.op is Op.R}
@@ -84,11 +95,15 @@ class Order:
     def receives(self) -> list[Action]:
         return [action for action in self._list if action.op in RECEIVES]
 
-    def needed(self, stage: int, version: int) -> bool:
-        """Return whether an action after the current one reads a version of a stage's weights."""
+    def needed(self, stage: int, read: Read) -> bool:
+        """Return whether an action after the current one reads these weights of a stage."""
         if self.decide:
-            return version in self._reads.values()
-        return self._last_uses.get((stage, version), -1) > self._position
+            return read in self._reads.values()
+        return self._last_uses.get((stage, read), -1) > self._position
+
+    def predicted(self, stage: int, version: int) -> list[Predicted]:
+        """Return what is to be predicted by a version of a stage's weights."""
+        return [read for read in self._predicted.get((stage, version), ()) if self.needed(stage, read)]
 
     def ends_batch(self, backward: Action) -> bool:
         """Return whether a B or W is the last one of its batch on this rank."""

@@ -46,7 +46,7 @@ from pipetrain.runtime.order import Order
 from pipetrain.runtime.rehearsal import LoopbackChannel
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.weights import OptimizerFactory
-from pipetrain.schedule.actions import Action, Op, ranks_of
+from pipetrain.schedule.actions import Action, Op, Predicted, ranks_of
 from pipetrain.schedule.lower import Lowering, edges, lower
 from pipetrain.schedule.lower import links as links_of
 from pipetrain.schedule.policy import Bounds
@@ -145,8 +145,8 @@ def twin_of(network: Network) -> Network:
 class _Layer(Stage):
     """A stage whose numbers are made up, and which does not prove a recomputation, as training does once."""
 
-    def begin_window(self) -> None:
-        super().begin_window()
+    def begin_window(self, predicted: Sequence[Predicted] = ()) -> None:
+        super().begin_window(predicted)
         self.rehearses, self._proves = True, False
 
 

@@ -227,6 +227,7 @@ def make_stages(
             compile=settings.compile,
             selective=plan.modes[index] is Mode.SELECTIVE,
             ema=settings.ema,
+            correction=settings.correction,
             clip_grad_norm=settings.clip_grad_norm,
             names=names,
             elsewhere={name for name, first in home.items() if first != index},

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
+from pipetrain.correction import Correction
 from pipetrain.errors import TrainingStopped
 from pipetrain.network import draws
 from pipetrain.network.network import INPUT, Part, Tensors, evaluating
@@ -30,6 +31,7 @@ from pipetrain.runtime.objective import Objective, weighted
 from pipetrain.runtime.recompute import Recompute
 from pipetrain.runtime.split import Deferred, differentiate
 from pipetrain.runtime.weights import OptimizerFactory, Weights
+from pipetrain.schedule.actions import Predicted, Read
 from pipetrain.tasks import Task
 from pipetrain.tasks.tally import Tally
 
@@ -58,6 +60,7 @@ class Stage:
         compile: bool = False,
         selective: bool = False,
         ema: float | None = None,
+        correction: Correction | None = None,
         clip_grad_norm: float | None = None,
         names: Mapping[str, str] | None = None,
         elsewhere: Collection[str] = (),
@@ -73,7 +76,7 @@ class Stage:
             draws.leave_to_python()
             self._layers = torch.compile(module, dynamic=False)  # specialised to the shapes that occur
         self.device = device
-        self.weights = self._weights(module, optimizer, rate, ema, self.names)
+        self.weights = self._weights(module, optimizer, rate, ema, self.names, correction)
         self.buffers = Buffers(module)
         self.objective = Objective(task, module.pack, self.numerics.autocast) if task is not None else None
         self.observers: list[Observer] = []
@@ -106,19 +109,19 @@ class Stage:
     # Forward
 
     def forward(
-        self, mb: int, x: Tensors, version: int, target: Target | None = None, saving: Saving = WHOLE
+        self, mb: int, x: Tensors, read: Read, target: Target | None = None, saving: Saving = WHOLE
     ) -> Tensors:
-        """Run microbatch `mb` with a weight version, and save what its backward needs.
+        """Run microbatch `mb` with these weights, and save what its backward needs.
 
         Returns the detached outputs; nothing at the last stage, which computes the loss of the target
         instead. Raises TrainingStopped, as observers do.
         """
         requires = zip(x, requires_grad(self.module.slice.enters_grad, x), strict=True)
         x = tuple([self.numerics.arrange(t.detach()).requires_grad_(require) for t, require in requires])
-        one = self._open[mb] = Microbatch(mb, x, version, saving, target)
+        one = self._open[mb] = Microbatch(mb, x, read, saving, target)
         if saving.recomputed:
             one.recompute = Recompute(self.buffers.copies(), self._selective)
-        with around(self.observers, one), self.weights.installed(version):
+        with around(self.observers, one), self.weights.installed(read):
             if one.recompute is None:
                 result = self._recorded(one)
             else:
@@ -136,7 +139,7 @@ class Stage:
             self._proves = False
         return self._handed_on(mb, outputs) if self.objective is None else ()
 
-    def recompute(self, mb: int, version: int) -> None:
+    def recompute(self, mb: int, read: Read) -> None:
         """Run a forward again, with the weights, buffers and random numbers of the first time.
 
         Metrics and observers do not see it. For the first microbatch of a window it raises TrainingStopped
@@ -144,9 +147,9 @@ class Stage:
         """
         one = self._open[mb]
         recompute, one.recompute = one.recompute, None
-        assert recompute is not None and one.version == version
+        assert recompute is not None and one.read == read
         with (
-            self.weights.installed(version),
+            self.weights.installed(read),
             self.buffers.replaced(recompute.buffers),
             recompute.recomputing(),
         ):
@@ -179,7 +182,7 @@ class Stage:
     def _recorded(self, one: Microbatch) -> Tensors:
         """Run the layers; if the backward is split, put off the gradients of weights."""
         if one.recompute is None and one.saving.split and any(t.requires_grad for t in one.inputs):
-            one.deferred = Deferred(self.weights.leaves(one.version))
+            one.deferred = Deferred(self.weights.leaves(one.read))
             with one.deferred:
                 return self._call(one.inputs)
         return self._call(one.inputs)
@@ -215,38 +218,38 @@ class Stage:
 
     # Backward
 
-    def backward(self, mb: int, grads: Tensors, version: int) -> Tensors:
-        """Run the whole backward of a microbatch and add to its version's gradients.
+    def backward(self, mb: int, grads: Tensors, read: Read) -> Tensors:
+        """Run the whole backward of a microbatch and add to the gradients of its weights.
 
         `grads`: one gradient per output that needs one (none at the last stage); returns one per input that
         needs one (none at the first). Raises TrainingStopped, as observers do.
         """
-        one = self._close(mb, version)
-        self.weights.accumulate_on(version)
+        one = self._close(mb, read)
+        self.weights.accumulate_on(read)
         with self._adding():
             return self._differentiate(one, grads, differentiate)
 
-    def backward_input(self, mb: int, grads: Tensors, version: int) -> Tensors:
+    def backward_input(self, mb: int, grads: Tensors, read: Read) -> Tensors:
         """Run the first half of a backward: the gradients of the inputs, for which the stage before waits.
 
         Without any, as on the first stage, the second half is all of it.
         """
         one = self._open[mb]
-        assert one.saving.split and one.version == version
+        assert one.saving.split and one.read == read
         if one.deferred is None:
             one.grads = grads
             return ()
-        back = self._differentiate(one, grads, partial(one.deferred.input_half, self.weights.leaves(version)))
+        back = self._differentiate(one, grads, partial(one.deferred.input_half, self.weights.leaves(read)))
         one.inputs, one.outputs, one.target = (), (), None
         return back
 
-    def backward_weight(self, mb: int, version: int) -> None:
+    def backward_weight(self, mb: int, read: Read) -> None:
         deferred = self._open[mb].deferred
         if deferred is None:
-            self.backward(mb, self._open[mb].grads, version)
+            self.backward(mb, self._open[mb].grads, read)
             return
-        self._close(mb, version)
-        self.weights.accumulate_on(version)
+        self._close(mb, read)
+        self.weights.accumulate_on(read)
         with self._adding():
             deferred.weight_half()
 
@@ -254,9 +257,9 @@ class Stage:
         """Return a context that adds gradients; on a CPU a second copy costs more than many launches."""
         return self.weights.adding_at_once() if self.adds_at_once and self.device != "cpu" else nullcontext()
 
-    def _close(self, mb: int, version: int) -> Microbatch:
+    def _close(self, mb: int, read: Read) -> Microbatch:
         one = self._open.pop(mb)
-        assert one.version == version, f"microbatch {mb} ran forward over {one.version}, not {version}"
+        assert one.read == read, f"microbatch {mb} ran forward over {one.read}, not {read}"
         self._batch.mbs.append(mb)
         if one.counted is not None:
             self._batch.counted.append(one.counted)
@@ -272,7 +275,7 @@ class Stage:
         outputs = [t for t, need in zip(one.outputs, self.needed(one.outputs), strict=True) if need]
         pairs = [(t, grad) for t, grad in zip(outputs, grads, strict=True) if t.requires_grad]
         if pairs:
-            with self.weights.installed(one.version), self.buffers.in_backward():
+            with self.weights.installed(one.read), self.buffers.in_backward():
                 run(*map(list, zip(*pairs, strict=True)))
         needs = needs_grad(self.module.slice.enters_grad, one.inputs)
         for number, (t, need) in enumerate(zip(one.inputs, needs, strict=True)):
@@ -322,10 +325,13 @@ class Stage:
         """Return the norm of the batch's gradient; a weight of several stages counts at the first of them."""
         return self.weights.gradient_norm(self.device, without=self.elsewhere)
 
-    def step(self, keep: bool, norm: Tensor | None = None) -> None:
-        """Update the weights; `keep` the previous version for later actions.
+    def step(
+        self, keep: bool, norm: Tensor | None = None, delay: int = 0, predicted: Sequence[Predicted] = ()
+    ) -> None:
+        """Update the weights; `keep` the previous version for later actions, and make what is `predicted`.
 
-        The gradient is clipped by `norm`, that of the whole model, or None for that of this stage.
+        The gradient, `delay` updates late, is clipped by `norm`, that of the whole model, or None for that of
+        this stage.
         """
         if self._clip is not None:
             by = self.gradient_norm() if norm is None else norm
@@ -334,7 +340,7 @@ class Stage:
         batch, self._reduced = self._reduced, Batch()
         for observer in self.observers:
             observer.before_step(batch)
-        self.weights.step(keep, batch.skipped)
+        self.weights.step(keep, batch.skipped, delay, predicted)
 
     # Between windows
 
@@ -343,13 +349,13 @@ class Stage:
         for observer in self.observers:
             observer.check(wait)
 
-    def begin_window(self) -> None:
-        """Start counting versions from 0. No microbatch may be open."""
+    def begin_window(self, predicted: Sequence[Predicted] = ()) -> None:
+        """Start counting versions from 0, and make what is `predicted`. No microbatch may be open."""
         assert not self._open, f"microbatches {sorted(self._open)} outlived their window"
         self.check(wait=False)
         # On a GPU the host would wait for the outcome: there the rehearsal does.
         self._proves = self.device == "cpu" or self.rehearses
-        self.weights.begin_window()
+        self.weights.begin_window(predicted)
 
     def changing(self, training: bool) -> tuple[list[Tensor], list[Any]]:
         """Return the tensors and the containers that windows change, beside attributes of layers."""

@@ -52,11 +52,12 @@ class Sums:
     @contextmanager
     def ending(self, action: Action) -> Iterator[None]:
         """Be around the last backward of a batch on this rank: tell the buckets that it finishes."""
-        if not (full := self._buckets.get(action.stage, [])[:-1]):
+        full = self._buckets.get(action.stage, [])[:-1]
+        if not full or self._stages[action.stage].weights.weighs:  # which is done at the end
             yield
             return
         stage, tell = self._stages[action.stage], partial(self._channel.tell, (action.stage,), early=True)
-        leaves = dict(zip(stage.weights.live, stage.weights.leaves(action.version), strict=True))
+        leaves = dict(zip(stage.weights.live, stage.weights.leaves(action.read), strict=True))
         stage.adds_at_once = False  # each gradient is whole as soon as autograd has added it
         with finishing([{name: leaves[name] for name in bucket} for bucket in full], tell):
             yield

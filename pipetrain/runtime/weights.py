@@ -1,9 +1,10 @@
 """The weight versions of one stage, and the optimizer that makes the next one.
 
 A version is a set of autograd leaves. A forward computes with the leaves of the version that its action
-names; a backward finds its version in its graph. A step updates in place if no later action needs the old
-values, and otherwise moves the live parameters to other storage. Released storage is used again, because a
-fresh allocation would be page-faulted in at every step.
+names, or with those that a correction predicts by it, made with the version; a backward finds its leaves in
+its graph. A step updates in place if no later action needs the old values, and otherwise moves the live
+parameters to other storage. Released storage is used again, because a fresh allocation would be page-faulted
+in at every step.
 
 Leaves are made from `p.data`, so they share storage with the parameter but not its version counter. The
 counter of a leaf moves exactly when its storage is overwritten, so autograd raises if a graph still needs it.
@@ -27,11 +28,14 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves
 
+from pipetrain.correction import Correction
 from pipetrain.network.numerics import numbers_of
 from pipetrain.network.places import places
 from pipetrain.plan.costs import SMALL_GRADIENT
 from pipetrain.rate import LearningRate, Rate
+from pipetrain.runtime.late import LateWeights
 from pipetrain.runtime.optimizer_state import OptimizerState
+from pipetrain.schedule.actions import Predicted, Read
 
 Named = Iterable[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[Named], Optimizer]
@@ -68,7 +72,8 @@ class Weights:
     """Versions 0, 1, 2, ... of a module's trainable parameters, counted from the start of a window.
 
     `ema`: the decay of an exponential moving average of the weights after each step, as in
-    torch.optim.swa_utils. `known_as`: the names of parameters in the model, where they differ.
+    torch.optim.swa_utils. `known_as`: the names of parameters in the model, where they differ. `correction`:
+    what is done about late gradients.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class Weights:
         rate: Rate,
         ema: float | None = None,
         known_as: Mapping[str, str] | None = None,
+        correction: Correction | None = None,
     ) -> None:
         own = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
         self.live = {(known_as or {}).get(name, name): p for name, p in own}
@@ -90,73 +96,114 @@ class Weights:
             if id(place.tensor) in names
         ]
         self.optimizer = optimizer([*self.live.items()]) if self.live else None
-        self._state = OptimizerState(self.optimizer) if self.optimizer else None
         groups = self.optimizer.param_groups if self.optimizer else []
         self._rates = [LearningRate(group.get("lr", 0.0), rate) for group in groups]
+        self.late = LateWeights(self.live, groups, rate, correction or Correction())
+        """What the correction knows of them."""
+        self._state = OptimizerState(self.optimizer, self.late.state) if self.optimizer else None
         self._ema = ema
         self._unmoved = set(self.live)  # weights that have had no gradient so far
         self._average: dict[str, nn.Parameter] = {}  # by name; empty before the first step
         self._spare: list[list[Tensor]] = []
         self.updates = 0
         self.newest = 0
-        self._versions = {0: self._fresh_leaves()}
+        self._versions: dict[Read, dict[str, nn.Parameter]] = {0: self._fresh_leaves()}
         self._accumulating = self._versions[0]
 
     # Versions
 
     @property
     def count(self) -> int:
-        """The number of versions."""
+        """The number of versions, and of predictions."""
         return len(self._versions)
 
-    def leaves(self, version: int) -> list[Tensor]:
-        return list(self._versions[version].values())
+    @property
+    def weighs(self) -> bool:
+        """Whether a gradient is changed before its update."""
+        return self.late.correction.weighs
+
+    def leaves(self, read: Read) -> list[Tensor]:
+        return list(self._versions[read].values())
 
     def stored(self) -> list[Tensor]:
         leaves = [leaf for version in self._versions.values() for leaf in version.values()]
         return leaves + [tensor for spare in self._spare for tensor in spare]
 
-    def installed(self, version: int) -> AbstractContextManager[None]:
-        """Let the module compute with a version. Raises KeyError for one that is not held."""
-        return _Installed(self._places, self._versions[version])
+    def installed(self, read: Read) -> AbstractContextManager[None]:
+        """Let the module compute with these weights. Raises KeyError for some that are not held."""
+        return _Installed(self._places, self._versions[read])
 
     def averaged(self) -> AbstractContextManager[None]:
         return _Installed(self._places, self._average) if self._average else nullcontext()
 
-    def begin_window(self) -> None:
-        """Count versions from 0 again: version 0 is the newest one."""
-        assert self.count == 1, f"versions {sorted(self._versions)} outlived their window"
+    def begin_window(self, predicted: Iterable[Predicted] = ()) -> None:
+        """Count versions from 0 again: version 0 is the newest one; make what is `predicted` by it."""
+        assert self.count == 1, f"versions {[*self._versions]} outlived their window"
         self._versions = {0: self._versions.pop(self.newest)}
         self.newest = 0
+        self._predict(predicted)
 
-    def older(self) -> list[int]:
-        return [version for version in self._versions if version != self.newest]
+    def others(self) -> list[Read]:
+        """Return what is held beside the newest version."""
+        return [read for read in self._versions if read != self.newest]
 
-    def release(self, version: int) -> None:
-        leaves = self._versions.pop(version).values()
+    def release(self, read: Read) -> None:
+        leaves = self._versions.pop(read).values()
         increment_version(leaves)  # their storage will be overwritten
         self._spare.append([leaf.data for leaf in leaves])
 
-    def _fresh_leaves(self) -> dict[str, Tensor]:
+    def _fresh_leaves(self) -> dict[str, nn.Parameter]:
         return {name: _leaf(p) for name, p in self.live.items()}
 
-    def _move(self) -> None:
-        """Move the live parameters, with their values, to other storage."""
+    def _copied(self) -> list[Tensor]:
+        """Return the values of the live parameters in other storage."""
         old = [p.data for p in self.live.values()]
         new = self._spare.pop() if self._spare else [torch.empty_like(t) for t in old]
         torch._foreach_copy_(new, old)
-        for parameter, data in zip(self.live.values(), new, strict=True):
+        return new
+
+    def _move(self) -> None:
+        """Move the live parameters, with their values, to other storage."""
+        for parameter, data in zip(self.live.values(), self._copied(), strict=True):
             parameter.data = data
+
+    def _predict(self, reads: Iterable[Predicted]) -> None:
+        """Make what is predicted by the newest version, which the live parameters have."""
+        for read in reads:
+            data = self._copied() if self.live else []
+            self.late.advance(data, read.ahead, self.updates)
+            leaves = self._fresh_leaves()
+            for leaf, values in zip(leaves.values(), data, strict=True):
+                leaf.data = values
+            self._versions[read] = leaves
 
     # Gradients
 
-    def accumulate_on(self, version: int) -> None:
-        """Move the batch's gradient to the leaves of a version: one sum, in the order of the microbatches."""
-        leaves = self._versions[version]
-        if leaves is not self._accumulating:
+    def accumulate_on(self, read: Read) -> None:
+        """Move the batch's gradient to these leaves: one sum, in the order of the microbatches.
+
+        Where gradients are weighed by the weights that they are of, there is a sum for each of these.
+        """
+        leaves = self._versions[read]
+        if leaves is self._accumulating:
+            return
+        if self.weighs:
+            self._weigh()
+        else:
             for name, leaf in self._accumulating.items():
                 leaves[name].grad, leaf.grad = leaf.grad, None
-            self._accumulating = leaves
+        self._accumulating = leaves
+
+    def _weigh(self) -> None:
+        """Weigh the sum of one kind of leaves, and add it to the batch's."""
+        gradients = {name: leaf.grad for name, leaf in self._accumulating.items() if leaf.grad is not None}
+        leaves = {name: self._accumulating[name] for name in gradients}
+        if self._accumulating is not self._versions[self.newest]:
+            self.late.weigh(leaves)
+        for name, gradient in gradients.items():
+            others = self.live[name].grad
+            self.live[name].grad = gradient if others is None else others + gradient
+            leaves[name].grad = None
 
     @contextmanager
     def adding_at_once(self) -> Iterator[None]:
@@ -176,6 +223,9 @@ class Weights:
             torch._foreach_add_(totals, new)
 
     def reduce(self) -> None:
+        if self.weighs:
+            self._weigh()
+            return
         for name, leaf in self._accumulating.items():
             self.live[name].grad, leaf.grad = leaf.grad, None
 
@@ -193,14 +243,25 @@ class Weights:
 
     # Update
 
-    def step(self, keep: bool, skip: Tensor | None = None) -> None:
-        """Make the next version, `keep` the previous one for later actions; `skip` 1 drops the gradient."""
+    def step(
+        self,
+        keep: bool,
+        skip: Tensor | None = None,
+        delay: int = 0,
+        predicted: Iterable[Predicted] = (),
+    ) -> None:
+        """Make the next version, and what is `predicted` by it; `keep` the previous one for later actions.
+
+        `skip` 1 drops the gradient, which is `delay` updates late.
+        """
         if keep and self.live:
             self._move()
         if self.optimizer is not None:
+            factor = self.late.correction.rate(self.updates, delay)
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate(self.updates)
-            self._step(self.optimizer, skip)
+                group["lr"] = rate(self.updates) * factor
+            with self.late.following(self.updates):
+                self._step(self.optimizer, skip)
             for parameter in self.live.values():
                 parameter.grad = None
         if self._ema is not None:
@@ -213,6 +274,7 @@ class Weights:
             leaves = self._versions.pop(self.newest - 1)
             increment_version(leaves.values())
             self._versions[self.newest] = leaves
+        self._predict(predicted)
 
     def _step(self, optimizer: Optimizer, skip: Tensor | None) -> None:
         """Step. Weights with their first gradient step alone, as torch's fused SGD refuses a mixture.
@@ -257,6 +319,7 @@ class Weights:
 
     def load_optimizer_state(self, state: Mapping[str, Tensor], updates: int) -> None:
         self.updates = updates
+        self.late.state.clear()
         for name, p in self.live.items():
             count = sum(path.rpartition("/")[0] == name for path in state)
             if count and self._state is not None:
@@ -282,6 +345,9 @@ class Weights:
         """Return the tensors, and the lists, dicts and sets, that windows change."""
         tensors: list[Tensor] = [*self.live.values(), *self._average.values()]
         containers: list[Any] = [vars(self), self._versions, self._spare, self._unmoved, self._average]
+        late = self.late.state
+        tensors += [tensor for state in late.values() for tensor in state.values()]
+        containers += [late, *late.values()]
         if self.optimizer is not None:
             state = list(self.optimizer.state.values())
             tensors += [t for t in tree_leaves(state) if isinstance(t, Tensor)]

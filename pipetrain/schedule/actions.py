@@ -1,7 +1,8 @@
 """The instructions of a schedule: the actions of one rank, in order.
 
 A schedule is data, and check, simulate, draw and the engine all read the same lists. As text an action is,
-for example, `1F3@2`: stage 1, forward, microbatch 3, weight version 2.
+for example, `1F3@2`: stage 1, forward, microbatch 3, weight version 2; `1F3@2+1`: of which it reads a
+prediction, 1 update ahead.
 
 Microbatches are numbered through a window (from one drain to the next): number `k` is of batch
 `k // microbatches`. Versions count from the window's start: version 0 is the initial one, and the STEP of
@@ -17,7 +18,7 @@ from enum import StrEnum
 from functools import partial
 from inspect import signature
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class ScheduleError(ValueError):
@@ -57,7 +58,18 @@ RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 NO_PEER = -1
 _NEIGHBOUR = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}  # from the stage
 _OPS = "|".join(sorted(Op, key=len, reverse=True))
-_TEXT = re.compile(rf"(\d+)({_OPS})(\d+)?(?:@(\d+))?(?:>(\d+))?")
+_TEXT = re.compile(rf"(\d+)({_OPS})(\d+)?(?:@(\d+)(?:\+(\d+))?)?(?:>(\d+))?")
+
+
+class Predicted(NamedTuple):
+    """A weight version, as it will be some updates later."""
+
+    version: int
+    ahead: int
+
+
+Read = int | Predicted
+"""The weights that an action computes with: those of a version, or predicted by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +77,8 @@ class Action:
     """One instruction of one rank, for one stage.
 
     `peer` is the other stage of a message, by default the neighbour, which the text leaves out: `0SEND_F3`
-    goes to stage 1, `0SEND_F3>2` to stage 2.
+    goes to stage 1, `0SEND_F3>2` to stage 2. `delay`: the updates between the version and the update of the
+    microbatch, by which a correction predicts what is read, or lowers the rate of a STEP; 0 where none does.
     """
 
     stage: int
@@ -73,6 +86,7 @@ class Action:
     mb: int = 0
     version: int = 0
     peer: int = NO_PEER
+    delay: int = 0
 
     def __post_init__(self) -> None:
         if self.peer == NO_PEER and self.op in _NEIGHBOUR:
@@ -83,13 +97,19 @@ class Action:
         """The (source, destination) stages of a message."""
         return (self.stage, self.peer) if self.op in SENDS else (self.peer, self.stage)
 
+    @property
+    def read(self) -> Read:
+        """The weights that it computes with."""
+        return Predicted(self.version, self.delay) if self.delay else self.version
+
     def __str__(self) -> str:
+        version = f"@{self.version}+{self.delay}" if self.delay else f"@{self.version}"
         if self.op in UPDATE:
-            return f"{self.stage}{self.op}@{self.version}"
+            return f"{self.stage}{self.op}{version}"
         if self.op in COMMUNICATION:
             to = "" if self.peer == self.stage + _NEIGHBOUR[self.op] else f">{self.peer}"
             return f"{self.stage}{self.op}{self.mb}{to}"
-        return f"{self.stage}{self.op}{self.mb}@{self.version}"
+        return f"{self.stage}{self.op}{self.mb}{version}"
 
 
 Program = list[list[Action]]  # one list of actions per rank
@@ -131,8 +151,10 @@ def parse_action(text: str) -> Action:
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ScheduleError(f"{text!r} is not an action; one looks like 1F3@2, 0SEND_F3 or 0STEP@1")
-    stage, op, mb, version, peer = match.groups()
-    action = Action(int(stage), Op(op), int(mb or 0), int(version or 0), int(peer or NO_PEER))
+    stage, op, mb, version, delay, peer = match.groups()
+    action = Action(
+        int(stage), Op(op), int(mb or 0), int(version or 0), int(peer or NO_PEER), int(delay or 0)
+    )
     if str(action) != text:
         raise ScheduleError(f"{text!r} is not an action; did you mean {action}?")
     return action
@@ -226,9 +248,18 @@ def shortened(actions: Sequence[Action], batches: int, microbatches: int) -> lis
     return [a for a in actions if (a.version <= batches if a.op in UPDATE else a.mb < total)]
 
 
-def last_uses(actions: Sequence[Action]) -> dict[tuple[int, int], int]:
-    """Map (stage, version) to the position of the last compute action that reads that version."""
-    return {(a.stage, a.version): i for i, a in enumerate(actions) if a.op in COMPUTE}
+def last_uses(actions: Sequence[Action]) -> dict[tuple[int, Read], int]:
+    """Map (stage, weights) to the position of the last compute action that reads them."""
+    return {(a.stage, a.read): i for i, a in enumerate(actions) if a.op in COMPUTE}
+
+
+def predictions(actions: Sequence[Action]) -> dict[tuple[int, int], list[Predicted]]:
+    """Map (stage, version) to what is predicted by that version, as soon as it is there."""
+    by_version: dict[tuple[int, int], list[Predicted]] = {}
+    for stage, read in last_uses(actions):
+        if isinstance(read, Predicted):
+            by_version.setdefault((stage, read.version), []).append(read)
+    return by_version
 
 
 def last_backwards(actions: Sequence[Action]) -> list[tuple[Action, Action]]:
@@ -243,13 +274,14 @@ def last_backwards(actions: Sequence[Action]) -> list[tuple[Action, Action]]:
 
 
 def most_versions(actions: Sequence[Action]) -> dict[int, int]:
-    """Return, by stage, the most weight versions at once: the newest, and older ones that are still read."""
-    uses, versions = last_uses(actions), {action.stage: [0] for action in actions}
-    most = dict.fromkeys(versions, 1)
+    """Return, by stage, the most weights at once: the newest version, others to be read, predictions."""
+    uses, predicted = last_uses(actions), predictions(actions)
+    versions: dict[int, list[Read]] = {a.stage: [0, *predicted.get((a.stage, 0), ())] for a in actions}
+    most = {stage: len(first) for stage, first in versions.items()}
     for position, action in enumerate(actions):
         if action.op is Op.STEP:
             stage = action.stage
             kept = [version for version in versions[stage] if uses.get((stage, version), -1) > position]
-            versions[stage] = [*kept, action.version]
+            versions[stage] = [*kept, action.version, *predicted.get((stage, action.version), ())]
             most[stage] = max(most[stage], len(versions[stage]))
     return most

@@ -21,14 +21,16 @@ from pipetrain.schedule.actions import (
     Action,
     Edge,
     Op,
+    Predicted,
     Program,
+    Read,
     ScheduleError,
     Ties,
     ranks_of,
     rounds,
 )
 from pipetrain.schedule.lower import compute_only, lower
-from pipetrain.schedule.transforms import with_norms, with_ties, without_norms
+from pipetrain.schedule.transforms import with_delays, with_norms, with_ties, without_norms
 
 _COUNTED = {
     Op.F: ("forwards",),
@@ -52,10 +54,11 @@ def check(
     Every stage has each microbatch's F once, then its B (or I, then W) once, each kind ascending; a
     backward reads its forward's version; a version is read only after the STEP that makes it, so never
     one newer than the microbatch's batch; an R comes between its F and its B or I, at most once; batch
-    n's STEP makes version n + 1 after exactly its backwards and before any of the next batch;
-    communication is what `lower` makes of the rest. `norms`: every update waits for the norms of all
-    stages, and NORM and STEP are where `with_norms` puts them; without it there is no NORM. `ties`: the
-    stages that share weights, whose updates wait as `with_ties` says.
+    n's STEP makes version n + 1 after exactly its backwards and before any of the next batch; a prediction
+    is at most as far ahead as the microbatch's own update, a STEP as late as the latest microbatch of its
+    batch on all ranks; communication is what `lower` makes of the rest. `norms`: every update waits for the
+    norms of all stages, and NORM and STEP are where `with_norms` puts them; without it there is no NORM.
+    `ties`: the stages that share weights, whose updates wait as `with_ties` says.
     """
     ranks = ranks_of(program)
     idle = [rank for rank, actions in enumerate(program) if not actions]
@@ -74,7 +77,19 @@ def check(
     for (index, rank), stage in stages.items():
         if problem := stage.end(batches):
             raise ScheduleError(f"rank {rank}, at its end, has done of stage {index} {problem}")
+    _check_delays(program, microbatches)
     _check_communication(program, routes, norms, ties)
+
+
+def _check_delays(program: Program, microbatches: int) -> None:
+    """Refuse a STEP that says another delay than that of its batch, where some say one."""
+    if not any(action.op is Op.STEP and action.delay for actions in program for action in actions):
+        return
+    right = with_delays(program, microbatches, predicts=False, rates=True)
+    for rank, (actions, others) in enumerate(zip(program, right, strict=True)):
+        for action, other in zip(actions, others, strict=True):
+            if action != other:
+                raise ScheduleError(f"rank {rank} has {action}: its batch is {other.delay} updates late")
 
 
 def _check_communication(program: Program, routes: Sequence[Edge] | None, norms: bool, ties: Ties) -> None:
@@ -102,7 +117,7 @@ class _Stage:
         default_factory=lambda: {"forwards": 0, "input gradients": 0, "weight gradients": 0}
     )
     newest: int = 0
-    reads: dict[int, int] = field(default_factory=dict)  # the version that each forward read
+    reads: dict[int, Read] = field(default_factory=dict)  # what each forward read
     recomputed: set[int] = field(default_factory=set)
 
     def take(self, action: Action) -> str:
@@ -127,12 +142,14 @@ class _Stage:
         if op is Op.F:
             if not 0 <= action.version <= self.newest:
                 return f"version {action.version} is not made yet; the newest is {self.newest}"
-            self.reads[mb] = action.version
+            if action.delay > mb // self.microbatches - action.version:
+                return f"it predicts beyond its own update, that of batch {mb // self.microbatches}"
+            self.reads[mb] = action.read
         else:
             if self.done[_COUNTED[op][0]] >= self.done[_NEEDS[op]]:
                 return f"it comes before microbatch {mb} was among the {_NEEDS[op]}"
-            if action.version != self.reads[mb]:
-                return f"its forward read version {self.reads[mb]}"
+            if action.read != self.reads[mb]:
+                return f"its forward read {_in_words(self.reads[mb])}"
             if op is not Op.I and mb // self.microbatches != self.newest:
                 return f"it is of batch {mb // self.microbatches}, yet batch {self.newest} is still to STEP"
         for kind in _COUNTED[op]:
@@ -148,7 +165,7 @@ class _Stage:
         if mb in self.recomputed:
             return f"microbatch {mb} has been recomputed"
         self.recomputed.add(mb)
-        return "" if action.version == self.reads[mb] else f"its forward read version {self.reads[mb]}"
+        return "" if action.read == self.reads[mb] else f"its forward read {_in_words(self.reads[mb])}"
 
     def _step(self, action: Action) -> str:
         if action.version != self.newest + 1:
@@ -166,3 +183,7 @@ class _Stage:
             if done != len(self.mine):
                 return f"{done} {kind} of {len(self.mine)}"
         return f"{self.newest} updates of {batches}" if self.newest != batches else ""
+
+
+def _in_words(read: Read) -> str:
+    return f"version {read.version}, {read.ahead} ahead" if isinstance(read, Predicted) else f"version {read}"

@@ -133,7 +133,7 @@ def _args(span: Span, window: int, samples: list[int]) -> dict[str, Any]:
     if action.op not in UPDATE:
         args |= {"mb": action.mb, "samples": samples[action.mb]}
     if action.op not in COMMUNICATION:
-        args |= {"version": action.version}
+        args |= {"version": action.version} | ({"delay": action.delay} if action.delay else {})
     measured = {"bytes": span.nbytes, "waited_us": _us(span.waited), "codec_ms": round(1e3 * span.codec_s, 6)}
     return args | {name: value for name, value in measured.items() if value}
 

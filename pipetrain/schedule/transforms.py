@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from pipetrain.schedule.actions import (
     COMPUTE,
@@ -69,6 +70,29 @@ def with_recompute(program: Program, stages: Collection[int]) -> Program:
             changed[-1].append(action)
             computed = action if action.op in COMPUTE else computed
     return changed
+
+
+def with_delays(program: Program, microbatches: int, predicts: bool, rates: bool) -> Program:
+    """Say how late gradients are, for a correction.
+
+    `predicts`: at each computation, whose forward reads the weights as they will be at its own update, where
+    the schedule does not say itself how far ahead; `rates`: at each STEP, of the latest of its microbatches.
+    """
+    latest: dict[tuple[int, int], int] = {}  # by stage and the version that an update makes
+    for action in chain.from_iterable(program):
+        if action.op is Op.F:
+            batch = action.mb // microbatches
+            key = action.stage, batch + 1
+            latest[key] = max(latest.get(key, 0), batch - action.version)
+
+    def delay(action: Action) -> int:
+        if action.op is Op.STEP:
+            return latest[action.stage, action.version] if rates else 0
+        if not predicts or action.op not in COMPUTE:
+            return action.delay
+        return action.delay or action.mb // microbatches - action.version
+
+    return [[replace(action, delay=delay(action)) for action in actions] for actions in program]
 
 
 def with_norms(program: Program) -> Program:

@@ -255,11 +255,11 @@ def test_an_attribute_that_a_program_changes_later_counts(request):
     """Though the passes were captured with another one; they are replayed while it is as it was."""
     case, begin = holding("Scales"), Stage.begin_window
 
-    def changing(self: Stage) -> None:
+    def changing(self: Stage, *predicted: Any) -> None:
         for layer in self.module.modules() if not self.rehearses else ():
             if isinstance(layer, Scales):
                 layer.factor = 0.5 if self.weights.updates == 2 else 1.0
-        begin(self)
+        begin(self, *predicted)
 
     with patch.object(Stage, "begin_window", changing):
         plain, _ = run_in_threads(case)

@@ -61,7 +61,7 @@ def test_storage_goes_round_in_a_ring_and_a_flush_schedule_moves_nothing():
         held = [forward(module, weights, version, x)[0].item() for version in sorted(weights._versions)]
         assert held == [2 - version for version in range(max(0, n - 1), n + 2)]
     assert {*places[4:]} <= {*places[:4]}
-    for version in weights.older():
+    for version in weights.others():
         weights.release(version)
     for _ in range(3):
         updated(module, weights, x)

@@ -35,7 +35,8 @@ def actions(draw: st.DrawFn) -> Action:
     op = draw(st.sampled_from(Op))
     mb = 0 if op in UPDATE else draw(NUMBER)
     version = 0 if op in COMMUNICATION else draw(NUMBER)
-    return Action(draw(NUMBER), op, mb, version)
+    delay = 0 if op in COMMUNICATION else draw(NUMBER)
+    return Action(draw(NUMBER), op, mb, version, delay=delay)
 
 
 @settings(max_examples=30, deadline=None)
@@ -49,7 +50,21 @@ def test_a_program_reads_as_text_and_nothing_else_does() -> None:
         [Action(0, Op.F, 3, 2), Action(12, Op.REDUCE, 0, 4)],
         [Action(2, Op.SEND_B, 30), Action(1, Op.SEND_F, 0, peer=3)],
     ]
-    for text in ("", "F3@2", "1G3@2", "1F3", "0STEP1", "0STEP1@1", "0SEND_F3@1", "01F3@2"):
+    assert parse_program("1B3@2+1 0STEP@4+2") == [
+        [Action(1, Op.B, 3, 2, delay=1), Action(0, Op.STEP, version=4, delay=2)]
+    ]
+    for text in (
+        "",
+        "F3@2",
+        "1G3@2",
+        "1F3",
+        "1F3@2+0",
+        "0SEND_F3+1",
+        "0STEP1",
+        "0STEP1@1",
+        "0SEND_F3@1",
+        "01F3@2",
+    ):
         with pytest.raises(ScheduleError, match="is not an action"):
             parse_action(text)
 

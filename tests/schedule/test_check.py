@@ -26,6 +26,9 @@ SPLIT = """
 SOUND = "0F0@0 0SEND_F0 0RECV_B0 0B0@0 0REDUCE@1 0STEP@1\n1RECV_F0 1F0@0 1B0@0 1SEND_B0 1REDUCE@1 1STEP@1"
 # The input gradient of the next batch adds nothing to the gradient, and may come before a step; its W does.
 EARLY = "0F0@0 0F1@0 0I0@0 0I1@0 0W0@0 0STEP@1 0W1@0 0STEP@2"
+LATE = """
+    0F0@0 0F1@0+1 0B0@0 0STEP@1 0B1@0+1 0STEP@2+1
+    1F0@0 1B0@0 1STEP@1 1F1@1 1B1@1 1STEP@2"""
 UNSOUND: dict[str, list[tuple[str, str, str]]] = {
     PIPEDREAM: [
         ("0F1@0 ", "", "rank 0 has 0F2@1: its forwards must ascend, each once, .* of microbatch 1"),
@@ -43,12 +46,18 @@ UNSOUND: dict[str, list[tuple[str, str, str]]] = {
         ("1I0@0 1W0@0", "1W0@0 1I0@0", "rank 1 has 1W0@0: it comes before .* among the input gradients"),
     ],
     EARLY: [("0STEP@1 0W1@0", "0W1@0 0STEP@1", r"0W1@0: it is of batch 1, yet batch 0 is still to STEP")],
+    LATE: [
+        ("0F1@0+1", "0F1@0+2", r"rank 0 has 0F1@0\+2: it predicts beyond its own update, that of batch 1"),
+        ("0B1@0+1", "0B1@0", "rank 0 has 0B1@0: its forward read version 0, 1 ahead"),
+        ("0STEP@2+1", "0STEP@2+2", r"rank 0 has 0STEP@2\+2: its batch is 1 updates late"),
+        ("1STEP@2", "1STEP@2+1", r"rank 1 has 1STEP@2\+1: its batch is 0 updates late"),
+    ],
     SOUND: [
         ("0SEND_F0 ", "", "rank 0 has 0RECV_B0 where 0SEND_F0 belongs: its communication must be what"),
         ("1STEP@1", "1STEP@1 1SEND_B0", "rank 1 has 1SEND_B0 where nothing belongs"),
     ],
 }
-SIZE = {PIPEDREAM: (3, 1), SPLIT: (1, 3), EARLY: (2, 1), SOUND: (1, 1)}
+SIZE = {PIPEDREAM: (3, 1), SPLIT: (1, 3), EARLY: (2, 1), LATE: (2, 1), SOUND: (1, 1)}
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,27 @@ from pipetrain.schedule.programs import (
 )
 from pipetrain.schedule.simulate import Deadlock, simulate
 from pipetrain.schedule.timeline import Costs
-from pipetrain.schedule.transforms import joined, with_norms
+from pipetrain.schedule.transforms import joined, with_delays, with_norms
 from tests.schedule.cases import CASES
 from tests.schedule.test_check import refused
+
+
+def test_a_prediction_is_as_far_ahead_as_a_gradient_is_late_and_a_step_as_late_as_the_latest() -> None:
+    """On the first of two stages, the two microbatches of the second batch read two versions."""
+    program = pipedream(2, 2, 2)
+    assert with_delays(program, 2, predicts=True, rates=True) == parse_program(
+        "0F0@0 0F1@0 0B0@0 0F2@0+1 0B1@0 0STEP@1 0F3@1 0B2@0+1 0B3@1 0STEP@2+1\n"
+        "1F0@0 1B0@0 1F1@0 1B1@0 1STEP@1 1F2@1 1B2@1 1F3@1 1B3@1 1STEP@2"
+    )
+    assert with_delays(program, 2, predicts=False, rates=False) == program
+
+
+def test_a_schedule_may_say_itself_how_far_ahead_it_reads() -> None:
+    program = parse_program("0F0@0 0F1@0 0F2@0+1 0B0@0 0STEP@1 0B1@0 0STEP@2 0B2@0+1 0STEP@3")
+    late = parse_program("0F0@0 0F1@0+1 0F2@0+1 0B0@0 0STEP@1 0B1@0+1 0STEP@2 0B2@0+1 0STEP@3")
+    assert with_delays(program, 1, predicts=True, rates=False) == late
+    check(lower(late), 3, 1)
+
 
 FLUSH = (layer_dist, gpipe, one_f_one_b, interleaved_1f1b)
 

@@ -20,6 +20,15 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from pipetrain.correction import (
+    Correction,
+    GapAware,
+    MomentumAhead,
+    NesterovAhead,
+    PipeMare,
+    Several,
+    StepsAhead,
+)
 from pipetrain.data import Draw
 from pipetrain.network.chain import Pop, Stash, network_of
 from pipetrain.network.draws import Seeds, drawing
@@ -29,6 +38,7 @@ from pipetrain.plan.plan import Plan
 from pipetrain.rate import Rate
 from pipetrain.schedule.actions import has_norms
 from pipetrain.tasks import Task
+from tests.support.late import Late
 from tests.support.runs import Run
 
 Delay = Callable[[int, int], int]
@@ -83,6 +93,7 @@ class Loop:
     average: AveragedModel | None = None
     skip: bool = False
     replicas: Replicas | None = None
+    late: Late | None = None
     updates: int = 0
 
     def __post_init__(self) -> None:
@@ -93,23 +104,64 @@ class Loop:
         self, read: Read, batches: Iterable[Iterable[tuple[float, *tuple[Any, ...]]]]
     ) -> list[list[float]]:
         """Train on some batches of pieces, each of which begins with its share; return their losses."""
-        history, mb, losses = [copied(self._live)], 0, []
-        for batch in batches:
+        history, mb, losses = [self._version()], 0, []
+        for number_of_batch, batch in enumerate(batches):
+            sums: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}  # by weight and version, for corrections
+            delays = {}
             buffers = copied(dict(self.model.named_buffers()))
             kept = deepcopy(self.replicas and self.replicas.sets)
             losses.append([])
             for number, (share, *more) in enumerate(batch):
-                versions = {name: (of, history[version(mb)][of]) for name, (of, version) in read.items()}
+                delays = {
+                    name: max(delays.get(name, 0), number_of_batch - version(mb))
+                    for name, (_, version) in read.items()
+                }
+                versions = {
+                    name: (of, history[version(mb)](of, number_of_batch - version(mb)))
+                    for name, (of, version) in read.items()
+                }
                 if self.replicas:
                     self.replicas.enter(number, mb)
                 losses[-1].append(self._differentiate(share, versions, more))
+                if self.late:
+                    self._take_apart(
+                        versions, {name: version(mb) for name, (_, version) in read.items()}, sums
+                    )
                 if self.replicas:
                     self.replicas.leave(number, mb, len(as_tuple(more[0])[0]))
                 mb += 1
-            if not self._step(buffers) and self.replicas:
+            if self.late:
+                self._put_together(sums)
+            if not self._step(buffers, delays) and self.replicas:
                 self.replicas.sets = kept
-            history.append(copied(self._live))
+            history.append(self._version())
         return losses
+
+    def _version(self) -> Callable[[str, int], Tensor]:
+        """Return what gives a weight of now, as it is predicted some updates ahead."""
+        if self.late:
+            return self.late.after(self.updates)
+        weights = copied(self._live)
+        return lambda name, ahead: weights[name]
+
+    def _take_apart(
+        self,
+        versions: Mapping[str, tuple[str, Tensor]],
+        numbers: Mapping[str, int],
+        sums: dict[tuple[str, int], tuple[Tensor, Tensor]],
+    ) -> None:
+        """Move the gradients to the sums of the versions that they are of."""
+        for name, (of, used) in versions.items():
+            gradient, self._live[of].grad = self._live[of].grad, None
+            if gradient is not None:
+                key = of, numbers[name]
+                sums[key] = (gradient + sums[key][0] if key in sums else gradient), used
+
+    def _put_together(self, sums: Mapping[tuple[str, int], tuple[Tensor, Tensor]]) -> None:
+        assert self.late is not None
+        for (name, _), (gradient, used) in sums.items():
+            weighed, p = self.late.weighed(name, gradient, used, self.updates), self._live[name]
+            p.grad = weighed if p.grad is None else p.grad + weighed
 
     def _differentiate(
         self, share: float, versions: Mapping[str, tuple[str, Tensor]], piece: Iterable[Any]
@@ -127,8 +179,8 @@ class Loop:
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
         return loss.item()
 
-    def _step(self, buffers: Mapping[str, Tensor]) -> bool:
-        """Update; return False if it is left out."""
+    def _step(self, buffers: Mapping[str, Tensor], delays: Mapping[str, int]) -> bool:
+        """Update; return False if it is left out. `delays`: of each weight's gradient."""
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * self.rate(self.updates)
         grads = [p.grad for p in self._live.values() if p.grad is not None]
@@ -139,12 +191,29 @@ class Loop:
         else:
             for parameters in self.together if self.clip is not None else ():
                 nn.utils.clip_grad_norm_(parameters, self.clip)
-            self.optimizer.step()
+            self._update(delays)
         self.optimizer.zero_grad()
         if self.average is not None:
             self.average.update_parameters(self.model)
         self.updates += 1
         return not left_out
+
+    def _update(self, delays: Mapping[str, int]) -> None:
+        """Step, with the rate that each delay has."""
+        if self.late is None:
+            self.optimizer.step()
+            return
+        grads = {name: p.grad for name, p in self._live.items()}
+        for delay in sorted({delays[name] for name in grads}):
+            factor = self.late.factor(self.updates, delay)
+            for name, p in self._live.items():
+                p.grad = grads[name] if delays[name] == delay else None
+                if delays[name] == delay:
+                    self.late.factors[name] = factor
+            for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
+                group["lr"] = peak * self.rate(self.updates) * factor
+            self.optimizer.step()
+        self.late.stepped()
 
 
 class Replicas:
@@ -220,7 +289,10 @@ class Reference:
             stages = homes(network_of(model, plan.example), plan.cuts)
             self.replicas = Replicas(model, counts, stages, plan.draft.reads_late)
         how = rate, clip, lists, self.average or None, skip, self.replicas
-        self._loop = Loop(model, optimizer, self._loss_of, *how)
+        late, kind = None, kind_of(plan.settings.correction)
+        if kind:
+            late = Late(kind, dict(model.named_parameters()), optimizer, rate)
+        self._loop = Loop(model, optimizer, self._loss_of, *how, late)
 
     def window(self, delay: Delay, batches: Sequence[Sequence[Piece]]) -> list[list[tuple[float, float]]]:
         """Train on batches of pieces; return the weight and the loss of each piece."""
@@ -273,6 +345,14 @@ class Reference:
         with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
             outputs = call(args, keywords)
         return outputs.float() if narrow else outputs
+
+
+def kind_of(correction: Correction) -> str:
+    """Return the names of corrections as `Late` has them."""
+    kinds = {StepsAhead: "steps", MomentumAhead: "momentum", NesterovAhead: "nesterov", PipeMare: "mare"}
+    kinds |= {GapAware: "gap"}
+    parts = correction.parts if isinstance(correction, Several) else [correction]
+    return "+".join(kinds[type(part)] for part in parts if type(part) in kinds)
 
 
 def _arguments(model: nn.Module, inputs: Value) -> tuple[tuple[Any, ...], dict[str, Tensor]]:

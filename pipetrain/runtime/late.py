@@ -1,0 +1,97 @@
+"""What a correction knows of a stage's weights: their last step, and the typical size of one.
+
+The last step is what the weights moved by, whatever the optimizer: for SGD with momentum v it is -lr v, for
+Adam -lr m / (sqrt v + e). It counts as it would be at the rate of the coming update. The typical size of a
+step is the root of the mean of squared steps at the peak rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipetrain.correction import Correction
+from pipetrain.rate import Rate
+
+STEP, SQUARE = "last_step", "squared_step"  # of the state of a weight
+KEPT = (STEP, SQUARE)
+DECAY = 0.999  # of the mean of squared steps
+
+
+class LateWeights:
+    """The state of a correction for some weights, by name. `groups`: of their optimizer."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, nn.Parameter],
+        groups: Sequence[Mapping[str, Any]],
+        rate: Rate,
+        correction: Correction,
+    ) -> None:
+        self.correction = correction
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+        """By weight, its last step and the mean of squared ones, once there was a step."""
+        self._weights, self._rate = weights, rate
+        members = {p: group for group in groups for p in group["params"]}
+        self._groups = [members[p] for p in weights.values()] if members else []
+
+    @contextmanager
+    def following(self, update: int) -> Iterator[None]:
+        """Be around the step of an update: note how it moves the weights."""
+        if not self.correction.copies or not self._weights:
+            yield
+            return
+        live = [p.data for p in self._weights.values()]
+        fresh = not self.state
+        for p in self._weights.values() if fresh else ():
+            self.state[p] = {STEP: torch.empty_like(p.data)}
+        steps = [self.state[p][STEP] for p in self._weights.values()]
+        torch._foreach_copy_(steps, live)
+        yield
+        torch._foreach_mul_(steps, -1)
+        torch._foreach_add_(steps, live)
+        if self.correction.weighs and (fraction := self._rate(update)):
+            sizes = torch._foreach_abs(torch._foreach_div(steps, fraction))
+            self._average(torch._foreach_mul(sizes, sizes), update + 1)
+
+    def _average(self, squares: Sequence[Tensor], count: int) -> None:
+        """Take squared steps into their mean, which begins with the first of them."""
+        states = [self.state[p] for p in self._weights.values()]
+        for state, square in zip(states, squares, strict=True):
+            state.setdefault(SQUARE, square)
+        means = [state[SQUARE] for state in states]
+        torch._foreach_lerp_(means, [*squares], (1 - DECAY) / (1 - DECAY**count))
+
+    def known(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return what is kept of a weight, in the form that it has after a first update."""
+        fresh = {key: torch.zeros_like(parameter.data) for key in KEPT[: self.correction.copies]}
+        return {**fresh, **self.state.get(parameter, {})}
+
+    def advance(self, data: Sequence[Tensor], ahead: int, update: int) -> None:
+        """Move copies of the weights to what is predicted for `ahead` updates later; `update` comes next."""
+        if not self.state or not data:
+            return
+        last = self._rate(update - 1)
+        ratio = self._rate(update) / last if last else 0.0
+        steps = [self.state[p][STEP] for p in self._weights.values()]
+        reach = [self.correction.reach(ahead, _momentum(group)) * ratio for group in self._groups]
+        torch._foreach_add_([*data], torch._foreach_mul(steps, reach))
+
+    @torch.no_grad()
+    def weigh(self, leaves: Mapping[str, Tensor]) -> None:
+        """Change the gradients of leaves that are not the newest weights, in place."""
+        states = [self.state.get(self._weights[name], {}) for name in leaves]
+        if leaves and all(SQUARE in state for state in states):
+            newest = [self._weights[name].data for name in leaves]
+            gaps = torch._foreach_sub(newest, [leaf.data for leaf in leaves.values()])
+            gradients = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
+            self.correction.weigh(gradients, gaps, torch._foreach_sqrt([state[SQUARE] for state in states]))
+
+
+def _momentum(group: Mapping[str, Any]) -> float:
+    """Return how much of a step the next one of an optimizer repeats."""
+    return float(group.get("momentum", group.get("betas", (0.0,))[0]))

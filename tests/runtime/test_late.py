@@ -1,0 +1,77 @@
+"""What a correction knows of weights. What it does with that: tests/whole/test_corrections.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipetrain.correction import Correction, GapAware, MomentumAhead, StepsAhead
+from pipetrain.runtime.late import DECAY, SQUARE, STEP, LateWeights
+from pipetrain.runtime.weights import Weights
+from pipetrain.schedule.actions import Predicted
+
+GROUP = {"momentum": 0.5}
+
+
+def late(correction: Correction, rates: list[float]) -> tuple[LateWeights, nn.Parameter]:
+    p = nn.Parameter(torch.ones(2))
+    return LateWeights({"w": p}, [{"params": [p], **GROUP}], lambda update: rates[update], correction), p
+
+
+def moved(of: LateWeights, p: nn.Parameter, update: int, by: float) -> None:
+    with of.following(update):
+        p.data += by
+
+
+def test_the_last_step_counts_at_the_rate_of_the_coming_update():
+    of, p = late(MomentumAhead(), [1.0, 0.5, 0.0, 1.0])
+    ahead = [p.data.clone()]
+    of.advance(ahead, 2, 0)
+    assert ahead[0].tolist() == [1, 1]  # nothing is known yet
+    moved(of, p, 0, by=-0.25)
+    of.advance(ahead, 2, 1)
+    assert ahead[0].tolist() == [1 - 0.75 * 0.5 * 0.25] * 2
+    moved(of, p, 1, by=-0.25)
+    moved(of, p, 2, by=0.0)
+    before = ahead[0].clone()
+    of.advance(ahead, 2, 3)  # at a rate of 0 nothing moved
+    assert ahead[0].equal(before)
+
+
+def test_the_typical_step_is_a_mean_at_the_peak_rate():
+    of, p = late(GapAware(), [0.5, 1.0, 0.0])
+    for update, by in enumerate([0.5, 3.0, 0.0]):
+        moved(of, p, update, by)
+    first, second = 1.0, 9.0
+    weight = (1 - DECAY) / (1 - DECAY**2)
+    assert of.state[p][SQUARE].tolist() == pytest.approx([first + weight * (second - first)] * 2)
+    assert of.state[p][STEP].tolist() == [0, 0]
+
+
+def test_nothing_is_kept_where_nothing_asks_for_it():
+    of, p = late(Correction(), [1.0])
+    moved(of, p, 0, by=1.0)
+    assert not of.state
+
+
+def test_what_is_predicted_is_made_with_its_version_and_its_storage_used_again():
+    module = nn.Linear(2, 1, bias=False)
+    weights = Weights(
+        module,
+        lambda named: torch.optim.SGD([p for _, p in named], lr=0.5),
+        lambda update: 1.0,
+        correction=StepsAhead(),
+    )
+    weights.begin_window([Predicted(0, 1)])
+    assert weights.leaves(Predicted(0, 1))[0].equal(module.weight)
+    module.weight.grad = torch.ones(1, 2)
+    before = module.weight.detach().clone()
+    weights.step(keep=False, predicted=[Predicted(1, 2)])
+    assert weights.others() == [Predicted(0, 1), Predicted(1, 2)]
+    torch.testing.assert_close(weights.leaves(Predicted(1, 2))[0].detach(), before - 0.5 * 3)
+    storage = weights.leaves(Predicted(0, 1))[0].data_ptr()
+    weights.release(Predicted(0, 1))
+    module.weight.grad = torch.ones(1, 2)
+    weights.step(keep=False, predicted=[Predicted(2, 1)])
+    assert weights.leaves(Predicted(2, 1))[0].data_ptr() == storage
