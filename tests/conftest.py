@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.support import quick as quick
 from tests.support.processes import context
 from tests.support.ranks import Ranks
 

@@ -30,7 +30,6 @@ from threading import Timer
 from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, folders, read_whole
 from pipetrain.documents import DamagedCheckpoint
@@ -46,7 +45,7 @@ PRELOADED = ["torch._dynamo", TORCHRUN, "sklearn.datasets", "pipetrain.commands.
 PRELOADED += ["matplotlib.backends.backend_agg", "torch.utils.tensorboard", "benchmark.contestants"]
 PRELOADED += ["tests.support.jobs"]
 PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "bert")]
-PRELOADED += ["tests.support.frozen"]  # the last
+PRELOADED += ["tests.support.quick", "tests.support.warm"]  # the last
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1}
 
 
@@ -123,8 +122,6 @@ def _started(
     resource.setrlimit(resource.RLIMIT_FSIZE, largest)
     os.chdir(folder)
     subprocess_handler.Popen = Forked  # type: ignore[misc,assignment]
-    # To name who records an event, torchrun looks through all modules 18 times: a second of a processor.
-    dynamic_rendezvous.get_method_name = lambda depth=2: "forked"
     _become(words, variables)
 
 

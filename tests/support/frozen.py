@@ -1,5 +1,0 @@
-"""What is imported by now is not looked through for garbage, nor copied for that where it is forked."""
-
-import gc
-
-gc.freeze()
