@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from comparison import runs
 from comparison.request import RECORDS
 from published import cli, page
 from published.record import Chart, Check, Figure, Findings, How, Line, Record, Step
 from published.running import make
+from tests.support.processes import CHECKOUT, ended, running
 
 CALLS: list[int] = []
 
@@ -86,9 +89,19 @@ def test_a_record_that_fails_is_said_and_the_others_are_made(
     assert "| it is 4 " in out
 
 
+def forked(command: Sequence[str], nproc: int, log: Path, keep_open: Sequence[int] = ()) -> int | None:
+    """Run a command of Python's in processes that have imported all: tests/comparison/test_cli starts one."""
+    with running(CHECKOUT, command[1:]) as process:
+        log.write_text(ended(process))
+        return process.wait()
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECORDS)
-def test_every_record_is_made_in_a_tiny_version(name: str, tmp_path: Path) -> None:
+def test_every_record_is_made_in_a_tiny_version(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "run", forked)
     assert cli.main(["--experiment", name, "--quick", "--out", str(tmp_path)]) == 0
     assert name in (tmp_path / "records.md").read_text()
