@@ -124,8 +124,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
     x = matrices.bfloat16()
     wide = x.shape[1] <= x.shape[2]
     x = x if wide else x.mT
-    norms = torch.stack([one.norm() for one in x])  # rounded as torch rounds the norm of one
-    x = x / norms.clamp(min=EPS).view(-1, 1, 1)
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)
     for _ in range(STEPS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
