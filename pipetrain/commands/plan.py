@@ -8,7 +8,8 @@ their cuts and replicas are chosen, without any schedule.
 With `compare=[1f1b,zbv]` several schedules stand in one table, in one unit of time: what a rank computes for
 a microbatch. It is the same for all schedules, however many stages a rank has, so a batch of m microbatches
 takes m units and what the pipeline wastes. All figures are by rank, in parts of the model that a rank has.
-Torch is imported only where a model is given, to cut it.
+Torch is imported only where a model is given, to cut it. Of a model the table is `advise=true`, which goes by
+its costs and says which schedule to take; `compare=` then names those to choose from.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from pipetrain.choices import conf_dir
 from pipetrain.commands.cli import compose
 from pipetrain.ending import guarded, unread
 from pipetrain.errors import ConfigError
 from pipetrain.placing import PLACEMENT, REPLICAS, places_of, processes, spans
-from pipetrain.rules import COUNT, whole
+from pipetrain.rules import BOOL, COUNT, whole
 from pipetrain.schedule.actions import Placement, ScheduleError, most_open, ranks_of
 from pipetrain.schedule.draw import aligned, counted
 from pipetrain.schedule.lower import lower
@@ -63,6 +65,8 @@ def show(cfg: DictConfig) -> None:
         from pipetrain.plan.published import show_replicas  # imports torch
 
         show_replicas(cfg)
+    elif BOOL.read("advise", cfg.advise) or (cfg.compare is not None and (cfg.costs or _has_model())):
+        show_advice(cfg)
     elif cfg.compare is not None:
         show_table(cfg)
     else:
@@ -74,38 +78,47 @@ def show(cfg: DictConfig) -> None:
 # Several schedules
 
 
+def show_advice(cfg: DictConfig) -> None:
+    """Print the schedules of `compare=` or all by a model's costs, and which to take. Raises ConfigError."""
+    from pipetrain.plan.choosing import advice  # imports torch
+    from pipetrain.plan.describe import says_draft
+
+    if named := [word for word in HydraConfig.get().overrides.task if word.startswith("schedule=")]:
+        raise ConfigError(
+            f"advise=true chooses the schedule: leave {named[0]} out, or name those to choose from, as "
+            f"compare=[1f1b,pipedream]"
+        )
+    stages = _count(cfg, "ranks") or 2 if cfg.replicas == "auto" else len(_places(cfg))
+    if stages == 1:
+        raise ConfigError("advise=true compares pipelines, and one stage is none: choose stages=2 or more")
+    timed = cfg.costs is not None or isinstance(cfg.partition, DictConfig)  # of microbatches of one size
+    own, notes = _configurations(cfg, *[f"microbatches={cfg.microbatches}"] * timed)
+    by_name = {
+        name: (each, _batches(each), [] if cfg.costs else _of_run(words))
+        for name, (each, words) in own.items()
+    }
+    print(f"{advice(by_name, stages)}{notes}", end="")
+    says_draft(cfg)
+
+
 def show_table(cfg: DictConfig) -> None:
-    """Print a row for each schedule of `compare=`. Raises ConfigError."""
-    words = list(HydraConfig.get().overrides.task)
-    if unused := [key for key in ("out", "span") if cfg[key] is not None]:
-        raise ConfigError(f"compare= prints a table, which takes no {unused[0]}=: leave one of them out")
+    """Print a row for each schedule of `compare=`, on equal stages. Raises ConfigError."""
     places, m = _places(cfg), _count(cfg, "microbatches") or 1
     ranks = 1 + max(map(max, places))
-    has_model = cfg.costs is not None or _has_model()
-    names = _names(cfg)
-    options = _options(words, names)
-    shared = [word for word in words if not word.startswith("compare=") and word not in options]
-    notes = [f"{word.lstrip('+')} is for {', '.join(of)}\n" for word, of in options.items() if of != names]
-    rows, title = [], ""
-    for name in names:
-        has = [option for option, of in options.items() if name in of]
-        own = hydra.compose("plan", overrides=[*shared, f"schedule={name}", *has, f"microbatches={m}"])
-        batches = _batches(own)  # a schedule's own window
+    own, notes = _configurations(cfg, f"microbatches={m}")
+    rows = []
+    for name, (each, _) in own.items():
         try:
-            times, peaks = _on_even_stages(own, places, batches, m)
-            if has_model:
-                title, more = _by_model(name, own, batches)
-                times += more
+            times, peaks = _on_even_stages(each, places, _batches(each), m)
         except (ConfigError, ScheduleError) as error:
-            notes.append(f"without {name}: {error}\n")
+            notes += f"without {name}: {error}\n"
             continue
         rows.append([name, *times, *peaks])
     if not rows:
         raise ConfigError(
-            f"compare= has no schedule that can be planned with these settings, {notes[-1].strip()}"
+            f"compare= has no schedule that can be planned with these settings, {notes.strip()}"
         )
-    of_model = [f"{title} batch", f"{title} bubble"] if has_model else []
-    head = ["schedule", "batch", "bubble", *of_model, "activations", "versions", "staleness"]
+    head = ["schedule", "batch", "bubble", "activations", "versions", "staleness"]
     work, part = "all stages equal", f"1/{ranks} of the model" if ranks > 1 else "the model"
     if any(len(of) > 1 for of in places):
         work, part = f"placement={spans(places)}, a stage's work as its ranks", "its part of the model"
@@ -114,9 +127,32 @@ def show_table(cfg: DictConfig) -> None:
         f"messages free\n\n{aligned([head, *rows])}\n\n"
         f"batch: the time of one, where 1 is what a rank computes for a microbatch; {m} is no bubble\n"
         f"the rest by rank: activations held, in microbatches of {part}; weight versions; updates late\n"
-        f"{''.join(notes)}",
+        f"{notes}",
         end="",
     )
+
+
+def _configurations(cfg: DictConfig, *more: str) -> tuple[dict[str, tuple[DictConfig, list[str]]], str]:
+    """Return the configuration of each schedule of `compare=` with its words, and whose words are not all's.
+
+    `more`: words of all. Raises ConfigError.
+    """
+    if unused := [key for key in ("out", "span") if cfg[key] is not None]:
+        raise ConfigError(f"several schedules are a table, which takes no {unused[0]}=: leave it out")
+    words, names = list(HydraConfig.get().overrides.task), _names(cfg)
+    options, own = _options(words, names), {}
+    notes = (f"{word.lstrip('+')} is for {', '.join(of)}\n" for word, of in options.items() if of != names)
+    for name in names:
+        has = [word for word in words if name in options.get(word, names) and not word.startswith("compare=")]
+        own[name] = hydra.compose("plan", overrides=[*has, f"schedule={name}", *more]), has
+    return own, "".join(notes)
+
+
+def _of_run(words: Sequence[str]) -> list[str]:
+    """Return the words that a run takes too, as they are typed."""
+    of_plan = {*OmegaConf.load(conf_dir() / "plan.yaml")}
+    typed = (word.removeprefix("++").replace("codec@", "") for word in words)
+    return [word for word in typed if word.lstrip("+~").partition("=")[0] not in of_plan]
 
 
 def _options(words: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
@@ -145,15 +181,6 @@ def _batches(cfg: DictConfig) -> int:
     """Return how many batches of a schedule's window are simulated. Raises ConfigError."""
     batches: int | None = BATCHES.read("batches", cfg.batches, null=True)
     return batches or min(_count(cfg, "window") or SHOWN, SHOWN)
-
-
-def _by_model(name: str, cfg: DictConfig, batches: int) -> tuple[str, list[str]]:
-    """Return a title, and the times of a schedule by the costs of a configuration's model."""
-    from pipetrain.plan.describe import planned  # imports torch
-
-    plan = planned(cfg, name, batches)
-    title = f"{plan.settings.model}{' ms' if plan.costs else ''}"
-    return title, _times(plan.timeline(), batches, 1e-3 if plan.costs else WORK)
 
 
 def _on_even_stages(
@@ -189,7 +216,7 @@ def _names(cfg: DictConfig) -> list[str]:
     """Return the names of the schedules to compare. Raises ConfigError."""
     known = sorted(GlobalHydra.instance().config_loader().get_group_options("schedule"))
     named = [str(name) for name in cfg.compare] if isinstance(cfg.compare, ListConfig) else [str(cfg.compare)]
-    if named == ["all"]:
+    if cfg.compare is None or named == ["all"]:
         return known
     if not named or not set(named) <= {*known}:
         raise ConfigError(

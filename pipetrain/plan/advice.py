@@ -36,7 +36,8 @@ class Loss(NamedTuple):
     def __str__(self) -> str:
         unit, digits = UNITS[self.metric]
         verb = "loses" if self.gap > 0 else "gains"
-        return f"{verb} {abs(self.gap):.{digits}f} ± {self.half:.{digits}f} {unit}"
+        way = "" if self.correction == NONE else f" with correction={option(self.correction)}"
+        return f"{verb} {abs(self.gap):.{digits}f} ± {self.half:.{digits}f} {unit}{way}"
 
 
 @cache
@@ -50,6 +51,11 @@ def _rows(path: Path) -> list[dict[str, str]]:
 def joined(names: str) -> str:
     """Return names joined by + in one order, whatever order they have."""
     return "+".join(sorted(names.split("+")))
+
+
+def option(names: str) -> str:
+    """Return names joined by + as correction= has them."""
+    return f"[{names.replace('+', ',')}]" if "+" in names else names
 
 
 def losses(optimizer: str, schedule: str, stages: int) -> dict[str, Loss]:
@@ -69,7 +75,12 @@ def losses(optimizer: str, schedule: str, stages: int) -> dict[str, Loss]:
     return {name: max(of, key=lambda loss: loss.share) for name, of in complete.items()}
 
 
+def best_of(studied: dict[str, Loss]) -> Loss | None:
+    """Return what the best correction loses: none, where no other is better; None: not studied."""
+    return min(studied.values(), key=lambda one: (one.share, one.correction != NONE), default=None)
+
+
 def best_correction(optimizer: str, schedule: str, stages: int) -> str:
     """Return the names, joined by +, of the correction that loses least; none: if nothing is better."""
-    studied = losses(optimizer, schedule, stages)
-    return min(studied, key=lambda name: (studied[name].share, name != NONE), default=NONE)
+    best = best_of(losses(optimizer, schedule, stages))
+    return best.correction if best else NONE

@@ -47,6 +47,7 @@ def show_plan(cfg: DictConfig, batches: int) -> None:
     """Print the plan of a window of a configuration and, with `out`, draw its timeline."""
     plan = planned(cfg, str(HydraConfig.get().runtime.choices["schedule"]), batches)
     span, rows = _span(cfg), str(cfg.out).endswith(".csv")
+    says_draft(cfg)
     if cfg.costs and cfg.out is None and span is None:
         write_rows(plan, sys.stdout)
         return
@@ -66,6 +67,14 @@ def show_plan(cfg: DictConfig, batches: int) -> None:
         print(f"\n{'a row a stage' if rows else 'timeline drawn'} in {cfg.out}")
 
 
+def says_draft(cfg: DictConfig) -> None:
+    """Say where a configuration asks for times that are not measured on paper."""
+    if cfg.partition == PROFILE and cfg.costs is None:
+        print(
+            "partition=profile measures when a run starts; this is its draft, cut by flops", file=sys.stderr
+        )
+
+
 def planned(cfg: DictConfig, schedule: str, batches: int) -> Plan:
     """Plan a window of a configuration whose schedule has this name. Raises ConfigError.
 
@@ -83,10 +92,6 @@ def planned(cfg: DictConfig, schedule: str, batches: int) -> Plan:
         profile = read_profile(settings.profile, profile_conditions(settings, cfg.optim))
     elif settings.replicas == AUTO:
         raise ConfigError("replicas=auto needs measured times: give partition.profile=FILE of an earlier run")
-    elif settings.partition == PROFILE:
-        print(
-            "partition=profile measures when a run starts; this is its draft, cut by flops", file=sys.stderr
-        )
     draft = Draft.of(settings, make_schedule(cfg))
     return make_plan(draft, network, example, samples, profile, state_of(cfg, model), make_task(cfg))
 

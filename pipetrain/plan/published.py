@@ -46,7 +46,7 @@ PLANS = [  # model, samples beside those of its profile, machines, replicas, spe
 
 def show_replicas(cfg: DictConfig) -> None:
     """Print cuts and replicas for the layers of costs=, or all published plans. Raises ConfigError."""
-    if unused := [key for key in ("out", "span", "compare") if cfg[key] is not None]:
+    if unused := [key for key in ("out", "span", "compare", "advise") if cfg[key] not in (None, False)]:
         raise ConfigError(f"{unused[0]}= shows a plan with a schedule: leave it out, or ranks=")
     if cfg.costs == PUBLISHED:
         print(published_table())

@@ -90,7 +90,7 @@ OURS = [c for c in commands() if ("pipetrain" in c or "launch" in c) and "--conf
 @pytest.mark.parametrize("command", OURS)
 def test_every_training_command_composes(command):
     sweep_apart = [o.partition(",")[0] if "--multirun" in command else o for o in overrides(command)]
-    own = ("out=", "NPROC=", "compare=", "costs=", "bandwidth=", "scale=", "ranks=", "machines=")
+    own = ("out=", "NPROC=", "compare=", "advise=", "costs=", "bandwidth=", "scale=", "ranks=", "machines=")
     config([o for o in sweep_apart if not o.startswith(own)])
 
 
