@@ -130,7 +130,7 @@ def _played(plan: Plan) -> tuple[Plan, Timeline, int]:
 
 def _changed(cfg: DictConfig, key: str, value: Any) -> DictConfig:
     cfg = cfg.copy()
-    OmegaConf.update(cfg, key, value, merge=False, force_add=True)
+    cfg[key] = value
     return cfg
 
 
