@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.errors import ConfigError
-from pipetrain.rules import COUNT
+from pipetrain.rules import BOOL, COUNT, SHARE
 
 SMALLEST = 1e-12  # a typical step, beside which none is 0
 
@@ -46,6 +46,18 @@ class Correction:
 
         `steps`: the typical size of a step at the peak rate, of each weight.
         """
+
+    def window(self, update: int, updates: int | None) -> int | None:
+        """Return the most batches of a window that begins with an update, of so many of the run; None: any.
+
+        In a window of one batch no gradient is late.
+        """
+        return None
+
+    @property
+    def flushed(self) -> float:
+        """The share of the updates before which the pipeline drains."""
+        return 0.0
 
     @property
     def copies(self) -> int:
@@ -130,6 +142,38 @@ class GapAware(Correction):
 
 
 @dataclass(frozen=True)
+class Hybrid(Correction):
+    """A share of the updates are synchronous: the pipeline drains after each batch.
+
+    They are the `first` ones or the last ones of the run, of which a program says how many `updates` it has.
+    """
+
+    share: float = 0.2
+    first: bool = True
+    updates: int | None = None
+
+    def __post_init__(self) -> None:
+        SHARE.read("share", self.share)
+        BOOL.read("first", self.first)
+        COUNT.read("updates", self.updates, null=True)
+
+    @property
+    def flushed(self) -> float:
+        return self.share
+
+    def window(self, update: int, updates: int | None) -> int | None:
+        total = self.updates or updates
+        if total is None:
+            raise ConfigError(
+                "correction=hybrid makes a share of all updates synchronous: give Hybrid(updates=), how many "
+                "the training has, or train by fit"
+            )
+        if self.first:
+            return 1 if update < round(self.share * total) else None
+        return max(1, total - round(self.share * total) - update)
+
+
+@dataclass(frozen=True)
 class Several(Correction):
     """Corrections that answer different questions, together."""
 
@@ -152,6 +196,13 @@ class Several(Correction):
 
     def rate(self, update: int, delay: int) -> float:
         return float(prod(part.rate(update, delay) for part in self.parts))
+
+    @property
+    def flushed(self) -> float:
+        return sum(part.flushed for part in self.parts)
+
+    def window(self, update: int, updates: int | None) -> int | None:
+        return min(filter(None, (part.window(update, updates) for part in self.parts)), default=None)
 
     def weigh(self, gradients: Sequence[Tensor], gaps: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
         for part in self.parts:

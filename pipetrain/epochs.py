@@ -230,7 +230,9 @@ class Epochs:
             return self._keeper.left(updates + done) if self._keeper else total
 
         what = f"the training (epoch {epoch + 1})"
-        for done in self._windows.train(what, batches, length, lambda batches: tick, around, until):
+        for done in self._windows.train(
+            what, batches, length, lambda batches: tick, around, until, about.updates
+        ):
             self._losses += done.losses
             batch, update = self._position.batch + len(done.sizes), self._position.update + len(done.sizes)
             self._position, asked = Position(epoch, batch, update), done.asked

@@ -124,7 +124,7 @@ class Training:
         """The number of updates so far."""
         if self.session is None:
             return self._updates or (self.source.manifest.position.update if self.source else 0)
-        return next(iter(self.session.stages.values())).weights.updates
+        return self.session.updates
 
     def refuse_ended(self) -> None:
         """Refuse to go on after `close` (ConfigError), or an error of what all ranks do (TrainingStopped)."""

@@ -8,6 +8,7 @@ import torch
 from pipetrain.correction import (
     Correction,
     GapAware,
+    Hybrid,
     MomentumAhead,
     NesterovAhead,
     PipeMare,
@@ -46,6 +47,16 @@ def test_without_a_delay_nothing_changes(one):
     before = gradient.clone()
     one.weigh([gradient], [torch.zeros(4)], [torch.rand(4)])
     assert torch.equal(gradient, before)
+
+
+def test_a_share_of_the_run_is_synchronous():
+    first, last = Hybrid(share=0.2), Hybrid(share=0.2, first=False)
+    assert [first.window(n, 10) for n in range(10)] == [1, 1, *[None] * 8]
+    assert [last.window(n, 10) for n in range(10)] == [8, 7, 6, 5, 4, 3, 2, 1, 1, 1]
+    assert together([GapAware(), first]).window(1, 10) == 1
+    assert Hybrid(updates=100).window(19, 10) == 1
+    with pytest.raises(ConfigError, match=r"give Hybrid\(updates=\)"):
+        first.window(0, None)
 
 
 def test_several_answer_their_own_questions():

@@ -275,6 +275,11 @@ def _figures(plan: Plan, run: Timeline, batches: int) -> str:
         formula = theory(settings.schedule, settings.ranks, 1, *size)  # each batch ends on all ranks at once
     if plan.replicated:  # the formulas are for a rank a stage
         formula = None
+    if formula and settings.correction.predicts:  # beside the newest version, which updates change
+        late = [
+            version + (stale > 0) for version, stale in zip(formula.versions, formula.staleness, strict=True)
+        ]
+        formula = replace(formula, versions=late)
     if plan.by_costs:  # and for an order that was made for equal stages
         formula, simulation = None, run
     elif getattr(plan.draft.schedule, "keywords", {}).get("buffer"):  # and for ssp's own
@@ -292,6 +297,12 @@ def _figures(plan: Plan, run: Timeline, batches: int) -> str:
     note = "by stage; activations in microbatches, staleness in updates\n"
     note += f"the timeline and its bubble go by the {'times' if plan.costs else 'work'} of the stages, "
     note += "as do these details and the order\n" if plan.by_costs else "these details as if all were equal\n"
+    if (share := settings.correction.flushed) and plan.samples is not None:
+        longer = plan.timeline(1).makespan * batches / run.makespan
+        note += (
+            f"{share:.0%} of the updates are synchronous and take {longer:.2f} times as long: the run takes "
+        )
+        note += f"{1 + share * (longer - 1):.2f} times as long as without them\n"
     if plan.draft.policy:
         note += "the order is decided while it runs: this is how it goes if times are even\n"
     return f"{aligned(rows)}\n{note}"

@@ -184,10 +184,10 @@ class Plan:
         most = (window.bounds[stage] for window in self.windows.values())
         return Bounds(*map(max, *most, Bounds(0, 0, 0)))
 
-    def timeline(self) -> Timeline:
-        """Return the longest window, simulated at the costs of its stages."""
+    def timeline(self, batches: int | None = None) -> Timeline:
+        """Return a window of so many batches, or else the longest, simulated at the costs of its stages."""
         return simulate(
-            self.window.program,
+            (self.windows.of(batches) if batches else self.window).program,
             self.settings.microbatches,
             buffer_size=self.cut.bounds,
             cost=self.stage_costs,

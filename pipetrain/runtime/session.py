@@ -71,6 +71,11 @@ class Session:
         self.whole: WholeModel | None = None
         """The program's model, which may have been collected."""
 
+    @property
+    def updates(self) -> int:
+        """The number of updates so far."""
+        return next(iter(self.stages.values())).weights.updates
+
     def speaks(self, stage: int) -> bool:
         """Return whether this rank is the first of a stage, which speaks for all replicas."""
         return self.plan.firsts[stage] == self._links.world.rank

@@ -142,8 +142,9 @@ class Windows:
         ticks: Ticks,
         around: Around = alone,
         until: Until | None = None,
+        updates: int | None = None,
     ) -> Iterator[Done]:
-        """Train a pass; without `until` somebody looks after each window.
+        """Train a pass; without `until` somebody looks after each window. `updates`: of all passes, if known.
 
         Raises ConfigError for a pass without batches, BadBatch for a batch with fewer samples than
         microbatches, ChannelError, and TrainingStopped as Session.train does.
@@ -153,7 +154,13 @@ class Windows:
             with around(sizes) as (observe, ends):
                 return self.session.train(sizes, batches, ticks(len(sizes)), observe, ends), None
 
-        return self._run(_Pass(what, batches, length, until, trains=True), run)
+        first, correction = self.session.updates, self.session.plan.settings.correction
+
+        def bounded(done: int) -> int | None:
+            lengths = length(done), correction.window(first + done, updates)
+            return min((n for n in lengths if n is not None), default=None)
+
+        return self._run(_Pass(what, batches, bounded, until, trains=True), run)
 
     def evaluate(
         self, what: str, batches: Batches, window: int | None, ticks: Ticks, around: Around = alone

@@ -102,6 +102,7 @@ def owing(tmp_path_factory) -> Whole:
         ("pipedream", 2, ["ema=0.9"]),
         ("pipedream", 3, ["optim=adamw", *CODECS]),
         ("pipedream", 2, ["optim=muon"]),
+        ("pipedream", 2, ["optim=soap"]),
         ("pipedream", 2, ["correction=[gap_aware,msnag]", "optim.momentum=0.9"]),
         *((schedule, 2, []) for schedule in ("fbp", "pipedream_2bw", "v_async", "zb_h2")),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pipetrain.correction import Correction
 from pipetrain.data.loading import BadBatch
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.network.values import Size
@@ -50,9 +51,10 @@ class Fake:
     refuse_small = Session.refuse_small
 
     def __init__(self, log: list[str], clock: Any, ends: int = 0) -> None:
-        settings = SimpleNamespace(microbatches=2)
+        settings = SimpleNamespace(microbatches=2, correction=Correction())
         self.plan = SimpleNamespace(settings=settings, placement=[(0,), (1,)])
         self.log, self.clock, self._ends, self._losses = log, clock, ends, list[float]()
+        self.updates = 0
         self.last: Any = SimpleNamespace(counts=self)
 
     def train(self, sizes: Sequence[Size], *rest: Any) -> int:

@@ -409,7 +409,8 @@ def train(model: nn.Sequential, run: Run, delays: Iterable[Delay], early: Mappin
             for batch in run.sampler.epoch(epoch)
         ]
         batches = [batch for batch in batches if any(run.task.weight(y) for _, y in batch)]
-        starts = sorted({*range(0, len(batches), settings.window or len(batches)), early.get(epoch, 0)})
+        starts = {*range(0, len(batches), settings.window or len(batches)), early.get(epoch, 0)}
+        starts = _shortened(starts, partial(_most, run, epoch * len(batches)), len(batches))
         found: list[tuple[float, float]] = []
         for start, end in pairwise([*starts, len(batches)]):
             found += chain(*reference.window(next(delay_of), batches[start:end]))
@@ -418,6 +419,19 @@ def train(model: nn.Sequential, run: Run, delays: Iterable[Delay], early: Mappin
         evaluated = reference.evaluated(tested)
         outcomes.append((loss, evaluated["loss"], evaluated[run.task.metrics[0].name]))
     return Outcome(copied(model.state_dict()), outcomes)
+
+
+def _most(run: Run, first: int, done: int) -> int | None:
+    return run.settings.correction.window(first + done, run.updates)
+
+
+def _shortened(starts: Iterable[int], most: Callable[[int], int | None], end: int) -> list[int]:
+    """Return where windows start that have at most so many batches, see Correction.window."""
+    shorter, start = [], 0
+    while start < end:
+        shorter.append(start)
+        start = min([end, *(n for n in starts if n > start), start + (most(start) or end)])
+    return shorter
 
 
 def _narrow_at(model: nn.Sequential, cuts: Sequence[int]) -> None:

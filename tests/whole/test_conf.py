@@ -14,6 +14,7 @@ from torch import nn
 
 from pipetrain.building import make_model, make_optimizer, make_schedule
 from pipetrain.choices import conf_dir
+from pipetrain.correction import Correction
 from pipetrain.data import load_augment
 from pipetrain.rate import SHAPES
 from pipetrain.runtime.optimizer import prove_optimizer
@@ -43,7 +44,17 @@ def options(group: str) -> pytest.MarkDecorator:
 
 
 def test_every_group_is_tested_here_and_each_command_s_config_resolves_whole():
-    assert set(OPTIONS) == {"codec", "data", "experiment", "logger", "model", "optim", "schedule", "task"}
+    assert set(OPTIONS) == {
+        "codec",
+        "correction",
+        "data",
+        "experiment",
+        "logger",
+        "model",
+        "optim",
+        "schedule",
+        "task",
+    }
     assert TOP == ["config", "plan"]
     assert conf_dir() == CONF
     for name in TOP:
@@ -51,6 +62,13 @@ def test_every_group_is_tested_here_and_each_command_s_config_resolves_whole():
         cfg.run_dir = "."  # the one value that only a running job knows
         mine = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
         assert OmegaConf.to_container(mine, resolve=True, throw_on_missing=True)
+
+
+@options("correction")
+def test_each_correction_can_be_made(option):
+    cfg = composed(f"correction={option}", "schedule=pipedream")
+    chosen = Settings.composed(cfg, "pipedream", 2).correction
+    assert (chosen == Correction()) == (option == "none")
 
 
 @options("schedule")

@@ -15,6 +15,7 @@ ADAM = (PLAIN, "optim=adamw", "optim.lr=0.003", "optim.weight_decay=0")  # which
 CONSTANT = ("lr_schedule=constant", "warmup=0")
 MARE = ("correction=pipemare", "correction.pipemare.updates=3")
 ALL = "correction=[pipemare,gap_aware,msnag]"
+HYBRID = "correction=[hybrid,gap_aware,msnag]"
 CASES = [
     Case("pipedream", 4, ("correction=spectrain", "microbatches=1", *SGD)),
     Case("pipedream", 2, ("correction=xpipe", "microbatches=3", *ADAM)),
@@ -33,6 +34,8 @@ CASES = [
     Case("pipedream", 3, ("correction=spectrain", "replicas=[2,1]", "microbatches=1", *SGD)),
     Case("pipedream", 5, (ALL, "correction.pipemare.updates=3", "replicas=[2,1,2]", "microbatches=3", *SGD)),
     Case("pipedream_2bw", 4, ("correction=[gap_aware,msnag]", "replicas=[3,1]", "microbatches=3", *SGD)),
+    Case("pipedream", 4, (HYBRID, "correction.hybrid.share=0.4", "microbatches=1", *SGD)),
+    Case("pipedream", 4, ("correction=hybrid", "correction.hybrid.first=false", "microbatches=1", *SGD)),
     Case(
         "pipedream_2bw",
         2,
