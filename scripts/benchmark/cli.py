@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmark import factory, held, models, replicas, report, schedules
+from benchmark import advice, factory, held, models, replicas, report, schedules
 from benchmark.report import Row
 from benchmark.tasks import Scale
 from benchmark.worlds import Say, WorldFailed
@@ -21,6 +21,7 @@ SUITES: dict[str, list[Callable[[Scale, Say], Iterator[Row]]]] = {
     "schedules": [schedules.suite],
     "jitter": [schedules.jitter_suite],
     "replicas": [replicas.suite],
+    "advice": [advice.suite],
     **{model: [partial(models.suite, model)] for model in models.TASKS},
     "held": [held.suite],
     "factory": [factory.suite],

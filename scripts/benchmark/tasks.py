@@ -20,7 +20,8 @@ from pipetrain.commands.cli import composed
 from pipetrain.data import load_data
 from pipetrain.network.chain import network_of
 from pipetrain.network.values import Size, ValueSpec, named_layers
-from pipetrain.plan.making import make_plan
+from pipetrain.plan.costs import Profile
+from pipetrain.plan.making import Measure, make_plan
 from pipetrain.plan.memory import optimizer_state
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
@@ -92,10 +93,12 @@ def compose_task(task: Task, schedule: str) -> DictConfig:
     return composed("config", [*recipe, *task.overrides])
 
 
-def prepare(task: Task, schedule: str, ranks: int, window: int = 1, links: Links | None = None) -> Job:
+def prepare(
+    task: Task, schedule: str, ranks: int, window: int = 1, times: Links | Profile | None = None
+) -> Job:
     """Plan and prove a task as a training run does. `window`: its batches, where the schedule sets none.
 
-    `links`: on which partition=profile measures; all ranks call this then.
+    `times`: for partition=profile, a profile, or links on which it is measured; all ranks call this then.
     """
     cfg = compose_task(task, schedule)
     settings = Settings.composed(cfg, schedule, ranks)
@@ -105,10 +108,11 @@ def prepare(task: Task, schedule: str, ranks: int, window: int = 1, links: Links
     sizes = Samples([len(samples)] * window, [len(samples)])
     draft, objective = Draft.of(settings, make_schedule(cfg)), make_task(cfg)
     optimizer = prove_optimizer(make_optimizer(cfg), spare, len(draft.placement))
-    example, profile = ValueSpec.in_batch(samples), None
-    if links is not None:
+    example = ValueSpec.in_batch(samples)
+    profile: Measure | Profile | None = None if isinstance(times, Links) else times
+    if isinstance(times, Links):
         network = network_of(make_model(cfg, settings.seed, settings.dtype), example)
-        profile = partial(measure, links, settings, {}, network, optimizer)
+        profile = partial(measure, times, settings, {}, network, optimizer)
     known = example, sizes, profile, optimizer_state(optimizer), objective
     return Job(make_plan(draft, spare, *known), model, objective, optimizer, samples, targets)
 

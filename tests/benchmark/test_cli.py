@@ -69,6 +69,20 @@ def test_replicas_are_held_against_their_bound_ddp_one_replica_and_the_plan(monk
     }
 
 
+def test_the_schedule_that_is_predicted_to_be_fastest_is_held_against_the_fastest(monkeypatch):
+    (part,) = cli.SUITES["advice"]
+    seconds, bounds = {"1f1b": 1.0, "zb_h1": 0.7, "zbv": 0.65}, {"1f1b": 1.05, "zb_h1": 0.64, "zbv": 0.66}
+    rows = rows_of(part, {name: [s, s] for name, s in seconds.items()}, bounds, monkeypatch)
+    assert rows["zbv"].ratios == pytest.approx(
+        {"x 1f1b": 1 / 0.65, "of predicted": 0.66 / 0.65, "predicted x 1f1b": 1.05 / 0.66}
+    )
+    assert {name: [*row.targets.values()] for name, row in rows.items()} == {
+        "1f1b": [True],
+        "zb_h1": [True, False],  # 1.08 times the time of zbv
+        "zbv": [True],
+    }
+
+
 def test_the_targets_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     series = {"1f1b": 0.010, "gpipe": 0.012, "pipedream": 0.008, "torch 1f1b": 0.01, "torch gpipe": 0.011}
