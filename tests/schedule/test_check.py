@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
 
 import pytest
 
-from pipetrain.schedule.actions import Edge, Program, ScheduleError, parse_program
+from pipetrain.schedule.actions import Action, Edge, Program, ScheduleError, parse_program
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import compute_only, lower
 from pipetrain.schedule.simulate import simulate
@@ -23,6 +26,7 @@ SPLIT = """
 """
 
 
+module = sys.modules[check.__module__]
 SOUND = "0F0@0 0SEND_F0 0RECV_B0 0B0@0 0REDUCE@1 0STEP@1\n1RECV_F0 1F0@0 1B0@0 1SEND_B0 1REDUCE@1 1STEP@1"
 # The input gradient of the next batch adds nothing to the gradient, and may come before a step; its W does.
 EARLY = "0F0@0 0F1@0 0I0@0 0I1@0 0W0@0 0STEP@1 0W1@0 0STEP@2"
@@ -80,6 +84,18 @@ def test_a_rank_without_work_is_named() -> None:
 
 
 # Mutants: one action got wrong, in every way, anywhere.
+
+
+@pytest.fixture(autouse=True)
+def lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant of a message has its program's computations, which are lowered once for all of these."""
+
+    @lru_cache(maxsize=4)
+    def of(compute: tuple[tuple[Action, ...], ...], routes: Any) -> Program:
+        return lower([[*actions] for actions in compute], routes)
+
+    monkeypatch.setattr(module, "lower", lambda compute, routes: of(tuple(map(tuple, compute)), routes))
+
 
 SIZES = [(1, 2, 2), (2, 2, 2), (3, 3, 1), (3, 1, 3)]
 
