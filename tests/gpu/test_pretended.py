@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,7 +34,7 @@ from pipetrain.runtime.sums import Sums
 from pipetrain.runtime.weights import Weights
 from pipetrain.schedule.actions import UPDATE
 from pipetrain.tasks import Regression
-from tests.support.cases import SCHEDULES, Case, compare, make_run, run_in_threads
+from tests.support.cases import SCHEDULES, Case, Ran, compare, make_run, run_in_threads
 from tests.support.models import flat
 from tests.support.pretended.device import is_tagged
 from tests.support.pretended.nccl import Hang
@@ -70,10 +70,16 @@ SHARED = case(
 )
 
 
+@cache
+def on_a_cpu(one: Case) -> tuple[dict[str, Tensor], Ran]:
+    """Train a case once for all tests that have it, but a planted fault's: it may be the CPU's too."""
+    return run_in_threads(one)
+
+
 def equal_the_cpu(one: Case, waits: int = 0) -> Trained:
     """Hold a case against the CPU, to the last bit, and let no host wait in its windows, or so many times."""
     words = tuple(word for word in one.overrides if not word.startswith("cuda_graphs="))
-    plain, figures = run_in_threads(replace(one, overrides=words))
+    plain, figures = on_a_cpu(replace(one, overrides=words))
     trained = on_gpus(one, exclusive=True)
     assert plain.keys() == trained.state.keys()
     assert [name for name, tensor in plain.items() if not torch.equal(tensor, trained.state[name])] == []
@@ -474,6 +480,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault, small_buckets):
     owner, name, make, one = FAULTS[fault]
+    on_a_cpu.cache_clear()
     with planted(owner, name, make), pytest.raises((AssertionError, pipetrain.ActionFailed, TrainingStopped)):
         equal_the_cpu(one)
 
