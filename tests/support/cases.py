@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from pipetrain.building import make_schedule
@@ -69,12 +69,19 @@ class Case:
 def config(overrides: Sequence[str]) -> DictConfig:
     """Compose the configuration as the command line would.
 
-    By Hydra's own steps, but files are read once for each choice of groups: that is most of its time.
+    By Hydra's own steps, but files are read once for each choice of groups, and a schedule's is put in by
+    itself: that is most of its time. test_conf.py holds it against Hydra.
     """
     words = as_hydra(overrides)
     choices = [word for word in words if re.split("[@=]", word)[0] in GROUPS]
     values = OverridesParser.create().parse_overrides([word for word in words if word not in choices])
-    cfg = deepcopy(_composed(tuple(choices)))
+    alone = [word for word in choices if word.startswith("schedule=")]
+    if any(word.startswith("experiment=") for word in choices):
+        alone = []  # it comes after the schedule
+    cfg = deepcopy(_composed(tuple(word for word in choices if word not in alone)))
+    for word in alone:
+        for key, value in OmegaConf.load(conf_dir() / f"{word.replace('=', '/')}.yaml").items():
+            cfg[key] = value
     ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
     return cfg
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from pipetrain.building import make_model, make_optimizer, make_schedule
 from pipetrain.choices import conf_dir
+from pipetrain.commands import cli as commands
 from pipetrain.correction import Correction
 from pipetrain.data import load_augment
 from pipetrain.rate import SHAPES
@@ -21,6 +22,7 @@ from pipetrain.runtime.optimizer import prove_optimizer
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
 from pipetrain.settings import Settings
+from tests.support.cases import config
 
 pytestmark = pytest.mark.slow
 
@@ -78,6 +80,9 @@ def test_each_schedule_makes_a_sound_program_and_comes_before_the_experiment_s(o
     assert (cfg.microbatches, cfg.window) == (8, 2)
     for ranks, batches in product((1, 2), (1, 3)):
         check(lower(make_schedule(cfg)(ranks, batches, 8)), batches, 8)
+    assert config([f"schedule={option}", "optim=adamw"]) == commands.composed(
+        "config", [f"schedule={option}", "optim=adamw"]
+    )
 
 
 @options("optim")
