@@ -22,6 +22,7 @@ from pipetrain.network.factory import Factory, Initial, build
 from pipetrain.network.model import own_dtype, prove_model
 from pipetrain.network.network import Network
 from pipetrain.network.values import Value, ValueSpec
+from pipetrain.plan.advice import settled
 from pipetrain.plan.costs import Profile, profile_conditions, read_profile
 from pipetrain.plan.describe import describe
 from pipetrain.plan.making import Measure, make_plan
@@ -82,6 +83,8 @@ class Arguments:
         made, fraction = factory(small_copies(model)), learning_rate(lr_schedule or "constant", 0.0, 1)
         rate = LearningRate(float(made.param_groups[0].get("lr", 0.0)), fraction)
         options = optim.options or {"_target_": title(made)}
+        settings = settled(draft.settings, str(options["_target_"]), len(draft.placement))
+        draft = replace(draft, settings=settings)
         return cls(draft, factory, made, options, rate)
 
     def conditions(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ SMALLEST = 1e-12  # a typical step, beside which none is 0
 class Correction:
     """No correction; what others are made of. Each says which of the questions it answers."""
 
+    name: ClassVar[str] = "none"
     predicts: ClassVar[bool] = False
     rates: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
@@ -54,6 +55,9 @@ class Correction:
         """
         return None
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def flushed(self) -> float:
         """The share of the updates before which the pipeline drains."""
@@ -74,6 +78,7 @@ class StepsAhead(Correction):
     of any optimizer (Guan et al. 2023).
     """
 
+    name: ClassVar[str] = "spectrain"
     predicts: ClassVar[bool] = True
 
     def reach(self, ahead: int, momentum: float) -> float:
@@ -88,6 +93,7 @@ class MomentumAhead(Correction):
     networks on commodity hardware with automatic pipeline model parallelism").
     """
 
+    name: ClassVar[str] = "msnag"
     predicts: ClassVar[bool] = True
 
     def reach(self, ahead: int, momentum: float) -> float:
@@ -102,6 +108,7 @@ class NesterovAhead(Correction):
     Parallel Optimization"; with optim=nadam its method.
     """
 
+    name: ClassVar[str] = "nesterov"
     predicts: ClassVar[bool] = True
 
     def reach(self, ahead: int, momentum: float) -> float:
@@ -115,6 +122,7 @@ class PipeMare(Correction):
     Yang et al. 2021, "PipeMare: Asynchronous Pipeline Parallel DNN Training", technique T1.
     """
 
+    name: ClassVar[str] = "pipemare"
     rates: ClassVar[bool] = True
     updates: int = 500
 
@@ -134,6 +142,7 @@ class GapAware(Correction):
     the root of the mean of squares, as in FTPipe.
     """
 
+    name: ClassVar[str] = "gap_aware"
     weighs: ClassVar[bool] = True
 
     def weigh(self, gradients: Sequence[Tensor], gaps: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
@@ -148,6 +157,7 @@ class Hybrid(Correction):
     They are the `first` ones or the last ones of the run, of which a program says how many `updates` it has.
     """
 
+    name: ClassVar[str] = "hybrid"
     share: float = 0.2
     first: bool = True
     updates: int | None = None
@@ -174,10 +184,20 @@ class Hybrid(Correction):
 
 
 @dataclass(frozen=True)
+class Auto(Correction):
+    """What a study found best for the optimizer, the schedule and the stages, see plan/advice.py."""
+
+    name: ClassVar[str] = "auto"
+
+
+@dataclass(frozen=True)
 class Several(Correction):
     """Corrections that answer different questions, together."""
 
     parts: tuple[Correction, ...]
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.parts))
 
     @property
     def predicts(self) -> bool:  # type: ignore[override]
@@ -211,6 +231,8 @@ class Several(Correction):
 
 def together(parts: Sequence[Correction]) -> Correction:
     """Return corrections as one. Raises ConfigError for two that predict the same weights."""
+    if len(parts) > 1 and Auto() in parts:
+        raise ConfigError("correction=auto chooses all there is to correct: leave the others out, or auto")
     predicting = [part for part in parts if part.predicts]
     if len(predicting) > 1:
         raise ConfigError(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pipetrain.correction import (
+    Auto,
     Correction,
     GapAware,
     Hybrid,
@@ -64,5 +65,8 @@ def test_several_answer_their_own_questions():
     assert (both.predicts, both.rates, both.weighs, both.copies) == (True, True, True, 2)
     assert (both.reach(1, 0.9), both.rate(0, 2)) == (0.9, 0.5)
     assert [together([]), together([PipeMare()])] == [Correction(), PipeMare()]
+    assert str(both) == "gap_aware+msnag+pipemare"
+    with pytest.raises(ConfigError, match="auto chooses all there is"):
+        together([Auto(), GapAware()])
     with pytest.raises(ConfigError, match="both say which weights a forward reads"):
         together([StepsAhead(), MomentumAhead()])

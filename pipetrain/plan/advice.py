@@ -8,9 +8,14 @@ loses most. What the file does not have was not studied.
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+from pipetrain.building import make_correction
+from pipetrain.correction import Auto
+from pipetrain.settings import Settings
 
 STUDY = Path(__file__).with_name("staleness.csv")
 TOLERATED = {"accuracy": 0.3, "loss": 0.01}  # of a gap, by its metric
@@ -78,6 +83,16 @@ def losses(optimizer: str, schedule: str, stages: int) -> dict[str, Loss]:
 def best_of(studied: dict[str, Loss]) -> Loss | None:
     """Return what the best correction loses: none, where no other is better; None: not studied."""
     return min(studied.values(), key=lambda one: (one.share, one.correction != NONE), default=None)
+
+
+def settled(settings: Settings, optimizer: str, stages: int) -> Settings:
+    """Return settings in which correction=auto is the one that lost least. `optimizer`: names of classes."""
+    if settings.correction != Auto():
+        return settings
+    kinds = [kind.strip().lower() for kind in optimizer.rpartition(".")[2].split("+")]
+    each = (best_correction(kind, settings.schedule, stages) for kind in kinds)
+    best = next((names for names in each if names != NONE), NONE)
+    return replace(settings, correction=make_correction("correction", best.split("+")))
 
 
 def best_correction(optimizer: str, schedule: str, stages: int) -> str:

@@ -60,9 +60,7 @@ class Candidate:
         studied = losses(str(cfg.optim.get("_target_")).rpartition(".")[2].lower(), name, stages)
         best, given = best_of(studied), studied.get(joined("+".join(cfg.get("correction") or [NONE])))
         if best is not None and best is not given:
-            names = best.correction.split("+")
-            nodes = {key: node for one in names for key, node in (shipped("correction", one) or {}).items()}
-            cfg = _changed(cfg, "correction", nodes)
+            cfg = _changed(cfg, "correction", shipped("correction", "auto"))
         return cls(name, *_fitting(cfg, name, batches), (best, given), words)
 
     @property

@@ -19,12 +19,14 @@ from omegaconf import DictConfig
 from torch import nn
 
 from pipetrain.building import make_model, make_optimizer, make_schedule, make_task
+from pipetrain.correction import Correction
 from pipetrain.data import declared_example, load_data
 from pipetrain.errors import ConfigError
 from pipetrain.groups import groups_of, optimizer_of
 from pipetrain.network.chain import network_of
 from pipetrain.network.values import TensorSpec
 from pipetrain.placing import span
+from pipetrain.plan.advice import settled
 from pipetrain.plan.costs import profile_conditions, read_profile
 from pipetrain.plan.making import make_plan
 from pipetrain.plan.memory import gpu_bytes, known_state, optimizer_state, says_whether_it_fits
@@ -92,7 +94,7 @@ def planned(cfg: DictConfig, schedule: str, batches: int) -> Plan:
         profile = read_profile(settings.profile, profile_conditions(settings, cfg.optim))
     elif settings.replicas == AUTO:
         raise ConfigError("replicas=auto needs measured times: give partition.profile=FILE of an earlier run")
-    draft = Draft.of(settings, make_schedule(cfg))
+    draft = _settled(Draft.of(settings, make_schedule(cfg)), cfg)
     return make_plan(draft, network, example, samples, profile, state_of(cfg, model), make_task(cfg))
 
 
@@ -110,8 +112,13 @@ def _planned_by_rows(cfg: DictConfig, schedule: str, batches: int) -> Plan:
         raise ConfigError("replicas=auto weighs messages and sums of gradients too: give bandwidth=GB/s")
     rows = read_rows(path, 1e-9 / speed if speed else 0.0, scale or 1.0)
     samples = Samples([settings.batch_size] * batches, [1])
-    draft = Draft.of(settings, make_schedule(cfg))
+    draft = _settled(Draft.of(settings, make_schedule(cfg)), cfg)
     return make_plan(draft, rows.layers, rows.data, samples, rows.profile, state_of(cfg))
+
+
+def _settled(draft: Draft, cfg: DictConfig) -> Draft:
+    optimizer, stages = str(cfg.optim.get("_target_")), len(draft.placement)
+    return replace(draft, settings=settled(draft.settings, optimizer, stages))
 
 
 def _ranks(cfg: DictConfig) -> int | None:
@@ -163,6 +170,8 @@ def describe(
         head += "as for the first batch: others may have any size, and windows any length\n"
     if not settings.codecs.plain:
         head += f"codec forward {settings.codecs.forward}, backward {settings.codecs.backward}\n"
+    if settings.correction != Correction():
+        head += f"correction {settings.correction}\n"
     if settings.clip_grad_norm is not None:
         whole = "the model: each update waits for the norms of all stages"
         over = whole if has_norms(plan.window.program) else "each stage"

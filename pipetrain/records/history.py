@@ -70,6 +70,7 @@ class About:
             "memory_format": plan.numerics.memory_format,
             "codec_forward": str(settings.codecs.forward),
             "codec_backward": str(settings.codecs.backward),
+            "correction": str(settings.correction),
             "device": self.device,
             "threads": torch.get_num_threads(),
         }

@@ -23,7 +23,7 @@ from pipetrain.records.history import Epoch
 
 HYPER_PARAMETERS = [
     "data", "model", "schedule", "stages", "batch_size", "microbatches", "buffer_size",
-    "lr", "epochs", "seed", "device", "data_workers", "codec_forward", "codec_backward",
+    "lr", "epochs", "seed", "device", "data_workers", "codec_forward", "codec_backward", "correction",
 ]  # fmt: skip
 ROOM = 2**16  # bytes that must be free before an epoch is written
 

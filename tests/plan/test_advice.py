@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from pipetrain import Pipeline
+from pipetrain.correction import GapAware
 from pipetrain.plan import advice
-from pipetrain.plan.advice import best_correction, losses
+from pipetrain.plan.advice import best_correction, losses, settled
+from pipetrain.settings import Settings
 
 STUDIED = """\
 optimizer,schedule,stages,correction,task,metric,gap,half
@@ -62,3 +68,30 @@ def test_without_a_study_nothing_was_studied(tmp_path, monkeypatch):
     monkeypatch.setattr(advice, "STUDY", tmp_path / "staleness.csv")
     assert losses("sgd", "pipedream", 2) == {}
     assert best_correction("sgd", "pipedream", 2) == "none"
+
+
+@pytest.mark.usefixtures("study")
+@pytest.mark.parametrize(
+    ("optimizer", "schedule", "stages", "chosen"),
+    [
+        ("torch.optim.SGD", "pipedream", 8, "gap_aware+msnag"),
+        ("pipetrain.muon.Muon", "pipedream_2bw", 4, "none"),
+        ("AdamW + SGD", "pipedream", 2, "msnag"),
+        ("torch.optim.SGD", "1f1b", 8, "none"),
+    ],
+)
+def test_auto_is_the_best_of_the_study(optimizer, schedule, stages, chosen):
+    settings = Settings.read({"correction": "auto"}, stages, schedule=schedule)
+    assert str(settled(settings, optimizer, stages).correction) == chosen
+    assert str(settled(Settings(correction=GapAware()), optimizer, stages).correction) == "gap_aware"
+
+
+@pytest.mark.usefixtures("study")
+def test_a_program_trains_with_it():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    batch = torch.rand(4, 4), torch.tensor([0, 1, 0, 1])
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    pipe = Pipeline(model, nn.functional.cross_entropy, sgd, "pipedream", correction="auto", sample=batch)
+    assert str(pipe.plan.settings.correction) == "msnag"
+    assert "correction msnag" in str(pipe.plan)
+    pipe.close()
