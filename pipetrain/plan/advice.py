@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipetrain.building import make_correction
+from pipetrain.choices import shipped
 from pipetrain.correction import Auto
 from pipetrain.settings import Settings
 
@@ -66,7 +67,8 @@ def option(names: str) -> str:
 def losses(optimizer: str, schedule: str, stages: int) -> dict[str, Loss]:
     """Return what the worst task loses, by correction, at the nearest number of stages at or above.
 
-    A correction counts if it was studied on all tasks of the optimizer and schedule. Empty: not studied.
+    A correction counts if there is a configuration of it, and if it was studied on all tasks of the optimizer
+    and schedule. Empty: not studied.
     """
     rows = [row for row in _rows(STUDY) if (row["optimizer"], row["schedule"]) == (optimizer, schedule)]
     nearest = min((n for row in rows if (n := int(row["stages"])) >= stages), default=None)
@@ -76,8 +78,11 @@ def losses(optimizer: str, schedule: str, stages: int) -> dict[str, Loss]:
         name, size = joined(row["correction"]), (float(row["gap"]), float(row["half"]))
         loss = Loss(name, row["metric"], *size, len(tasks), int(row["stages"]))
         by_correction.setdefault(name, []).append(loss)
-    complete = {name: of for name, of in by_correction.items() if len(of) == len(tasks)}
-    return {name: max(of, key=lambda loss: loss.share) for name, of in complete.items()}
+    return {
+        name: max(of, key=lambda loss: loss.share)
+        for name, of in by_correction.items()
+        if len(of) == len(tasks) and all(shipped("correction", one) is not None for one in name.split("+"))
+    }
 
 
 def best_of(studied: dict[str, Loss]) -> Loss | None:

@@ -41,14 +41,15 @@ TRIED = (Mode.SELECTIVE.value, Mode.ALWAYS.value)  # for recompute=auto, where m
 class Candidate:
     """A schedule with its plan. `lost`: with the best correction, and with that of the configuration.
 
-    `peak`: the bytes of the fullest rank; `words`: of the command line that runs it, beside its own; none:
-    nothing runs it.
+    `peak`: the bytes of the fullest rank; `seconds`: of an update, without times in those that a rank
+    computes for a batch; `words`: of the command line that runs it, beside its own; none: nothing runs it.
     """
 
     name: str
     plan: Plan
     run: Timeline
     peak: int
+    seconds: float
     lost: tuple[Loss | None, Loss | None]
     words: Sequence[str]
 
@@ -61,13 +62,8 @@ class Candidate:
         best, given = best_of(studied), studied.get(joined("+".join(cfg.get("correction") or [NONE])))
         if best is not None and best is not given:
             cfg = _changed(cfg, "correction", shipped("correction", "auto"))
-        return cls(name, *_fitting(cfg, name, batches), (best, given), words)
-
-    @property
-    def seconds(self) -> float:
-        """The time of an update; without times, in those that a rank computes for a batch."""
-        unit = 1.0 if self.plan.costs else WORK * self.plan.settings.microbatches
-        return self.run.makespan / max(self.plan.windows) / unit
+        plan, run, peak = _fitting(cfg, name, batches)
+        return cls(name, plan, run, peak, _seconds(plan, run), (best, given), words)
 
     @property
     def late(self) -> int:
@@ -124,6 +120,14 @@ def _fitting(cfg: DictConfig, name: str, batches: int) -> tuple[Plan, Timeline, 
 def _played(plan: Plan) -> tuple[Plan, Timeline, int]:
     run = plan.timeline()
     return plan, run, max(peaks_by_rank(plan.memory(run)))
+
+
+def _seconds(plan: Plan, run: Timeline) -> float:
+    """Return the time of an update, with the share of the updates that a correction makes synchronous."""
+    batch = run.makespan / max(plan.windows)
+    if share := plan.settings.correction.flushed:
+        batch += share * (plan.timeline(1).makespan - batch)
+    return batch if plan.costs else batch / (WORK * plan.settings.microbatches)
 
 
 def _changed(cfg: DictConfig, key: str, value: Any) -> DictConfig:

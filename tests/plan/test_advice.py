@@ -26,6 +26,7 @@ sgd,pipedream,8,none,digits,accuracy,18,2
 sgd,pipedream,8,msnag+gap_aware,digits,accuracy,0.9,0.2
 muon,pipedream_2bw,8,none,digits,accuracy,-0.1,0.2
 muon,pipedream_2bw,8,msnag,digits,accuracy,-0.1,0.1
+muon,pipedream_2bw,8,of_the_study_alone,digits,accuracy,-0.3,0.1
 """
 
 
@@ -59,7 +60,7 @@ def test_the_nearest_number_of_stages_at_or_above_counts():
 def test_the_best_correction_is_the_one_whose_worst_task_loses_least():
     assert best_correction("sgd", "pipedream", 2) == "msnag"
     assert best_correction("sgd", "pipedream", 8) == "gap_aware+msnag"
-    assert best_correction("muon", "pipedream_2bw", 4) == "none"  # none other is better
+    assert best_correction("muon", "pipedream_2bw", 4) == "none"  # none other that there is is better
     assert best_correction("nadam", "pipedream", 2) == "none"
     assert str(losses("muon", "pipedream_2bw", 4)["none"]) == "gains 0.1 ± 0.2 points"
 
