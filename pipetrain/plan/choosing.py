@@ -153,7 +153,7 @@ def advice(schedules: Mapping[str, tuple[DictConfig, int, Sequence[str]]], stage
         except (ConfigError, ScheduleError) as error:
             refused[name] = str(error).removeprefix(f"schedule {name} ")
     if not candidates:
-        raise ConfigError(f"no schedule can be planned with these settings: {'; '.join(refused.values())}")
+        raise ConfigError(f"no schedule can be planned with these settings: {next(iter(refused.values()))}")
     plan, limit = next(iter(candidates.values())).plan, cfg.memory_limit
     title = f"{plan.settings.model} on {counted(plan.settings.ranks, 'rank')}, batches of "
     head = ["schedule", "microbatches", "ms an update" if plan.costs else "update", f"x {BESIDE}", "bubble"]
