@@ -118,6 +118,8 @@ def test_an_order_that_is_found_while_it_runs_equals_its_reference():
             "pipedream", *FLOATS, "codec.forward=half", "codec.backward=half", "memory_format=channels_last"
         ),
         case("zb_h1", *EVEN, "model._target_=tests.support.models.dropping"),
+        case("pipedream", *EVEN, "correction=[hybrid,gap_aware,msnag]", "optim.momentum=0.9", samples=44),
+        case("pipedream", *FLOATS[:2], *FLOATS[3:], "correction=msnag", "cuda_graphs=true"),
         case("1f1b", *SHORT, *CLIPPED, "model._target_=tests.gpu.test_pretended.idle", "partition=[2]"),
     ],
     ids=str,

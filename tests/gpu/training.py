@@ -172,6 +172,9 @@ def exact(setting: Setting) -> Iterator[Row]:
         "ties": Case("1f1b", 2, (TIED, "partition=[3]", four)),
         "ties of a V, clipped over the model": Case("zbv", 2, (TIED, "partition=[2,3,4]", four, *CLIPPED)),
         "clipped over the model": Case("1f1b", 2, (*plain, *CLIPPED)),
+        "corrections": Case(
+            "pipedream", 2, (*plain, "correction=[hybrid,gap_aware,msnag]", "optim.momentum=0.9")
+        ),
         "EMA": Case("pipedream", 2, (*plain, "ema=0.6", "window=2")),
         "skips": Case("1f1b", 2, (SKIPS, "partition=[7]", four)),
         "skips of a V": Case("zbv", 2, (SKIPS, "partition=[3,8,13]", four)),

@@ -26,10 +26,10 @@ from tests.support.models import CLASSES, flat
 WORDS = ("microbatches=3", "epochs=2", "window=2", "clip_grad_norm=0.1", "optim=adamw", "ema=0.9")
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_gradients_and_versions_at_fixed_addresses_train_alike(schedule):
+@pytest.mark.parametrize("words", [("1f1b",), ("pipedream",), ("pipedream", "correction=msnag")])
+def test_gradients_and_versions_at_fixed_addresses_train_alike(words):
     """A rehearsal, and what follows on its first one, but for the capture itself."""
-    case, fixed = Case(schedule, 2, WORDS), dict[int, set[int]]()
+    case, fixed = Case(words[0], 2, (*WORDS, *words[1:])), dict[int, set[int]]()
     plain, _ = run_in_threads(case)
 
     def fix(self: GraphedStage, slots: int, versions: int) -> None:
