@@ -83,7 +83,9 @@ def make_all(names: Sequence[str], out: Path, quick: bool, fresh: bool) -> int:
             continue
         words = ["python", "scripts/compare.py", "--experiment", name, *["--quick"] * quick]
         sections.append(page.section(name, record, kept, out, shlex.join(words)))
-        print(f"\n{sections[-1].verdict.markdown}\n{sections[-1].figures.markdown}")
+        print(
+            f"\n{sections[-1].verdict.markdown}\n{''.join(table.markdown for table in sections[-1].tables)}"
+        )
     at = DOCS / page.PAGE if out.resolve() == DOCS / "results" / "records" else out / page.PAGE
     page.write(sections, missing, at, out)
     for sentence in page.failed(sections):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -49,13 +49,18 @@ class Section:
         return Table("Verdict", head, [_check(check) for check in self.findings.checks], (), WORDS)
 
     @property
-    def figures(self) -> Table:
-        """Every figure."""
+    def tables(self) -> list[Table]:
+        """Its own tables, or every figure; the last one has the notes."""
+        *others, last = self.findings.tables or [self._figures]
+        return [*others, replace(last, notes=self.findings.notes)]
+
+    @property
+    def _figures(self) -> Table:
         head = ["what", "published", "here", "from", "least - most", "bound"]
         lines = [_figure(figure) for figure in self.findings.figures]
         full = [n for n in range(len(head)) if n < 4 or any(line[n] != "-" for line in lines)]
         kept = [[line[n] for n in full] for line in lines]
-        return Table("Figures", [head[n] for n in full], kept, self.findings.notes, ("what", "from"))
+        return Table("Figures", [head[n] for n in full], kept, (), ("what", "from"))
 
 
 def section(name: str, record: Record, kept: Kept, folder: Path, command: str) -> Section:
@@ -63,6 +68,8 @@ def section(name: str, record: Record, kept: Kept, folder: Path, command: str) -
     findings = record.show({key: step["result"] for key, step in kept.items()})
     picture = f"{name}.png"
     draw(findings.charts, folder / picture)
+    for file, text in findings.files.items():
+        (folder / file).write_text(text)
     return Section(name, record, findings, _made(kept, command), picture)
 
 
@@ -138,7 +145,7 @@ def markdown(sections: Sequence[Section], missing: Mapping[str, str], pictures: 
             *([f"Wrong in the record: {one.record.wrong}"] if one.record.wrong else []),
             one.verdict.markdown.rstrip(),
             f"![{one.record.title}]({Path(pictures, one.picture).as_posix()})",
-            one.figures.markdown.rstrip(),
+            *(f"### {table.name}\n\n{table.markdown.rstrip()}" for table in one.tables),
             "\n".join(f"- {sentence}" for sentence in one.made),
         ]
     return "\n\n".join(parts) + "\n"

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from comparison.table import Table
 
 Results = Mapping[str, Any]
 """What the steps of a record returned, by their names."""
@@ -88,12 +91,17 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a record's results say. `notes`: what a reader of the table has to know."""
+    """What a record's results say. `notes`: what a reader of the tables has to know.
+
+    `tables`: in place of figures; `files`: more to write beside the page, by name.
+    """
 
     figures: Sequence[Figure]
     checks: Sequence[Check]
     charts: Sequence[Chart]
     notes: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

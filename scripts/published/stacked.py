@@ -129,3 +129,24 @@ def orthogonal(matrices: Tensor) -> Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x if wide else x.mT
+
+
+@dataclass
+class Feedback:
+    """Steps that go on as they change, U + (U - U before): the error feedback of arXiv 2606.30634."""
+
+    of: Optimizer
+    before: dict[str, Tensor] = field(default_factory=dict, init=False)
+
+    def momentum(self, name: str) -> float:
+        """Return that of the optimizer."""
+        return self.of.momentum(name)
+
+    def stepped(
+        self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], rates: Mapping[str, float]
+    ) -> dict[str, Tensor]:
+        new = self.of.stepped(weights, gradients, rates)
+        steps = {name: new[name] - weight for name, weight in weights.items()}
+        further = {name: new[name] + step - self.before.get(name, step) for name, step in steps.items()}
+        self.before = steps
+        return further

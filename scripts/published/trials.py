@@ -1,0 +1,268 @@
+"""Small trainings with late gradients, emulated: the tasks, and one training of them by all seeds at once.
+
+Each method chooses its rate from the task's few, by seeds that are not reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import islice
+from math import inf, isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipetrain.building import make_correction
+from pipetrain.data import Images, Split, digits, text
+from pipetrain.groups import KINDS
+from pipetrain.models import gpt
+from pipetrain.rate import learning_rate
+from pipetrain.schedule.actions import Schedule, most_open, most_versions
+from pipetrain.schedule.asynchronous import AsynchronousV
+from pipetrain.schedule.lower import lower
+from pipetrain.schedule.programs import one_f_one_b, pipedream, pipedream_2bw, ssp
+from pipetrain.schedule.simulate import simulate, unit_cost
+from published.emulation import Emulation, Feed, Pipeline, even_cuts
+from published.stacked import SGD, AdamW, Feedback, Muon, Optimizer
+
+SCHEDULES: Mapping[str, Schedule] = {
+    "synchronous": one_f_one_b,
+    "pipedream": pipedream,
+    "pipedream_2bw": pipedream_2bw,
+    "v_async": AsynchronousV(),
+    "ssp": ssp,
+}
+FLUSH = Pipeline(one_f_one_b, window=1)
+WARMUP, DECAY = 0.05, {"sgd": 5e-4, "adamw": 0.01, "muon": 0.01}
+OTHERS = {"accuracy": 3e-3, "loss": 2e-3}  # the rate of what Muon leaves to AdamW, by the task's metric
+HYBRID, FEEDBACK, EARLY = "hybrid", "feedback", 0.2  # the share of updates that hybrid makes synchronously
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its data and the rates that are tried, by optimizer. `every`: updates a point."""
+
+    model: Callable[[], nn.Sequential]
+    data: Callable[[], tuple[Split, Split]]
+    rates: Mapping[str, Sequence[float]]
+    batch_size: int = 32
+    epochs: int = 8
+    every: int = 44
+    metric: str = "accuracy"  # of the test images, in %; or loss: in nats
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a training is pipelined. `correction`: names joined by +; `hybrid` and `feedback` are two more."""
+
+    schedule: str = "synchronous"
+    ranks: int = 1
+    microbatches: int = 1
+    correction: str = "none"
+
+    @property
+    def parts(self) -> list[str]:
+        return [name for name in self.correction.split("+") if name not in (HYBRID, FEEDBACK, "none")]
+
+    def pipeline(self, layers: int) -> Pipeline:
+        """Return its pipeline; the two versions of 2BW are the same of one stage and of many."""
+        if self.schedule == "synchronous":
+            return FLUSH
+        ranks = 1 if self.schedule == "pipedream_2bw" else self.ranks
+        stages = 2 * ranks if self.schedule == "v_async" else ranks
+        cuts = even_cuts(layers, stages)
+        return Pipeline(SCHEDULES[self.schedule], ranks, self.microbatches, cuts)
+
+
+# Models of 16 layers, or of 8, that any number of stages divides
+
+
+POOLS = 1, 4  # the convolutions that a max-pool follows
+
+
+def chain(norm: Callable[[int], nn.Module], residual: bool = False) -> nn.Sequential:
+    """Eight 3x3 convolutions of 16 channels on 8x8 images; norm, ReLU and what follows are layers too.
+
+    `residual`: each is one layer, whose input is added after the first.
+    """
+    layers = list[nn.Module]()
+    for number in range(8):
+        conv = nn.Conv2d(16 if number else 3, 16, 3, padding=1, bias=False)
+        rest = [norm(16), nn.ReLU(), *([nn.MaxPool2d(2)] if number in POOLS else [])]
+        if number == 7:
+            rest += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)]
+        if residual:
+            inner = nn.Sequential(conv, *rest[:2])
+            layers.append(nn.Sequential(Added(inner) if number else inner, *rest[2:]))
+        else:
+            layers += [conv, nn.Sequential(*rest)]
+    return nn.Sequential(*layers)
+
+
+class Added(nn.Module):
+    """x + inner(x)."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.inner(x)
+        return out
+
+
+def groups(channels: int) -> nn.Module:
+    """Return a GroupNorm of groups of four."""
+    return nn.GroupNorm(channels // 4, channels)
+
+
+def tiny_gpt() -> nn.Sequential:
+    """Eight blocks; the embedding is with the first, the head with the last."""
+    embedding, *blocks, norm, head = gpt(8, 4, 32, BLOCK, 256)
+    first, *between, last = blocks
+    return nn.Sequential(nn.Sequential(embedding, first), *between, nn.Sequential(last, norm, head))
+
+
+BLOCK = 32
+
+
+@cache
+def small_digits() -> tuple[Split, Split]:
+    """Return the digits at their own 8x8 pixels."""
+    both, data = [], digits.load()
+    for split in (data.train, data.test):
+        assert isinstance(split, Images)
+        small = functional.avg_pool2d(split.images.float(), 4).round().to(torch.uint8)
+        both.append(replace(split, images=small))
+    return both[0], both[1]
+
+
+@cache
+def shakespeare() -> tuple[Split, Split]:
+    """Return blocks of 32 bytes: one pass of 240 updates, and 512 blocks to test on."""
+    data = text.load(block=BLOCK)
+    return data.train.first(240 * 16), data.test.first(512)
+
+
+SGD_RATES, MUON_RATES = (0.01, 0.02, 0.05), (0.0025, 0.005, 0.01)
+IMAGES = {"sgd": SGD_RATES, "muon": MUON_RATES}
+TASKS = {
+    "digits, GroupNorm": Task(lambda: chain(groups), small_digits, IMAGES),
+    "digits, BatchNorm": Task(lambda: chain(nn.BatchNorm2d), small_digits, IMAGES),
+    "digits, residual": Task(lambda: chain(groups, True), small_digits, IMAGES),
+    "GPT": Task(tiny_gpt, shakespeare, {"adamw": (2e-3, 4e-3, 8e-3), "muon": MUON_RATES}, 16, 1, 20, "loss"),
+}
+
+
+def compared(
+    task: str,
+    optimizer: str,
+    setting: Mapping[str, Any],
+    tuned: Sequence[int],
+    seeds: Sequence[int],
+    batches: int | None = None,
+) -> dict[str, Any]:
+    """Choose the rate by the seeds `tuned`, then train the others at it; all runs of either at once.
+
+    `batches`: only so many, in one epoch and at one rate. Returns the `rate`, the `trials` of each rate, the
+    last `scores` by seed, and `losses` of the training, by seed, as means of `every` updates.
+    """
+    of, how = TASKS[task], Setting(**setting)
+    if batches:
+        train, test = (split.first(batches * of.batch_size) for split in of.data())
+        one = {optimizer: of.rates[optimizer][:1]}
+        of = replace(of, data=lambda: (train, test), rates=one, epochs=1, every=batches)
+    rates = of.rates[optimizer]
+    each = [(rate, seed) for rate in rates for seed in tuned]
+    scores, _ = trained(of, optimizer, how, *zip(*each, strict=True)) if len(rates) > 1 else ([0.0], [])
+    trials = [sum(scores[n * len(tuned) : (n + 1) * len(tuned)]) / len(tuned) for n in range(len(rates))]
+    sign = -1 if of.metric == "accuracy" else 1
+    rate = rates[min(range(len(rates)), key=lambda n: sign * trials[n] if isfinite(trials[n]) else inf)]
+    scores, losses = trained(of, optimizer, how, [rate] * len(seeds), seeds)
+    return {"rate": rate, "trials": trials, "scores": scores, "losses": losses, "every": of.every}
+
+
+def trained(
+    task: Task, optimizer: str, how: Setting, rates: Sequence[float], seeds: Sequence[int]
+) -> tuple[list[float], list[list[float]]]:
+    """Train a run for each rate and seed; return their last scores and curves of the loss."""
+    models = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        models.append(task.model())
+    train, test = task.data()
+    feed = Feed(train, task.batch_size, how.microbatches, seeds)
+    updates = task.epochs * len(feed)
+    stacked = optimizer_of(optimizer, models[0], rates, OTHERS[task.metric])
+    emulation = Emulation(
+        models,
+        loss_of,
+        Feedback(stacked) if FEEDBACK in how.correction else stacked,
+        learning_rate("cosine", WARMUP, updates),
+        make_correction("correction", how.parts),
+    )
+    pipeline, losses = how.pipeline(len(models[0])), list[Tensor]()
+    switch = round(EARLY * updates) if HYBRID in how.correction else 0
+    for epoch in range(task.epochs):
+        batches, early = iter(feed.epoch(epoch)), min(max(switch - len(losses), 0), len(feed))
+        late = len(feed) - early
+        losses += emulation.train(FLUSH, islice(batches, early), early)
+        losses += emulation.train(pipeline, batches, late) if late else []
+    means = torch.stack(
+        [torch.stack(losses[n : n + task.every]).mean(0) for n in range(0, updates, task.every)]
+    )
+    scores = score(emulation, test, task.metric)
+    return scores, [[round(float(x), 4) for x in run] for run in means.T]
+
+
+def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy, of classes or of tokens."""
+    return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def score(emulation: Emulation, test: Split, metric: str) -> list[float]:
+    """Return the accuracy in % or the mean loss of each run."""
+    sums = torch.zeros(len(emulation.models))
+    for ids in torch.split(torch.arange(len(test)), 256):
+        targets = test.targets(ids, None)
+        outputs = emulation.outputs(test.inputs(ids, None))  # type: ignore[arg-type]
+        if metric == "accuracy":
+            sums += 100 * torch.eq(outputs.argmax(-1), targets).sum(1)  # type: ignore[arg-type]
+        else:
+            sums += torch.stack([loss_of(run, targets) * len(ids) for run in outputs])  # type: ignore[arg-type]
+    return [round(float(x) / len(test), 4) for x in sums]
+
+
+def optimizer_of(name: str, model: nn.Module, rates: Sequence[float], others: float) -> Optimizer:
+    """Return an optimizer of runs with these rates."""
+    lr = torch.tensor(rates)
+    if name == "muon":
+        left = KINDS["all_but_hidden"].names(model)
+        return Muon(lr, DECAY[name], left, torch.full_like(lr, others))
+    return SGD(lr, DECAY[name]) if name == "sgd" else AdamW(lr, DECAY[name])
+
+
+@cache
+def priced(schedule: str, ranks: int, microbatches: int) -> dict[str, float]:
+    """Return what a pipeline costs on paper, where all its stages cost the same.
+
+    `time` of an update in that of one device, `versions` of the weights and `activations` of a batch that the
+    fullest rank holds, both in what one rank's part of the model has.
+    """
+    pieces = PIECES.get(schedule, 1) if microbatches == 1 else microbatches
+    window = 1 if schedule == "synchronous" else 44
+    program = Pipeline(SCHEDULES[schedule], ranks, pieces).program(window)
+    stages = len({a.stage for actions in program for a in actions})
+    time = simulate(lower(program), pieces, cost=lambda a: unit_cost(a) / (3 * stages * pieces)).makespan
+    share = ranks / stages  # of a rank's part that a stage has
+    versions = max(share * sum(most_versions(actions).values()) for actions in program)
+    fullest = max(most_open([actions]) for actions in program)
+    return {"time": time / window, "versions": versions, "activations": fullest * share / pieces}
+
+
+# Microbatches on paper, of schedules whose trainings they do not change
+PIECES = {"synchronous": 8, "pipedream_2bw": 8}
