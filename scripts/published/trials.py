@@ -143,9 +143,9 @@ def small_digits() -> tuple[Split, Split]:
 
 @cache
 def shakespeare() -> tuple[Split, Split]:
-    """Return blocks of 32 bytes: one pass of 240 updates, and 512 blocks to test on."""
+    """Return blocks of 32 bytes: one pass of 200 updates, and 256 blocks to test on."""
     data = text.load(block=BLOCK)
-    return data.train.first(240 * 16), data.test.first(512)
+    return data.train.first(200 * 8), data.test.first(256)
 
 
 SGD_RATES, MUON_RATES = (0.01, 0.02, 0.05), (0.0025, 0.005, 0.01)
@@ -154,7 +154,7 @@ TASKS = {
     "digits, GroupNorm": Task(lambda: chain(groups), small_digits, IMAGES),
     "digits, BatchNorm": Task(lambda: chain(nn.BatchNorm2d), small_digits, IMAGES),
     "digits, residual": Task(lambda: chain(groups, True), small_digits, IMAGES),
-    "GPT": Task(tiny_gpt, shakespeare, {"adamw": (2e-3, 4e-3, 8e-3), "muon": MUON_RATES}, 16, 1, 20, "loss"),
+    "GPT": Task(tiny_gpt, shakespeare, {"adamw": (2e-3, 4e-3, 8e-3), "muon": MUON_RATES}, 8, 1, 20, "loss"),
 }
 
 

@@ -287,7 +287,7 @@ def written(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
 
 
 NOTES = (
-    "Last: accuracy in % of the 360 test digits, or the mean loss in nats of 512 blocks of held-out text, "
+    "Last: accuracy in % of the 360 test digits, or the mean loss in nats of 256 blocks of held-out text, "
     "with the 95 % interval of 5 seeds. Gap: how much worse than synchronous, seed by seed, with its "
     "interval; positive is worse. Rate: the best of three on two other seeds, the same three for all. "
     "Updates to its loss: until the training loss is what synchronous training ends at. Weights + "
