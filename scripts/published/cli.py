@@ -21,7 +21,7 @@ from published import page
 from published.record import Record
 from published.running import file_of, make
 
-ALL = "all"
+ALL, STUDY = "all", "staleness"  # the study, which is nobody's record, has a folder of its own
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
@@ -31,10 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     if (options := read(words)) is None:
         return comparison.main(words)
-    names = [*RECORDS] if options.experiment == ALL else [options.experiment]
+    kept = {ALL: DOCS / "results" / "records", STUDY: DOCS / "results" / STUDY}
+    names = [n for n in RECORDS if n != STUDY] if options.experiment == ALL else [options.experiment]
     out = options.out or (
-        DOCS / "results" / "records"
-        if options.experiment == ALL and not options.quick
+        kept[options.experiment]
+        if options.experiment in kept and not options.quick
         else Path("comparisons") / f"{options.experiment}{'-quick' * options.quick}"
     )
     try:

@@ -45,8 +45,14 @@ class Section:
     @property
     def verdict(self) -> Table:
         """What must come back, and whether it did."""
-        head = ["what must come back", "published", "here", "came back"]
-        return Table("Verdict", head, [_check(check) for check in self.findings.checks], (), WORDS)
+        head = ["what must come back", self.record.beside, "here", "came back"]
+        return Table(
+            "Verdict",
+            head,
+            [_check(check) for check in self.findings.checks],
+            (),
+            (*WORDS, self.record.beside),
+        )
 
     @property
     def tables(self) -> list[Table]:
@@ -121,8 +127,14 @@ def write(sections: Sequence[Section], missing: Mapping[str, str], page: Path, f
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     pictures = {s.name: b64encode((folder / s.picture).read_bytes()).decode() for s in sections}
+    alone = len(sections) == 1 and not missing
     text = environment.get_template("page.html").render(
-        sections=sections, overview=overview(sections), missing=missing, pictures=pictures, how=How
+        title=sections[0].record.title if alone else "Published records, made again",
+        sections=sections,
+        overview=None if alone else overview(sections),
+        missing=missing,
+        pictures=pictures,
+        how=How,
     )
     (folder / REPORT).write_text(text)
 
@@ -143,6 +155,7 @@ def markdown(sections: Sequence[Section], missing: Mapping[str, str], pictures: 
             f"## {one.name}",
             f"{one.record.title}. {one.record.source}",
             *([f"Wrong in the record: {one.record.wrong}"] if one.record.wrong else []),
+            *one.findings.text,
             one.verdict.markdown.rstrip(),
             f"![{one.record.title}]({Path(pictures, one.picture).as_posix()})",
             *(f"### {table.name}\n\n{table.markdown.rstrip()}" for table in one.tables),
@@ -154,7 +167,7 @@ def markdown(sections: Sequence[Section], missing: Mapping[str, str], pictures: 
 def failed(sections: Sequence[Section]) -> list[str]:
     """Return what did not come back, as sentences."""
     return [
-        f"{s.name}: {check.what}: published {check.published}, here {check.here}"
+        f"{s.name}: {check.what}: {s.record.beside} {check.published}, here {check.here}"
         for s in sections
         for check in s.findings.checks
         if check.came_back is False

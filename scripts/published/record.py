@@ -93,7 +93,8 @@ class Chart:
 class Findings:
     """What a record's results say. `notes`: what a reader of the tables has to know.
 
-    `tables`: in place of figures; `files`: more to write beside the page, by name.
+    `tables`: in place of figures; `files`: more to write beside the page, by name; `text`: what came out, in
+    paragraphs.
     """
 
     figures: Sequence[Figure]
@@ -102,13 +103,15 @@ class Findings:
     notes: Sequence[str] = ()
     tables: Sequence[Table] = ()
     files: Mapping[str, str] = field(default_factory=dict)
+    text: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """A published record. `steps`: what is measured, with True a tiny version; `show`: what it says.
 
-    `source`: who published it, and on what; `wrong`: what is wrong in it, as far as is known.
+    `source`: who published it, and on what; `wrong`: what is wrong in it, as far as is known; `beside`: what
+    the numbers here stand beside.
     """
 
     title: str
@@ -116,3 +119,4 @@ class Record:
     steps: Callable[[bool], Mapping[str, Step]]
     show: Callable[[Results], Findings]
     wrong: str = ""
+    beside: str = "published"

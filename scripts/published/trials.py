@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipetrain.building import make_correction
-from pipetrain.data import Images, Split, digits, text
+from pipetrain.data import Images, Split, cifar10, digits, text
 from pipetrain.groups import KINDS
 from pipetrain.models import gpt
 from pipetrain.rate import learning_rate
@@ -133,12 +133,22 @@ BLOCK = 32
 @cache
 def small_digits() -> tuple[Split, Split]:
     """Return the digits at their own 8x8 pixels."""
-    both, data = [], digits.load()
-    for split in (data.train, data.test):
-        assert isinstance(split, Images)
-        small = functional.avg_pool2d(split.images.float(), 4).round().to(torch.uint8)
-        both.append(replace(split, images=small))
-    return both[0], both[1]
+    data = digits.load()
+    return shrunk(data.train, 4), shrunk(data.test, 4)
+
+
+@cache
+def small_cifar() -> tuple[Split, Split]:
+    """Return 10,000 images of CIFAR-10 to train on and 2,000 to test on, at 16x16, from the folder `data`."""
+    data = cifar10.load("data")
+    return shrunk(data.train.first(10_000), 2), shrunk(data.test.first(2_000), 2)
+
+
+def shrunk(split: Split, times: int) -> Images:
+    """Return images so many times smaller."""
+    assert isinstance(split, Images)
+    small = functional.avg_pool2d(split.images.float(), times).round().to(torch.uint8)
+    return replace(split, images=small)
 
 
 @cache
@@ -154,6 +164,9 @@ TASKS = {
     "digits, GroupNorm": Task(lambda: chain(groups), small_digits, IMAGES),
     "digits, BatchNorm": Task(lambda: chain(nn.BatchNorm2d), small_digits, IMAGES),
     "digits, residual": Task(lambda: chain(groups, True), small_digits, IMAGES),
+    "CIFAR-10, GroupNorm": Task(
+        lambda: chain(groups), small_cifar, {"sgd": (0.02,), "muon": (0.005,)}, 64, 3, 52
+    ),
     "GPT": Task(tiny_gpt, shakespeare, {"adamw": (2e-3, 4e-3, 8e-3), "muon": MUON_RATES}, 8, 1, 20, "loss"),
 }
 

@@ -24,7 +24,7 @@ def results(ends: dict[Way, float]) -> dict[str, Any]:
 
 
 CURED = Way("pipedream_2bw", 8, 1, "msnag")
-HYBRID = Way("pipedream", 8, 1, "hybrid+msnag")
+FED_BACK = Way("pipedream_2bw", 8, 1, "feedback")
 
 
 def test_the_way_that_loses_least_is_recommended_and_held_against_the_goal() -> None:
@@ -42,7 +42,7 @@ def test_a_gap_is_by_seed_so_what_all_runs_share_is_no_noise() -> None:
 
 
 def test_the_plan_s_file_has_what_a_user_can_choose_and_2bw_at_each_depth() -> None:
-    ends = {SYNCHRONOUS: 99.0, PLAIN: 90.0, HYBRID: 99.0, CURED: 98.0}
+    ends = {SYNCHRONOUS: 99.0, PLAIN: 90.0, FED_BACK: 99.0, CURED: 98.0}
     assert staleness.advice_csv(rows_of(results(ends))).splitlines() == [
         "optimizer,schedule,stages,correction,task,metric,gap,half",
         'sgd,pipedream,8,none,"digits, GroupNorm",accuracy,9.0000,0.0000',
