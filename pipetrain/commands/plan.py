@@ -83,7 +83,8 @@ def show_advice(cfg: DictConfig) -> None:
     from pipetrain.plan.choosing import advice  # imports torch
     from pipetrain.plan.describe import says_draft
 
-    if named := [word for word in HydraConfig.get().overrides.task if word.startswith("schedule=")]:
+    words = HydraConfig.get().overrides.task
+    if named := [word for word in words if word.startswith("schedule=")]:
         raise ConfigError(
             f"advise=true chooses the schedule: leave {named[0]} out, or name those to choose from, as "
             f"compare=[1f1b,pipedream]"
@@ -94,10 +95,10 @@ def show_advice(cfg: DictConfig) -> None:
     timed = cfg.costs is not None or isinstance(cfg.partition, DictConfig)  # of microbatches of one size
     own, notes = _configurations(cfg, *[f"microbatches={cfg.microbatches}"] * timed)
     by_name = {
-        name: (each, _batches(each), [] if cfg.costs else _of_run(words))
-        for name, (each, words) in own.items()
+        name: (each, _batches(each), [] if cfg.costs else _of_run(has)) for name, (each, has) in own.items()
     }
-    print(f"{advice(by_name, stages)}{notes}", end="")
+    free = not timed and not any(word.startswith("microbatches=") for word in words)
+    print(f"{advice(by_name, stages, free)}{notes}", end="")
     says_draft(cfg)
 
 

@@ -139,19 +139,25 @@ def _changed(cfg: DictConfig, key: str, value: Any) -> DictConfig:
 # The text
 
 
-def advice(schedules: Mapping[str, tuple[DictConfig, int, Sequence[str]]], stages: int) -> str:
+def advice(
+    schedules: Mapping[str, tuple[DictConfig, int, Sequence[str]]], stages: int, free: bool = False
+) -> str:
     """Return a row for each schedule, and which one to take.
 
     `schedules`: by name, a configuration, the batches of a window, and the words of the command line that
-    runs it; none: there is nothing to run. Raises ConfigError if none can be planned.
+    runs it; none: there is nothing to run. `free`: one that needs more microbatches gets as many as there are
+    stages. Raises ConfigError if none can be planned.
     """
     candidates: dict[str, Candidate] = {}
     refused: dict[str, str] = {}
     for name, (cfg, batches, words) in schedules.items():
-        try:
-            candidates[name] = Candidate.of(name, cfg, batches, stages, words)
-        except (ConfigError, ScheduleError) as error:
-            refused[name] = str(error).removeprefix(f"schedule {name} ")
+        more = [_changed(cfg, "microbatches", stages)] if free and cfg.microbatches < stages else []
+        for own in (cfg, *more):
+            try:
+                candidates[name] = Candidate.of(name, own, batches, stages, words)
+                break
+            except (ConfigError, ScheduleError) as error:
+                refused.setdefault(name, str(error).removeprefix(f"schedule {name} "))
     if not candidates:
         raise ConfigError(f"no schedule can be planned with these settings: {next(iter(refused.values()))}")
     plan, limit = next(iter(candidates.values())).plan, cfg.memory_limit
