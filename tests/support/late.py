@@ -65,6 +65,9 @@ class Late:
             self._moved = {name: weights[name] - self._before[name] for name in weights}
         moved, self._updates = self._moved, update
         along = {name: self.factors.get(name, 1.0) * self.direction(name) for name in self._groups}
+        for name, group in self._groups.items():
+            if "ns_steps" in group and update:  # Muon: its state does not have its direction
+                along[name] = -moved[name] / (self.peaks[name] * self.rate(update - 1))
         self._before = weights
 
         def predicted(name: str, ahead: int) -> Tensor:
