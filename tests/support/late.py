@@ -65,15 +65,18 @@ class Late:
             self._moved = {name: weights[name] - self._before[name] for name in weights}
         moved, self._updates = self._moved, update
         along = {name: self.factors.get(name, 1.0) * self.direction(name) for name in self._groups}
-        for name, group in self._groups.items():
-            if "ns_steps" in group and update:  # Muon: its state does not have its direction
-                along[name] = -moved[name] / (self.peaks[name] * self.rate(update - 1))
+        # Muon rounds to bfloat16, so that the last bit counts, and its state does not have its direction.
+        bitwise = any("ns_steps" in group for group in self._groups.values())
         self._before = weights
 
         def predicted(name: str, ahead: int) -> Tensor:
             if not ahead or name not in along or not update:
                 return weights[name]
             lr, g = self.peaks[name] * self.rate(update), self.momentum(name)
+            if bitwise:
+                assert self.kind == "momentum"
+                reach = sum(g**n for n in range(1, ahead + 1)) * (self.rate(update) / self.rate(update - 1))
+                return weights[name] + moved[name] * reach
             if "steps" in self.kind:
                 return weights[name] - ahead * lr * along[name]
             if "momentum" in self.kind:
