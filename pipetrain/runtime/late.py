@@ -71,9 +71,17 @@ class LateWeights:
         fresh = {key: torch.zeros_like(parameter.data) for key in KEPT[: self.correction.copies]}
         return {**fresh, **self.state.get(parameter, {})}
 
+    def complete(self) -> None:
+        """After a load, keep what this correction asks for; a weight that was frozen has not moved yet."""
+        loaded, keys = dict(self.state), KEPT[: self.correction.copies]
+        self.state.clear()
+        for p in self._weights.values() if loaded and keys else ():
+            state = loaded.get(p, {STEP: torch.zeros_like(p.data)})
+            self.state[p] = {key: state[key] for key in keys if key in state}
+
     def advance(self, data: Sequence[Tensor], ahead: int, update: int) -> None:
         """Move copies of the weights to what is predicted for `ahead` updates later; `update` comes next."""
-        if not self.state or not data:
+        if not (update and self.state and data):
             return
         last = self._rate(update - 1)
         ratio = self._rate(update) / last if last else 0.0

@@ -95,6 +95,7 @@ class Meter:
         tensors = [*stage.module.parameters(), *stage.module.buffers(), *weights.average().values()]
         tensors += [*weights.stored(), *stage.open_tensors(), *messages]
         gradients = [t.grad for t in (*weights.live.values(), *weights.stored())]
-        state = list(weights.optimizer.state.values()) if weights.optimizer else []
+        state = [*weights.optimizer.state.values()] if weights.optimizer else []
+        state += weights.late.state.values()
         storages = [tensor.untyped_storage() for tensor in strided(tensors, gradients, state)]
         return sum(({id(one): one.nbytes() for one in storages} | self._saved[number]).values())

@@ -324,6 +324,7 @@ class Weights:
             count = sum(path.rpartition("/")[0] == name for path in state)
             if count and self._state is not None:
                 self._state.restore(p, [state[f"{name}/{number}"] for number in range(count)])
+        self.late.complete()
 
     def average(self) -> dict[str, Tensor]:
         """Return the moving average of the weights by name; empty without one."""

@@ -55,6 +55,47 @@ def test_nothing_is_kept_where_nothing_asks_for_it():
     assert not of.state
 
 
+def test_a_load_keeps_what_is_asked_for_and_a_weight_that_was_frozen_goes_on_from_nothing():
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+    frozen, trained = (layer.weight for layer in module)
+
+    def weights(correction: Correction) -> Weights:
+        return Weights(
+            module,
+            lambda named: torch.optim.SGD([p for _, p in named], lr=0.5),
+            lambda update: 1.0,
+            correction=correction,
+        )
+
+    def step(of: Weights) -> None:
+        trained.grad = torch.ones(1, 2)
+        of.step(keep=False)
+
+    frozen.requires_grad_(False)
+    first = weights(GapAware())
+    step(first)
+    frozen.requires_grad_(True)
+    then, plain = weights(StepsAhead()), weights(Correction())
+    for of in (then, plain):
+        of.load_optimizer_state(first.optimizer_state(), 1)
+    assert [[*state] for state in then.late.state.values()] == [[STEP], [STEP]]
+    then.begin_window([Predicted(0, 1)])
+    leaves = then.leaves(Predicted(0, 1))
+    assert leaves[0].equal(frozen)
+    assert leaves[1].equal(trained - 0.5)
+    step(then)
+    assert then.late.state[frozen][STEP].tolist() == [[0, 0], [0, 0]]
+    assert not plain.late.state  # a step that gets older would be saved again
+
+
+def test_what_was_saved_before_the_first_update_predicts_nothing():
+    of, p = late(StepsAhead(), [])
+    of.state[p] = of.known(p)
+    ahead = [p.data.clone()]
+    of.advance(ahead, 1, 0)  # there is no rate of an update before
+    assert ahead[0].equal(p)
+
+
 def test_what_is_predicted_is_made_with_its_version_and_its_storage_used_again():
     module = nn.Linear(2, 1, bias=False)
     weights = Weights(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipetrain.correction import Correction, GapAware
 from pipetrain.network.chain import Chain
 from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.costs import Table, by_work
@@ -26,7 +27,7 @@ EXAMPLE = ValueSpec((TensorSpec((3, 8, 8), torch.float32),))
 STAGE = 1  # the second of three, so that its inputs need gradients
 
 
-def measured() -> tuple[Stage, Meter, Items]:
+def measured(correction: Correction | None = None) -> tuple[Stage, Meter, Items]:
     """A stage, what measures it, and what it was predicted to hold."""
     torch.manual_seed(0)
     conv, act = partial(nn.Conv2d, kernel_size=1), nn.ReLU(inplace=True)
@@ -35,7 +36,8 @@ def measured() -> tuple[Stage, Meter, Items]:
     )
     layers = estimate(model.train(), EXAMPLE.of(Size(4)))
     part = Chain(model).part(cut_layers({Size(4): layers}, [1, 6], EXAMPLE).slices[STAGE])
-    stage = Stage(STAGE, part, partial(torch.optim.SGD, lr=0.1, momentum=0.9), lambda update: 1.0)
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    stage = Stage(STAGE, part, sgd, lambda update: 1.0, correction=correction)
     meter = Meter({STAGE: stage}, torch.device("cpu"))
     return stage, meter, Table(layers, EXAMPLE.of(Size(4)), by_work(layers, 1)).sizes(1, 6, Mode.NEVER)
 
@@ -69,6 +71,15 @@ def test_each_state_of_a_microbatch_holds_what_was_predicted(split, recomputed):
     stage.reduce()
     stage.step(keep=True)
     assert meter.after([])[STAGE] == one.weights + one.versions + one.gradients  # as much momentum
+
+
+def test_what_a_correction_keeps_is_held():
+    stage, meter, one = measured(GapAware())
+    stage.forward(0, numbers(), 0)
+    stage.backward(0, numbers(), 0)
+    stage.reduce()
+    stage.step(keep=False)
+    assert meter.after([])[STAGE] == one.weights + one.gradients * (1 + GapAware().copies)  # and momentum
 
 
 def test_what_is_alive_is_counted_once_and_none_kept_alive():
