@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.codec import Codecs
+from pipetrain.correction import Correction
 from pipetrain.documents import read_as
 from pipetrain.errors import ConfigError
 from pipetrain.network.network import INPUT, ValueId
@@ -132,7 +133,7 @@ class Table:
 
     `inputs`: of the model; `state_of`: the bytes of the optimizer's state of a parameter; `loss`, `targets`:
     the bytes that the loss saves, and those of the targets; `averaged`: a moving average of the weights is
-    kept; `copies`: of each weight, which a correction keeps; `on_gpu`: the model is.
+    kept; `correction`: of late gradients; `on_gpu`: the model is.
     """
 
     layers: Sequence[Layer]
@@ -143,7 +144,7 @@ class Table:
     loss: int = 0
     targets: int = 0
     averaged: bool = False
-    copies: int = 0
+    correction: Correction = field(default_factory=Correction)
     on_gpu: bool = False
     _entering: dict[tuple[int, int], dict[ValueId, bool]] = field(default_factory=dict, init=False)
     _sizes: dict[tuple[int, int, Mode], Items] = field(default_factory=dict, init=False)
@@ -276,7 +277,7 @@ class Table:
             versions=_nbytes(weights),
             gradients=_nbytes(weights),
             optimizer=round(sum(self.state_of(*weight) for weight in weights.items()))
-            + self.copies * _nbytes(weights),
+            + self.correction.copies * _nbytes(weights),
             inputs=self.wire_bytes(enters)[0],
             grads=self.wire_bytes(leaves)[1],
             arrived=arrived,
@@ -285,6 +286,7 @@ class Table:
             tied=_nbytes({name: spec for name, spec in weights.items() if name in elsewhere}),
             adding=sum(n for spec in weights.values() if (n := spec.nbytes) <= SMALL_GRADIENT) * self.on_gpu,
             reduced=_nbytes(weights),
+            apart=_nbytes(weights) * self.correction.weighs,
         )
 
 

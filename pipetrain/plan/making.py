@@ -161,7 +161,7 @@ def _table(
         loss=loss,
         targets=8 * outputs.specs[0].numel // classes if classes else loss,  # labels, or numbers as outputs
         averaged=settings.ema is not None,
-        copies=settings.correction.copies,
+        correction=settings.correction,
         on_gpu=settings.on_gpu,
     )
 

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import mul
 from typing import NamedTuple
 
-from pipetrain.schedule.actions import Action, Op, last_backwards, most_versions, replicated
+from pipetrain.schedule.actions import Action, Op, Read, last_backwards, most_versions, replicated
 from pipetrain.schedule.timeline import Timeline
 
 GIB = 2**30
@@ -44,10 +44,11 @@ class Items(NamedTuple):
     reduced: int = (
         0  # gradients that replicas add up, beside their own, from the last B or W until REDUCE is over
     )
+    apart: int = 0  # gradients of other weights than the batch's first, until REDUCE
 
 
 _OF_WEIGHTS = ("weights", "versions", "gradients", "optimizer")
-_PART_OF = (*["activations"] * 3, *_OF_WEIGHTS, *["messages"] * 6, "gradients", "gradients")
+_PART_OF = (*["activations"] * 3, *_OF_WEIGHTS, *["messages"] * 6, *["gradients"] * 3)
 
 PartBytes = Mapping[str, int]
 """The bytes that one stage holds at a moment, by part."""
@@ -123,6 +124,7 @@ def _items(actions: Sequence[Action], bound: int, copied: bool, summed: bool) ->
     done: Counter[Op] = Counter()
     saved = before_r = gradients = adding = arrived = reduced = 0
     ending = {last for last, _ in last_backwards(actions)}
+    reads = set[Read]()  # of the batch's gradients
     op: Op | None = None
     for action in [None, *actions]:
         if action is not None:
@@ -134,6 +136,7 @@ def _items(actions: Sequence[Action], bound: int, copied: bool, summed: bool) ->
             saved += (op in (Op.F, Op.R) and not later) - (op in (Op.B, Op.I))
             adding = op in (Op.B, Op.W) and gradients
             gradients = op in (Op.B, Op.W) or (gradients and op is not Op.STEP)
+            reads = {*reads, action.read} if op in (Op.B, Op.W) else set() if op is Op.REDUCE else reads
             arrived = op is Op.RECV_B or (arrived and op not in (Op.B, Op.I))
         back = done[Op.B] + done[Op.I]
         unsent = op in (Op.B, Op.I)  # a gradient that was made just now
@@ -153,4 +156,5 @@ def _items(actions: Sequence[Action], bound: int, copied: bool, summed: bool) ->
             tied=int(op is Op.TIE),
             adding=int(adding),
             reduced=int(summed and reduced),
+            apart=int(len(reads) > 1),
         )

@@ -39,7 +39,8 @@ def measured(correction: Correction | None = None) -> tuple[Stage, Meter, Items]
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     stage = Stage(STAGE, part, sgd, lambda update: 1.0, correction=correction)
     meter = Meter({STAGE: stage}, torch.device("cpu"))
-    return stage, meter, Table(layers, EXAMPLE.of(Size(4)), by_work(layers, 1)).sizes(1, 6, Mode.NEVER)
+    table = Table(layers, EXAMPLE.of(Size(4)), by_work(layers, 1), correction=correction or Correction())
+    return stage, meter, table.sizes(1, 6, Mode.NEVER)
 
 
 def numbers() -> tuple[Tensor]:
@@ -73,13 +74,21 @@ def test_each_state_of_a_microbatch_holds_what_was_predicted(split, recomputed):
     assert meter.after([])[STAGE] == one.weights + one.versions + one.gradients  # as much momentum
 
 
-def test_what_a_correction_keeps_is_held():
+def test_what_a_correction_keeps_is_held_and_the_gradients_of_two_versions():
     stage, meter, one = measured(GapAware())
     stage.forward(0, numbers(), 0)
     stage.backward(0, numbers(), 0)
     stage.reduce()
-    stage.step(keep=False)
-    assert meter.after([])[STAGE] == one.weights + one.gradients * (1 + GapAware().copies)  # and momentum
+    stage.step(keep=True)
+    momentum = one.gradients
+    assert meter.after([])[STAGE] == one.weights + one.versions + one.optimizer + momentum
+    for mb in (1, 2):
+        stage.forward(mb, numbers(), mb - 1)
+        stage.backward(mb, numbers(), mb - 1)
+    gradients = one.gradients + one.apart
+    assert meter.after([])[STAGE] == one.weights + one.versions + one.optimizer + momentum + gradients
+    stage.reduce()
+    assert meter.after([])[STAGE] == one.weights + one.versions + one.optimizer + momentum + one.gradients
 
 
 def test_what_is_alive_is_counted_once_and_none_kept_alive():

@@ -78,6 +78,9 @@ def test_gradients_are_held_until_their_step_and_the_storage_of_versions_for_goo
     assert [name for name, some in adding.items() if some] == ["0B1@0"]
     tied = lower(parse_program("0F0@0 0B0@0 0TIE@1 0STEP@1"))[0]
     assert [now[0].tied for now in counts(tied, 2)][-3:] == [0, 1, 0]
+    late = lower(parse_program("0F0@0 0F1@0 0B0@0 0B1@0 0F2@0 0STEP@1 0F3@1 0B2@0 0B3@1 0STEP@2"))[0]
+    apart = {str(a): now[0].apart for a, now in zip(late, counts(late, 2), strict=True)}
+    assert [name for name, some in apart.items() if some] == ["0B3@1"]
 
 
 def test_a_replica_holds_the_sum_beside_its_gradient_until_it_is_heard_and_a_stage_what_its_fullest_does():
@@ -99,10 +102,11 @@ def test_bytes_are_counts_times_sizes():
     numbers = Items(
         2, 1, 1, 1, 1, 1, 1, inputs=2, grads=1, arrived=1, outputs=0, returned=3, tied=1, adding=1, reduced=1
     )
+    numbers = numbers._replace(apart=1)
     sizes = Items(10, 3, 5, 100, 90, 80, 70, inputs=7, grads=8, arrived=9, outputs=1000, returned=2, tied=4)
-    sizes = sizes._replace(adding=6, reduced=5)
+    sizes = sizes._replace(adding=6, reduced=5, apart=3)
     held = in_parts(numbers, sizes)
-    assert held == dict(zip(PARTS, (28, 100, 90, 80 + 6 + 5, 70, 2 * 7 + 8 + 9 + 3 * 2 + 4), strict=True))
+    assert held == dict(zip(PARTS, (28, 100, 90, 80 + 6 + 5 + 3, 70, 2 * 7 + 8 + 9 + 3 * 2 + 4), strict=True))
     assert held_bytes(numbers, sizes) == sum(held.values())
 
 
