@@ -21,7 +21,7 @@ from published import page
 from published.record import Record
 from published.running import file_of, make
 
-ALL, STUDY = "all", "staleness"  # the study, which is nobody's record, has a folder of its own
+ALL, STUDY = "all", "staleness"  # the study is nobody's record: it has a folder of its own
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
@@ -32,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (options := read(words)) is None:
         return comparison.main(words)
     kept = {ALL: DOCS / "results" / "records", STUDY: DOCS / "results" / STUDY}
-    names = [n for n in RECORDS if n != STUDY] if options.experiment == ALL else [options.experiment]
+    names = (
+        [n for n in RECORDS if not n.startswith(STUDY)] if options.experiment == ALL else [options.experiment]
+    )
     out = options.out or (
         kept[options.experiment]
         if options.experiment in kept and not options.quick
