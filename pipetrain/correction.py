@@ -158,7 +158,7 @@ class Hybrid(Correction):
     """
 
     name: ClassVar[str] = "hybrid"
-    share: float = 0.2
+    share: float = 0.4
     first: bool = True
     updates: int | None = None
 
