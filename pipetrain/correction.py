@@ -1,8 +1,8 @@
 """Corrections of a gradient's delay: the updates between the weights that it is of and those that it changes.
 
-A schedule without flushes computes gradients of old weights; how old, its program says. A correction answers
-one of three questions about them: which weights a forward reads, at which rate an update is made, and what
-becomes of a gradient before it. Where the delay is 0 none changes anything.
+A schedule without flushes computes gradients of old weights; its program says how old. A correction answers
+some of four questions: which weights a forward reads, at which rate an update is made, how its gradient is
+changed before, and how long a window may be. A gradient with no delay is never changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SMALLEST = 1e-12  # a typical step, beside which none is 0
 
 @dataclass(frozen=True)
 class Correction:
-    """No correction; what others are made of. Each says which of the questions it answers."""
+    """No correction, and the base class of all. Flags say which of the first three questions it answers."""
 
     name: ClassVar[str] = "none"
     predicts: ClassVar[bool] = False

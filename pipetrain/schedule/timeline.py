@@ -66,7 +66,7 @@ class StageStats:
     busy_s: float = 0.0
     wait_s: float = 0.0  # in its messages; waits without an action count at the rank's first stage
     activations: int = 0  # peak of microbatches between their F and the end of their B or W
-    versions: int = 1  # peak of weight versions: the newest, and older ones that are still read
+    versions: int = 1  # peak of weight versions: the newest, older ones still to be read, and predictions
     staleness: dict[int, int] = field(default_factory=dict)  # number of forwards by staleness in updates
     bytes_sent: int = 0  # on the wire
     codec_s: float = 0.0  # encoding and decoding
