@@ -55,7 +55,7 @@ class LateWeights:
         torch._foreach_mul_(steps, -1)
         torch._foreach_add_(steps, live)
         if self.correction.weighs and (fraction := self._rate(update)):
-            sizes = torch._foreach_abs(torch._foreach_div(steps, fraction))
+            sizes = _wide(torch._foreach_abs(torch._foreach_div(steps, fraction)))
             self._average(torch._foreach_mul(sizes, sizes), update + 1)
 
     def _average(self, squares: Sequence[Tensor], count: int) -> None:
@@ -68,7 +68,8 @@ class LateWeights:
 
     def known(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return what is kept of a weight, in the form that it has after a first update."""
-        fresh = {key: torch.zeros_like(parameter.data) for key in KEPT[: self.correction.copies]}
+        step = torch.zeros_like(parameter.data)
+        fresh = dict(zip(KEPT[: self.correction.copies], (step, *_wide([step.abs()])), strict=False))
         return {**fresh, **self.state.get(parameter, {})}
 
     def complete(self) -> None:
@@ -98,6 +99,11 @@ class LateWeights:
             gaps = torch._foreach_sub(newest, [leaf.data for leaf in leaves.values()])
             gradients = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
             self.correction.weigh(gradients, gaps, torch._foreach_sqrt([state[SQUARE] for state in states]))
+
+
+def _wide(sizes: Sequence[Tensor]) -> list[Tensor]:
+    """Return sizes as numbers whose squares do not vanish: of weights in 16 bits, in 32."""
+    return [size.to(torch.promote_types(size.dtype, torch.float32)) for size in sizes]
 
 
 def _momentum(group: Mapping[str, Any]) -> float:

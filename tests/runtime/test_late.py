@@ -49,6 +49,20 @@ def test_the_typical_step_is_a_mean_at_the_peak_rate():
     assert of.state[p][STEP].tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64], ids=str)
+def test_typical_steps_of_any_dtype_have_squares_and_a_gradient_of_0_stays_it(dtype):
+    p = nn.Parameter(torch.zeros(2, dtype=dtype))
+    of = LateWeights({"w": p}, [{"params": [p], **GROUP}], lambda update: 1.0, GapAware())
+    leaf = nn.Parameter(p.data.clone())
+    with of.following(0):
+        p.data[0] += 2**-13  # whose square float16 does not have
+    leaf.grad = torch.tensor([1.0, 0.0], dtype=dtype)
+    of.weigh({"w": leaf})
+    torch.testing.assert_close(leaf.grad, torch.tensor([0.5, 0.0], dtype=dtype))
+    kept, form = of.state[p], LateWeights({"w": p}, [], lambda update: 1.0, GapAware()).known(p)
+    assert {key: t.dtype for key, t in kept.items()} == {key: t.dtype for key, t in form.items()}
+
+
 def test_nothing_is_kept_where_nothing_asks_for_it():
     of, p = late(Correction(), [1.0])
     moved(of, p, 0, by=1.0)
