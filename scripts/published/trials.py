@@ -39,7 +39,7 @@ SCHEDULES: Mapping[str, Schedule] = {
 FLUSH = Pipeline(one_f_one_b, window=1)
 WARMUP, DECAY = 0.05, {"sgd": 5e-4, "adamw": 0.01, "muon": 0.01}
 OTHERS = {"accuracy": 3e-3, "loss": 2e-3}  # the rate of what Muon leaves to AdamW, by the task's metric
-HYBRID, FEEDBACK, EARLY = "hybrid", "feedback", 0.2  # the share of updates that hybrid makes synchronously
+HYBRID, FEEDBACK, EARLY = "hybrid", "feedback", 0.4  # the share of updates that hybrid makes synchronously
 
 
 @dataclass(frozen=True)
