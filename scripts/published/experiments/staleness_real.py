@@ -20,21 +20,30 @@ EIGHT = ["microbatches=8"]
 METHODS = {
     "SGD, 1f1b": [*SGD, *EIGHT, "schedule=1f1b"],
     "SGD, pipedream": [*SGD, "schedule=pipedream", "microbatches=1"],
-    "SGD, pipedream_2bw, gap_aware and msnag": [
-        *SGD, *EIGHT, "schedule=pipedream_2bw", "correction=[gap_aware,msnag]"
-    ],
     "Muon, 1f1b": [*MUON, *EIGHT, "schedule=1f1b"],
     "Muon, pipedream_2bw": [*MUON, *EIGHT, "schedule=pipedream_2bw"],
-    "Muon, pipedream_2bw, msnag": [*MUON, *EIGHT, "schedule=pipedream_2bw", "correction=msnag"],
-}  # fmt: skip
-ON_CIFAR = ("Muon, 1f1b", "Muon, pipedream_2bw, msnag")
+}
+CURED = (
+    ("SGD", "gap_aware,msnag"),
+    ("SGD", "hybrid,gap_aware,msnag"),
+    ("Muon", "msnag"),
+    ("Muon", "hybrid,spectrain"),
+)
+for optimizer, names in CURED:
+    correction = f"[{names}]" if "," in names else names
+    METHODS[f"{optimizer}, pipedream_2bw, {names.replace(',', '+')}"] = [
+        *METHODS[f"{optimizer}, 1f1b"][:-1],
+        "schedule=pipedream_2bw",
+        f"correction={correction}",
+    ]
+ON_CIFAR = ("Muon, 1f1b", "Muon, pipedream_2bw, msnag", "Muon, pipedream_2bw, hybrid+spectrain")
 
 
 def steps(quick: bool) -> dict[str, Step]:
     """Train by each method, seed by seed; of two seeds all methods come before the third."""
     if quick:
         words = [*DIGITS, *RECIPE, "model.width=2", "epochs=1", "data.train_limit=128", "data.test_limit=64"]
-        return {"digits: Muon, pipedream_2bw, msnag: 0": _step([*words, *METHODS[ON_CIFAR[1]]], 0, 1)}
+        return {f"digits: {ON_CIFAR[1]}: 0": _step([*words, *METHODS[ON_CIFAR[1]]], 0, 1)}
     return {
         f"{data}: {name}: {seed}": _step([*words, *RECIPE, *METHODS[name]], seed, RANKS)
         for data, words, names in (("digits", DIGITS, METHODS), ("CIFAR-10", CIFAR, ON_CIFAR))
