@@ -175,8 +175,8 @@ class Hybrid(Correction):
         total = self.updates or updates
         if total is None:
             raise ConfigError(
-                "correction=hybrid makes a share of all updates synchronous: give Hybrid(updates=), how many "
-                "the training has, or train by fit"
+                "correction=hybrid, which auto may choose, makes a share of all updates synchronous: give "
+                "Hybrid(updates=) or Auto(updates=), how many the training has, or train by fit"
             )
         if self.first:
             return 1 if update < round(self.share * total) else None
@@ -185,9 +185,16 @@ class Hybrid(Correction):
 
 @dataclass(frozen=True)
 class Auto(Correction):
-    """What a study found best for the optimizer, the schedule and the stages, see plan/advice.py."""
+    """What a study found best for the optimizer, the schedule and the stages, see plan/advice.py.
+
+    `updates`: of the training, as Hybrid needs them, which it may choose.
+    """
 
     name: ClassVar[str] = "auto"
+    updates: int | None = None
+
+    def __post_init__(self) -> None:
+        COUNT.read("updates", self.updates, null=True)
 
 
 @dataclass(frozen=True)
@@ -231,7 +238,7 @@ class Several(Correction):
 
 def together(parts: Sequence[Correction]) -> Correction:
     """Return corrections as one. Raises ConfigError for two that predict the same weights."""
-    if len(parts) > 1 and Auto() in parts:
+    if len(parts) > 1 and any(isinstance(part, Auto) for part in parts):
         raise ConfigError("correction=auto chooses all there is to correct: leave the others out, or auto")
     predicting = [part for part in parts if part.predicts]
     if len(predicting) > 1:

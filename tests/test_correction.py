@@ -56,7 +56,7 @@ def test_a_share_of_the_run_is_synchronous():
     assert [last.window(n, 10) for n in range(10)] == [8, 7, 6, 5, 4, 3, 2, 1, 1, 1]
     assert together([GapAware(), first]).window(1, 10) == 1
     assert Hybrid(updates=100).window(19, 10) == 1
-    with pytest.raises(ConfigError, match=r"give Hybrid\(updates=\)"):
+    with pytest.raises(ConfigError, match=r"give Hybrid\(updates=\) or Auto"):
         first.window(0, None)
 
 

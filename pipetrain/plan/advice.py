@@ -21,7 +21,7 @@ from pipetrain.settings import Settings
 STUDY = Path(__file__).with_name("staleness.csv")
 TOLERATED = {"accuracy": 0.3, "loss": 0.01}  # of a gap, by its metric
 UNITS = {"accuracy": ("points", 1), "loss": ("nats", 3)}  # and the digits that are shown
-NONE = "none"
+NONE, HYBRID = "none", "hybrid"
 
 
 class Loss(NamedTuple):
@@ -92,12 +92,16 @@ def best_of(studied: dict[str, Loss]) -> Loss | None:
 
 def settled(settings: Settings, optimizer: str, stages: int) -> Settings:
     """Return settings in which correction=auto is the one that lost least. `optimizer`: names of classes."""
-    if settings.correction != Auto():
+    auto = settings.correction
+    if not isinstance(auto, Auto):
         return settings
     kinds = [kind.strip().lower() for kind in optimizer.rpartition(".")[2].split("+")]
     each = (best_correction(kind, settings.schedule, stages) for kind in kinds)
     best = next((names for names in each if names != NONE), NONE)
-    return replace(settings, correction=make_correction("correction", best.split("+")))
+    nodes = {name: dict(shipped("correction", name) or {})[name] for name in best.split("+") if name != NONE}
+    if HYBRID in nodes:
+        nodes[HYBRID] = nodes[HYBRID] | {"updates": auto.updates}
+    return replace(settings, correction=make_correction("correction", nodes))
 
 
 def best_correction(optimizer: str, schedule: str, stages: int) -> str:

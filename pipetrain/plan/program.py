@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, pairwise
 from typing import Any
 
-from pipetrain.correction import Correction
+from pipetrain.correction import Auto, Correction
 from pipetrain.errors import ConfigError
 from pipetrain.plan.cut import Cut
 from pipetrain.schedule.actions import (
@@ -329,7 +329,8 @@ def _refuse_replicas(draft: Draft) -> None:
 
 def _refuse_correction(draft: Draft) -> None:
     """Refuse to correct what no program says."""
-    if draft.policy and draft.settings.correction != Correction():
+    correction = draft.settings.correction
+    if draft.policy and correction != Correction() and not isinstance(correction, Auto):  # which is then none
         raise ConfigError(
             f"correction goes by the delays that a program says, and {draft.settings.schedule} decides its "
             f"order while it runs: choose another schedule, or correction=none"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pipetrain import Pipeline
-from pipetrain.correction import GapAware
+from pipetrain.correction import Auto, GapAware
 from pipetrain.plan import advice
 from pipetrain.plan.advice import best_correction, losses, settled
 from pipetrain.settings import Settings
@@ -85,6 +85,14 @@ def test_auto_is_the_best_of_the_study(optimizer, schedule, stages, chosen):
     settings = Settings.read({"correction": "auto"}, stages, schedule=schedule)
     assert str(settled(settings, optimizer, stages).correction) == chosen
     assert str(settled(Settings(correction=GapAware()), optimizer, stages).correction) == "gap_aware"
+
+
+def test_auto_gives_hybrid_the_updates_that_it_has(tmp_path, monkeypatch):
+    row = "sgd,pipedream,8,hybrid+msnag,digits,accuracy,-0.1,0.1\n"
+    (tmp_path / "staleness.csv").write_text(STUDIED.splitlines(keepends=True)[0] + row)
+    monkeypatch.setattr(advice, "STUDY", tmp_path / "staleness.csv")
+    settings = Settings.read({"correction": Auto(updates=10)}, 8, schedule="pipedream")
+    assert settled(settings, "SGD", 8).correction.window(3, None) == 1
 
 
 @pytest.mark.usefixtures("study")
