@@ -66,7 +66,7 @@ def profiled(
 
 def _profiled(links: Links, say: Say, task: Task) -> dict[str, Any]:
     say(" ".join(task.overrides))
-    return prepare(task, "gpipe", links.world.size, links=links).plan.table.times.to_json()
+    return prepare(task, "gpipe", links.world.size, times=links).plan.table.times.to_json()
 
 
 def predicted(
