@@ -198,7 +198,7 @@ class Auto(Correction):
 
 
 @dataclass(frozen=True)
-class Several(Correction):
+class Joined(Correction):
     """Corrections that answer different questions, together."""
 
     parts: tuple[Correction, ...]
@@ -246,4 +246,4 @@ def together(parts: Sequence[Correction]) -> Correction:
             f"correction: {predicting[0]} and {predicting[1]} both say which weights a forward reads: leave "
             f"one of them out"
         )
-    return parts[0] if len(parts) == 1 else Several(tuple(parts)) if parts else Correction()
+    return parts[0] if len(parts) == 1 else Joined(tuple(parts)) if parts else Correction()

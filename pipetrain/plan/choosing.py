@@ -59,11 +59,11 @@ class Candidate:
         if isinstance(make_schedule(cfg), ForwardBackward):
             raise ScheduleError("decides its order while it runs")
         studied = losses(str(cfg.optim.get("_target_")).rpartition(".")[2].lower(), name, stages)
-        best, given = best_of(studied), studied.get(joined("+".join(cfg.get("correction") or [NONE])))
-        if best is not None and best is not given:
+        best, asked = best_of(studied), studied.get(joined("+".join(cfg.get("correction") or [NONE])))
+        if best is not None and best is not asked:
             cfg = _changed(cfg, "correction", shipped("correction", "auto"))
         plan, run, peak = _fitting(cfg, name, batches)
-        return cls(name, plan, run, peak, _seconds(plan, run), (best, given), words)
+        return cls(name, plan, run, peak, _seconds(plan, run), (best, asked), words)
 
     @property
     def late(self) -> int:
@@ -90,8 +90,8 @@ class Candidate:
         own = {"schedule": self.name, "microbatches": str(self.plan.settings.microbatches)}
         if self.plan.settings.recompute in TRIED:
             own["recompute"] = str(self.plan.settings.recompute)
-        best, given = self.lost
-        if best is not None and best is not given:
+        best, asked = self.lost
+        if best is not None and best is not asked:
             own["correction"] = option(best.correction)
         words = [f"{key}={value}" for key, value in own.items()]
         if self.words:
@@ -182,13 +182,13 @@ def _row(one: Candidate, beside: Candidate | None, limit: float | None) -> list[
     speed = f"{beside.seconds / one.seconds:.2f}" if beside else "-"
     modes = list(dict.fromkeys(mode.value for mode in one.plan.modes if mode is not Mode.NEVER))
     fits = f"recompute {', '.join(modes)}" if modes else "yes"
-    best, given = one.lost
+    best, asked = one.lost
     return [
         *(one.name, str(one.plan.settings.microbatches), time, speed, f"{one.run.bubble:.1%}"),
         f"{one.peak / 2**20:.1f}",
         *([fits if one.peak <= limit * GIB else "no"] if limit else []),
         str(one.late),
-        f"{given}; {one.accuracy}" if given and given is not best else one.accuracy,
+        f"{asked}; {one.accuracy}" if asked and asked is not best else one.accuracy,
     ]
 
 

@@ -72,7 +72,8 @@ class Order:
         self._ends, self._ahead = ends, ahead
         self._list, self._posts = list(actions), list(posts)
         self._looks = None if looks is None else deque(looks)
-        self._last_uses, self._predicted = last_uses(self._list), predictions(self._list)
+        self._last_uses = last_uses(self._list)
+        self._predicted = predictions(self._last_uses)
         self._split = {(a.stage, a.mb) for a in actions if a.op is Op.I}
         self._ending = {last for last, _ in last_backwards(self._list)}
         self.recomputed = {(a.stage, a.mb) for a in actions if a.op is Op.R}

@@ -12,7 +12,7 @@ batch `n` makes version `n + 1`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -253,10 +253,10 @@ def last_uses(actions: Sequence[Action]) -> dict[tuple[int, Read], int]:
     return {(a.stage, a.read): i for i, a in enumerate(actions) if a.op in COMPUTE}
 
 
-def predictions(actions: Sequence[Action]) -> dict[tuple[int, int], list[Predicted]]:
-    """Map (stage, version) to what is predicted by that version, as soon as it is there."""
+def predictions(uses: Iterable[tuple[int, Read]]) -> dict[tuple[int, int], list[Predicted]]:
+    """Map (stage, version) to what is predicted by that version, as soon as it is there. See `last_uses`."""
     by_version: dict[tuple[int, int], list[Predicted]] = {}
-    for stage, read in last_uses(actions):
+    for stage, read in uses:
         if isinstance(read, Predicted):
             by_version.setdefault((stage, read.version), []).append(read)
     return by_version
@@ -275,7 +275,8 @@ def last_backwards(actions: Sequence[Action]) -> list[tuple[Action, Action]]:
 
 def most_versions(actions: Sequence[Action]) -> dict[int, int]:
     """Return, by stage, the most weights at once: the newest version, others to be read, predictions."""
-    uses, predicted = last_uses(actions), predictions(actions)
+    uses = last_uses(actions)
+    predicted = predictions(uses)
     versions: dict[int, list[Read]] = {a.stage: [0, *predicted.get((a.stage, 0), ())] for a in actions}
     most = {stage: len(first) for stage, first in versions.items()}
     for position, action in enumerate(actions):

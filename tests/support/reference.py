@@ -23,10 +23,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from pipetrain.correction import (
     Correction,
     GapAware,
+    Joined,
     MomentumAhead,
     NesterovAhead,
     PipeMare,
-    Several,
     StepsAhead,
 )
 from pipetrain.data import Draw
@@ -351,7 +351,7 @@ def kind_of(correction: Correction) -> str:
     """Return the names of corrections as `Late` has them."""
     kinds = {StepsAhead: "steps", MomentumAhead: "momentum", NesterovAhead: "nesterov", PipeMare: "mare"}
     kinds |= {GapAware: "gap"}
-    parts = correction.parts if isinstance(correction, Several) else [correction]
+    parts = correction.parts if isinstance(correction, Joined) else [correction]
     return "+".join(kinds[type(part)] for part in parts if type(part) in kinds)
 
 
