@@ -232,7 +232,8 @@ def test_ctrl_c_saves_and_its_last_line_says_what_and_how_to_go_on(ends):
     assert (
         "got Ctrl-C: saving when the pipeline is drained, then stopping; Ctrl-C again ends it at" in end.out
     )
-    *_, last = end.out.splitlines()
+    # A rank that the signal reaches late may say that it got it after the sentence.
+    *_, last = (line for line in end.out.splitlines() if "got Ctrl-C" not in line)
     newest, *_ = end.checkpoints
     assert last == f"pipetrain: interrupted; {newest} is saved: go on with run_dir={end.run} resume=auto"
     assert said(end.out).count("interrupted") == 1
