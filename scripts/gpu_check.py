@@ -1,6 +1,6 @@
-"""Prove on one GPU what only a GPU can prove; each group of checks in under 8 minutes. Needs no installing.
+"""Prove on one GPU what only a GPU can prove, within so many minutes. Needs no installing.
 
-python scripts/gpu_check.py [--list] [--only NAME ...] [--out docs/results]
+python scripts/gpu_check.py [--minutes 9] [--list] [--only NAME ...] [--out docs/results]
 """
 
 import os

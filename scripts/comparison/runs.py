@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import fcntl
+import hashlib
 import json
 import os
 import platform
@@ -190,8 +191,8 @@ def describe_machine() -> dict[str, str]:
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     name = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     describe, revision = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"], ""
+    root = Path(__file__).resolve().parents[2]
     with suppress(OSError):
-        root = Path(__file__).resolve().parents[2]
         revision = subprocess.run(describe, cwd=root, capture_output=True, text=True, check=False).stdout
     return {
         "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
@@ -199,5 +200,24 @@ def describe_machine() -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": version("torch"),
-        "pipetrain": revision.strip() or "unknown",
+        "pipetrain": revision.strip()
+        or f"of the commit whose pipetrain/ is tree {git_tree(root / 'pipetrain')}",
     }
+
+
+def git_tree(folder: Path) -> str:
+    """Return git's name of what a folder holds, where there is no git: `git rev-parse COMMIT:pipetrain`."""
+    entries = []
+    for path in folder.iterdir():
+        if path.is_dir() and path.name != "__pycache__":
+            entries.append((f"{path.name}/", f"40000 {path.name}", git_tree(path)))
+        elif path.is_file():
+            mode = "100755" if os.access(path, os.X_OK) else "100644"
+            entries.append((path.name, f"{mode} {path.name}", _git_name("blob", path.read_bytes())))
+    return _git_name(
+        "tree", b"".join(f"{of}\0".encode() + bytes.fromhex(one) for _, of, one in sorted(entries))
+    )
+
+
+def _git_name(kind: str, content: bytes) -> str:
+    return hashlib.sha1(f"{kind} {len(content)}\0".encode() + content).hexdigest()

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
@@ -18,37 +19,43 @@ from benchmark.report import progress
 from benchmark.worlds import titled
 from comparison.processes import interruptible
 from tests.gpu import front, memory, speed, strict, traces, training, transport
-from tests.gpu.rows import FAIL, Check, Line, Row, Setting, earlier, head, markdown
+from tests.gpu.rows import FAIL, SKIPPED, START_S, Check, Line, Row, Setting, earlier, head, markdown
 from tests.support.cases import SCHEDULES
 
 CHECKS = [
     Check("messages", "large", transport.large, 70),
     Check("messages", "lost-peer", transport.lost_peer, 60),
+    Check("messages", "start", partial(transport.cold, worlds=1), 45),
     Check("messages", "cold", transport.cold, 300),
-    Check("training", "nccl-2", partial(training.over_nccl, ranks=2, names=SCHEDULES), 200),
+    Check("training", "nccl-2", partial(training.over_nccl, ranks=2, names=SCHEDULES), 60),
     Check("training", "nccl-4", partial(training.over_nccl, ranks=4, names=training.FOUR), 200),
     Check("training", "replicas", training.replicas, 100),
     Check("training", "gloo-2", training.staged, 90),
+    Check("training", "corrections", training.corrections, 45),
     Check("options", "exact", training.exact, 150),
     Check("options", "codecs", training.codecs, 60),
     Check("options", "bf16", training.bf16, 50),
-    Check("options", "graphs", training.graphs, 90),
+    Check("options", "graphs", training.graphs, 45),
+    Check("options", "more-graphs", partial(training.graphs, names=training.MORE_GRAPHED), 60),
+    Check("options", "compile", training.compiled, 100),
     Check("options", "trace", traces.trace, 50),
     Check("options", "nan", training.nan, 40),
     Check("memory", "held", memory.memory, 300),
     Check("front", "torchrun", front.command_line, 280),
     Check("front", "pipeline", front.pipeline, 120),
     Check("front", "stopped-early", front.stopped_early, 120),
-    # What no GPU has shown yet, in 6 minutes.
-    Check("new", "no-waits", strict.no_waits, 60),
-    Check("new", "tight", strict.tight, 80),
-    Check("new", "float64", strict.float64, 25),
-    Check("new", "more-graphs", partial(training.graphs, names=training.MORE_GRAPHED), 60),
-    Check("new", "kept", front.kept, 35),
-    Check("new", "compile", training.compiled, 100),
+    Check("front", "kept", front.kept, 35),
+    Check("front", "bf16-weights", front.bf16_weights, 40),
+    Check("strict", "no-waits", strict.no_waits, 65),
+    Check("strict", "tight", strict.tight, 80),
+    Check("strict", "float64", strict.float64, 25),
+    Check("speed", "race", speed.race_beside_torch, 80),
     Check("speed", "one-process", speed.speed, 150),
     Check("speed", "gains", speed.gains, 200),
 ]
+LEASE = ("start", "nccl-2", "replicas", "corrections", "graphs", "bf16-weights", "no-waits", "race")
+"""What a GPU that is at hand for minutes is asked, in this order."""
+IF_TIME_IS_LEFT = ("kept", "more-graphs", "float64", "torchrun", "nccl-4")
 GROUPS = list(dict.fromkeys(check.group for check in CHECKS))
 REPORT = "gpu_check.md"
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
@@ -76,8 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         setting = Setting(options.device, options.quick, options.out or Path(default), progress, patience)
         setting.out.mkdir(parents=True, exist_ok=True)
         about = head(arguments, options.device)
-        only = set(options.only or [check.name for check in CHECKS])
-        chosen = [check for check in CHECKS if {check.name, check.group} & only]
+        chosen = choose(options)
+        end = inf if options.minutes is None else monotonic() + 60 * options.minutes
         names = {check.name for check in chosen}
         kept = [line for line in earlier(setting.out / REPORT, about) if line[0] not in names]
         if kept:
@@ -86,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = 0
         try:
             with interruptible():
-                for line in run(chosen, setting):
+                for line in run(chosen, setting, end):
                     lines.append(line)
                     (setting.out / REPORT).write_text(markdown(about, in_order(kept + lines)))
         except KeyboardInterrupt:
@@ -99,19 +106,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status or (FAILED if any(row.outcome == FAIL for _, row, _ in lines) else 0)
 
 
+def choose(options: argparse.Namespace) -> list[Check]:
+    """Return the checks that are asked for; in a lease what decides most comes first."""
+    if options.only is None and options.minutes is not None:
+        names = [*LEASE, *IF_TIME_IS_LEFT]
+        return sorted((check for check in CHECKS if check.name in names), key=lambda c: names.index(c.name))
+    only = set(options.only or [check.name for check in CHECKS])
+    return [check for check in CHECKS if {check.name, check.group} & only]
+
+
 def in_order(lines: Sequence[Line]) -> list[Line]:
     """Sort the lines by their checks."""
     order = [check.name for check in CHECKS]
     return sorted(lines, key=lambda line: order.index(line[0]) if line[0] in order else len(order))
 
 
-def run(checks: Sequence[Check], setting: Setting) -> Iterator[Line]:
-    """Run one check after the other; give each row as it comes."""
+def run(checks: Sequence[Check], setting: Setting, end: float = inf) -> Iterator[Line]:
+    """Run one check after the other, none beyond its own limit or `end`; give each row as it comes."""
     say = setting.say
     for check in checks:
         began = monotonic()
+        if end - began < START_S:
+            yield check.name, Row("runs", "no time was left", "", SKIPPED), 0.0
+            continue
         setting.say = titled(say, check.name)
-        setting.end = began + check.most * setting.patience
+        setting.end = min(end, began + check.most * setting.patience)
         setting.say("starts")
         try:
             for row in check.run(setting):
@@ -134,6 +153,8 @@ def parser() -> argparse.ArgumentParser:
     out = f"for {REPORT} and trace.json (default: docs/results); rows of other checks are kept"
     made.add_argument("--list", action="store_true", help="name the checks, by group, and stop")
     made.add_argument("--only", nargs="+", metavar="NAME", choices=names, help=f"{', '.join(names)}")
+    lease = "end within so many; without --only: what decides most, first"
+    made.add_argument("--minutes", type=float, metavar="N", help=lease)
     made.add_argument("--out", type=Path, metavar="DIR", help=out)
     made.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal")
     made.add_argument("--quick", action="store_true", help="small sizes: to see that it works, no more")

@@ -13,11 +13,13 @@ from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 from typing import Any
 
+import torch
+
 from pipetrain.checkpoint.files import CHECKPOINTS
 from pipetrain.runtime.links import Links
 from tests.gpu.rows import SKIPPED, Row, Setting, judged
 from tests.gpu.speed import no_compiler
-from tests.gpu.training import exactly
+from tests.gpu.training import NEAR, exactly
 from tests.support.processes import (
     CHECKOUT,
     TORCHRUN,
@@ -239,6 +241,47 @@ def keep(links: Links, item: tuple[str, str, str]) -> None:
         alone = mlp()
         alone.load_state_dict(state)
         assert_close(outputs, [alone(x).detach() for x, _ in batches], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def bf16_weights(setting: Setting) -> Iterator[Row]:
+    """Weights of 16 bits train as on the CPU, whose kernels take more dtypes."""
+    if why := lacking():
+        yield Row("weights in bf16", why, "", SKIPPED)
+        return
+    ways: dict[str, dict[str, Any]] = {
+        "1f1b": {},
+        "clipped over the model, EMA": {"clip_grad_norm": 0.05, "clip_grad_norm_over": "model", "ema": 0.6},
+        "on_nan=skip": {"on_nan": "skip"},
+    }
+    items = [(name, options, setting.device) for name, options in ways.items()][
+        : 1 if setting.quick else None
+    ]
+    for (name, *_), apart, why in setting.each(
+        train_in_bf16, 2, items[: 1 if setting.quick else None], within=KEPT_S
+    ):
+        figure = why or f"losses {apart:.2%} off the CPU's"
+        yield judged(f"weights in bf16, {name}", figure, f"<= {NEAR:.0%}", not why and apart <= NEAR)
+
+
+def train_in_bf16(links: Links, item: tuple[str, dict[str, Any], str]) -> float:
+    """Train on a device and on the CPU; return by how much a loss differs, relative."""
+    from torch.nn.functional import cross_entropy
+
+    from pipetrain import Pipeline
+    from tests.support.parity import ADAMW
+    from tests.support.subjects import classified, mlp
+
+    _, options, device = item
+    batches = [(x.bfloat16(), y) for x, y in classified(mlp()).batches]
+    losses = []
+    for where in (device, "cpu"):
+        torch.manual_seed(0)
+        model = mlp().bfloat16()
+        with Pipeline(
+            model, cross_entropy, ADAMW, microbatches=2, device=where, threads=1, **options
+        ) as pipe:
+            losses.append(list(pipe.train(batches)))
+    return max(abs(one / other - 1) for one, other in zip(*losses, strict=True))
 
 
 def train_by_pipeline(links: Links, item: tuple[str, Any]) -> None:

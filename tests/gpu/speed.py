@@ -1,5 +1,7 @@
 """One process: what the engine takes from a plain PyTorch loop on a GPU, and what the options give.
 
+And two: ours beside torch.distributed.pipelining at one cut, a part of what `scripts/bench.py gpu` races.
+
 Both launch ahead of the device. A plain loop looks at its losses at the end of a turn only; of ours, 1f1b
 drains after each batch, as it does by default, and pipedream once a turn.
 """
@@ -15,6 +17,8 @@ from pathlib import Path
 from statistics import median
 
 from benchmark.contestants import Ours, plain, race
+from benchmark.models import BATCHES as RACED
+from benchmark.models import LAUNCHING, PAIRS, REHEARSED, WINDOW, on_gpu
 from benchmark.report import Series, ratio
 from benchmark.tasks import Task, prepare
 from benchmark.worlds import Say, titled
@@ -25,6 +29,7 @@ PLAIN, WANTED = "plain loop", 0.97
 MODELS = ("vgg16", "resnet18")
 BATCHES = {64: 24, 512: 8}  # of a turn, by the size of one
 ROUNDS = 7
+RIVAL, BESIDE = "torch 1f1b", ("1f1b", "1f1b, CUDA graphs")
 OPTIONS: dict[str, tuple[str, ...]] = {
     "fp32": (),
     "optimizer not fused": ("optim.fused=false",),
@@ -59,6 +64,25 @@ def gains(setting: Setting) -> Iterator[Row]:
         series = setting.world(measure, 1, [task], contestants, rounds)[0][task]
         for name in chosen:
             yield Row(f"{task[0]}, batch {task[1]}, {name}", _against_plain(series, name)[1])
+
+
+def race_beside_torch(setting: Setting) -> Iterator[Row]:
+    """Two ranks, where launching is the limit, in turns with torch's 1F1B; eager, and by CUDA graphs."""
+    tasks = [*REHEARSED.values()][:1] if setting.quick else [PAIRS[LAUNCHING], PAIRS["GPT, batch 16 in 4"]]
+    for task in tasks:
+        series = setting.world(beside_torch, 2, task, 1 if setting.quick else 3)[0]
+        for name in [name for name in BESIDE if name in series]:
+            ms, rival = (1e3 * median(series[one]) for one in (name, RIVAL))
+            share, wanted = ratio(series[RIVAL], series[name]), 0.0 if setting.quick else 1.0
+            figure = f"{ms:.2f} ms a batch, {RIVAL} {rival:.2f}: {share:.3f}"
+            yield judged(f"{' '.join(task.overrides[:2])}, {name}", figure, f">= {wanted}", share >= wanted)
+
+
+def beside_torch(links: Links, say: Say, task: Task, rounds: int) -> Series:
+    """Race ours and torch's 1F1B over the ranks of a world."""
+    builders = on_gpu(task, RACED, WINDOW, links)
+    chosen = [builders[name]() for name in (*BESIDE, RIVAL) if name in builders]
+    return race(links, chosen, rounds, say)
 
 
 def no_compiler(setting: Setting) -> str:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from benchmark.worlds import share_gpu
+from comparison.runs import git_tree
 from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.rehearsal import LoopbackChannel
 from pipetrain.schedule import chrome
@@ -37,8 +38,8 @@ from tests.gpu.rows import (
 from tests.support.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-REHEARSED = ["large", "cold", "nccl-2", "replicas", "exact", "codecs", "bf16", "trace", "nan", "held"]
-REHEARSED += ["no-waits", "tight", "float64"]
+REHEARSED = ["large", "cold", "nccl-2", "replicas", "corrections", "exact", "codecs", "bf16", "trace", "nan"]
+REHEARSED += ["held", "no-waits", "tight", "float64", "race"]
 OPTIONS = ["--device", "cpu", "--quick", "--out", "found", "--only"]
 NOT_NEEDED = ["safetensors", "tqdm", "tensorboard", "matplotlib", "sklearn", "scipy"]
 
@@ -172,7 +173,8 @@ def test_a_receive_before_its_send_and_computing_twice_at_once_are_seen():
 
 @pytest.mark.processes
 def test_a_pipeline_is_held_against_a_plain_loop_and_goes_on_from_what_it_saved(setting):
-    assert [row.outcome for row in (*front.pipeline(setting), *front.kept(setting))] == [PASS] * 3
+    rows = (*front.pipeline(setting), *front.kept(setting), *front.bf16_weights(setting))
+    assert [row.outcome for row in rows] == [PASS] * 4
 
 
 def test_a_wait_raises_in_windows_of_training_alone(monkeypatch):
@@ -201,8 +203,26 @@ def test_a_wait_raises_in_windows_of_training_alone(monkeypatch):
     assert modes[-1] == "default"
 
 
-def test_what_no_gpu_has_shown_takes_six_minutes_at_most():
-    assert sum(check.most for check in cli.CHECKS if check.group == "new") <= 360
+def test_a_lease_of_nine_minutes_has_time_for_all_that_decides():
+    limits = {check.name: check.most for check in cli.CHECKS}
+    assert sum(limits[name] for name in cli.LEASE) <= 9 * 60
+    chosen = cli.choose(cli.parser().parse_args(["--minutes", "9"]))
+    assert [check.name for check in chosen] == [*cli.LEASE, *cli.IF_TIME_IS_LEFT]
+
+
+def test_of_a_lease_what_has_no_time_left_is_a_row_and_no_check_takes_another_ones_time(setting):
+    ends = []
+
+    def look(setting):
+        ends.append(setting.left)
+        yield judged("all", "1", "1", True)
+
+    checks = [Check("group", name, look, most) for name, most in (("short", 20), ("long", 10**6))]
+    rows = [*cli.run(checks, setting, time.monotonic() + 30)]
+    assert [row.outcome for _, row, _ in rows] == [PASS, PASS]
+    assert ends[0] <= 20 < ends[1] <= 30
+    ((_, row, _),) = cli.run(checks[:1], setting, time.monotonic() + 1)
+    assert (row.figure, row.outcome) == ("no time was left", SKIPPED)
 
 
 def test_memory_is_held_between_what_is_predicted_and_what_actions_need_beside_it():
@@ -241,6 +261,16 @@ def test_rows_of_other_checks_are_kept_where_software_and_gpu_are_the_same(tmp_p
     assert earlier(path, about) == lines
     assert earlier(path, {**about, "GPU": "B"}) == []
     assert cli.in_order([lines[1], lines[0]]) == lines
+
+
+def test_without_git_the_commit_is_known_by_what_the_package_holds(tmp_path):
+    (tmp_path / "b" / "__pycache__").mkdir(parents=True)
+    (tmp_path / "b" / "one.py").write_text("1\n")
+    (tmp_path / "b.sh").write_text("exit\n")
+    (tmp_path / "b.sh").chmod(0o755)
+    (tmp_path / "b" / "__pycache__" / "one.pyc").write_text("x")
+    # of git add b b.sh; git write-tree
+    assert git_tree(tmp_path) == "485074eb98a3747b4a81b50930f18a7e390ab9f7"
 
 
 def test_ranks_that_share_a_gpu_say_that_they_are_different_machines(monkeypatch):

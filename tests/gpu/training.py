@@ -36,6 +36,26 @@ CLIPPED = ("clip_grad_norm=0.25", "clip_grad_norm_over=model")
 FOUR = ("1f1b", "interleaved_1f1b", "zb_h1", "zbv", "v_async", "pipedream", "pipedream_2bw", "fbp")
 STAGED = ("1f1b", "interleaved_1f1b", "zbv", "pipedream", "fbp")
 QUICK = ("1f1b", "fbp")
+SGD = ("optim.momentum=0.9", "optim.lr=0.02")
+CORRECTIONS = {  # by ranks
+    2: {
+        "pipedream, spectrain": Case("pipedream", 2, ("correction=spectrain", "microbatches=1", *SGD)),
+        "pipedream, gap_aware": Case("pipedream", 2, ("correction=gap_aware", "microbatches=3", *SGD)),
+        "pipedream, hybrid, gap_aware, msnag": Case(
+            "pipedream", 2, ("correction=[hybrid,gap_aware,msnag]", "microbatches=4", *SGD)
+        ),
+        "pipedream_2bw, msnag, Muon": Case(
+            "pipedream_2bw",
+            2,
+            ("correction=msnag", "microbatches=4", f"{MODELS}without_norm", "optim=muon"),
+        ),
+    },
+    3: {
+        "pipedream, spectrain, [2,1]": Case(
+            "pipedream", 3, ("correction=spectrain", "replicas=[2,1]", "microbatches=1", *SGD)
+        ),
+    },
+}
 GRAPHED = ("1f1b", "gpipe", "pipedream", "zb_h1")
 MORE_GRAPHED = ("interleaved_1f1b", "pipedream_2bw", "zb_h2", "zb_auto", "zbv", "v_half", "v_async")
 
@@ -148,6 +168,13 @@ def replicas(setting: Setting) -> Iterator[Row]:
         yield from graphed(setting, [Case("1f1b", 4, ("replicas=[2,2]", *FLOAT32))], bucketed)
 
 
+def corrections(setting: Setting) -> Iterator[Row]:
+    """Train with corrections of late gradients, on replicas too."""
+    for ranks, cases in CORRECTIONS.items():
+        chosen = dict([*cases.items()][:1]) if setting.quick else cases
+        yield from against_reference(setting, chosen, ranks)
+
+
 def bucketed(links: Links, case: Case) -> Trained:
     """Train as `train` does, in a process whose buckets are small."""
     buckets.BUCKET = 1000
@@ -172,9 +199,6 @@ def exact(setting: Setting) -> Iterator[Row]:
         "ties": Case("1f1b", 2, (TIED, "partition=[3]", four)),
         "ties of a V, clipped over the model": Case("zbv", 2, (TIED, "partition=[2,3,4]", four, *CLIPPED)),
         "clipped over the model": Case("1f1b", 2, (*plain, *CLIPPED)),
-        "corrections": Case(
-            "pipedream", 2, (*plain, "correction=[hybrid,gap_aware,msnag]", "optim.momentum=0.9")
-        ),
         "EMA": Case("pipedream", 2, (*plain, "ema=0.6", "window=2")),
         "skips": Case("1f1b", 2, (SKIPS, "partition=[7]", four)),
         "skips of a V": Case("zbv", 2, (SKIPS, "partition=[3,8,13]", four)),

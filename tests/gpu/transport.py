@@ -122,9 +122,9 @@ def lose(links: Links, say: Say, words: str) -> tuple[str, float]:
     return "no error", perf_counter() - start
 
 
-def cold(setting: Setting) -> Iterator[Row]:
+def cold(setting: Setting, worlds: int = COLD) -> Iterator[Row]:
     """Fresh ranks train two batches, again and again: whatever is cold must not wait for a message."""
-    worlds, model = (2, "mlp") if setting.quick else (COLD, "vgg16")
+    worlds, model = (min(worlds, 2), "mlp") if setting.quick else (worlds, "vgg16")
     task = Task((f"model={model}", "batch_size=64", "microbatches=4"))
     seconds, failed = [], []
     while len(seconds) + len(failed) < worlds and len(failed) < ENOUGH:
