@@ -170,9 +170,9 @@ def replicas(setting: Setting) -> Iterator[Row]:
 
 def corrections(setting: Setting) -> Iterator[Row]:
     """Train with corrections of late gradients, on replicas too."""
-    for ranks, cases in CORRECTIONS.items():
-        chosen = dict([*cases.items()][:1]) if setting.quick else cases
-        yield from against_reference(setting, chosen, ranks)
+    chosen = {2: dict([*CORRECTIONS[2].items()][:1])} if setting.quick else CORRECTIONS
+    for ranks, cases in chosen.items():
+        yield from against_reference(setting, cases, ranks)
 
 
 def bucketed(links: Links, case: Case) -> Trained:
