@@ -233,6 +233,25 @@ def test_a_loss_whose_parts_do_not_make_up_the_whole_is_refused(loss, outputs, t
     prove_task(Task(loss), outputs, "head", targets, None, microbatches=1)
 
 
+def masked(outputs: Value, targets: Value) -> Tensor:
+    values, mask = targets
+    return ((outputs - values).square().mean(1) * mask).sum() / mask.sum()
+
+
+def test_a_mask_of_which_each_half_of_the_batch_has_as_much_is_seen():
+    mask = torch.tensor([3.0, 1, 2, 0, 0, 2, 1, 3])
+    said = refused(Task(masked), spec(2), (randn(8, 2), mask))
+    assert "of 8 samples and made-up outputs the loss as one batch and in microbatches differ by" in said
+    prove_task(
+        Task(masked, weight=lambda targets: targets[1].sum()), spec(2), "head", (randn(8, 2), mask), None
+    )
+
+
+def test_a_loss_of_pairs_is_right_where_microbatches_have_whole_pairs():
+    pairs = Task(lambda outputs, targets: (outputs.view(-1, 2, 2).diff(dim=1) - 1).square().mean())
+    prove_task(pairs, spec(2), "head", randn(16, 2), None)
+
+
 OF_A_METRIC = "metric {} of task cross_entropy cannot take the model's"
 REFUSED: list[tuple[Task, ValueSpec, Value, str]] = [
     (Classification(), spec(), labels(7), "model's float64[3] (layer head) with targets int64[7]: "),

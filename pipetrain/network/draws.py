@@ -17,6 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipetrain.network.tensors import strided
 
 EVALUATION = -1  # in place of the number of an update
 
@@ -123,6 +127,48 @@ class Beginning:
                 yield
         finally:
             now._restore()
+
+
+class SameDraws(TorchDispatchMode):
+    """Lets a run of some samples draw the numbers that the first run, of all `samples`, drew for them.
+
+    A permutation of the samples is drawn anew: it is none of theirs.
+    """
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._samples, self._runs = samples, 0
+        self._drawn: list[list[Tensor]] = []
+
+    def of(self, start: int, end: int) -> SameDraws:
+        """Return the context of a run of samples `start` to `end`."""
+        self._start, self._count, self._next = start, end - start, iter(self._drawn if self._runs else ())
+        self._runs += 1
+        return self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (
+            torch.Tag.nondeterministic_seeded in func.tags
+            and func.overloadpacket is not torch.ops.aten.randperm
+        ):
+            aliases = (argument.alias_info for argument in func._schema.arguments)
+            changed = [arg for arg, alias in zip(args, aliases, strict=False) if alias and alias.is_write]
+            tensors = strided(result, changed)
+            if self._runs == 1:
+                self._drawn.append([t.clone() for t in tensors])
+            for tensor, drawn in zip(tensors, next(self._next, ()), strict=False):
+                self._draw(tensor, drawn)
+        return result
+
+    def _draw(self, tensor: Tensor, drawn: Tensor) -> None:
+        for dim, (size, whole) in enumerate(zip(tensor.shape, drawn.shape, strict=False)):
+            if size != whole and size * self._samples == whole * self._count:
+                drawn = drawn.narrow(dim, self._start * whole // self._samples, size)
+        if tensor.shape == drawn.shape:
+            tensor.copy_(drawn)
 
 
 def begin(layer: int) -> None:

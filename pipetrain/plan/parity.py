@@ -5,7 +5,7 @@ the same of them: layers of one process may tell each other more than what they 
 nothing but operations. Then they run through the stages as one batch and in pieces, whose loss and gradients
 must agree. That is so only where no layer and no loss looks at several samples at once: not x - x.mean(0), a
 term over the batch, or an embedding that scales by frequency. There BatchNorm and dropout are held, as in
-evaluation: in training each microbatch has its own, as every pipeline's.
+evaluation, and other draws the same: in training each microbatch has its own, as every pipeline's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.chain import Chain
-from pipetrain.network.draws import Beginning, Seeds, drawing
+from pipetrain.network.draws import Beginning
 from pipetrain.network.network import Network, Part, evaluating, run_parts
 from pipetrain.network.places import named_tensors, standing_in
 from pipetrain.network.tensors import TOLERANCE, Results, difference, results
@@ -118,7 +118,7 @@ def parity(plan: Plan, network: Network, task: Task, inputs: Value, targets: Val
         return task.loss(parts[-1].pack(outputs), part_of(targets, start, end))
 
     try:
-        with Beginning().again(), drawing(Seeds(0, 0, 0)), evaluating(*parts):
+        with evaluating(*parts):
             differs = pieces_differ(loss_of, task.weight, targets, leaves)
     except Exception:  # a model may run on another device alone, and a user's code may raise anything
         return ""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError, one_line
+from pipetrain.network.draws import Beginning, SameDraws
 from pipetrain.network.network import Network
 from pipetrain.network.values import Value, ValueSpec, as_tuple, differentiable, leaves_of, on_each, specs_of
 from pipetrain.tasks.metrics import Metric
@@ -145,13 +146,40 @@ _Sums = dict[str, Tensor]
 def pieces_differ(
     loss_of: LossOf, weight_of: WeightFunction, targets: Value, leaves: Mapping[Tensor, str]
 ) -> str:
-    """Say by how much a loss or gradient of a batch is not that of its two pieces; "" if it is.
+    """Say by how much a loss or gradient of a batch is not that of its pieces; "" if it is.
 
-    `targets`: of the batch, tensors [n, ...]; `leaves`: the names of the tensors whose gradients count.
+    `targets`: of the batch, tensors [n, ...]; `leaves`: the names of the tensors whose gradients count. What
+    Python or NumPy draw cannot be the same in pieces, so nothing is compared then.
     """
-    n = len(as_tuple(targets)[0])
-    whole, pieces = (_sums(loss_of, weight_of, targets, leaves, ends) for ends in ([0, n], [0, n // 2, n]))
-    if not all(t.isfinite().all() for sums in (whole, pieces) for t in sums.values()):
+    n, beginning = len(as_tuple(targets)[0]), Beginning()
+    draws = SameDraws(n)
+
+    def sums_of(*ends: int) -> _Sums:
+        """Return what pieces of the batch with these ends make together."""
+        total, sums = counted_for(weight_of, targets), _Sums()
+        for start, end in pairwise(ends):
+            if share := counted_for(weight_of, part_of(targets, start, end)) / total if total else 0.0:
+                with beginning.again(), draws.of(start, end):
+                    loss = share * loss_of(start, end)
+                    grads = torch.autograd.grad(loss, list(leaves), allow_unused=True)
+                    sums[LOSS] = sums.get(LOSS, 0) + loss.detach()
+                    for name, grad in zip(leaves.values(), grads, strict=True):
+                        if grad is not None:
+                            sums[name] = sums.get(name, 0) + grad.to_dense()
+                    if beginning.drawn():
+                        return {}
+        return sums
+
+    whole = sums_of(0, n)
+    if differs := _difference(whole, sums_of(0, n // 2, n)):
+        return differs
+    with suppress(Exception):  # a loss of pairs takes no odd number
+        return _difference(whole, sums_of(0, max(1, n // 3), n))  # where halves count for as much
+    return ""
+
+
+def _difference(whole: _Sums, pieces: _Sums) -> str:
+    if not pieces or not all(t.isfinite().all() for sums in (whole, pieces) for t in sums.values()):
         return ""
     sizes = {name: float(t.abs().max()) for name, t in whole.items() if t.numel()}
     largest = max((size for name, size in sizes.items() if name != LOSS), default=0.0)
@@ -165,26 +193,6 @@ def pieces_differ(
             what = LOSS if name == LOSS else f"the gradient of {name}"
             return f"{what} as one batch and in microbatches differ by {off:.3g}, of {size:.3g}"
     return ""
-
-
-def _sums(
-    loss_of: LossOf,
-    weight_of: WeightFunction,
-    targets: Value,
-    leaves: Mapping[Tensor, str],
-    ends: list[int],
-) -> _Sums:
-    """Return what pieces of a batch with these ends make together."""
-    total, sums = counted_for(weight_of, targets), _Sums()
-    for start, end in pairwise(ends):
-        if share := counted_for(weight_of, part_of(targets, start, end)) / total if total else 0.0:
-            loss = share * loss_of(start, end)
-            grads = torch.autograd.grad(loss, list(leaves), allow_unused=True)
-            sums[LOSS] = sums.get(LOSS, 0) + loss.detach()
-            for name, grad in zip(leaves.values(), grads, strict=True):
-                if grad is not None:
-                    sums[name] = sums.get(name, 0) + grad.to_dense()
-    return sums
 
 
 # The loss that a model computes

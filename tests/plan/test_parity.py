@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy, dropout, mse_loss, rrelu
 
 from pipetrain import ConfigError, Pipeline, Pop, Stash
 from pipetrain.models import gpt
 from pipetrain.network.chain import network_of
+from pipetrain.network.tensors import GRADIENT, difference
 from pipetrain.network.values import Value, ValueSpec
 from pipetrain.plan.making import make_plan
 from pipetrain.plan.parity import prove_stages
@@ -106,6 +109,53 @@ def test_what_takes_each_sample_for_itself_is_let_through_with_batchnorm_and_dro
         [nn.Embedding(5, 4), attention, Pooled(), nn.Linear(4, 3)],
     ):
         trained(nn.Sequential(*layers), cross_entropy, INPUTS if len(layers[0].weight) == 8 else TOKENS)
+
+
+class Drawing(nn.Module):
+    """Draws in evaluation too, as the noise of a VAE does."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.draw(x)
+
+
+DRAWS: list[Callable[[Tensor], Tensor]] = [
+    torch.randn_like,
+    lambda x: x * torch.empty_like(x).bernoulli_(0.5),
+    lambda x: rrelu(x - 1, training=True),
+    lambda x: dropout(x, 0.5, training=True),
+    lambda x: x * torch.randint(9, (x.shape[0], 1)),
+    lambda x: torch.randn(x.shape[1], x.shape[0], 2)[..., 0].T * x,
+    lambda x: x * random.choice([1, 2]),
+    lambda x: x + torch.from_numpy(np.random.randn(*x.shape)).to(x),
+]
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_layer_that_draws_is_compared_by_the_same_draws(draw):
+    """As far as torch draws them."""
+    layers = nn.Linear(4, 8), Drawing(draw), nn.Linear(8, 3)
+    trained(nn.Sequential(*layers), cross_entropy, INPUTS)
+    if draw in DRAWS[:-2]:
+        with pytest.raises(ConfigError, match="looks at several samples at once"):
+            trained(nn.Sequential(layers[0], Centred(), *layers[1:]), cross_entropy, INPUTS)
+
+
+def test_a_permutation_of_the_samples_looks_at_several_at_once():
+    mixed = Drawing(lambda x: x[torch.randperm(x.shape[0])])
+    with pytest.raises(ConfigError, match="looks at several samples at once"):
+        trained(nn.Sequential(nn.Linear(4, 8), mixed, nn.Linear(8, 3)), cross_entropy, INPUTS)
+
+
+def test_a_gradient_that_is_rounding_is_no_difference():
+    """Beside the largest one; a bias before a BatchNorm has such."""
+    one = {"output 0": torch.ones(2), f"{GRADIENT}a": torch.ones(3), f"{GRADIENT}b": torch.zeros(3) + 1e-9}
+    assert not difference(one, {**one, f"{GRADIENT}b": torch.zeros(3)})
+    for name, off in (("output 0", 0.01), (f"{GRADIENT}a", 0.01), (f"{GRADIENT}b", 1e-5)):
+        assert difference(one, {**one, name: one[name] + off}).startswith(f"{name} differs")
 
 
 def test_trials_call_a_copy_of_a_loss_that_counts_its_calls():
