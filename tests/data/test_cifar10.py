@@ -87,6 +87,7 @@ def test_what_is_missing_is_downloaded_once_and_nothing_else_is_left(tmp_path, m
         (ARCHIVE, {"total_timeout": 1e-9}, "the download took longer than 1e-09 s"),
         (None, {"timeout": 0.5}, "timed out"),  # of a server that is silent
     ],
+    ids=["damaged", "long", "slow", "silent"],
 )
 def test_a_download_that_fails_says_what_and_why_and_leaves_nothing(
     tmp_path, monkeypatch, content, limits, says
@@ -112,7 +113,7 @@ def test_seconds_that_are_none_are_refused(tmp_path):
         load(str(tmp_path), url=5)
 
 
-@pytest.mark.parametrize("content", [FILES["data_batch_2"][:-1], None])
+@pytest.mark.parametrize("content", [FILES["data_batch_2"][:-1], None], ids=["cut short", "missing"])
 def test_a_file_that_is_not_the_official_one_is_named_and_no_reason_for_a_fallback(tmp_path, content):
     (tmp_path / FOLDER).mkdir()
     for name, whole in (FILES | {"data_batch_2": content}).items():

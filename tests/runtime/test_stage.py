@@ -114,7 +114,7 @@ class Root(nn.Module):
     """Has a gradient of infinity at 0."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.clamp(min=0).sqrt()
+        return x.sqrt()
 
 
 def steep() -> nn.Sequential:
