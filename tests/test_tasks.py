@@ -220,6 +220,16 @@ def test_too_few_classes_are_refused():
         )
 
 
+@pytest.mark.parametrize("task", [Classification(), Task(CROSS), Task(nn.CrossEntropyLoss(ignore_index=-5))])
+@pytest.mark.parametrize("label", [4, -1])
+def test_a_label_that_is_no_class_is_refused_by_its_number(task, label):
+    assert refused(task, FOUR, torch.tensor([0, 3, label])) == (
+        f"the targets have a label {label}, and the model gives {FOUR} (layer head), scores of 4 classes, 0 "
+        f"to 3: number the classes from 0, give the last layer more outputs, or let the loss ignore it, by "
+        f"ignore_index="
+    )
+
+
 @pytest.mark.parametrize(
     ("loss", "outputs", "targets"),
     [(nn.CrossEntropyLoss(reduction="sum"), FOUR, labels(7)), (between, spec(2), NUMBERS)],
@@ -255,9 +265,14 @@ def test_a_loss_of_pairs_is_right_where_microbatches_have_whole_pairs():
 OF_A_METRIC = "metric {} of task cross_entropy cannot take the model's"
 REFUSED: list[tuple[Task, ValueSpec, Value, str]] = [
     (Classification(), spec(), labels(7), "model's float64[3] (layer head) with targets int64[7]: "),
-    (Classification(), FOUR, labels(7).clamp(min=4), "out of bounds"),
     (Classification(), PAIR, labels(7), "scores [n, classes] must be one tensor, not 2 of them"),
-    (LanguageModelling(), spec(6, 4), labels(7, 5), "scores [7, 6, 4] need a target for each position"),
+    (LanguageModelling(), spec(6, 4), labels(7, 5), "scores [7, 6, 4] need a target for each of several"),
+    (
+        LanguageModelling(),
+        FOUR,
+        PLAIN,
+        "for each of several positions; of one label a sample, choose task=cl",
+    ),
     (Regression(), spec(1), randn(7), "outputs [7, 1] and targets [7] differ in shape"),
     (Task(), spec(1), randn(7), "Task has no loss: give one, or override loss()"),
     (Task(padded), spec(5, 4), labels(7, 5), "need a weight(targets): how many targets the loss aver"),

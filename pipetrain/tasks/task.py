@@ -39,14 +39,19 @@ class Task:
       and nll_loss what these average over. Other losses need it if targets may be -100.
     """
 
+    _axis = 1  # of the classes, where outputs are scores of them
+
     def __init__(
         self,
         loss: LossFunction | None = None,
         metrics: Sequence[Metric] | Mapping[str, MetricFunction] = (),
         weight: WeightFunction | None = None,
     ) -> None:
+        options = _cross_entropy_options(loss)
         self._loss = loss
-        self._weight = weight or _weight_of(loss)
+        self._weight = weight or (_samples if options is None else _weight_of(options))
+        # The label that does not count; None where targets are no labels of classes, as far as is known.
+        self._ignored: int | None = None if options is None else options.get("ignore_index", IGNORED)
         if isinstance(metrics, Mapping):
             metrics = [Mean(name, function) for name, function in metrics.items()]
         self.metrics = list(metrics)
@@ -92,7 +97,16 @@ class Task:
 
     def classes_of(self, outputs: ValueSpec) -> int | None:
         """Return the number of classes that outputs score; None if they are no scores."""
-        return None
+        scores = scores_of(outputs.pack(tuple(torch.empty(t.shape, device="meta") for t in outputs.specs)))
+        if self._ignored is None or not isinstance(scores, Tensor) or scores.dim() < 2:
+            return None
+        return scores.shape[self._axis]
+
+    def label_beyond(self, classes: int, targets: Value) -> int | None:
+        """Return a label that is none of so many classes and counts, if there is one."""
+        labels = as_tuple(targets)[0]
+        wrong = (labels != self._ignored) & ((labels < 0) | (labels >= classes))
+        return int(labels[wrong][0]) if not labels.is_floating_point() and wrong.any() else None
 
     def values(self, tally: Tally) -> dict[str, float]:
         """Return each metric of a tally; NaN where it has counted nothing, even if that is divided by."""
@@ -119,7 +133,7 @@ class Task:
 class Classification(Task):
     """Cross-entropy of scores [n, classes, ...] for labels int64 [n, ...], and accuracy."""
 
-    _axis = 1  # of the classes
+    _ignored: int
 
     def __init__(
         self,
@@ -139,10 +153,6 @@ class Classification(Task):
 
     def weight(self, targets: Value) -> Tensor | float:
         return _counting(targets, self._ignored)
-
-    def classes_of(self, outputs: ValueSpec) -> int | None:
-        scores = scores_of(outputs.pack(tuple(torch.empty(t.shape, device="meta") for t in outputs.specs)))
-        return scores.shape[self._axis] if isinstance(scores, Tensor) and scores.dim() > 1 else None
 
     def _cross_entropy(self, outputs: Value, targets: Value, smoothing: float) -> Tensor:
         scores, labels = _tensor(outputs, "scores [n, classes]"), _tensor(targets, "labels")
@@ -166,8 +176,9 @@ class LanguageModelling(Classification):
 
     def _cross_entropy(self, outputs: Value, targets: Value, smoothing: float) -> Tensor:
         scores, tokens = _tensor(outputs, "scores [n, t, vocabulary]"), _tensor(targets, "tokens [n, t]")
-        if scores.shape[:-1] != tokens.shape:
-            raise ValueError(f"scores {list(scores.shape)} need a target for each position")
+        if scores.dim() < 3 or scores.shape[:-1] != tokens.shape:
+            one = "; of one label a sample, choose task=classification" if scores.dim() == 2 else ""
+            raise ValueError(f"scores {list(scores.shape)} need a target for each of several positions{one}")
         return super()._cross_entropy(scores.flatten(0, -2), tokens.flatten(), smoothing)
 
 
@@ -248,18 +259,20 @@ def _samples(targets: Value) -> float:
     return float(len(as_tuple(targets)[0]))
 
 
-def _weight_of(loss: LossFunction | None) -> WeightFunction:
-    """Return how a known loss of torch weights its targets; samples for any other."""
-    options: Mapping[str, object] = {}
+def _cross_entropy_options(loss: LossFunction | None) -> Mapping[str, Any] | None:
+    """Return the options of torch's cross_entropy or nll_loss; None for any other loss."""
+    options: Mapping[str, Any] = {}
     function: object = loss
     if isinstance(loss, partial):
         function, options = loss.func, loss.keywords
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
         function, options = functional.cross_entropy, vars(loss) | loss._buffers
-    if function not in (functional.cross_entropy, functional.nll_loss):
-        return _samples
+    return options if function in (functional.cross_entropy, functional.nll_loss) else None
+
+
+def _weight_of(options: Mapping[str, Any]) -> WeightFunction:
+    """Return how a cross-entropy with these options weights its targets."""
     ignored, by_class = options.get("ignore_index", IGNORED), options.get("weight")
-    assert isinstance(ignored, int)
 
     def weight(targets: Value) -> Tensor | float:
         labels = as_tuple(targets)[0]

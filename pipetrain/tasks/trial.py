@@ -54,6 +54,12 @@ def prove_task(
             f"the model gives {outputs} (layer {layer}), scores of {known} classes, and the data set has "
             f"{classes}: give the last layer at least {classes} outputs"
         )
+    if known is not None and (label := task.label_beyond(known, wanted)) is not None:
+        raise ConfigError(
+            f"the targets have a label {label}, and the model gives {outputs} (layer {layer}), scores of "
+            f"{known} classes, 0 to {known - 1}: number the classes from 0, give the last layer more "
+            f"outputs, or let the loss ignore it, by ignore_index="
+        )
     of = " + ".join(map(str, specs_of(as_tuple(wanted))))
     where = f"task {task} cannot take the model's {outputs} (layer {layer}) with targets {of}"
     with _said_of(where):
