@@ -117,7 +117,11 @@ class Arguments:
         state_of, draft = optimizer_state(self.optimizer), replace(self.draft, settings=settings)
         plan = make_plan(draft, network.spare(), inputs, samples, profile, state_of, task)
         with together():
-            layers = {f"layer {one.name}": [str(one.output), one.draws, *one.weights] for one in plan.layers}
+            kinds = [type(module).__name__ for module in network.modules]
+            layers = {
+                f"layer {one.name}": [kind, *one.weights, str(one.output), f"operations {one.operations:x}"]
+                for kind, one in zip(kinds, plan.layers, strict=True)
+            }
             compared = {**plan.pipeline, "program": digest(plan.window.program), **layers}
             prove_same(together.links, "the plan", compared)
             level(together.links, "the tensors of the layers", plan.foreign)

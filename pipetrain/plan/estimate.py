@@ -8,12 +8,14 @@ second. A layer that branches on values (`if torch.rand(()) < p`) always needs r
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -21,6 +23,7 @@ from torch.autograd.function import BackwardCFunction
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.chain import Chain
+from pipetrain.network.draws import Beginning
 from pipetrain.network.network import INPUT, Network, Tensors, ValueId
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.places import places, standing_in
@@ -49,6 +52,7 @@ class Layer:
     takes: tuple[ValueId, ...] = ()
     reached: tuple[bool, ...] = ()
     draws: bool = False  # random numbers
+    operations: int = field(default=0, compare=False)  # a checksum of all that it runs
     writes: frozenset[ValueId] = frozenset()  # what it takes and modifies in place
     views: tuple[ValueId | None, ...] = ()  # of each output: what it takes with the same memory, if any
     keeps_output: bool = False  # its output may change later: the layer keeps it, or returns it twice
@@ -85,8 +89,9 @@ def estimate(
     network = model if isinstance(model, Network) else Chain(model)
     trial = _Trial(network, numerics or Numerics(), training)
     mode = nullcontext() if training else network.evaluating()
-    with quiet(), torch.random.fork_rng([]), mode:
-        torch.default_generator.manual_seed(0)  # so that every rank plans alike
+    with quiet(), Beginning().again(), mode:
+        for seed in (torch.default_generator.manual_seed, random.seed, np.random.seed):
+            seed(0)  # so that every rank plans alike
         try:
             tensors = tuple(map(made_up, inputs.specs))
         except (RuntimeError, TypeError) as error:
@@ -261,6 +266,7 @@ class _Trial:
                 requires_grad=tuple(t.requires_grad for t in outputs) if self._training else None,
                 takes=takes,
                 draws=spy.draws,
+                operations=spy.digest,
                 writes=frozenset(value for value, other in zip(takes, changed, strict=True) if other),
                 views=tuple(map(entering_by.get, returned)),
                 keeps_output=not of_module.isdisjoint(returned) or len(set(returned)) < len(returned),

@@ -7,6 +7,7 @@ selective recomputation (see runtime/recompute.py) keeps their results.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ class Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._trained = {storage_of(t) for t in trained}  # and of their casts
         self.flops = 0
         self.weight_flops = 0
+        self.digest = 0  # of all operations with their numbers
         self.draws = False
         self.wrong = ""
         self.borrowed: set[str] = set()
@@ -61,6 +63,9 @@ class Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in strided(args, kwargs):
             if storage_of(tensor) not in self._known:
                 self._look_at(tensor)
+        plain = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, bool | int | float)]
+        words = [f"{number:.6g}" for number in plain]  # a mean may differ by its rounding
+        self.digest = zlib.crc32(f"{func}{words}".encode(), self.digest)
         result = func(*args, **(kwargs or {}))
         self.draws = self.draws or _draws(func, args, kwargs or {})
         if formula := flop_registry.get(_COUNTED_AS.get(func._overloadpacket, func._overloadpacket)):

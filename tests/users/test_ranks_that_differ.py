@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 from functools import partial
 from typing import Any
@@ -33,14 +34,16 @@ def ending(update: int) -> float:
 
 
 class Own(nn.Module):
-    """Says something on rank 0 alone, which is nobody else's business."""
+    """Says something on rank 0 alone, which is nobody else's business, and draws by Python."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "clone") -> None:
         super().__init__()
-        self.verbose = os.environ["RANK"] == "0"
+        self.name, self.rank = name, os.environ.get("RANK")
+        self.verbose = self.rank == "0"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
+        result: torch.Tensor = getattr(torch, self.name)(x) * random.choice([0.5, 1, 2])
+        return result
 
 
 def layers(last: nn.Module | None = None, frozen: str = "nothing") -> nn.Sequential:
@@ -72,9 +75,24 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "frozen": (
         {},
         {"model": partial(layers, frozen="bias")},
-        r'layer 0=.*, "0.weight"\], and rank 0 has .*"0.bias"',
+        r'layer 0=.*"0.weight", "float32.*, and rank 0 has .*"0.bias"',
     ),
-    "class": ({}, {"model": partial(layers, nn.ReLU())}, "layer 5=.* false.*, and rank 0 has .* true"),
+    "class": ({}, {"model": partial(layers, nn.ReLU())}, 'layer 5=.*"ReLU".*, and rank 0 has .*"Dropout"'),
+    "attribute": (
+        {},
+        {"model": partial(layers, nn.Dropout(0.1))},
+        'layer 5=.*operations .*, and rank 0 has .*"Dropout".*operations',
+    ),
+    "mode": (
+        {},
+        {"model": partial(layers, nn.Dropout(0.5).eval())},
+        "layer 5=.*, and rank 0 has .*operations",
+    ),
+    "own attribute": (
+        {"model": partial(layers, Own("tanh"))},
+        {"model": partial(layers, Own("relu"))},
+        'layer 5=.*"Own".*operations .*, and rank 0 has .*"Own".*operations',
+    ),
     "codec": ({}, {"codec_forward": "half"}, r'codec_forward="Half\(.*\)", and rank 0 has "Identity\('),
 }
 
@@ -109,6 +127,7 @@ def numbers(of_numpy: bool) -> list[float]:
     """Return the losses with options as Python's or NumPy's numbers; those of rank 1 are always Python's."""
     whole, real = (np.int64, np.float32) if of_numpy and os.environ["RANK"] == "0" else (int, float)
     torch.manual_seed(0)
+    random.seed(0)
     options = {"buffer_size": whole(2), "clip_grad_norm": real(0.5), "partition": [whole(2)]}
     options |= {"microbatches": whole(2), "param_groups": {"norms_and_biases": {"weight_decay": real(0.5)}}}
     with Pipeline(layers(), cross_entropy, partial(SGD, lr=real(0.125)), seed=whole(1), **options) as pipe:
