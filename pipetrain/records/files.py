@@ -76,12 +76,15 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
-class LogFile(logging.Handler):
-    """A log file that keeps lines which cannot be written, where Python's would print a traceback."""
+class LogFile(logging.FileHandler):
+    """A log file that keeps lines which cannot be written, where Python's would print a traceback.
+
+    It stays open, so it goes with its folder, which may get another name, or go.
+    """
 
     def __init__(self, filename: str) -> None:
-        super().__init__()
-        self._path = Path(filename).absolute()
+        super().__init__(filename, delay=True)
+        self._file: FileIO | None = None
         self._kept = b""
         self._failed = False
 
@@ -89,11 +92,18 @@ class LogFile(logging.Handler):
         self._kept += f"{self.format(record)}\n".encode()
         before = self._failed
         try:
-            with FileIO(self._path, "a") as file:
-                while self._kept:
-                    self._kept = self._kept[file.write(self._kept) :]
+            if self._file is None:
+                self._file = FileIO(self.baseFilename, "a")
+            while self._kept:
+                self._kept = self._kept[self._file.write(self._kept) :]
             self._failed = False
         except OSError as error:
             self._failed = True
             if not before and record.levelno < logging.ERROR:  # after an error, the run ends
-                warn(self._path, error)  # this line comes here too, and is kept
+                warn(Path(self.baseFilename), error)  # this line comes here too, and is kept
+
+    def close(self) -> None:
+        super().close()
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()

@@ -65,6 +65,23 @@ def test_a_log_keeps_the_lines_that_it_cannot_write_and_prints_no_traceback(log,
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_log_goes_with_its_folder_which_gets_another_name_or_goes(log, tmp_path, caplog):
+    """As after the data set really used; that of a refused run goes, and its log does not come back."""
+    folder, handler = tmp_path / "cifar10-mlp", LogFile(str(tmp_path / "cifar10-mlp" / "run.log"))
+    folder.mkdir()
+    log.addHandler(handler)
+    log.warning("first")
+    renamed = folder.rename(tmp_path / "digits-mlp")
+    log.warning("second")
+    assert (renamed / "run.log").read_text() == "first\nsecond\n"
+    (renamed / "run.log").unlink()
+    log.warning("refused")
+    log.removeHandler(handler)
+    handler.close()
+    assert [*renamed.iterdir()] == []
+    assert said(caplog) == ["first", "second", "refused"]
+
+
 def test_an_error_that_ends_the_run_is_not_followed_by_word_that_it_goes_on(log, tmp_path, caplog):
     (tmp_path / "run.log").mkdir()  # a log that cannot be opened is like one that cannot be written
     log.error("the end")
