@@ -340,7 +340,7 @@ class _Dealer:
             self._send("targets", [*as_tuple(part), *more], rank, TARGETS)
 
     def _send(self, what: str, tensors: Sequence[Tensor], rank: int, stream: int) -> None:
-        for tensor in map(Tensor.contiguous, tensors):
+        for tensor in (t.cpu().contiguous() for t in tensors):  # a loader's may be on a GPU
             self._sent.append((self._links.post_tensor(what, tensor, rank, stream), tensor))
         while len(self._sent) > UNTAKEN:  # of a whole pass they would be all
             self._sent.popleft()[0]()

@@ -90,15 +90,16 @@ def _channels_last(weight: Tensor) -> bool:
     return weight.dim() == 4 and not weight.is_complex() and weight.is_contiguous(memory_format=last)
 
 
-def counts_of(weights: Mapping[str, Tensor], skip: Tensor | None) -> Tensor:
-    """Return for each weight a 1 if it has a gradient.
+def counts_of(weights: Mapping[str, Tensor], skip: Tensor | None) -> list[Tensor]:
+    """Return for each weight a 1 if it has a gradient, in a tensor; of a stage without weights a 1 for all.
 
     `skip`: 1 if the stage leaves this update out; then all must, which a NaN in these places says.
     """
-    like = numbers_of(next(iter(weights.values())))
     # Filled on the device: a host's list would be copied to it, for which the host waits.
-    counts = torch.cat([like.new_full((1,), float(one.grad is not None)) for one in weights.values()])
-    return counts if skip is None else torch.where(skip > 0, math.nan, counts)
+    each = [numbers_of(one).new_full((1,), float(one.grad is not None)) for one in weights.values()]
+    if skip is not None:
+        return [torch.where(skip > 0, math.nan, torch.cat(each or [torch.ones_like(skip).reshape(1)]))]
+    return each
 
 
 def parts_of(weights: Mapping[str, Tensor], numbers: Tensor) -> tuple[dict[str, Tensor], Tensor]:

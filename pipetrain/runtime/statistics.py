@@ -110,7 +110,7 @@ class BatchStatistics(Observer):
             for key in self._running
         }
 
-    def tells(self, batch: Batch, replica: int, replicas: int) -> Tensor:
+    def tells(self, batch: Batch, replica: int, replicas: int) -> Tensor | None:
         """Return the moments of the microbatches here, in float64, between places for the other replicas'."""
         places = list[Tensor]()
         for calls in self._by_call(batch).values():
@@ -119,7 +119,7 @@ class BatchStatistics(Observer):
                 count: Any = sum(of.values for of in parts)
                 own = torch.cat([mean, variance, mean.new_full((1,), count)])
                 places += [own if place == replica else torch.zeros_like(own) for place in range(replicas)]
-        return torch.cat(places) if places else torch.zeros(0, dtype=torch.float64)
+        return torch.cat(places) if places else None
 
     def hears(self, batch: Batch, numbers: Tensor) -> None:
         """Take the moments of all replicas."""

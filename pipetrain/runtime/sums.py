@@ -40,7 +40,7 @@ class Sums:
         self._buckets = {  # by stage with replicas
             index: buckets_of(stage.weights.live)
             for index, stage in stages.items()
-            if len(self._placement[index]) > 1 and stage.weights.live
+            if len(self._placement[index]) > 1
         }
         self._early: set[int] = set()  # the stages whose buckets have been told
         self._shares: dict[_Key, dict[int, Tensor]] = {}  # by stage
@@ -76,13 +76,14 @@ class Sums:
         self._early.discard(action.stage)
         ranks = self._placement[action.stage]
         more = stage.tells(ranks.index(self._rank), len(ranks))
-        self._unheard[tie, action.version] = None
-        counts = counts_of(stage.weights.live, stage.leaves_out)
-        self._channel.tell(tie, torch.cat([*flat(rest), counts, *more]))
+        if told := [*flat(rest), *counts_of(stage.weights.live, stage.leaves_out), *more]:
+            self._unheard[tie, action.version] = None
+            self._channel.tell(tie, torch.cat(told))
 
     def _hear_replicas(self, index: int) -> None:
         """Wait for the sums of a stage's gradient, which become the gradient."""
-        stage, parts, counts = self._stages[index], dict[str, Tensor](), len(self._stages[index].weights.live)
+        stage, parts = self._stages[index], dict[str, Tensor]()
+        counts = len(stage.weights.live) or int(stage.leaves_out is not None)
         for bucket in self._buckets[index]:
             numbers = self._channel.hear((index,))
             part, more = parts_of(bucket, numbers)
@@ -95,7 +96,7 @@ class Sums:
         stage = self._stages[action.stage]
         for tie in self._ties(action):
             weights = self._weights(tie, stage)
-            gradient = torch.cat([*flat(weights), counts_of(weights, stage.leaves_out)])
+            gradient = torch.cat([*flat(weights), *counts_of(weights, stage.leaves_out)])
             self._tell(tie, action, gradient if self._speaks(action.stage) else torch.zeros_like(gradient))
 
     def tell_norm(self, action: Action) -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,17 +24,21 @@ from torch.utils._pytree import tree_leaves
 
 import pipetrain
 from pipetrain import Pipeline, TrainingStopped, fit
+from pipetrain.data.loading import Reader
+from pipetrain.network.values import Size
 from pipetrain.runtime import buckets, rehearsal
+from pipetrain.runtime.batches import OfLoader
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.feed import WindowFeed
 from pipetrain.runtime.finite import StopOnNaN
 from pipetrain.runtime.graphs import FixedWeights, GraphedStage, Pass
 from pipetrain.runtime.objective import Counted, Objective
+from pipetrain.runtime.ranks import World
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.sums import Sums
 from pipetrain.runtime.weights import Weights
 from pipetrain.schedule.actions import UPDATE
-from pipetrain.tasks import Regression
+from pipetrain.tasks import Classification, Regression
 from tests.support.cases import SCHEDULES, Case, Ran, compare, make_run, run_in_threads
 from tests.support.models import flat
 from tests.support.pretended.device import is_tagged
@@ -169,6 +174,8 @@ def test_cuda_graphs_of_a_stage_without_weights_have_no_gradient_to_take(schedul
 
 NORM, PLAIN = (f"model._target_=tests.support.models.with{end}_norm" for end in ("", "out"))
 
+FROZEN = ("model._target_=tests.support.again.norms", "+model.frozen=4", "partition=[4]")
+
 
 def spread(schedule: str, ranks: int, *words: str) -> Case:
     return Case(schedule, ranks, ("epochs=1", "cuda_graphs=false", *words), 20)  # batches of 12 and 8
@@ -185,6 +192,8 @@ def small_buckets(monkeypatch):
         spread("1f1b", 3, "replicas=[1,2]", PLAIN, "microbatches=3", "clip_grad_norm=0.1"),
         spread("1f1b", 4, "replicas=2", TIED, "partition=[2]", "microbatches=4", *CLIPPED),
         spread("1f1b", 2, "placement=0-1.0-1", NORM, "microbatches=4", "batchnorm=batch"),
+        spread("1f1b", 3, "replicas=[2,1]", PLAIN, "microbatches=4", "batchnorm=batch"),
+        spread("pipedream", 3, "replicas=[2,1]", *FROZEN, "microbatches=4", "batchnorm=batch"),
         spread("pipedream", 3, "replicas=[2,1]", NORM, "microbatches=1"),
         spread("pipedream", 4, "replicas=2", PLAIN, "microbatches=2", "window=2"),
         spread("zb_h1", 4, "replicas=2", NORM, "microbatches=4"),
@@ -300,6 +309,25 @@ def test_inputs_that_a_loader_has_on_the_gpu_stay_there():
         there = [(x.cuda(), y.cuda()) for x, y in batches(3, True)]
         assert list(pipe.train(there, window=3)) == plain
         assert {what.split(", data/")[0] for what in gpu.waits} <= {"a copy from the device of [8]"}
+
+
+def test_inputs_that_a_loader_has_on_the_gpu_go_to_other_ranks_through_host_memory():
+    posted: list[tuple[str, list[int]]] = []
+
+    def post(what: str, tensor: Tensor, rank: int, stream: int) -> Callable[[], None]:
+        posted.append((tensor.device.type, [*tensor.shape]))
+        return lambda: None
+
+    with alone():
+        reader = Reader([(torch.ones(4, 3, device="cuda"), torch.zeros(4).long().cuda())], "batch")
+        reader.window(1)
+        links: Any = SimpleNamespace(world=World(0, 3), post_tensor=post)
+        sources = OfLoader(links, reader, reader.form, Classification(), lambda of: None).open(
+            [Size(4)], 2, [0, 1], [2, 2]
+        )
+        assert sources.inputs is not None
+        assert [is_tagged(x) for x in sources.inputs] == [True]
+    assert posted == [("cpu", [2, 3]), ("cpu", [4])]
 
 
 def test_a_program_whose_default_dtype_is_float64_trains_on_a_gpu():

@@ -61,12 +61,16 @@ def test_a_gradient_that_no_stage_has_stays_none_and_a_stage_may_leave_the_updat
     stages = [{name: nn.Parameter(torch.zeros(2)) for name in "ab"} for _ in range(2)]
     stages[0]["b"].grad = torch.ones(2)
     skips = (None, torch.tensor(0.0))
-    sums = sum(torch.cat([*flat(one), counts_of(one, skip)]) for one, skip in zip(stages, skips, strict=True))
+    sums = sum(
+        torch.cat([*flat(one), *counts_of(one, skip)]) for one, skip in zip(stages, skips, strict=True)
+    )
     for weights in stages:
         set_gradients(weights, *parts_of(weights, sums))
     assert [weights["a"].grad for weights in stages] == [None, None]
     assert [weights["b"].grad.tolist() for weights in stages] == [[1, 1]] * 2
-    assert counts_of(stages[0], torch.tensor(1.0)).isnan().all()
+    for some in (stages[0], {}):  # a stage without weights tells that too
+        assert torch.cat(counts_of(some, torch.tensor(1.0))).isnan().all()
+    assert counts_of({}, None) == []
 
 
 def test_a_sparse_gradient_is_refused():

@@ -80,10 +80,12 @@ def everything(struck: bool = False) -> nn.Sequential:
     )
 
 
-def norms(struck: bool = False, **options: Any) -> nn.Sequential:
-    """Two BatchNorms with `options`, the first of which meets all that strikes."""
+def norms(struck: bool = False, frozen: int = 0, **options: Any) -> nn.Sequential:
+    """Two BatchNorms with `options`; the first meets all that strikes. `frozen`: so many first layers."""
     middle = nn.Sequential(nn.BatchNorm2d(4, **options), nn.Conv2d(4, 4, 3, padding=1))
-    return _model(Struck() if struck else nn.Identity(), middle, nn.BatchNorm2d(4, **options), nn.Tanh())
+    model = _model(Struck() if struck else nn.Identity(), middle, nn.BatchNorm2d(4, **options), nn.Tanh())
+    model[:frozen].requires_grad_(False)
+    return model
 
 
 def scaled() -> nn.Sequential:

@@ -17,6 +17,7 @@ from tests.support.cases import SCHEDULES, Case, compare, make_run, run_in_threa
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "12"))
 NORM, PLAIN = (f"model._target_=tests.support.models.with{end}_norm" for end in ("", "out"))
 TIED = "model._target_=tests.support.models.tied"
+FROZEN = ("model._target_=tests.support.again.norms", "+model.struck=true", "+model.frozen=4")
 SKIPPING = "model._target_=tests.support.models.skipping"
 BY_HAND = [
     Case("1f1b", 3, ("replicas=[2,1]", NORM, "microbatches=5")),
@@ -26,6 +27,7 @@ BY_HAND = [
     Case("zb_h1", 4, ("replicas=[3,1]", PLAIN, "microbatches=4", "recompute=always")),
     Case("zbv", 3, ("replicas=[2,1]", NORM, "microbatches=4", "partition=[1,2,3]", "clip_grad_norm=0.1")),
     Case("zb_auto", 4, ("replicas=2", NORM, "microbatches=4")),
+    Case("1f1b", 4, ("replicas=2", *FROZEN, "microbatches=4", "on_nan=skip", "partition=[4]")),
     Case("pipedream", 5, ("replicas=[2,1,2]", PLAIN, "microbatches=3")),
     Case("pipedream", 3, ("replicas=[2,1]", NORM, "microbatches=1", "on_nan=skip")),
     Case("pipedream_2bw", 4, ("replicas=[3,1]", PLAIN, "microbatches=3", "clip_grad_norm=0.1")),
@@ -92,11 +94,19 @@ def test_replicas_of_any_kind_train_as_one_process_does(schedule, places, m, mod
     compare(case, state, figures)
 
 
-def test_moments_of_whole_batches_are_those_of_all_replicas() -> None:
-    """batchnorm=batch over replicas is what it is without them."""
-    words = (NORM, "microbatches=5", "batchnorm=batch")
-    alone, _ = run_in_threads(Case("1f1b", 2, words))
-    state, _ = run_in_threads(Case("1f1b", 3, (*words, "replicas=[2,1]")))
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        ("1f1b", (NORM,)),
+        ("1f1b", (*FROZEN, "partition=[4]", "on_nan=skip")),
+        ("pipedream", (*FROZEN, "partition=[4]", "on_nan=skip")),
+    ],
+)
+def test_moments_of_whole_batches_are_those_of_all_replicas(schedule: str, words: tuple[str, ...]) -> None:
+    """batchnorm=batch over replicas is what it is without them, also of a stage that trains no weight."""
+    words = (*words, "microbatches=5", "batchnorm=batch")
+    alone, _ = run_in_threads(Case(schedule, 2, words))
+    state, _ = run_in_threads(Case(schedule, 3, (*words, "replicas=[2,1]")))
     for name, tensor in alone.items():
         torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)
 
