@@ -143,7 +143,9 @@ def materialise(network: Network, layers: Iterable[int], more: Iterable[str] = (
     for name in list(numbers):
         old, new = tensors[name], cast_exactly(name, numbers.pop(name), tensors[name].dtype)
         if old.is_meta:
-            others[id(old)] = in_place_of(old, new)
+            alike = new.stride() == old.stride()
+            laid = new if alike else torch.empty_like(old, device=new.device).copy_(new)
+            others[id(old)] = in_place_of(old, laid)
         else:
             old.data.copy_(new)
     replace((network.model, *network.modules), others)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from pipetrain.errors import one_line
 from pipetrain.network.values import TensorSpec, leaves_of
 
+ALIGNED = 64  # bytes, to which an allocator of torch aligns
 TOLERANCE = 1e-3  # relative: a gradient may be added up in another order
 
 GRADIENT = "the gradient of "
@@ -36,6 +37,26 @@ def storage_of(tensor: Tensor) -> int:
 def strided(*values: Any) -> list[Tensor]:
     """Return all tensors in a tree of values, except sparse ones."""
     return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.layout is torch.strided]
+
+
+def layout_of(tensor: Tensor, like: Tensor) -> list[int]:
+    """Return a tensor's strides, and by how many numbers it begins behind an aligned address.
+
+    [] where both are as of a new tensor: laid out as `like` if it has its shape, else contiguous.
+    """
+    if any(stride == 0 < size - 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        return []  # an expanded one, which nothing writes to
+    alike = like.shape == tensor.shape
+    usual = torch.empty_like(like, device="meta") if alike else torch.empty(tensor.shape, device="meta")
+    start = tensor.data_ptr() % ALIGNED // tensor.element_size()
+    return [*tensor.stride(), start] if start or tensor.stride() != usual.stride() else []
+
+
+def laid_out(values: Tensor, layout: Sequence[int]) -> Tensor:
+    """Return a copy of values that lies as `layout_of` says."""
+    *strides, start = layout
+    size = start + 1 + sum(max(n - 1, 0) * stride for n, stride in zip(values.shape, strides, strict=True))
+    return values.new_empty(size).as_strided(values.shape, strides, start).copy_(values)
 
 
 def graph_of(*roots: Tensor) -> set[Any]:

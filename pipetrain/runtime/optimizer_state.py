@@ -1,7 +1,8 @@
 """An optimizer's state of each parameter, as tensors for a checkpoint.
 
 The state may be any tree of tensors, numbers, strings, lists, tuples and dicts. The tree is stored as JSON in
-a tensor of bytes, in which each tensor is replaced by its index in the list that follows.
+a tensor of bytes, in which each tensor is replaced by its index in the list that follows, and by how it lies
+in memory where that is not as the parameter: products and sums round otherwise in another layout.
 
 Some optimizers (such as schedule-free ones) also keep state in the options of a parameter group. Options that
 the optimizer has changed are saved; options set by the user are not, so they may differ in a resumed run.
@@ -11,14 +12,15 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+
+from pipetrain.network.tensors import laid_out, layout_of
 
 _SET_BY_US = ("params", "lr")
 _BESIDE = "correction"  # no optimizer's own key
@@ -45,22 +47,25 @@ class OptimizerState:
         state = dict(self._optimizer.state.get(parameter, {}))
         if beside := self._beside.get(parameter):
             state[_BESIDE] = beside
-        tree = _packed([state, changed], tensors)
+        tree = _packed([state, changed], tensors, parameter)
         return [torch.frombuffer(bytearray(json.dumps(tree), "utf-8"), dtype=torch.uint8), *tensors]
 
     def restore(self, parameter: Tensor, tensors: Sequence[Tensor]) -> None:
         """Set the state of a parameter from the tensors of `of`."""
-        state, changed = _unpacked(json.loads(bytes(tensors[0].tolist())), tensors[1:])
+        tree, *values = tensors
         group = self._groups[id(parameter)]
-        group.update(changed)
-        if beside := state.pop(_BESIDE, None):
-            self._beside[parameter] = {key: _placed(parameter, value) for key, value in beside.items()}
+        placed = partial(_placed, parameter)
+        saved, changed = json.loads(bytes(tree.tolist()))["list"]
+        group.update(_unpacked(changed, values, placed))
         # As in torch.optim, the step count stays on the host, unless a kernel reads it.
         host = () if group.get("capturable") or group.get("fused") else ("step",)
-        self._optimizer.state[parameter] = {
-            key: tree_map_only(Tensor, Tensor.clone if key in host else partial(_placed, parameter), value)
-            for key, value in state.items()
+        state = {
+            key: _unpacked(item, values, Tensor.clone if key in host else placed)
+            for key, item in saved["dict"].items()
         }
+        if beside := state.pop(_BESIDE, None):
+            self._beside[parameter] = beside
+        self._optimizer.state[parameter] = state
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
@@ -73,31 +78,35 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _packed(value: Any, tensors: list[Tensor]) -> Any:
+def _packed(value: Any, tensors: list[Tensor], parameter: Tensor) -> Any:
     """Return a tree as JSON data, and append its tensors to `tensors`."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
-        kind = "complex" if value.is_complex() else "tensor"
-        tensors.append(torch.view_as_real(value.resolve_conj()) if value.is_complex() else value)
-        return {kind: len(tensors) - 1}
+        kind, value = "complex" if value.is_complex() else "tensor", value.resolve_conj()
+        tensors.append(torch.view_as_real(value) if value.is_complex() else value)
+        number, layout = len(tensors) - 1, layout_of(value, parameter)
+        return {kind: [number, *layout] if layout else number}
     if type(value) in (list, tuple):
-        return {type(value).__name__: [_packed(item, tensors) for item in value]}
+        return {type(value).__name__: [_packed(item, tensors, parameter) for item in value]}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _packed(item, tensors) for key, item in value.items()}}
+        return {"dict": {key: _packed(item, tensors, parameter) for key, item in value.items()}}
     raise TypeError(f"values of type {type(value).__name__}")
 
 
-def _unpacked(tree: Any, tensors: Sequence[Tensor]) -> Any:
+def _unpacked(tree: Any, tensors: Sequence[Tensor], placed: Callable[[Tensor], Tensor]) -> Any:
+    """Return the tree of `_packed`; `placed` copies a tensor that lies as the parameter does."""
     if not isinstance(tree, dict):
         return tree
     ((kind, content),) = tree.items()
     if kind == "dict":
-        return {key: _unpacked(item, tensors) for key, item in content.items()}
+        return {key: _unpacked(item, tensors, placed) for key, item in content.items()}
     if kind in ("list", "tuple"):
-        items = [_unpacked(item, tensors) for item in content]
+        items = [_unpacked(item, tensors, placed) for item in content]
         return items if kind == "list" else tuple(items)
-    return torch.view_as_complex(tensors[content]) if kind == "complex" else tensors[content]
+    number, *layout = content if isinstance(content, list) else [content]
+    value = placed(torch.view_as_complex(tensors[number]) if kind == "complex" else tensors[number])
+    return laid_out(value, layout) if layout else value
 
 
 def _placed(parameter: Tensor, value: Tensor) -> Tensor:

@@ -268,6 +268,18 @@ def test_only_the_layers_asked_for_and_what_is_named_get_their_numbers_and_what_
     assert network.values is None
 
 
+def test_numbers_of_a_file_lie_as_the_factory_lays_them():
+    def factory():
+        model = nn.Sequential(nn.Linear(2, 3))
+        model[0].weight = nn.Parameter(torch.zeros(2, 3).t())
+        return model
+
+    network = network_of(factory, **{"0_weight": torch.arange(6.0).view(3, 2)})
+    materialise(network, [0])
+    assert network.model[0].weight.stride() == (1, 3)
+    assert network.model[0].weight.tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
 def test_a_model_that_is_there_is_overwritten_in_place_in_its_own_dtype_and_never_rounded():
     there = nn.Sequential(nn.Linear(1, 1).double())
     model, initial = build(lambda: there, 0)

@@ -58,6 +58,52 @@ def test_any_tree_and_any_option_come_back(state, option):
     assert equal(again.param_groups[0]["k"], option)
 
 
+def layouts() -> dict[str, Tensor]:
+    """Tensors that lie in memory otherwise than new ones do, and some that do not."""
+    numbers = torch.arange(12.0)
+    behind = torch.empty(17)[5:].copy_(numbers)  # whose address is no multiple of what is aligned
+    return {
+        "plain": numbers.view(4, 3).clone(),
+        "transposed": numbers.view(3, 4).t(),
+        "unaligned": behind.view(4, 3),
+        "unaligned vector": behind,
+        "both": behind.view(3, 4).t(),
+        "columns": torch.empty(4, 8)[:, 2:5].copy_(numbers.view(4, 3)),
+        "permuted": numbers.view(1, 2, 6).permute(2, 0, 1),
+        "complex": torch.view_as_complex(numbers.view(3, 2, 2).clone()).t(),
+        "expanded": torch.ones(1).expand(4, 3),
+        "step": torch.tensor(3.0),
+        "none": torch.empty(0, 3),
+    }
+
+
+@pytest.mark.parametrize("of", ["rows", "columns"])
+def test_a_tensor_lies_in_memory_as_before(of):
+    """Sums and products round otherwise in another layout, and at another address."""
+
+    def made(order: str) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+        weight = nn.Parameter(torch.zeros(4, 3) if order == "rows" else torch.zeros(3, 4).t())
+        return weight, torch.optim.SGD([weight], lr=0.1)
+
+    weight, optimizer = made(of)
+    memory, kept = OptimizerState(optimizer), layouts()
+    optimizer.state[weight] = {**kept, "like it": torch.zeros_like(weight.data)}
+    saved = [tensor.contiguous().clone() for tensor in memory.of(weight)]
+    for order in ("rows", "columns"):
+        other, again = made(order)
+        OptimizerState(again).restore(other, saved)
+        state = again.state[other]
+        assert state.pop("like it").stride() == other.stride()  # in another layout of the weight too
+        expanded = state["expanded"]
+        assert torch.equal(expanded, torch.ones(4, 3))
+        for name in kept.keys() - {"expanded"}:
+            assert torch.equal(state[name], kept[name]), name
+            at = [t.data_ptr() % 64 if t.numel() else 0 for t in (state[name], kept[name])]
+            usual = order != of and name == ("plain" if of == "rows" else "transposed")  # as the weight was
+            assert usual or state[name].stride() == kept[name].stride(), name
+            assert at[0] == at[1], name
+
+
 def test_options_that_a_person_set_are_not_remembered_and_what_cannot_be_told_is_named():
     weight, optimizer = sgd()
     memory = OptimizerState(optimizer)
