@@ -161,9 +161,15 @@ def remove_unfinished(checkpoints: Path, without: Path) -> None:
 
 
 def folders(checkpoints: Path) -> list[Path]:
-    """Return the folders of a run's checkpoints, damaged ones included, newest first."""
-    paths = [path for path in checkpoints.glob("update-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(paths, key=_order, reverse=True)
+    """Return the folders of a run's checkpoints, damaged ones included, newest first.
+
+    Raises OSError where there may be some and nobody can tell, in which case Path.glob returns none.
+    """
+    try:
+        names = os.listdir(checkpoints)
+    except FileNotFoundError:
+        return []
+    return sorted((checkpoints / name for name in names if _NAME.fullmatch(name)), key=_order, reverse=True)
 
 
 def read_whole(folder: Path) -> Manifest:

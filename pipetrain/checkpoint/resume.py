@@ -81,6 +81,15 @@ class Source:
         return by_name | {name: torch.view_as_complex(by_name[name].clone()) for name in pairs}
 
 
+def saved_by(run_dir: Path) -> list[Path]:
+    """Return the folders of a run's checkpoints, newest first. Raises ConfigError if nobody can list them."""
+    try:
+        return folders(run_dir / CHECKPOINTS)
+    except OSError as error:
+        why = f"{run_dir / CHECKPOINTS} cannot be listed: {error.strerror}; mend that first"
+        raise ConfigError(why) from None
+
+
 def find_source(resume: str | Path, run_dir: Path) -> Source | None:
     """Find and verify the checkpoint that `resume` names, for a run in `run_dir`. Raises ConfigError.
 
@@ -88,7 +97,7 @@ def find_source(resume: str | Path, run_dir: Path) -> Source | None:
     """
     if resume == AUTO:
         return _newest(run_dir)
-    folder, later = Path(resume).expanduser().absolute(), folders(run_dir / CHECKPOINTS)
+    folder, later = Path(resume).expanduser().absolute(), saved_by(run_dir)
     if later and folder.parent.resolve() == later[0].parent.resolve() and folder.name != later[0].name:
         raise ConfigError(
             f"{folder} is older than {later[0].name} in the same run_dir, from which resume='auto' would go "
@@ -122,7 +131,7 @@ def saved_in(folder: Path) -> Source | None:
 
 def _newest(run_dir: Path) -> Source | None:
     damaged = False
-    for folder in folders(run_dir / CHECKPOINTS):
+    for folder in saved_by(run_dir):
         try:
             return Source.proven(folder, read_whole(folder))
         except OtherFormat:

@@ -6,8 +6,9 @@ needed; Pillow is (`pip install 'pipetrain[images]'`).
 
 from __future__ import annotations
 
+import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -117,15 +118,28 @@ def load(
 
 def _classes(folder: Path) -> dict[str, list[str]]:
     """Return the files of each class, as paths from the folder's parent, both sorted. Raises ConfigError."""
-    names = sorted(path.name for path in folder.glob("*") if path.is_dir() and not path.name.startswith("."))
-    classes = {}
-    for name in names:
-        images = (path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES)
-        classes[name] = sorted(path.relative_to(folder.parent).as_posix() for path in images)
-    empty = next((folder / name for name in names if not classes[name]), None if names else folder)
+    classes: dict[str, list[str]] = {}
+    try:
+        within = folder.iterdir() if folder.exists() else ()
+        for path in sorted(path for path in within if path.is_dir() and not path.name.startswith(".")):
+            images = (file for file in _files_under(path) if file.suffix.lower() in SUFFIXES)
+            classes[path.name] = sorted(file.relative_to(folder.parent).as_posix() for file in images)
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be listed: {error.strerror}; mend that first") from None
+    empty = next((folder / name for name in classes if not classes[name]), None if classes else folder)
     if empty is not None:
         raise ConfigError(
             f"{empty} has no images ({' '.join(SUFFIXES)}): data.root must have train/CLASS/*.jpg and "
             f"test/CLASS/*.jpg (or val for test)"
         )
     return classes
+
+
+def _files_under(folder: Path) -> Iterator[Path]:
+    """Yield the files in a folder and in those within. Raises OSError, which Path.rglob leaves out."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for inner, _, names in os.walk(folder, onerror=fail):
+        yield from (Path(inner, name) for name in names)

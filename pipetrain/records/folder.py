@@ -9,13 +9,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pipetrain.checkpoint.files import CHECKPOINTS, folders
-from pipetrain.checkpoint.resume import Source
+from pipetrain.checkpoint.resume import Source, saved_by
 from pipetrain.data.loader import Sampler
 from pipetrain.documents import read_as, read_json
 from pipetrain.errors import ConfigError
@@ -53,7 +53,10 @@ class RunFolder:
 
     def saved_so_far(self) -> str:
         """Return which checkpoint remains of a run that was interrupted."""
-        saved = folders(self.path / CHECKPOINTS)
+        try:
+            saved = saved_by(self.path)
+        except ConfigError as error:
+            return str(error)
         return f"{saved[0].name} is saved: go on with {self.go_on}" if saved else "there is no checkpoint yet"
 
 
@@ -88,9 +91,9 @@ def claim(
             folder.mkdir(parents=True, exist_ok=True)
             if not stack.enter_context(_lock(folder, patience_s)):
                 why = "is in use by a run that is going on; choose another"
-            elif not finished and (folder / SUMMARY).exists():
+            elif not finished and is_finished(folder):
                 why = "holds a finished run; choose another, or remove it"
-            elif not resuming and folders(folder / CHECKPOINTS):
+            elif not resuming and saved_by(folder):
                 why = (
                     "holds the checkpoints of a run that did not finish; go on with resume='auto', choose "
                     "another folder, or remove it"
@@ -106,22 +109,35 @@ def claim(
 def _lock(folder: Path, patience_s: float = 0.0) -> Iterator[bool]:
     """Lock a folder; yield whether it is locked, or False if another process keeps it locked.
 
-    A process that was forked off, such as a data worker, which may outlive this one, does not share the lock.
+    The lock is this open file's, whatever else in the process opens and closes the file. A process that is
+    forked off, such as a data worker, which may outlive this one, closes it and so does not share the lock.
     """
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    end, locked = time.monotonic() + patience_s, False
-    try:
-        while not locked:
-            try:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                locked = True
-            except (BlockingIOError, PermissionError):
-                if time.monotonic() >= end:
-                    break
-                time.sleep(0.1)
-        yield locked
-    finally:
-        os.close(lock)
+    with FileIO(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600), "r+") as lock:
+        end, locked = time.monotonic() + patience_s, False
+        _locks.append(lock)
+        try:
+            while not locked:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    locked = True
+                except (BlockingIOError, PermissionError):
+                    if time.monotonic() >= end:
+                        break
+                    time.sleep(0.1)
+            yield locked
+        finally:
+            _locks.remove(lock)
+
+
+_locks: list[FileIO] = []
+
+
+def _close_locks() -> None:
+    for lock in _locks:
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_close_locks)
 
 
 def prove_shared(folder: Path) -> None:
@@ -156,7 +172,7 @@ def discard(folder: Path, before: Before, log: str = LOCK) -> None:
                 path.rmdir()  # unless it holds other runs
 
 
-def is_finished(folder: Path, config: Mapping[str, Any] | None) -> bool:
+def is_finished(folder: Path, config: Mapping[str, Any] | None = None) -> bool:
     """Return whether a folder holds a finished run, with this configuration (except `resume`) if given."""
     return (folder / SUMMARY).exists() and (config is None or is_of(folder, config, {"resume"}))
 
@@ -176,7 +192,7 @@ def lengthens(run_dir: Path, config: Mapping[str, Any], settings: Settings) -> b
 
     Raises ConfigError if the learning rates of its finished updates would have been different.
     """
-    finished = (run_dir / SUMMARY).exists() and folders(run_dir / CHECKPOINTS)
+    finished = is_finished(run_dir) and saved_by(run_dir)
     if not (finished and is_of(run_dir, config, {"resume", "epochs", "max_updates"})):
         return False
     path = run_dir / SUMMARY

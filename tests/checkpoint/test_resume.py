@@ -26,7 +26,7 @@ from pipetrain.checkpoint.tensors import MODEL, names_of, read_files
 from pipetrain.commands.cli import as_mapping, contained
 from pipetrain.commands.train import conditions_of, with_cuts_of
 from pipetrain.errors import ConfigError
-from pipetrain.records.folder import lengthens
+from pipetrain.records.folder import RunFolder, claim, lengthens
 from pipetrain.settings import Settings
 from tests.support import cases
 from tests.support.cases import Case, Epochs, Saved, compare, config, make_run, run_in_threads, state_of
@@ -326,6 +326,20 @@ def test_the_newest_whole_one_is_taken_or_an_older_one_in_another_folder(folder,
     assert "stage-1.safetensors has another size or checksum" in caplog.text
     with pytest.raises(ConfigError, match=r"is damaged: .* has another size"):
         find_source(newest, folder)
+
+
+@pytest.mark.parametrize("resume", ["auto", "elsewhere"])
+def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(resume, tmp_path):
+    """As without the right to, or on a network file system that was mounted anew: it would begin again."""
+    (tmp_path / CHECKPOINTS).touch()
+    with pytest.raises(
+        ConfigError, match=f"{tmp_path / CHECKPOINTS} cannot be listed: Not a directory; mend"
+    ):
+        find_source(resume, tmp_path)
+    with pytest.raises(ConfigError, match="cannot be listed"), claim(tmp_path):
+        pass
+    run = RunFolder(tmp_path, "run", None, {})
+    assert "cannot be listed" in run.saved_so_far()  # said in a handler of signals
 
 
 def test_nothing_to_go_on_from_or_nothing_whole(folder, tmp_path):

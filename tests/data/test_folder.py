@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -119,3 +121,16 @@ def test_what_is_no_folder_of_images_is_refused_in_one_sentence(root, change, op
         load(str(root), **options).train.inputs(torch.tensor([2]), None)
     assert says in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_folder_that_cannot_be_listed_is_said_and_its_images_are_not_left_out(root, monkeypatch):
+    listed = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("more"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(ConfigError, match="train/ant/more cannot be listed: Permission denied; mend that"):
+        load(str(root))

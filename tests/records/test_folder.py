@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -116,16 +117,32 @@ def test_a_refused_run_leaves_what_was_there_and_takes_what_it_made(tmp_path):
 
 def test_a_process_that_was_forked_off_holds_no_lock(tmp_path):
     """A data worker may outlive the process that it works for, and the run could not be started again."""
+    read, write = os.pipe()
     with claim(tmp_path):
         child = os.fork()
         if not child:
+            os.write(write, b"!")
             time.sleep(DEADLINE_S)
             os._exit(0)
+    os.read(read, 1)
     try:
         take(tmp_path)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_lock_stays_whatever_opens_and_closes_its_file(tmp_path):
+    """A copy of the folder that after_epoch makes, say."""
+    with claim(tmp_path / "run"):
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        child = os.fork()
+        if not child:
+            with suppress(ConfigError):
+                take(tmp_path / "run")
+                os._exit(1)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_the_folder_of_a_refused_run_goes_unless_there_is_more_or_another_run(tmp_path):
