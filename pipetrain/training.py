@@ -31,7 +31,7 @@ from pipetrain.network.model import give_memory, refuse_without_numbers, tensor_
 from pipetrain.network.network import Network, Values
 from pipetrain.network.places import named_tensors
 from pipetrain.network.values import TensorSpec, ValueSpec, as_tuple
-from pipetrain.plan.parity import parity, prove_stages
+from pipetrain.plan.parity import parity, prove_loss, prove_stages
 from pipetrain.plan.plan import Plan, Samples, prove_targets
 from pipetrain.plan.program import Draft
 from pipetrain.records.bar import Bar
@@ -167,9 +167,9 @@ class Training:
             m = settings.microbatches
             settings = replace(settings, batch_size=max(m, first[1] // m * m))
         plan = self.asked.plan(settings, self.task, network, form.inputs, known, self.together)
-        self.together.on_first("the task", reader, partial(_prove_task, plan, self.task))
         compare = partial(_compare, plan, network, self.task)
         self._apart = self.together.on_first("the comparison", reader, compare)
+        self.together.on_first("the task", reader, partial(_prove_task, plan, model, self.task))
         self.settings, self._form = plan.settings, form
         with self.together():
             self.links.placement = plan.placement  # of which only a draft was known with replicas=auto
@@ -187,7 +187,9 @@ class Training:
         """Plan for samples by number; prove the task on both."""
         if self.session is None:
             self.begin(None if self.rank else train, Samples(train.sizes, test.sizes))
-            self.together.on_first("the task", test, partial(_prove_task, self.begun.plan, self.task))
+            self.together.on_first(
+                "the task", test, partial(_prove_task, self.begun.plan, self.model, self.task)
+            )
             self._refuse_apart()
 
     # Passes
@@ -350,22 +352,24 @@ def _first(reader: Reader | Sampled) -> list[Any] | None:
     return first and [Form(*map(ValueSpec.in_batch, first)).to_json(), len(as_tuple(first[0])[0])]
 
 
-def _prove_task(plan: Plan, task: Task, reader: Reader | Sampled) -> None:
+def _prove_task(plan: Plan, model: nn.Module, task: Task, reader: Reader | Sampled) -> None:
     first = reader.first()
     assert first is not None
-    prove_targets(plan, _spare(task), first[1], getattr(reader, "classes", None))
+    prove_targets(plan, _spare(task, model), first[1], getattr(reader, "classes", None))
 
 
 def _compare(plan: Plan, network: Network, task: Task, reader: Reader | Sampled) -> str:
     first = reader.first()
     assert first is not None
+    task = _spare(task, network.model)
+    prove_loss(plan, network, task, *first)
     prove_stages(plan, network, first[0])
-    return parity(plan, network, _spare(task), *first)
+    return parity(plan, network, task, *first)
 
 
-def _spare(task: Task) -> Task:
-    """Return a copy of a task, which may count its calls, if it can be copied."""
+def _spare(task: Task, model: nn.Module) -> Task:
+    """Return a copy of a task, which may count its calls, if it can be copied; with the same `model`."""
     try:
-        return deepcopy(task)
+        return deepcopy(task, {id(one): one for one in (*model.modules(), *model.parameters())})
     except Exception:  # a user's loss may hold anything
         return task

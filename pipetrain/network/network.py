@@ -92,12 +92,16 @@ class Part(nn.Module, ABC):
         """Return what the last part has returned as the model returns it."""
 
 
-def run_parts(parts: Iterable[Part], inputs: Sequence[Tensor], copied: bool = False) -> Tensors:
-    """Return what the last part returns; `copied`: each has copies of what the others have made."""
+def run_parts(
+    parts: Iterable[Part],
+    inputs: Sequence[Tensor],
+    enters: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> Tensors:
+    """Return what the last part returns; `enters` makes of what the others have made what a part gets."""
     values = {ValueId(INPUT, number): tensor for number, tensor in enumerate(inputs)}
     outputs: Tensors = ()
     for part in parts:
-        outputs = part(*(values[value].clone() if copied else values[value] for value in part.slice.enters))
+        outputs = part(*(enters(values[value]) for value in part.slice.enters))
         values |= zip(part.slice.leaves, outputs, strict=True)
     return outputs
 

@@ -23,9 +23,10 @@ from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.chain import Chain
 from pipetrain.network.draws import Beginning
 from pipetrain.network.network import Network, Part, evaluating, run_parts
-from pipetrain.network.places import named_tensors, standing_in
-from pipetrain.network.tensors import TOLERANCE, Results, difference, results
-from pipetrain.network.values import Value, as_tuple, cast_floats
+from pipetrain.network.places import named_tensors, replace, standing_in
+from pipetrain.network.tensors import TOLERANCE, Results, difference, graph_of, results
+from pipetrain.network.values import Value, ValueSpec, as_tuple, cast_floats, on_each
+from pipetrain.plan.estimate import fake_mode
 from pipetrain.plan.plan import Plan
 from pipetrain.tasks import Task
 from pipetrain.tasks.trial import APART, part_of, pieces_differ
@@ -83,7 +84,7 @@ def prove_stages(plan: Plan, network: Network, inputs: Value) -> None:
             except Exception:  # it does not take these, or not on this device
                 return
             try:
-                over = of(partial(run_parts, apart, copied=True), apart, training)
+                over = of(partial(run_parts, apart, enters=Tensor.clone), apart, training)
                 coarse = plan.numerics.autocast or any(t.dtype in _HALF for t in over.values())
                 tolerance = COARSE if coarse else TOLERANCE
                 why = difference(whole, over, tolerance, dtypes=not plan.numerics.autocast)
@@ -95,6 +96,61 @@ def prove_stages(plan: Plan, network: Network, inputs: Value) -> None:
                     f"over stages the model would not compute in {mode} what it does in one process: {why}; "
                     f"{network.way_out}"
                 )
+
+
+def prove_loss(plan: Plan, network: Network, task: Task, inputs: Value, targets: Value) -> None:
+    """Refuse a loss that depends on more than the model's outputs and its stage has. Raises ConfigError.
+
+    After a forward it gets the outputs without their graph. Behind the layers of its stage it may read from
+    the model what they keep of their forward, unless they are traced, and the weights that they have. A
+    forward that is dear runs without numbers.
+    """
+    model, parts, traced = network.model, _parts(plan, network), not isinstance(network, Chain)
+    if task.is_known or _on_meta(network):
+        return
+    mode = fake_mode() if _work(plan) > MOST_OF_A_TRACE else None
+
+    def like(tensor: Tensor) -> Tensor:
+        other = mode.from_tensor(tensor.detach()) if mode else tensor.detach()
+        return other.requires_grad_() if tensor.requires_grad else other.clone()  # it may be a buffer
+
+    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    here = {id(p) for p in parts[-1].parameters()}
+    kept, read = ({id(t): like(t) for t in named_tensors(model).values()} for _ in range(2))
+    samples = [
+        as_tuple(cast_floats(part_of(one, 0, 2), plan.settings.data_dtype)) for one in (inputs, targets)
+    ]
+    try:
+        with Beginning().again(), standing_in(model, kept), mode or nullcontext():
+            tensors, wanted = ([like(t) for t in one] for one in samples)
+            if traced:
+                outputs = network.run(plan.example, tuple(tensors))
+            else:
+                outputs = parts[-1].pack(run_parts(parts, tensors, enters=lambda t: t.detach().clone()))
+            replace([model], {id(kept[key]): other for key, other in read.items()})
+            loss = task.loss(on_each(outputs, Tensor.detach), ValueSpec.in_batch(targets).pack(tuple(wanted)))
+    except Exception:  # the model may run on another device alone, and a user's code may raise anything
+        return
+    leaves = {id(getattr(node, "variable", None)) for node in graph_of(loss)}
+    for key, name in names.items():
+        if id(kept[key]) in leaves and (traced or key not in here):
+            where = "a trace does not keep" if traced else "another stage has"
+            raise ConfigError(
+                f"the loss depends on what a layer keeps of its forward, such as an auxiliary loss in an "
+                f"attribute (by the weight {name}), which {where}: let the model return it beside its "
+                f"outputs, and the loss take it from there"
+            )
+        if id(read[key]) in leaves and key not in here:
+            raise ConfigError(
+                f"the loss has a term of the weight {name}, and is computed in the last stage, which has it "
+                f"not: let the model compute that term and return it beside its outputs, or train in one "
+                f"stage"
+            )
+        if key in leaves:
+            raise ConfigError(
+                f"the loss holds the parameter {name} itself, and each weight version is a parameter of its "
+                f"own: let it read that from the model whenever it is called, as by model.parameters()"
+            )
 
 
 def parity(plan: Plan, network: Network, task: Task, inputs: Value, targets: Value) -> str:

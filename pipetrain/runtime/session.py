@@ -236,6 +236,7 @@ def make_stages(
             clip_grad_norm=settings.clip_grad_norm,
             names=names,
             elsewhere={name for name, first in home.items() if first != index},
+            model=network.model if index == plan.stages - 1 else None,
         )
         stage.observers = observers_of(stage, settings.on_nan == "skip", settings.batchnorm == "batch")
     return stages

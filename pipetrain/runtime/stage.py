@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from pipetrain.correction import Correction
@@ -42,7 +42,8 @@ class Stage:
     `module.slice` says what enters and leaves it. `selective`: a forward that is to be recomputed keeps dear
     results, see recompute.py. `clip_grad_norm`: the largest norm of a batch's gradient. `names`: of
     parameters in the model, where they differ, as for a weight that an earlier layer has too. `elsewhere`:
-    the names in the model of tensors that are in the state of an earlier stage.
+    the names in the model of tensors that are in the state of an earlier stage. `model`: of which a loss may
+    read this stage's weights.
     """
 
     _weights: type[Weights] = Weights
@@ -64,6 +65,7 @@ class Stage:
         clip_grad_norm: float | None = None,
         names: Mapping[str, str] | None = None,
         elsewhere: Collection[str] = (),
+        model: nn.Module | None = None,
     ) -> None:
         self.index = index
         self.names = names or {}
@@ -76,7 +78,7 @@ class Stage:
             draws.leave_to_python()
             self._layers = torch.compile(module, dynamic=False)  # specialised to the shapes that occur
         self.device = device
-        self.weights = self._weights(module, optimizer, rate, ema, self.names, correction)
+        self.weights = self._weights(module, optimizer, rate, ema, self.names, correction, model)
         self.buffers = Buffers(module)
         self.objective = Objective(task, module.pack, self.numerics.autocast) if task is not None else None
         self.observers: list[Observer] = []
@@ -121,13 +123,10 @@ class Stage:
         one = self._open[mb] = Microbatch(mb, x, read, saving, target)
         if saving.recomputed:
             one.recompute = Recompute(self.buffers.copies(), self._selective)
-        with around(self.observers, one), self.weights.installed(read):
-            if one.recompute is None:
+        with self.weights.installed(read):  # a loss may read weights too
+            with around(self.observers, one), one.recompute.forward() if one.recompute else nullcontext():
                 result = self._recorded(one)
-            else:
-                with one.recompute.forward():
-                    result = self._recorded(one)
-        outputs = result if self.objective is None else (self.objective.loss(result, target),)
+            outputs = result if self.objective is None else (self.objective.loss(result, target),)
         for observer in self.observers:
             observer.after_forward(one, outputs)
         if self.objective is not None:
@@ -174,10 +173,10 @@ class Stage:
             outputs = self._call(tuple(self.numerics.arrange(t) for t in x))
             if self.objective is None:
                 return self._handed_on(0, outputs)
-        if target is None:
-            return leaves_of(self.objective.model_output(outputs))
-        self.objective.evaluate(outputs, target)
-        return ()
+            if target is None:
+                return leaves_of(self.objective.model_output(outputs))
+            self.objective.evaluate(outputs, target)
+            return ()
 
     def _recorded(self, one: Microbatch) -> Tensors:
         """Run the layers; if the backward is split, put off the gradients of weights."""

@@ -73,7 +73,7 @@ class Weights:
 
     `ema`: the decay of an exponential moving average of the weights after each step, as in
     torch.optim.swa_utils. `known_as`: the names of parameters in the model, where they differ. `correction`:
-    what is done about late gradients.
+    what is done about late gradients. `model`: another module that is to compute with these weights too.
     """
 
     def __init__(
@@ -84,15 +84,17 @@ class Weights:
         ema: float | None = None,
         known_as: Mapping[str, str] | None = None,
         correction: Correction | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         own = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
         self.live = {(known_as or {}).get(name, name): p for name, p in own}
         """The parameters by their names in the model; the optimizer steps them by their gradients."""
         names = {id(p): name for name, p in self.live.items()}
-        # The places of each parameter: several if layers share it.
+        # The places of each parameter: several if layers share it, or if the model is not made of its stages.
+        every = [*places(module), *(places(model) if model is not None else ())]
         self._places: _Places = [
             (place.container, place.key, place.tensor, names[id(place.tensor)])
-            for place in places(module)
+            for place in {(id(place.container), place.key): place for place in every}.values()
             if id(place.tensor) in names
         ]
         self.optimizer = optimizer([*self.live.items()]) if self.live else None

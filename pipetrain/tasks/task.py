@@ -66,6 +66,11 @@ class Task:
         return str(getattr(self._code, "__name__", type(self._code).__name__))
 
     @property
+    def is_known(self) -> bool:
+        """Whether the loss is torch's or ours: a mean over what counts, of outputs and targets alone."""
+        return str(self._code.__module__).partition(".")[0] in ("torch", __name__.partition(".")[0])
+
+    @property
     def counts_samples(self) -> bool:
         """Whether the weight is the number of samples, for want of another."""
         return self._weight is _samples and type(self).weight is Task.weight

@@ -16,14 +16,16 @@ from torch.nn.functional import cross_entropy, dropout, mse_loss, rrelu
 from pipetrain import ConfigError, Pipeline, Pop, Stash
 from pipetrain.models import gpt
 from pipetrain.network.chain import network_of
+from pipetrain.network.network import Network
 from pipetrain.network.tensors import GRADIENT, difference
 from pipetrain.network.values import Value, ValueSpec
 from pipetrain.plan.making import make_plan
-from pipetrain.plan.parity import prove_stages
-from pipetrain.plan.plan import Samples
+from pipetrain.plan.parity import prove_loss, prove_stages
+from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
 from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.settings import Settings
+from pipetrain.tasks import Task
 from tests.support.cases import config
 from tests.support.models import Join, skipping
 
@@ -169,13 +171,16 @@ def test_trials_call_a_copy_of_a_loss_that_counts_its_calls():
 NUMBERS = torch.rand(2, 6, generator=torch.Generator().manual_seed(0))
 
 
-def prove(model: nn.Module, cuts: list[int], inputs: Value = NUMBERS, *options: str) -> None:
+def planned(model: nn.Module, cuts: list[int], inputs: Value, *options: str) -> tuple[Plan, Network]:
     overrides = [f"partition={cuts}", "batch_size=4", "microbatches=2", *options]
     settings = Settings.composed(config(["data=digits", *overrides]), "1f1b", len(cuts) + 1)
     example = ValueSpec.in_batch(inputs)
     network = network_of(model, example, settings.precision == "bf16")
-    plan = make_plan(Draft.of(settings, one_f_one_b), network.spare(), example, Samples([4], [2]))
-    prove_stages(plan, network, inputs)
+    return make_plan(Draft.of(settings, one_f_one_b), network.spare(), example, Samples([4], [2])), network
+
+
+def prove(model: nn.Module, cuts: list[int], inputs: Value = NUMBERS, *options: str) -> None:
+    prove_stages(*planned(model, cuts, inputs, *options), inputs)
 
 
 class Says(nn.Module):
@@ -249,6 +254,78 @@ def test_a_model_whose_layers_return_all_is_the_same_over_stages_and_stays_as_it
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
     assert all(p.grad is None for p in model.parameters())
+
+
+class Balanced(nn.Module):
+    """Keeps an auxiliary loss, as mixtures of experts do."""
+
+    aux: Any = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        self.aux = y.abs().mean()
+        return y
+
+
+class Around(nn.Module):
+    """A module that is traced."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(x)
+        return result
+
+
+def prove_loss_of(model: nn.Module, cuts: list[int], term: Callable[[], Any]) -> None:
+    plan, network = planned(model, cuts, NUMBERS)
+    prove_loss(plan, network, Task(lambda outputs, y: mse_loss(outputs, y) + term()), NUMBERS, NUMBERS)
+
+
+@pytest.mark.parametrize("most", [1e10, 0.0], ids=["cheap", "dear"])
+def test_a_loss_may_read_its_own_stage_alone(most, monkeypatch):
+    monkeypatch.setattr("pipetrain.plan.parity.MOST_OF_A_TRACE", most)
+    layers = [Balanced(), Balanced()]
+    chain, traced, held = nn.Sequential(*layers), Around(*layers), layers[1].inner.weight
+    allowed: list[tuple[nn.Module, list[int], Callable[[], Any]]] = [
+        (chain, [], lambda: layers[0].aux + layers[1].aux),
+        (
+            chain,
+            [1],
+            lambda: layers[1].aux + layers[1].inner.weight.sum(),
+        ),
+        (traced, [], lambda: sum(p.abs().sum() for p in traced.parameters())),
+        (traced, [1], lambda: traced.layers[1].inner.weight.sum()),
+        (chain, [1], lambda: nn.Linear(1, 1)(torch.ones(1)).sum()),  # of another module
+    ]
+    for model, cuts, term in allowed:
+        prove_loss_of(model, cuts, term)
+    for model, cuts, term, says in [
+        (
+            chain,
+            [1],
+            lambda: layers[0].aux,
+            r"keeps of its forward.*weight 0\.inner\.weight\), which another stage",
+        ),
+        (
+            traced,
+            [],
+            lambda: layers[1].aux,
+            r"keeps of its forward.*weight layers\.0.*, which a trace does not",
+        ),
+        (chain, [1], lambda: layers[0].inner.weight.sum(), r"a term of the weight 0\.inner\.weight"),
+        (traced, [1], lambda: layers[0].inner.weight.sum(), r"a term of the weight layers\.0\.inner"),
+        (chain, [], lambda: held.sum(), r"the loss holds the parameter 1\.inner\.weight itself"),
+    ]:
+        with pytest.raises(ConfigError, match=says):
+            prove_loss_of(model, cuts, term)
+    assert [layer.aux for layer in layers] == [0.0, 0.0]
 
 
 class Model(nn.Module):

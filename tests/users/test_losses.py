@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from pipetrain import Pipeline
 from tests.support.plain import of_pairs, plainly
-from tests.users.programs import batch, mlp, sgd, trained
+from tests.users.programs import batch, ended, mlp, sgd, trained
 
 PADDING = 0
 GIVE = "give weight=, a function of the targets that says what they count for"
@@ -110,3 +111,71 @@ def test_a_loss_of_nothing_is_said_to_need_a_weight(ranks):
         "the loss of microbatch 0 is nan (first in the loss itself, as where no target counts) at stage 1, "
         "update 4: stopped before the update; give weight=, a function of the targets"
     ) in said
+
+
+# Losses that depend on more than the outputs
+
+
+class Penalised(nn.Module):
+    """Returns a penalty of its weights beside its scores."""
+
+    def __init__(self, layers: nn.Module, returned: bool) -> None:
+        super().__init__()
+        self.layers, self.returned = layers, returned
+
+    def forward(self, x: Tensor) -> Any:
+        scores = self.layers(x)
+        return (scores, penalty(self.layers, "")) if self.returned else scores
+
+
+def penalty(model: nn.Module, of: str) -> Tensor:
+    return 0.1 * torch.stack([p.abs().sum() for name, p in model.named_parameters() if of in name]).sum()
+
+
+def penalised(kind: str, of: str = "", **options: Any) -> tuple[list[float], dict[str, float], str]:
+    """Train with a penalty of weights in the loss, of a chain or traced, or in what the model returns."""
+    model = mlp() if kind == "chain" else Penalised(mlp(), kind == "returned")
+
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        if kind == "returned":
+            return cross_entropy(outputs[0], targets) + outputs[1]
+        return cross_entropy(outputs, targets) + penalty(model, of)
+
+    losses, values = [], {}
+
+    def program() -> None:
+        with Pipeline(model, loss, sgd, device="cpu", **{"microbatches": 2, **options}) as pipe:
+            losses.extend(pipe.train([batch(seed=seed) for seed in range(4)]))
+            values.update(pipe.evaluate([batch(seed=9)]))
+
+    return losses, values, ended(program)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "gpipe", "recompute": "always", "ema": 0.5, "clip_grad_norm": 0.5},
+        {"schedule": "zb_h1", "on_nan": "skip"},
+        {"schedule": "pipedream_2bw", "window": 4, "correction": "gap_aware"},
+    ],
+)
+def test_a_penalty_of_weights_in_the_loss_is_trained_as_one_that_the_model_returns(options):
+    """With the weights of each microbatch's forward, whatever their version."""
+    wanted = penalised("returned", **options)
+    assert wanted[2] == ""
+    assert penalised("chain", **options) == wanted
+    assert penalised("traced", **options) == wanted
+
+
+def test_a_penalty_of_the_last_stage_s_weights_is_trained_on_two_ranks_and_of_replicas(ranks):
+    for options in ({"of": "4."}, {"replicas": 2}):
+        wanted = penalised("chain", **{**options, "replicas": 1})
+        for losses, values, error in ranks(partial(penalised, "chain", **options)):
+            assert error == ""
+            assert losses == pytest.approx(wanted[0], abs=1e-12)
+            assert values == pytest.approx(wanted[1], abs=1e-12)
+    for *_, error in ranks(partial(penalised, "chain")):
+        assert (
+            "the loss has a term of the weight 0.weight, and is computed in the last stage, which has"
+            in error
+        )
