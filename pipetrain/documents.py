@@ -59,7 +59,14 @@ def read_as(kind: Any, data: Any, where: str) -> Any:
     if origin is list and isinstance(data, list):
         return [read_as(inner[0], item, f"{where}: {number}") for number, item in enumerate(data)]
     if origin in (dict, Mapping) and isinstance(data, dict):
-        return {inner[0](key): read_as(inner[1], item, f"{where}: {key}") for key, item in data.items()}
+        try:
+            keys = [inner[0](key) for key in data]  # which are text in JSON
+        except ValueError as error:
+            raise DamagedCheckpoint(f"{where} must have whole numbers as keys: {error}") from error
+        return {
+            key: read_as(inner[1], item, f"{where}: {key}")
+            for key, item in zip(keys, data.values(), strict=True)
+        }
     if kind is Any or type(data) is kind or (kind is float and type(data) is int):
         return data
     fields = f"an object of {', '.join(get_type_hints(origin))}" if is_dataclass(origin) else ""

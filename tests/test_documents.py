@@ -47,6 +47,7 @@ GOOD: dict[str, Any] = {"name": "x", "inner": [{"number": 0, "share": 1}], "coun
         ({"name": 1}, "^it: name must be of type str, and is 1"),
         ({"inner": [{"number": True, "share": 1}]}, "^it: inner: 0: number must be of type int, and is True"),
         ({"inner": [{"number": 1}]}, "^it: inner: 0 must be an object of number, share, and is "),
+        ({"counts": {"x": 1}}, "^it: counts must have whole numbers as keys: .*'x'$"),
         ({"free": []}, "^it: free must be of type Mapping"),
         ({"more": 1}, "^it must be an object of name, inner, counts, free, and is .{,200}$"),
     ],

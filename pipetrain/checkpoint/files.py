@@ -205,6 +205,8 @@ def read_manifest(folder: Path) -> Manifest:
     manifest: Manifest = read_as(Manifest, data, str(path))
     if not all(map(_PART.fullmatch, manifest.parts)):
         raise DamagedCheckpoint(f"{path} names files outside of its folder, or others than of its stages")
+    if _NAME.fullmatch(folder.name) and _order(folder)[0] != manifest.position.update:
+        raise DamagedCheckpoint(f"{path} is of another update than its folder's name says")
     return manifest
 
 

@@ -55,7 +55,8 @@ class Source:
             own = [] if tensor is None else [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
             if own != expected:
                 raise DamagedCheckpoint(f"{where} says that {name} is {form}, and its file has {own}")
-        if not manifest.pipeline.keys() >= PIPELINE or min(astuple(manifest.position)) < 0:
+        position = all(0 <= number < 2**63 for number in astuple(manifest.position))
+        if not (position and manifest.pipeline.keys() >= PIPELINE):
             raise DamagedCheckpoint(f"{where} has no pipeline and position of ours")
         return source
 

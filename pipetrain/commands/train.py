@@ -194,10 +194,12 @@ def with_cuts_of(cfg: DictConfig, source: Source, settings: Settings) -> DictCon
 
     With replicas=auto also with its replicas, if it is of as many ranks.
     """
-    pipeline = source.manifest.pipeline
-    firsts, chosen = sorted({*pipeline["placement"]}), settings.replicas == AUTO
-    ranks = max(pipeline.get("ranks", firsts)) + 1
-    alike = ranks == settings.ranks if chosen else len(firsts) == len({of[0] for of in settings.places})
+    with source.used():
+        pipeline = source.manifest.pipeline
+        firsts, chosen = sorted({*pipeline["placement"]}), settings.replicas == AUTO
+        ranks = max(pipeline.get("ranks", firsts)) + 1
+        alike = ranks == settings.ranks if chosen else len(firsts) == len({of[0] for of in settings.places})
+        modes = [list(Mode)[number].value for number in pipeline["recompute"]]
     if cfg.partition != PROFILE or not alike:
         return cfg
     cfg = cfg.copy()
@@ -205,7 +207,7 @@ def with_cuts_of(cfg: DictConfig, source: Source, settings: Settings) -> DictCon
         cfg.replicas = [end - first for first, end in pairwise([*firsts, ranks])]
     cfg.partition = pipeline["cuts"]
     if cfg.memory_limit is not None:  # recomputation cannot be chosen without a profile
-        cfg.recompute = [list(Mode)[number].value for number in pipeline["recompute"]]
+        cfg.recompute = modes
     cfg.memory_limit = None
     return cfg
 

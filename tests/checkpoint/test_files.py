@@ -77,6 +77,7 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
         "has another chec",
     ),
     (lambda f: forge(f, put("position", "epoch", to="1")), "position: epoch must be of type int"),
+    (lambda f: forge(f, put("position", "update", to=8)), "is of another update than its folder's name says"),
     (
         lambda f: forge(f, put("parts", to={"../../secret": {"sha256": "", "nbytes": 1}})),
         "names files outside of its folder",

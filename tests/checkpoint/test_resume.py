@@ -25,6 +25,7 @@ from pipetrain.checkpoint.resume import (
 from pipetrain.checkpoint.tensors import MODEL, names_of, read_files
 from pipetrain.commands.cli import as_mapping, contained
 from pipetrain.commands.train import conditions_of, with_cuts_of
+from pipetrain.documents import DamagedCheckpoint
 from pipetrain.errors import ConfigError
 from pipetrain.records.folder import RunFolder, claim, lengthens
 from pipetrain.settings import Settings
@@ -411,6 +412,12 @@ def test_a_profiled_run_keeps_its_cuts_and_what_it_recomputes():
     assert (kept.partition, kept.recompute, kept.memory_limit) == ([1], ["always", "never"], None)
     assert with_cuts_of(profiled, source_of(), Settings(ranks=3)).partition == "profile"
     assert with_cuts_of(config([]), source_of(), Settings(ranks=2)).partition == "flops"
+
+
+@pytest.mark.parametrize("forged", [{"placement": []}, {"placement": [], "ranks": []}, {"recompute": [9]}])
+def test_a_pipeline_that_is_none_is_refused_in_a_sentence(forged):
+    with pytest.raises(DamagedCheckpoint, match=r"^c holds a state that cannot be used: "):
+        with_cuts_of(config(["partition=profile"]), source_of(**forged), Settings(ranks=2))
 
 
 @pytest.mark.parametrize(
