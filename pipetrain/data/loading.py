@@ -179,9 +179,11 @@ def _tensor(part: Any, what: str, also: str = "", hint: str = "") -> Tensor:
 def known_sizes(loader: Loader) -> list[Size] | None:
     """Return the size of each batch if they are known without reading it, else None.
 
-    Only torch's own samplers and its default_collate tell: others may give other numbers of samples.
+    Only torch's own DataLoader, samplers and default_collate tell: others may give other numbers of samples.
     """
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
+        return None
+    if type(loader).__iter__ is not DataLoader.__iter__:
         return None
     batches = loader.batch_sampler
     if loader.collate_fn is not default_collate or type(batches.sampler).__module__ not in _TORCHS_SAMPLERS:
@@ -208,6 +210,7 @@ class Reader:
     _batches: Iterator[Any] | None = None
     _read_ahead: deque[tuple[Value, Value]] = field(default_factory=deque)  # batches read and not yet taken
     _read: int = 0  # the number of batches read
+    _ended: bool = False  # the loader; after that some would begin another pass
     _announced: int = 0
     _taken: int = 0
     _all_counts: bool | None = None  # as far as is known at the start
@@ -233,8 +236,8 @@ class Reader:
         known = self._known(batches)
         if known is not None:
             sizes = known[self._announced :][:batches]
-            if not sizes and self._batches is not None:  # as a loop would: a sampler may draw at its end
-                next(self._batches, _END)
+            if not sizes and self._batches is not None and self._taken == self._announced:
+                self._next()  # as a loop would: a sampler may draw at its end
         else:
             if batches is None and not has_length(self.loader):
                 raise ConfigError(
@@ -312,7 +315,7 @@ class Reader:
         if self._read_ahead:
             inputs, targets = self._read_ahead.pop()
             self._read_ahead.append((on_each(inputs, _copy), on_each(targets, _copy)))
-        batch = next(self._batches, _END)
+        batch = self._next()
         if batch is _END:
             return False
         what = f"{self.what} {self._read}"
@@ -326,6 +329,20 @@ class Reader:
         self._read_ahead.append((inputs, targets))
         self._read += 1
         return True
+
+    def _next(self) -> Any:
+        """Return what the loader gives next, or _END; log a line where it has not given what it said."""
+        assert self._batches is not None
+        batch = _END if self._ended else next(self._batches, _END)
+        if batch is _END and not self._ended:
+            self._ended = True
+            if has_length(self.loader) and (said := len(self.loader)) != self._read:  # type: ignore[arg-type]
+                log.warning(
+                    "pipetrain: the loader gave %d batches in this pass, and its len() is %d: look for an "
+                    "error that it swallows, or for a wrong len()",
+                    *(self._read, said),
+                )
+        return batch
 
 
 def _all_count(weight: Callable[[Value], Tensor | float], targets: Value) -> bool:

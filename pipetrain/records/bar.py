@@ -17,7 +17,7 @@ class Bar:
     """Counts the steps of one pass after another."""
 
     def __init__(self) -> None:
-        self._done = 0
+        self._done, self._what = 0, ""
         self._bar: Any = None
         self.spoke()
 
@@ -26,7 +26,9 @@ class Bar:
         self._spoke = time.perf_counter()
 
     def tick(self, what: str, total: int) -> None:
-        self._done += 1
+        if what != self._what:  # the pass before had fewer steps than it said
+            self.close()
+        self._done, self._what = self._done + 1, what
         if log.level <= logging.INFO and (sys.stderr.isatty() or NOTEBOOK in sys.modules):
             if self._bar is None:
                 from tqdm.auto import tqdm  # here, as a check of a GPU trains without it

@@ -15,6 +15,13 @@ from pipetrain.network.values import Size, TensorSpec, ValueSpec, as_tuple
 DATA = TensorDataset(torch.arange(22.0).reshape(22, 1), torch.arange(22))
 
 
+class Doubling(DataLoader):  # type: ignore[type-arg]
+    """Gives each batch twice, and does not say so."""
+
+    def __iter__(self):
+        return (batch for batch in super().__iter__() for _ in range(2))
+
+
 @pytest.mark.parametrize(
     ("loader", "sizes"),
     [
@@ -25,6 +32,7 @@ DATA = TensorDataset(torch.arange(22.0).reshape(22, 1), torch.arange(22))
         (DataLoader(DATA, batch_size=8, sampler=range(22)), None),
         (DataLoader(DATA, batch_size=8, collate_fn=lambda samples: default_collate(samples)), None),
         (DataLoader(DATA, batch_size=None), None),
+        (Doubling(DATA, batch_size=8), None),
         ([*DataLoader(DATA)], None),
     ],
 )
@@ -70,6 +78,37 @@ def taken(window, loader):
     reader = Reader(loader, "batch")
     while sizes := reader.window(window):
         yield from (reader.take(size)[1] for size in sizes)
+
+
+class Short:
+    """Says three batches, and ends earlier or later."""
+
+    def __init__(self, gives: int) -> None:
+        self._gives = gives
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self):
+        return iter([next(iter(DataLoader(DATA, 4)))] * self._gives)
+
+
+@pytest.mark.parametrize(
+    ("loader", "gives"), [(Short(2), 2), (Short(3), None), (Short(4), 4), (Doubling(DATA, batch_size=8), 6)]
+)
+def test_a_loader_that_does_not_give_what_it_says_is_named_once_and_what_it_gives_is_taken(
+    loader, gives, caplog
+):
+    reader = Reader(loader, "batch")
+    read = 0
+    while sizes := reader.window(1):
+        read += len(sizes)
+        reader.take(*sizes)
+    assert not reader.window(1)
+    lines = [record.getMessage() for record in caplog.records]
+    assert read == (gives or 3)
+    assert len(lines) == (gives is not None)
+    assert all(f"the loader gave {gives} batches in this pass, and its len() is 3" in line for line in lines)
 
 
 def test_a_pass_that_goes_on_leaves_out_what_the_whole_one_did():

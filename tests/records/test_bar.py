@@ -35,7 +35,9 @@ def test_on_a_terminal_or_in_a_notebook_a_bar_counts_and_is_gone_at_the_end(bar,
     assert (bar._bar.n, bar._bar.total, bar._bar.desc) == (2, 3, "epoch 1")
     bar.tick("epoch 1", 3)
     assert bar._bar is None
+    bar.tick("epoch 2", 3)  # fewer than it said
     bar.tick("evaluation 1", 2)
+    assert (bar._bar.n, bar._bar.total) == (1, 2)
     bar.close()  # as a pass that failed
     bar.tick("evaluation 2", 4)
     assert (bar._bar.n, bar._bar.total) == (1, 4)

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from pipetrain.correction import Correction
-from pipetrain.data.loading import BadBatch
+from pipetrain.data.loading import BadBatch, Reader
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.network.values import Size
 from pipetrain.runtime import windows as module
@@ -45,8 +47,25 @@ class Source:
         return [*map(Size, batches)] if self._batches else None  # type: ignore[arg-type]
 
 
+class Read:
+    """Batches of a real loader, as rank 0 reads them."""
+
+    def __init__(self, loader: Any, clock: Any, read_s: float) -> None:
+        self._reader, self._clock, self._read_s = Reader(loader, "batch"), clock, read_s
+        self.trained: list[int] = []
+
+    def next(self, window: int | None) -> list[Size] | None:
+        self._clock.now += self._read_s
+        return self._reader.window(window)
+
+    def train(self, sizes: Sequence[Size]) -> None:
+        self.trained += [label for size in sizes for label in self._reader.take(size)[1].tolist()]
+
+
 class Fake:
-    """A session with windows that take a second each; the loss of a batch is its size."""
+    """A session whose windows take `train_s` each; the loss of a batch is its size."""
+
+    train_s = 1.0
 
     refuse_small = Session.refuse_small
 
@@ -57,8 +76,10 @@ class Fake:
         self.updates = 0
         self.last: Any = SimpleNamespace(counts=self)
 
-    def train(self, sizes: Sequence[Size], *rest: Any) -> int:
-        self.clock.now += 1.0
+    def train(self, sizes: Sequence[Size], batches: Any, *rest: Any) -> int:
+        self.clock.now += self.train_s
+        if isinstance(batches, Read):
+            batches.train(sizes)
         self.log.append(f"train {len(sizes)}")
         self._losses += [size.samples for size in sizes[: self._ends or None]]
         return self._ends or len(sizes)
@@ -127,6 +148,63 @@ def test_a_slow_loader_is_not_read_ahead_while_all_ranks_wait(monkeypatch):
     for done in slow.train(*[4] * 7, until=lambda done: EVERYTHING, read_s=0.002):
         some.append(len(done.sizes))
     assert some == [1, 3, 3]
+
+
+class BeginsAnew:
+    """A loader that is its own iterator, and begins another pass when it is asked beyond its end."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader, self._ends = loader, 0
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._batches = iter(self._loader)
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches, None)
+        if batch is None:
+            self._batches, self._ends = iter(self._loader), self._ends + 1
+            assert self._ends <= 2, "it was asked beyond its end"
+            raise StopIteration
+        return batch
+
+
+LOADERS = {
+    "sizes are known": lambda data, how: DataLoader(data, 4, **how),
+    "sizes are not known": lambda data, how: DataLoader(
+        data, 4, collate_fn=lambda s: default_collate(s), **how
+    ),
+    "it begins anew": lambda data, how: BeginsAnew(DataLoader(data, 4, **how)),
+    "a list": lambda data, how: [*DataLoader(data, 4, **how)],
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("window", [1, 3, 4, 10, None])
+def test_however_fast_windows_are_read_and_trained_they_train_what_a_loop_reads(monkeypatch, loader, window):
+    """Ten batches, the last one short, in two passes; what draws at its end does so once."""
+    data = TensorDataset(torch.arange(38.0).reshape(38, 1), torch.arange(38))
+
+    def made() -> tuple[Any, torch.Generator]:
+        generator = torch.Generator().manual_seed(5)
+        return LOADERS[loader](data, {"shuffle": True, "generator": generator}), generator
+
+    plain, expected = made()
+    orders = [[label for _, labels in plain for label in labels.tolist()] for _ in range(2)]
+    for read_s, train_s in ((0.0, 0.0), (0.2, 1.0), (0.0, 0.06), (0.002, 0.0)):
+        rank, (read, generator) = Rank(monkeypatch, at_once_s=0.5), made()
+        rank.windows.session.train_s = train_s  # type: ignore[attr-defined]
+        for order in orders:
+            source: Any = Read(read, rank.clock, read_s)
+            for _ in rank.windows.train(
+                "a pass", source, lambda done: window, ticks, until=lambda done: EVERYTHING
+            ):
+                pass
+            assert source.trained == order, (read_s, train_s)
+        assert torch.equal(generator.get_state(), expected.get_state()), (read_s, train_s)
 
 
 def test_a_word_comes_where_somebody_looks(monkeypatch):
