@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,7 @@ class Pipeline:
         settings: Settings | None = None,
         **options: Any,
     ) -> None:
+        _refuse_importing()
         _end_earlier()
         task = read_task(loss, task, metrics, weight, targets)
         named = read_targets(targets, task)
@@ -356,6 +358,16 @@ class Pipeline:
         if not self._training.closed:
             self._training.close()
             _open.discard(self)
+
+
+def _refuse_importing() -> None:
+    """Refuse a data worker that runs the whole program again as it starts. Raises ConfigError."""
+    if getattr(current_process(), "_inheriting", False):  # as multiprocessing refuses to start one there
+        raise ConfigError(
+            f"{current_process().name} runs this program again as it starts, since a process that is not "
+            f"forked, such as a data worker by spawn, imports the main file: put what trains under "
+            f'`if __name__ == "__main__":`'
+        )
 
 
 def _end_earlier() -> None:

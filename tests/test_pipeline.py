@@ -6,6 +6,8 @@ That it trains as one process would is shown in tests/whole/test_any_module.py.
 from __future__ import annotations
 
 import re
+from multiprocessing import current_process
+from multiprocessing.spawn import _check_not_importing_main  # type: ignore[attr-defined]
 from typing import Any
 from unittest.mock import patch
 
@@ -251,6 +253,15 @@ def test_an_error_of_a_with_block_or_of_the_sample_leaves_room_for_another_pipel
     with pytest.raises(TrainingStopped, match="sample= as batch 0 has 8 inputs and 5 targets"):
         pipe_of(sample=(x, y[:5]))
     pipe_of().close()
+
+
+def test_a_data_worker_by_spawn_that_imports_an_unguarded_program_makes_no_pipeline(monkeypatch):
+    """The worker would wait to meet the ranks, as rank 0 again, and rank 0 for the worker."""
+    monkeypatch.setattr(current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(RuntimeError, match="has finished its bootstrapping"):
+        _check_not_importing_main()  # so it is what multiprocessing goes by
+    with pytest.raises(ConfigError, match='put what trains under `if __name__ == "__main__":`'):
+        pipe_of()
 
 
 def test_the_plan_is_there_with_a_sample_and_a_profile_may_choose_its_cuts():
