@@ -13,13 +13,21 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
+from inspect import isfunction, isgeneratorfunction
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from pipetrain.errors import ActionFailed, ChannelError, ConfigError, NotRecorded, Refused, TrainingStopped
+from pipetrain.errors import ActionFailed, ChannelError, ConfigError, NotRecorded, TrainingStopped
 from pipetrain.schedule.actions import ScheduleError
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Error = TypeVar("_Error", bound=BaseException)
+
 FAILED, REFUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+EXPECTED = (ConfigError, ScheduleError, ChannelError, NotRecorded, TrainingStopped)
+_INTERNAL = {"", "pipetrain", "torch", *sys.stdlib_module_names}  # packages
 ENDED = "PIPETRAIN_ENDED"  # a folder into which each rank writes its status, for commands/launcher.py
 
 
@@ -29,14 +37,55 @@ def guarded(action: Callable[[], int]) -> int:
         return action()
     except KeyboardInterrupt as stop:
         return _report(str(stop) or "interrupted", INTERRUPTED) if _rank() == 0 else INTERRUPTED
-    except Refused as error:
-        return _report(error, REFUSED) if _rank() == 0 else REFUSED
-    except (ConfigError, ScheduleError) as error:
-        return _report(error, REFUSED)
-    except (ChannelError, NotRecorded, TrainingStopped) as error:
-        if isinstance(error, ActionFailed) and error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)  # where it failed: most likely in the user's model
-        return _report(error, FAILED)
+    except EXPECTED as error:
+        status = REFUSED if isinstance(error, ConfigError | ScheduleError) else FAILED
+        if isinstance(error, SystemExit):  # another rank says it
+            return status
+        if isinstance(error, ActionFailed) and (cause := _brief(error).__cause__) is not None:
+            traceback.print_exception(cause)  # where it failed: most likely in the user's model
+        return _report(error, status)
+
+
+def brief(call: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let a function that programs call raise an expected error without our frames: its text says all."""
+
+    @wraps(call)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return call(*args, **kwargs)
+        except EXPECTED as error:
+            raise _brief(error) from error.__cause__
+
+    @wraps(call)
+    def iterated(*args: _P.args, **kwargs: _P.kwargs) -> Any:
+        try:
+            yield from call(*args, **kwargs)  # type: ignore[misc]
+        except EXPECTED as error:
+            raise _brief(error) from error.__cause__
+
+    return iterated if isgeneratorfunction(call) else called
+
+
+def brief_methods(kind: type[_T]) -> type[_T]:
+    """Make the methods of a class that programs call `brief`."""
+    for name, method in list(vars(kind).items()):
+        if isfunction(method) and (name == "__init__" or not name.startswith("_")):
+            setattr(kind, name, brief(method))
+    return kind
+
+
+def _brief(error: Exception) -> Exception:
+    """Leave of an error and of its cause only frames from the user's code on; drop a cause without any."""
+    if error.__cause__ and not _in_user_code(error.__cause__).__traceback__:
+        error.__cause__ = None
+    return _in_user_code(error)
+
+
+def _in_user_code(error: _Error) -> _Error:
+    frames = error.__traceback__
+    while frames and frames.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL:
+        frames = frames.tb_next
+    return error.with_traceback(frames)
 
 
 def unread() -> int:

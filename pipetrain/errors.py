@@ -6,6 +6,9 @@ Every module may raise them, so this one imports none. The schedules have their 
 from __future__ import annotations
 
 import re
+from typing import TypeVar
+
+_Error = TypeVar("_Error", bound=Exception)
 
 
 class ConfigError(ValueError):
@@ -13,7 +16,7 @@ class ConfigError(ValueError):
 
 
 class Refused(ConfigError):
-    """A refusal that all ranks of a run have heard, so that rank 0 alone says it."""
+    """A refusal that all ranks of a run have heard."""
 
 
 class TrainingStopped(RuntimeError):
@@ -34,6 +37,16 @@ class NotRecorded(RuntimeError):
 
 class ChannelError(RuntimeError):
     """A message between ranks that was not received or sent; the text says which, and between whom."""
+
+
+def unsaid(error: _Error) -> _Error:
+    """Return an error of the same kind that another rank says, too.
+
+    It can be caught likewise; where nobody does, Python ends with status 1, and prints nothing.
+    """
+    kind = type(error)
+    quiet = type(kind.__name__, (kind, SystemExit), {"code": 1, "__module__": kind.__module__})
+    return quiet(*error.args)  # type: ignore[no-any-return]
 
 
 def cause_of(error: Exception) -> str:

@@ -28,7 +28,7 @@ from pipetrain.checkpoint.resume import (
 from pipetrain.checkpoint.writer import Keeper, Writer
 from pipetrain.data.loading import Loader, has_length
 from pipetrain.data.sets import DataFacts
-from pipetrain.ending import terminate
+from pipetrain.ending import brief, terminate
 from pipetrain.epochs import AfterEpoch, Epochs
 from pipetrain.errors import ChannelError, ConfigError
 from pipetrain.pipeline import Pipeline
@@ -50,6 +50,7 @@ log = logging.getLogger("pipetrain")
 _trainings = count()
 
 
+@brief
 def fit(
     pipe: Pipeline,
     train: Loader,

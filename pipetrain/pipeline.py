@@ -36,6 +36,7 @@ from pipetrain.checkpoint.state import StatefulPart, parts_of, restore, restore_
 from pipetrain.checkpoint.writer import save_now
 from pipetrain.choices import conf_dir
 from pipetrain.data.loading import Loader, Reader
+from pipetrain.ending import brief_methods
 from pipetrain.errors import ConfigError
 from pipetrain.network.factory import Factory
 from pipetrain.network.values import Value
@@ -65,6 +66,7 @@ def schedules() -> dict[str, str]:
     return {path.stem: path.read_text().splitlines()[1].removeprefix("# ") for path in files}
 
 
+@brief_methods
 class Pipeline:
     """A model cut into stages over the processes of torchrun, and its training.
 

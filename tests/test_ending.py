@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from pipetrain.ending import guarded
-from pipetrain.errors import ChannelError, ConfigError, NotRecorded, Refused, TrainingStopped
+from pipetrain.errors import ChannelError, ConfigError, NotRecorded, Refused, TrainingStopped, unsaid
 from pipetrain.records.files import LogFile
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.schedule.simulate import Deadlock
@@ -34,7 +34,8 @@ def log(tmp_path) -> Iterator[Path]:
     [
         (ConfigError("no\n  such\tkey"), 2, 1, "no such key"),
         (Refused("no such key"), 2, 0, "no such key"),
-        (Refused("no such key"), 2, 1, ""),  # rank 0 says it for all
+        (unsaid(Refused("no such key")), 2, 1, ""),  # rank 0 says it for all
+        (unsaid(TrainingStopped("no such key")), 1, 1, ""),
         (ScheduleError("no such key"), 2, 1, "no such key"),
         (Deadlock("no such key"), 2, 1, "no such key"),
         (ChannelError("no such key"), 1, 1, "no such key"),
@@ -58,6 +59,14 @@ def test_a_status_passes_through_and_a_mistake_of_ours_is_not_hidden():
     assert [guarded(lambda status=status: status) for status in (0, 3)] == [0, 3]
     with pytest.raises(ZeroDivisionError):
         guarded(Mock(side_effect=ZeroDivisionError))
+
+
+def test_an_error_that_another_rank_says_is_of_its_kind_and_ends_a_program_without_a_word():
+    with pytest.raises(ConfigError, match="no such key"):
+        raise unsaid(Refused("no such key"))
+    code = "from pipetrain.errors import Refused, unsaid; raise unsaid(Refused('no such key'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 
 
 @pytest.mark.parametrize("status", [0, 2])

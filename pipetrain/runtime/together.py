@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipetrain.errors import ConfigError, Refused, TrainingStopped, one_line
+from pipetrain.errors import ConfigError, Refused, TrainingStopped, one_line, unsaid
 from pipetrain.groups import title
 from pipetrain.network.values import bytes_of, specs_of
 from pipetrain.rate import Rate
@@ -105,7 +105,7 @@ def raise_failure(error: Exception | None, failure: Failure | None, rank: int) -
         raise error
     if failure is not None:
         text, refused = failure
-        raise (ConfigError if refused else TrainingStopped)(f"rank {rank} stopped: {text}")
+        raise unsaid((ConfigError if refused else TrainingStopped)(f"rank {rank} stopped: {text}"))
 
 
 def conditions(settings: Settings, optimizer: Optimizer, program: Program, rate: Rate) -> dict[str, Any]:
@@ -132,10 +132,11 @@ def prove_same(ranks: Ranks, what: str, mine: Mapping[str, Any]) -> None:
         for name in first | theirs:
             expected, other = (texts.get(name, "nothing") for texts in (first, theirs))
             if expected != other:
-                raise Refused(
+                refusal = Refused(
                     f"rank {rank} has {name}={other}, and rank 0 has {expected}: give all ranks the same "
                     f"arguments, code and files"
                 )
+                raise unsaid(refusal) if ranks.world.rank else refusal
 
 
 def _in_words(value: Any) -> Any:

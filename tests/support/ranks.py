@@ -132,6 +132,8 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
             return
         try:
             result, error = function(*arguments), ""
+        except Exception:
+            result, error = None, traceback.format_exc()
         except SystemExit as end:  # this rank is to end, with that as its result
             _send(pipe, end.code, "")
             os._exit(0)

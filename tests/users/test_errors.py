@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import random
+import re
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from torch.nn.functional import mse_loss
 
 from pipetrain import ConfigError, Pipeline
 
+MINE = Path(__file__).name
 INPUTS, TARGETS = torch.ones(8, 4), torch.ones(8, 2)
 
 
@@ -60,7 +63,8 @@ def shown(program: Callable[[], None]) -> str:
         try:
             program()
         except Exception as error:
-            sys.excepthook(type(error), error, error.__traceback__)
+            if not isinstance(error, SystemExit):  # by which Python ends without a word
+                sys.excepthook(type(error), error, error.__traceback__)
         Own.wrong = wrong
     return said.getvalue()
 
@@ -69,18 +73,52 @@ def test_a_program_ends_by_its_own_traceback_whose_last_line_is_our_sentence(ran
     for said in ranks(shown, no_batch):
         assert "in no_batch" in said
         assert "ConfigError: the loader has no batch: give one that has" in said.splitlines()[-1]
+        assert files(said) == [MINE, MINE, "ending.py"]
     for said in ranks(shown, wrong_program):
         assert 'raise KeyError("my program")' in said
         assert "pipetrain.errors" not in said
 
 
+class Torn:
+    """A loader whose second batch cannot be read."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield INPUTS, TARGETS
+        raise OSError("no such file")
+
+
+def test_what_one_rank_shows_no_other_does_and_it_can_be_caught_there(ranks):
+    assert ranks(caught) == [("OSError", "no such file"), ("TrainingStopped", "rank 0 stopped: no such file")]
+    first, other = ranks(shown, torn)
+    assert (files(first)[-1], first.splitlines()[-1], other) == (MINE, "OSError: no such file", "")
+
+
+def torn() -> None:
+    list(pipeline().train(Torn()))
+
+
+def caught() -> tuple[str, str]:
+    try:
+        torn()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError
+
+
 def test_a_mistake_in_a_layer_is_shown_where_it_is_and_the_ranks_that_lost_it_say_who(ranks):
     lost, failed = ranks(shown, wrong_layer)
     assert 'raise KeyError("my layer")' in failed
+    assert files(failed) == [MINE, MINE, MINE, "ending.py"]  # the layer, and the program
+    assert files(lost) == [MINE, MINE, "ending.py"]
     assert failed.splitlines()[-1].endswith(
         "ActionFailed: rank 1, stage 1, action 1F0@0: KeyError: 'my layer'"
     )
     assert "ChannelError: rank 0 lost rank 1 at " in lost
+
+
+def files(said: str) -> list[str]:
+    """The files of the frames that are shown."""
+    return [Path(name).name for name in re.findall(r'^  File "(.*)", line', said, re.MULTILINE)]
 
 
 def changed() -> list[str]:
