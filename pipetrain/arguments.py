@@ -30,7 +30,7 @@ from pipetrain.plan.memory import optimizer_state
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
 from pipetrain.rate import LearningRate, Rate, learning_rate
-from pipetrain.runtime.optimizer import prove_optimizer, small_copies
+from pipetrain.runtime.optimizer import prove_optimizer, trial_optimizer
 from pipetrain.runtime.profile import measure, twin_of
 from pipetrain.runtime.together import Together, conditions, digest, level, prove_same
 from pipetrain.runtime.weights import OptimizerFactory
@@ -80,7 +80,7 @@ class Arguments:
                 f"batches: let rank 0 have it"
             )
         factory = prove_optimizer(optim, model, len(draft.placement))
-        made, fraction = factory(small_copies(model)), learning_rate(lr_schedule or "constant", 0.0, 1)
+        made, fraction = trial_optimizer(factory, model), learning_rate(lr_schedule or "constant", 0.0, 1)
         rate = LearningRate(float(made.param_groups[0].get("lr", 0.0)), fraction)
         options = optim.options or {"_target_": title(made)}
         settings = settled(draft.settings, str(options["_target_"]), len(draft.placement))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -100,19 +101,20 @@ def known_state(target: str, options: Mapping[str, Any]) -> int | None:
 def optimizer_state(make: Callable[[Any], Optimizer]) -> Callable[[str, TensorSpec], int]:
     """Return a function that tells the bytes of an optimizer's state of a parameter.
 
-    It steps a small parameter with its name and number of dimensions; state without dimensions is left out.
+    It steps a small parameter with its name and number of dimensions, which has the true shape when the
+    optimizer is made if that fails otherwise; state without dimensions is left out.
     """
 
     @cache
-    def ratio(name: str, dimensions: int, dtype: torch.dtype) -> float:
-        parameter = nn.Parameter(torch.ones((2,) * dimensions, dtype=dtype))
-        try:
-            optimizer = make([(name, parameter)])
-            parameter.grad = torch.ones_like(parameter)
-            optimizer.step()
-        except Exception:  # such as an optimizer of matrices for a vector, which is refused elsewhere
-            return 0.0
-        leaves = tree_leaves(list(optimizer.state.values()))
-        return sum(t.nbytes for t in leaves if isinstance(t, Tensor) and t.dim()) / parameter.nbytes
+    def ratio(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
+        small = torch.ones((2,) * len(shape), dtype=dtype)
+        for parameter in (nn.Parameter(small), nn.Parameter(torch.ones((), dtype=dtype).expand(shape))):
+            with suppress(Exception):  # as of an optimizer of matrices for a vector, refused elsewhere
+                optimizer = make([(name, parameter)])
+                parameter.data, parameter.grad = small, torch.ones_like(small)
+                optimizer.step()
+                leaves = tree_leaves(list(optimizer.state.values()))
+                return sum(t.nbytes for t in leaves if isinstance(t, Tensor) and t.dim()) / small.nbytes
+        return 0.0
 
-    return lambda name, spec: round(ratio(name, len(spec.shape), spec.dtype) * spec.nbytes)
+    return lambda name, spec: round(ratio(name, spec.shape, spec.dtype) * spec.nbytes)

@@ -1,7 +1,8 @@
 """The optimizer, tried before the start.
 
 Each stage has its own optimizer over its own parameters. So it is tried on small copies of the model's: two
-optimizers of half of them each must step as one of all does.
+optimizers of half of them each must step as one of all does. Where that fails the parameters have their true
+shapes until the optimizer is made, as its function may choose by them.
 """
 
 from __future__ import annotations
@@ -28,14 +29,31 @@ _Parameters = list[tuple[str, nn.Parameter]]
 def prove_optimizer(optim: Optim, model: nn.Module, stages: int) -> OptimizerFactory:
     """Return a stage's factory, of the first form that works. Raises ConfigError."""
     groups = groups_of(optim, model)
-    *first, last = (partial(_tried, optim.name, form, groups, model, stages) for form in optim.forms)
+    ways = ((form, true) for form in optim.forms for true in (False, True))
+    *first, last = (partial(_tried, optim.name, form, groups, model, stages, true) for form, true in ways)
     for tried in first:
         with suppress(ConfigError):
             return tried()
     return last()
 
 
-def small_copies(model: nn.Module) -> _Parameters:
+def trial_optimizer(factory: OptimizerFactory, model: nn.Module) -> Optimizer:
+    """Return an optimizer of parameters like all of a model's, without their numbers."""
+    with suppress(Exception):
+        return factory(_in_true_shapes(model, "meta"))
+    return factory(_in_true_shapes(model, "cpu"))  # it reads numbers as it is made
+
+
+def _in_true_shapes(model: nn.Module, device: str) -> _Parameters:
+    """Return a parameter of the true shape, without memory, for each one that a model trains, by name."""
+    return [
+        (name, nn.Parameter(torch.zeros((), dtype=p.dtype, device=device).expand(p.shape)))
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    ]
+
+
+def _small_copies(model: nn.Module) -> _Parameters:
     """Return a parameter of at most 2 in each dimension for each one that a model trains, with its name."""
     return [
         (name, nn.Parameter(torch.linspace(0.5, 1, math.prod(shape)).reshape(shape).to(p.dtype)))
@@ -54,15 +72,20 @@ def _tried(
     groups: Sequence[Group],
     model: nn.Module,
     stages: int,
+    true: bool,
 ) -> OptimizerFactory:
-    """Return the factory; refuse an optimizer that fails, or that stages cannot use."""
+    """Return the factory; refuse an optimizer that fails, or that stages cannot use.
+
+    `true`: whether its function is given true shapes.
+    """
     factory = partial(optimizer_of, function, groups)
-    whole, apart, gradients = small_copies(model), small_copies(model), _gradients(model)
+    whole, apart = (_in_true_shapes(model, "cpu") if true else _small_copies(model) for _ in range(2))
+    small, gradients = dict(_small_copies(model)), _gradients(model)
     middle = len(apart) // 2
     try:
-        optimizer = _stepped(factory, whole, gradients)
-        for half in filter(None, (apart[:middle], apart[middle:])):
-            _stepped(factory, half, gradients)
+        optimizer = _stepped(factory, whole, small, gradients)
+        for half in filter(None, (apart[:middle], apart[middle:]) if stages > 1 else ()):
+            _stepped(factory, half, small, gradients)
     except ConfigError:
         raise
     except Exception as error:  # a user's class may raise anything
@@ -86,12 +109,20 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     sparse = {id(table.weight) for table in tables}
     names = {name for name, parameter in model.named_parameters() if id(parameter) in sparse}
-    dense = {name: torch.full_like(p, 1 / k) for k, (name, p) in enumerate(small_copies(model), start=1)}
+    dense = {name: torch.full_like(p, 1 / k) for k, (name, p) in enumerate(_small_copies(model), start=1)}
     return {name: g.to_sparse(1) if name in names else g for name, g in dense.items()}
 
 
-def _stepped(factory: OptimizerFactory, named: _Parameters, gradients: Mapping[str, Tensor]) -> Optimizer:
-    """Make some steps; return the optimizer. Raises ConfigError if it has other parameters."""
+def _stepped(
+    factory: OptimizerFactory,
+    named: _Parameters,
+    small: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+) -> Optimizer:
+    """Make some steps of copies that get the `small` numbers; return the optimizer.
+
+    Raises ConfigError if it has other parameters, or keeps gradients.
+    """
     optimizer = factory(named)
     if {id(p) for group in optimizer.param_groups for p in group["params"]} != {id(p) for _, p in named}:
         raise ConfigError(
@@ -99,8 +130,20 @@ def _stepped(factory: OptimizerFactory, named: _Parameters, gradients: Mapping[s
             f"gives its own: let the function pass on its argument, all of it, as in lambda p: "
             f"{type(optimizer).__name__}(p, ...), and freeze the others by requires_grad_(False)"
         )
+    for name, weight in named:
+        for key, value in optimizer.state.get(weight, {}).items():  # which some make at once
+            if isinstance(value, Tensor) and value.shape == weight.shape:
+                optimizer.state[weight][key] = value[tuple(map(slice, small[name].shape))].clone()
+        weight.data = small[name].clone()
     for size in SIZES:
         for name, weight in named:
             weight.grad = gradients[name] * size
         optimizer.step()
+        optimizer.zero_grad()
+        if any(weight.grad.to_dense().any() for _, weight in named if weight.grad is not None):
+            raise ConfigError(
+                f"optimizer {type(optimizer).__name__} keeps gradients after a step, as one does that "
+                f"accumulates them, and here each update has a batch of its own: leave that out, and give "
+                f"larger batches in more microbatches="
+            )
     return optimizer

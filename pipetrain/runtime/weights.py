@@ -264,6 +264,7 @@ class Weights:
                 group["lr"] = rate(self.updates) * factor
             with self.late.following(self.updates):
                 self._step(self.optimizer, skip)
+            self.optimizer.zero_grad()  # as a program does
             for parameter in self.live.values():
                 parameter.grad = None
         if self._ema is not None:

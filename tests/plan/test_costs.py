@@ -222,6 +222,11 @@ def test_the_state_of_an_optimizer_is_known_or_found_by_a_step_on_small_paramete
         assert optimizer_state(factory)("a", spec) == 600 * FLOAT * kept
     assert known_state("somebody.SGD", {}) is None
 
+    def of_large_ones(named):
+        return torch.optim.Adam([p for _, p in named if max(p.shape) > 2])
+
+    assert optimizer_state(of_large_ones)("a", spec) == 600 * FLOAT * 2
+
 
 # A profile and its file
 

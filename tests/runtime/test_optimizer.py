@@ -9,7 +9,7 @@ from torch import nn
 from pipetrain.arguments import read_optimizer
 from pipetrain.building import make_optimizer
 from pipetrain.errors import ConfigError
-from pipetrain.runtime.optimizer import prove_optimizer
+from pipetrain.runtime.optimizer import prove_optimizer, trial_optimizer
 from tests.support.cases import config
 from tests.support.refusals import changed, refusal
 
@@ -65,6 +65,45 @@ def test_an_optimizer_whose_step_looks_at_all_parameters_is_refused_over_several
     says = f"optimizer {HERE}Clips lets the step of one parameter depend on others, or on how many"
     assert refusal(lambda: made(f"{HERE}Clips")).startswith(says)
     assert made(f"{HERE}Clips", stages=1)
+
+
+class EverySecond(torch.optim.SGD):
+    """Steps at every second call, and keeps the gradients between, as where accumulating is wrapped."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        return None if self.calls % 2 else super().step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        if self.calls % 2 == 0:
+            super().zero_grad(set_to_none)
+
+
+def test_one_that_keeps_gradients_between_its_steps_is_refused_with_the_way_that_works():
+    says = "optimizer EverySecond keeps gradients after a step, as one does that accumulates them, "
+    assert refusal(lambda: made(f"{HERE}EverySecond", stages=1)).startswith(says)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.SGD])
+def test_a_function_that_chooses_by_shape_is_given_the_true_ones(kind):
+    """Also of parameters that fit in no memory, by an optimizer that makes its state only as it steps."""
+
+    def by_shape(parameters):
+        large, small = ([p for p in parameters if (min(p.shape) > 2) is large] for large in (True, False))
+        if not large:
+            raise ValueError("nothing is large")
+        return kind([{"params": large, "lr": 0.25}, {"params": small}], 0.5)
+
+    width, where = (10**6, "meta") if kind is torch.optim.SGD else (3, "cpu")
+    with torch.device(where):
+        model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 2))
+    found = trial_optimizer(prove_optimizer(read_optimizer(by_shape, None), model, 1), model).param_groups
+    shapes = {group["lr"]: [tuple(p.shape) for p in group["params"]] for group in found}
+    assert shapes == {0.25: [(width, width), (width,)], 0.5: [(2, width), (2,)]}
+    with pytest.raises(ConfigError, match=r"optim cannot be built by .*: nothing is large"):  # on one of two
+        prove_optimizer(read_optimizer(by_shape, None), model, 2)
 
 
 def test_it_is_tried_with_weights_and_gradients_such_as_the_model_s():
