@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from omegaconf.errors import InterpolationKeyError
 from torch import nn
 from torch.optim import Optimizer
 
-from pipetrain.choices import names_of, shipped
+from pipetrain.choices import names_of, nearest, shipped
 from pipetrain.codec import Codec
 from pipetrain.correction import Correction, together
 from pipetrain.errors import ConfigError, one_line
@@ -80,8 +79,8 @@ def _refuse_unknown(key: str, node: DictConfig) -> None:
         return
     for name in map(str, node):
         if not known & {name, f"_{name}"} and not name.startswith("_"):
-            close = difflib.get_close_matches(name, known, n=1)
-            meant = f"did you mean {close[0]}? If not, " if close else ""
+            close = " or ".join(nearest(name, known))
+            meant = close and f"did you mean {close}? If not, "
             raise ConfigError(
                 f"{key} cannot be built: {node['_target_']} takes no {name}; {meant}leave it out with "
                 f"~{key}.{name}"

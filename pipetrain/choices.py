@@ -1,11 +1,54 @@
-"""The configuration files that are shipped: what there is to choose in each group."""
+"""The configuration files that are shipped: what there is to choose, and what other names may mean."""
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+# Words in the names of other tools' options, and ours for them.
+_OURS = {
+    "accelerator": "device", "accumulation": "microbatches", "amp": "precision", "arch": "model",
+    "bf16": "precision", "chunks": "microbatches", "criterion": "loss", "dataset": "data",
+    "devices": "stages", "fp16": "precision", "gpus": "stages", "gradient": "grad", "logging": "log",
+    "network": "model", "nproc": "stages", "num": "", "optimizer": "optim", "output": "run",
+    "processes": "stages", "rate": "lr", "save": "checkpoint", "scheduler": "lr_schedule",
+    "steps": "updates", "world": "stages",
+}  # fmt: skip
+
+
+def nearest(typed: str, names: Collection[str]) -> list[str]:
+    """Return what a name may mean that is none of these, such as epochs for num-epochs: at most three.
+
+    That which it nearly spells, that of which it has the most words and all, or those that share most words.
+    """
+    leaves = {name.rpartition(".")[2]: name for name in sorted(names, reverse=True)}
+    if not _OURS.keys() & {*_split(typed)} and (close := _close(typed, [*names, *leaves], 0.85)):
+        return [leaves.get(name, name) for name in close]
+    words, words_of = _words(typed), {name: _words(leaf) for leaf, name in leaves.items()}
+    if whole := {name: len(of) for name, of in words_of.items() if of and of <= words}:
+        return [max(whole, key=lambda name: whole[name])]
+    shares = {name: len(of & words) / len(of | words) for name, of in words_of.items()}
+    most = max(shares.values())
+    shared = sorted(name for name, share in shares.items() if share == most >= 0.25)
+    return shared[:3] or _close(typed, names, 0.7)
+
+
+def _close(typed: str, names: Collection[str], cutoff: float) -> list[str]:
+    return difflib.get_close_matches(typed, names, n=1, cutoff=cutoff)
+
+
+def _split(name: str) -> list[str]:
+    return re.findall("[a-z0-9]+", name.lower())
+
+
+def _words(name: str) -> set[str]:
+    """Return the words of a name, ours in place of those of other tools."""
+    return {part for word in _split(name) for part in _OURS.get(word, word).split("_")} - {""}
 
 
 def conf_dir() -> Path:

@@ -117,8 +117,9 @@ def leave(status: int) -> NoReturn:
     if status == 0:
         atexit._run_exitfuncs()  # includes those of the libraries of a user's model
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it
+            stream.flush()
     os._exit(status)
 
 
@@ -129,7 +130,8 @@ def _rank() -> int:
 def _report(error: object, status: int) -> int:
     """Print a message on standard error and write it to the run's log."""
     text = _sentence(error)
-    print(text, file=sys.stderr, flush=True)
+    with suppress(OSError):  # nobody reads it
+        print(text, file=sys.stderr, flush=True)
     _log(text)
     return status
 

@@ -92,7 +92,8 @@ def one_of(*names: str) -> Rule:
 
 
 def _path(value: str | PathLike[str]) -> Path:
-    """Return a path. Raises ValueError for one that no file can have: too long, or with a zero byte."""
+    """Return a path. Raises ValueError for one that no file can have: too long, with a zero byte, no text."""
+    str(value).encode()
     try:
         Path(value).lstat()
     except OSError as error:

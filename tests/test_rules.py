@@ -44,6 +44,7 @@ def test_what_obeys_a_rule_is_read_as_python_s_own():
         (POSITIVE, 10**400, f"key={'1' + '0' * 79}... must be a finite number above 0"),
         (PATH, "a\0b", "key=a\0b must be the path of a file or a folder"),
         (PATH, "a" * 300, f"key={'a' * 80}... must be the path of a file or a folder"),
+        (PATH, "a\udcff", "key=a\udcff must be the path of a file or a folder"),
         (PATH, np.zeros((2, 2)), "key=[[0. 0.] [0. 0.]] must be the path of a file or a folder"),
         (BOOL, {1: "x" * 99}, f"key={{1: '{'x' * 75}... must be true or false"),
     ],

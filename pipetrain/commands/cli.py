@@ -7,13 +7,13 @@ torch, so that scripts/compare.py can read overrides without it.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from difflib import get_close_matches
 from functools import cache
 from logging import getLevelNamesMapping
 from pathlib import Path
@@ -21,17 +21,22 @@ from tempfile import gettempdir
 from typing import Any
 
 import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipetrain.choices import conf_dir
+from pipetrain.choices import conf_dir, nearest
 from pipetrain.commands.usage import usage
 from pipetrain.ending import unread
 from pipetrain.errors import ConfigError, one_line
+from pipetrain.rules import PATH
 from pipetrain.schedule.actions import ScheduleError
 
 CODECS = ("codec.forward", "codec.backward")
+_BUILT = ("model", "optim", "task", "schedule")  # groups of what a _target_ builds
 ALL = "--cfg job shows all there is"
 MAY_BE_NULL = {"data.sample", "data.train", "data.test"}  # mappings that some data sets do without
 
@@ -47,7 +52,6 @@ _NO_OUTPUTS = [
     "++hydra.job_logging.root=null",
     "++hydra.hydra_logging.root=null",
 ]
-_OVERRIDE = re.compile(r"~|[^-][^=]*=")
 # Flags by which something is printed, and nothing runs.
 _ASKING = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
 # A choice from one group for each of two packages, which Hydra writes as GROUP@PACKAGE=NAME.
@@ -62,18 +66,62 @@ OmegaConf.register_new_resolver(  # another one is refused once there is a log t
 )
 
 
+def in_order(words: Sequence[str], name: str) -> list[str]:
+    """Return a command line with Hydra's flags first, between which it takes no overrides.
+
+    Raises ConfigError for a word that is neither, nor the value of a flag.
+    """
+    known = get_args_parser()._option_string_actions
+    flags, overrides = list[str](), list[str]()
+    for before, word, after in zip(["", *words], words, [*words[1:], "="], strict=False):
+        flag, equals, value = word.partition("=")
+        if word.startswith("~") or (equals and not word.startswith("-")):
+            overrides.append(word)
+        elif flag in known or (before in known and not word.startswith("-")):
+            flags.append(word)
+        else:
+            value = value or ("VALUE" if re.match("[-~]|.*=", after) else after)
+            meant = nearest(flag.lstrip("-"), _options(name))
+            example = " or ".join(f"{key}={value}" for key in meant) or "OPTION=VALUE"
+            raise ConfigError(f"{word} cannot be read: options are written as {example}; see --help")
+    return [*flags, *overrides]
+
+
 def as_hydra(words: Sequence[str]) -> list[str]:
     """Return a command line's arguments in Hydra's syntax."""
-    if {"-m", "--multirun"} & {*words}:  # a sweep has a folder for each job in that of the sweep
+    sweeps = not {"-m", "--multirun"}.isdisjoint(words)
+    if sweeps:  # which has a folder for each job in that of the sweep
         words = [re.sub(r"^\+*run_dir=", "hydra.sweep.dir=", word) for word in words]
-    return [f"++{word}" if _ADDED.match(word) else _CODEC.sub(r"\1codec@\2", word) for word in words]
+    words = [_CODEC.sub(r"\1codec@\2", word) for word in words]
+    return [_readable(f"++{word}" if _ADDED.match(word) else word, sweeps) for word in words]
+
+
+def _readable(word: str, sweeps: bool) -> str:
+    """Return an override that Hydra can read, with quotes where it has letters that Hydra does not know."""
+    key, equals, value = word.partition("=")
+    if not equals or key.startswith(("-", "~")):
+        return word
+    if value.startswith("~/"):  # which shells leave as it is behind a "="
+        value = os.path.expanduser(value)
+    read = _read(value)
+    listed = isinstance(read, ChoiceSweep) and not sweeps and os.path.exists(value)  # a name with commas
+    folder = key.lstrip("+") in ("run_dir", "hydra.sweep.dir") and not isinstance(read, str | None)
+    return f"{key}={quoted(value) if listed or folder or isinstance(read, HydraException) else value}"
+
+
+def _read(value: str) -> Any:
+    """Return what Hydra makes of a value; an error where it has no words for it."""
+    try:
+        return OverridesParser.create().parse_override(f"x={value}").value()
+    except HydraException as error:
+        return error
 
 
 def quoted(value: str) -> str:
-    """Quote a value for Hydra's override grammar, if needed."""
-    if re.fullmatch(r"[\w./-]+", value, re.ASCII):
+    """Quote a value for Hydra's override grammar, if it would not be read as this text."""
+    if _read(value) == value:
         return value
-    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", value) + "'"
+    return "'" + re.sub(r"(\\*)('|$)", lambda end: end[1] * 2 + ("\\'" if end[2] else ""), value) + "'"
 
 
 class _JobFailed(BaseException):
@@ -114,6 +162,7 @@ def compose(
         if {"-h", "--help"} & {*words}:
             print(usage(conf_dir(), name, words), end="", flush=True)
             return 0
+        words = in_order(words, name)
         for word in words:
             _refuse_word(word)
         sys.argv[1:] = as_hydra(words)
@@ -121,10 +170,10 @@ def compose(
             hydra.main(config_path=str(conf_dir()), config_name=name, version_base="1.3")(job)()
     except _JobFailed as failed:
         if isinstance(failed.error, OmegaConfBaseException):
-            raise ConfigError(_sentence(failed.error, _known(name))) from failed.error
+            raise ConfigError(_sentence(failed.error, name)) from failed.error
         raise failed.error from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(_sentence(error, _known(name))) from error
+        raise ConfigError(_sentence(error, name)) from error
     except BrokenPipeError:  # of --help and --cfg
         return unread()
     except OSError as error:
@@ -138,10 +187,8 @@ def compose(
 @contextmanager
 def _without_outputs() -> Iterator[None]:
     """Let Hydra log nothing, and make no folder but that of a sweep, which is removed."""
-    words, folder = sys.argv[1:], Path(gettempdir(), f"pipetrain-{os.getpid()}")
-    overrides = [index for index, word in enumerate(words, 1) if _OVERRIDE.match(word)]
-    end = overrides[-1] if overrides else len(words)  # argparse takes overrides in one row, or refuses them
-    sys.argv[1:] = [*words[:end], *_NO_OUTPUTS, f"hydra.sweep.dir={quoted(str(folder))}", *words[end:]]
+    folder = Path(gettempdir(), f"pipetrain-{os.getpid()}")
+    sys.argv += [*_NO_OUTPUTS, f"hydra.sweep.dir={quoted(str(folder))}"]
     try:
         yield
     finally:
@@ -157,13 +204,13 @@ def composed(name: str, words: Sequence[str]) -> DictConfig:
             cfg = hydra.compose(name, overrides=as_hydra(words))
         _refuse_unread_keys(cfg, name)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_sentence(error, _known(name))) from error
+        raise ConfigError(_sentence(error, name)) from error
     return cfg
 
 
 def _refuse_unread_keys(cfg: DictConfig, name: str) -> None:
     content: Any = OmegaConf.to_container(cfg, resolve=False)
-    _refuse_unread(content, _known(name), str(content))
+    _refuse_unread(content, name, str(content))
 
 
 def as_mapping(cfg: DictConfig) -> dict[str, Any]:
@@ -175,8 +222,8 @@ def as_mapping(cfg: DictConfig) -> dict[str, Any]:
 def contained(cfg: DictConfig, run_dir: Path) -> DictConfig:
     """Return the configuration with Hydra's interpolations resolved and absolute folders."""
     cfg = cfg.copy()
-    if not OmegaConf.is_interpolation(cfg, "run_dir") and not cfg.run_dir:
-        raise ConfigError(f"run_dir={cfg.run_dir} must name a folder")
+    if not OmegaConf.is_interpolation(cfg, "run_dir"):
+        PATH.read("run_dir", cfg.run_dir)
     cfg.run_dir = str(run_dir)
     root = cfg.data.get("root")
     if root is not None:
@@ -193,39 +240,49 @@ def _refuse_word(word: str) -> None:
         raise ConfigError(f"{word} must be a name; choose one of: {', '.join(choices)}")
 
 
-def _sentence(error: BaseException, known: Collection[str]) -> str:
+def _sentence(error: BaseException, command: str) -> str:
     """Return Hydra's error on one line, with a suggestion for an unknown key, which its text alone names."""
     error = error.__cause__ if isinstance(error.__cause__, HydraException) else error
     text = one_line(error)
     if isinstance(error, MissingConfigException):
-        choices = f": choose one of {', '.join(error.options)}" if error.options else ""
-        return f"there is no {error.missing_cfg_file}{choices}"
+        group, _, choice = str(error.missing_cfg_file).partition("/")
+        return _no_choice(group, choice, error.options or [])
     if isinstance(error, OverrideParseException):
-        return f"{error.override} cannot be read: {text}"
+        return f"{error.override} cannot be read: write OPTION=VALUE, with an option of --help"
     if key := re.search(r"Could not override '([^']+)'", text):
-        return f"there is no {key[1]} in the configuration{_suggestion(key[1], known)}; {ALL}"
+        return f"there is no {key[1]} in the configuration{_suggestion(key[1], command)}; {ALL}"
     return text
 
 
-def _suggestion(key: str, known: Collection[str]) -> str:
+def _no_choice(group: str, name: str, options: Sequence[str]) -> str:
+    """Return the sentence for a choice that a group does not have: a class or function may be meant."""
+    close = " or ".join(get_close_matches(name.lower(), options, n=2))
+    meant = close and f"did you mean {close}? "
+    own = f", or your own by {group}._target_={name if '.' in name else 'MODULE.NAME'}" * (group in _BUILT)
+    return f"there is no {group}/{name}: {meant}choose one of {', '.join(options)}{own}"
+
+
+def _suggestion(key: str, name: str) -> str:
+    known = _known(name)
     parts = sorted(other for other in known if other.startswith(f"{key}."))
     if key in known and not parts:
         return f"; it belongs to another choice of {key.partition('.')[0]}="
-    meant = " or ".join(parts or difflib.get_close_matches(key, known, n=1))
+    meant = " or ".join(parts or nearest(key, _options(name)))
     return meant and f"; did you mean {meant}"
 
 
-def _refuse_unread(content: Mapping[str, Any], known: Collection[str], text: str, prefix: str = "") -> None:
+def _refuse_unread(content: Mapping[str, Any], name: str, text: str, prefix: str = "") -> None:
     """Refuse a key that nothing reads, not even an interpolation in `text`, or that must have parts."""
-    for name, value in content.items():
-        key = f"{prefix}{name}"
+    known = _known(name)
+    for part, value in content.items():
+        key = f"{prefix}{part}"
         parts = sorted(other for other in known if other.startswith(f"{key}."))
         if key not in known and not re.search(rf"\$\{{{re.escape(key)}\b", text):
-            raise ConfigError(f"nothing reads {key}{_suggestion(key, known)}; {ALL}")
+            raise ConfigError(f"nothing reads {key}{_suggestion(key, name)}; {ALL}")
         if parts and not isinstance(value, dict) and not (value is None and key in MAY_BE_NULL):
             raise ConfigError(f"{key} must be given by its parts: {'=, '.join(parts)}=")
         if parts and value is not None:
-            _refuse_unread(value, known, text, f"{key}.")
+            _refuse_unread(value, name, text, f"{key}.")
 
 
 @cache
@@ -239,6 +296,16 @@ def _known(name: str) -> set[str]:
     for prefix, path in files:
         known.update(_keys(OmegaConf.to_container(OmegaConf.load(path)), prefix))
     return known - {"defaults"}
+
+
+@cache
+def _options(name: str) -> set[str]:
+    """Return the options that a wrong one may mean: those of conf/, with arguments of what is built."""
+    options = {key for key in _known(name) if key.count(".") < 2}
+    for group in ("model", "optim"):
+        for path in (conf_dir() / group).glob("*.yaml"):
+            options.update(_keys(OmegaConf.to_container(OmegaConf.load(path)), f"{group}."))
+    return {key for key in options if "._" not in key}
 
 
 def _keys(content: Any, prefix: str) -> Iterator[str]:

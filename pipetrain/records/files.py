@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from io import FileIO, StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from pipetrain.ending import unread
 
 log = logging.getLogger("pipetrain")
 
@@ -76,6 +79,17 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
+class Console(logging.StreamHandler[TextIO]):
+    """Standard output: a run goes on where a line cannot be written, or is not read, as after `| head`."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, BrokenPipeError):
+            unread()
+        elif not isinstance(error, OSError):
+            super().handleError(record)
+
+
 class LogFile(logging.FileHandler):
     """A log file that keeps lines which cannot be written, where Python's would print a traceback.
 
@@ -89,7 +103,7 @@ class LogFile(logging.FileHandler):
         self._failed = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._kept += f"{self.format(record)}\n".encode()
+        self._kept += f"{self.format(record)}\n".encode(errors="backslashreplace")
         before = self._failed
         try:
             if self._file is None:

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml
@@ -48,7 +49,7 @@ class RunFolder:
     def go_on(self) -> str:
         """What goes on with the run; the configuration of a program has no model."""
         if "model" in self.config:
-            return f"run_dir={self.path} resume=auto"
+            return f"run_dir={quote(str(self.path))} resume=auto"
         return f'fit(..., run_dir="{self.path}", resume="auto")'
 
     def saved_so_far(self) -> str:
@@ -92,7 +93,10 @@ def claim(
             if not stack.enter_context(_lock(folder, patience_s)):
                 why = "is in use by a run that is going on; choose another"
             elif not finished and is_finished(folder):
-                why = "holds a finished run; choose another, or remove it"
+                why = (
+                    "holds a finished run: go on with resume=auto, the same options and more epochs, choose "
+                    "another folder, or remove it"
+                )
             elif not resuming and saved_by(folder):
                 why = (
                     "holds the checkpoints of a run that did not finish; go on with resume='auto', choose "

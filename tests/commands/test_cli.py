@@ -97,11 +97,47 @@ def test_hydra_s_own_spelling_and_values_that_speak_of_codecs_are_left_alone():
     ]
 
 
-def test_flags_of_hydra_are_its_own_business(command, capsys):
+def test_flags_of_hydra_are_its_own_business_and_may_stand_anywhere(command, capsys, tmp_path):
     assert command("--cfg", "job", "batch_size=128", flags=()) == (0, [])
     assert "batch_size: 128" in capsys.readouterr().out
-    assert command("--foo") == (2, [])
-    assert "unrecognized arguments: --foo" in capsys.readouterr().err
+    status, (cfg,) = command("batch_size=3", "--config-dir", str(tmp_path), "~optim.momentum", "seed=1")
+    assert (status, cfg.batch_size, cfg.seed, "momentum" in cfg.optim) == (0, 3, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--epochs 3", "--epochs cannot be read: options are written as epochs=3; see --help"),
+        (
+            "model=mlp --batch-size=64 seed=1",
+            "--batch-size=64 cannot be read: options are written as batch_size=64;",
+        ),
+        ("--learning-rate 0.1", "options are written as optim.lr=0.1;"),
+        ("--gpus seed=0", "options are written as stages=VALUE;"),
+        ("num_epochs 3", "num_epochs cannot be read: options are written as epochs=3;"),
+        ("--foo", "--foo cannot be read: options are written as OPTION=VALUE; see --help"),
+    ],
+)
+def test_a_word_that_is_no_override_is_answered_with_what_it_may_mean(command, words, says):
+    with pytest.raises(ConfigError) as error:
+        command(*words.split())
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["größe", "a,b", "it's", 'a "b"', "a[b", "(1)", "1e3", "true", "a=b;c", "tail\\", "a\\'b"]
+)
+def test_a_folder_may_have_any_name_and_a_text_any_letters(command, tmp_path, name):
+    other = f"x{name.replace(',', ';')}"  # which may be a sweep
+    status, (cfg,) = command(f"run_dir={name}", "data=cifar10", f"data.root={other}")
+    assert (status, cfg.run_dir, cfg.data.root) == (0, name, other)
+
+
+def test_a_path_that_is_there_may_have_commas_and_one_may_begin_at_home(command, tmp_path, monkeypatch):
+    (tmp_path / "a,b").touch()
+    monkeypatch.setenv("HOME", "/home/somebody")
+    _, (cfg,) = command("resume=a,b", "weights=~/it")
+    assert (cfg.resume, cfg.weights) == ("a,b", "/home/somebody/it")
 
 
 @pytest.mark.parametrize("error", [ConfigError("mine"), ZeroDivisionError("mine")])
@@ -156,8 +192,11 @@ def test_a_pipe_that_nobody_reads_ends_a_plan_without_a_word(tmp_path):
         ("logger.wandb.mode=offline", "there is no logger.wandb.mode in the configuration; it belongs to an"),
         ("model=[1]", "model=[1] must be a name; choose one of: alexnet, amoebanet, "),
         ("+batch_size=3", "Could not append to config. An item is already at 'batch_size'"),
-        ("batch_size", "Error parsing override 'batch_size' missing EQUAL at '<EOF>'"),
-        ("run_dir=a[b", "run_dir=a[b cannot be read: mismatched input '[' expecting <EOF>"),
+        ("größe=3", "größe=3 cannot be read: write OPTION=VALUE, with an option of --help"),
+        ("lr=0.1", "there is no lr in the configuration; did you mean optim.lr;"),
+        ("per_device_train_batch_size=3", "did you mean batch_size;"),
+        ("model=my.Net", "vgg19, or your own by model._target_=my.Net"),
+        ("optim=Adam", "there is no optim/Adam: did you mean nadam or adamw? choose one of adamw, muon,"),
         ("seed=1,2", "Ambiguous value for argument 'seed=1,2'"),
         ("experiment=mine", "nothing reads epoch; did you mean epochs;"),  # in a file of one's own
     ],

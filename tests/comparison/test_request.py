@@ -30,7 +30,7 @@ REFUSED = {
     "--schedules gpipe --models vgg16 -- model=mlp": "model is set by --models;",
     "--method 'mine: schedule=gpipe seed=1'": "seed is set by --seeds;",
     "--schedules gpipe -- --multirun": "method gpipe: --multirun cannot be read: ",
-    "--schedules gpipe model=mpl": "method gpipe: there is no model/mpl: choose one of ",
+    "--schedules gpipe model=mpl": "method gpipe: there is no model/mpl: did you mean mlp? choose one of ",
     "--schedules 1f1b --method 'mine: schedule=gpip'": "method mine: there is no schedule/g",
     "--method 'mine: schedule=gpipe nope=2'": "method mine: there is no nope in the configuration",
     "--method mine": "--method: there is no mine; say what it is: 'mine: schedule=...'",

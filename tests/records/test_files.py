@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
+from omegaconf import OmegaConf
 
-from pipetrain.records.files import Files, LogFile
+from pipetrain.choices import conf_dir
+from pipetrain.records.files import Console, Files, LogFile
 from tests.support.disk import full_disk
 
 SAID = "pipetrain: {} cannot be written: {}; training goes on, and it is written again when there is room"
@@ -80,6 +83,29 @@ def test_a_log_goes_with_its_folder_which_gets_another_name_or_goes(log, tmp_pat
     handler.close()
     assert [*renamed.iterdir()] == []
     assert said(caplog) == ["first", "second", "refused"]
+
+
+def test_a_line_that_nobody_reads_is_no_error_and_the_rest_goes_nowhere(capfd, monkeypatch):
+    """As after `| head -1`, where Python's handler prints a traceback for each."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    logger = logging.Logger("unread")
+    with open(writer, "w") as unread:
+        monkeypatch.setattr("sys.stdout", unread)
+        logger.addHandler(Console(unread))
+        for _ in range(3):
+            logger.warning("a line")
+        unread.write("printed")  # flushed as it is closed, which fails where the pipe is still there
+    assert capfd.readouterr() == ("", "")
+    assert (
+        OmegaConf.load(conf_dir() / "config.yaml").hydra.job_logging.handlers.console["class"]
+        == f"{Console.__module__}.Console"
+    )
+
+
+def test_a_log_takes_what_is_no_text(tmp_path):
+    LogFile(str(tmp_path / "run.log")).emit(logging.makeLogRecord({"msg": "a\udcff"}))
+    assert (tmp_path / "run.log").read_text() == "a\\udcff\n"
 
 
 def test_an_error_that_ends_the_run_is_not_followed_by_word_that_it_goes_on(log, tmp_path, caplog):

@@ -54,7 +54,11 @@ def test_a_folder_in_use_is_refused_until_its_run_has_ended(tmp_path):
 @pytest.mark.parametrize(
     ("there", "says", "unless"),
     [
-        ("summary.json", "holds a finished run; choose another, or remove it", {"finished": True}),
+        (
+            "summary.json",
+            "holds a finished run: go on with resume=auto, the same options and more epo",
+            {"finished": True},
+        ),
         ("checkpoints/update-00000007", "holds the checkpoints of a run that did", {"resuming": True}),
         ("checkpoints/update-00000007.partial", "", {}),  # what a crash left
         (".lock", "cannot be written: Is a directory; choose another", None),
