@@ -142,9 +142,9 @@ def prove_loss(plan: Plan, network: Network, task: Task, inputs: Value, targets:
             )
         if id(read[key]) in leaves and key not in here:
             raise ConfigError(
-                f"the loss has a term of the weight {name}, and is computed in the last stage, which has it "
-                f"not: let the model compute that term and return it beside its outputs, or train in one "
-                f"stage"
+                f"the loss has a term of the weight {name}, and the last stage, which computes it, does not "
+                f"have that: let the model compute the term and return it beside its outputs, or train in "
+                f"one stage"
             )
         if key in leaves:
             raise ConfigError(

@@ -84,7 +84,7 @@ def origin(stage: Stage, microbatch: Microbatch) -> tuple[str, str]:
     return next(iter(first), ""), LOWER
 
 
-class _Awaiting(Observer):
+class Awaiting(Observer):
     """Looks at numbers of a GPU when they have come to the host."""
 
     def __init__(self, stage: Stage) -> None:
@@ -109,7 +109,7 @@ class _Awaiting(Observer):
         self._coming.append((look, host, arrived))
 
 
-class StopOnNaN(_Awaiting):
+class StopOnNaN(Awaiting):
     """Stops the training at a number of a stage that is not finite; in a forward, names the layer too."""
 
     def around_forward(self, microbatch: Microbatch) -> None:
@@ -180,7 +180,7 @@ class StopOnNaN(_Awaiting):
         )
 
 
-class SkipOnNaN(_Awaiting):
+class SkipOnNaN(Awaiting):
     """Leaves out an update whose gradient is not finite, with its changes of the `buffers`, and counts on."""
 
     def __init__(self, stage: Stage, buffers: Buffers) -> None:

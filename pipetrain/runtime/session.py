@@ -20,6 +20,7 @@ from pipetrain.plan.cut import homes
 from pipetrain.plan.memory import explained, is_out_of_memory
 from pipetrain.plan.plan import Plan
 from pipetrain.rate import Rate
+from pipetrain.runtime.batch_loss import BatchLoss
 from pipetrain.runtime.batches import Batches
 from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.channel import Channel
@@ -239,6 +240,8 @@ def make_stages(
             model=network.model if index == plan.stages - 1 else None,
         )
         stage.observers = observers_of(stage, settings.on_nan == "skip", settings.batchnorm == "batch")
+        if index == plan.stages - 1 and settings.microbatches > 1 and len(plan.placement[index]) == 1:
+            stage.observers[:0] = [BatchLoss(stage)] if not task.is_known else []
     return stages
 
 

@@ -57,10 +57,14 @@ class Task:
         self.metrics = list(metrics)
 
     @property
+    def function(self) -> Any:
+        """The loss function, without what it is given beforehand; None for a class that has its own."""
+        return self._loss.func if isinstance(self._loss, partial) else self._loss
+
+    @property
     def _code(self) -> Any:
         """The loss function, or the class that has its own loss."""
-        loss = self._loss.func if isinstance(self._loss, partial) else self._loss
-        return type(self) if loss is None or type(self) is not Task else loss
+        return type(self) if self.function is None or type(self) is not Task else self.function
 
     def __str__(self) -> str:
         return str(getattr(self._code, "__name__", type(self._code).__name__))

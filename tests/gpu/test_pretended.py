@@ -301,6 +301,23 @@ def test_a_program_gets_the_same_numbers_from_a_gpu_and_in_host_memory(program, 
     assert gpu.waits == {}
 
 
+def masked(outputs: Tensor, targets: Any) -> Tensor:
+    losses = nn.functional.cross_entropy(outputs, targets[0], reduction="none")
+    return (losses * targets[1]).sum() / targets[1].sum()
+
+
+def test_the_loss_of_a_batch_is_compared_with_its_microbatches_and_no_host_waits():
+    """With CUDA graphs too, which a batch that is compared does without."""
+    data = [
+        (x, (y, torch.ones(8) if k < 2 else torch.arange(8) + 1.0))
+        for k, (x, y) in enumerate(batches(5, True))
+    ]
+    with alone() as gpu, pipeline("cuda", loss=masked, schedule="1f1b") as pipe:
+        with pytest.raises(TrainingStopped, match="the loss of the batch of update 3 is"):
+            list(pipe.train(data, window=5))
+        assert not gpu.waits
+
+
 def test_inputs_that_a_loader_has_on_the_gpu_stay_there():
     """Targets come to the host, which sees whether they count."""
     with pipeline("cpu") as pipe:
