@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
@@ -54,3 +56,8 @@ def numbers_of(tensor: Tensor) -> Tensor:
     """Return a tensor's values as a dense real tensor."""
     values = tensor._values() if tensor.is_sparse else tensor
     return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+
+
+def signed(tensor: Tensor) -> Tensor:
+    """Return the bits of unsigned numbers as signed ones, of which a GPU has `where` and `foreach_copy`."""
+    return tensor.view(_SIGNED[tensor.dtype]) if tensor.dtype in _SIGNED else tensor

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from pipetrain.network.numerics import signed
 from pipetrain.network.places import places
 
 Copies = list[tuple[Tensor, Tensor]]  # pairs of a buffer and a copy of its earlier values
@@ -31,7 +32,7 @@ class Buffers:
     def copies(self) -> Copies:
         now = {id(place.tensor): place.tensor for place in self._places}
         copied = {key: torch.empty_like(tensor) for key, tensor in now.items()}
-        both: list[Any] = [[*now.values()], [*copied.values()]]
+        both: list[Any] = [[*map(signed, now.values())], [*map(signed, copied.values())]]
         kinds: Any = _group_tensors_by_device_and_dtype(both).values() if now else ()
         for (old, new), _ in kinds:
             torch._foreach_copy_(new, old)  # on a GPU one kernel
@@ -68,10 +69,14 @@ class Buffers:
         """
         spoilt = spoilt > 0
         for place, (buffer, old) in zip(self._places, before, strict=True):
-            if place.tensor is buffer:
-                torch.where(spoilt, old, buffer.data, out=buffer.data)
-            else:
-                place.container[place.key] = torch.where(spoilt, old, place.tensor)
+            if place.tensor is not buffer:
+                place.container[place.key] = place.tensor.clone()
+            _replace_if(spoilt, place.tensor.data, old)
         for place, *copies in zip(self._places, *later, strict=True):
             for _, copied in copies:
-                torch.where(spoilt, place.tensor, copied, out=copied)
+                _replace_if(spoilt, copied, place.tensor)
+
+
+def _replace_if(condition: Tensor, numbers: Tensor, others: Tensor) -> None:
+    numbers = signed(numbers)
+    torch.where(condition, signed(others), numbers, out=numbers)

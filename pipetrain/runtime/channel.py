@@ -37,6 +37,8 @@ from pipetrain.runtime.watch import Deadline, Watch
 from pipetrain.schedule.actions import Edge, Tie
 from pipetrain.schedule.lower import Link
 
+NOT_OF_NCCL = {torch.int16, torch.uint16, torch.uint32, torch.uint64}  # sent as bytes; no complex ones come
+
 
 @dataclass(slots=True)
 class _Transfer:
@@ -262,6 +264,8 @@ class Channel:
 
     def _begin(self, message: Message, tensor: Tensor, sending: bool) -> dist.Work:
         post, peer = (dist.isend, message.ranks[1]) if sending else (dist.irecv, message.ranks[0])
+        if self.ordered and tensor.dtype in NOT_OF_NCCL:
+            tensor = tensor.view(-1).view(torch.uint8)
         work = post(tensor, peer, group=self._ends[message.link].group)
         assert work is not None
         return work

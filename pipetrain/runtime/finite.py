@@ -36,7 +36,11 @@ WEIGH = "give weight=, a function of the targets that says what they count for"
 def not_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Return 1 if a number of tensors is not finite, else 0, as torch.amp.GradScaler finds it."""
     bad = torch.zeros((), dtype=torch.float32, device=tensors[0].device)  # whatever the default is
-    torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), bad, torch.ones_like(bad))
+    narrow = [t for t in tensors if t.dtype is torch.bfloat16 and t.numel()]
+    found = [t for t in tensors if t.dtype is not torch.bfloat16]
+    if narrow:  # of which the CUDA kernel knows nothing: their largest numbers tell as much
+        found += torch._foreach_norm(narrow, math.inf, torch.float32)
+    torch._amp_foreach_non_finite_check_and_unscale_(found, bad, torch.ones_like(bad))
     return bad
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pipetrain.errors import one_line
 from pipetrain.network.draws import Beginning
 from pipetrain.network.network import Tensors
+from pipetrain.network.numerics import signed
 from pipetrain.network.places import Attributes
 from pipetrain.network.values import ValueSpec, as_tuple
 from pipetrain.runtime.feed import Target
@@ -170,7 +171,7 @@ class GraphedStage(Stage):
                 self._example[:] = [(x, target, saving)]
             return super().forward(mb, x, read, target, saving)
         self._free.pop()
-        torch._foreach_copy_([*one.inputs, *one.target], [*x, *aims])
+        torch._foreach_copy_([*map(signed, (*one.inputs, *one.target))], [*map(signed, (*x, *aims))])
         opened = self._open[mb] = Microbatch(mb, (), read, saving)
         with around(self.observers, opened):
             one.forward.replay()

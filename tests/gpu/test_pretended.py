@@ -28,6 +28,7 @@ from pipetrain.data.loading import Reader
 from pipetrain.network.values import Size
 from pipetrain.runtime import buckets, rehearsal
 from pipetrain.runtime.batches import OfLoader
+from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.feed import WindowFeed
 from pipetrain.runtime.finite import StopOnNaN
@@ -126,6 +127,7 @@ def test_an_order_that_is_found_while_it_runs_equals_its_reference():
         case("pipedream", *EVEN, "correction=[hybrid,gap_aware,msnag]", "optim.momentum=0.9", samples=44),
         case("pipedream", *FLOATS[:2], *FLOATS[3:], "correction=msnag", "cuda_graphs=true"),
         case("1f1b", *SHORT, *CLIPPED, "model._target_=tests.gpu.test_pretended.idle", "partition=[2]"),
+        case("zbv", *SHORT, "model._target_=tests.gpu.test_pretended.odd", "partition=[2,3,4]"),
     ],
     ids=str,
 )
@@ -153,6 +155,37 @@ def striking() -> nn.Sequential:
     return nn.Sequential(Strike(), *flat(nn.BatchNorm1d(12)), nn.Tanh(), nn.Linear(12, 12), nn.Linear(12, 10))
 
 
+class Coded(nn.Module):
+    """x -> also signs of it in dtypes that NCCL does not have."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        signs = x.detach().sign()
+        return x, signs.short(), (signs + 1).to(torch.uint16)
+
+
+class Phased(nn.Linear):
+    """Computes with a complex weight and a buffer that holds codes."""
+
+    def __init__(self) -> None:
+        super().__init__(7, 7)
+        self.phases = nn.Parameter(torch.ones(7, dtype=torch.complex128))
+        self.register_buffer("codes", torch.arange(7).to(torch.uint16))
+
+    def forward(self, x: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        gain = super().forward(self.codes.to(self.weight.dtype)) * self.phases
+        return torch.fft.irfft(torch.fft.rfft(x[0]) * gain), *x[1:]
+
+
+class Decoded(nn.Module):
+    def forward(self, x: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return x[0] * (1 + x[1] * x[2].to(x[1].dtype))
+
+
+def odd() -> nn.Sequential:
+    """Messages in int16 and uint16, a complex weight and a uint16 buffer."""
+    return nn.Sequential(*flat(), Coded(), Phased(), Decoded(), nn.Linear(12, 10))
+
+
 def idle() -> nn.Sequential:
     """Its last layers have no weights."""
     return nn.Sequential(*flat(), nn.Linear(12, 10), nn.Tanh(), nn.Tanh())
@@ -168,6 +201,19 @@ def test_cuda_graphs_replay_what_single_launches_do(schedule):
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_cuda_graphs_of_a_stage_without_weights_have_no_gradient_to_take(schedule):
     equal_the_cpu(case(schedule, *FLOATS[:2], "dtype=float32", "partition=[1]", "cuda_graphs=true"))
+
+
+def test_a_buffer_of_unsigned_numbers_is_put_back():
+    with alone():
+        module = nn.Module()
+        module.register_buffer("codes", torch.arange(3, device="cuda").to(torch.uint16))
+        buffers = Buffers(module)
+        before, later = buffers.copies(), buffers.copies()
+        module.codes.fill_(7)
+        for spoilt, after in ((0.0, [7, 7, 7]), (1.0, [0, 1, 2])):
+            buffers.restore_if(torch.full((), spoilt, device="cuda"), before, [later])
+            assert module.codes.tolist() == after
+        assert later[0][1].tolist() == [0, 1, 2]
 
 
 # Replicas, most of whose matrices are a bucket each
@@ -273,6 +319,15 @@ def called(device: str, folder: Path, classes: bool = True, **options: Any) -> l
     return seen
 
 
+def narrowed(device: str, folder: Path, classes: bool = True, **options: Any) -> list[Any]:
+    """Train weights in bf16."""
+    data = [(x.bfloat16(), y) for x, y in batches(5, classes)]
+    model = nn.Sequential(nn.BatchNorm1d(6), *mlp()).bfloat16()
+    loss, optimizer = nn.functional.cross_entropy, partial(torch.optim.AdamW, lr=0.01)
+    with Pipeline(model, loss, optimizer, device=device, microbatches=2, **options) as pipe:
+        return [list(pipe.train(data, window=2)), pipe.evaluate(data), pipe.state_dict()]
+
+
 def fitted(device: str, folder: Path, classes: bool = True, **options: Any) -> list[Any]:
     with pipeline(device, **options) as pipe:
         rows = fit(pipe, batches(3, classes), batches(2, classes), epochs=2, run_dir=folder / f"{device}.run")
@@ -290,6 +345,8 @@ def squares(outputs: Tensor, targets: Tensor) -> Tensor:
         (called, {"loss": Regression(), "classes": False, "cuda_graphs": False}),
         (called, {"loss": squares, "classes": False, "recompute": "always", "metrics": {"error": squares}}),
         (fitted, {"schedule": "1f1b", "batchnorm": "batch"}),
+        (narrowed, {"schedule": "zbv", "clip_grad_norm": 0.1, "ema": 0.9}),
+        (narrowed, {"schedule": "interleaved_1f1b", "recompute": "always"}),
     ],
 )
 def test_a_program_gets_the_same_numbers_from_a_gpu_and_in_host_memory(program, options, tmp_path):

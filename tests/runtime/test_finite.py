@@ -67,11 +67,14 @@ def test_on_a_gpu_it_stops_when_the_loss_has_arrived():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_one_number_anywhere_is_found_and_large_ones_are_no_false_alarm(dtype):
     fine = torch.full((7,), torch.finfo(dtype).max, dtype=dtype)  # whose sum is infinite
+    empty = fine[:0]
     assert all_finite([fine, -fine])
+    assert not not_finite([fine, -fine, empty])
     for at, bad in enumerate((float("nan"), float("inf"), -float("inf"))):
         spoilt = fine.clone()
         spoilt[at] = bad
         assert not all_finite([fine, spoilt])
+        assert not_finite([fine, spoilt, empty])
 
 
 def test_one_reduction_tells_whatever_the_default_dtype_is():

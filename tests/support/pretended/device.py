@@ -22,6 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 CUDA = torch.device("cuda", 0)
 READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim"}
 """Operations for whose result the host waits."""
+_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}
+_WHOLE = _UNSIGNED | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+CPU_ALONE = {  # dtypes of which the CPU has a kernel, and CUDA none, as its sources dispatch them
+    "_amp_foreach_non_finite_check_and_unscale_": {torch.bfloat16},
+    "_foreach_copy_": _UNSIGNED,
+    "where": _UNSIGNED,
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addmv", "convolution"), _WHOLE),
+}
 NOT_KERNELS = {
     "empty",
     "empty_like",
@@ -178,6 +186,8 @@ class _Kernels(TorchDispatchMode):
         if is_kernel:
             gpu.before_kernel()
             gpu.kernels[here("rank"), here("action"), name] += 1
+        if lacks := {t.dtype for t in on} & CPU_ALONE.get(name, set()):
+            raise NotImplementedError(f'"{name}_cuda" not implemented for {lacks}')
         masks = name == "index" and any(t.dtype is torch.bool for t in tensors_in(args[1]))
         if name in READS or masks:
             gpu.wait(name)

@@ -27,6 +27,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tests.support.deadlines import DEADLINE_S
 from tests.support.pretended.device import here, is_tagged, storages
 
+NCCL_DTYPES = {torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64}
+NCCL_DTYPES |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+NCCL_DTYPES |= {torch.float8_e4m3fn, torch.float8_e5m2}  # of messages alone
 Clock = Counter[int]  # by rank the events of its stream that are known to be over
 
 
@@ -257,3 +260,5 @@ class Nccl:
     def _refuse(self, tensor: Tensor) -> None:
         assert is_tagged(tensor) != self._staged, f"No backend type associated with {tensor.device}"
         assert tensor.is_contiguous(), "Tensors must be contiguous"
+        if not self._staged and tensor.dtype not in NCCL_DTYPES:
+            raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
