@@ -22,6 +22,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -86,8 +87,11 @@ def _main(words: Sequence[str]) -> int:
         theirs.append(f"--nproc_per_node={count}")
     if not any(word.startswith(("--nnodes", "--rdzv", "--master", "--standalone")) for word in theirs):
         # Not --standalone, whose rendezvous unpickles what anybody on this machine writes to its store.
-        # torchrun takes the server that this process has at a port already.
-        server = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        # torchrun takes the server that this process has at a port already; its own would listen everywhere.
+        listening = socket.create_server((LOOPBACK, 0))
+        where = LOOPBACK, listening.getsockname()[1]
+        how: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
+        server = TCPStore(*where, **how, master_listen_fd=listening.detach())
         theirs += [f"--master_addr={LOOPBACK}", f"--master_port={server.port}"]
     return start([*theirs, "-m", "pipetrain", *ours])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -32,7 +33,7 @@ from pipetrain.schedule.actions import ScheduleError
 from pipetrain.signals import Signals
 
 REFUSED_S = 5.0  # for the others to hear that rank 0 refuses; torchrun ends those that come later
-_RUN_DIR = "run_dir"
+_RUN_DIR = "pipetrain_run_dir"
 
 log = logging.getLogger("pipetrain")
 
@@ -61,11 +62,14 @@ class Start:
     @property
     def run_dir(self) -> str | None:
         """The folder of the run that torchrun has restarted, if it has."""
-        return self._attempt.recall(_RUN_DIR) if self._attempt.restarted else None
+        file = _outliving(_RUN_DIR)
+        return os.fsdecode(file.read_bytes()) if file and file.exists() else None
 
     def remember(self, run_dir: Path) -> None:
         """Keep the run's folder for a restart by the same torchrun."""
-        self._attempt.remember(_RUN_DIR, str(run_dir))
+        with suppress(OSError):  # without room it would be another folder
+            if file := _outliving(_RUN_DIR):
+                file.write_bytes(os.fsencode(run_dir))
 
     def begin(self, cfg: DictConfig, word: Mapping[str, Any] | None = None) -> Any:
         """Return rank 0's `word` (JSON) on all ranks, if they run the same. Raises Refused, ChannelError.
@@ -120,6 +124,15 @@ class Start:
                 make_group(self.world, store, timedelta(seconds=limit_s))
             self._ranks = Ranks(self.world, limit_s, dist.group.WORLD if store else None)
         return self._ranks
+
+
+def _outliving(name: str) -> Path | None:
+    """Return the path of a file that outlives the ranks of this torchrun, and that nobody else can write.
+
+    It lies beside torchrun's folders of each attempt: TORCHELASTIC_ERROR_FILE is attempt_N/RANK/error.json.
+    """
+    attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
+    return attempt.with_name(name) if attempt.name.startswith("attempt_") else None
 
 
 def refuse_few_layers(cfg: DictConfig, stages: int) -> None:

@@ -184,8 +184,6 @@ def find(cfg: DictConfig, settings: Settings, start: Start) -> tuple[DictConfig,
     if not any("run_dir=" in word or "run.dir=" in word for word in words):
         run_dir = folder.rename_after(run_dir, asked, cfg.data.name)
         cfg.run_dir = str(run_dir)
-    if hydra.mode == RunMode.RUN:  # not in a sweep, whose runs have a folder each
-        start.remember(run_dir)
     return cfg, data, source
 
 
@@ -235,6 +233,8 @@ def follow(composed: DictConfig, start: Start) -> None:
 def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None, start: Start) -> None:
     """Build what the configuration names, and train it. `data`: on rank 0. Raises ConfigError."""
     settings, facts, task = read(cfg, start), word.facts, make_task(cfg)
+    if HydraConfig.get().mode == RunMode.RUN:  # not in a sweep, whose runs have a folder each
+        start.remember(Path(word.run_dir))
     torch.set_num_threads(settings.threads or share_of_cores(start.world.local_size))
     start.doing = "build and check the model"
     sampler = Sampler(

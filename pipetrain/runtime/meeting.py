@@ -85,19 +85,6 @@ class Attempt:
         self._start = self._store.add(f"starts of rank {world.rank}", 1)
         self._met: Store | None = None
 
-    @property
-    def restarted(self) -> bool:
-        """Whether torchrun has started this rank before."""
-        return self._start > 1
-
-    def remember(self, key: str, text: str) -> None:
-        """Keep a text for later attempts."""
-        self._store.set(key, text)
-
-    def recall(self, key: str) -> str | None:
-        """Return what an earlier attempt has kept, None if nothing."""
-        return self._store.get(key).decode() if self._store.check([key]) else None
-
     def meet(self, limit_s: float) -> Store | None:
         """Return this attempt's store once all ranks have come; None without others. Raises ChannelError."""
         store, rank = self._store, self._world.rank

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from contextlib import ExitStack
@@ -83,6 +84,18 @@ def test_processes_and_threads(monkeypatch, words, environment, gpus, arguments,
     (given,) = started
     assert re.sub(r"(master_port)=\d+", r"\1=PORT", given) == arguments
     assert os.environ.get("OMP_NUM_THREADS") == (None if threads is None else str(threads))
+
+
+def test_only_this_machine_reaches_its_store(monkeypatch):
+    def start(given: list[str]) -> int:
+        (port,) = (int(word.partition("=")[2]) for word in given if word.startswith("--master_port"))
+        socket.create_connection(("127.0.0.1", port)).close()
+        with pytest.raises(ConnectionRefusedError):  # it listens on one address, and this is another
+            socket.create_connection(("127.0.0.2", port))
+        return 7
+
+    monkeypatch.setattr(launcher, "start", start)
+    assert launcher.main(["model=mlp"]) == 7
 
 
 def test_more_processes_than_the_model_has_layers_are_not_started(monkeypatch, capfd):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import socket
 import time
@@ -38,6 +39,23 @@ def test_alone_there_is_nobody_to_tell(alone):
     with pytest.raises(ConfigError, match="too small") as refusal:
         alone.refuse(ConfigError("too small"))
     assert not isinstance(refusal.value, Refused)
+
+
+def test_torchrun_starts_a_run_again_in_its_folder_which_nobody_else_can_name(tmp_path, monkeypatch):
+    """Its own folder is this user's alone; to its store anybody may write who reaches its port."""
+    folder, found = Path("runs", os.fsdecode(b"gr\xc3\xb6\xdfe")), []
+    for attempt in range(2):
+        (tmp_path / f"attempt_{attempt}" / "0").mkdir(parents=True)
+        monkeypatch.setenv(
+            "TORCHELASTIC_ERROR_FILE", str(tmp_path / f"attempt_{attempt}" / "0" / "error.json")
+        )
+        start = Start(World(), ["seed=0"], Signals(0))
+        found.append(start.run_dir)
+        start.remember(folder)
+    assert found == [None, str(folder)]
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")  # as with --log-dir=/dev/null
+    start.remember(folder)
+    assert start.run_dir is None
 
 
 def test_what_takes_long_is_said_until_the_training_begins(alone, monkeypatch, caplog):

@@ -115,13 +115,3 @@ def test_a_rank_that_does_not_start_is_named():
         f"rank 2 waited 0.2 s for all ranks {more}",
         f"rank 1 waited 0.1 s for rank 0 {more}",
     ]
-
-
-def test_what_an_attempt_remembers_the_next_one_recalls():
-    """One process alone too, as torchrun restarts it as well."""
-    raw = dist.HashStore()
-    first = Attempt(World(0, 1), raw)
-    assert (first.restarted, first.recall("run_dir")) == (False, None)
-    first.remember("run_dir", "here")
-    again = Attempt(World(0, 1), raw)
-    assert (again.restarted, again.recall("run_dir")) == (True, "here")
