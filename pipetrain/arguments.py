@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipetrain.building import Function, Optim, make_schedule
-from pipetrain.choices import names_of, shipped
+from pipetrain.choices import names_of, nearest, shipped
 from pipetrain.data.loading import NamedTargets
 from pipetrain.errors import ConfigError
 from pipetrain.groups import title
@@ -41,6 +40,11 @@ from pipetrain.settings import AUTO, PIPELINE_OPTIONS, PROFILE, SEED, Settings
 from pipetrain.tasks import LossFunction, Metric, ModelLoss, Task
 from pipetrain.tasks.metrics import MetricFunction
 
+_ELSEWHERE = {  # what is no argument of Pipeline, and where it is given
+    "the optimizer, as in optimizer=lambda p: torch.optim.SGD(p, lr=0.1)": ("lr", "weight_decay", "momentum"),
+    "the DataLoader": ("batch_size", "num_workers", "shuffle", "drop_last"),
+    "pipetrain.fit": ("epochs", "max_updates", "run_dir", "resume", "checkpoint", "loggers", "log_every"),
+}
 _ARGUMENTS = (  # beside the options
     "model", "loss", "optimizer", "schedule", "task", "metrics", "weight", "param_groups", "lr_schedule",
     "sample", "targets", "weights",
@@ -134,7 +138,9 @@ def read_optimizer(function: Any, groups: Mapping[str, Mapping[str, Any]] | None
         return function
     name = getattr(function, "__qualname__", type(function).__qualname__)
     if not callable(function):
-        example = name if hasattr(function, "param_groups") else "torch.optim.SGD"
+        known = {kind.lower(): kind for kind in dir(torch.optim)}
+        wanted = name if hasattr(function, "param_groups") else str(function)
+        example = f"torch.optim.{known.get(wanted.lower(), 'SGD')}"
         raise ConfigError(
             f"Pipeline needs optimizer=, such as lambda p: {example}(p, ...), a function of a stage's own "
             f"parameters; got {name}"
@@ -236,10 +242,14 @@ def read_options(
 
 
 def _refuse_unknown(keywords: Iterable[str]) -> None:
+    places = {name: place for place, names in _ELSEWHERE.items() for name in names}
     for name in sorted(set(keywords).difference(PIPELINE_OPTIONS)):
-        names = [*PIPELINE_OPTIONS, *_ARGUMENTS]
-        close = [other for other in names if other.startswith(f"{name}_")]
-        close = close or difflib.get_close_matches(name, names, n=1)
+        names = [*PIPELINE_OPTIONS, *_ARGUMENTS, *places]
+        close = [other for other in names if other.startswith(f"{name}_")] or nearest(name, names)
+        if name in places:
+            close = [name]
+        if close and close[0] in places:
+            raise ConfigError(f"Pipeline takes no {name}: give {close[0]} to {places[close[0]]}")
         meant = f"did you mean {' or '.join(close)}" if close else f"choose of {', '.join(PIPELINE_OPTIONS)}"
         raise ConfigError(f"Pipeline takes no {name}; {meant}")
 

@@ -11,7 +11,8 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import wraps
 from inspect import isfunction, isgeneratorfunction
@@ -24,6 +25,8 @@ from pipetrain.schedule.actions import ScheduleError
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _Error = TypeVar("_Error", bound=BaseException)
+
+log = logging.getLogger("pipetrain")
 
 FAILED, REFUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 EXPECTED = (ConfigError, ScheduleError, ChannelError, NotRecorded, TrainingStopped)
@@ -58,10 +61,18 @@ def brief(call: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @wraps(call)
     def iterated(*args: _P.args, **kwargs: _P.kwargs) -> Any:
-        try:
-            yield from call(*args, **kwargs)  # type: ignore[misc]
-        except EXPECTED as error:
-            raise _brief(error) from error.__cause__
+        begun = list[bool]()
+
+        def results() -> Iterator[Any]:
+            begun.append(True)
+            try:
+                yield from call(*args, **kwargs)  # type: ignore[misc]
+            except EXPECTED as error:
+                raise _brief(error) from error.__cause__
+
+        made = results()
+        weakref.finalize(made, _say_unread, call.__name__, begun)
+        return made
 
     return iterated if isgeneratorfunction(call) else called
 
@@ -72,6 +83,14 @@ def brief_methods(kind: type[_T]) -> type[_T]:
         if isfunction(method) and (name == "__init__" or not name.startswith("_")):
             setattr(kind, name, brief(method))
     return kind
+
+
+def _say_unread(name: str, begun: list[bool]) -> None:
+    """Warn of a generator that went before a first result was asked of it: nothing has run."""
+    if not begun and not _rank():
+        log.warning(
+            "pipetrain: %s() has done nothing: it runs while its results are read, in a for loop", name
+        )
 
 
 def _brief(error: Exception) -> Exception:

@@ -7,7 +7,14 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from pipetrain import Classification, ConfigError
-from pipetrain.arguments import read_draft, read_model, read_options, read_schedule, read_task
+from pipetrain.arguments import (
+    read_draft,
+    read_model,
+    read_optimizer,
+    read_options,
+    read_schedule,
+    read_task,
+)
 from pipetrain.schedule.actions import format_program
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream
@@ -61,7 +68,17 @@ def test_a_task_is_itself_and_a_function_makes_a_model_without_numbers():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: read(epochs=1), "Pipeline takes no epochs"),
+        (lambda: read(num_epochs=1), "Pipeline takes no num_epochs: give epochs to pipetrain.fit"),
+        (
+            lambda: read(lr=1),
+            r"takes no lr: give lr to the optimizer, as in optimizer=lambda p: torch.optim.S",
+        ),
+        (lambda: read(batch_size=1), "takes no batch_size: give batch_size to the DataLoader"),
+        (lambda: read(n_microbatches=1), "takes no n_microbatches; did you mean microbatches"),
+        (
+            lambda: read_optimizer("adam", None),
+            r"needs optimizer=, such as lambda p: torch.optim.Adam\(p, ...\)",
+        ),
         (lambda: read(codec="half"), "takes no codec; did you mean codec_forward or codec_backward"),
         (lambda: read(bufer_size=1), "takes no bufer_size; did you mean buffer_size"),
         (lambda: read_schedule("none.txt"), "schedule=none.txt is neither a function, a file nor one of"),

@@ -44,6 +44,11 @@ def choose_cuts(partition: str | Sequence[int], layers: Sequence[Layer], where: 
     if isinstance(partition, str):
         return balance([getattr(layer, partition) for layer in layers], where)
     rising = all(a < b for a, b in pairwise([0, *partition, len(layers)]))
+    if stages == 1 and partition:
+        raise ConfigError(
+            f"partition={list(partition)} is of {len(partition) + 1} stages, and there is one process: start "
+            f"the program by torchrun --nproc_per_node={len(partition) + 1}, or leave partition out"
+        )
     if len(partition) != stages - 1 or not rising:
         raise ConfigError(
             f"partition={list(partition)} does not cut the model into {stages} stages: give {stages - 1} "

@@ -11,6 +11,7 @@ import atexit
 import itertools
 import os
 import signal
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -154,13 +155,15 @@ class Links(Ranks):
             self._destroy()
 
     def _leave(self) -> None:
-        """Destroy the groups that are open when the program ends.
+        """Destroy the groups that are open when the program ends, which other ranks are told if it ends well.
 
         Their threads drop tensors of past collectives at any time, and one that asks for Python's lock while
         Python ends aborts the process. Groups with an unfinished sum stay, as to destroy them would wait for
         other ranks. A Ctrl-C has nothing left to interrupt.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if not hasattr(sys, "last_value"):  # else an error has ended it, and was printed
+            self.say_end()
         if not any(channel.adds_up for channel in self._channels):
             self.abandon()
 

@@ -26,6 +26,7 @@ from pipetrain.network.values import TensorSpec, bytes_of
 
 HEAD = 504  # bytes of a text that its first message carries
 LAST_WORD_S = 2.0  # that a rank may take to hear which other one is lost
+ENDED = json.dumps(["the end of its program", None])  # a rank's last text
 ROUNDS = 32  # messages to and fro to compare two clocks
 _Sent = tuple[Any, Tensor]  # what is to be waited for, with what must stay until then
 _WORDS, _TENSORS = 2**30, 2**30 + 1  # gloo keeps tags apart, and counts small ones in monitored_barrier
@@ -81,9 +82,9 @@ class Ranks:
                 raise ChannelError(texts)
         else:
             texts = [text, *(self._hear(what, rank) for rank in range(1, self.world.size))]
-            whole = json.dumps(texts)
+            there = [rank for rank, text in enumerate(texts) if rank and text != ENDED]
             with self._trying(f"tell the others {what}"):
-                _wait_for(self._post_to_all(whole))
+                _wait_for(self._post_to(there, json.dumps(texts)))
         return self._items(what, texts, self.world.size)
 
     def _items(self, what: str, texts: Sequence[str], ranks: int) -> list[Any]:
@@ -108,8 +109,15 @@ class Ranks:
                     _wait_for(self._post_text(json.dumps(str(error)), other), LAST_WORD_S)
             raise
 
-    def _post_to_all(self, text: str) -> list[_Sent]:
-        return [one for rank in range(1, self.world.size) for one in self._post_text(text, rank)]
+    def say_end(self) -> None:
+        """Tell the ranks that still wait for this one that its program has ended."""
+        for rank in [0] if self.world.rank else range(1, self.world.size):
+            with suppress(Exception):  # it has ended too
+                text = ENDED if self.world.rank else json.dumps([ENDED])
+                _wait_for(self._post_text(text, rank), LAST_WORD_S)
+
+    def _post_to(self, ranks: Collection[int], text: str) -> list[_Sent]:
+        return [one for rank in ranks for one in self._post_text(text, rank)]
 
     def _post_text(self, text: str, rank: int) -> list[_Sent]:
         """Start to send a text to a rank."""
@@ -148,7 +156,7 @@ class Ranks:
         elif self.world.size > 1:
             with self._trying(f"tell the others {what}"):
                 _wait_for(self._announced)
-                self._announced = self._post_to_all(json.dumps(texts))
+                self._announced = self._post_to(range(1, self.world.size), json.dumps(texts))
                 if ends:
                     _wait_for(self._announced)
                     self._announced = []

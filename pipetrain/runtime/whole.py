@@ -11,7 +11,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from pipetrain.errors import ConfigError
 from pipetrain.network.chain import Chain
 from pipetrain.network.model import cast_exactly, state_names
 from pipetrain.network.network import Network, Values
@@ -47,6 +49,7 @@ class WholeModel:
         self._owners: dict[str, int] = {}
         self._stages: list[Stage] = []
         self._collected = False  # whether rank 0 has all numbers
+        self._guard: RemovableHandle | None = None  # against a call of it where it has no numbers
         self._swapped: list[tuple[Tensor, Tensor]] = []  # what the stages need, and what was collected
 
     def lend(self, network: Network, stages: Iterable[Stage], owners: dict[str, int]) -> None:
@@ -57,6 +60,8 @@ class WholeModel:
         others = {id(t): own[name] if name in own else on_meta(t) for name, t in tensors.items()}
         replace(network.modules, others)
         self._replace(others)
+        if self._links.world.size > 1:
+            self._guard = self._model.register_forward_pre_hook(_refuse_without_numbers)
         self.unchanged = Unchanged(self._model, not isinstance(network, Chain))
 
     def _replace(self, others: Mapping[int, Tensor]) -> None:
@@ -105,6 +110,8 @@ class WholeModel:
     def end(self, failed: bool) -> None:
         """Leave the model on rank 0 as collected, and elsewhere without numbers; one process has all."""
         rank, size = self._links.world.rank, self._links.world.size
+        if self._guard is not None:
+            self._guard.remove()
         if self.lent and size == 1 and not failed:
             self.collect()
         elif self.lent and size > 1 and not (self._collected and rank == 0):
@@ -143,6 +150,15 @@ class WholeModel:
                     if name in self._names:  # not one that a layer has made as it ran
                         own.setdefault(self._names[name], tensor)
         return own
+
+
+def _refuse_without_numbers(model: nn.Module, inputs: object) -> None:
+    """Refuse a program's call of a model whose tensors other ranks have. Raises ConfigError."""
+    if any(tensor.is_meta for tensor in named_tensors(model).values()):
+        raise ConfigError(
+            "the model is without its weights, which the ranks of its stages have: pipe.collect(), on all "
+            "ranks, puts them into that of rank 0, and pipe.predict(loader) yields outputs for new data"
+        )
 
 
 def _all_named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

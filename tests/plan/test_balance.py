@@ -81,6 +81,7 @@ def test_strategies_weigh_different_things_and_what_cannot_be_is_refused():
         ([1, 2], 2, "partition=[1, 2] does not cut the model into 2 stages: give 1 rising numbers from 1 to"),
         ([0], 2, "their first layers, out of: 0 l0, 1 l1, 2 l2, 3 l3"),
         ([4], 2, "partition=[4] does not cut"),
+        ([2], 1, "partition=[2] is of 2 stages, and there is one process: start the program by torchrun --n"),
         ([2, 2], 3, "partition=[2, 2] does not cut"),
     ):
         assert says in refusal(lambda: choose_cuts(partition, FOUR, alone(stages)))  # noqa: B023

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 import sys
 from contextlib import ExitStack
@@ -86,6 +87,41 @@ def test_a_pipeline_that_is_closed_leaves_no_descriptors_and_no_threads(ranks) -
         assert max(grown) < (times - 2) / 2, counts
 
 
+def alone_at(caller: int) -> str:
+    """Ask for the weights on one rank, after the program of the other has ended; return what is said."""
+    pipe, handler = pipe_of(mlp()), signal.getsignal(signal.SIGINT)
+    pipe.step(*batch())
+    if pipe.rank == caller:
+        return ended(pipe.state_dict)
+    pipe._training.links._leave()
+    signal.signal(signal.SIGINT, handler)
+    return ended(pipe.close)
+
+
+@pytest.mark.parametrize("caller", [0, 1])
+def test_a_call_of_one_rank_alone_is_told_that_the_others_have_ended(ranks, caller) -> None:
+    said = ranks(alone_at, caller)
+    assert said[caller] == (
+        f"ChannelError: rank {caller} waits for the state_dict, and rank {1 - caller} is at the end of its "
+        f"program: let all ranks call the same methods in the same order"
+    )
+
+
+def test_a_pass_that_nobody_iterates_is_said_to_have_done_nothing(caplog) -> None:
+    with pipe_of(mlp()) as pipe:
+        pipe.train([batch()])
+        assert caplog.messages == [
+            "pipetrain: train() has done nothing: it runs while its results are read, in a for loop"
+        ]
+        for _ in pipe.train([batch(), batch()]):
+            break
+        assert len(list(pipe.predict([batch()]))) == len(caplog.messages) == pipe.updates == 1
+        never = pipe.predict([batch()])
+        assert len(caplog.messages) == 1
+        del never
+        assert "predict() has done nothing" in caplog.messages[-1]
+
+
 # Whose the weights are
 
 
@@ -152,7 +188,7 @@ def one_after_another(kind: str, *schedules: str) -> tuple[list[float], list[flo
             pipe.collect()
             pipe.evaluate([batch()])  # with what was collected in its place
             list(pipe.train([batch()]))
-            assert alone or "meta" in ended(lambda: model(batch()[0]))
+            assert alone or "pipe.collect(), on all ranks, puts them into" in ended(lambda: model(batch()[0]))
             assert pipe.collect() is model
             losses.append(pipe.evaluate([batch()])["loss"])
             state = pipe.state_dict()
