@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import CrossEntropyLoss
 from torch.nn.functional import cross_entropy
 
 from pipetrain import Pipeline
@@ -60,6 +61,18 @@ def test_padding_in_the_first_batch_is_refused_on_both_ranks(ranks):
     for losses, error in ranks(on_texts, model(), loss, texts(0)):
         assert not losses
         assert GIVE in error
+
+
+@pytest.mark.parametrize("size", [3, 8, 20])
+def test_an_evaluation_is_the_loss_of_all_samples_as_one_batch(size):
+    """With class weights, of which batches have more and less."""
+    loss, (x, y) = CrossEntropyLoss(torch.tensor([0.1, 0.5, 1, 2, 4], dtype=torch.float64)), batch(20)
+    model = mlp()
+    wanted = loss(model(x), y).item()
+    with Pipeline(model, loss, sgd, microbatches=2, device="cpu", sample=(x, y)) as pipe:
+        assert pipe.evaluate([*zip(x.split(size), y.split(size), strict=True)])["loss"] == pytest.approx(
+            wanted
+        )
 
 
 # Losses that are no mean over samples
