@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from copy import deepcopy
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -167,9 +167,8 @@ class Training:
             m = settings.microbatches
             settings = replace(settings, batch_size=max(m, first[1] // m * m))
         plan = self.asked.plan(settings, self.task, network, form.inputs, known, self.together)
-        compare = partial(_compare, plan, network, self.task)
-        self._apart = self.together.on_first("the comparison", reader, compare)
-        self.together.on_first("the task", reader, partial(_prove_task, plan, model, self.task))
+        prove = partial(_prove_task, plan, self.task, model, network)
+        self._apart = self.together.on_first("the task", reader, prove)
         self.settings, self._form = plan.settings, form
         with self.together():
             self.links.placement = plan.placement  # of which only a draft was known with replicas=auto
@@ -187,9 +186,8 @@ class Training:
         """Plan for samples by number; prove the task on both."""
         if self.session is None:
             self.begin(None if self.rank else train, Samples(train.sizes, test.sizes))
-            self.together.on_first(
-                "the task", test, partial(_prove_task, self.begun.plan, self.model, self.task)
-            )
+            prove = partial(_prove_task, self.begun.plan, self.task, self.model, None)
+            self.together.on_first("the task", test, prove)
             self._refuse_apart()
 
     # Passes
@@ -352,24 +350,19 @@ def _first(reader: Reader | Sampled) -> list[Any] | None:
     return first and [Form(*map(ValueSpec.in_batch, first)).to_json(), len(as_tuple(first[0])[0])]
 
 
-def _prove_task(plan: Plan, model: nn.Module, task: Task, reader: Reader | Sampled) -> None:
+def _prove_task(
+    plan: Plan, task: Task, model: nn.Module, network: Network | None, reader: Reader | Sampled
+) -> str:
+    """Prove a task on the first batch, and that a `network`'s stages train as its model.
+
+    Return why microbatches would train otherwise than a batch.
+    """
     first = reader.first()
     assert first is not None
-    prove_targets(plan, _spare(task, model), first[1], getattr(reader, "classes", None))
-
-
-def _compare(plan: Plan, network: Network, task: Task, reader: Reader | Sampled) -> str:
-    first = reader.first()
-    assert first is not None
-    task = _spare(task, network.model)
-    prove_loss(plan, network, task, *first)
-    prove_stages(plan, network, first[0])
-    return parity(plan, network, task, *first)
-
-
-def _spare(task: Task, model: nn.Module) -> Task:
-    """Return a copy of a task, which may count its calls, if it can be copied; with the same `model`."""
-    try:
-        return deepcopy(task, {id(one): one for one in (*model.modules(), *model.parameters())})
-    except Exception:  # a user's loss may hold anything
-        return task
+    with suppress(Exception):  # a user's loss may hold anything
+        task = task.copied([*model.modules(), *model.parameters()])
+    if network is not None:
+        prove_loss(plan, network, task, *first)
+        prove_stages(plan, network, first[0])
+    prove_targets(plan, task, first[1], getattr(reader, "classes", None))
+    return parity(plan, network, task, *first) if network is not None else ""

@@ -137,38 +137,32 @@ class SameDraws(TorchDispatchMode):
 
     def __init__(self, samples: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._samples, self._runs = samples, 0
-        self._drawn: list[list[Tensor]] = []
+        self._samples, self._drawn = samples, list[list[Tensor]]()
 
     def of(self, start: int, end: int) -> SameDraws:
         """Return the context of a run of samples `start` to `end`."""
-        self._start, self._count, self._next = start, end - start, iter(self._drawn if self._runs else ())
-        self._runs += 1
+        self._start, self._count, self._drawing = start, end - start, iter([*self._drawn])
+        self._records = not self._drawn
         return self
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if (
-            torch.Tag.nondeterministic_seeded in func.tags
-            and func.overloadpacket is not torch.ops.aten.randperm
-        ):
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if draws and func.overloadpacket is not torch.ops.aten.randperm:
             aliases = (argument.alias_info for argument in func._schema.arguments)
             changed = [arg for arg, alias in zip(args, aliases, strict=False) if alias and alias.is_write]
             tensors = strided(result, changed)
-            if self._runs == 1:
+            if self._records:
                 self._drawn.append([t.clone() for t in tensors])
-            for tensor, drawn in zip(tensors, next(self._next, ()), strict=False):
-                self._draw(tensor, drawn)
+            for tensor, drawn in zip(tensors, next(self._drawing, ()), strict=False):
+                for dim, (size, whole) in enumerate(zip(tensor.shape, drawn.shape, strict=False)):
+                    if size != whole and size * self._samples == whole * self._count:
+                        drawn = drawn.narrow(dim, self._start * whole // self._samples, size)
+                if tensor.shape == drawn.shape:
+                    tensor.copy_(drawn)
         return result
-
-    def _draw(self, tensor: Tensor, drawn: Tensor) -> None:
-        for dim, (size, whole) in enumerate(zip(tensor.shape, drawn.shape, strict=False)):
-            if size != whole and size * self._samples == whole * self._count:
-                drawn = drawn.narrow(dim, self._start * whole // self._samples, size)
-        if tensor.shape == drawn.shape:
-            tensor.copy_(drawn)
 
 
 def begin(layer: int) -> None:

@@ -25,7 +25,7 @@ from pipetrain.network.draws import Beginning
 from pipetrain.network.network import Network, Part, evaluating, run_parts
 from pipetrain.network.places import named_tensors, replace, standing_in
 from pipetrain.network.tensors import TOLERANCE, Results, difference, graph_of, results
-from pipetrain.network.values import Value, ValueSpec, as_tuple, cast_floats, on_each
+from pipetrain.network.values import Value, as_tuple, cast_floats, on_each
 from pipetrain.plan.estimate import fake_mode
 from pipetrain.plan.plan import Plan
 from pipetrain.tasks import Task
@@ -117,21 +117,19 @@ def prove_loss(plan: Plan, network: Network, task: Task, inputs: Value, targets:
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
     here = {id(p) for p in parts[-1].parameters()}
     kept, read = ({id(t): like(t) for t in named_tensors(model).values()} for _ in range(2))
-    samples = [
-        as_tuple(cast_floats(part_of(one, 0, 2), plan.settings.data_dtype)) for one in (inputs, targets)
-    ]
+    few = [cast_floats(part_of(value, 0, 2), plan.settings.data_dtype) for value in (inputs, targets)]
     try:
         with Beginning().again(), standing_in(model, kept), mode or nullcontext():
-            tensors, wanted = ([like(t) for t in one] for one in samples)
+            tensors, wanted = as_tuple(on_each(few[0], like)), on_each(few[1], like)
             if traced:
-                outputs = network.run(plan.example, tuple(tensors))
+                outputs = network.run(plan.example, tensors)
             else:
                 outputs = parts[-1].pack(run_parts(parts, tensors, enters=lambda t: t.detach().clone()))
             replace([model], {id(kept[key]): other for key, other in read.items()})
-            loss = task.loss(on_each(outputs, Tensor.detach), ValueSpec.in_batch(targets).pack(tuple(wanted)))
+            loss = task.loss(on_each(outputs, Tensor.detach), wanted)
+        leaves = {id(getattr(node, "variable", None)) for node in graph_of(loss)}
     except Exception:  # the model may run on another device alone, and a user's code may raise anything
         return
-    leaves = {id(getattr(node, "variable", None)) for node in graph_of(loss)}
     for key, name in names.items():
         if id(kept[key]) in leaves and (traced or key not in here):
             where = "a trace does not keep" if traced else "another stage has"

@@ -8,23 +8,24 @@ computed in float64, in which nothing but a loss of another kind makes them diff
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from copy import deepcopy
+from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.draws import Beginning
+from pipetrain.network.network import Tensors
+from pipetrain.network.values import ValueSpec, as_tuple, cast_floats
+from pipetrain.runtime.feed import Target
 from pipetrain.runtime.finite import WEIGH, Awaiting
-from pipetrain.runtime.microbatch import Batch
+from pipetrain.runtime.microbatch import Batch, Microbatch
 from pipetrain.runtime.stage import Stage
 from pipetrain.tasks import Task
 
+MOST_KEPT = 2**18  # numbers in the outputs of a microbatch
 TOLERANCE, SAME = 1e-5, 1e-9  # relative, of the batch and of a microbatch that is computed twice
 
 
@@ -38,28 +39,45 @@ class BatchLoss(Awaiting):
     def __init__(self, stage: Stage) -> None:
         super().__init__(stage)
         self._compares = True
+        self._kept: dict[int, tuple[Tensors, Target]] = {}  # by microbatch
         self._largest = 0.0  # loss so far
 
-    def keeps_outputs(self) -> bool:
+    def needs_outputs(self) -> bool:
         update = self._stage.weights.updates
         return self._compares and (self._stage.rehearses or update & (update + 1) == 0)
 
+    def after_forward(self, microbatch: Microbatch, outputs: Tensors, made: Tensors) -> None:
+        if self.needs_outputs() and microbatch.target and sum(t.numel() for t in made) <= MOST_KEPT:
+            self._kept[microbatch.mb] = tuple(t.detach() for t in made), microbatch.target
+
     def after_reduce(self, batch: Batch) -> None:
-        kept = [one for one in batch.kept if one is not None and one.target.weight]
-        if not self._compares or None in batch.kept or len(kept) < 2:
+        kept = [self._kept.pop(mb) for mb in batch.mbs if mb in self._kept]
+        several = [one for one in kept if one[1].weight]
+        if not self._compares or len(kept) < len(batch.mbs) or len(several) < 2:
             return
         try:
-            with Beginning().again(), _copied(self._stage.counts.task) as task:
-                joined = partial(self._stage.counts.joined, task)
-                whole, *parts, again = map(joined, [kept, *([one] for one in kept), kept[-1:]])
-                parted = torch.stack([part * one.target.share for part, one in zip(parts, kept, strict=True)])
+            with Beginning().again():
+                loss = partial(self._loss, self._stage.counts.task.copied())
+                whole, *parts, again = map(loss, [several, *([one] for one in several), several[-1:]])
+                share = sum(part * target.share for part, (_, target) in zip(parts, several, strict=True))
+                numbers = torch.stack([whole, torch.as_tensor(share), parts[-1], again])
         except Exception:  # a user's loss may raise anything
             self._compares = False
             return
-        self._compares = not whole.requires_grad
+        self._compares = not numbers.requires_grad
         if self._compares and not self._stage.rehearses:
-            look = partial(self._look, self._stage.weights.updates)
-            self._await(look, torch.stack([whole, parted.sum(), parts[-1], again]))
+            self._await(partial(self._look, self._stage.weights.updates), numbers)
+
+    def _loss(self, task: Task, several: Sequence[tuple[Tensors, Target]]) -> Tensor:
+        """Return the mean loss of several microbatches together."""
+        outputs, targets = zip(*several, strict=True)
+        rows = [target.samples for target in targets]
+        if any([len(t) for t in column] != rows for column in zip(*outputs, strict=True)):
+            raise ValueError("outputs need a row for each sample")
+        columns = zip(*(as_tuple(target.value) for target in targets), strict=True)
+        wanted = ValueSpec.in_batch(targets[0].value).pack(tuple(map(torch.cat, columns)))
+        whole = self._stage.counts.model_output(tuple(map(torch.cat, zip(*outputs, strict=True))))
+        return task.loss(*(cast_floats(value, torch.float64) for value in (whole, wanted)))
 
     def _look(self, update: int, numbers: list[float]) -> None:
         whole, parts, last, again = numbers
@@ -74,26 +92,3 @@ class BatchLoss(Awaiting):
                 f"{parts:.6g}: it compares samples, or is no mean over what counts; {WEIGH}, or set "
                 f"microbatches=1"
             )
-
-
-@contextmanager
-def _copied(task: Task) -> Iterator[Task]:
-    """Yield a copy of a task, which may count its calls; a function that does gets its variables back."""
-    function = task.function
-    if inspect.ismethod(function):
-        raise TypeError("a copy would be of the whole object")
-    if not inspect.isfunction(function):
-        owners = [task, function] if hasattr(function, "__dict__") else [task]
-        modules = [
-            value for owner in owners for value in vars(owner).values() if isinstance(value, nn.Module)
-        ]
-        yield deepcopy(task, {id(p): p for module in modules for p in module.parameters()})
-        return
-    before = inspect.getclosurevars(function)
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    try:
-        yield task
-    finally:
-        function.__globals__.update(before.globals)
-        for name, value in before.nonlocals.items():
-            cells[name].cell_contents = value

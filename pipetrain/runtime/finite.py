@@ -125,7 +125,7 @@ class StopOnNaN(Awaiting):
                 f"update"
             )
 
-    def after_forward(self, microbatch: Microbatch, outputs: Tensors) -> None:
+    def after_forward(self, microbatch: Microbatch, outputs: Tensors, made: Tensors) -> None:
         objective = self._stage.objective
         if self._fine([t for t in outputs if objective or t.requires_grad]):  # not, say, a mask of -inf
             return

@@ -163,7 +163,8 @@ class GraphedStage(Stage):
     ) -> Tensors:
         x = tuple(self.numerics.arrange(t.detach()) for t in x)
         aims = as_tuple(target.value) if target is not None else ()
-        replays = self._replays and self._free and not self.keeps_outputs()  # which a replay overwrites
+        eager = any(observer.needs_outputs() for observer in self.observers)
+        replays = self._replays and self._free and not eager
         one = self._passes.get((self._free[-1], self.weights.storage(read))) if replays else None
         weighs = target is None or target.weight
         if one is None or one.saving != saving or not one.fits(x, aims) or not weighs:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pipetrain.network.network import Tensors
 from pipetrain.network.values import as_tuple
 from pipetrain.runtime.feed import Target
-from pipetrain.runtime.objective import Counted, Kept
+from pipetrain.runtime.objective import Counted
 from pipetrain.runtime.recompute import Recompute
 from pipetrain.runtime.split import Deferred
 from pipetrain.schedule.actions import Read
@@ -42,7 +42,6 @@ class Microbatch:
     deferred: Deferred | None = None  # the weight gradients to be made in W
     recompute: Recompute | None = None  # between the forward and its recomputation
     counted: Counted | None = None  # at the last stage
-    kept: Kept | None = None  # there, if an observer keeps outputs
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that it holds itself, beside what autograd saves."""
@@ -61,7 +60,6 @@ class Batch:
 
     mbs: list[int] = field(default_factory=list)
     counted: list[Counted] = field(default_factory=list)  # at the last stage
-    kept: list[Kept | None] = field(default_factory=list)
     losses: Tensor | None = None  # [n], at the last stage: each times its share of the batch's
     skipped: Tensor | None = None  # a scalar, 1 if the update is left out; None: none ever is
 
@@ -72,12 +70,12 @@ class Observer:
     def around_forward(self, microbatch: Microbatch) -> AbstractContextManager[object] | None:
         """Return a context for the layers' forward of a microbatch, or None; a recomputation has none."""
 
-    def keeps_outputs(self) -> bool:
-        """Return whether the last stage keeps a microbatch's outputs until `after_reduce`."""
+    def needs_outputs(self) -> bool:
+        """Return whether it looks at the layers' outputs of a microbatch that begins now."""
         return False
 
-    def after_forward(self, microbatch: Microbatch, outputs: Tensors) -> None:
-        """Look at the outputs, or the loss."""
+    def after_forward(self, microbatch: Microbatch, outputs: Tensors, made: Tensors) -> None:
+        """Look at the outputs, or the loss, and at what the layers `made`."""
 
     def after_backward(self, microbatch: Microbatch, back: Tensors) -> None:
         """Look at the gradients of the inputs that a backward or I has made."""

@@ -9,25 +9,10 @@ import torch
 from torch import Tensor
 
 from pipetrain.network.network import Tensors
-from pipetrain.network.values import ValueSpec, as_tuple, cast_floats, differentiable
+from pipetrain.network.values import as_tuple, cast_floats, differentiable
 from pipetrain.runtime.feed import Target
 from pipetrain.tasks import Task
 from pipetrain.tasks.tally import Accumulator
-
-MOST_KEPT = 2**18  # numbers in the outputs of a microbatch
-
-
-class Kept(NamedTuple):
-    """The outputs of a microbatch, without their graph, until its batch is reduced."""
-
-    outputs: Tensors
-    target: Target
-
-    @classmethod
-    def of(cls, outputs: Tensors, target: Target) -> Kept | None:
-        """Return outputs to be kept; None if they are large."""
-        small = sum(t.numel() for t in outputs) <= MOST_KEPT
-        return cls(tuple(t.detach() for t in outputs), target) if small else None
 
 
 class Counted(NamedTuple):
@@ -88,20 +73,6 @@ class Objective:
     def evaluate(self, outputs: Tensors, target: Target) -> None:
         loss = self.task.evaluation_loss(self.model_output(outputs), target.value)
         self.evaluated.add(*self.counted(loss, outputs, target)[1:])
-
-    def joined(self, task: Task, several: Sequence[Kept]) -> Tensor:
-        """Return the mean loss of several microbatches together in float64, by a copy of the task.
-
-        Raises ValueError for outputs that have not one row a sample.
-        """
-        outputs, targets = zip(*several, strict=True)
-        rows = [target.samples for target in targets]
-        if any([len(t) for t in column] != rows for column in zip(*outputs, strict=True)):
-            raise ValueError("outputs need a row for each sample")
-        columns = zip(*(as_tuple(target.value) for target in targets), strict=True)
-        wanted = ValueSpec.in_batch(targets[0].value).pack(tuple(map(torch.cat, columns)))
-        whole = self._pack(tuple(map(torch.cat, zip(*outputs, strict=True))))
-        return task.loss(*(cast_floats(value, torch.float64) for value in (whole, wanted)))
 
     def count(self, losses: Tensor | None, counted: Sequence[Counted]) -> None:
         """Count a batch: the losses [n] of its microbatches, times their shares, and those that count.

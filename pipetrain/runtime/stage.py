@@ -27,7 +27,7 @@ from pipetrain.rate import Rate
 from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Observer, Saving, around
-from pipetrain.runtime.objective import Kept, Objective, weighted
+from pipetrain.runtime.objective import Objective, weighted
 from pipetrain.runtime.recompute import Recompute
 from pipetrain.runtime.split import Deferred, differentiate
 from pipetrain.runtime.weights import OptimizerFactory, Weights
@@ -104,10 +104,6 @@ class Stage:
     def in_flight(self) -> int:
         return len(self._open)
 
-    def keeps_outputs(self) -> bool:
-        """Return whether an observer looks at outputs when a batch is reduced."""
-        return any(observer.keeps_outputs() for observer in self.observers)
-
     def open_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that open microbatches hold themselves, beside what autograd saves."""
         return chain.from_iterable(one.tensors() for one in self._open.values())
@@ -132,11 +128,9 @@ class Stage:
                 result = self._recorded(one)
             outputs = result if self.objective is None else (self.objective.loss(result, target),)
         for observer in self.observers:
-            observer.after_forward(one, outputs)
+            observer.after_forward(one, outputs, result)
         if self.objective is not None:
             one.counted = self.objective.counted(outputs[0], result, target)
-            if target is not None and self.keeps_outputs():
-                one.kept = Kept.of(result, target)
         if one.recompute is None:
             one.outputs = outputs
         else:
@@ -268,7 +262,6 @@ class Stage:
         self._batch.mbs.append(mb)
         if one.counted is not None:
             self._batch.counted.append(one.counted)
-            self._batch.kept.append(one.kept)
         return one
 
     def needed(self, outputs: Tensors) -> Sequence[bool]:

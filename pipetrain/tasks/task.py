@@ -7,9 +7,11 @@ number of samples, or of tokens that are not padding. tasks/trial.py tries this 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -78,6 +80,25 @@ class Task:
     def counts_samples(self) -> bool:
         """Whether the weight is the number of samples, for want of another."""
         return self._weight is _samples and type(self).weight is Task.weight
+
+    def copied(self, shared: Iterable[object] = ()) -> Task:
+        """Return a copy, whose calls a loss does not count; with `shared` objects and a module's parameters.
+
+        Raises what deepcopy does, and TypeError for a method, which would be copied with all of its object.
+        """
+        loss = self.function
+        held = (*vars(self).values(), *getattr(loss, "__dict__", {}).values())
+        frozen = (p for value in held if isinstance(value, nn.Module) for p in value.parameters())
+        memo: dict[int, Any] = {id(one): one for one in (*shared, *frozen)}
+        if isinstance(loss, MethodType):
+            raise TypeError("a method is not copied")
+        if isinstance(loss, FunctionType):  # with variables of its own
+            cells = tuple(CellType(cell.cell_contents) for cell in loss.__closure__ or ())
+            memo[id(loss)] = FunctionType(
+                loss.__code__, {**loss.__globals__}, loss.__name__, loss.__defaults__, cells
+            )
+            memo[id(loss)].__kwdefaults__ = loss.__kwdefaults__
+        return deepcopy(self, memo)
 
     def to(self, device: torch.device) -> Task:
         """Move the modules and tensors of the task, such as class weights, to a device; return the task."""

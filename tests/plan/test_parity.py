@@ -161,9 +161,17 @@ def test_a_gradient_that_is_rounding_is_no_difference():
 
 
 def test_trials_call_a_copy_of_a_loss_that_counts_its_calls():
-    loss = Counting()
+    """Of a function with its variables too."""
+    loss, calls = Counting(), 0
+
+    def counting(outputs: Tensor, targets: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return cross_entropy(outputs, targets)
+
     trained(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)), loss, INPUTS)
-    assert loss.calls == 4
+    trained(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)), counting, INPUTS)
+    assert (loss.calls, calls) == (4, 4)
 
 
 # The stages and the model

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from pipetrain import Pipeline, TrainingStopped
-from pipetrain.runtime import objective
+from pipetrain.runtime import batch_loss
 from pipetrain.runtime.batch_loss import BatchLoss
 from tests.users.programs import mlp, sgd
 
@@ -122,14 +122,14 @@ def test_a_loss_is_compared_without_a_trace_and_not_where_a_second_call_is_anoth
     batches = [(x, y) for x, (y, _) in data(10)]
     torch.manual_seed(0)
     seen = trained(make(), batches, schedule)
-    monkeypatch.setattr(BatchLoss, "keeps_outputs", lambda self: False)
+    monkeypatch.setattr(BatchLoss, "needs_outputs", lambda self: False)
     torch.manual_seed(0)
     assert seen == trained(make(), batches, schedule)
     assert len(seen) == 10
 
 
 def test_large_outputs_are_not_kept(monkeypatch):
-    monkeypatch.setattr(objective, "MOST_KEPT", 4 * 5 - 1)
+    monkeypatch.setattr(batch_loss, "MOST_KEPT", 4 * 5 - 1)
     assert len(trained(masked, data(2))) == 10
 
 
