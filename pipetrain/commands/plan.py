@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Sequence
+from threading import Event, Thread
 from typing import Any
 
 import hydra
@@ -42,17 +44,37 @@ from pipetrain.schedule.transforms import joined
 
 BATCHES = whole(1, 1000)  # seconds to prove and to draw, and more of them show nothing else
 WORK = 3  # forwards that a rank's work for a microbatch takes, with its backward
+SILENCE_S = 10.0  # between two lines about what takes long
 
 
 def main() -> None:
     """Print the plan of the command line's configuration; exit with its status."""
+    said = _Said()
     try:
-        sys.exit(guarded(lambda: compose("plan", show, outputs=False)))
+        sys.exit(guarded(lambda: compose("plan", lambda cfg: show(cfg, said), outputs=False)))
     except BrokenPipeError:
         sys.exit(unread())
+    finally:
+        said.over.set()
 
 
-def show(cfg: DictConfig) -> None:
+class _Said:
+    """Says on stderr, every SILENCE_S, for how long it has been planning. `doing`: which of several."""
+
+    def __init__(self) -> None:
+        self.doing, self.over, self._began = "", Event(), time.perf_counter()
+        Thread(target=self._say, daemon=True).start()
+
+    def _say(self) -> None:
+        while not self.over.wait(SILENCE_S):
+            seconds = time.perf_counter() - self._began
+            print(f"pipetrain: planning{self.doing}, {seconds:.0f} s so far", file=sys.stderr, flush=True)
+
+    def next(self, name: str, of: Sequence[str]) -> None:
+        self.doing = f" {name}, {of.index(name) + 1} of {len(of)} schedules"
+
+
+def show(cfg: DictConfig, said: _Said) -> None:
     """Print the plan of a configuration, or the table of several schedules. Raises ConfigError."""
     if cfg.costs is not None and _has_model():
         raise ConfigError(
@@ -66,9 +88,9 @@ def show(cfg: DictConfig) -> None:
 
         show_replicas(cfg)
     elif BOOL.read("advise", cfg.advise) or (cfg.compare is not None and (cfg.costs or _has_model())):
-        show_advice(cfg)
+        show_advice(cfg, said)
     elif cfg.compare is not None:
-        show_table(cfg)
+        show_table(cfg, said)
     else:
         from pipetrain.plan.describe import show_plan  # imports torch
 
@@ -78,7 +100,7 @@ def show(cfg: DictConfig) -> None:
 # Several schedules
 
 
-def show_advice(cfg: DictConfig) -> None:
+def show_advice(cfg: DictConfig, said: _Said) -> None:
     """Print the schedules of `compare=` or all by a model's costs, and which to take. Raises ConfigError."""
     from pipetrain.plan.choosing import advice  # imports torch
     from pipetrain.plan.describe import says_draft
@@ -98,17 +120,18 @@ def show_advice(cfg: DictConfig) -> None:
         name: (each, _batches(each), [] if cfg.costs else _of_run(has)) for name, (each, has) in own.items()
     }
     free = not timed and not any(word.startswith("microbatches=") for word in words)
-    print(f"{advice(by_name, stages, free)}{notes}", end="")
+    print(f"{advice(by_name, stages, free, lambda name: said.next(name, [*by_name]))}{notes}", end="")
     says_draft(cfg)
 
 
-def show_table(cfg: DictConfig) -> None:
+def show_table(cfg: DictConfig, said: _Said) -> None:
     """Print a row for each schedule of `compare=`, on equal stages. Raises ConfigError."""
     places, m = _places(cfg), _count(cfg, "microbatches") or 1
     ranks = 1 + max(map(max, places))
     own, notes = _configurations(cfg, f"microbatches={m}")
     rows = []
     for name, (each, _) in own.items():
+        said.next(name, [*own])
         try:
             times, peaks = _on_even_stages(each, places, _batches(each), m)
         except (ConfigError, ScheduleError) as error:

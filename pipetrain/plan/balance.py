@@ -16,8 +16,9 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
-from operator import sub
+from operator import itemgetter
 from typing import NamedTuple
 
 from pipetrain.codec import Identity
@@ -68,32 +69,18 @@ def balance(weights: Sequence[float], where: Placement) -> list[int]:
     until = [0.0, *accumulate(weights)]
 
     def even(start: int, end: int, stages: int, first: int = 0) -> list[int]:
-        inside = until[start : end + 1]
-        # One slice after the other may be filled until a layer is too much.
-        limit = (inside[-1] - inside[0]) / stages + max(map(sub, inside[1:], inside))
-        known = (inside, limit) if max(replicas) == 1 else ()
-
-        def share(stage: int, a: int, b: int) -> float:
-            return (inside[b] - inside[a]) / replicas[first + stage]
-
-        cuts, _ = best_cuts(end - start, stages, share, *known)
+        inside, ranks = until[start : end + 1], replicas[first : first + stages]
+        if max(ranks) == 1:
+            return [start + cut for cut in _even_cuts(inside, stages)]
+        cuts, _ = best_cuts(end - start, stages, lambda stage, a, b: (inside[b] - inside[a]) / ranks[stage])
         return [start + cut for cut in cuts]
-
-    def size(cuts: Sequence[int]) -> float:
-        by_rank: dict[int, float] = defaultdict(float)
-        sums = [until[end] - until[start] for start, end in pairwise([0, *cuts, len(weights)])]
-        for ranks, weight in zip(where, sums, strict=True):
-            for rank in ranks:
-                by_rank[rank] += weight / len(ranks)
-        shares = [weight / count for weight, count in zip(sums, replicas, strict=True)]
-        return max(by_rank.values()) + max(shares)
 
     equal = even(0, len(weights), stages)
     if len(set(where)) in (1, stages):
         return equal
     turns = range(half, len(weights) - (stages - half) + 1)
     starts = [[*even(0, t, half), t, *even(t, len(weights), stages - half, half)] for t in turns]
-    return min((_refined(start, len(weights), size) for start in [equal, *starts]), key=size)
+    return min((_refined(start, until, where) for start in [equal, *starts]), key=itemgetter(0))[1]
 
 
 def prove_layers(stages: int, names: Sequence[str]) -> str:
@@ -109,17 +96,63 @@ def prove_layers(stages: int, names: Sequence[str]) -> str:
     return listed
 
 
-def _refined(cuts: list[int], layers: int, size: Callable[[Sequence[int]], float]) -> list[int]:
-    """Move one cut after the other anywhere between its neighbours, as long as that is smaller."""
-    best, before = size(cuts), math.inf
+def _refined(cuts: Sequence[int], until: Sequence[float], where: Placement) -> tuple[float, list[int]]:
+    """Move one cut after the other anywhere between its neighbours, as long as that is smaller.
+
+    Return the largest sum of a rank and of a stage together, and the cuts.
+    """
+    ends, stages_of = [0, *cuts, len(until) - 1], defaultdict[int, list[int]](list)
+    for stage, ranks in enumerate(where):
+        for rank in ranks:
+            stages_of[rank].append(stage)
+
+    def share(stage: int, start: int, end: int) -> float:
+        return (until[end] - until[start]) / len(where[stage])
+
+    def load(rank: int) -> float:
+        return sum(shares[stage] for stage in stages_of[rank])
+
+    def moved(i: int, others: float, cut: int) -> float:
+        """Cut behind stage i elsewhere; return the size. `others`: the largest sum of the other ranks."""
+        shares[i : i + 2] = share(i, ends[i], cut), share(i + 1, cut, ends[i + 2])
+        return max(others, *map(load, {*where[i], *where[i + 1]})) + max(shares)
+
+    shares = [share(stage, *span) for stage, span in enumerate(pairwise(ends))]
+    loads = {rank: load(rank) for rank in stages_of}
+    best, before = max(loads.values()) + max(shares), math.inf
     while best < before:
         before = best
         for i in range(len(cuts)):
-            ends = [0, *cuts, layers]
-            ways = ([*cuts[:i], cut, *cuts[i + 1 :]] for cut in range(ends[i] + 1, ends[i + 2]))
-            cuts = min(ways, key=size)
-        best = size(cuts)
-    return cuts
+            two = {*where[i], *where[i + 1]}
+            size = partial(moved, i, max((loads | dict.fromkeys(two, 0.0)).values()))
+            ends[i + 1] = min(range(ends[i] + 1, ends[i + 2]), key=size)
+            best = size(ends[i + 1])
+            loads |= {rank: load(rank) for rank in two}
+    return best, ends[1:-1]
+
+
+def _even_cuts(until: Sequence[float], stages: int) -> list[int]:
+    """Return what `best_cuts` does for slices that cost until[end] - until[start], in stages x layers steps.
+
+    The more layers there are, the later is the last cut from which on the layers before it are the most.
+    """
+    layers = len(until) - 1
+    best = [[0.0, *[math.inf] * layers]]  # best[k][i] as there
+    for k in range(1, stages + 1):
+        before, row, j = best[-1], [math.inf] * (layers + 1), k - 1
+        for i in range(k, layers + 1):
+            while j + 1 < i and before[j + 1] <= until[i] - until[j + 1]:
+                j += 1
+            row[i] = max(before[j], until[i] - until[j])
+            if j + 1 < i:
+                row[i] = min(row[i], before[j + 1])
+        best.append(row)
+    cuts, end = list[int](), layers
+    for k in range(stages, 1, -1):
+        most = best[k][end]
+        end = next(j for j in range(k - 1, end) if until[end] - until[j] <= most)
+        cuts.append(end)
+    return cuts[::-1]
 
 
 def best_cuts(

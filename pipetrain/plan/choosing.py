@@ -8,7 +8,7 @@ correction that lost least there.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
@@ -140,17 +140,21 @@ def _changed(cfg: DictConfig, key: str, value: Any) -> DictConfig:
 
 
 def advice(
-    schedules: Mapping[str, tuple[DictConfig, int, Sequence[str]]], stages: int, free: bool = False
+    schedules: Mapping[str, tuple[DictConfig, int, Sequence[str]]],
+    stages: int,
+    free: bool = False,
+    begins: Callable[[str], None] = lambda name: None,
 ) -> str:
     """Return a row for each schedule, and which one to take.
 
     `schedules`: by name, a configuration, the batches of a window, and the words of the command line that
     runs it; none: there is nothing to run. `free`: one that needs more microbatches gets as many as there are
-    stages. Raises ConfigError if none can be planned.
+    stages; `begins`: is told which is planned next. Raises ConfigError if none can be planned.
     """
     candidates: dict[str, Candidate] = {}
     refused: dict[str, str] = {}
     for name, (cfg, batches, words) in schedules.items():
+        begins(name)
         more = [_changed(cfg, "microbatches", stages)] if free and cfg.microbatches < stages else []
         for own in (cfg, *more):
             try:

@@ -50,8 +50,11 @@ class Lowering:
         if wrong := [route for route in self.routes if not 0 <= route[0] < route[1] < len(ranks)]:
             raise ScheduleError(f"route {wrong[0]} must lead from a stage to a later one, of {len(ranks)}")
         stages = range(len(ranks))
-        self.sources = [[source for source, to in self.routes if to == stage] for stage in stages]
-        self.targets = [[to for source, to in self.routes if source == stage] for stage in stages]
+        self.sources: list[list[int]] = [[] for _ in stages]
+        self.targets: list[list[int]] = [[] for _ in stages]
+        for source, to in self.routes:
+            self.sources[to].append(source)
+            self.targets[source].append(to)
         self._peers = {
             (op, stage): peers
             for stage in stages

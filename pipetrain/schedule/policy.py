@@ -184,9 +184,11 @@ def play(
         deciding.append(policy.lowered(rank, ranks, lambda: batches, microbatches, edges, routes, again))
     program: Program = [[] for _ in range(ranks)]
     asleep: dict[int, Action | None] = {}  # waiting rank -> the SEND that needs room, if any
+    woken: set[int] = set()  # those of them that are to look again
     clock = [(0.0, rank) for rank in range(ranks)]  # the earliest rank goes on
     while clock:
         now, rank = heapq.heappop(clock)
+        woken.discard(rank)
         action = asleep.pop(rank, None) or next(deciding[rank], None)
         if isinstance(action, Wait):
             asleep[rank] = None
@@ -196,7 +198,8 @@ def play(
             heapq.heappush(clock, (now + cost(action), rank))
             if action.op in COMMUNICATION:
                 (edges.sent if action.op in SENDS else edges.taken)[action.edge] += 1
-                if action.peer in asleep and (now, action.peer) not in clock:
+                if action.peer in asleep and action.peer not in woken:
+                    woken.add(action.peer)
                     heapq.heappush(clock, (now, action.peer))
             elif action.op is not Op.REDUCE:
                 program[rank].append(action)

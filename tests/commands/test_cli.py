@@ -163,6 +163,8 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(command, tmp_path):
 
 UNREAD = """
 import os, runpy, sys
+from pipetrain.commands import plan
+plan.SILENCE_S = 1e6  # on a slow machine too
 reader, writer = os.pipe()
 os.close(reader)
 os.dup2(writer, 1)

@@ -6,12 +6,16 @@ import csv
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from pipetrain.commands import plan as command
+from pipetrain.plan import choosing
 from pipetrain.plan import describe as printing
 from tests.support.cases import SCHEDULES
 from tests.support.plans import ALONE, figures, planned
@@ -24,6 +28,7 @@ def run(monkeypatch, tmp_path, capsys):
     """Give a function that runs the command in this process: (status, out, err)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr(command, "SILENCE_S", 1e6)  # on a slow machine too
 
     def call(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["pipetrain.plan", *words])
@@ -215,6 +220,24 @@ def test_schedules_are_compared_with_replicas_where_a_stage_has_as_much_work_as_
     assert rows["gpipe"][:3] == [f"{(2 + 4 * 3 + 4) / 3:.4g}", "33.3%", "2 2 4"]
     assert rows["1f1b"][2:] == ["2 2 1", "1 1 1", "0 0 0"]
     assert "\nwithout fbp: it decides its order while it runs, and" in out
+
+
+@pytest.mark.parametrize("words", [(), ("model=mlp", "partition=even")])
+def test_what_takes_long_says_for_how_long_and_which_schedule_it_plans(run, monkeypatch, capsys, words):
+    said: list[str] = []
+
+    def slow(real: Callable[..., Any], *given: Any) -> Any:
+        while " pipedream, 2 of 2 schedules, " not in "".join(said[-2:]) and calls:
+            said.append(capsys.readouterr().err)
+        calls.append(given)
+        return real(*given)
+
+    calls: list[Any] = []
+    monkeypatch.setattr(command, "_on_even_stages", partial(slow, command._on_even_stages))
+    monkeypatch.setattr(choosing, "planned", partial(slow, choosing.planned))
+    monkeypatch.setattr(command, "SILENCE_S", 0.01)
+    run("compare=[1f1b,pipedream]", "stages=2", *words)
+    assert re.search(r"^pipetrain: planning pipedream, 2 of 2 schedules, \d+ s so far$", "".join(said), re.M)
 
 
 def test_an_option_of_some_schedules_is_theirs_alone_in_a_comparison(run):

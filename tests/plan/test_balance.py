@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.values import TensorSpec, ValueSpec
-from pipetrain.plan.balance import Doing, Prices, balance, balance_times, choose_cuts
+from pipetrain.plan.balance import Doing, Prices, balance, balance_times, best_cuts, choose_cuts
 from pipetrain.plan.estimate import Layer
 from pipetrain.schedule.actions import Op, Placement
 from pipetrain.schedule.memory import GIB, Items
@@ -57,12 +57,39 @@ def test_balance_is_the_best_of_all_cuts_or_near_it_where_ranks_have_several_sta
     apart = balance(weights, alone(stages))
     assert apart in every  # rising, inside the model, no stage empty
     assert max(loads(weights, apart)) == min(max(loads(weights, cut)) for cut in every)
+    until = [0.0, *accumulate(weights)]
+    assert apart == best_cuts(len(weights), stages, lambda stage, a, b: until[b] - until[a])[0]
     if len(weights) >= 2 * ranks > 2:
         where = [*range(ranks), *(reversed(range(ranks)) if v else range(ranks))]
         found = size(weights, balance(weights, [(rank,) for rank in where]), where)
         least = min(size(weights, cut, where) for cut in combinations(range(1, len(weights)), len(where) - 1))
         assert found <= size(weights, balance(weights, alone(len(where))), where) + 1e-12
         assert found <= 1.15 * least + 1e-12
+
+
+class Counted(float):
+    """A number that counts how often sums of layers are taken from it."""
+
+    taken = 0
+
+    def __radd__(self, other: float) -> Counted:
+        return Counted(float(self) + other)
+
+    __add__ = __radd__
+
+    def __sub__(self, other: float) -> float:
+        Counted.taken += 1
+        return float(self) - float(other)
+
+
+@pytest.mark.parametrize(
+    ("where", "most"),
+    [(alone(100), 4 * 100 * 200), ([*alone(10), *reversed(alone(10))], 181 * 4 * (2 * 10 * 200))],
+)
+def test_cuts_of_many_stages_take_stages_times_layers_steps_and_a_move_those_of_two_stages(where, most):
+    Counted.taken = 0
+    balance([Counted(1 + n % 7) for n in range(200)], where)
+    assert 0 < Counted.taken < most
 
 
 @steady

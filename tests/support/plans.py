@@ -18,9 +18,10 @@ IMAGE = ValueSpec((TensorSpec((3, 32, 32), torch.float32),))
 
 ALONE = """
 import sys
-from pipetrain.commands.plan import main
+from pipetrain.commands import plan
+plan.SILENCE_S = 1e6  # on a slow machine too
 try:
-    main()
+    plan.main()
 finally:
     unwanted = ("pipetrain.runtime", "pipetrain.checkpoint")
     unwanted += ("torch._dynamo", "sklearn", "torchvision")
