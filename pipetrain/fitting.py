@@ -26,7 +26,8 @@ from pipetrain.checkpoint.resume import (
     transformers_config,
 )
 from pipetrain.checkpoint.writer import Keeper, Writer
-from pipetrain.data.loading import Loader, has_length
+from pipetrain.data.loading import Loader, refuse_loader
+from pipetrain.data.parts import has_length
 from pipetrain.data.sets import DataFacts
 from pipetrain.ending import brief, terminate
 from pipetrain.epochs import AfterEpoch, Epochs
@@ -104,7 +105,7 @@ def fit(
     }
     training = pipe._training
     limit = training.settings.changed(options).max_updates
-    batches = _batches_in(training, train, "train")
+    batches = _batches_in(training, train, "train", training.settings.microbatches)
     evaluated = 0 if test is None else _batches_in(training, test, "test")
     if limit and epochs is None:
         options["epochs"] = -(-limit // batches)
@@ -164,10 +165,11 @@ def _opened(
         yield RunFolder(path, run, source, {"logger": chosen})
 
 
-def _batches_in(training: Training, loader: Loader, name: str) -> int:
+def _batches_in(training: Training, loader: Loader, name: str, microbatches: int = 1) -> int:
     """Return the number of batches of rank 0's loader. Raises ConfigError, on all ranks."""
 
     def count() -> int:
+        refuse_loader(loader, training.links.world.size, microbatches)
         batches = len(loader) if has_length(loader) else 0  # type: ignore[arg-type]
         if not batches:
             raise ConfigError(

@@ -22,6 +22,7 @@ from pipetrain.checkpoint.resume import Source, open_weights, tensors_of
 from pipetrain.checkpoint.state import restore, restore_random
 from pipetrain.data.loader import Sampled
 from pipetrain.data.loading import Form, Loader, NamedTargets, Reader
+from pipetrain.data.parts import known_sizes
 from pipetrain.documents import read_as
 from pipetrain.errors import ConfigError
 from pipetrain.groups import title
@@ -30,7 +31,8 @@ from pipetrain.network.factory import Initial
 from pipetrain.network.model import give_memory, refuse_without_numbers, tensor_attributes
 from pipetrain.network.network import Network, Values
 from pipetrain.network.places import named_tensors
-from pipetrain.network.values import TensorSpec, ValueSpec, as_tuple
+from pipetrain.network.values import Size, TensorSpec, ValueSpec, as_tuple
+from pipetrain.plan.estimate import estimate_short
 from pipetrain.plan.parity import parity, prove_loss, prove_stages
 from pipetrain.plan.plan import Plan, Samples, prove_targets
 from pipetrain.plan.program import Draft
@@ -157,7 +159,8 @@ class Training:
         first = self.together.on_first("the first batch", reader, _first)
         if first is None:
             raise ConfigError(NO_BATCH)
-        form, model = Form.from_json(first[0]), self.model
+        (data, samples, shortest), model = first, self.model
+        form = Form.from_json(data)
         network = network_of(model, form.inputs, self.settings.precision == "bf16")
         network.values = self.whole.values
         if isinstance(self.task, ModelLoss):
@@ -165,8 +168,10 @@ class Training:
         settings = self.settings
         if known is None:
             m = settings.microbatches
-            settings = replace(settings, batch_size=max(m, first[1] // m * m))
+            settings = replace(settings, batch_size=max(m, samples // m * m))
         plan = self.asked.plan(settings, self.task, network, form.inputs, known, self.together)
+        if shortest is not None and shortest // settings.microbatches == 1 < settings.full.samples:
+            estimate_short(network.spare(), plan.example.of(Size(1)), plan.numerics)
         prove = partial(_prove_task, plan, self.task, model, network)
         self._apart = self.together.on_first("the task", reader, prove)
         self.settings, self._form = plan.settings, form
@@ -211,7 +216,11 @@ class Training:
         if form is not None and not labelled:
             form = replace(form, targets=ValueSpec((TensorSpec((), torch.float32),)))
         weight = self.task.weight if trains else None
-        reader = None if self.rank else Reader(source, "batch", form, self._named, weight, labelled)
+        reader = None
+        if not self.rank:
+            m = self.settings.microbatches if trains else 1
+            how = self._named, weight, labelled, self.links.world.size, m
+            reader = Reader(source, "batch", form, *how)
         if self.session is None:
             self.begin(reader)
             form = self._form
@@ -345,9 +354,14 @@ def _meet(world: World, draft: Draft) -> Links:
 
 
 def _first(reader: Reader | Sampled) -> list[Any] | None:
-    """Return what the other ranks need to know of the first batch; None if there is none."""
+    """Return what the other ranks need to know of the first batch; None if there is none.
+
+    Its form, its samples, and those of the shortest batch to train, if known.
+    """
     first = reader.first()
-    return first and [Form(*map(ValueSpec.in_batch, first)).to_json(), len(as_tuple(first[0])[0])]
+    sizes = known_sizes(reader.loader) if isinstance(reader, Reader) and reader.weight else None
+    shortest = min(sizes).samples if sizes else None
+    return first and [Form(*map(ValueSpec.in_batch, first)).to_json(), len(as_tuple(first[0])[0]), shortest]
 
 
 def _prove_task(

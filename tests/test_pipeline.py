@@ -225,6 +225,18 @@ def test_what_fails_before_a_window_leaves_the_pipeline_as_it_was(pipe):
     assert len(list(pipe.train(labelled_batches(8)))) == 1
 
 
+def test_a_last_batch_whose_microbatches_a_layer_does_not_take_is_refused_at_the_start():
+    """Of 5 samples in microbatches of 2, 1, 1 and 1, in BatchNorm; an evaluation takes it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 5)).double()
+    with pipe_of(model, microbatches=4) as made:
+        with pytest.raises(ConfigError, match=r"of the last batch's microbatches, layer 1 .* leave that"):
+            next(made.train(DataLoader(labelled(29), 8)))
+        assert made.updates == 0
+        assert len([*made.train(DataLoader(labelled(29), 8, drop_last=True))]) == 3
+        assert made.evaluate(DataLoader(labelled(29), 28))["loss"] > 0
+
+
 def test_a_plan_made_before_a_pass_gives_way_to_that_of_the_first_one():
     with pipe_of(schedule="pipedream", sample=labelled_batches(8)[0]) as made:
         assert set(made.plan.windows) == {1}  # one stage is never late, else as many as show it

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
     Dataset,
     IterableDataset,
     TensorDataset,
-    default_collate,
 )
 
+from pipetrain.data.parts import has_length, known_sizes, share_in
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.network.values import Size, Value, ValueSpec, as_tuple, on_each
 from pipetrain.tasks import counted_for
@@ -31,7 +29,6 @@ log = logging.getLogger("pipetrain")
 Loader = Iterable[Any]
 """Yields (inputs, targets): each a tensor [n, ...], or a tuple, list or dict of them; or see NamedTargets."""
 
-_TORCHS_SAMPLERS = {"torch.utils.data.sampler", "torch.utils.data.distributed"}
 _END = object()
 HALVES = ("inputs", "targets")
 
@@ -176,29 +173,14 @@ def _tensor(part: Any, what: str, also: str = "", hint: str = "") -> Tensor:
     raise BadBatch(f"{what} must be a tensor [n, ...]{also}; got {got}{hint}")
 
 
-def known_sizes(loader: Loader) -> list[Size] | None:
-    """Return the size of each batch if they are known without reading it, else None.
-
-    Only torch's own DataLoader, samplers and default_collate tell: others may give other numbers of samples.
-    """
-    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
-        return None
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        return None
-    batches = loader.batch_sampler
-    if loader.collate_fn is not default_collate or type(batches.sampler).__module__ not in _TORCHS_SAMPLERS:
-        return None
-    whole, rest = divmod(len(batches.sampler), batches.batch_size)  # type: ignore[arg-type]
-    return [Size(batches.batch_size)] * whole + [Size(rest)] * (rest > 0 and not batches.drop_last)
-
-
 @dataclass(slots=True)
 class Reader:
     """Rank 0's pass over a loader: the sizes of the next window, then its batches.
 
     `form`: what every sample looks like; None: as those of the first batch. `named`: the targets where
     batches are dicts. `weight`: what targets count for; batches of which nothing does are left out, of the
-    windows that are read before they begin. `labelled`: whether targets are read.
+    windows that are read before they begin. `labelled`: whether targets are read. `ranks`: for which it is
+    read; `microbatches`: into which batches are to be cut.
     """
 
     loader: Loader
@@ -207,6 +189,8 @@ class Reader:
     named: NamedTargets | None = None
     weight: Callable[[Value], Tensor | float] | None = None
     labelled: bool = True
+    ranks: int = 1
+    microbatches: int = 1
     _batches: Iterator[Any] | None = None
     _read_ahead: deque[tuple[Value, Value]] = field(default_factory=deque)  # batches read and not yet taken
     _read: int = 0  # the number of batches read
@@ -233,10 +217,11 @@ class Reader:
         So are batches whose sizes are unknown, and those of which nothing may count. Raises BadBatch, and
         ConfigError for a loader without length.
         """
+        self._begin()
         known = self._known(batches)
         if known is not None:
             sizes = known[self._announced :][:batches]
-            if not sizes and self._batches is not None and self._taken == self._announced:
+            if not sizes and self._taken == self._announced:
                 self._next()  # as a loop would: a sampler may draw at its end
         else:
             if batches is None and not has_length(self.loader):
@@ -310,8 +295,7 @@ class Reader:
 
     def _read_one(self) -> bool:
         """Read one more batch; return False at the end. The loader may fill the buffer of the last one."""
-        if self._batches is None:
-            self._batches = iter(_refused_other(self.loader))
+        self._begin()
         if self._read_ahead:
             inputs, targets = self._read_ahead.pop()
             self._read_ahead.append((on_each(inputs, _copy), on_each(targets, _copy)))
@@ -329,6 +313,11 @@ class Reader:
         self._read_ahead.append((inputs, targets))
         self._read += 1
         return True
+
+    def _begin(self) -> None:
+        if self._batches is None:
+            refuse_loader(self.loader, self.ranks, self.microbatches)
+            self._batches = iter(self.loader)
 
     def _next(self) -> Any:
         """Return what the loader gives next, or _END; log a line where it has not given what it said."""
@@ -350,21 +339,34 @@ def _all_count(weight: Callable[[Value], Tensor | float], targets: Value) -> boo
     return counted_for(weight, targets) in (len(first), first.numel())
 
 
-def _refused_other(loader: Any) -> Loader:
+def refuse_loader(loader: Any, ranks: int, microbatches: int = 1) -> None:
+    """Refuse what gives samples or one rank's share of them, and a batch that is known to be too small.
+
+    Raises ConfigError.
+    """
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise ConfigError(
             f"the loader is a Dataset, {kind(loader)}, which gives samples: let a DataLoader make batches of "
             f"them, DataLoader(dataset, batch_size=...), or None if it gives batches"
         )
-    return loader  # type: ignore[no-any-return]
+    if ranks > 1 and (share := share_in(loader)):
+        raise ConfigError(
+            f"the loader's {share} gives each rank a share of the samples, and rank 0 alone reads the "
+            f"loader, for all {ranks} ranks: give one of all samples, as DataLoader(dataset, shuffle=True); "
+            f"with replicas pipetrain deals out its batches"
+        )
+    if why := too_small(known_sizes(loader) or (), microbatches):
+        raise ConfigError(why)
 
 
-def has_length(loader: Any) -> bool:
-    """Return whether a loader says how many batches it has."""
-    try:
-        return len(loader) >= 0
-    except TypeError:  # a DataLoader has none for an IterableDataset without one
-        return False
+def too_small(sizes: Sequence[Size], microbatches: int) -> str:
+    """Say why a batch cannot be cut into its microbatches; "" if all can."""
+    if not sizes or min(sizes).samples >= microbatches:
+        return ""
+    return (
+        f"a batch of {min(sizes)} cannot be cut into microbatches={microbatches}: leave it out, as "
+        f"DataLoader(drop_last=True) does, or choose another batch size"
+    )
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class Size:
     samples: int
 
     def __str__(self) -> str:
-        return f"{self.samples} samples"
+        return f"{self.samples} sample{'s' * (self.samples != 1)}"
 
     def pieces(self, microbatches: int) -> list[Size]:
         """Return the even sizes of a batch's microbatches, the first ones larger, as torch.tensor_split."""

@@ -9,7 +9,7 @@ second. A layer that branches on values (`if torch.rand(()) < p`) always needs r
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -107,6 +107,17 @@ def estimate(
         return _joined(_with_gradients(runs) if training else [run.layer for run in runs])
 
 
+def estimate_short(model: Network, inputs: ValueSpec, numerics: Numerics) -> list[Layer]:
+    """Estimate every layer for a microbatch of a short batch. Raises ConfigError, which says what to do."""
+    try:
+        return estimate(model, inputs, numerics)
+    except ConfigError as error:
+        raise ConfigError(
+            f"of the last batch's microbatches, {error}: leave that batch out, as DataLoader(drop_last=True) "
+            f"and data.drop_last=true do, or choose another batch size"
+        ) from error
+
+
 def estimates(
     settings: Settings,
     model: Network | list[Layer],
@@ -123,11 +134,15 @@ def estimates(
         return Numerics(), {settings.full: model}, {settings.full: model}
 
     def of(numerics: Numerics) -> tuple[Numerics, dict[Size, list[Layer]], dict[Size, list[Layer]]]:
-        def at(sizes: Iterable[Size], train: bool) -> dict[Size, list[Layer]]:
-            return {size: estimate(model, example.of(size), numerics, train) for size in sizes}
-
-        others = sorted({*trained} - {settings.full})
-        return numerics, at([settings.full, *others], True), at(sorted({*evaluated}), False)
+        full = {settings.full: estimate(model, example.of(settings.full), numerics)}
+        others = {
+            size: (estimate_short if size < settings.full else estimate)(model, example.of(size), numerics)
+            for size in sorted({*trained} - {settings.full})
+        }
+        evaluation = {
+            size: estimate(model, example.of(size), numerics, False) for size in sorted({*evaluated})
+        }
+        return numerics, full | others, evaluation
 
     numerics = Numerics(settings.precision == "bf16", settings.memory_format == "channels_last")
     if settings.memory_format == "auto" and settings.dtype == torch.float32:

@@ -10,7 +10,7 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
-from pipetrain.data.loading import BadBatch
+from pipetrain.data.loading import BadBatch, too_small
 from pipetrain.errors import ActionFailed, ConfigError
 from pipetrain.network.chain import network_of
 from pipetrain.network.model import materialise
@@ -87,12 +87,8 @@ class Session:
 
     def refuse_small(self, sizes: Sequence[Size]) -> None:
         """Refuse a batch with fewer samples than microbatches. Raises BadBatch."""
-        m = self.plan.settings.microbatches
-        if min(sizes).samples < m:
-            raise BadBatch(
-                f"a batch of {min(sizes)} cannot be cut into microbatches={m}: leave it out, as "
-                f"DataLoader(drop_last=True) does, or choose another batch size"
-            )
+        if why := too_small(sizes, self.plan.settings.microbatches):
+            raise BadBatch(why)
 
     def train(
         self,

@@ -6,10 +6,17 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from pipetrain import ConfigError
-from pipetrain.data.loading import BadBatch, Form, NamedTargets, Reader, known_sizes, pair, unlabelled
+from pipetrain.data.loading import BadBatch, Form, NamedTargets, Reader, pair, unlabelled
+from pipetrain.data.parts import known_sizes
 from pipetrain.network.values import Size, TensorSpec, ValueSpec, as_tuple
 
 DATA = TensorDataset(torch.arange(22.0).reshape(22, 1), torch.arange(22))
@@ -109,6 +116,30 @@ def test_a_loader_that_does_not_give_what_it_says_is_named_once_and_what_it_give
     assert read == (gives or 3)
     assert len(lines) == (gives is not None)
     assert all(f"the loader gave {gives} batches in this pass, and its len() is 3" in line for line in lines)
+
+
+@pytest.mark.parametrize("window", [1, 2, None])
+@pytest.mark.parametrize(
+    ("loader", "says"),
+    [
+        (
+            DataLoader(DATA, 2, sampler=DistributedSampler(DATA, 2, 0)),
+            r"the loader's DistributedSampler gives each rank a share of the samples, and rank 0 alone reads "
+            r"the loader, for all 2 ranks: give one of all samples",
+        ),
+        (DataLoader(DATA, 7), r"a batch of 1 sample cannot be cut into microbatches=2: leave it out"),
+        (DATA, "the loader is a Dataset"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_before_the_first_window(loader, says, window):
+    """However the others read: an error in a window would be a lost rank."""
+    with pytest.raises(ConfigError, match=says):
+        Reader(loader, "batch", ranks=2, microbatches=2).window(window)
+
+
+def test_where_one_process_reads_or_nothing_is_trained_a_loop_would_do_it_too():
+    assert Reader(DataLoader(DATA, 2, sampler=DistributedSampler(DATA, 2, 0)), "batch").window(1) == [Size(2)]
+    assert Reader(DataLoader(DATA, 7), "batch").window(None) == [*map(Size, (7, 7, 7, 1))]
 
 
 def test_a_pass_that_goes_on_leaves_out_what_the_whole_one_did():

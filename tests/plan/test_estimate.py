@@ -5,16 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from pipetrain.errors import ConfigError
+from pipetrain.network.chain import Chain
 from pipetrain.network.numerics import Numerics
-from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan import estimate as module
-from pipetrain.plan.estimate import Layer, estimate
+from pipetrain.plan.estimate import Layer, estimate, estimates
 from tests.support import models
 from tests.support.edges import Lambda
 from tests.support.models import Fork, Join, Recompute, Through
@@ -267,3 +271,17 @@ def test_what_an_evaluation_or_no_training_may_do():
     assert [layer.borrows for layer in made] == [(), ("0.running_mean",), ()]
     assert [len(layer.foreign) for layer in made] == [0, 0, 1]
     assert len(layers_of(nn.ReLU(), HIDES, FINDS)) == 3
+
+
+def test_microbatches_of_a_short_batch_that_a_layer_does_not_take_are_refused_with_what_to_do():
+    """An evaluation takes them; where full ones are not taken, no other batch would help."""
+    model = Chain(nn.Sequential(nn.BatchNorm1d(3)))
+    example = spec(3)  # of a sample
+    settings: Any = SimpleNamespace(full=Size(2), precision="fp32", memory_format="auto", dtype=torch.float32)
+    one, two = Size(1), Size(2)
+    assert estimates(settings, model, example, [two], [one])[1].keys() == {two}
+    with pytest.raises(ConfigError, match=r"the last batch's microbatches, layer 0 .* data.drop_last=true"):
+        estimates(settings, model, example, [two, one], [])
+    settings.full = one
+    with pytest.raises(ConfigError, match=r"^layer 0 \(0\) of the model cannot take"):
+        estimates(settings, model, example, [one], [])

@@ -226,7 +226,7 @@ def test_an_error_of_the_loader_comes_after_the_updates_before_it(monkeypatch, u
 @pytest.mark.parametrize("until", [None, lambda done: EVERYTHING])
 def test_a_batch_that_cannot_be_cut_is_refused_after_the_updates_before_it(monkeypatch, until):
     passed, seen = Rank(monkeypatch, at_once_s=100.0).train(4, 5, 6, 1, 7, until=until), []
-    with pytest.raises(BadBatch, match="a batch of 1 samples cannot be cut into microbatches=2"):
+    with pytest.raises(BadBatch, match="a batch of 1 sample cannot be cut into microbatches=2"):
         seen.extend(loss for done in passed for loss in done.losses)
     assert seen == [4, 5, 6]
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from pipetrain import Pipeline, fit
 from pipetrain.checkpoint import early
@@ -188,6 +188,8 @@ def test_without_a_folder_nothing_is_written_and_any_thread_trains(ranks: Ranks,
     assert "main thread" in told
 
 
+POINTS: TensorDataset = TensorDataset(*batch(30))
+SHARE: Any = DistributedSampler(POINTS, 2, 0)
 WRONG: dict[str, dict[str, Any]] = {
     "epochs=0 must be a whole number of at least 1": {"epochs": 0},
     "checkpoint has no often": {"checkpoint": {"often": 1}},
@@ -201,6 +203,8 @@ WRONG: dict[str, dict[str, Any]] = {
     "loggers={'wandb': 5} must be names, or options by name": {"loggers": {"wandb": 5}},
     "resume= goes on in a run's folder: give run_dir= too": {"resume": "auto", "run_dir": None},
     "the train loader has no batch or no length": {"train": iter(())},
+    "a batch of 1 sample cannot be cut into microbatches=2": {"train": DataLoader(POINTS, 29)},
+    "the loader's DistributedSampler gives": {"test": DataLoader(POINTS, sampler=SHARE)},
 }
 
 
