@@ -104,16 +104,27 @@ def rank_file(rank: int) -> str:
 
 def write_part(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> PartFile:
     """Write contiguous CPU tensors into a file of an unfinished checkpoint, and flush it. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / name, tensors)
+    _flush(folder / name)
+    return _part(folder / name)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write contiguous CPU tensors into a file, which those may read whom the umask lets. Raises OSError."""
     from safetensors import SafetensorError  # here: a run without checkpoints works without the library
     from safetensors.torch import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    mode = path.stat().st_mode
     try:
-        save_file(dict(tensors), folder / name)
+        save_file(dict(tensors), path, metadata)
     except SafetensorError as error:  # its message contains the operating system's error
+        if not path.stat().st_size:
+            path.unlink()
         raise OSError(str(error)) from error
-    _flush(folder / name)
-    return _part(folder / name)
+    if path.stat().st_mode != mode:  # the library's is 0600
+        path.chmod(mode)
 
 
 def publish(partial: Path, manifest: Manifest) -> Path:

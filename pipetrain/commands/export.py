@@ -15,11 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from pipetrain.checkpoint.files import CHECKPOINTS, folder_name
+from pipetrain.checkpoint.files import CHECKPOINTS, folder_name, write_tensors
 from pipetrain.checkpoint.progress import best_update
 from pipetrain.checkpoint.resume import Source, saved_in
 from pipetrain.checkpoint.tensors import EMA, SINGLE
@@ -33,9 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("checkpoint", type=Path, help="the folder of a checkpoint, or of a run")
     parser.add_argument("--best", action="store_true", help="of a run, the one of the best epoch")
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights, see ema=")
-    parser.add_argument("--out", type=Path, default=Path("weights"), help="without ending (default: weights)")
+    says = "the file, without its ending, or for a model of transformers the folder (default: weights)"
+    parser.add_argument("--out", default="weights", help=says)
     options = parser.parse_args(arguments)
-    return guarded(lambda: export(options.checkpoint, options.best, options.out, options.ema))
+    out = Path(options.out.removesuffix(".safetensors"))
+    return guarded(lambda: export(options.checkpoint, options.best, out, options.ema))
 
 
 def export(checkpoint: Path, of_best: bool, out: Path, ema: bool = False) -> int:
@@ -56,7 +56,7 @@ def export(checkpoint: Path, of_best: bool, out: Path, ema: bool = False) -> int
     state = {key: tensors[name] for key, name in keys.items()}
     try:
         written = _written(state, out, source.manifest.config.get("transformers"))
-    except (OSError, RuntimeError, SafetensorError) as error:  # three libraries' errors of the disk
+    except (OSError, RuntimeError) as error:  # torch's error of the disk
         raise ConfigError(f"--out {out} cannot be written: {one_line(error)}; choose another") from error
     print(f"{len(state)} tensors of update {source.manifest.position.update} in {written}")
     return 0
@@ -82,5 +82,5 @@ def _written(state: dict[str, Tensor], out: Path, config: Mapping[str, object] |
     path = out / SINGLE if config else out.with_name(out.name + ".safetensors")
     if config:
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file({name: tensor.clone() for name, tensor in state.items()}, path, {"format": "pt"})
+    write_tensors(path, {name: tensor.clone() for name, tensor in state.items()}, {"format": "pt"})
     return out if config else path

@@ -49,6 +49,19 @@ def test_what_is_written_is_read(tmp_path):
     assert all(torch.equal(tensors[name], tensor) for name, tensor in TENSORS.items())
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+def test_what_is_written_may_be_read_by_whom_the_umask_lets(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        folder = saved(tmp_path)
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
+        STAGE: mode,
+        "manifest.json": mode,
+    }
+
+
 def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1

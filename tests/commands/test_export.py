@@ -77,7 +77,9 @@ def test_one_checkpoint_or_the_best_or_none_that_is_not_there_and_no_code_of_it_
         for place in ("config", "conditions"):
             forge(path, put(place, "model", to={"_target_": "os.mkdir", "path": "made"}))
     first = min((run / CHECKPOINTS).glob("update-*"))
-    assert main([str(first), "--out", "first"]) == main(["run", "--best", "--out", "best"]) == 0
+    assert main([str(first), "--out", "first"]) == 0
+    assert main(["run", "--best", "--out", "best.safetensors"]) == 0
+    assert Path("best.safetensors").stat().st_mode == (first / "manifest.json").stat().st_mode
     said = capsys.readouterr().out
     assert f"of update {int(first.name.removeprefix('update-'))} in first.safetensors" in said
     assert "of update 12 in best.safetensors" in said
