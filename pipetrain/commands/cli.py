@@ -33,7 +33,6 @@ from pipetrain.commands.usage import usage
 from pipetrain.ending import unread
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.rules import PATH
-from pipetrain.schedule.actions import ScheduleError
 
 CODECS = ("codec.forward", "codec.backward")
 _BUILT = ("model", "optim", "task", "schedule")  # groups of what a _target_ builds
@@ -134,13 +133,13 @@ class _JobFailed(BaseException):
 def compose(
     name: str,
     task: Callable[[DictConfig], None],
-    refused: Callable[[], None] = lambda: None,
+    failed: Callable[[Exception], bool] = lambda error: False,
     leads: bool = True,
     outputs: bool = True,
 ) -> int:
     """Run `task` with the command line's configuration, once per job of a sweep; return the exit status.
 
-    `refused` is called within a job that ends with one of the errors of an invalid configuration. A process
+    `failed` is called within a job that ends with an error, and says whether the sweep goes on. A process
     that does not lead prints nothing; it makes no folder and no log, nor does one without `outputs`. Raises
     the errors of `task`, and ConfigError if the configuration is invalid.
     """
@@ -154,9 +153,10 @@ def compose(
             _refuse_unread_keys(cfg, name)
             task(cfg)
         except Exception as error:
-            if isinstance(error, ConfigError | ScheduleError | OmegaConfBaseException):
-                refused()
-            raise _JobFailed(error) from error
+            if isinstance(error, OmegaConfBaseException):
+                error = ConfigError(_sentence(error, name))
+            if not failed(error):
+                raise _JobFailed(error) from error
 
     try:
         if {"-h", "--help"} & {*words}:
@@ -168,10 +168,8 @@ def compose(
         sys.argv[1:] = as_hydra(words)
         with nullcontext() if leads and outputs else _without_outputs():
             hydra.main(config_path=str(conf_dir()), config_name=name, version_base="1.3")(job)()
-    except _JobFailed as failed:
-        if isinstance(failed.error, OmegaConfBaseException):
-            raise ConfigError(_sentence(failed.error, name)) from failed.error
-        raise failed.error from None
+    except _JobFailed as end:
+        raise end.error from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_sentence(error, name)) from error
     except BrokenPipeError:  # of --help and --cfg

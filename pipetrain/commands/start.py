@@ -100,21 +100,25 @@ class Start:
 
     def refuse(self, error: ConfigError | ScheduleError) -> NoReturn:
         """End all ranks by an error of this one, before they train. Raises Refused, or the error."""
+        error = self.tell_refusal(error, START_S if self.world.rank else REFUSED_S)
+        if isinstance(error, Refused):
+            # When a rank has left torchrun ends the others, and rank 0 is to say why.
+            self.signals.drained.set()
+            with suppress(ChannelError):
+                self._meet(REFUSED_S).tell("the end")
+        raise error
+
+    def tell_refusal(self, error: ConfigError | ScheduleError, limit_s: float) -> ConfigError | ScheduleError:
+        """Return an error of this rank as Refused, if all ranks hear it, which they do before they train."""
         self.doing = ""  # the folder with the log is gone
-        if self.world.size == 1 or self.trains.is_set():
-            raise error
-        if not isinstance(error, Refused):
-            limit_s = START_S if self.world.rank else REFUSED_S
+        if self.world.size > 1 and not self.trains.is_set() and not isinstance(error, Refused):
             try:
                 self._meet(limit_s).agree("start", refusal=one_line(error), limit_s=limit_s)
-            except ChannelError:  # nobody hears it
-                raise error from None
+            except ChannelError:
+                pass
             except Refused as refused:
-                error = refused
-        self.signals.drained.set()  # when a rank has left torchrun ends the others, and rank 0 is to say why
-        with suppress(ChannelError):
-            self._meet(REFUSED_S).tell("the end")
-        raise error
+                return refused
+        return error
 
     def _meet(self, limit_s: float) -> Ranks:
         """Return the ranks once all have come for the first time. Raises ChannelError."""

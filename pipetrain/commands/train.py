@@ -15,8 +15,8 @@ import sys
 import traceback
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from threading import Thread
@@ -35,14 +35,15 @@ from pipetrain.commands.start import Start, refuse_few_layers
 from pipetrain.data import Data, DataFacts, load_augment, load_data, obtain_data, with_fallback
 from pipetrain.data.loader import Sampled, Sampler, even
 from pipetrain.documents import read_as
-from pipetrain.ending import FAILED, guarded, leave
-from pipetrain.errors import ConfigError
+from pipetrain.ending import FAILED, REFUSED, guarded, leave
+from pipetrain.errors import ConfigError, Refused, one_line
 from pipetrain.fitting import train_epochs
 from pipetrain.pipeline import Pipeline
 from pipetrain.records import folder
-from pipetrain.records.sweep import end_sweep
+from pipetrain.records.sweep import SweptRun, end_sweep
 from pipetrain.records.trackers import check_loggers
 from pipetrain.runtime.device import choose_device, keep_freed_memory
+from pipetrain.runtime.meeting import START_S
 from pipetrain.runtime.ranks import World
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.settings import PROFILE, Mode, Settings, share_of_cores
@@ -78,24 +79,43 @@ def run_command(world: World, signals: Signals) -> int:
         if run_dir is not None and not any(word.startswith("run_dir=") for word in sys.argv):
             sys.argv.append(f"run_dir={quoted(run_dir)}")  # otherwise each restart would make a folder
     before = given_folder(sys.argv[1:])
-    run_job, refused = (lead, partial(discard_folder, *before)) if leads else (follow, lambda: None)
-    swept: list[tuple[list[str], Path]] = []
+    run_job = lead if leads else follow
+    swept, refusals = list[SweptRun](), list[str]()
+
+    def note(why: str = "") -> None:
+        hydra = HydraConfig.get()
+        if leads and hydra.mode == RunMode.MULTIRUN:
+            swept.append(SweptRun(hydra.overrides.task, Path(hydra.runtime.output_dir), why))
 
     def job(cfg: DictConfig) -> None:
         run_job(cfg, start)
-        hydra = HydraConfig.get()
-        if leads and hydra.mode == RunMode.MULTIRUN:
-            swept.append((list(hydra.overrides.task), Path(hydra.runtime.output_dir)))
+        note()
+
+    def failed(error: Exception) -> bool:
+        """Note why a job of a sweep has failed; where all ranks refuse it before it trains, others follow."""
+        if isinstance(error, ConfigError | ScheduleError):
+            if leads:
+                discard_folder(*before)
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                error = start.tell_refusal(error, START_S)
+                if isinstance(error, Refused) or (world.size == 1 and not start.trains.is_set()):
+                    refusals.append(str(error))
+        note(one_line(error) or type(error).__name__)
+        refused = refusals[-1:] == [str(error)]
+        if refused and leads:
+            log.error("pipetrain: run %s: %s", Path(HydraConfig.get().runtime.output_dir).name, error)
+        return refused
 
     try:
         with signals.losing():
-            return compose("config", job, refused, leads)
+            return compose("config", job, failed, leads) or REFUSED * bool(refusals)
     except (ConfigError, ScheduleError) as error:
         start.refuse(error)
     finally:
         start.trains.set()
         if table := end_sweep(swept):  # also of what was done before an error
-            print(table, flush=True)
+            with suppress(BrokenPipeError):
+                print(table, flush=True)
 
 
 def given_folder(words: Sequence[str]) -> tuple[Path, folder.Before]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipetrain.records.files import as_csv
 from pipetrain.schedule.draw import aligned
@@ -42,34 +42,44 @@ def figures_of(summary: Summary) -> dict[str, float]:
     }
 
 
-def end_sweep(runs: Sequence[tuple[Sequence[str], Path]]) -> str:
-    """Return the table of some runs, and write it beside their folders as CSV; "" if fewer than two are done.
+class SweptRun(NamedTuple):
+    """A run of a sweep, and `why` it was refused or has failed."""
 
-    `runs`: the overrides and the folder of each.
-    """
+    overrides: Sequence[str]
+    folder: Path
+    why: str = ""
+
+
+def end_sweep(runs: Sequence[SweptRun]) -> str:
+    """Return the table of some runs, and write it beside their folders as CSV; "" if fewer than two ended."""
     rows: list[dict[str, str]] = []
     lines: list[dict[str, Any]] = []
-    of_runs = [dict(word.lstrip("+~").partition("=")[::2] for word in words) for words, _ in runs]
+    of_runs = [dict(word.lstrip("+~").partition("=")[::2] for word in run.overrides) for run in runs]
     varied = [
         key
         for key in dict.fromkeys(k for one in of_runs for k in one)
         if len({one.get(key) for one in of_runs}) > 1
     ]
-    for overrides, (_, folder) in zip(of_runs, runs, strict=True):
+    for overrides, (_, folder, why) in zip(of_runs, runs, strict=True):
+        chosen = {"run": folder.name, **{key: overrides.get(key, "-") for key in varied}}
+        if why:
+            rows.append(chosen)
+            lines.append(chosen | {"why": why})
+            continue
         with suppress(OSError, ValueError):  # one that was stopped has none
             summary = json.loads((folder / "summary.json").read_text())
-            chosen = {"run": folder.name, **{key: overrides.get(key, "-") for key in varied}}
             rows.append(chosen | _shown(summary))
             plain = {key: value for key, value in summary.items() if isinstance(value, str | int | float)}
             lines.append(chosen | plain | figures_of(summary))
     if len(rows) < 2:
         return ""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    file = runs[0][1].parent / FILE
+    file = runs[0].folder.parent / FILE
     with suppress(OSError):
         file.write_text(as_csv(lines), newline="")
     table = aligned([names, *([row.get(name, "-") for name in names] for row in rows)])
-    return f"{table}\nall figures in {file}"
+    failed = "".join(f"run {run.folder.name}: {run.why}\n" for run in runs if run.why)
+    return f"{table}\n{failed}all figures in {file}"
 
 
 def _shown(summary: Summary) -> dict[str, str]:

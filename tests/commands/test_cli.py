@@ -152,6 +152,10 @@ def test_a_job_s_error_comes_as_it_is_and_ends_the_sweep(monkeypatch, capsys, er
     with pytest.raises(type(error), match="mine"):
         compose("config", fail)
     assert (seen, capsys.readouterr()) == ([1], ("", ""))
+    GlobalHydra.instance().clear()
+    monkeypatch.setattr("sys.argv", ["pipetrain", *SWEPT, "seed=1,2"])
+    assert compose("config", fail, lambda failed: failed is error) == 0  # unless it is to go on
+    assert seen == [1, 1, 2]
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(command, tmp_path):

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from pipetrain.commands import start as module
 from pipetrain.commands.start import Start, refuse_few_layers
-from pipetrain.errors import ConfigError, Refused
+from pipetrain.errors import ChannelError, ConfigError, Refused
 from pipetrain.runtime.ranks import World
 from pipetrain.signals import Signals
 from tests.support.processes import DEADLINE_S, SMALL, ended, lines_of, running
@@ -80,6 +80,20 @@ def test_a_refusing_rank_is_deaf_to_torchrun_before_the_others_may_leave(monkeyp
     with pytest.raises(Refused, match="too small"):
         start.refuse(Refused("too small"))
     assert waited == [True]
+
+
+def test_a_refusal_is_heard_by_all_ranks_until_they_train(monkeypatch):
+    def agree(doing: str, refusal: str, limit_s: float) -> None:
+        raise {"too small": Refused, "too late": ChannelError}[refusal](f"rank 1: {refusal}")
+
+    monkeypatch.setattr(module, "this_attempt", lambda world: None)
+    start = Start(World(0, 2), [], Signals(0))
+    start._ranks = SimpleNamespace(agree=agree)
+    heard, alone = (start.tell_refusal(ConfigError(why), 1) for why in ("too small", "too late"))
+    assert (type(heard), str(heard)) == (Refused, "rank 1: too small")
+    assert (type(alone), str(alone)) == (ConfigError, "too late")
+    start.trains.set()
+    assert not isinstance(start.tell_refusal(ConfigError("too small"), 1), Refused)
 
 
 def test_more_stages_than_layers_are_refused_by_the_configuration_alone():

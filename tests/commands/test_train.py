@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from pipetrain.commands.cli import compose
 from pipetrain.commands.start import Start
-from pipetrain.commands.train import discard_folder, given_folder, lead
+from pipetrain.commands.train import discard_folder, given_folder, lead, run_command
 from pipetrain.errors import ConfigError
 from pipetrain.records.recorder import Recorder
 from pipetrain.runtime.ranks import World
@@ -218,8 +217,9 @@ def train_here(monkeypatch, folder: Path, *words: str) -> None:
     quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none", f"run_dir={folder}/run"]
     monkeypatch.setattr("sys.argv", ["pipetrain", "threads=1", *quiet, *words])
     try:
-        refused = partial(discard_folder, *given_folder(sys.argv[1:]))
-        compose("config", lambda cfg: lead(cfg, Start(World(), words, Signals(0))), refused)
+        before = given_folder(sys.argv[1:])
+        start = Start(World(), words, Signals(0))
+        compose("config", lambda cfg: lead(cfg, start), lambda error: bool(discard_folder(*before)))
     finally:
         GlobalHydra.instance().clear()
 
@@ -230,6 +230,23 @@ def test_sigterm_ends_a_sweep_after_the_run_that_it_stops(monkeypatch, tmp_path)
     (checkpoint,) = (tmp_path / "run" / "0" / "checkpoints").iterdir()
     assert int(checkpoint.name.removeprefix("update-")) < 9 * 12
     assert not (tmp_path / "run" / "1").exists()
+
+
+def test_a_sweep_goes_on_after_a_run_that_is_refused_and_says_so_at_its_end(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none", "logger=[]", "threads=1", "run_dir=all"]
+    monkeypatch.setattr("sys.argv", ["pipetrain", *FEW, *quiet, "microbatches=999,4,2", "--multirun"])
+    assert run_command(World(), Signals(0)) == 2
+    GlobalHydra.instance().clear()
+    why = "batch_size=128 cannot be cut into microbatches=999: choose fewer, or a larger batch_size"
+    assert f"\nrun 0: {why}\nall figures in {tmp_path}/all/sweep.csv\n" in capsys.readouterr().out
+    rows = list(csv.DictReader((tmp_path / "all" / "sweep.csv").open()))
+    assert [(row["run"], row["microbatches"], row["why"]) for row in rows] == [
+        ("0", "999", why),
+        ("1", "4", ""),
+        ("2", "2", ""),
+    ]
+    assert sorted(path.name for path in (tmp_path / "all").glob("[0-9]")) == ["1", "2"]
 
 
 @pytest.mark.parametrize(

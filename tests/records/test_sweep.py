@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pipetrain.records.sweep import end_sweep, figures_of
+from pipetrain.records.sweep import SweptRun, end_sweep, figures_of
 
 STAGE = {"rank": 0, "bubble": 0.25, "mean_staleness": 0.5, "max_staleness": 1, "peak_versions": 2}
 STAGES = [STAGE | {"memory_bytes": 2**20}, STAGE | {"memory_bytes": 2**21}]
@@ -17,12 +17,12 @@ STAGES += [
 ACC = {"name": "acc", "higher": True, "percent": True}
 
 
-def run(folder: Path, overrides: str, **summary: Any) -> tuple[list[str], Path]:
+def run(folder: Path, overrides: str, why: str = "", **summary: Any) -> SweptRun:
     """A run of these overrides that left a summary, if anything is said of it."""
     folder.mkdir()
     if summary:
         (folder / "summary.json").write_text(json.dumps({"metrics": [ACC], "epoch_s": 1.5, **summary}))
-    return overrides.split(), folder
+    return SweptRun(overrides.split(), folder, why)
 
 
 def test_a_sweep_ends_with_a_row_a_run_and_the_columns_that_differ(tmp_path):
@@ -50,6 +50,20 @@ def test_a_sweep_ends_with_a_row_a_run_and_the_columns_that_differ(tmp_path):
         ("2", "2", "0.8", ""),
     ]
     assert end_sweep(runs[1:]) == ""  # one that is done is no table
+
+
+def test_a_run_that_was_refused_is_a_row_with_why(tmp_path):
+    values = {"train_loss": 0.25, "train_acc": 0.5, "best_epoch": None}
+    runs = [run(tmp_path / "0", "seed=0", **values), run(tmp_path / "1", "seed=-1", "seed=-1 must be ...")]
+    assert end_sweep(runs).splitlines() == [
+        "run  seed  train loss  train acc  best epoch  epoch s",
+        "0    0     0.25        50.00%     -           1.50",
+        "1    -1    -           -          -           -",
+        "run 1: seed=-1 must be ...",
+        f"all figures in {tmp_path}/sweep.csv",
+    ]
+    with (tmp_path / "sweep.csv").open() as file:
+        assert [row["why"] for row in csv.DictReader(file)] == ["", "seed=-1 must be ..."]
 
 
 def test_without_test_samples_it_is_the_training_that_is_compared(tmp_path):
