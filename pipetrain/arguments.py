@@ -28,7 +28,7 @@ from pipetrain.plan.making import Measure, make_plan
 from pipetrain.plan.memory import optimizer_state
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
-from pipetrain.rate import LearningRate, Rate, learning_rate
+from pipetrain.rate import LearningRate, Rate, asked_rate
 from pipetrain.runtime.optimizer import prove_optimizer, trial_optimizer
 from pipetrain.runtime.profile import measure, twin_of
 from pipetrain.runtime.together import Together, conditions, digest, level, prove_same
@@ -55,7 +55,7 @@ _ARGUMENTS = (  # beside the options
 class Arguments:
     """What Pipeline is asked to train and how, proven as far as it can be without a batch.
 
-    `made`: an optimizer of small copies of the parameters; `optim`: its name and options.
+    `made`: an optimizer like all stages' together; `optim`: its name and options; `lr`: its rate at first.
     """
 
     draft: Draft
@@ -63,6 +63,7 @@ class Arguments:
     made: Optimizer
     optim: Mapping[str, Any]
     rate: LearningRate
+    lr: float
 
     @classmethod
     def read(
@@ -84,16 +85,19 @@ class Arguments:
                 f"batches: let rank 0 have it"
             )
         factory = prove_optimizer(optim, model, len(draft.placement))
-        made, fraction = trial_optimizer(factory, model), learning_rate(lr_schedule or "constant", 0.0, 1)
-        rate = LearningRate(float(made.param_groups[0].get("lr", 0.0)), fraction)
+        made, named = trial_optimizer(factory, model)
+        first = made.param_groups[0]
+        lr = float(first.get("lr") or 0.0)
+        shown = next(name for name, p in named if any(p is one for one in first["params"]))
+        rate = asked_rate(lr_schedule, shown)
         options = optim.options or {"_target_": title(made)}
         settings = settled(draft.settings, str(options["_target_"]), len(draft.placement))
         draft = replace(draft, settings=settings)
-        return cls(draft, factory, made, options, rate)
+        return cls(draft, factory, made, options, rate, lr)
 
     def conditions(self) -> dict[str, Any]:
         """Return what must be the same on all ranks."""
-        return conditions(self.draft.settings, self.made, self.draft.program, self.rate.fraction)
+        return conditions(self.draft.settings, self.made, self.draft.program, self.rate)
 
     def plan(
         self,

@@ -85,6 +85,7 @@ class Epochs:
         self._started = time.perf_counter()  # without pauses between a stop and a resume
         self._ran: list[list[Action]] = []  # in each window of the epoch, where a policy decides
         self._losses: list[float] = []  # of the epoch's updates so far
+        self._rates: list[float] = []
         self._trained = 0  # windows
         self._peak_bytes: PeakBytes | None = None
 
@@ -117,7 +118,8 @@ class Epochs:
         if self._keeper:
             self._keeper.seen = self._position.update
         self._count_from(self._progress.trained)
-        self._losses = list(self._progress.losses)
+        self._losses, rates = list(self._progress.losses), self._progress.rates
+        self._rates = [math.nan] * (len(self._losses) - len(rates)) + rates
         if manifest.pipeline == session.plan.pipeline:
             stats = self._progress.stages
             session.engine.stats = {
@@ -142,8 +144,9 @@ class Epochs:
         )
         if self._recorder:
             self._recorder.begin(self.history, self._again)
-        for record in self.history:  # what it knows of them it may have forgotten in a restart
-            self._ask(record)
+        with self.session.keeping_options():  # which it has changed before
+            for record in self.history:  # what it knows of them it may have forgotten in a restart
+                self._ask(record)
         self._links.gather("the start of the epochs", None)  # so that no rank's time is that of its start
         self._started = time.perf_counter() - self._progress.elapsed_s
         for epoch in range(self._position.epoch, epochs):
@@ -188,18 +191,20 @@ class Epochs:
         if not cut:  # else a longer training goes on with the epoch
             self._reset()
             self._position = ended
-        self._ask(self.history[-1])
+            self._ask(self.history[-1])
         over = self._enough or epoch + 1 == self._about.epochs
         best = best_epoch(self.history) is self.history[-1]
         if self._keeper and (self._keeper.due(self._position, over, best) or asked):
             self._save(trained - start if cut else 0.0)
+        if cut:  # what the program changes now is not of the epoch's rest
+            self._ask(self.history[-1])
         self._position = ended
         return asked
 
     def _reset(self) -> None:
         """Begin the figures of another epoch."""
         self._progress = replace(Progress(self.history), unseen_epochs=self._progress.unseen_epochs)
-        self._losses = []
+        self._losses, self._rates = [], []
         self.session.engine.take_stats()
         if self.session.last:
             self.session.last.take_trained()
@@ -234,6 +239,7 @@ class Epochs:
             what, batches, length, lambda batches: tick, around, until, about.updates
         ):
             self._losses += done.losses
+            self._rates += done.rates
             batch, update = self._position.batch + len(done.sizes), self._position.update + len(done.sizes)
             self._position, asked = Position(epoch, batch, update), done.asked
             if self._keeper and (not done.over or asked in STOPS):
@@ -273,6 +279,7 @@ class Epochs:
             elapsed_s=time.perf_counter() - self._started,
             stages=ranks.stages,
             losses=ranks.losses,
+            rates=self._rates,
         )
         self._count_from(progress.trained)
         self._keeper.save(session, self._links, self._position, progress, self._passes.random())
@@ -343,7 +350,7 @@ class Epochs:
                 f"are not finite, or the model's outputs for the test samples; lower lr, or see on_nan"
             )
         every, first = self._about.settings.log_every, self._position.update - len(ranks.losses) + 1
-        means, rate = by_update(ranks.losses, first, every), self._about.rate
+        means, rates = by_update(ranks.losses, first, every), dict(enumerate(self._rates, first))
         record = EpochRecord(
             epoch=epoch + 1,
             trained=self._values(trained),
@@ -351,8 +358,8 @@ class Epochs:
             score=self._about.task.score(evaluated) if evaluates else math.nan,
             samples=trained.samples,
             losses=means,
-            rates={update: rate(update - 1) for update in means},
-            lr=rate(self._position.update - 1),
+            rates={update: rates[update] for update in means},
+            lr=[self._about.lr, *self._rates][-1],
             train_s=max(rank.train_s for rank in ranks.all),
             eval_s=max(rank.eval_s for rank in ranks.all),
             stages=ranks.stages,

@@ -235,7 +235,7 @@ def _about(
         training.task,
         data,
         batches,
-        training.asked.rate,
+        training.asked.lr,
         f"{world.size} x {kind}",
         room,
     )

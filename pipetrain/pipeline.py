@@ -204,17 +204,18 @@ class Pipeline:
         """
         training = self._training
         window = COUNT.read("window", window, null=True) or training.settings.window
-        samples, began = 0, time.perf_counter()
+        samples, began, rate = 0, time.perf_counter(), self.metrics.get("learning_rate", training.asked.lr)
         self._passes += 1
         with training.together():
             training.take(Stage.take_trained)  # what steps, or a pass that was left, have counted
         for done in self._trained(loader, f"the training (pass {self._passes})", window):
             samples += sum(size.samples for size in done.sizes)
+            rate = [rate, *done.rates][-1]
             yield from done.losses
         training.metrics = training.values(
             "the metrics",
             Stage.take_trained,
-            learning_rate=training.asked.rate(max(0, self.updates - 1)),
+            learning_rate=rate,
             samples_per_s=samples / (time.perf_counter() - began),
         )
 

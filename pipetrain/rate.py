@@ -1,7 +1,8 @@
 """The learning rate as a function of the update number.
 
 It is a fraction of the peak rate, which each parameter group of the optimizer has for itself: its `lr`. Every
-stage computes it at its own STEP, so changing it needs no barrier, and resuming needs no state.
+stage computes it at its own STEP, so changing it needs no barrier, and resuming needs no state. Without a
+function the rates are what a program leaves in the groups, see runtime/rates.py.
 """
 
 from __future__ import annotations
@@ -18,13 +19,25 @@ Rate = Callable[[int], float]
 
 @dataclass(frozen=True, slots=True)
 class LearningRate:
-    """The learning rate of an update: a fraction of its peak."""
+    """How learning rates go: by a function of the update, or as the program sets them.
 
-    peak: float
-    fraction: Rate
+    `shown`: the parameter whose rate the records have.
+    """
 
-    def __call__(self, update: int) -> float:
-        return self.peak * self.fraction(update)
+    fraction: Rate | None = None
+    shown: str = ""
+
+
+def asked_rate(schedule: object, shown: str) -> LearningRate:
+    """Return how rates go by `lr_schedule=` of a program. Raises ConfigError."""
+    if schedule is None:
+        return LearningRate(shown=shown)
+    if not callable(schedule):
+        raise ConfigError(
+            f"lr_schedule={schedule!r} must be a function of the update (0, 1, ...) that returns a fraction "
+            f"of the optimizer's rate; for a constant one give the optimizer lr="
+        )
+    return LearningRate(learning_rate(schedule, 0.0, 1), shown)
 
 
 Shape = Callable[[float, float], float]

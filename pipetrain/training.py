@@ -179,7 +179,7 @@ class Training:
             self.links.placement = plan.placement  # of which only a draft was known with replicas=auto
             self.links.open(plan.links, plan.ties)
             owned = owners(network, plan)
-            optimizer, rate = self.asked.optimizer, self.asked.rate.fraction
+            optimizer, rate = self.asked.optimizer, self.asked.rate
             self.session = Session(plan, network, self.task, optimizer, rate, self.links)
         self.session.whole = self.whole
         self._windows = Windows(self.session, self.together, self._heard)

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from pipetrain.errors import ConfigError
-from pipetrain.rate import SHAPES, LearningRate, constant, cosine, learning_rate
+from pipetrain.rate import SHAPES, LearningRate, asked_rate, constant, cosine, learning_rate
 
 
 def rates(name: str, peak: float, warmup: float, updates: int) -> list[float]:
-    return [*map(LearningRate(peak, learning_rate(name, warmup, updates)), range(updates))]
+    fraction = learning_rate(name, warmup, updates)
+    return [peak * fraction(update) for update in range(updates)]
 
 
 def test_warm_up_is_a_line():
@@ -61,6 +62,16 @@ def test_cosine_and_one_cycle_are_torch_s(updates, warmup):
     options = {"total_steps": steps, "pct_start": (warmup * 2 * updates + 1) / steps, "cycle_momentum": False}
     fine = torch_rates(lambda o: OneCycleLR(o, max_lr=0.3, **options), steps - 1)
     assert rates("one_cycle", 0.3, warmup, updates) == pytest.approx(fine[1::2], rel=1e-9)
+
+
+def test_a_program_gives_a_function_or_nothing():
+    assert asked_rate(None, "a") == LearningRate(shown="a")
+    assert asked_rate(lambda update: 0.5, "a").fraction(3) == 0.5
+    for junk in (0.1, "cosine", {"lr": 1}):
+        with pytest.raises(
+            ConfigError, match=r"^lr_schedule=.* must be a function of the update \(0, 1, ...\) "
+        ):
+            asked_rate(junk, "a")
 
 
 def test_a_function_of_the_update_is_taken_as_it_is_after_a_trial():

@@ -11,7 +11,6 @@ import torch
 from pipetrain.checkpoint.progress import EpochRecord, Stats, best_epoch
 from pipetrain.data.sets import DataFacts
 from pipetrain.plan.plan import Plan
-from pipetrain.rate import LearningRate
 from pipetrain.records.stages import StageRecord, stage_times, straggler
 from pipetrain.runtime.meter import PeakBytes
 from pipetrain.schedule.draw import aligned
@@ -27,7 +26,8 @@ MOST_ROWS = 40  # of the table of epochs
 class About:
     """The conditions of a training of epochs of `batches` batches each; `updates` may end the last one early.
 
-    `device`: a description such as `2 x cpu`. `room`: bytes of GPU for each rank; None on a CPU.
+    `lr`: the optimizer's rate. `device`: a description such as `2 x cpu`. `room`: bytes of GPU for each rank;
+    None on a CPU.
     """
 
     settings: Settings
@@ -35,7 +35,7 @@ class About:
     task: Task
     data: DataFacts
     batches: int
-    rate: LearningRate
+    lr: float
     device: str = "cpu"
     room: int | None = None
 
@@ -61,7 +61,7 @@ class About:
         same = ("model", "schedule", "ranks", "batch_size", "microbatches", "buffer_size", "window")
         return {
             **{name: getattr(settings, name) for name in (*same, "seed", "precision", "compile")},
-            "lr": self.rate.peak,
+            "lr": self.lr,
             "data": self.data.name,
             "parameters": sum(layer.params for layer in plan.layers),
             "placement": [of[0] if len(of) == 1 else list(of) for of in plan.placement],

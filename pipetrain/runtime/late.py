@@ -7,7 +7,7 @@ step is the root of the mean of squared steps at the peak rate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,29 +15,38 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.correction import Correction
-from pipetrain.rate import Rate
 
 STEP, SQUARE = "last_step", "squared_step"  # of the state of a weight
+RATE = "last_rate"  # of the step, as a share of the peak rate
 KEPT = (STEP, SQUARE)
 DECAY = 0.999  # of the mean of squared steps
 
 
 class LateWeights:
-    """The state of a correction for some weights, by name. `groups`: of their optimizer."""
+    """The state of a correction for some weights, by name.
+
+    `groups`: of their optimizer; `rates`: returns each one's rate of an update, as a share of its peak.
+    """
 
     def __init__(
         self,
         weights: Mapping[str, nn.Parameter],
         groups: Sequence[Mapping[str, Any]],
-        rate: Rate,
+        rates: Callable[[int], Sequence[float]],
         correction: Correction,
     ) -> None:
         self.correction = correction
-        self.state: dict[Tensor, dict[str, Tensor]] = {}
+        self.state: dict[Tensor, dict[str, Any]] = {}
         """By weight, its last step and the mean of squared ones, once there was a step."""
-        self._weights, self._rate = weights, rate
-        members = {p: group for group in groups for p in group["params"]}
-        self._groups = [members[p] for p in weights.values()] if members else []
+        self._weights, self._by_group = weights, rates
+        members = {p: number for number, group in enumerate(groups) for p in group["params"]}
+        self._numbers = [members[p] for p in weights.values()] if members else []
+        self._groups = [groups[number] for number in self._numbers]
+
+    def _rates(self, update: int) -> list[float]:
+        """Return the rate of an update of each weight, as a share of its peak."""
+        rates = self._by_group(update)
+        return [rates[number] for number in self._numbers]
 
     @contextmanager
     def following(self, update: int) -> Iterator[None]:
@@ -49,18 +58,24 @@ class LateWeights:
         fresh = not self.state
         for p in self._weights.values() if fresh else ():
             self.state[p] = {STEP: torch.empty_like(p.data)}
-        steps = [self.state[p][STEP] for p in self._weights.values()]
+        states, rates = [self.state[p] for p in self._weights.values()], self._rates(update)
+        for state, rate in zip(states, rates, strict=True):
+            state[RATE] = rate
+        steps = [state[STEP] for state in states]
         torch._foreach_copy_(steps, live)
         yield
         torch._foreach_mul_(steps, -1)
         torch._foreach_add_(steps, live)
-        if self.correction.weighs and (fraction := self._rate(update)):
-            sizes = _wide(torch._foreach_abs(torch._foreach_div(steps, fraction)))
-            self._average(torch._foreach_mul(sizes, sizes), update + 1)
+        if self.correction.weighs:
+            self._average([state for state in states if state[RATE]], update + 1)
 
-    def _average(self, squares: Sequence[Tensor], count: int) -> None:
-        """Take squared steps into their mean, which begins with the first of them."""
-        states = [self.state[p] for p in self._weights.values()]
+    def _average(self, states: Sequence[dict[str, Any]], count: int) -> None:
+        """Take the squares of last steps, at the peak rate, into their mean, which begins with the first."""
+        if not states:
+            return
+        steps = torch._foreach_div([state[STEP] for state in states], [state[RATE] for state in states])
+        sizes = _wide(torch._foreach_abs(steps))
+        squares = torch._foreach_mul(sizes, sizes)
         for state, square in zip(states, squares, strict=True):
             state.setdefault(SQUARE, square)
         means = [state[SQUARE] for state in states]
@@ -70,7 +85,8 @@ class LateWeights:
         """Return what is kept of a weight, in the form that it has after a first update."""
         step = torch.zeros_like(parameter.data)
         fresh = dict(zip(KEPT[: self.correction.copies], (step, *_wide([step.abs()])), strict=False))
-        return {**fresh, **self.state.get(parameter, {})}
+        kept = self.state.get(parameter, {})
+        return {**fresh, **{key: kept[key] for key in KEPT if key in kept}}
 
     def complete(self) -> None:
         """After a load, keep what this correction asks for; a weight that was frozen has not moved yet."""
@@ -78,16 +94,18 @@ class LateWeights:
         self.state.clear()
         for p in self._weights.values() if loaded and keys else ():
             state = loaded.get(p, {STEP: torch.zeros_like(p.data)})
-            self.state[p] = {key: state[key] for key in keys if key in state}
+            self.state[p] = {key: state[key] for key in (*keys, RATE) if key in state}
 
     def advance(self, data: Sequence[Tensor], ahead: int, update: int) -> None:
         """Move copies of the weights to what is predicted for `ahead` updates later; `update` comes next."""
         if not (update and self.state and data):
             return
-        last = self._rate(update - 1)
-        ratio = self._rate(update) / last if last else 0.0
-        steps = [self.state[p][STEP] for p in self._weights.values()]
-        reach = [self.correction.reach(ahead, _momentum(group)) * ratio for group in self._groups]
+        states = [self.state[p] for p in self._weights.values()]
+        steps, reach = [state[STEP] for state in states], []
+        rates, before = self._rates(update), self._rates(update - 1)
+        for state, group, rate, known in zip(states, self._groups, rates, before, strict=True):
+            last = state.get(RATE, known)
+            reach.append(self.correction.reach(ahead, _momentum(group)) * (rate / last if last else 0.0))
         torch._foreach_add_([*data], torch._foreach_mul(steps, reach))
 
     @torch.no_grad()

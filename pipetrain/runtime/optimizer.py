@@ -37,11 +37,13 @@ def prove_optimizer(optim: Optim, model: nn.Module, stages: int) -> OptimizerFac
     return last()
 
 
-def trial_optimizer(factory: OptimizerFactory, model: nn.Module) -> Optimizer:
-    """Return an optimizer of parameters like all of a model's, without their numbers."""
+def trial_optimizer(factory: OptimizerFactory, model: nn.Module) -> tuple[Optimizer, _Parameters]:
+    """Return an optimizer of parameters like all of a model's, without their numbers, and these."""
     with suppress(Exception):
-        return factory(_in_true_shapes(model, "meta"))
-    return factory(_in_true_shapes(model, "cpu"))  # it reads numbers as it is made
+        named = _in_true_shapes(model, "meta")
+        return factory(named), named
+    named = _in_true_shapes(model, "cpu")
+    return factory(named), named  # it reads numbers as it is made
 
 
 def _in_true_shapes(model: nn.Module, device: str) -> _Parameters:

@@ -5,14 +5,14 @@ a tensor of bytes, in which each tensor is replaced by its index in the list tha
 in memory where that is not as the parameter: products and sums round otherwise in another layout.
 
 Some optimizers (such as schedule-free ones) also keep state in the options of a parameter group. Options that
-the optimizer has changed are saved; options set by the user are not, so they may differ in a resumed run.
+the optimizer or the program has changed since the start are saved; others may differ in a resumed run.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,26 +22,35 @@ from torch.optim import Optimizer
 
 from pipetrain.network.tensors import laid_out, layout_of
 
-_SET_BY_US = ("params", "lr")
 _BESIDE = "correction"  # no optimizer's own key
 
 
 class OptimizerState:
     """The state of an optimizer, by parameter; `optimizer` has not stepped yet.
 
-    `beside`: what a correction keeps of each parameter, which is stored with it.
+    `beside`: what a correction keeps of each parameter, which is stored with it. `by_us`: the options of a
+    group that we set.
     """
 
-    def __init__(self, optimizer: Optimizer, beside: dict[Tensor, dict[str, Tensor]] | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        beside: dict[Tensor, dict[str, Any]] | None = None,
+        by_us: Collection[str] = ("params", "lr"),
+    ) -> None:
         self._optimizer, self._beside = optimizer, {} if beside is None else beside
+        self._by_us = by_us
         self._groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        self._began_with = {key: copy.deepcopy(_options(group)) for key, group in self._groups.items()}
+        self._began_with = {key: copy.deepcopy(self._options(group)) for key, group in self._groups.items()}
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in group.items() if key not in self._by_us}
 
     def of(self, parameter: Tensor) -> list[Tensor]:
         """Return a parameter's state; complex tensors as pairs. Raises TypeError if it cannot be stored."""
         if others := [key for key in self._optimizer.state if not isinstance(key, Tensor)]:
             raise TypeError(f"{others[0]!r} of no parameter")
-        options, before = _options(self._groups[id(parameter)]), self._began_with[id(parameter)]
+        options, before = self._options(self._groups[id(parameter)]), self._began_with[id(parameter)]
         changed = {k: v for k, v in options.items() if k not in before or not _same(v, before[k])}
         tensors: list[Tensor] = []
         state = dict(self._optimizer.state.get(parameter, {}))
@@ -56,7 +65,11 @@ class OptimizerState:
         group = self._groups[id(parameter)]
         placed = partial(_placed, parameter)
         saved, changed = json.loads(bytes(tree.tolist()))["list"]
-        group.update(_unpacked(changed, values, placed))
+        for key, value in self._options(_unpacked(changed, values, placed)).items():
+            now = group.get(key)
+            if isinstance(now, Tensor) and isinstance(value, Tensor):
+                value = value.to(now.device)
+            group[key] = value
         # As in torch.optim, the step count stays on the host, unless a kernel reads it.
         host = () if group.get("capturable") or group.get("fused") else ("step",)
         state = {
@@ -66,10 +79,6 @@ class OptimizerState:
         if beside := state.pop(_BESIDE, None):
             self._beside[parameter] = beside
         self._optimizer.state[parameter] = state
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _SET_BY_US}
 
 
 def _same(a: Any, b: Any) -> bool:

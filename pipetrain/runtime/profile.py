@@ -34,6 +34,7 @@ from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.costs import SECONDS, Facts, LayerTime, Profile
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import Layer
+from pipetrain.rate import LearningRate
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.engine import Engine
@@ -175,7 +176,7 @@ def measure_layers(
     for n, slice in enumerate(cut.slices[:-1]):
         part = (network if n < own else nothing).part(slice)
         # At a rate of 0 the weights stay as they are.
-        stages[n] = _Layer(n, part, optimizer, lambda update: 0.0, **how)
+        stages[n] = _Layer(n, part, optimizer, LearningRate(lambda update: 0.0), **how)
         stages[n].observers = [StopOnNaN(stages[n])]
     here = [
         Action(n, op, mb, version=int(op is Op.STEP))

@@ -19,7 +19,7 @@ from pipetrain.network.values import Size
 from pipetrain.plan.cut import homes
 from pipetrain.plan.memory import explained, is_out_of_memory
 from pipetrain.plan.plan import Plan
-from pipetrain.rate import Rate
+from pipetrain.rate import LearningRate
 from pipetrain.runtime.batch_loss import BatchLoss
 from pipetrain.runtime.batches import Batches
 from pipetrain.runtime.buffers import Buffers
@@ -59,7 +59,7 @@ class Session:
         model: nn.Module | Network,
         task: Task,
         optimizer: OptimizerFactory,
-        rate: Rate,
+        rate: LearningRate,
         links: Links,
     ) -> None:
         self.plan, self._task, self._links = plan, task, links
@@ -76,6 +76,20 @@ class Session:
     def updates(self) -> int:
         """The number of updates so far."""
         return next(iter(self.stages.values())).weights.updates
+
+    def take_rates(self) -> list[float]:
+        """Return the rate of each update since it was last called, where a stage has what is shown."""
+        taken = [stage.weights.rates.take() for stage in self.stages.values()]
+        return next(filter(None, taken), [])
+
+    @contextmanager
+    def keeping_options(self) -> Iterator[None]:
+        """Put back what a program changes of the optimizers' parameter groups, rates among them."""
+        optimizers = filter(None, (stage.weights.optimizer for stage in self.stages.values()))
+        before = [(group, dict(group)) for optimizer in optimizers for group in optimizer.param_groups]
+        yield
+        for group, options in before:
+            group.update(options)
 
     def speaks(self, stage: int) -> bool:
         """Return whether this rank is the first of a stage, which speaks for all replicas."""
@@ -197,7 +211,7 @@ def make_stages(
     model: nn.Module | Network,
     task: Task,
     optimizer: OptimizerFactory,
-    rate: Rate,
+    rate: LearningRate,
     links: Links,
 ) -> dict[int, Stage]:
     """Make this rank's stages of a whole model, by number, on its device.

@@ -23,7 +23,7 @@ from pipetrain.network import draws
 from pipetrain.network.network import INPUT, Part, Tensors, evaluating
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import Value, as_tuple, leaves_of, needs_grad, requires_grad
-from pipetrain.rate import Rate
+from pipetrain.rate import LearningRate
 from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Observer, Saving, around
@@ -53,7 +53,7 @@ class Stage:
         index: int,
         module: Part,
         optimizer: OptimizerFactory,
-        rate: Rate,
+        rate: LearningRate,
         *,
         device: str = "cpu",
         task: Task | None = None,

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from pipetrain.errors import ConfigError, Refused, TrainingStopped, one_line, unsaid
 from pipetrain.groups import title
 from pipetrain.network.values import bytes_of, specs_of
-from pipetrain.rate import Rate
+from pipetrain.rate import LearningRate
 from pipetrain.runtime.links import Links
 from pipetrain.runtime.ranks import Ranks
 from pipetrain.schedule.actions import Program, format_program
@@ -108,7 +108,9 @@ def raise_failure(error: Exception | None, failure: Failure | None, rank: int) -
         raise unsaid((ConfigError if refused else TrainingStopped)(f"rank {rank} stopped: {text}"))
 
 
-def conditions(settings: Settings, optimizer: Optimizer, program: Program, rate: Rate) -> dict[str, Any]:
+def conditions(
+    settings: Settings, optimizer: Optimizer, program: Program, rate: LearningRate
+) -> dict[str, Any]:
     """Return what must be the same on all ranks: settings, program, rates, the optimizer with its options."""
     values: dict[str, Any] = {"optimizer": title(optimizer)}
     for number, group in enumerate(optimizer.param_groups):
@@ -116,7 +118,8 @@ def conditions(settings: Settings, optimizer: Optimizer, program: Program, rate:
         values |= {f"{of}.{key}": value for key, value in group.items() if key != "params"}
     with suppress(Exception):  # a user's function may end before
         for update in COMPARED_UPDATES:
-            values[f"lr_schedule({update})"] = rate(update)
+            if rate.fraction is not None:
+                values[f"lr_schedule({update})"] = rate.fraction(update)
     return {**settings.shared(), **values, "program": digest(program)}
 
 

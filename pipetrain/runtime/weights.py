@@ -32,9 +32,10 @@ from pipetrain.correction import Correction
 from pipetrain.network.numerics import numbers_of
 from pipetrain.network.places import places
 from pipetrain.plan.costs import SMALL_GRADIENT
-from pipetrain.rate import LearningRate, Rate
+from pipetrain.rate import LearningRate
 from pipetrain.runtime.late import LateWeights
 from pipetrain.runtime.optimizer_state import OptimizerState
+from pipetrain.runtime.rates import Rates
 from pipetrain.schedule.actions import Predicted, Read
 
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -80,7 +81,7 @@ class Weights:
         self,
         module: nn.Module,
         optimizer: OptimizerFactory,
-        rate: Rate,
+        rate: LearningRate,
         ema: float | None = None,
         known_as: Mapping[str, str] | None = None,
         correction: Correction | None = None,
@@ -99,10 +100,11 @@ class Weights:
         ]
         self.optimizer = optimizer([*self.live.items()]) if self.live else None
         groups = self.optimizer.param_groups if self.optimizer else []
-        self._rates = [LearningRate(group.get("lr", 0.0), rate) for group in groups]
-        self.late = LateWeights(self.live, groups, rate, correction or Correction())
+        self.rates = Rates(groups, rate, self.live.get(rate.shown))
+        self.late = LateWeights(self.live, groups, self.rates.fractions, correction or Correction())
         """What the correction knows of them."""
-        self._state = OptimizerState(self.optimizer, self.late.state) if self.optimizer else None
+        by_us = {"params"} if rate.fraction is None else {"params", "lr"}
+        self._state = OptimizerState(self.optimizer, self.late.state, by_us) if self.optimizer else None
         self._ema = ema
         self._unmoved = set(self.live)  # weights that have had no gradient so far
         self._average: dict[str, nn.Parameter] = {}  # by name; empty before the first step
@@ -143,6 +145,7 @@ class Weights:
         assert self.count == 1, f"versions {[*self._versions]} outlived their window"
         self._versions = {0: self._versions.pop(self.newest)}
         self.newest = 0
+        self.rates.prepare(self.updates)
         self._predict(predicted)
 
     def others(self) -> list[Read]:
@@ -259,10 +262,9 @@ class Weights:
         if keep and self.live:
             self._move()
         if self.optimizer is not None:
+            self.rates.prepare(self.updates)
             factor = self.late.correction.rate(self.updates, delay)
-            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate(self.updates) * factor
-            with self.late.following(self.updates):
+            with self.late.following(self.updates), self.rates.corrected(factor):
                 self._step(self.optimizer, skip)
             self.optimizer.zero_grad()  # as a program does
             for parameter in self.live.values():
@@ -328,6 +330,7 @@ class Weights:
             if count and self._state is not None:
                 self._state.restore(p, [state[f"{name}/{number}"] for number in range(count)])
         self.late.complete()
+        self.rates.note()
 
     def average(self) -> dict[str, Tensor]:
         """Return the moving average of the weights by name; empty without one."""
@@ -350,8 +353,8 @@ class Weights:
         tensors: list[Tensor] = [*self.live.values(), *self._average.values()]
         containers: list[Any] = [vars(self), self._versions, self._spare, self._unmoved, self._average]
         late = self.late.state
-        tensors += [tensor for state in late.values() for tensor in state.values()]
-        containers += [late, *late.values()]
+        tensors += [t for t in tree_leaves(list(late.values())) if isinstance(t, Tensor)]
+        containers += [late, *late.values(), vars(self.rates), self.rates.used]
         if self.optimizer is not None:
             state = list(self.optimizer.state.values())
             tensors += [t for t in tree_leaves(state) if isinstance(t, Tensor)]

@@ -49,18 +49,20 @@ class WindowWord:
 
     `windows`: by rank 0, the size of each batch of the next ones; None if there was never a batch.
     `failure`: why rank 0 cannot read them, and there its `error`. `losses`: by the last stage's rank.
+    `rates`: of the same updates.
     """
 
     windows: list[list[Size]] | None
     failure: Failure | None
     error: Exception | None
     losses: list[float]
+    rates: list[float]
     asked: Asked
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What ran between two words, on every rank alike: the size of each batch, the loss of each update.
+    """What ran between two words, on every rank alike: the size of each batch, each update's loss and rate.
 
     `outcomes`: what came out of each window. `early`: whether one ended early. `over`: whether nothing is
     left of the pass, if that is known.
@@ -69,6 +71,7 @@ class Done:
     sizes: list[Size]
     outcomes: list[Any]
     losses: list[float]
+    rates: list[float]
     asked: Asked
     early: bool
     over: bool
@@ -211,7 +214,7 @@ class Windows:
                 began = time.perf_counter()
                 word = self._say(this, done, reads_ahead, hears=this.trains or early)
                 over = reads_ahead and not (word.windows or word.failure)
-                yield Done(sizes, outcomes, word.losses, word.asked, early, over)
+                yield Done(sizes, outcomes, word.losses, word.rates, word.asked, early, over)
             if len(outcomes) < len(windows) and not early:
                 self.session.refuse_small(windows[len(outcomes)])  # after the updates before it were seen
             if not reads_ahead:
@@ -232,13 +235,15 @@ class Windows:
         windows, error = self._read(this, done) if reads else (None, None)
         with self._together():
             losses = last.counts.take_losses() if hears and last else []
-            mine = [_as_json(windows), failure_of(error), losses, self._heard() if hears else ""]
+            rates = self.session.take_rates() if hears else []
+            mine = [_as_json(windows), failure_of(error), losses, rates, self._heard() if hears else ""]
             words = self._links.gather(f"the next window of {this.what}", mine)
         sizes, failure, *_ = words[0]
         parts = [words[rank][2] for rank in self.session.plan.placement[-1]]
         losses = [*map(sum, zip(*parts, strict=True))]  # each replica has its share
+        rates = next((told for *_, told, _ in words if told), [])
         asked: Asked = max((asked for *_, asked in words), key=ORDER.index)
-        return WindowWord(_from_json(sizes), failure, error, losses, asked)
+        return WindowWord(_from_json(sizes), failure, error, losses, rates, asked)
 
     def _announce(self, this: _Pass, done: int) -> WindowWord:
         """Let rank 0 say which batches come next, and begin with them without waiting for the others."""
@@ -248,7 +253,7 @@ class Windows:
             what = f"the next window of {this.what}"
             refused = this.trains and any(map(self._too_small, windows or ()))
             sizes, failure = self._links.announce(what, mine, ends=refused or not windows)
-        return WindowWord(_from_json(sizes), failure, error, [], "")
+        return WindowWord(_from_json(sizes), failure, error, [], [], "")
 
     def _read(self, this: _Pass, done: int) -> tuple[list[list[Size]] | None, Exception | None]:
         """Read the next windows on rank 0; return also the error of it."""

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmark.report import Row, Series, failed_row, timed_row
 from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import CPU, Place, Say, WorldFailed, fitted, run_world
+from pipetrain.rate import LearningRate
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Observe
 from pipetrain.runtime.feed import Repeated, Target
@@ -199,7 +200,9 @@ class Ours:
         """Called with the measured spans of each window."""
         self._feed = BatchFeed(job, links.device)
         self._rank = links.world.rank
-        self._stages = make_stages(plan, job.model, job.task, job.optimizer, plan.settings.rate(1), links)
+        self._stages = make_stages(
+            plan, job.model, job.task, job.optimizer, LearningRate(plan.settings.rate(1)), links
+        )
         self._engine = make_engine(plan, self._stages, links, channel)
 
     def run(self) -> None:

@@ -9,6 +9,7 @@ from benchmark.contestants import BatchFeed
 from benchmark.report import Row, failed_row
 from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import Say, WorldFailed, fitted, run_world, titled
+from pipetrain.rate import LearningRate
 from pipetrain.runtime.links import Links
 from pipetrain.runtime.meter import Meter
 from pipetrain.runtime.order import order_of
@@ -81,7 +82,7 @@ def stage_peaks(links: Links, job: Job) -> list[tuple[int, int, int]]:
     """Return each stage of one rank with its peak, measured and predicted."""
     plan = job.plan
     links = fitted(links, plan)
-    stages = make_stages(plan, job.model, job.task, job.optimizer, plan.settings.rate(1), links)
+    stages = make_stages(plan, job.model, job.task, job.optimizer, LearningRate(plan.settings.rate(1)), links)
     engine = make_engine(plan, stages, links)
     for number in range(WINDOWS):
         if number + 1 == WINDOWS:

@@ -18,6 +18,7 @@ from torch import Tensor
 from benchmark.contestants import BatchFeed
 from benchmark.held import NEAR, WINDOWS, Case, job_of
 from benchmark.worlds import fitted
+from pipetrain.rate import LearningRate
 from pipetrain.runtime.links import Links
 from pipetrain.runtime.meter import Meter
 from pipetrain.runtime.order import order_of
@@ -124,7 +125,7 @@ def _measure(links: Links, case: Case) -> Held:
     plan, links = job.plan, fitted(links, job.plan)
     feed = BatchFeed(job, links.device, copies=True)
     before = allocated() if cuda else 0
-    stages = make_stages(plan, job.model, job.task, job.optimizer, plan.settings.rate(1), links)
+    stages = make_stages(plan, job.model, job.task, job.optimizer, LearningRate(plan.settings.rate(1)), links)
     engine = make_engine(plan, stages, links)
     for number in range(WINDOWS):
         if cuda and number + 1 == WINDOWS:

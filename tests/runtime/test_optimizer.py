@@ -99,7 +99,8 @@ def test_a_function_that_chooses_by_shape_is_given_the_true_ones(kind):
     width, where = (10**6, "meta") if kind is torch.optim.SGD else (3, "cpu")
     with torch.device(where):
         model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 2))
-    found = trial_optimizer(prove_optimizer(read_optimizer(by_shape, None), model, 1), model).param_groups
+    factory = prove_optimizer(read_optimizer(by_shape, None), model, 1)
+    found = trial_optimizer(factory, model)[0].param_groups
     shapes = {group["lr"]: [tuple(p.shape) for p in group["params"]] for group in found}
     assert shapes == {0.25: [(width, width), (width,)], 0.5: [(2, width), (2,)]}
     with pytest.raises(ConfigError, match=r"optim cannot be built by .*: nothing is large"):  # on one of two

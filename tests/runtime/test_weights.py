@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipetrain.rate import LearningRate
 from pipetrain.runtime.weights import Weights
 
 SGD = partial(torch.optim.SGD, lr=1.0)  # the peak, of which the step takes a share
@@ -31,7 +32,7 @@ class Scale(nn.Module):
 
 
 def versions_of(module: nn.Module) -> Weights:
-    return Weights(module, SGD, lambda update: 0.25)
+    return Weights(module, SGD, LearningRate(lambda update: 0.25))
 
 
 def forward(module: nn.Module, weights: Weights, version: int, x: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ def test_a_weight_that_has_its_first_gradient_late_is_stepped_by_a_fused_optimiz
     for fused in (False, True):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
-        weights = Weights(module, partial(optimizer, fused=fused), lambda update: 0.1)
+        weights = Weights(module, partial(optimizer, fused=fused), LearningRate(lambda update: 0.1))
         for number in range(4):
             updated(module if number == 2 else module[0], weights, torch.ones(2, 3, dtype=torch.float64))
         ended.append(module.state_dict())
@@ -134,7 +135,7 @@ def test_small_gradients_are_added_by_one_kernel_to_the_same_bits(monkeypatch):
 
 def test_a_checkpoint_without_an_average_begins_it_anew():
     module = nn.Linear(1, 1)
-    weights = Weights(module, SGD, lambda update: 1.0, ema=0.5)
+    weights = Weights(module, SGD, LearningRate(lambda update: 1.0), ema=0.5)
     weights.step(keep=False)
     assert weights.average().keys() == {"weight", "bias"}
     weights.load_average({})

@@ -88,6 +88,10 @@ class Fake:
         losses, self._losses = self._losses, []
         return losses
 
+    def take_rates(self) -> list[float]:
+        """The rates of the updates, which another rank knows than the one that knows the losses."""
+        return [] if self.last else [0.5] * len(self.take_losses())
+
 
 def ticks(batches: int) -> Any:
     return None
@@ -264,11 +268,11 @@ def test_all_ranks_hear_the_losses_of_the_last_stage_what_one_was_asked_for_and_
         heard: list[Any] = seen.setdefault(rank, [])
         try:
             for done in windows.train("a pass", source, lambda done: 1, ticks):
-                heard.append((done.losses, done.asked))
+                heard.append((done.losses, done.rates, done.asked))
         except (ConfigError, TrainingStopped) as error:
             heard += [str(error), log]
 
     in_threads(work, barrier)
-    said = [([4], "stop"), ([5], "save")]
+    said = [([4], [0.5], "stop"), ([5], [0.5], "save")]
     assert seen[0] == [*said, "no more", ["read 1", "train 1", "read 1", "train 1"]]
     assert seen[1] == [*said, "rank 0 stopped: no more", ["train 1", "train 1"]]

@@ -63,8 +63,7 @@ class Run:
     @property
     def about(self) -> About:
         """What the records say of it."""
-        rate = LearningRate(self.lr, self.settings.rate(self.updates))
-        return About(self.settings, self.plan, self.task, self.facts, len(self.sampler.batch_sizes), rate)
+        return About(self.settings, self.plan, self.task, self.facts, len(self.sampler.batch_sizes), self.lr)
 
 
 def epochs_of(
@@ -73,9 +72,10 @@ def epochs_of(
     """Return the epochs of a run on one rank."""
     settings, data = run.settings, run.data
     # The whole model is built, as its initial weights depend on the order of layers, and then dropped.
-    session = Session(
-        run.plan, run.take_network(), run.task, run.optimizer, settings.rate(run.updates), links
-    )
+    network = run.take_network()
+    shown = next(name for name, p in network.model.named_parameters() if p.requires_grad)
+    rate = LearningRate(settings.rate(run.updates), shown)
+    session = Session(run.plan, network, run.task, run.optimizer, rate, links)
     # A seed per rank, for dropout; set after the model is built, whose weights use the seed itself.
     torch.manual_seed((settings.seed + 1_000_003 * (links.world.rank + 1)) % 2**63)
     own = settings.seed, settings.workers, settings.timeout
