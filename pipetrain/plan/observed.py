@@ -47,7 +47,7 @@ class Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._trained = {storage_of(t) for t in trained}  # and of their casts
         self.flops = 0
         self.weight_flops = 0
-        self.digest = 0  # of all operations with their numbers
+        self.digest = 0  # of all operations with their numbers, alike for tensors on the meta device
         self.draws = False
         self.wrong = ""
         self.borrowed: set[str] = set()
@@ -63,9 +63,10 @@ class Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in strided(args, kwargs):
             if storage_of(tensor) not in self._known:
                 self._look_at(tensor)
-        plain = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, bool | int | float)]
-        words = [f"{number:.6g}" for number in plain]  # a mean may differ by its rounding
-        self.digest = zlib.crc32(f"{func}{words}".encode(), self.digest)
+        if func.namespace != "prim" and func is not _ATEN.detach.default:  # other ones without numbers
+            plain = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, bool | int | float)]
+            words = [f"{number:.6g}" for number in plain]  # a mean may differ by its rounding
+            self.digest = zlib.crc32(f"{func}{words}".encode(), self.digest)
         result = func(*args, **(kwargs or {}))
         self.draws = self.draws or _draws(func, args, kwargs or {})
         if formula := flop_registry.get(_COUNTED_AS.get(func._overloadpacket, func._overloadpacket)):

@@ -56,6 +56,20 @@ def test_work_is_counted_by_hand_and_that_on_trained_weights_by_itself():
     assert [layer.params for layer in estimate(models.tied(), spec(2, 3, 32, 32))] == shared
 
 
+def test_operations_have_a_checksum_with_their_numbers_also_without_those_of_weights():
+    def layers() -> list[nn.Module]:
+        encoder = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+        return [nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Dropout(0.5), nn.Flatten(1, 2), encoder]
+
+    made = [one.operations for one in layers_of(*layers())]
+    with torch.device("meta"):
+        assert [one.operations for one in layers_of(*layers())] == made
+    others = [nn.Conv2d(3, 3, 1, stride=2, padding=4), nn.BatchNorm2d(3, momentum=0.2), nn.Dropout(0.4)]
+    apart = [one.operations for one in layers_of(*others)]
+    assert [a == b for a, b in zip(made, apart, strict=False)] == [False] * 3
+    assert layers_of(nn.ReLU(), conv())[0].operations != layers_of(nn.Tanh(), conv())[0].operations
+
+
 # What it returns
 
 
