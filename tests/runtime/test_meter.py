@@ -15,6 +15,7 @@ from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.costs import Table, by_work
 from pipetrain.plan.cut import cut_layers
 from pipetrain.plan.estimate import estimate
+from pipetrain.rate import LearningRate
 from pipetrain.runtime.meter import Meter
 from pipetrain.runtime.microbatch import Saving
 from pipetrain.runtime.stage import Stage
@@ -37,7 +38,7 @@ def measured(correction: Correction | None = None) -> tuple[Stage, Meter, Items]
     layers = estimate(model.train(), EXAMPLE.of(Size(4)))
     part = Chain(model).part(cut_layers({Size(4): layers}, [1, 6], EXAMPLE).slices[STAGE])
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    stage = Stage(STAGE, part, sgd, lambda update: 1.0, correction=correction)
+    stage = Stage(STAGE, part, sgd, LearningRate(), correction=correction)
     meter = Meter({STAGE: stage}, torch.device("cpu"))
     table = Table(layers, EXAMPLE.of(Size(4)), by_work(layers, 1), correction=correction or Correction())
     return stage, meter, table.sizes(1, 6, Mode.NEVER)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.values import Gradients
+from pipetrain.rate import LearningRate
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.session import observers_of
 from pipetrain.runtime.stage import Stage
@@ -41,7 +42,7 @@ def stage(
     known = {"enters_grad": entering, "leaves_grad": leaving}
     part = part_of(module.double(), enters, leaves, before=5 if index else 0, **known)
     sgd = partial(torch.optim.SGD, lr=0.1)
-    made = Stage(index, part, sgd, lambda update: 1.0, **arguments)  # type: ignore[arg-type]
+    made = Stage(index, part, sgd, LearningRate(), **arguments)  # type: ignore[arg-type]
     made.observers = observers_of(made, skips)
     return made
 

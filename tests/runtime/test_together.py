@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipetrain.rate import LearningRate
 from pipetrain.runtime.together import Together, conditions, level
 from pipetrain.schedule.programs import gpipe, one_f_one_b
 from pipetrain.settings import Settings
@@ -17,7 +18,9 @@ def test_threads_and_patience_are_a_process_s_own_and_all_else_is_compared():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
 
     def said(program: Any = None, rate: float = 1.0, **values: Any) -> dict[str, Any]:
-        return conditions(Settings.read(values), optimizer, program or gpipe(2, 1, 4), lambda update: rate)
+        return conditions(
+            Settings.read(values), optimizer, program or gpipe(2, 1, 4), LearningRate(lambda update: rate)
+        )
 
     assert said(threads=2, timeout=9) == said()
     for other in (
