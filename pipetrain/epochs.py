@@ -53,8 +53,8 @@ class Passes(Protocol):
     def evaluate(self) -> Batches:
         """Return the batches of an evaluation."""
 
-    def random(self) -> dict[str, Tensor]:
-        """Return the random state at the beginning of the epoch, from which its batches come again."""
+    def random(self, done: int) -> dict[str, Tensor]:
+        """Return the random states from which the epoch's batches come again, after the first `done`."""
 
 
 class Epochs:
@@ -282,7 +282,9 @@ class Epochs:
             rates=self._rates,
         )
         self._count_from(progress.trained)
-        self._keeper.save(session, self._links, self._position, progress, self._passes.random())
+        self._keeper.save(
+            session, self._links, self._position, progress, self._passes.random(self._position.batch)
+        )
 
     def _gather(self, what: str, mine: RankRecord) -> RankRecords:
         """Return each rank's record. Raises ChannelError."""

@@ -122,7 +122,7 @@ def fit(
         with Signals(training.rank).handled() if run_folder else nullcontext():
             source = run_folder.source if run_folder else None
             start = source.manifest.position.placed(batches) if source else Position()
-            passes = TrainingPasses(training, train, test, source, start)
+            passes = TrainingPasses(training, train, test, source, start, run_folder is not None)
         with training.together():
             settings = training.settings.changed(options)
             kind, full = type(getattr(train, "dataset", train)).__name__, settings.batch_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, NoneType
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from pipetrain.network.values import Size
 
 _TORCHS_SAMPLERS = {"torch.utils.data.sampler", "torch.utils.data.distributed"}
 MOST_PARTS, MOST_LISTED = 1000, 64  # that are looked at, in all and in one list or dict
-_NO_PARTS = (type, FunctionType, ModuleType, Tensor, nn.Module, str, bytes)
+_NO_PARTS = (type, FunctionType, ModuleType, Tensor, nn.Module, str, bytes, int, float, NoneType)
 _COUNTS = ("num_replicas", "world_size", "num_processes", "num_ranks", "nranks")  # of those who share data
 
 

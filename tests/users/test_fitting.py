@@ -33,7 +33,8 @@ pytestmark = pytest.mark.processes
 
 def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
     data: TensorDataset = TensorDataset(*batch(30))
-    return DataLoader(data, batch_size=8, shuffle=True, drop_last=True), DataLoader(data, batch_size=16)
+    train = DataLoader(data, 8, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(7))
+    return train, DataLoader(data, batch_size=16)
 
 
 def pipe_of() -> Pipeline:

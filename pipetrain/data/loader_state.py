@@ -1,0 +1,189 @@
+"""What decides which samples loaders give next, as JSON and back: generators, counts, and state_dicts.
+
+It is read at the beginning of an epoch: amid one, data workers and what is read ahead are further on. It has
+the generators of Python and NumPy too; that of torch is kept for each rank.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from pipetrain.data.parts import parts_of
+from pipetrain.network.values import name_of
+
+log = logging.getLogger("pipetrain")
+
+MOST_NUMBERS = 2**16  # in a list that a sampler may shuffle in place
+_NUMBERS = {int, float, type(None)}  # no bool: it says what a process has opened or begun
+
+
+class LoaderStates:
+    """The states of loaders, by their names; made before they are read."""
+
+    def __init__(self, **loaders: object) -> None:
+        self._loaders = loaders
+        self._lost: set[str] = set()  # parts that have been named
+        for path, part in self._parts().items():
+            _made(part)
+            if _persistent(part):
+                self._lose(
+                    path,
+                    "has persistent workers, and what they draw is not in a checkpoint, so if the data set "
+                    "draws a resumed training sees other samples: with persistent_workers=False the same",
+                )
+
+    def read(self) -> Tensor:
+        """Return the states as bytes of JSON, uint8 [n]."""
+        states, counts = dict[str, Any](), dict[str, dict[str, Any]]()
+        for path, part in self._parts().items():
+            if access := _access(part):
+                try:
+                    states[path] = _packed(access.get())
+                except TypeError as error:
+                    self._lose(
+                        path,
+                        f"has a state_dict with a {error}, which a checkpoint cannot keep, so a resumed "
+                        f"training may see other samples: let it have numbers, texts, lists and tensors",
+                    )
+            made = _made(part)
+            counts[path] = {
+                name: value
+                for name, value in _numbers(part).items()
+                if name not in made or made[name] != value
+            }
+        text = json.dumps([states, counts])
+        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+    def restore(self, saved: Tensor) -> None:
+        """Go on from states that `read` has returned, of loaders that are made alike."""
+        states, counts = json.loads(bytes(saved.tolist()))
+        parts = self._parts()
+        for path in sorted(parts, key=lambda path: not _persistent(parts[path])):  # as workers begin to read
+            if path in states and (access := _access(parts[path])):
+                access.set(_unpacked(states[path]))
+        for path, part in parts.items():
+            now, then = _numbers(part), {**_made(part), **counts.get(path, {})}
+            for name in {**now, **counts.get(path, {})}:
+                if name not in then and hasattr(type(part), name):  # which it began with
+                    delattr(part, name)
+                elif name in then and now.get(name) != then[name]:
+                    setattr(part, name, deepcopy(then[name]))
+
+    def _parts(self) -> dict[str, Any]:
+        return {"python": random, "numpy": np.random, **parts_of(self._loaders)}
+
+    def _lose(self, path: str, why: str) -> None:
+        if path not in self._lost:
+            self._lost.add(path)
+            log.warning("pipetrain: the loader %s %s", path, why)
+
+
+_first_seen: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+
+
+def _made(part: Any) -> dict[str, Any]:
+    """Return the numbers that a part was made with, as far as they are its own and not kept."""
+    try:
+        return {} if _tells(part) else _first_seen.setdefault(part, _numbers(part))
+    except TypeError:  # it has no hash, or no weak reference
+        return {}
+
+
+def _numbers(part: Any) -> dict[str, Any]:
+    """Return the numbers with which a loader, sampler or iterable data set may count what it has read."""
+
+    def plain(value: Any) -> bool:
+        return type(value) in _NUMBERS or (
+            type(value) is list and len(value) <= MOST_NUMBERS and all(type(n) in _NUMBERS for n in value)
+        )
+
+    held = vars(part) if hasattr(part, "__iter__") and hasattr(part, "__dict__") else {}
+    return {name: deepcopy(value) for name, value in held.items() if plain(value)}
+
+
+def _persistent(part: Any) -> bool:
+    return isinstance(part, DataLoader) and part.persistent_workers and part.num_workers > 0
+
+
+def _tells(part: Any) -> bool:
+    """Return whether a loader or a sampler says its own state; a DataLoader's is that of its parts."""
+    own = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+    return own and hasattr(part, "__iter__") and not isinstance(part, DataLoader | Dataset)
+
+
+class _Access(NamedTuple):
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+
+
+def _access(part: Any) -> _Access | None:
+    """Return how to get and to set the state of a part beside its counts; None if it has none.
+
+    Of a DataLoader with persistent workers: whether they have begun, for which it draws their seed.
+    """
+    if _tells(part):
+        return _Access(part.state_dict, part.load_state_dict)
+    if _persistent(part):
+        return _Access(lambda: part._iterator is not None, partial(_begin, part))
+    if isinstance(part, np.random.Generator):
+        bits = part.bit_generator
+        return _Access(lambda: bits.state, partial(setattr, bits, "state"))
+    if isinstance(part, torch.Generator | np.random.RandomState) or part is np.random:
+        return _Access(part.get_state, part.set_state)
+    if isinstance(part, random.Random) or part is random:
+        return _Access(part.getstate, part.setstate)
+    return None
+
+
+def _begin(loader: DataLoader[Any], begun: bool) -> None:
+    if begun and loader._iterator is None:
+        iter(loader)
+    elif not begun:
+        loader._iterator = None
+
+
+# As JSON
+
+
+def _packed(value: Any) -> Any:
+    """Return JSON for a value. Raises TypeError, with what it is, for what is no data."""
+    if isinstance(value, Tensor):
+        return {"tensor": [name_of(value.dtype), value.tolist()]}
+    if isinstance(value, np.ndarray | np.generic):
+        return {"array": [str(value.dtype), value.tolist()]}
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if isinstance(value, list | tuple):
+        return {type(value).__name__: [*map(_packed, value)]}
+    if isinstance(value, Mapping):
+        return {"dict": [[_packed(key), _packed(inner)] for key, inner in value.items()]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(type(value).__name__)
+
+
+def _unpacked(data: Any) -> Any:
+    if not isinstance(data, dict):
+        return data
+    ((kind, value),) = data.items()
+    if kind == "tensor":
+        return torch.tensor(value[1], dtype=getattr(torch, value[0]))
+    if kind == "array":
+        return np.array(value[1], dtype=value[0])
+    if kind == "bytes":
+        return bytes.fromhex(value)
+    if kind == "dict":
+        return {_unpacked(key): _unpacked(inner) for key, inner in value}
+    return (tuple if kind == "tuple" else list)(map(_unpacked, value))
