@@ -24,7 +24,7 @@ from pipetrain.network.values import Value, ValueSpec
 from pipetrain.plan.advice import settled
 from pipetrain.plan.costs import Profile, profile_conditions, read_profile
 from pipetrain.plan.describe import describe
-from pipetrain.plan.making import Measure, make_plan
+from pipetrain.plan.making import Measure, Uses, make_plan
 from pipetrain.plan.memory import optimizer_state
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
@@ -107,11 +107,12 @@ class Arguments:
         inputs: ValueSpec,
         samples: Samples | None,
         together: Together,
+        uses: Uses,
     ) -> Plan:
         """Return the plan for batches like the first one, the same on every rank.
 
-        `settings`: with its size; `samples`: the sizes of all batches, None: others may come. Raises
-        ConfigError and ScheduleError.
+        `settings`: with its size; `samples`: the sizes of all batches, None: others may come; `uses`: called
+        on all ranks. Raises ConfigError and ScheduleError.
         """
         profile: Profile | Measure | None = None
         if settings.partition == PROFILE:
@@ -123,7 +124,7 @@ class Arguments:
                 measured = together.links, settings, known, twin_of(network), self.optimizer
                 profile = together()(partial(measure, *measured))
         state_of, draft = optimizer_state(self.optimizer), replace(self.draft, settings=settings)
-        plan = make_plan(draft, network.spare(), inputs, samples, profile, state_of, task)
+        plan = make_plan(draft, network.spare(), inputs, samples, profile, state_of, task, uses)
         with together():
             kinds = [type(module).__name__ for module in network.modules]
             layers = {

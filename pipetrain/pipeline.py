@@ -41,7 +41,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.network.factory import Factory
 from pipetrain.network.values import Value
 from pipetrain.placing import spans
-from pipetrain.plan.plan import Plan, outputs_of
+from pipetrain.plan.plan import Plan
 from pipetrain.rate import Rate
 from pipetrain.rules import COUNT, PATH
 from pipetrain.runtime.ranks import World
@@ -265,7 +265,7 @@ class Pipeline:
         model is in evaluation mode. Raises ConfigError for a loader without batches.
         """
         training = self._training
-        pack, batches = outputs_of(training.begun.plan).pack, training.batches(loader, labelled=False)
+        pack, batches = training.begun.plan.layers[-1].output.pack, training.batches(loader, labelled=False)
         ticks = training.ticks("prediction")
         for outputs in training.windows.predict("the prediction", batches, PREDICTED_AT_ONCE, ticks):
             yield outputs and pack(outputs)

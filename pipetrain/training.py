@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ from pipetrain.network.factory import Initial
 from pipetrain.network.model import give_memory, refuse_without_numbers, tensor_attributes
 from pipetrain.network.network import Network, Values
 from pipetrain.network.places import named_tensors
-from pipetrain.network.values import Size, TensorSpec, ValueSpec, as_tuple
+from pipetrain.network.values import Size, TensorSpec, ValueSpec, as_tuple, cast_floats
 from pipetrain.plan.estimate import estimate_short
 from pipetrain.plan.parity import parity, prove_loss, prove_stages
 from pipetrain.plan.plan import Plan, Samples, prove_targets
@@ -55,7 +54,7 @@ from pipetrain.settings import AUTO
 from pipetrain.signals import Asked
 from pipetrain.tasks import ModelLoss, Task
 from pipetrain.tasks.tally import Tally, summed
-from pipetrain.tasks.trial import choose_weight
+from pipetrain.tasks.trial import choose_weight, spare, used_outputs
 
 log = logging.getLogger("pipetrain")
 
@@ -161,17 +160,18 @@ class Training:
         first = self.together.on_first("the first batch", reader, _first)
         if first is None:
             raise ConfigError(NO_BATCH)
-        (data, samples, shortest), model = first, self.model
+        (data, samples, shortest), model, settings = first, self.model, self.settings
         form = Form.from_json(data)
-        network = network_of(model, form.inputs, self.settings.precision == "bf16")
-        network.values = self.whole.values
-        if isinstance(self.task, ModelLoss):
-            choose_weight(self.task, network, form.inputs)
-        settings = self.settings
         if known is None:
             m = settings.microbatches
             settings = replace(settings, batch_size=max(m, samples // m * m))
-        plan = self.asked.plan(settings, self.task, network, form.inputs, known, self.together)
+        inputs = self._known(reader, form.inputs, min(samples, settings.full.samples))
+        network = network_of(model, inputs, self.settings.precision == "bf16")
+        network.values = self.whole.values
+        if isinstance(self.task, ModelLoss):
+            choose_weight(self.task, network, inputs)
+        of_batches = inputs, known, self.together, partial(self._uses, reader)
+        plan = self.asked.plan(settings, self.task, network, *of_batches)
         if shortest is not None and shortest // settings.microbatches == 1 < settings.full.samples:
             estimate_short(network.spare(), plan.example.of(Size(1)), plan.numerics)
         prove = partial(_prove_task, plan, self.task, model, network)
@@ -188,6 +188,24 @@ class Training:
         self.whole.lend(network, self.session.stages.values(), owned)
         if self.source is not None:
             restore(self.source, self.session, self.links)
+
+    def _known(self, reader: Reader | Sampled | None, inputs: ValueSpec, samples: int) -> ValueSpec:
+        """Return the inputs with the whole numbers of the first batch, on which sizes may depend."""
+        known: dict[int, Tensor] = {}
+        for number, spec in enumerate(inputs.specs):
+            if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+                known[number] = torch.zeros((samples, *spec.shape), dtype=spec.dtype)
+                if first := reader and reader.first():
+                    known[number].copy_(as_tuple(first[0])[number][:samples])
+                with self.together():
+                    self.links.copy_from_first("the first batch", known[number])
+        return replace(inputs, known=known)
+
+    def _uses(self, reader: Reader | Sampled | None, outputs: ValueSpec) -> list[bool]:
+        """Return which of the model's outputs the loss of the first batch uses."""
+        task, of, dtype = spare(self.task, self.model), cast(Any, reader), self.settings.data_dtype
+        read = partial(used_outputs, task, outputs)
+        return self.together.on_one(0, "the loss", lambda: read(cast_floats(of.first()[1], dtype)))  # type: ignore[no-any-return]
 
     def begin_by_number(self, train: Sampled, test: Sampled) -> None:
         """Plan for samples by number; prove the task on both."""
@@ -390,8 +408,7 @@ def _prove_task(
     """
     first = reader.first()
     assert first is not None
-    with suppress(Exception):  # a user's loss may hold anything
-        task = task.copied([*model.modules(), *model.parameters()])
+    task = spare(task, model)
     if network is not None:
         prove_loss(plan, network, task, *first)
         prove_stages(plan, network, first[0])

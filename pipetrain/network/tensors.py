@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pipetrain.errors import one_line
-from pipetrain.network.values import TensorSpec, leaves_of
+from pipetrain.network.values import TensorSpec, ValueSpec, leaves_of
 
 ALIGNED = 64  # bytes, to which an allocator of torch aligns
 TOLERANCE = 1e-3  # relative: a gradient may be added up in another order
@@ -27,6 +27,17 @@ def made_up(spec: TensorSpec, device: torch.device | str = "cpu") -> Tensor:
     if spec.dtype.is_floating_point or spec.dtype.is_complex:
         return torch.rand(spec.shape, dtype=spec.dtype, device=device)
     return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+
+
+def made_up_samples(inputs: ValueSpec, device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
+    """Return made-up inputs [n, ...]; those of which samples are known have these, again and again."""
+
+    def made(number: int, spec: TensorSpec) -> Tensor:
+        if (known := inputs.known.get(number)) is None:
+            return made_up(spec, device)
+        return known[torch.arange(spec.shape[0]) % len(known)].to(device)
+
+    return tuple(made(number, spec) for number, spec in enumerate(inputs.specs))
 
 
 def storage_of(tensor: Tensor) -> int:

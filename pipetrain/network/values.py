@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -119,13 +119,14 @@ class ValueSpec:
 
     `single`: a bare tensor, not a tuple of one; `names`: those of a dict's tensors, which a model takes as
     keywords; `packing`: of what a layer returns, if it is neither a tensor nor a tuple of them. An example is
-    the spec of one sample's inputs.
+    the spec of one sample's inputs; `known`: such samples' tensors, by number, for runs on made-up others.
     """
 
     specs: tuple[TensorSpec, ...]
     single: bool = True
     names: tuple[str, ...] | None = None
     packing: Packing | None = None
+    known: Mapping[int, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
         if self.names is not None:

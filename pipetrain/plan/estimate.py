@@ -27,8 +27,8 @@ from pipetrain.network.draws import Beginning
 from pipetrain.network.network import INPUT, Network, Tensors, ValueId
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.places import places, standing_in
-from pipetrain.network.tensors import graph_of, made_up, quiet, storage_of
-from pipetrain.network.values import Packing, Size, TensorSpec, ValueSpec, leaves_of, specs_of
+from pipetrain.network.tensors import graph_of, made_up_samples, quiet, storage_of
+from pipetrain.network.values import Packing, Size, TensorSpec, ValueSpec, differentiable, leaves_of, specs_of
 from pipetrain.plan.observed import NOTHING, Kept, SavedWatch, Spy
 from pipetrain.settings import Settings
 
@@ -40,8 +40,8 @@ class Layer:
     """One layer between possible cuts, as estimated for one microbatch size.
 
     `requires_grad`: which of its outputs depend on weights; None, if unknown, as in an evaluation, stands for
-    every floating-point tensor. `reached`: of which values that it takes it returns a gradient, on the way
-    from the loss to these weights.
+    every floating-point tensor. `paths`: of each output, which of the values that it takes get a gradient
+    from it; `reached`: which of them get one on the way from the loss to weights.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Layer:
     output: ValueSpec
     requires_grad: tuple[bool, ...] | None = None
     takes: tuple[ValueId, ...] = ()
+    paths: tuple[tuple[bool, ...], ...] = ()
     reached: tuple[bool, ...] = ()
     draws: bool = False  # random numbers
     operations: int = field(default=0, compare=False)  # a checksum of all that it runs
@@ -93,7 +94,7 @@ def estimate(
         for seed in (torch.default_generator.manual_seed, random.seed, np.random.seed):
             seed(0)  # so that every rank plans alike
         try:
-            tensors = tuple(map(made_up, inputs.specs))
+            tensors = made_up_samples(inputs)
         except (RuntimeError, TypeError) as error:
             raise ConfigError(f"a microbatch of {inputs} cannot be made: {one_line(error)}") from error
         values = {ValueId(INPUT, number): t for number, t in enumerate(tensors)}
@@ -104,7 +105,8 @@ def estimate(
             values |= {ValueId(index, number): t for number, t in enumerate(run.outputs)}
             specs.append(run.layer.output)
             runs.append(run)
-        return _joined(_with_gradients(runs) if training else [run.layer for run in runs])
+        layers = [run.layer for run in runs]
+        return _joined(with_gradients(layers) if training else layers)
 
 
 def estimate_short(model: Network, inputs: ValueSpec, numerics: Numerics) -> list[Layer]:
@@ -173,7 +175,6 @@ def _joined(layers: Sequence[Layer]) -> list[Layer]:
 class _Run(NamedTuple):
     layer: Layer
     outputs: Tensors  # without graph
-    paths: list[list[bool]]  # of each output, which inputs get a gradient from it
 
 
 class _Trial:
@@ -280,6 +281,7 @@ class _Trial:
                 ),
                 requires_grad=tuple(t.requires_grad for t in outputs) if self._training else None,
                 takes=takes,
+                paths=tuple(_reached(t, leaves) for t in outputs) if self._training else (),
                 draws=spy.draws,
                 operations=spy.digest,
                 writes=frozenset(value for value, other in zip(takes, changed, strict=True) if other),
@@ -292,8 +294,9 @@ class _Trial:
                 products=products,
                 **named,
             )
-            paths = [_reached(t, leaves) for t in outputs]
-        return _Run(layer, tuple(t.detach().requires_grad_(t.requires_grad) for t in outputs), paths)
+            handed_on = {id(t): given for t, given in zip(inputs, entering, strict=True)}
+        left = (t if differentiable(t) else handed_on.get(id(t), t) for t in outputs)  # with its numbers
+        return _Run(layer, tuple(t.detach().requires_grad_(t.requires_grad) for t in left))
 
     def _named(self, module: nn.Module) -> dict[str, Any]:
         """Return the specs of what a layer trains, of its frozen parameters and of its buffers, by name."""
@@ -336,33 +339,35 @@ def _copied(tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
     return real.uniform_() if real.is_floating_point() else real.zero_()
 
 
-def _with_gradients(runs: Sequence[_Run]) -> list[Layer]:
-    """Find which tensors have a gradient, from the last layer to the first as in a backward."""
-    layers: list[Layer] = []
-    last = len(runs) - 1
-    needed = {ValueId(last, number): t.requires_grad for number, t in enumerate(runs[last].outputs)}
-    for index, (layer, outputs, every) in reversed(list(enumerate(runs))):
-        needs = [needed.get(ValueId(index, number), False) for number in range(len(outputs))]
-        paths = [path for path, need in zip(every, needs, strict=True) if need]
+def with_gradients(layers: Sequence[Layer], used: Sequence[bool] | None = None) -> list[Layer]:
+    """Find which tensors have a gradient, from the last layer to the first as in a backward.
+
+    `used`: which outputs of the last layer the loss uses; None: all.
+    """
+    found: list[Layer] = []
+    requires = layers[-1].requires_grad or ()
+    needed = {ValueId(len(layers) - 1, number): use for number, use in enumerate(used or requires)}
+    for index, layer in reversed(list(enumerate(layers))):
+        paths = [path for number, path in enumerate(layer.paths) if needed.get(ValueId(index, number))]
         reached = tuple(any(path[number] for path in paths) for number in range(len(layer.takes)))
         for value, reaches in zip(layer.takes, reached, strict=True):
             needed[value] = needed.get(value, False) or reaches
-        layers.append(replace(layer, reached=reached))
-    return layers[::-1]
+        found.append(replace(layer, reached=reached))
+    return found[::-1]
 
 
-def _reached(output: Tensor, leaves: Sequence[Tensor]) -> list[bool]:
+def _reached(output: Tensor, leaves: Sequence[Tensor]) -> tuple[bool, ...]:
     """Return which leaves get a gradient from an output."""
     nodes = graph_of(output)
     if not any(isinstance(node, BackwardCFunction) for node in nodes):
         ends = {id(getattr(node, "variable", None)) for node in nodes}
-        return [id(leaf) in ends for leaf in leaves]
+        return tuple(id(leaf) in ends for leaf in leaves)
     # A custom autograd Function may return no gradient for an input: only a backward tells.
     try:
         torch.autograd.backward(output, torch.ones_like(output), retain_graph=True)
     except Exception:  # a Function that needs real numbers: assume that every possible gradient exists
-        return [leaf.requires_grad for leaf in leaves]
-    reached = [leaf.grad is not None for leaf in leaves]
+        return tuple(leaf.requires_grad for leaf in leaves)
+    reached = tuple(leaf.grad is not None for leaf in leaves)
     for leaf in leaves:
         leaf.grad = None
     return reached

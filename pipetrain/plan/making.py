@@ -20,9 +20,9 @@ from pipetrain.plan.cut import (
     refuse_cuts,
     shared_weights,
 )
-from pipetrain.plan.estimate import Layer, estimates
+from pipetrain.plan.estimate import Layer, estimates, with_gradients
 from pipetrain.plan.memory import refuse_above
-from pipetrain.plan.plan import Plan, Samples, cast_spec
+from pipetrain.plan.plan import Plan, Samples, cast_spec, given_to_task
 from pipetrain.plan.program import (
     Draft,
     modes_of,
@@ -36,6 +36,8 @@ from pipetrain.schedule.simulate import Deadlock
 from pipetrain.settings import AUTO, PROFILE, Mode, Settings
 from pipetrain.tasks import Task
 
+Uses = Callable[[ValueSpec], Sequence[bool]]
+"""Returns which outputs of a model the loss uses, of the first batch."""
 Measure = Callable[[list[Layer], ValueSpec, Numerics], Profile]
 """Measures a model's layers, as they were estimated for an input as each sample has it."""
 
@@ -48,6 +50,7 @@ def make_plan(
     profile: Profile | Measure | None = None,
     state_of: Callable[[str, TensorSpec], float] = lambda name, spec: 0,
     task: Task | None = None,
+    uses: Uses | None = None,
 ) -> Plan:
     """Cut the model, and make and check every program. Raises ConfigError and ScheduleError.
 
@@ -55,8 +58,8 @@ def make_plan(
     the input; `samples`: None for a first batch of the settings' size, after which others may come;
     `profile`: its times, or what measures them, without which partition=profile is a draft: cut by flops,
     whatever the memory_limit; `state_of`: the bytes of the optimizer's state of a parameter; `task`: of which
-    there are targets. A rank that is predicted to hold more than memory_limit= is refused; the cuts of
-    partition=profile keep to it, by what was measured.
+    there are targets; `uses`: None: all outputs. A rank that is predicted to hold more than memory_limit= is
+    refused; the cuts of partition=profile keep to it, by what was measured.
     """
     if draft.settings.partition == PROFILE and profile is None:
         draft = replace(draft, settings=replace(draft.settings, partition="flops", memory_limit=None))
@@ -68,6 +71,10 @@ def make_plan(
     sizes = known.microbatches(settings.microbatches), [*map(Size, known.evaluation)]
     numerics, trained, evaluated = estimates(settings, cutting, example, *sizes)
     layers = trained[settings.full]
+    if uses is not None:
+        used = uses(given_to_task(layers[-1].output, numerics, settings.dtype))
+        trained = {size: with_gradients(of, used) for size, of in trained.items()}
+        layers = trained[settings.full]
     if callable(profile):
         if settings.replicas != AUTO:
             prove_layers(len(draft.placement), [layer.name for layer in layers])

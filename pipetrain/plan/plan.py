@@ -233,10 +233,9 @@ class Samples:
 # What is done with a plan before it runs
 
 
-def outputs_of(plan: Plan) -> ValueSpec:
-    """Return what a task gets of the model, for some number of samples."""
-    outputs, dtype = plan.layers[-1].output, plan.settings.dtype
-    if not plan.numerics.autocast:
+def given_to_task(outputs: ValueSpec, numerics: Numerics, dtype: torch.dtype) -> ValueSpec:
+    """Return what a task gets of the last layer's outputs."""
+    if not numerics.autocast:
         return outputs
     specs = (replace(s, dtype=dtype) if s.dtype.is_floating_point else s for s in outputs.specs)
     return replace(outputs, specs=tuple(specs))
@@ -249,8 +248,9 @@ def prove_targets(plan: Plan, task: Task, targets: Value, classes: int | None = 
     """
     dtype = plan.settings.data_dtype
     cast_spec("targets", ValueSpec.in_batch(targets), dtype)
-    targets, m = cast_floats(targets, dtype), plan.settings.microbatches
-    prove_task(task, outputs_of(plan), plan.layers[-1].name, targets, classes, m)
+    targets, m, last = cast_floats(targets, dtype), plan.settings.microbatches, plan.layers[-1]
+    given = given_to_task(last.output, plan.numerics, plan.settings.dtype)
+    prove_task(task, given, last.name, targets, classes, m)
 
 
 def cast_spec(what: str, example: ValueSpec, dtype: torch.dtype | None) -> ValueSpec:

@@ -29,7 +29,7 @@ from pipetrain.network.chain import Chain
 from pipetrain.network.draws import Beginning
 from pipetrain.network.network import Network, ValueId
 from pipetrain.network.numerics import Numerics
-from pipetrain.network.tensors import made_up
+from pipetrain.network.tensors import made_up_samples
 from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.costs import SECONDS, Facts, LayerTime, Profile
 from pipetrain.plan.cut import cut_layers
@@ -191,7 +191,7 @@ def measure_layers(
     channel = LoopbackChannel(dict.fromkeys(ends), 1, math.inf, device)
     mail = Mailbox(channel, cut, ranks_of(program), 0)
     engine = Engine(stages, mail, mail, lambda stage: Bounds(1, 1, 0), Clock(device))
-    feed = Repeated(size, [tuple(made_up(spec, device) for spec in example.of(size).specs)])
+    feed = Repeated(size, [made_up_samples(example.of(size), device)])
     rows: list[Row] = []
     began = time.perf_counter()
     try:
@@ -211,7 +211,7 @@ def _followed(layers: Sequence[Layer]) -> list[Layer]:
     every, output, needs = list(layers), layers[-1].output, layers[-1].requires_grad or ()
     for _ in range(EMPTY + 1):
         takes = tuple(ValueId(len(every) - 1, number) for number in range(len(output.specs)))
-        every.append(Layer("", 0, 0, output, needs, takes, needs))
+        every.append(Layer("", 0, 0, output, needs, takes, reached=needs))
     return every
 
 

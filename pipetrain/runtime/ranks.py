@@ -195,6 +195,8 @@ class Ranks:
 
     def copy_from_first(self, what: str, tensor: Tensor) -> None:
         """Overwrite a tensor in host memory with that of rank 0."""
+        if self.world.size == 1:
+            return
         values = tensor.contiguous()
         with self._trying(f"receive {what}"):
             dist.broadcast(values.flatten().view(torch.uint8), 0, group=self._all)

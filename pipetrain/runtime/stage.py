@@ -209,10 +209,13 @@ class Stage:
         return tuple(sent)
 
     def _unplanned(self, mb: int, what: str) -> TrainingStopped:
+        last = self.objective is not None
+        of_loss, way = (", which outputs the loss uses", "let the loss add 0 * output.sum() of others, or ")
         return TrainingStopped(
-            f"{what} in microbatch {mb} of stage {self.index}, and the plan says otherwise: which of its "
-            f"inputs a layer uses, and which of its outputs depend on weights, must not change from one "
-            f"microbatch to another; keep it in one stage with the layers beside it, by partition="
+            f"{what} in microbatch {mb} of stage {self.index}, and the plan, made for the first batch, says "
+            f"otherwise: which of its inputs a layer uses{of_loss if last else ''}, and which of its outputs "
+            f"depend on weights, must not change from one microbatch to another; {way if last else ''}keep "
+            f"it in one stage with the layers beside it, by partition="
         )
 
     # Backward

@@ -113,6 +113,26 @@ def _made_up(outputs: ValueSpec, targets: Value) -> tuple[Value, Value]:
     return outputs.pack(tuple(tensors)), part_of(targets, 0, n)
 
 
+def spare(task: Task, model: nn.Module) -> Task:
+    """Return a copy of a task, whose calls its loss does not count, if there can be one."""
+    with suppress(Exception):  # a user's loss may hold anything
+        return task.copied([*model.modules(), *model.parameters()])
+    return task
+
+
+def used_outputs(task: Task, outputs: ValueSpec, targets: Value) -> list[bool]:
+    """Return which of a model's outputs get a gradient from the loss; all if it cannot take made-up ones."""
+    given, wanted = _made_up(outputs, targets)
+    given = on_each(given, lambda t: t.requires_grad_(differentiable(t)))
+    every = leaves_of(given)
+    leaves = [t for t in every if t.requires_grad]
+    try:
+        grads = iter(torch.autograd.grad(task.loss(given, wanted), leaves, allow_unused=True))
+    except Exception:  # a user's loss may raise anything, which prove_task says
+        return [True] * len(every)
+    return [t.requires_grad and next(grads) is not None for t in every]
+
+
 def part_of(value: Value, start: int, end: int) -> Value:
     """Return some samples of a value."""
     return on_each(value, lambda t: t[start:end] if t.dim() else t)

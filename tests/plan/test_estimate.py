@@ -18,7 +18,7 @@ from pipetrain.network.chain import Chain
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan import estimate as module
-from pipetrain.plan.estimate import Layer, estimate, estimates
+from pipetrain.plan.estimate import Layer, estimate, estimates, with_gradients
 from tests.support import models
 from tests.support.edges import Lambda
 from tests.support.models import Fork, Join, Recompute, Through
@@ -204,6 +204,15 @@ SHARED, KEPT = conv(), []
 def test_a_gradient_is_needed_where_it_leads_from_the_loss_to_a_weight(layers, reached):
     assert [layer.reached for layer in layers_of(*layers)] == [(False,), *reached]
     assert all(p.grad is None for layer in layers for p in layer.parameters())
+
+
+def test_an_output_that_the_loss_does_not_use_needs_no_gradient():
+    made = layers_of(Fork(conv()), Lambda(lambda both: (both[1] * 2, both[0])), Lambda(lambda both: both))
+    found = {
+        used: [one.reached for one in with_gradients(made, used)] for used in ((True, False), (False, True))
+    }
+    assert found[True, False] == [(False,), (False, False), (False, False)]
+    assert found[False, True] == [(False,), (True, False), (False, True)]
 
 
 # What a layer keeps, and what it uses of others

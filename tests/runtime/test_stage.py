@@ -104,7 +104,7 @@ def test_what_goes_against_the_plan_stops_the_training(module, known, says):
         output = middle.forward(4, (x,) * known.get("enters", 1), 0)[0]
         middle.backward(4, (torch.ones_like(output),), 0)
 
-    with pytest.raises(TrainingStopped, match=f"{says} in microbatch 4 of stage 1, and the plan says other"):
+    with pytest.raises(TrainingStopped, match=f"{says} in microbatch 4 of stage 1, and the plan, made"):
         trained()
 
 

@@ -8,10 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from pipetrain import ConfigError, Pipeline, TrainingStopped
 from tests.users import programs
 
 linear = partial(nn.Linear, 4, 4, dtype=torch.float64)
@@ -124,6 +127,87 @@ def test_a_layer_that_returns_a_number_too_is_refused(ranks):
     for (said,) in ranks(refused, sized):
         assert "layer 1 (1) of the model" in said
         assert "it returns a int, and a layer before the last must return a tensor, or tuples" in said
+
+
+class Packed(nn.Module):
+    """Packs words by their lengths, which it hands on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 4, dtype=torch.float64)
+        self.layer = nn.LSTM(4, 4, batch_first=True, dtype=torch.float64)
+
+    def forward(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        words, lengths = both
+        x = self.words(words) if words.dim() < 3 else words
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0], lengths
+
+
+LENGTHS = torch.tensor([4, 1, 3, 2, 2, 4, 1, 1])
+TWO_STAGES = partial(Pipeline, optimizer=programs.sgd, schedule="zbv", device="cpu")  # on one rank
+
+
+def test_lengths_of_the_first_batch_are_planned_with_and_a_trace_of_them_is_refused_by_its_cause():
+    model = nn.Sequential(Packed(), Packed(), Calls(lambda both: both[0].sum(1)))
+    words, targets = torch.arange(32).reshape(8, 4) % 5, torch.ones(8, 4, dtype=torch.float64)
+    for pieces in (1, 2):
+        wanted = mse_loss(model((words, LENGTHS)), targets).item()
+        with TWO_STAGES(model, mse_loss, partition=[1], microbatches=pieces) as pipe:
+            assert pipe.step((words, LENGTHS), targets) == pytest.approx(wanted)
+
+    class Whole(Packed):
+        def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+            return super().forward((words, lengths))[0]
+
+    with pytest.raises(
+        ConfigError, match=r"packs sequences at .*, whose sizes depend on the data: leave them"
+    ):
+        TWO_STAGES(Whole(), mse_loss, sample=((words, LENGTHS), targets))
+
+
+class Features(nn.Module):
+    """Returns what its first layer makes too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(linear() for _ in range(3))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        features = self.layers[0](x)
+        return {"features": features, "scores": self.layers[2](self.layers[1](features).tanh())}
+
+
+def with_features() -> nn.Module:
+    return nn.Sequential(linear(), Calls(lambda x: (x, x.tanh())), Calls(lambda both: (both[0], both[1] * 2)))
+
+
+@pytest.mark.parametrize("make", [Features, with_features])
+def test_an_output_that_the_loss_does_not_use_crosses_a_cut_without_a_gradient(make):
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        return mse_loss([*(outputs.values() if isinstance(outputs, dict) else outputs)][-1], targets)
+
+    for schedule in ("interleaved_1f1b", "zbv"):
+        assert apart(make, loss, schedule=schedule, partition=[2]) < 1e-12
+
+
+@pytest.mark.parametrize("uses", [False, True])
+def test_a_loss_that_later_uses_other_outputs_is_named(uses):
+    used = [uses, not uses]
+
+    def loss(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+        features = outputs["features"].square().mean() if used[0] else 0.0
+        return mse_loss(outputs["scores"], targets) + features
+
+    x = torch.ones(8, 4, dtype=torch.float64)
+    with TWO_STAGES(Features(), loss, partition=[2]) as pipe:
+        pipe.step(x, x)
+        used.reverse()
+        found = f"{'no' if uses else 'a'} gradient reaches input"
+        with pytest.raises(
+            TrainingStopped, match=rf"{found}.* made for the first batch.* outputs the loss uses"
+        ):
+            pipe.step(x, x)
 
 
 # A model that is traced

@@ -24,12 +24,13 @@ from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
     ShapeEnv,
 )
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.network import evaluating
 from pipetrain.network.places import standing_in
-from pipetrain.network.tensors import graph_of, made_up
+from pipetrain.network.tensors import graph_of, made_up_samples
 from pipetrain.network.values import Size, ValueSpec
 
 SAMPLES = 3  # of a microbatch in the trace, which holds for any number
@@ -109,8 +110,7 @@ def exported(model: nn.Module, example: ValueSpec, training: bool, autocast: boo
             standing_in(model, others),
             quietly(),
         ):
-            few = example.of(Size(SAMPLES)).specs
-            args, kwargs = as_arguments(example, [made_up(t, device) for t in few])
+            args, kwargs = as_arguments(example, made_up_samples(example.of(Size(SAMPLES)), device))
             shapes = tree_map(lambda _: {0: batch}, bound(model, args, kwargs))
             return export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
     except ConfigError:
@@ -151,6 +151,11 @@ def _refusal(model: nn.Module, example: ValueSpec, error: Exception) -> ConfigEr
     """Return why a model cannot be traced, as one sentence."""
     text, kind, where = one_line(error), type(error).__name__, _place(error)
     at = f" at {where}" if where else ""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    if any(isinstance(value, PackedSequence) for frame in frames for value in frame.f_locals.values()):
+        return ConfigError(
+            f"the model packs sequences{at}, whose sizes depend on the data: leave them padded, or {WAY_OUT}"
+        )
     if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException):
         return ConfigError(
             f"the model decides on its data{at}, which cannot be cut into stages: compute both ways and "
