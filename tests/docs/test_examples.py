@@ -59,6 +59,8 @@ def test_every_example_runs_on_two_ranks(ranks, tmp_path):
     assert export.main([str(tmp_path / "runs" / "early"), "--best", "--out", str(tmp_path / "best")]) == 0
     four, none = numbers(said["predicting"])
     assert (four, none) == pytest.approx((4.0, 0.0), abs=0.2)
+    plain, slower = (numbers(line) for line in said["own_correction"].splitlines())
+    assert (plain[0] == slower[0], plain[1] < slower[1] < slower[0]) == (True, True)
     assert len(numbers(said["from_torchgpipe"])) == 4
     assert len(numbers(said["from_deepspeed"])) == 10
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 import subprocess
@@ -22,6 +23,7 @@ from pipetrain.building import make_codec
 from pipetrain.choices import conf_dir
 from pipetrain.codec import Codec
 from pipetrain.commands import plan
+from pipetrain.data import cifar10, digits, folder
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.plan.balance import choose_cuts
 from pipetrain.plan.estimate import estimate
@@ -82,6 +84,53 @@ def test_every_schedule_is_explained_and_the_timeline_is_what_simulate_draws():
     page = (ROOT / "docs" / "schedules.md").read_text()
     assert [name for name in SCHEDULES if not re.search(rf"^- .*`{name}`", page, re.MULTILINE)] == []
     assert timeline().rstrip() in readme()
+
+
+def test_the_number_of_schedules_that_ship_is_theirs():
+    assert re.findall(r"\[(\d+)\]\(docs/schedules\.md\) ship", readme()) == [str(len(SCHEDULES))]
+
+
+def test_what_is_said_of_late_gradients_is_what_the_study_s_table_has():
+    table = (ROOT / "docs" / "results" / "staleness" / "records.md").read_text()
+    best = re.compile(
+        r"muon, 8 stages: pipedream_2bw \+ hybrid \+ spectrain .*?"
+        r"\| \+?(-?[\d.]+) ± \S+ (points|nats); plain .*?\+(\S+)"
+    )
+    rows = [(unit, float(lost), float(plain)) for lost, unit, plain in best.findall(table)]
+    worst = {unit: max(lost for of, lost, _ in rows if of == unit) for unit in ("points", "nats")}
+    plain = max(plain for unit, _, plain in rows if unit == "points")
+    assert (len(rows), set(worst)) == (5, {"points", "nats"})
+    for page in ("README.md", "docs/schedules.md"):
+        text = " ".join((ROOT / page).read_text().split())
+        assert f"at most {worst['points']:g} points" in text
+        assert f"or {worst['nats']:.2g} nats below synchronous" in text
+        assert f"where plain `pipedream` lost up to {plain:g} points" in text
+
+
+def test_exact_schedules_are_as_much_faster_on_paper_as_the_page_says(monkeypatch, capsys):
+    compared = "python -m pipetrain.plan compare=[1f1b,zb_h1,zbv] stages=8 microbatches=8"
+    assert run_plan(compared, monkeypatch) == 0
+    times = {
+        name: float(time) for name, time in re.findall(r"^(\w+) +([\d.]+) ", capsys.readouterr().out, re.M)
+    }
+    text = " ".join((ROOT / "docs" / "schedules.md").read_text().split())
+    for name in ("zb_h1", "zbv"):
+        assert f"by the exact `zb_h1` and `zbv` {times['1f1b'] / times[name]:.2f} times" in text
+
+
+def test_images_are_normalised_as_the_page_says():
+    sets = {
+        "cifar10": (cifar10.MEAN, cifar10.STD),
+        "digits": (digits.load().train.mean, digits.load().train.std),
+    }
+    defaults = inspect.signature(folder.load).parameters
+    sets["images"] = defaults["mean"].default, defaults["std"].default
+    page = (ROOT / "docs" / "data.md").read_text()
+    for name, numbers in sets.items():
+        (said,) = re.findall(rf"^\| `{name}`.*?\| ([\d. ]+) \| ([\d. ]+) \|$", page, re.MULTILINE)
+        assert [[float(n) for n in of.split()] for of in said] == [
+            [round(n, 4) for n in of] for of in numbers
+        ]
 
 
 OURS = [c for c in commands() if ("pipetrain" in c or "launch" in c) and "--config-dir" not in c]
