@@ -28,7 +28,7 @@ from pipetrain.plan.making import Measure, Uses, make_plan
 from pipetrain.plan.memory import optimizer_state
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
-from pipetrain.rate import LearningRate, Rate, asked_rate
+from pipetrain.rate import LearningRate, asked_rate
 from pipetrain.runtime.optimizer import prove_optimizer, trial_optimizer
 from pipetrain.runtime.profile import measure, twin_of
 from pipetrain.runtime.together import Together, conditions, digest, level, prove_same
@@ -72,7 +72,7 @@ class Arguments:
         draft: Draft,
         optimizer: Function | Optim | None,
         groups: Mapping[str, Mapping[str, Any]] | None,
-        lr_schedule: Rate | None,
+        lr_schedule: Any,
     ) -> Arguments:
         """Read the rest of the arguments, and prove the draft. Raises ConfigError and ScheduleError."""
         optim = read_optimizer(optimizer, groups)
@@ -89,7 +89,7 @@ class Arguments:
         first = made.param_groups[0]
         lr = float(first.get("lr") or 0.0)
         shown = next(name for name, p in named if any(p is one for one in first["params"]))
-        rate = asked_rate(lr_schedule, shown)
+        rate = asked_rate(lr_schedule, shown, made)
         options = optim.options or {"_target_": title(made)}
         settings = settled(draft.settings, str(options["_target_"]), len(draft.placement))
         draft = replace(draft, settings=settings)

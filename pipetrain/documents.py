@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import is_dataclass
 from errno import EINVAL
 from pathlib import Path
 from types import UnionType
@@ -46,17 +46,16 @@ def read_json(path: Path) -> Any:
 def read_as(kind: Any, data: Any, where: str) -> Any:
     """Build a value of type `kind` (dataclass, list, mapping, int, float, bool, str, Any) from JSON data.
 
-    `kind | None` is null or one of these. A dataclass needs its fields, but not those with a default, which
-    an older file may not have. Raises DamagedCheckpoint, whose message starts with `where`.
+    `kind | None` is null or one of these. A dataclass needs exactly its fields. Raises DamagedCheckpoint,
+    whose message starts with `where`.
     """
     origin, inner = get_origin(kind) or kind, get_args(kind)
     if origin is UnionType:
         return None if data is None else read_as(inner[0], data, where)
     if is_dataclass(origin) and isinstance(data, dict):
         hints = get_type_hints(origin)
-        needed = {one.name for one in fields(origin) if one.default is one.default_factory is MISSING}
-        if needed <= data.keys() <= hints.keys():
-            return kind(**{key: read_as(hints[key], item, f"{where}: {key}") for key, item in data.items()})
+        if data.keys() == hints.keys():
+            return kind(**{key: read_as(hints[key], data[key], f"{where}: {key}") for key in hints})
     if origin is list and isinstance(data, list):
         return [read_as(inner[0], item, f"{where}: {number}") for number, item in enumerate(data)]
     if origin in (dict, Mapping) and isinstance(data, dict):
@@ -70,6 +69,6 @@ def read_as(kind: Any, data: Any, where: str) -> Any:
         }
     if kind is Any or type(data) is kind or (kind is float and type(data) is int):
         return data
-    named = f"an object of {', '.join(get_type_hints(origin))}" if is_dataclass(origin) else ""
-    wanted = named or f"of type {origin.__name__}"
+    fields = f"an object of {', '.join(get_type_hints(origin))}" if is_dataclass(origin) else ""
+    wanted = fields or f"of type {origin.__name__}"
     raise DamagedCheckpoint(f"{where} must be {wanted}, and is {reprlib.repr(data)}")

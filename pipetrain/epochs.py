@@ -13,6 +13,7 @@ from dataclasses import astuple, replace
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from pipetrain.checkpoint.files import Position
@@ -40,6 +41,7 @@ from pipetrain.signals import STOPS, Asked
 from pipetrain.tasks.tally import Tally
 
 STOP = "stop"
+RATES = "rates"  # of the epoch's updates so far, in a checkpoint
 AfterEpoch = Callable[[dict[str, float]], str | None]
 """Gets the row of an epoch on every rank; STOP on any ends the training after it."""
 
@@ -118,8 +120,8 @@ class Epochs:
         if self._keeper:
             self._keeper.seen = self._position.update
         self._count_from(self._progress.trained)
-        self._losses, rates = list(self._progress.losses), self._progress.rates
-        self._rates = [math.nan] * (len(self._losses) - len(rates)) + rates
+        self._losses, unknown = list(self._progress.losses), [math.nan] * len(self._progress.losses)
+        self._rates = source.tensors().get(RATES, torch.tensor(unknown)).tolist()  # older ones have none
         if manifest.pipeline == session.plan.pipeline:
             stats = self._progress.stages
             session.engine.stats = {
@@ -279,12 +281,11 @@ class Epochs:
             elapsed_s=time.perf_counter() - self._started,
             stages=ranks.stages,
             losses=ranks.losses,
-            rates=self._rates,
         )
         self._count_from(progress.trained)
-        self._keeper.save(
-            session, self._links, self._position, progress, self._passes.random(self._position.batch)
-        )
+        rates = {} if self._links.world.rank else {RATES: torch.tensor(self._rates, dtype=torch.float64)}
+        more = {**self._passes.random(self._position.batch), **rates}
+        self._keeper.save(session, self._links, self._position, progress, more)
 
     def _gather(self, what: str, mine: RankRecord) -> RankRecords:
         """Return each rank's record. Raises ChannelError."""

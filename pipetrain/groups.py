@@ -45,6 +45,7 @@ class Several(Optimizer):
         super().__init__([group for part in parts for group in part.param_groups], {})
         self.parts, self.defaults = parts, parts[0].defaults
         for part in parts:
+            self.state.update(part.state)  # which some make at once
             part.state = self.state
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]

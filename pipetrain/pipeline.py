@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from pipetrain.arguments import Arguments, read_draft, read_model, read_targets, read_task
 from pipetrain.building import Function, Optim
@@ -84,7 +86,8 @@ class Pipeline:
     - `microbatches`: pieces that a batch is cut into; `window`: batches between two drains of the pipeline.
       None: as the file of the schedule's name says; for one of your own 1 microbatch, and a window of one
       batch, or of the whole pass where the schedule is asynchronous.
-    - `lr_schedule`: a function of the update number (0, 1, ...) -> fraction of the optimizer's rate.
+    - `lr_schedule`: a function of the update number (0, 1, ...) -> fraction of the optimizer's rate; or of an
+      optimizer -> torch scheduler of it, which is stepped once an update. None: as the program sets rates.
     - `weights`: a file (.safetensors, or of torch.save) or a folder (of Hugging Face's safetensors, or with
       our checkpoints) with the weights to begin with. Each rank reads those of its own stages.
     - `sample`: a batch for which the plan is made and proven at once. Without it, that is done with the
@@ -115,7 +118,7 @@ class Pipeline:
         metrics: Sequence[Metric] | Mapping[str, MetricFunction] = (),
         weight: Callable[[Value], Tensor | float] | None = None,
         param_groups: Mapping[str, Mapping[str, Any]] | None = None,
-        lr_schedule: Rate | None = None,
+        lr_schedule: Rate | Callable[[Optimizer], LRScheduler] | None = None,
         weights: str | Path | None = None,
         sample: Any = None,
         targets: str | Sequence[str] | None = None,

@@ -8,10 +8,15 @@ function the rates are what a program leaves in the groups, see runtime/rates.py
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from pipetrain.errors import ConfigError
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from pipetrain.errors import ConfigError, one_line
 
 Rate = Callable[[int], float]
 """(update 0, 1, 2, ...) -> the learning rate, as a fraction of its peak."""
@@ -19,25 +24,63 @@ Rate = Callable[[int], float]
 
 @dataclass(frozen=True, slots=True)
 class LearningRate:
-    """How learning rates go: by a function of the update, or as the program sets them.
+    """How learning rates go: by a function of the update, by a torch scheduler, or as the program sets them.
 
-    `shown`: the parameter whose rate the records have.
+    `shown`: the parameter whose rate the records have. `scheduler`: makes one of an optimizer.
     """
 
     fraction: Rate | None = None
     shown: str = ""
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
 
 
-def asked_rate(schedule: object, shown: str) -> LearningRate:
-    """Return how rates go by `lr_schedule=` of a program. Raises ConfigError."""
+def asked_rate(schedule: Any, shown: str, optimizer: Optimizer) -> LearningRate:
+    """Return how rates go by `lr_schedule=` of a program, tried on an optimizer. Raises ConfigError."""
     if schedule is None:
         return LearningRate(shown=shown)
+    if isinstance(schedule, LRScheduler):
+        name = type(schedule).__name__
+        raise ConfigError(
+            f"lr_schedule= is a {name} of one optimizer, and each stage has its own: give the function that "
+            f"makes it, lr_schedule=lambda optimizer: {name}(optimizer, ...)"
+        )
     if not callable(schedule):
         raise ConfigError(
             f"lr_schedule={schedule!r} must be a function of the update (0, 1, ...) that returns a fraction "
-            f"of the optimizer's rate; for a constant one give the optimizer lr="
+            f"of the optimizer's rate, or of an optimizer that returns a torch scheduler of it; for a "
+            f"constant rate give the optimizer lr="
         )
-    return LearningRate(learning_rate(schedule, 0.0, 1), shown)
+    try:
+        return LearningRate(learning_rate(schedule, 0.0, 1), shown)
+    except ConfigError as error:
+        if error.__cause__ is None:  # it gives a number that is no rate
+            raise
+        of_update = error
+    try:
+        scheduler = schedule(optimizer)
+        if isinstance(scheduler, LRScheduler):
+            _prove_stepped(scheduler)
+            return LearningRate(None, shown, schedule)
+    except ConfigError:
+        raise
+    except Exception as error:  # a user's function may raise anything
+        raise ConfigError(f"{of_update}; and of an optimizer: {one_line(error)}") from error
+    raise of_update
+
+
+def _prove_stepped(scheduler: LRScheduler) -> None:
+    """Refuse a scheduler that needs more than to be stepped once an update. Raises ConfigError."""
+    name = type(scheduler).__name__
+    try:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise TypeError("it needs a loss")
+        with warnings.catch_warnings(action="ignore"):  # as its optimizer has not stepped
+            scheduler.step()
+    except Exception as error:  # of a user's class
+        raise ConfigError(
+            f"lr_schedule= gives a {name}, which cannot be stepped once an update: {one_line(error)}; make "
+            f"it in the function of optimizer=, and step it between passes yourself"
+        ) from error
 
 
 Shape = Callable[[float, float], float]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from pipetrain.errors import ConfigError
 from pipetrain.rate import SHAPES, LearningRate, asked_rate, constant, cosine, learning_rate
@@ -65,13 +66,28 @@ def test_cosine_and_one_cycle_are_torch_s(updates, warmup):
 
 
 def test_a_program_gives_a_function_or_nothing():
-    assert asked_rate(None, "a") == LearningRate(shown="a")
-    assert asked_rate(lambda update: 0.5, "a").fraction(3) == 0.5
-    for junk in (0.1, "cosine", {"lr": 1}):
-        with pytest.raises(
-            ConfigError, match=r"^lr_schedule=.* must be a function of the update \(0, 1, ...\) "
-        ):
-            asked_rate(junk, "a")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
+
+    def halving(optimizer):
+        return StepLR(optimizer, 1, 0.5)
+
+    assert asked_rate(None, "a", optimizer) == LearningRate(shown="a")
+    assert asked_rate(lambda update: 0.5, "a", optimizer).fraction(3) == 0.5
+    assert asked_rate(halving, "a", optimizer) == LearningRate(shown="a", scheduler=halving)
+    for junk, says in {
+        0.1: r"lr_schedule=0.1 must be a function of the update \(0, 1, ...\) that returns a fraction",
+        "cosine": "lr_schedule='cosine' must be a function",
+        halving(optimizer): r"is a StepLR of one .* lr_schedule=lambda optimizer: StepLR\(optimizer",
+        StepLR: "lr_schedule fails for update 0: TypeError: .*'step_size'; and of an optimizer: .*'step",
+        ReduceLROnPlateau: "gives a ReduceLROnPlateau, which cannot be .* it needs a loss; make it in the ",
+        partial(OneCycleLR, max_lr=1): "update 0: TypeError: .*; and of an optimizer: .* total_steps OR",
+        (
+            lambda update: -1.0
+        ): "lr_schedule gives -1.0 for update 0; it must give a finite number of at least 0",
+        (lambda update: [1][update + 1]): "fails for update 0: IndexError: ",
+    }.items():
+        with pytest.raises(ConfigError, match=says):
+            asked_rate(junk, "a", optimizer)
 
 
 def test_a_function_of_the_update_is_taken_as_it_is_after_a_trial():

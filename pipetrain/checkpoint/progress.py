@@ -112,6 +112,5 @@ class Progress:
     elapsed_s: float = 0.0
     stages: Stats = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)  # per update
-    rates: list[float] = field(default_factory=list)  # per update; older checkpoints have none
     unseen_epochs: int = 0
     unseen_batches: int = 0

@@ -7,9 +7,9 @@ tensors of its stages; a tensor of several ranks is written once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipetrain.checkpoint.files import rank_file, stage_file
 from pipetrain.checkpoint.resume import Source
-from pipetrain.checkpoint.tensors import EMA, MODEL, OPTIMIZER, NamedTensors, names_of
+from pipetrain.checkpoint.tensors import ATTRIBUTE, EMA, MODEL, OPTIMIZER, NamedTensors, names_of
 from pipetrain.network.numerics import numbers_of
 from pipetrain.runtime.late import KEPT
 from pipetrain.runtime.links import Links
@@ -54,12 +54,15 @@ def state_of(stage: Stage) -> dict[str, Tensor]:
 
     Keys use the layer names of the whole model: `model/NAME` for parameters and buffers (complex ones as
     pairs of real numbers), `optimizer/NAME/NUMBER` for the optimizer's state, `ema/NAME` for the moving
-    average of the weights. What several stages share is in the state of the first of them.
+    average of the weights, `attribute/STAGE/PATH/NUMBER` for attributes. What several stages share is in the
+    state of the first of them.
     """
     weights = stage.weights
-    tensors = {MODEL + name: numbers_of(tensor.detach()) for name, tensor in named(stage)}
+    tensors = {MODEL + name: numbers_of(tensor.detach()) for name, tensor in stage.named()}
     tensors |= {OPTIMIZER + path: tensor for path, tensor in weights.optimizer_state().items()}
     tensors |= {EMA + name: numbers_of(tensor) for name, tensor in weights.average().items()}
+    for path, tree in stage.attributes.changed().items():
+        tensors |= {f"{ATTRIBUTE}{stage.index}/{path}/{number}": t for number, t in enumerate(tree)}
     return {
         path: _copy(tensor) for path, tensor in tensors.items() if _weight_of(path) not in stage.elsewhere
     }
@@ -73,8 +76,10 @@ def restore(source: Source, session: Session, links: Links) -> None:
     session.level()  # what replicas keep apart is of before
     tensors = source.tensors()
     session.engine.seed = source.manifest.config.get("seed", session.engine.seed)
+    alike = source.manifest.pipeline["cuts"] == session.plan.pipeline["cuts"]
     with source.used():
         for stage in session.stages.values():
+            stage.attributes.restore(_attributes(tensors, stage.index if alike else None))
             _load(stage, tensors, source.manifest.position.update)
     if source.manifest.pipeline == session.plan.pipeline:
         session.engine.coding.residuals = {
@@ -87,22 +92,26 @@ def restore(source: Source, session: Session, links: Links) -> None:
         }
 
 
+def _attributes(tensors: NamedTensors, stage: int | None) -> dict[str, list[list[Tensor]]]:
+    """Return what stages, or this one, have saved of attributes: by path, for each stage that has."""
+    found: dict[str, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+    names = names_of(tensors, ATTRIBUTE if stage is None else f"{ATTRIBUTE}{stage}/")
+    for name in sorted(names, key=lambda name: int(name.rpartition("/")[2])):
+        of, path = name.split("/", 1) if stage is None else (str(stage), name)
+        found[path.rpartition("/")[0]][of].append(tensors[f"{ATTRIBUTE}{of}/{path}"])
+    return {path: list(by_stage.values()) for path, by_stage in found.items()}
+
+
 @torch.no_grad()
 def _load(stage: Stage, tensors: NamedTensors, updates: int) -> None:
     """Restore from `state_of`, of this stage or of other stages that held these layers."""
-    for name, tensor in named(stage):
+    for name, tensor in stage.named():
         numbers_of(tensor.data).copy_(tensors[MODEL + name])
     mine = stage.weights.live.keys()
     paths = [path for path in names_of(tensors, OPTIMIZER) if path.rpartition("/")[0] in mine]
     state = {path: tensors[OPTIMIZER + path].clone() for path in paths}
     stage.weights.load_optimizer_state(state, updates)
     stage.weights.load_average({name: tensors[EMA + name] for name in mine if EMA + name in tensors})
-
-
-def named(stage: Stage) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers by their names in the model."""
-    for name, tensor in chain(stage.module.named_parameters(), stage.module.named_buffers()):
-        yield stage.names.get(name, name), tensor
 
 
 def _weight_of(path: str) -> str:
@@ -155,14 +164,14 @@ def parts_of(
     live = [(stage.weights, name, p) for stage in stages for name, p in stage.weights.live.items()]
 
     def model() -> dict[str, Tensor]:
-        own = {name: tensor.detach() for stage in stages for name, tensor in named(stage)}
+        own = {name: tensor.detach() for stage in stages for name, tensor in stage.named()}
         return {key: own[name] for key, name in keys.items() if name in own}
 
     @torch.no_grad()
     def load_model(tensors: Mapping[str, Tensor]) -> None:
         loaded = {keys[key]: tensor for key, tensor in tensors.items()}
         for stage in stages:
-            for name, tensor in named(stage):  # stages that share a weight have a copy each
+            for name, tensor in stage.named():  # stages that share a weight have a copy each
                 tensor.data.copy_(loaded.get(name, tensor))
             stage.weights.load_average({})
 

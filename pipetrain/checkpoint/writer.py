@@ -238,7 +238,7 @@ class Keeper:
     ) -> None:
         """Start a save. All ranks call it with equal values, except for their stages and `random`.
 
-        `random`: the random state from which the epoch's batches come again.
+        `random`: the random state from which the epoch's batches come again, and other tensors of it.
         """
         pipeline = session.plan.pipeline
         manifest = Manifest(self.run, position, self.conditions, pipeline, self.config, progress)

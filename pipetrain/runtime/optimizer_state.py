@@ -1,8 +1,7 @@
 """An optimizer's state of each parameter, as tensors for a checkpoint.
 
-The state may be any tree of tensors, numbers, strings, lists, tuples and dicts. The tree is stored as JSON in
-a tensor of bytes, in which each tensor is replaced by its index in the list that follows, and by how it lies
-in memory where that is not as the parameter: products and sums round otherwise in another layout.
+The state may be any tree that can be packed, see packing.py: its JSON is a tensor of bytes, which the tensors
+of the tree follow.
 
 Some optimizers (such as schedule-free ones) also keep state in the options of a parameter group. Options that
 the optimizer or the program has changed since the start are saved; others may differ in a resumed run.
@@ -11,8 +10,7 @@ the optimizer or the program has changed since the start are saved; others may d
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipetrain.network.tensors import laid_out, layout_of
+from pipetrain.runtime.packing import from_bytes, packed, to_bytes, unpacked
 
 _BESIDE = "correction"  # no optimizer's own key
 
@@ -48,24 +46,27 @@ class OptimizerState:
 
     def of(self, parameter: Tensor) -> list[Tensor]:
         """Return a parameter's state; complex tensors as pairs. Raises TypeError if it cannot be stored."""
-        if others := [key for key in self._optimizer.state if not isinstance(key, Tensor)]:
-            raise TypeError(f"{others[0]!r} of no parameter")
         options, before = self._options(self._groups[id(parameter)]), self._began_with[id(parameter)]
         changed = {k: v for k, v in options.items() if k not in before or not _same(v, before[k])}
         tensors: list[Tensor] = []
         state = dict(self._optimizer.state.get(parameter, {}))
         if beside := self._beside.get(parameter):
             state[_BESIDE] = beside
-        tree = _packed([state, changed], tensors, parameter)
-        return [torch.frombuffer(bytearray(json.dumps(tree), "utf-8"), dtype=torch.uint8), *tensors]
+        tree = packed([state, changed], tensors, parameter)
+        return [to_bytes(tree), *tensors]
 
     def restore(self, parameter: Tensor, tensors: Sequence[Tensor]) -> None:
         """Set the state of a parameter from the tensors of `of`."""
         tree, *values = tensors
         group = self._groups[id(parameter)]
         placed = partial(_placed, parameter)
-        saved, changed = json.loads(bytes(tree.tolist()))["list"]
-        for key, value in self._options(_unpacked(changed, values, placed)).items():
+        saved, changed = from_bytes(tree)["list"]
+        options = copy.deepcopy(self._began_with[id(parameter)]) | self._options(
+            unpacked(changed, values, placed)
+        )
+        for key in self._options(group).keys() - options.keys():
+            del group[key]
+        for key, value in options.items():
             now = group.get(key)
             if isinstance(now, Tensor) and isinstance(value, Tensor):
                 value = value.to(now.device)
@@ -73,8 +74,8 @@ class OptimizerState:
         # As in torch.optim, the step count stays on the host, unless a kernel reads it.
         host = () if group.get("capturable") or group.get("fused") else ("step",)
         state = {
-            key: _unpacked(item, values, Tensor.clone if key in host else placed)
-            for key, item in saved["dict"].items()
+            key: unpacked(item, values, Tensor.clone if key in host else placed)
+            for key, item in saved.get("items") or saved["dict"].items()
         }
         if beside := state.pop(_BESIDE, None):
             self._beside[parameter] = beside
@@ -85,37 +86,6 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
     return bool(a == b)
-
-
-def _packed(value: Any, tensors: list[Tensor], parameter: Tensor) -> Any:
-    """Return a tree as JSON data, and append its tensors to `tensors`."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Tensor):
-        kind, value = "complex" if value.is_complex() else "tensor", value.resolve_conj()
-        tensors.append(torch.view_as_real(value) if value.is_complex() else value)
-        number, layout = len(tensors) - 1, layout_of(value, parameter)
-        return {kind: [number, *layout] if layout else number}
-    if type(value) in (list, tuple):
-        return {type(value).__name__: [_packed(item, tensors, parameter) for item in value]}
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _packed(item, tensors, parameter) for key, item in value.items()}}
-    raise TypeError(f"values of type {type(value).__name__}")
-
-
-def _unpacked(tree: Any, tensors: Sequence[Tensor], placed: Callable[[Tensor], Tensor]) -> Any:
-    """Return the tree of `_packed`; `placed` copies a tensor that lies as the parameter does."""
-    if not isinstance(tree, dict):
-        return tree
-    ((kind, content),) = tree.items()
-    if kind == "dict":
-        return {key: _unpacked(item, tensors, placed) for key, item in content.items()}
-    if kind in ("list", "tuple"):
-        items = [_unpacked(item, tensors, placed) for item in content]
-        return items if kind == "list" else tuple(items)
-    number, *layout = content if isinstance(content, list) else [content]
-    value = placed(torch.view_as_complex(tensors[number]) if kind == "complex" else tensors[number])
-    return laid_out(value, layout) if layout else value
 
 
 def _placed(parameter: Tensor, value: Tensor) -> Tensor:

@@ -1,27 +1,35 @@
 """The learning rates of a stage's optimizer, one a parameter group.
 
 Between windows what stands in a group is the rate of the next update, so a program changes it as in a loop of
-plain PyTorch. A function of the update sets it instead, before each update.
+plain PyTorch. `lr_schedule=` sets it instead: a function before each update, a torch scheduler after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
-from pipetrain.errors import ConfigError
+from pipetrain.errors import ConfigError, one_line
 from pipetrain.rate import LearningRate
 
 
 class Rates:
-    """The rates of an optimizer's `groups`; `shown`: the parameter whose rate records have, if it is here."""
+    """The rates of an optimizer's groups; `shown`: the parameter whose rate records have, if it is here."""
 
-    def __init__(self, groups: Sequence[dict[str, Any]], how: LearningRate, shown: Tensor | None) -> None:
-        self._groups, self._fraction = groups, how.fraction
-        self._began = self._now()
+    def __init__(self, optimizer: Optimizer | None, how: LearningRate, shown: Tensor | None) -> None:
+        self._groups = groups = optimizer.param_groups if optimizer else []
+        self._began, self._fraction = self._now(), how.fraction
+        try:
+            self.scheduler = how.scheduler(optimizer) if optimizer and how.scheduler else None
+        except Exception as error:  # a user's function may raise anything
+            raise ConfigError(
+                f"lr_schedule= fails for the optimizer of a stage, which has {len(groups)} of the parameter "
+                f"groups: {one_line(error)}; let it do without the others"
+            ) from error
         self._left = self._now()  # as they were last seen
         self._shown = next((n for n, of in enumerate(groups) if any(p is shown for p in of["params"])), None)
         self.used: list[Any] = []
@@ -37,9 +45,9 @@ class Rates:
     def prepare(self, update: int) -> None:
         """Set the rates of the update that comes next, where a function does.
 
-        Raises ConfigError where the program has set them too.
+        Raises ConfigError where the program has set what lr_schedule= does.
         """
-        if self._fraction is None:
+        if self._fraction is None and self.scheduler is None:
             return
         for number, (now, left) in enumerate(zip(self._now(), self._left, strict=True)):
             if now is not left and (isinstance(now, Tensor) or now != left):
@@ -47,11 +55,12 @@ class Rates:
                     f"lr_schedule= sets the rate of every update, and before update {update} the program has "
                     f"set that of parameter group {number} to {now}: leave one of them out"
                 )
-        fraction = self._fraction(update)
-        for group, rate in zip(self._groups, self._began, strict=True):
-            if rate is not None:
-                group["lr"] = rate * fraction
-        self.note()
+        if self._fraction is not None:
+            fraction = self._fraction(update)
+            for group, rate in zip(self._groups, self._began, strict=True):
+                if rate is not None:
+                    group["lr"] = rate * fraction
+            self.note()
 
     @contextmanager
     def corrected(self, factor: float) -> Iterator[None]:
@@ -65,6 +74,8 @@ class Rates:
         for group, rate, one in zip(self._groups, before, used, strict=True):
             if factor != 1 and rate is not None:  # or as the optimizer itself has changed it
                 group["lr"] = rate if group["lr"] is one else group["lr"] / factor
+        if self.scheduler is not None:
+            self.scheduler.step()
         self.note()
         if self._shown is not None:
             rate = before[self._shown]

@@ -135,6 +135,10 @@ def put_back(stages: Iterable[Stage], training: bool) -> Iterator[None]:
             containers += changing[1]
         before = [(t, t.data, t.detach().to("cpu", copy=True)) for t in {id(t): t for t in tensors}.values()]
         contents = [(container, container.copy()) for container in containers]
+        kept = [(stage.attributes, stage.attributes.changed()) for stage in stages if training]
+        copies = [
+            (of, {path: [[t.clone() for t in tree]] for path, tree in trees.items()}) for of, trees in kept
+        ]
         try:
             for stage in stages:
                 stage.begin_rehearsal()
@@ -148,6 +152,8 @@ def put_back(stages: Iterable[Stage], training: bool) -> Iterator[None]:
             for container, content in contents:
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(content)
+            for attributes, trees in copies:
+                attributes.restore(trees)
 
 
 @contextmanager

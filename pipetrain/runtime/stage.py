@@ -24,6 +24,7 @@ from pipetrain.network.network import INPUT, Part, Tensors, evaluating
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import Value, as_tuple, leaves_of, needs_grad, requires_grad
 from pipetrain.rate import LearningRate
+from pipetrain.runtime.attribute_state import AttributeState
 from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Observer, Saving, around
@@ -79,6 +80,11 @@ class Stage:
             self._layers = torch.compile(module, dynamic=False)  # specialised to the shapes that occur
         self.device = device
         self.weights = self._weights(module, optimizer, rate, ema, self.names, correction, model)
+        layers = {f"layer {name}": layer for name, layer in module.named_modules() if name}
+        made = self.weights.optimizer
+        parts = {f"optimizer {n}": part for n, part in enumerate(getattr(made, "parts", ()))}
+        kept = {"optimizer": made, **parts, "lr_schedule": self.weights.rates.scheduler, **layers}
+        self.attributes = AttributeState(kept, dict(self.named()))
         self.buffers = Buffers(module)
         self.objective = Objective(task, module.pack, self.numerics.autocast) if task is not None else None
         self.observers: list[Observer] = []
@@ -94,6 +100,11 @@ class Stage:
         self._open: dict[int, Microbatch] = {}
         self._batch = Batch()  # whose gradient is being made
         self._reduced = Batch()  # that is to be stepped
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield parameters and buffers by their names in the model."""
+        for name, tensor in chain(self.module.named_parameters(), self.module.named_buffers()):
+            yield self.names.get(name, name), tensor
 
     @property
     def captured(self) -> bool:

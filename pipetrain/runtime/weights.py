@@ -100,7 +100,7 @@ class Weights:
         ]
         self.optimizer = optimizer([*self.live.items()]) if self.live else None
         groups = self.optimizer.param_groups if self.optimizer else []
-        self.rates = Rates(groups, rate, self.live.get(rate.shown))
+        self.rates = Rates(self.optimizer, rate, self.live.get(rate.shown))
         self.late = LateWeights(self.live, groups, self.rates.fractions, correction or Correction())
         """What the correction knows of them."""
         by_us = {"params"} if rate.fraction is None else {"params", "lr"}

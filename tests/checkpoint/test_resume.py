@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, read_whole
+from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, read_whole, write_part
 from pipetrain.checkpoint.resume import (
     Source,
     find_source,
@@ -31,6 +31,7 @@ from pipetrain.records.folder import RunFolder, claim, lengthens
 from pipetrain.settings import Settings
 from tests.support import cases
 from tests.support.cases import Case, Epochs, Saved, compare, config, make_run, run_in_threads, state_of
+from tests.support.damage import forge, put
 from tests.support.runs import Run
 
 pytestmark = pytest.mark.slow
@@ -193,6 +194,18 @@ def test_codecs_may_differ_and_a_residual_that_does_not_fit_is_left_out(
 
 def test_saving_changes_nothing(plain):
     assert plain.ends_alike(*run_in_threads(PLAIN))
+
+
+def test_one_of_before_rates_were_kept_is_gone_on_from_amid_an_epoch(plain, tmp_path):
+    source = Path(shutil.copytree(checkpoints(plain.folder)[5], tmp_path / "update-00000006"))
+    manifest = read_whole(source)
+    tensors = {name: t.clone() for name, t in read_files(source, ["stage-0.safetensors"]).items()}
+    assert len(tensors.pop("rates")) == 2
+    (source / "stage-0.safetensors").unlink()
+    part = write_part(source, "stage-0.safetensors", tensors)
+    forge(source, put("parts", "stage-0.safetensors", to=asdict(part)))
+    assert manifest.position == Position(1, 2, 6)
+    assert plain.ends_alike(*run_in_threads(PLAIN, source=source))
 
 
 @pytest.mark.parametrize(

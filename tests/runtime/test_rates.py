@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from pipetrain.correction import PipeMare
 from pipetrain.errors import ConfigError
@@ -73,7 +74,7 @@ def test_an_optimizer_may_change_its_own_rate_which_a_function_sets_again(delay,
 @pytest.mark.parametrize("number", [float, torch.tensor])
 def test_a_function_sets_each_rate_and_a_program_that_does_too_is_refused(number):
     groups = [{"params": [], "lr": number(lr)} for lr in (0.5, 0.25)] + [{"params": []}]
-    rates = Rates(groups, LearningRate(lambda update: 1 / (1 + update)), None)
+    rates = Rates(SimpleNamespace(param_groups=groups), LearningRate(lambda update: 1 / (1 + update)), None)
     for update in range(3):
         rates.prepare(update)
         rates.prepare(update)
@@ -87,6 +88,21 @@ def test_a_function_sets_each_rate_and_a_program_that_does_too_is_refused(number
     with pytest.raises(ConfigError, match=says):
         rates.prepare(3)
     assert "lr" not in groups[2]
+
+
+def test_a_torch_scheduler_is_stepped_after_each_update_and_its_rates_are_not_the_program_s():
+    weights, module = stepped(SGD, LearningRate(None, "weight", lambda optimizer: StepLR(optimizer, 2, 0.5)))
+    moved = [updated(weights, module, skip=torch.ones(1) if n == 1 else None) for n in range(5)]
+    assert moved == pytest.approx([0.5, 0, 0.25, 0.25, 0.125], rel=1e-4)
+    assert weights.rates.take() == [0.5, 0.5, 0.25, 0.25, 0.125]
+    weights.optimizer.param_groups[0]["lr"] = 0.3
+    with pytest.raises(
+        ConfigError, match=r"before update 5 the program has set that of parameter group 0 to 0.3"
+    ):
+        weights.begin_window()
+    two = LearningRate(None, "weight", lambda optimizer: LambdaLR(optimizer, [float, float]))
+    with pytest.raises(ConfigError, match=r"lr_schedule= fails for the .* which has 1 of .*: Expected 1 lr"):
+        stepped(SGD, two)
 
 
 def test_a_rate_that_a_program_has_set_is_saved_and_one_that_it_has_not_may_be_another_later():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import SequentialLR, StepLR
 
 from pipetrain import Pipeline
 from pipetrain.runtime import session
@@ -19,6 +19,7 @@ from pipetrain.schedule.actions import COMPUTE, RECEIVES, UPDATE, Action, Op
 from tests.support.cases import SCHEDULES, Case, LocalLinks, run_in_threads
 from tests.support.deadlines import DEADLINE_S
 from tests.support.local import LocalChannel
+from tests.users.test_saving import Lookahead
 
 UNEVEN = ("microbatches=3", "epochs=2", "window=2")  # microbatches of 4, 3 and 2 samples
 
@@ -54,14 +55,18 @@ def test_training_after_a_rehearsal_is_equal_to_the_last_bit(schedule, ranks, wo
     assert all(torch.equal(tensor, again[name]) for name, tensor in plain.items())
 
 
+def in_turn(optimizer):
+    """A scheduler with others in it, as an optimizer may have state in attributes."""
+    return SequentialLR(optimizer, [StepLR(optimizer, 1, 0.5), StepLR(optimizer, 1, 0.25)], [1])
+
+
 def test_a_process_alone_rehearses_too_and_tells_nobody_its_norms():
     def losses() -> list[float]:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
         batch = torch.randn(4, 4), torch.randint(4, (4,))
-        sgd = partial(torch.optim.SGD, lr=0.1)
-        words = {"microbatches": 2, "clip_grad_norm": 0.01, "device": "cpu"}
-        with Pipeline(model, nn.functional.cross_entropy, sgd, "interleaved_1f1b", **words) as pipe:
+        words = {"microbatches": 2, "clip_grad_norm": 0.01, "device": "cpu", "lr_schedule": in_turn}
+        with Pipeline(model, nn.functional.cross_entropy, Lookahead, "interleaved_1f1b", **words) as pipe:
             found = [*pipe.train([batch]), *pipe.train([batch])]
             return [*found, *(float(output.sum()) for output in pipe.predict([batch[0]]))]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipetrain import Pipeline, fit
@@ -49,10 +49,12 @@ EACH: dict[str, tuple[Change, bool]] = {  # and whether it is called after each 
 }
 
 
-def plainly(change: Change, often: bool) -> tuple[list[float], list[float]]:
+def plainly(change: Change, often: bool, scheduler: Any = None) -> tuple[list[float], list[float]]:
     """The losses, and the rate of the last update of each of two passes, of a plain loop."""
     model, kept, losses, rates = mlp(), list[Any](), list[float](), list[float]()
     optimizer = sgd(model.parameters())
+    if scheduler:
+        kept.append(scheduler(optimizer))
     for _ in range(2):
         for x, y in BATCHES:
             loss = cross_entropy(model(x), y)
@@ -67,6 +69,29 @@ def plainly(change: Change, often: bool) -> tuple[list[float], list[float]]:
         if not often:
             change(optimizer, kept, losses[-1])
     return losses, rates
+
+
+def by_schedule(goes_on: str | None = None, saved: str | None = None) -> tuple[list[float], list[float]]:
+    """The same with schedulers given as lr_schedule=, which change the momentum too; with a stop or not."""
+    with Pipeline(mlp(), cross_entropy, sgd, microbatches=2, device="cpu", lr_schedule=several) as pipe:
+        losses, rates = list[float](), list[float]()
+        if goes_on:
+            pipe.load(goes_on)
+        for number in range(pipe.updates // 4, 2):
+            losses += pipe.train(BATCHES)
+            rates.append(pipe.metrics["learning_rate"])
+            if saved and not number:
+                pipe.save(saved)
+        return losses, rates
+
+
+def several(optimizer: Optimizer) -> SequentialLR:
+    first, then = StepLR(optimizer, 2, 0.5), OneCycleLR(optimizer, 0.2, total_steps=8)
+    return SequentialLR(optimizer, [first, then], [3])
+
+
+def stepped_several(optimizer: Optimizer, kept: list[Any], loss: float) -> None:
+    kept[0].step()
 
 
 def followed() -> dict[str, tuple[list[float], list[float]]]:
@@ -100,6 +125,16 @@ def test_a_program_s_schedulers_and_changes_are_followed(ranks: Ranks) -> None:
         assert first[name][0] == pytest.approx(losses, rel=1e-12), name
         assert first[name][1] == rates, name
         assert rates[0] != rates[1]
+
+
+def test_a_torch_scheduler_of_each_stage_s_optimizer_is_as_one_of_all_and_goes_on(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    (losses, rates), other = ranks(by_schedule, None, str(tmp_path))
+    assert (losses, rates) == other
+    wanted, of_these = plainly(stepped_several, True, several)
+    assert (losses, rates) == (pytest.approx(wanted, rel=1e-12), of_these)
+    assert ranks(by_schedule, str(tmp_path))[0] == (losses[4:], rates[1:])
 
 
 def halving(folder: str | None, epochs: int, max_updates: int | None = None) -> tuple[Any, dict[str, Any]]:

@@ -77,6 +77,53 @@ def test_what_codecs_owe_goes_on_for_sizes_that_come_later_too(ranks, tmp_path):
     assert ranks(owing, str(tmp_path), True) == [whole] * 2
 
 
+class Lookahead(torch.optim.SGD):
+    """Every second step goes halfway back to the weights of two steps before, as kept in an attribute."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, 0.1, momentum=0.9)
+        self.slow, self.steps = {}, 0
+
+    def step(self, closure=None):
+        weights = [p for group in self.param_groups for p in group["params"]]
+        for p in weights:
+            self.slow.setdefault(p, p.detach().clone())
+        super().step(closure)
+        self.steps += 1
+        with torch.no_grad():
+            for p in weights if self.steps % 2 == 0 else ():
+                self.slow[p].lerp_(p, 0.5)
+                p.copy_(self.slow[p])
+
+
+class Anneals(nn.Module):
+    """Falls with each call in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return x * 0.9**self.calls
+
+
+def keeping(folder: str, goes_on: bool, cut: int) -> list[float]:
+    with Pipeline(mlp(Anneals()), cross_entropy, Lookahead, microbatches=2, partition=[cut]) as pipe:
+        if goes_on:
+            pipe.load(folder)
+        else:
+            list(pipe.train(batches()[:3]))
+            pipe.save(folder)
+        return list(pipe.train(batches()[3:]))
+
+
+def test_what_an_optimizer_or_a_layer_keeps_in_python_goes_on_on_other_stages_too(ranks, tmp_path):
+    whole, _ = ranks(keeping, str(tmp_path), False, 3)
+    assert ranks(keeping, str(tmp_path), True, 3) == [whole] * 2
+    assert ranks(keeping, str(tmp_path), True, 4)[0] == pytest.approx(whole, rel=1e-12)
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
