@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pipetrain.checkpoint.early import EarlyEnd
+from pipetrain.checkpoint.early import LOST, EarlyEnd
 from pipetrain.checkpoint.files import Position
 from pipetrain.checkpoint.resume import (
     AUTO,
@@ -31,7 +31,7 @@ from pipetrain.data.parts import has_length
 from pipetrain.data.sets import DataFacts
 from pipetrain.ending import brief, terminate
 from pipetrain.epochs import AfterEpoch, Epochs
-from pipetrain.errors import ChannelError, ConfigError
+from pipetrain.errors import ChannelError, ConfigError, unsaid
 from pipetrain.pipeline import Pipeline
 from pipetrain.plan.memory import gpu_bytes
 from pipetrain.plan.program import window_lengths
@@ -202,6 +202,7 @@ def train_epochs(
         keeper = _keeper(training, about, run_folder) if run_folder else None
         if keeper is not None:  # until all records are written
             ending.enter_context(keeper.signals.handled())
+            ending.enter_context(keeper.early.watching())
         recorder = None if training.rank else _recorder(about, run_folder, ending)
         windows = Windows(training.begun, training.together, keeper.signals.take if keeper else lambda: "")
         epochs = Epochs(windows, training.links, passes, about, recorder, keeper, after_epoch)
@@ -211,6 +212,7 @@ def train_epochs(
         ready()
         finished = _run(epochs, keeper)
         lost = keeper.not_saved if keeper else None
+        orphaned = _orphaned(training, keeper) if keeper and not finished else None
         if recorder and finished and lost != epochs.updates:
             recorder.close()
         elif recorder:
@@ -219,7 +221,17 @@ def train_epochs(
         training.metrics = epochs.metrics() or training.metrics
         if keeper and keeper.signals.saved and epochs.stopped_by == "interrupt":
             raise KeyboardInterrupt(f"interrupted; {keeper.signals.saved()}")
+        if orphaned:
+            raise orphaned
         return epochs.rows()
+
+
+def _orphaned(training: Training, keeper: Keeper) -> ChannelError | None:
+    """Return the error of a run that has stopped as a rank has lost torchrun's store. All ranks call it."""
+    if not training.links.most("whether torchrun's store is lost", int(keeper.early.lost)):
+        return None
+    error = ChannelError(f"{LOST}; {keeper.signals.saved()}")  # type: ignore[misc]
+    return unsaid(error) if training.rank else error
 
 
 def _about(
@@ -274,11 +286,11 @@ def _keeper(training: Training, about: About, run_folder: RunFolder) -> Keeper:
         refuse_finished(source, done, about.updates, ending)
         if training.rank == 0:
             _go_on(path, source, done == about.updates)
-    store = training.links.store and PrefixStore(f"fit {next(_trainings)}", training.links.store)
+    store = PrefixStore(f"fit {next(_trainings)}", training.links.store)
     seed = training.begun.engine.seed
     signals = Signals(training.rank, run_folder.saved_so_far)
     return Keeper(
-        writer=Writer(path, training.links, store, settings.checkpoint_keep, settings.timeout),
+        writer=Writer(path, training.links, settings.checkpoint_keep),
         signals=signals,
         early=EarlyEnd(signals, store, about.plan.firsts[0] == training.rank),
         every=settings.checkpoint_every,

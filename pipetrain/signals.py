@@ -15,7 +15,7 @@ import signal
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Event, Thread
 from types import FrameType
 from typing import Any, Literal
@@ -28,9 +28,10 @@ ORDER: list[Asked] = ["", "save", "stop", "interrupt"]  # by rising priority
 STOPS = ("stop", "interrupt")
 SIGNALS: dict[int, Asked] = {signal.SIGTERM: "stop", signal.SIGINT: "interrupt", signal.SIGUSR1: "save"}
 AGAIN = "; Ctrl-C again ends it at once"
+STOPPING = "saving when the pipeline is drained, then stopping"
 _LEADS_TO: dict[int, str] = {
-    signal.SIGTERM: "saving when the pipeline is drained, then stopping",
-    signal.SIGINT: f"saving when the pipeline is drained, then stopping{AGAIN}",
+    signal.SIGTERM: STOPPING,
+    signal.SIGINT: f"{STOPPING}{AGAIN}",
     signal.SIGUSR1: "saving at the end of this window, then going on",
 }
 LIMIT, LIMIT_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30.0  # seconds after which torchrun kills, and its default
@@ -242,7 +243,8 @@ os.register_at_fork(after_in_child=_let_go)
 
 def say(sentence: str) -> None:
     """Print a sentence on standard error, from any thread or handler."""
-    os.write(2, f"pipetrain: {sentence}\n".encode())
+    with suppress(OSError):  # whoever reads it may be gone
+        os.write(2, f"pipetrain: {sentence}\n".encode())
 
 
 def name_of(number: int) -> str:

@@ -2,21 +2,28 @@
 
 All ranks stop after the same window: there they tell each other what signals asked them for. torchrun kills
 its ranks 30 seconds after it has forwarded SIGTERM. A window with more than MOST_LEFT_S left therefore ends
-early, at a batch that no rank has begun (see runtime.order). The first rank of stage 0 decides that, by the
-run's store, before the others look; once the time of a batch is known, the ranks look there about every
-LOOK_S seconds.
+early, at a batch that no rank has begun (see runtime.order). The first rank of stage 0 decides that, by
+torchrun's store, before the others look; once the time of a batch is known, the ranks look there about every
+LOOK_S seconds. Where the store is lost, whatever keeps it has ended (torchrun, or the command pipetrain) and
+nobody else could stop the run any more: that asks for a stop, too.
 """
 
 from __future__ import annotations
 
+import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from threading import Thread
 
-from torch.distributed.distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from pipetrain.signals import STOPS, Signals
+from pipetrain.signals import ORDER, STOPPING, STOPS, Signals, say
 
 LOOK_S = 0.5  # between two looks within a window
+ASKED = "a stop is asked for"  # a key of the store
+LOST = "torchrun's store is lost, so whatever started this run is gone"
 MOST_LEFT_S = 10.0  # a window with less time left runs to its end before a stop
 
 
@@ -25,12 +32,41 @@ class EarlyEnd:
     """Decides where windows end early, on all ranks alike. `leads`: whether this rank has the first stage."""
 
     signals: Signals
-    store: Store | None
+    store: Store
     leads: bool
+    lost: bool = False
+    """Whether the store has been lost."""
     _windows: int = 0
     _every: int = 1
     _batches: int = 0
     _began: float = 0.0
+    _watched: bool = True
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Ask for a stop if the store is lost while the block runs: a connection to it ends."""
+        store, connection = self.store, socket.socket()
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, TCPStore):  # else it is of this process, or a file
+            with suppress(OSError):
+                connection = socket.create_connection((store.host, store.port))
+            Thread(target=self._watch, args=(connection,), daemon=True).start()
+        try:
+            yield
+        finally:
+            self._watched = False
+            with suppress(OSError), connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _watch(self, connection: socket.socket) -> None:
+        with suppress(OSError):
+            connection.recv(1)  # the store never speaks first
+        if self._watched:
+            self.lost = True
+            self.signals.asked = max(self.signals.asked, "stop", key=ORDER.index)
+            if self.leads:
+                say(f"{LOST}: {STOPPING}")
 
     def begin_window(self, batches: int, batch_s: float | None = None) -> None:
         """Start a window of `batches` batches of about `batch_s` seconds; the same numbers on all ranks."""
@@ -40,15 +76,16 @@ class EarlyEnd:
 
     def ends_window(self, batches: int, begun: int) -> bool:
         """Return whether the window ends after `batches` batches; see runtime.order.Ends."""
-        if batches % self._every:
+        if self.lost or batches % self._every:
             return False
-        store, key, asked = self.store, f"window {self._windows} ends", self.signals.asked in STOPS
+        store, key = self.store, f"window {self._windows} ends"
         left_s = (time.monotonic() - self._began) / begun * (self._batches - batches)
-        if store is None:
-            return asked and left_s > MOST_LEFT_S
-        if asked:
-            store.set("a stop is asked for", "")
-        if self.leads and left_s > MOST_LEFT_S and store.check(["a stop is asked for"]):
-            store.set(key, str(batches))
-        # The first stage's rank goes on only when the store has the value, so later looks of others see it.
-        return store.check([key]) and int(store.get(key)) == batches
+        try:
+            if self.signals.asked in STOPS:
+                store.set(ASKED, "")
+            if self.leads and left_s > MOST_LEFT_S and store.check([ASKED]):
+                store.set(key, str(batches))
+            # The first stage's rank goes on only when the store has the value, so others see it later.
+            return store.check([key]) and int(store.get(key)) == batches
+        except RuntimeError:  # it is lost: the window runs to its end
+            return False

@@ -1,16 +1,14 @@
 """Writes checkpoints between two windows, in the background, for fit and for Pipeline.save alike.
 
 The first rank of each stage writes its file, see checkpoint/state.py; rank 0 adds the manifest. Training
-waits only for the copy to host memory. Through a clone of the run's store each rank reports what it wrote, or
-why it could not; rank 0 reports the outcome, and each rank then removes its part of a failed checkpoint.
-Earlier checkpoints stay as they are.
+waits only for the copy to host memory. Beside it each rank reports what it wrote, or why it could not; rank 0
+reports the outcome, and each rank then removes its part of a failed checkpoint. Earlier checkpoints stay as
+they are.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import shutil
 import sys
 import time
@@ -23,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pipetrain.checkpoint.early import EarlyEnd
 from pipetrain.checkpoint.files import (
@@ -40,7 +37,7 @@ from pipetrain.checkpoint.files import (
 )
 from pipetrain.checkpoint.progress import Progress, best_update
 from pipetrain.checkpoint.state import snapshot
-from pipetrain.errors import TrainingStopped
+from pipetrain.errors import ChannelError, TrainingStopped
 from pipetrain.runtime.links import Links
 from pipetrain.runtime.ranks import Ranks
 from pipetrain.runtime.session import Session
@@ -58,20 +55,13 @@ Files = Mapping[str, Mapping[str, Tensor]]
 class Writer:
     """Writes one rank's part of every checkpoint into `run_dir`, and keeps the newest `keep`; None: all."""
 
-    def __init__(
-        self, run_dir: Path, ranks: Ranks, store: Store | None, keep: int | None, timeout: float
-    ) -> None:
+    def __init__(self, run_dir: Path, ranks: Ranks, keep: int | None) -> None:
         self._folder = run_dir / CHECKPOINTS
-        self._ranks = ranks
+        self._ranks, self._aside = ranks, ranks.aside()
         self._rank = ranks.world.rank
-        # A connection of its own: otherwise a wait in the background would block the engine's thread.
-        self._store = None if store is None else store.clone()  # type: ignore[attr-defined]
         self._keep = keep
-        self._timeout = timeout
         self._thread = ThreadPoolExecutor(1, "pipetrain-save")
         self._writing: Future[Path] | None = None
-        self._saves = 0
-        self._end = math.inf  # of waiting for other ranks
 
     def save(self, manifest: Manifest, state: Callable[[], Files]) -> Future[Path]:
         """Start a save, after waiting for the previous one. All ranks must call it.
@@ -80,7 +70,6 @@ class Writer:
         The result is the checkpoint's folder, or on all ranks TrainingStopped.
         """
         self._finish()
-        self._saves += 1
         files: Files = {}
         failure = ""
         try:
@@ -91,22 +80,25 @@ class Writer:
         return self._writing
 
     def close(self) -> None:
-        """Wait for the last save. All ranks must call it."""
+        """Wait for the last save. All ranks must call it. Raises ChannelError for a lost rank."""
         self._finish()
         self._thread.shutdown()
 
     def leave(self) -> None:
-        """Wait only a little longer for the other ranks, which may have left after an error too."""
-        self._end = time.monotonic() + SEEN_S
+        """Wait a little for the last save, if other ranks still take part, before this one leaves them."""
+        wait([self._writing] if self._writing else [], SEEN_S)
 
     def _finish(self) -> None:
         """Wait until no rank is writing. All ranks ask each other every TURN_S, so a dead one is noticed."""
         writing = [self._writing] if self._writing else []
         while self._ranks.most("the end of a save", len(wait(writing, TURN_S).not_done)):
             pass
+        if writing and isinstance(lost := writing[0].exception(), ChannelError):
+            raise lost
 
     def _save(self, manifest: Manifest, files: Files, failure: str) -> Path:
-        unfinished, final = self._folder / (folder_name(manifest.position.update) + PARTIAL), ""
+        name, final = folder_name(manifest.position.update), ""
+        unfinished = self._folder / (name + PARTIAL)
         parts: dict[str, PartFile] = {}
         try:
             if self._rank == 0:
@@ -114,30 +106,25 @@ class Writer:
             parts = {name: write_part(unfinished, name, tensors) for name, tensors in files.items()}
         except OSError as error:
             failure = f"rank {self._rank} cannot write {unfinished}: {error}"
-        if self._rank:
-            self._tell(failure, {name: asdict(part) for name, part in parts.items()})
-            failure, final = self._hear(0, 2 * self._timeout)
-        else:
+        reports = self._aside.gather(
+            f"what they wrote of {name}", [failure, {name: asdict(part) for name, part in parts.items()}]
+        )
+        failure = next((why for why, _ in reports if why), "")
+        if self._rank == 0 and not failure:
             try:
-                final = "" if failure else str(self._publish(unfinished, manifest, parts))
+                parts = {name: PartFile(**part) for _, written in reports for name, part in written.items()}
+                final = str(self._publish(unfinished, manifest, parts))
             except OSError as error:
                 failure = str(error)
-            self._tell(failure, final)
+        failure, final = self._aside.tell(f"whether {name} is whole", [failure, final])
         if failure:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise TrainingStopped(failure)
         return Path(final)
 
     def _publish(self, unfinished: Path, manifest: Manifest, parts: dict[str, PartFile]) -> Path:
-        """Give a checkpoint its name once all ranks have written it, remove older ones. Raises OSError."""
-        end = time.monotonic() + self._timeout
-        placed = manifest.pipeline
-        for rank in sorted({*placed.get("ranks", placed["placement"])} - {self._rank}):
-            failure, theirs = self._hear(rank, end - time.monotonic())
-            if failure:
-                raise OSError(failure)
-            parts |= {name: PartFile(**part) for name, part in theirs.items()}
-        seen = time.monotonic() + min(SEEN_S, self._timeout)
+        """Give a checkpoint its name, as all ranks have written it, remove older ones. Raises OSError."""
+        seen = time.monotonic() + SEEN_S
         for name, part in parts.items():
             path = unfinished / name
             while not (path.exists() and path.stat().st_size == part.nbytes):
@@ -152,20 +139,6 @@ class Writer:
             best = best_update(manifest.progress.history)
             prune(final, self._keep, None if best is None else folder_name(best))
         return final
-
-    def _tell(self, failure: str, written: Any) -> None:
-        if self._store is not None:
-            self._store.set(f"save {self._saves}/{self._rank}", json.dumps([failure, written]))
-
-    def _hear(self, rank: int, seconds: float) -> Any:
-        """Return what another rank reports of this save, within so many seconds."""
-        assert self._store is not None
-        key, end = f"save {self._saves}/{rank}", time.monotonic() + seconds
-        while not self._store.check([key]):
-            if time.monotonic() > min(end, self._end):
-                return [f"rank {rank} wrote nothing for {self._timeout:g} s", None]
-            time.sleep(POLL_S)
-        return json.loads(self._store.get(key))
 
 
 def save_now(
@@ -183,14 +156,10 @@ def save_now(
     run: str = links.tell("the name of what is saved", uuid.uuid4().hex)
     position = Position(update=next(iter(session.stages.values())).weights.updates)
     progress = Progress(stages={stage: StageStats() for stage in range(session.plan.stages)})
-    store = links.store and PrefixStore(run, links.store)
-    writer = Writer(folder, links, store, keep, session.plan.settings.timeout)
+    writer = Writer(folder, links, keep)
     manifest = Manifest(run, position, conditions, session.plan.pipeline, config, progress)
     writing = writer.save(manifest, partial(snapshot, session, links, {}))
-    try:
-        writer.close()
-    finally:
-        writer.leave()
+    writer.close()
     return writing.result()
 
 
@@ -248,7 +217,7 @@ class Keeper:
     def _note(self, update: int, rank: int, writing: Future[Path]) -> None:
         failure = writing.exception()
         self.not_saved = update if failure else None
-        if failure and not rank:
+        if isinstance(failure, TrainingStopped) and not rank:
             log.warning(
                 "pipetrain: the checkpoint of update %d was NOT saved: %s; training goes on, and the "
                 "checkpoints before it are as they were",

@@ -123,10 +123,10 @@ class Start:
     def _meet(self, limit_s: float) -> Ranks:
         """Return the ranks once all have come for the first time. Raises ChannelError."""
         if self._ranks is None:
-            store = self._attempt.meet(limit_s)
-            if store is not None:
+            store, several = self._attempt.meet(limit_s), self.world.size > 1
+            if several:
                 make_group(self.world, store, timedelta(seconds=limit_s))
-            self._ranks = Ranks(self.world, limit_s, dist.group.WORLD if store else None)
+            self._ranks = Ranks(self.world, limit_s, dist.group.WORLD if several else None)
         return self._ranks
 
 

@@ -35,10 +35,9 @@ _meetings = itertools.count()
 def _fresh_store(world: World, limit_s: float) -> Store:
     """Return torchrun's store, or the program's, under a new prefix: the keys of closed ones remain."""
     if dist.is_initialized() and not dist.is_torchelastic_launched():
-        store: Store | None = dist.distributed_c10d._get_default_store()
+        store: Store = dist.distributed_c10d._get_default_store()
     else:
         store = this_attempt(world).meet(limit_s)
-    assert store is not None
     return PrefixStore(f"links {next(_meetings)}", store)
 
 
@@ -71,7 +70,7 @@ class Links(Ranks):
         self._sums: dict[Tie, Any] = {}
         self._opened: set[Link] = set()  # of all ranks
         self._channels: list[Channel] = []
-        self.store: Store | None = None
+        self.store: Store
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._owned = world.size > 1 and not dist.is_initialized()
@@ -83,6 +82,8 @@ class Links(Ranks):
             with self._trying("connect to the other ranks"):
                 self._connect(store)
             self.open(links)
+        else:
+            self.store = store or _fresh_store(world, timeout)
 
     def _connect(self, store: Store | None) -> None:
         limit = timedelta(seconds=self._timeout)

@@ -16,8 +16,8 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from threading import Event, Thread
@@ -85,19 +85,20 @@ class Attempt:
         self._start = self._store.add(f"starts of rank {world.rank}", 1)
         self._met: Store | None = None
 
-    def meet(self, limit_s: float) -> Store | None:
-        """Return this attempt's store once all ranks have come; None without others. Raises ChannelError."""
+    def meet(self, limit_s: float) -> Store:
+        """Return this attempt's store once all ranks have come. Raises ChannelError."""
         store, rank = self._store, self._world.rank
-        if self._met is None and self._world.size > 1:
+        if self._met is None:
             number = self._start
-            if rank == 0:
-                self._lead(store, limit_s)
-            else:
-                key = f"attempt of rank {rank}, start {self._start}"
-                self._until(lambda: store.check([key]), limit_s, "rank 0")
-                number = int(store.get(key))
-                store.set(f"attempt {number}/rank {rank}", "")
-                self._until(lambda: store.check([f"attempt {number}/all"]), limit_s, "all ranks")
+            with _meeting(rank):
+                if rank == 0:
+                    self._lead(store, limit_s)
+                else:
+                    key = f"attempt of rank {rank}, start {self._start}"
+                    self._until(lambda: store.check([key]), limit_s, "rank 0")
+                    number = int(store.get(key))
+                    store.set(f"attempt {number}/rank {rank}", "")
+                    self._until(lambda: store.check([f"attempt {number}/all"]), limit_s, "all ranks")
             self._met = PrefixStore(f"attempt {number}", store)
         return self._met
 
@@ -120,24 +121,31 @@ class Attempt:
     def _until(self, come: Callable[[], bool], limit_s: float, whom: Collection[int] | str) -> None:
         """Poll the store, not within C++, so that a signal is handled."""
         end = time.monotonic() + limit_s
-        try:
-            while not come():
-                if time.monotonic() > end:
-                    raise came_too_late(self._world.rank, limit_s, whom, "start")
-                time.sleep(POLL_S)
-        except ChannelError:
-            raise
-        except RuntimeError as error:
-            raise ChannelError(
-                f"rank {self._world.rank} lost torchrun's store in its start: {cause_of(error)}; look at "
-                f"what rank 0 says"
-            ) from error
+        while not come():
+            if time.monotonic() > end:
+                raise came_too_late(self._world.rank, limit_s, whom, "start")
+            time.sleep(POLL_S)
 
 
 @cache
 def this_attempt(world: World) -> Attempt:
-    """Return the attempt that this process belongs to."""
-    return Attempt(world, _torchrun_store(world))
+    """Return the attempt that this process belongs to. Raises ChannelError."""
+    with _meeting(world.rank):
+        return Attempt(world, _torchrun_store(world))
+
+
+@contextmanager
+def _meeting(rank: int) -> Iterator[None]:
+    """Say which rank could not use the store by which the ranks meet. Raises ChannelError."""
+    try:
+        yield
+    except ChannelError:
+        raise
+    except RuntimeError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ChannelError(
+            f"rank {rank} could not meet the others at {where}: {cause_of(error)}; look at what rank 0 says"
+        ) from error
 
 
 def _torchrun_store(world: World) -> Store:
@@ -151,7 +159,7 @@ def _torchrun_store(world: World) -> Store:
 
 
 def _connected(world: World) -> Store:
-    """Connect to the store of the environment; without torchrun rank 0 keeps it. Raises ChannelError."""
+    """Connect to the store of the environment; without torchrun rank 0 keeps it. Raises RuntimeError."""
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     come = Event()
 
@@ -162,19 +170,15 @@ def _connected(world: World) -> Store:
     Thread(target=remind, daemon=True).start()
     try:
         store: Store = next(rendezvous("env://", timeout=timedelta(seconds=START_S)))[0]
-    except RuntimeError as error:
-        raise ChannelError(
-            f"rank {world.rank} could not meet the others at {where}: {cause_of(error)}; look at what rank 0 "
-            f"says"
-        ) from error
+        return store
     finally:
         come.set()
-    return store
 
 
 def make_group(world: World, store: Store, limit: timedelta) -> None:
-    """Make the process group of all ranks, over gloo. Raises RuntimeError."""
+    """Make the process group of all ranks, over gloo. Raises ChannelError."""
     choose_interface(world)
     hook = sys.excepthook
-    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
+    with _meeting(world.rank):
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
     sys.excepthook = hook  # torch puts one in its place, which names the rank

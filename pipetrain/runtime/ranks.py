@@ -28,8 +28,10 @@ HEAD = 504  # bytes of a text that its first message carries
 LAST_WORD_S = 2.0  # that a rank may take to hear which other one is lost
 ENDED = json.dumps(["the end of its program", None])  # a rank's last text
 ROUNDS = 32  # messages to and fro to compare two clocks
-_Sent = tuple[Any, Tensor]  # what is to be waited for, with what must stay until then
+_Sent = tuple[Any, Any]  # what is to be waited for, with what must stay until then
 _WORDS, _TENSORS = 2**30, 2**30 + 1  # gloo keeps tags apart, and counts small ones in monitored_barrier
+_ASIDE = 2**29  # and more
+LONG_S = 30 * 86400.0  # of waiting for a rank whose end would be noticed
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +57,23 @@ class World:
 class Ranks:
     """All ranks of a run, over gloo. `timeout`: seconds that a wait for the others may take.
 
-    Its methods raise ChannelError if another rank does not come, or is lost.
+    Its methods raise ChannelError if another rank does not come, or is lost. `beside`: see `aside`.
     """
 
-    def __init__(self, world: World, timeout: float, group: Any = None) -> None:
+    def __init__(self, world: World, timeout: float, group: Any = None, beside: int = 0) -> None:
         self.world = world
         self._timeout = timeout
         self._all = group
+        self._beside, self._asides = beside, 0
+        self._tag = _ASIDE + beside if beside else _WORDS
+        self._limit_s = LONG_S if beside else None  # of waiting for a text, if not that of the group
         self._heads: dict[int, tuple[Any, bytearray]] = {}  # of each rank's next text: a posted receive
         self._announced: list[_Sent] = []  # to be waited for
+
+    def aside(self) -> Ranks:
+        """Return the ranks for another thread, which waits for one while it lives. All ranks call it."""
+        self._asides += 1
+        return Ranks(self.world, self._timeout, self._all, self._asides)
 
     def gather(self, what: str, item: Any) -> list[Any]:
         """Return each rank's `item` as JSON has it: lists for tuples, keys that are strings.
@@ -77,14 +87,14 @@ class Ranks:
             with self._trying(f"exchange {what} with rank 0"):
                 sent = self._post_text(text, 0)
                 texts = json.loads(self._take_text(0))
-                _wait_for(sent)
+                _wait_for(sent, self._limit_s)
             if isinstance(texts, str):  # what rank 0 knows of a rank that is lost
                 raise ChannelError(texts)
         else:
             texts = [text, *(self._hear(what, rank) for rank in range(1, self.world.size))]
             there = [rank for rank, text in enumerate(texts) if rank and text != ENDED]
             with self._trying(f"tell the others {what}"):
-                _wait_for(self._post_to(there, json.dumps(texts)))
+                _wait_for(self._post_to(there, json.dumps(texts)), self._limit_s)
         return self._items(what, texts, self.world.size)
 
     def _items(self, what: str, texts: Sequence[str], ranks: int) -> list[Any]:
@@ -125,24 +135,25 @@ class Ranks:
         head = struct.pack("q", len(content)) + content[:HEAD].ljust(HEAD)
         parts = [bytearray(part) for part in (head, content[HEAD:]) if part]
         tensors = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
-        return [(dist.isend(tensor, rank, group=self._all, tag=_WORDS), tensor) for tensor in tensors]
+        return [(dist.isend(tensor, rank, group=self._all, tag=self._tag), tensor) for tensor in tensors]
 
     def _take_text(self, rank: int) -> str:
         """Wait for a rank's next text, and post the receive of the one after it, which may come early."""
         posted, head = self._heads.pop(rank) if rank in self._heads else self._post_head(rank)
-        posted.wait()
+        _wait_for([(posted, head)], self._limit_s)
         (size,) = struct.unpack_from("q", head)
         rest = bytearray(max(0, size - HEAD))
         if rest:
-            dist.recv(torch.frombuffer(rest, dtype=torch.uint8), rank, group=self._all, tag=_WORDS)
-        with suppress(RuntimeError):  # it was the last word of a rank that has left
-            self._heads[rank] = self._post_head(rank)
+            dist.recv(torch.frombuffer(rest, dtype=torch.uint8), rank, group=self._all, tag=self._tag)
+        if not self._beside:
+            with suppress(RuntimeError):  # it was the last word of a rank that has left
+                self._heads[rank] = self._post_head(rank)
         return (head[8:] + rest)[:size].decode()
 
     def _post_head(self, rank: int) -> tuple[Any, bytearray]:
         head = bytearray(8 + HEAD)
         tensor = torch.frombuffer(head, dtype=torch.uint8)
-        return dist.irecv(tensor, rank, group=self._all, tag=_WORDS), head
+        return dist.irecv(tensor, rank, group=self._all, tag=self._tag), head
 
     def announce(self, what: str, item: Any = None, ends: bool = False) -> Any:
         """Return on every rank the `item` of rank 0, which goes on without waiting for the others.

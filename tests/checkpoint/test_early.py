@@ -34,7 +34,7 @@ def clock(monkeypatch) -> Time:
     return clock
 
 
-def ranks_of(store: dist.Store | None, ranks: int) -> list[tuple[Signals, EarlyEnd]]:
+def ranks_of(store: dist.Store, ranks: int) -> list[tuple[Signals, EarlyEnd]]:
     heard = [Signals(rank, str) for rank in range(ranks)]
     for signals in heard:
         signals.updated = True
@@ -43,7 +43,7 @@ def ranks_of(store: dist.Store | None, ranks: int) -> list[tuple[Signals, EarlyE
 
 def test_alone_it_acts_at_once_and_the_old_handlers_come_back():
     before = signal.getsignal(STOP)
-    ((signals, _),) = ranks_of(None, 1)
+    ((signals, _),) = ranks_of(dist.HashStore(), 1)
     with signals.handled():
         os.kill(os.getpid(), STOP)
         while not signals.asked:  # a thread hears it
@@ -87,9 +87,29 @@ def test_a_long_window_ends_early_on_all_ranks_after_the_same_batch(
 
 def test_batches_that_have_not_begun_say_nothing_of_how_long_one_takes(clock):
     """With a large buffer_size it is asked of batches far ahead."""
-    ((signals, early),) = ranks_of(None, 1)
+    ((signals, early),) = ranks_of(dist.HashStore(), 1)
     early.begin_window(60)
     clock.now = 8.0
     assert not early.ends_window(52, begun=2)
     signals.hear(STOP)
     assert early.ends_window(52, begun=2)  # 4 s each, and 8 more
+
+
+def test_where_the_store_is_lost_the_run_is_asked_to_stop_and_windows_run_to_their_ends(clock):
+    """Whoever keeps it may be killed, and the ranks would train on for ever."""
+    kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", kept.port, is_master=False, wait_for_workers=False)
+    ((signals, early),) = ranks_of(dist.PrefixStore("a run", store), 1)
+    with early.watching():
+        early.begin_window(100)
+        clock.now += 1.0
+        assert (early.ends_window(1, 1), early.lost, signals.asked) == (False, False, "")
+    assert not early.lost
+    ((signals, early),) = ranks_of(store, 1)
+    with early.watching():
+        early.begin_window(100)
+        clock.now += 1.0
+        del kept
+        while not early.lost:
+            sleep(0.01)
+        assert (early.ends_window(1, 1), signals.take()) == (False, "stop")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from threading import Timer
-from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -20,9 +21,12 @@ from pipetrain.checkpoint import files, writer
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, read_whole
 from pipetrain.checkpoint.writer import Files, Writer
 from pipetrain.errors import ChannelError
+from pipetrain.runtime.meeting import make_group
 from pipetrain.runtime.ranks import Ranks, World
+from tests.support.cases import SavingRanks
 from tests.support.deadlines import DEADLINE_S
 from tests.support.processes import checkpoints
+from tests.support.ranks import run_world
 
 
 def state(rank: int) -> Files:
@@ -33,23 +37,17 @@ def manifest(update: int, ranks: int) -> Manifest:
     return Manifest("r", Position(0, 0, update), {}, {"placement": list(range(ranks))}, {})
 
 
-def save(folders: list[Path], update: int = 6, keep: int = 2, silent: bool = False) -> list[Future[Path]]:
-    """Save by one rank for each folder; `silent`: all but rank 0 do nothing."""
-    store = dist.HashStore()
-    writers = [Writer(folder, one(rank), store, keep, timeout=1) for rank, folder in enumerate(folders)]
-    taking_part = writers[:1] if silent else writers
+def save(folders: list[Path], update: int = 6, keep: int = 2) -> list[Future[Path]]:
+    """Save by one rank for each folder."""
+    ranks = SavingRanks.of(len(folders))
+    writers = [Writer(folder, rank, keep) for folder, rank in zip(folders, ranks, strict=True)]
     saves = [
         each.save(manifest(update, len(folders)), lambda rank=rank: state(rank))
-        for rank, each in enumerate(taking_part)
+        for rank, each in enumerate(writers)
     ]
     for each in writers:
         each.close()
     return saves
-
-
-def one(rank: int) -> Ranks:
-    """A rank that waits for itself alone."""
-    return Ranks(World(rank), DEADLINE_S)
 
 
 def failures(saves: list[Future[Path]]) -> str:
@@ -93,7 +91,7 @@ def test_what_cannot_be_saved_is_said_and_the_next_one_may_be(tmp_path):
     def strange() -> Files:
         raise TypeError("values of type set")
 
-    mine = Writer(tmp_path, one(0), None, keep=1, timeout=1)
+    mine = Writer(tmp_path, *SavingRanks.of(1), keep=1)
     first, second = mine.save(manifest(6, 1), strange), mine.save(manifest(7, 1), lambda: state(0))
     mine.close()
     assert failures([first]) == "the optimizer of rank 0 remembers values of type set"
@@ -101,22 +99,24 @@ def test_what_cannot_be_saved_is_said_and_the_next_one_may_be(tmp_path):
     assert names(tmp_path) == ["update-00000007"]
 
 
-def test_a_rank_that_writes_nothing_is_named(tmp_path):
-    assert failures(save([tmp_path] * 2, silent=True)) == "rank 1 wrote nothing for 1 s"
-    assert names(tmp_path) == []
+def dying(world: World, store: dist.Store, folder: Path) -> tuple[str, str]:
+    """What the main thread of rank 0 is told, and what is told of the save, where rank 1 has died."""
+    make_group(world, store, timedelta(seconds=DEADLINE_S))
+    mine = Writer(folder, Ranks(world, DEADLINE_S, dist.group.WORLD), keep=1)
+    if world.rank:
+        mine.close()  # as the save of rank 0 begins with that, too
+        sys.exit()
+    saving = mine.save(manifest(6, 2), lambda: state(0))
+    with pytest.raises(ChannelError) as lost:
+        mine.close()
+    return str(lost.value), str(saving.exception(DEADLINE_S))
 
 
-def test_a_rank_that_dies_while_it_saves_is_not_waited_for(tmp_path, monkeypatch):
-    """It tells nothing in the store; yet it comes to no turn."""
-    ranks, store = one(1), dist.HashStore()
-    mine = Writer(tmp_path, ranks, store, keep=1, timeout=DEADLINE_S)
-    saving = mine.save(manifest(6, 2), lambda: state(1))
-    monkeypatch.setattr(ranks, "most", Mock(side_effect=ChannelError("rank 0 has left")))
-    with pytest.raises(ChannelError, match="rank 0 has left"):
-        mine.save(manifest(7, 2), lambda: state(1))
-    monkeypatch.setattr(writer, "SEEN_S", 0.0)
-    mine.leave()  # as after an error
-    assert "rank 0 wrote nothing" in str(saving.exception(DEADLINE_S / 2))
+def test_a_rank_that_dies_while_it_saves_is_not_waited_for(tmp_path):
+    (main, beside), _ = run_world(dying, 2, tmp_path)
+    assert main.startswith("rank 0 could not hear the end of a save from rank 1: ")
+    assert beside.startswith("rank 0 could not hear what they wrote of update-00000006 from rank 1: ")
+    assert names(tmp_path) == ["update-00000006.partial"]
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import repeat
 from pathlib import Path
 from threading import Barrier, Lock
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
@@ -36,7 +36,7 @@ from pipetrain.epochs import Epochs
 from pipetrain.network.draws import Seeds, drawing
 from pipetrain.records.tracer import Trace
 from pipetrain.runtime import engine
-from pipetrain.runtime.ranks import Ranks, World
+from pipetrain.runtime.ranks import World
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.actions import Op, Program, Tie, ranks_of
 from pipetrain.signals import Asked, Signals
@@ -217,18 +217,12 @@ def compare(case: Case, state: dict[str, Tensor], figures: Ran, tolerance: float
     torch.testing.assert_close(seen, wanted.epochs, rtol=1e-10, atol=1e-10, msg=lambda m: f"{case}: {m}")
 
 
-class LocalLinks:
-    """The links of one thread among several of this process."""
+class LocalRanks:
+    """The ranks of threads of this process, as one of them tells and hears them."""
 
-    def __init__(self, world: World, wire: Wire, barrier: Barrier, board: list[Any]) -> None:
+    def __init__(self, world: World, barrier: Barrier, board: list[Any]) -> None:
         self.world = world
-        self.device, self.staged = torch.device("cpu"), False
-        self._wire, self._barrier, self._board = wire, barrier, board
-        self.placement = wire.placement
-        self._adding: LocalChannel | None = None
-
-    def channel(self, buffer_size: int, channels_last: bool = False) -> LocalChannel:
-        return LocalChannel(self._wire, buffer_size, DEADLINE_S, self.world.rank)
+        self._barrier, self._board = barrier, board
 
     def gather(self, what: str, item: object) -> list[Any]:
         self._board[self.world.rank] = json.loads(json.dumps(item))
@@ -236,11 +230,6 @@ class LocalLinks:
         gathered = list(self._board)
         self._barrier.wait(DEADLINE_S)
         return gathered
-
-    def add_up(self, tie: Tie, numbers: Tensor) -> Tensor:
-        channel = self._adding = self._adding or self.channel(1)
-        channel.tell(("between windows", *tie), numbers)  # type: ignore[arg-type]
-        return channel.hear(("between windows", *tie))  # type: ignore[arg-type]
 
     def most(self, what: str, mine: int) -> int:
         return max(self.gather(what, mine))
@@ -251,10 +240,44 @@ class LocalLinks:
     def announce(self, what: str, item: object = None, ends: bool = False) -> object:
         return self.tell(what, item)
 
+
+class LocalLinks(LocalRanks):
+    """The links of one thread among several of this process."""
+
+    def __init__(self, world: World, wire: Wire, barrier: Barrier, board: list[Any]) -> None:
+        super().__init__(world, barrier, board)
+        self.device, self.staged = torch.device("cpu"), False
+        self._wire = wire
+        self.placement = wire.placement
+        self._adding: LocalChannel | None = None
+
+    def channel(self, buffer_size: int, channels_last: bool = False) -> LocalChannel:
+        return LocalChannel(self._wire, buffer_size, DEADLINE_S, self.world.rank)
+
+    def add_up(self, tie: Tie, numbers: Tensor) -> Tensor:
+        channel = self._adding = self._adding or self.channel(1)
+        channel.tell(("between windows", *tie), numbers)  # type: ignore[arg-type]
+        return channel.hear(("between windows", *tie))  # type: ignore[arg-type]
+
     def abandon(self) -> None: ...
 
     def clock_offset(self) -> tuple[float, float]:
         return 0.0, 0.0
+
+
+class SavingRanks(LocalRanks):
+    """The ranks of threads that save: each waits for itself alone, and beside it all tell what they wrote."""
+
+    @classmethod
+    def of(cls, ranks: int) -> list[Self]:
+        barrier, board = Barrier(ranks), [None] * ranks
+        return [cls(World(rank, ranks), barrier, board) for rank in range(ranks)]
+
+    def most(self, what: str, mine: int) -> int:
+        return mine
+
+    def aside(self) -> LocalRanks:
+        return self
 
 
 class FixedSignals(Signals):
@@ -273,7 +296,7 @@ class FixedEnd(EarlyEnd):
     """Ends a window early. `ends`: its number, evaluations counted, and after how many batches."""
 
     def __init__(self, signals: FixedSignals, ends: tuple[int, int]) -> None:
-        super().__init__(signals, None, False)
+        super().__init__(signals, dist.HashStore(), False)  # type: ignore[attr-defined]
         self._ends, self._fixed = ends, signals
 
     def ends_window(self, batches: int, begun: int) -> bool:
@@ -298,11 +321,11 @@ class Saved:
 
     def keepers(self, ranks: int, terms: dict[str, Any] | None = None) -> list[Keeper]:
         """One a rank."""
-        store = None if ranks == 1 else dist.FileStore(f"{self.folder}.store", -1)
+        saving = SavingRanks.of(ranks)
         signals = [FixedSignals(self.at, self.asked) for _ in range(ranks)]
         return [
             Keeper(
-                Writer(self.folder, Ranks(World(rank), DEADLINE_S), store, self.keep, DEADLINE_S),
+                Writer(self.folder, saving[rank], self.keep),  # type: ignore[arg-type]
                 signals[rank],
                 FixedEnd(signals[rank], self.ends),
                 self.every,

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -25,6 +26,7 @@ from pipetrain import Pipeline, fit
 from pipetrain.checkpoint import early
 from pipetrain.epochs import Epochs
 from pipetrain.records.recorder import Recorder
+from tests.support.processes import checkpoints
 from tests.support.ranks import Ranks
 from tests.users.programs import batch, ended, mlp, sgd
 
@@ -101,6 +103,24 @@ def test_ctrl_c_to_one_rank_interrupts_all(ranks: Ranks, tmp_path: Path) -> None
     assert re.fullmatch(
         r'interrupted; update-0.*go on with fit\(\.\.\., run_dir="/.*", resume="auto"\)', first
     )
+
+
+def orphaned(folder: str) -> str:
+    """Train until the store of rank 1 is lost; return what the training ends with."""
+    keeps = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    with pipe_of() as pipe:
+        store = dist.TCPStore("127.0.0.1", keeps[0].port, is_master=False, wait_for_workers=False)
+        pipe._training.links.store = store
+        lose = keeps.clear if pipe.rank else lambda: None
+        return ended(partial(fit, pipe, *loaders(), 10**6, folder, after_epoch=lambda row: lose()))
+
+
+def test_ranks_whose_torchrun_is_gone_save_and_end(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(orphaned, str(tmp_path))
+    assert first == second
+    said = r"^ChannelError: torchrun's store is lost, so whatever started this run is gone; (\S+) is saved: "
+    (saved,) = re.findall(said, first)
+    assert saved == next(iter(checkpoints(tmp_path)))
 
 
 def losses_of(rows: Any) -> list[tuple[float, float]]:
