@@ -6,10 +6,9 @@ the generators of Python and NumPy too; that of torch is kept for each rank.
 
 from __future__ import annotations
 
-import json
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from pipetrain.data.parts import parts_of
-from pipetrain.network.values import name_of
+from pipetrain.network.packing import from_bytes, from_json, to_bytes, to_json
 
 log = logging.getLogger("pipetrain")
 
@@ -50,11 +49,11 @@ class LoaderStates:
         for path, part in self._parts().items():
             if access := _access(part):
                 try:
-                    states[path] = _packed(access.get())
+                    states[path] = to_json(access.get())
                 except TypeError as error:
                     self._lose(
                         path,
-                        f"has a state_dict with a {error}, which a checkpoint cannot keep, so a resumed "
+                        f"has a state_dict with {error}, which a checkpoint cannot keep, so a resumed "
                         f"training may see other samples: let it have numbers, texts, lists and tensors",
                     )
             made = _made(part)
@@ -63,16 +62,15 @@ class LoaderStates:
                 for name, value in _numbers(part).items()
                 if name not in made or made[name] != value
             }
-        text = json.dumps([states, counts])
-        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        return to_bytes([states, counts])
 
     def restore(self, saved: Tensor) -> None:
         """Go on from states that `read` has returned, of loaders that are made alike."""
-        states, counts = json.loads(bytes(saved.tolist()))
+        states, counts = from_bytes(saved)
         parts = self._parts()
         for path in sorted(parts, key=lambda path: not _persistent(parts[path])):  # as workers begin to read
             if path in states and (access := _access(parts[path])):
-                access.set(_unpacked(states[path]))
+                access.set(from_json(states[path]))
         for path, part in parts.items():
             now, then = _numbers(part), {**_made(part), **counts.get(path, {})}
             for name in {**now, **counts.get(path, {})}:
@@ -152,38 +150,3 @@ def _begin(loader: DataLoader[Any], begun: bool) -> None:
         iter(loader)
     elif not begun:
         loader._iterator = None
-
-
-# As JSON
-
-
-def _packed(value: Any) -> Any:
-    """Return JSON for a value. Raises TypeError, with what it is, for what is no data."""
-    if isinstance(value, Tensor):
-        return {"tensor": [name_of(value.dtype), value.tolist()]}
-    if isinstance(value, np.ndarray | np.generic):
-        return {"array": [str(value.dtype), value.tolist()]}
-    if isinstance(value, bytes):
-        return {"bytes": value.hex()}
-    if isinstance(value, list | tuple):
-        return {type(value).__name__: [*map(_packed, value)]}
-    if isinstance(value, Mapping):
-        return {"dict": [[_packed(key), _packed(inner)] for key, inner in value.items()]}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(type(value).__name__)
-
-
-def _unpacked(data: Any) -> Any:
-    if not isinstance(data, dict):
-        return data
-    ((kind, value),) = data.items()
-    if kind == "tensor":
-        return torch.tensor(value[1], dtype=getattr(torch, value[0]))
-    if kind == "array":
-        return np.array(value[1], dtype=value[0])
-    if kind == "bytes":
-        return bytes.fromhex(value)
-    if kind == "dict":
-        return {_unpacked(key): _unpacked(inner) for key, inner in value}
-    return (tuple if kind == "tuple" else list)(map(_unpacked, value))

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipetrain.network.packing import ABSENT, from_bytes, packed, to_bytes, unpacked
 from pipetrain.network.values import bytes_of
-from pipetrain.runtime.packing import ABSENT, from_bytes, packed, to_bytes, unpacked
 
 log = logging.getLogger("pipetrain")
 

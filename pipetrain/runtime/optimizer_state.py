@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipetrain.runtime.packing import from_bytes, packed, to_bytes, unpacked
+from pipetrain.network.packing import from_bytes, packed, to_bytes, unpacked
 
 _BESIDE = "correction"  # no optimizer's own key
 

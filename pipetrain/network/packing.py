@@ -1,8 +1,9 @@
 """Trees of values as JSON data and a list of tensors, as a checkpoint holds them.
 
-A tree is of tensors, arrays, numbers, strings, lists, tuples, sets, dicts, generators of random numbers, and
-objects with attributes. Each tensor is replaced by its index in the list, and by how it lies in memory where
-that is not as usual: products and sums round otherwise in another layout. Some things are known by a name.
+A tree is of tensors, arrays, numbers, strings, bytes, lists, tuples, sets, dicts, generators of random
+numbers, and objects with attributes. Each tensor is replaced by its index in the list, and by how it lies in
+memory where that is not as usual: products and sums round otherwise in another layout. Some things are known
+by a name.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipetrain.network.tensors import laid_out, layout_of
+from pipetrain.network.values import name_of
 
 _LISTS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "deque": deque, "Size": tuple}
 ABSENT: Any = object()
@@ -37,6 +39,20 @@ def from_bytes(tensor: Tensor) -> Any:
     return json.loads(bytes(tensor.tolist()))
 
 
+def to_json(value: Any) -> Any:
+    """Return a tree as JSON data, with the numbers of its tensors, which are few. Raises TypeError."""
+    tensors: list[Tensor] = []
+    tree = packed(value, tensors, torch.empty(0))
+    return [tree, [[name_of(tensor.dtype), tensor.tolist()] for tensor in tensors]]
+
+
+def from_json(data: Any) -> Any:
+    """Return the tree of `to_json`."""
+    tree, tensors = data
+    made = [torch.tensor(numbers, dtype=getattr(torch, dtype)) for dtype, numbers in tensors]
+    return unpacked(tree, made, Tensor.clone)
+
+
 def packed(value: Any, tensors: list[Tensor], like: Tensor, names: Mapping[int, str] | None = None) -> Any:
     """Return a tree as JSON data, and append its tensors, complex ones as pairs, to `tensors`.
 
@@ -48,8 +64,12 @@ def packed(value: Any, tensors: list[Tensor], like: Tensor, names: Mapping[int, 
     def inner(items: Iterable[Any]) -> list[Any]:
         return [packed(item, tensors, like, known) for item in items]
 
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
     if id(value) in known:
         return {"named": known[id(value)]}
     if isinstance(value, Tensor):
@@ -58,9 +78,11 @@ def packed(value: Any, tensors: list[Tensor], like: Tensor, names: Mapping[int, 
         number, layout = len(tensors) - 1, layout_of(value, like)
         return {kind: [number, *layout] if layout else number}
     if isinstance(value, np.ndarray):
-        return {"array": packed(torch.from_numpy(np.ascontiguousarray(value)), tensors, like)}
+        tensors.append(torch.from_numpy(value.copy()))
+        return {"array": len(tensors) - 1}
     if isinstance(value, torch.Generator):
-        return {"generator": packed(value.get_state(), tensors, like)}
+        tensors.append(value.get_state())
+        return {"generator": len(tensors) - 1}
     if (kind := type(value).__name__) in _LISTS and isinstance(value, _LISTS[kind]):
         return {kind: inner(value)}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
@@ -98,10 +120,12 @@ def unpacked(
     ((kind, content),) = tree.items()
     if kind == "named":
         return (named or {}).get(content, ABSENT)
+    if kind == "bytes":
+        return bytes.fromhex(content)
     if kind == "array":
-        return unpacked(content, tensors, placed).numpy()
+        return tensors[content].clone().numpy()
     if kind == "generator":
-        return now.set_state(*inner([content])) if isinstance(now, torch.Generator) else ABSENT
+        return now.set_state(tensors[content].clone()) if isinstance(now, torch.Generator) else ABSENT
     if kind == "object":
         if not _has_attributes(now):
             return ABSENT

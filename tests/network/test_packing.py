@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipetrain.runtime.packing import ABSENT, from_bytes, packed, to_bytes, unpacked
+from pipetrain.network.packing import ABSENT, from_bytes, packed, to_bytes, unpacked
 
 NUMBERS = st.lists(st.floats(-9, 9), max_size=3)
 TENSORS = st.one_of(
