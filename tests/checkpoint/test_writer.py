@@ -120,8 +120,9 @@ def test_a_rank_that_dies_while_it_saves_is_not_waited_for(tmp_path):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_folder_that_machines_do_not_share_is_said_unless_its_file_comes_late(late, tmp_path):
+def test_a_folder_that_machines_do_not_share_is_said_unless_its_file_comes_late(late, tmp_path, monkeypatch):
     """Two machines whose run folders are not the same, each with a checkpoint from before."""
+    monkeypatch.setattr(writer, "SEEN_S", DEADLINE_S if late else 0.1)
     folders = here, there = [tmp_path / "here", tmp_path / "there"]
     for folder in folders:
         save([folder] * 2, 5)
