@@ -19,7 +19,15 @@ from inspect import isfunction, isgeneratorfunction
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from pipetrain.errors import ActionFailed, ChannelError, ConfigError, NotRecorded, TrainingStopped
+from pipetrain.errors import (
+    ActionFailed,
+    ChannelError,
+    ConfigError,
+    NotRecorded,
+    Refused,
+    TrainingStopped,
+    let_speak,
+)
 from pipetrain.schedule.actions import ScheduleError
 
 _P = ParamSpec("_P")
@@ -43,6 +51,8 @@ def guarded(action: Callable[[], int]) -> int:
     except EXPECTED as error:
         status = REFUSED if isinstance(error, ConfigError | ScheduleError) else FAILED
         if isinstance(error, SystemExit):  # another rank says it
+            if not isinstance(error, Refused):  # which all have heard before one leaves
+                let_speak()
             return status
         if isinstance(error, ActionFailed) and (cause := _brief(error).__cause__) is not None:
             traceback.print_exception(cause)  # where it failed: most likely in the user's model

@@ -5,8 +5,12 @@ Every module may raise them, so this one imports none. The schedules have their 
 
 from __future__ import annotations
 
+import atexit
 import re
+import time
 from typing import TypeVar
+
+SPEAKING_S = 2.0  # that a rank may take to say an error
 
 _Error = TypeVar("_Error", bound=Exception)
 
@@ -42,11 +46,19 @@ class ChannelError(RuntimeError):
 def unsaid(error: _Error) -> _Error:
     """Return an error of the same kind that another rank says, too.
 
-    It can be caught likewise; where nobody does, Python ends with status 1, and prints nothing.
+    It can be caught likewise; where nobody does, Python ends with status 1, and prints nothing. It ends later
+    than the other rank, as torchrun ends all when one has.
     """
+    atexit.unregister(let_speak)
+    atexit.register(let_speak)
     kind = type(error)
     quiet = type(kind.__name__, (kind, SystemExit), {"code": 1, "__module__": kind.__module__})
     return quiet(*error.args)  # type: ignore[no-any-return]
+
+
+def let_speak() -> None:
+    """Wait for the rank that says an error."""
+    time.sleep(SPEAKING_S)
 
 
 def cause_of(error: Exception) -> str:

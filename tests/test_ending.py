@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from pipetrain import errors
 from pipetrain.ending import guarded
 from pipetrain.errors import ChannelError, ConfigError, NotRecorded, Refused, TrainingStopped, unsaid
 from pipetrain.records.files import LogFile
@@ -49,6 +50,7 @@ def test_an_error_that_a_person_can_meet_is_one_sentence_and_a_status(
     capsys, monkeypatch, log, error, status, rank, said
 ):
     monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr(errors, "SPEAKING_S", 0)
     assert guarded(Mock(side_effect=error)) == status
     line = said and f"pipetrain: {said}\n"
     assert capsys.readouterr() == ("", line)
@@ -64,7 +66,7 @@ def test_a_status_passes_through_and_a_mistake_of_ours_is_not_hidden():
 def test_an_error_that_another_rank_says_is_of_its_kind_and_ends_a_program_without_a_word():
     with pytest.raises(ConfigError, match="no such key"):
         raise unsaid(Refused("no such key"))
-    code = "from pipetrain.errors import Refused, unsaid; raise unsaid(Refused('no such key'))"
+    code = "from pipetrain import errors as e; e.SPEAKING_S = 0; raise e.unsaid(e.Refused('no such key'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 
