@@ -32,6 +32,7 @@ from pipetrain.data.sets import DataFacts
 from pipetrain.ending import brief, terminate
 from pipetrain.epochs import AfterEpoch, Epochs
 from pipetrain.errors import ChannelError, ConfigError, unsaid
+from pipetrain.passes import TrainingPasses
 from pipetrain.pipeline import Pipeline
 from pipetrain.plan.memory import gpu_bytes
 from pipetrain.plan.program import window_lengths
@@ -44,7 +45,7 @@ from pipetrain.rules import COUNT, PATH
 from pipetrain.runtime.windows import Windows
 from pipetrain.settings import Settings
 from pipetrain.signals import Signals, name_of, status_after
-from pipetrain.training import Training, TrainingPasses
+from pipetrain.training import Training
 
 log = logging.getLogger("pipetrain")
 

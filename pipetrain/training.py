@@ -16,13 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.arguments import Arguments
-from pipetrain.checkpoint.files import Position
 from pipetrain.checkpoint.resume import Source, open_weights, tensors_of
-from pipetrain.checkpoint.state import restore, restore_random
+from pipetrain.checkpoint.state import restore
 from pipetrain.data.loader import Sampled
-from pipetrain.data.loader_state import LoaderStates
 from pipetrain.data.loading import Form, Loader, NamedTargets, Reader
-from pipetrain.data.parts import known_sizes, parts_of
+from pipetrain.data.parts import known_sizes
 from pipetrain.documents import read_as
 from pipetrain.errors import ConfigError
 from pipetrain.groups import title
@@ -57,9 +55,6 @@ from pipetrain.tasks.tally import Tally, summed
 from pipetrain.tasks.trial import choose_weight, spare, used_outputs
 
 log = logging.getLogger("pipetrain")
-
-EPOCH_RANDOM = "random/0/epoch"  # of rank 0 at the beginning of an epoch
-LOADERS = "random/0/loaders"  # what its samples follow from, then or, at the end of one, now
 
 
 class Training:
@@ -307,74 +302,6 @@ class Training:
             if not self.together.stopped:
                 self.links.close()
         self.closed = True
-
-
-class TrainingPasses:
-    """The passes over loaders, or over samples by number; the first one decides the plan.
-
-    `test`: None where nothing is evaluated. `source`: the checkpoint to go on from, at `start`. `saves`:
-    whether there will be checkpoints.
-    """
-
-    def __init__(
-        self,
-        training: Training,
-        train: Loader | Sampled,
-        test: Loader | Sampled | None,
-        source: Source | None,
-        start: Position,
-        saves: bool = False,
-    ) -> None:
-        self._training = training
-        self._train = train
-        self._test = test
-        keeps = saves and not training.rank and not isinstance(train, Sampled)
-        self._states = LoaderStates(train=train, test=test) if keeps else None
-        self._random: dict[str, Tensor] = {}  # at the beginning of the epoch
-        self._ahead: Batches | None = None
-        if isinstance(train, Sampled):
-            assert isinstance(test, Sampled)
-            training.begin_by_number(train, test)
-        if source is not None:
-            self._go_on(source, start)
-        if not isinstance(train, Sampled):
-            self._ahead = self.train(start.epoch, start.batch)
-
-    def _go_on(self, source: Source, start: Position) -> None:
-        """Restore the random state with which the epoch began that the checkpoint is of."""
-        tensors = source.tensors()
-
-        def restore() -> None:
-            if self._states is not None and LOADERS in tensors:
-                with source.used():
-                    self._states.restore(tensors[LOADERS])
-
-        self._training.together.on_one(0, "the loaders' states", restore)
-        restore_random(source, self._training.links)
-        if start.batch and EPOCH_RANDOM in tensors and not self._training.rank:
-            torch.set_rng_state(tensors[EPOCH_RANDOM])
-
-    def train(self, epoch: int, done: int) -> Batches:
-        begun, self._ahead = self._ahead, None
-        if begun is not None:
-            return begun
-        for part in parts_of(self._train).values():
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
-        self._random = self._states_now()
-        return self._training.batches(self._train, trains=True, epoch=epoch, done=done)
-
-    def evaluate(self) -> Batches:
-        assert self._test is not None, "nothing is evaluated"
-        return self._training.batches(self._test)
-
-    def random(self, done: int) -> dict[str, Tensor]:
-        return self._random if done else self._states_now()
-
-    def _states_now(self) -> dict[str, Tensor]:
-        if self._states is None:
-            return {}
-        return {EPOCH_RANDOM: torch.get_rng_state(), LOADERS: self._states.read()}
 
 
 def _meet(world: World, draft: Draft) -> Links:

@@ -38,6 +38,7 @@ from pipetrain.documents import read_as
 from pipetrain.ending import FAILED, REFUSED, guarded, leave
 from pipetrain.errors import ConfigError, Refused, one_line
 from pipetrain.fitting import train_epochs
+from pipetrain.passes import TrainingPasses
 from pipetrain.pipeline import Pipeline
 from pipetrain.records import folder
 from pipetrain.records.sweep import SweptRun, end_sweep
@@ -48,7 +49,6 @@ from pipetrain.runtime.ranks import World
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.settings import PROFILE, Mode, Settings, share_of_cores
 from pipetrain.signals import Signals
-from pipetrain.training import TrainingPasses
 
 log = logging.getLogger("pipetrain")
 

@@ -18,7 +18,6 @@ APART = {"benchmark", "comparison", "docs", "gpu", "published", "support", "user
 """Folders whose tests are of no one module."""
 SEEN_IN = {
     "__init__": "docs/test_api_docs",
-    "choices": "whole/test_conf",
     "checkpoint/state": "checkpoint/test_dcp",
     "errors": "test_ending",
     "fitting": "users/test_fitting",
@@ -43,6 +42,7 @@ SEEN_IN = {
     "schedule/timeline": "schedule/test_simulate",
     "schedule/waits": "schedule/test_simulate",
     "signals": "whole/test_stops",
+    "passes": "users/test_fitting",
     "training": "test_pipeline",
 }
 """Modules without a test file of their own: what shows them."""
