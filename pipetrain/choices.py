@@ -17,25 +17,20 @@ _OURS = {
     "devices": "stages", "fp16": "precision", "gpus": "stages", "gradient": "grad", "logging": "log",
     "network": "model", "nproc": "stages", "num": "", "optimizer": "optim", "output": "run",
     "processes": "stages", "rate": "lr", "save": "checkpoint", "scheduler": "lr_schedule",
-    "steps": "updates", "world": "stages",
+    "steps": "updates", "train": "", "world": "stages",
 }  # fmt: skip
 
 
 def nearest(typed: str, names: Collection[str]) -> list[str]:
-    """Return what a name may mean that is none of these, such as epochs for num-epochs: at most three.
-
-    That which it nearly spells, that of which it has the most words and all, or those that share most words.
-    """
+    """Return what a name may mean that is none of these: it nearly spells one, or shares words with some."""
     leaves = {name.rpartition(".")[2]: name for name in sorted(names, reverse=True)}
-    if not _OURS.keys() & {*_split(typed)} and (close := _close(typed, [*names, *leaves], 0.85)):
+    words = _words(typed)
+    if words.issuperset(_split(typed)) and (close := _close(typed, [*names, *leaves], 0.85)):
         return [leaves.get(name, name) for name in close]
-    words, words_of = _words(typed), {name: _words(leaf) for leaf, name in leaves.items()}
-    if whole := {name: len(of) for name, of in words_of.items() if of and of <= words}:
-        return [max(whole, key=lambda name: whole[name])]
-    shares = {name: len(of & words) / len(of | words) for name, of in words_of.items()}
-    most = max(shares.values())
-    shared = sorted(name for name, share in shares.items() if share == most >= 0.25)
-    return shared[:3] or _close(typed, names, 0.7)
+    of = {name: _words(leaf) for leaf, name in leaves.items()}
+    shares = {name: len(of[name] & words) / len(of[name] | words or {""}) for name in of}
+    most = max(0.25, *shares.values())
+    return sorted(name for name in of if shares[name] == most)[:3] or _close(typed, names, 0.7)
 
 
 def _close(typed: str, names: Collection[str], cutoff: float) -> list[str]:

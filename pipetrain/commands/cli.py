@@ -23,7 +23,6 @@ from typing import Any
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -82,30 +81,30 @@ def in_order(words: Sequence[str], name: str) -> list[str]:
             value = value or ("VALUE" if re.match("[-~]|.*=", after) else after)
             meant = nearest(flag.lstrip("-"), _options(name))
             example = " or ".join(f"{key}={value}" for key in meant) or "OPTION=VALUE"
-            raise ConfigError(f"{word} cannot be read: options are written as {example}; see --help")
+            raise ConfigError(
+                f"{word} cannot be read: options are written as {example}, flags as --FLAG=VALUE; see --help"
+            )
     return [*flags, *overrides]
 
 
 def as_hydra(words: Sequence[str]) -> list[str]:
     """Return a command line's arguments in Hydra's syntax."""
-    sweeps = not {"-m", "--multirun"}.isdisjoint(words)
-    if sweeps:  # which has a folder for each job in that of the sweep
+    if {"-m", "--multirun"} & {*words}:  # a sweep has a folder for each job in that of the sweep
         words = [re.sub(r"^\+*run_dir=", "hydra.sweep.dir=", word) for word in words]
     words = [_CODEC.sub(r"\1codec@\2", word) for word in words]
-    return [_readable(f"++{word}" if _ADDED.match(word) else word, sweeps) for word in words]
+    return [_readable(f"++{word}" if _ADDED.match(word) else word) for word in words]
 
 
-def _readable(word: str, sweeps: bool) -> str:
-    """Return an override that Hydra can read, with quotes where it has letters that Hydra does not know."""
+def _readable(word: str) -> str:
+    """Return an override with quotes where Hydra cannot read its value, or would not as a folder's name."""
     key, equals, value = word.partition("=")
     if not equals or key.startswith(("-", "~")):
         return word
     if value.startswith("~/"):  # which shells leave as it is behind a "="
         value = os.path.expanduser(value)
     read = _read(value)
-    listed = isinstance(read, ChoiceSweep) and not sweeps and os.path.exists(value)  # a name with commas
     folder = key.lstrip("+") in ("run_dir", "hydra.sweep.dir") and not isinstance(read, str | None)
-    return f"{key}={quoted(value) if listed or folder or isinstance(read, HydraException) else value}"
+    return f"{key}={quoted(value) if folder or isinstance(read, HydraException) else value}"
 
 
 def _read(value: str) -> Any:

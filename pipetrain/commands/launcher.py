@@ -98,16 +98,9 @@ def _main(words: Sequence[str]) -> int:
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separate torchrun's options from the ranks' own arguments. Raises ConfigError for what is neither."""
-    options = get_args_parser()._option_string_actions
-    theirs, ours, rest = list[str](), list[str](), [*words]
-    while rest:
-        word = rest.pop(0)
-        flag, equals, _ = word.partition("=")
-        if flag not in options or flag in ("-h", "--help"):
-            ours.append(word)
-        else:
-            separate = not equals and options[flag].nargs != 0 and rest  # its value is the next word
-            theirs.append(f"{word}={rest.pop(0)}" if separate else word)
+    options = get_args_parser()._option_string_actions.keys() - {"-h", "--help"}
+    theirs = [word for word in words if word.partition("=")[0] in options]
+    ours = [word for word in words if word not in theirs]
     in_order(ours, "config")
     return theirs, ours or QUICKSTART
 

@@ -107,15 +107,21 @@ def test_flags_of_hydra_are_its_own_business_and_may_stand_anywhere(command, cap
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--epochs 3", "--epochs cannot be read: options are written as epochs=3; see --help"),
+        (
+            "--epochs 3",
+            "--epochs cannot be read: options are written as epochs=3, flags as --FLAG=VALUE; see --help",
+        ),
         (
             "model=mlp --batch-size=64 seed=1",
-            "--batch-size=64 cannot be read: options are written as batch_size=64;",
+            "--batch-size=64 cannot be read: options are written as batch_size=64,",
         ),
-        ("--learning-rate 0.1", "options are written as optim.lr=0.1;"),
-        ("--gpus seed=0", "options are written as stages=VALUE;"),
-        ("num_epochs 3", "num_epochs cannot be read: options are written as epochs=3;"),
-        ("--foo", "--foo cannot be read: options are written as OPTION=VALUE; see --help"),
+        ("--learning-rate 0.1", "options are written as optim.lr=0.1,"),
+        ("--gpus seed=0", "options are written as stages=VALUE,"),
+        ("num_epochs 3", "num_epochs cannot be read: options are written as epochs=3,"),
+        (
+            "--foo",
+            "--foo cannot be read: options are written as OPTION=VALUE, flags as --FLAG=VALUE; see --help",
+        ),
     ],
 )
 def test_a_word_that_is_no_override_is_answered_with_what_it_may_mean(command, words, says):
@@ -133,11 +139,10 @@ def test_a_folder_may_have_any_name_and_a_text_any_letters(command, tmp_path, na
     assert (status, cfg.run_dir, cfg.data.root) == (0, name, other)
 
 
-def test_a_path_that_is_there_may_have_commas_and_one_may_begin_at_home(command, tmp_path, monkeypatch):
-    (tmp_path / "a,b").touch()
+def test_a_path_may_begin_at_home(command, monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
-    _, (cfg,) = command("resume=a,b", "weights=~/it")
-    assert (cfg.resume, cfg.weights) == ("a,b", "/home/somebody/it")
+    _, (cfg,) = command("weights=~/it")
+    assert cfg.weights == "/home/somebody/it"
 
 
 @pytest.mark.parametrize("error", [ConfigError("mine"), ZeroDivisionError("mine")])

@@ -100,7 +100,10 @@ REFUSED: list[tuple[Forward, str]] = [
     (writes_a_parameter, rf"writes layer\.weight in place {HERE}"),
     (trains_a_constant, "uses scale, a tensor that is trained"),
     (draws_in_python, "draws from Python's .*draw by torch"),
-    (lambda self, x: self.layer(x) + torch.rand(4, generator=torch.Generator()), "makes a Generator when"),
+    (
+        lambda self, x: self.layer(x) + torch.rand(4, generator=torch.Generator()),
+        "makes a Generator when|argument of type: .*Generator",  # before torch 2.13
+    ),
     (has_its_own_backward, "autograd Function Seven, whose backward"),
     (lambda self, x: None, "returns no tensor: return what the loss takes"),
     (lambda self, x: self.layer(x)[x[:, 0] > 0], "the model returns .* whose size depends on its data"),
