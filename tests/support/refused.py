@@ -133,7 +133,7 @@ ALIKE: dict[str, tuple[Program, str]] = {
         lambda rank: step(loss=nn.CrossEntropyLoss),
         r"loss=CrossEntropyLoss is a class: give an object of it, CrossEntropyLoss\(\)",
     ),
-    "optimizer name": (lambda rank: step(optimizer="adam"), r"such as lambda p: torch.optim.SGD\(p, "),
+    "optimizer name": (lambda rank: step(optimizer="adam"), r"such as lambda p: torch.optim.Adam\(p, "),
     "no tensor": (lambda rank: step([[1.0]], batch()[1]), "inputs of batch 0 must be a tensor .* got list"),
     "a class as loader": (lambda rank: train(DataLoader), "'type' object is not iterable"),
     "groups": (
