@@ -56,6 +56,11 @@ def unsaid(error: _Error) -> _Error:
     return quiet(*error.args)  # type: ignore[no-any-return]
 
 
+def of_all(error: _Error, rank: int) -> _Error:
+    """Return an error that all ranks raise as this `rank` does: rank 0 says it."""
+    return unsaid(error) if rank else error
+
+
 def let_speak() -> None:
     """Wait for the rank that says an error."""
     time.sleep(SPEAKING_S)

@@ -31,7 +31,7 @@ from pipetrain.data.parts import has_length
 from pipetrain.data.sets import DataFacts
 from pipetrain.ending import brief, terminate
 from pipetrain.epochs import AfterEpoch, Epochs
-from pipetrain.errors import ChannelError, ConfigError, unsaid
+from pipetrain.errors import ChannelError, ConfigError, of_all
 from pipetrain.passes import TrainingPasses
 from pipetrain.pipeline import Pipeline
 from pipetrain.plan.memory import gpu_bytes
@@ -231,8 +231,7 @@ def _orphaned(training: Training, keeper: Keeper) -> ChannelError | None:
     """Return the error of a run that has stopped as a rank has lost torchrun's store. All ranks call it."""
     if not training.links.most("whether torchrun's store is lost", int(keeper.early.lost)):
         return None
-    error = ChannelError(f"{LOST}; {keeper.signals.saved()}")  # type: ignore[misc]
-    return unsaid(error) if training.rank else error
+    return of_all(ChannelError(f"{LOST}; {keeper.signals.saved()}"), training.rank)  # type: ignore[misc]
 
 
 def _about(

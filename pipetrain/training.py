@@ -22,7 +22,7 @@ from pipetrain.data.loader import Sampled
 from pipetrain.data.loading import Form, Loader, NamedTargets, Reader
 from pipetrain.data.parts import known_sizes
 from pipetrain.documents import read_as
-from pipetrain.errors import ConfigError
+from pipetrain.errors import ConfigError, of_all
 from pipetrain.groups import title
 from pipetrain.network.chain import network_of
 from pipetrain.network.factory import Initial
@@ -154,21 +154,26 @@ class Training:
         """
         first = self.together.on_first("the first batch", reader, _first)
         if first is None:
-            raise ConfigError(NO_BATCH)
+            raise of_all(ConfigError(NO_BATCH), self.rank)
         (data, samples, shortest), model, settings = first, self.model, self.settings
         form = Form.from_json(data)
         if known is None:
             m = settings.microbatches
             settings = replace(settings, batch_size=max(m, samples // m * m))
         inputs = self._known(reader, form.inputs, min(samples, settings.full.samples))
-        network = network_of(model, inputs, self.settings.precision == "bf16")
-        network.values = self.whole.values
-        if isinstance(self.task, ModelLoss):
-            choose_weight(self.task, network, inputs)
         of_batches = inputs, known, self.together, partial(self._uses, reader)
-        plan = self.asked.plan(settings, self.task, network, *of_batches)
-        if shortest is not None and shortest // settings.microbatches == 1 < settings.full.samples:
-            estimate_short(network.spare(), plan.example.of(Size(1)), plan.numerics)
+
+        def planned() -> tuple[Network, Plan]:
+            network = network_of(model, inputs, self.settings.precision == "bf16")
+            network.values = self.whole.values
+            if isinstance(self.task, ModelLoss):
+                choose_weight(self.task, network, inputs)
+            plan = self.asked.plan(settings, self.task, network, *of_batches)
+            if shortest is not None and shortest // settings.microbatches == 1 < settings.full.samples:
+                estimate_short(network.spare(), plan.example.of(Size(1)), plan.numerics)
+            return network, plan
+
+        network, plan = self.together.on_all("the plan", planned)
         prove = partial(_prove_task, plan, self.task, model, network)
         self._apart = self.together.on_first("the task", reader, prove)
         self.settings, self._form = plan.settings, form

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipetrain.errors import ChannelError, Refused, cause_of, unsaid
+from pipetrain.errors import ChannelError, Refused, cause_of, of_all
 from pipetrain.network.values import TensorSpec, bytes_of
 
 HEAD = 504  # bytes of a text that its first message carries
@@ -196,8 +196,7 @@ class Ranks:
                     raise
         for rank, why in enumerate(self.gather("the start", refusal)):
             if why:
-                refused = Refused(f"rank {rank}: {why}" if rank else why)
-                raise unsaid(refused) if self.world.rank else refused
+                raise of_all(Refused(f"rank {rank}: {why}" if rank else why), self.world.rank)
 
     def most(self, what: str, mine: int) -> int:
         """Return the highest number of all ranks."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.data.loading import BadBatch, too_small
-from pipetrain.errors import ActionFailed, ConfigError
+from pipetrain.errors import ActionFailed, ConfigError, of_all
 from pipetrain.network.chain import network_of
 from pipetrain.network.model import materialise
 from pipetrain.network.network import Network
@@ -102,7 +102,7 @@ class Session:
     def refuse_small(self, sizes: Sequence[Size]) -> None:
         """Refuse a batch with fewer samples than microbatches. Raises BadBatch."""
         if why := too_small(sizes, self.plan.settings.microbatches):
-            raise BadBatch(why)
+            raise of_all(BadBatch(why), self._links.world.rank)
 
     def train(
         self,

@@ -17,7 +17,8 @@ import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipetrain.errors import ConfigError, Refused, TrainingStopped, one_line, unsaid
+from pipetrain.ending import EXPECTED
+from pipetrain.errors import ChannelError, ConfigError, Refused, TrainingStopped, of_all, one_line, unsaid
 from pipetrain.groups import title
 from pipetrain.network.values import bytes_of, specs_of
 from pipetrain.rate import LearningRate
@@ -64,6 +65,24 @@ class Together:
             result, failure = self.links.tell(what, [result, failure_of(error)], rank)
         raise_failure(error, failure, rank)
         return result
+
+    def on_all(self, what: str, make: Callable[[], Any]) -> Any:
+        """Return what `make` returns on each rank, or raise its error on all, which one rank says."""
+        made, error = attempt(make)
+        if error is not None and self.stopped:
+            raise error  # of what the ranks did together
+        try:
+            with self():
+                failures = self.links.gather(what, failure_of(error))
+        except ChannelError:
+            raise_failure(error, None, 0)
+            raise
+        for rank, failure in enumerate(failures):
+            if failure:
+                if isinstance(error, EXPECTED) and rank != self.links.world.rank:
+                    error = unsaid(error)
+                raise_failure(error, failure, rank)
+        return made
 
     def abandon(self, error: BaseException | None) -> None:
         """Leave the other ranks, which may not come to close it together, after an error of the program."""
@@ -139,7 +158,7 @@ def prove_same(ranks: Ranks, what: str, mine: Mapping[str, Any]) -> None:
                     f"rank {rank} has {name}={other}, and rank 0 has {expected}: give all ranks the same "
                     f"arguments, code and files"
                 )
-                raise unsaid(refusal) if ranks.world.rank else refusal
+                raise of_all(refusal, ranks.world.rank)
 
 
 def _in_words(value: Any) -> Any:

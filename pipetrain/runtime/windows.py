@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipetrain.errors import ConfigError
+from pipetrain.errors import ConfigError, of_all
 from pipetrain.network.values import Size
 from pipetrain.runtime.batches import Batches
 from pipetrain.runtime.clock import Observe
@@ -226,7 +226,7 @@ class Windows:
     def _following(self, word: WindowWord) -> list[list[Size]]:
         raise_failure(word.error, word.failure, 0)
         if word.windows is None:
-            raise ConfigError(NO_BATCH)
+            raise of_all(ConfigError(NO_BATCH), self._links.world.rank)
         return word.windows
 
     def _say(self, this: _Pass, done: int, reads: bool = True, hears: bool = False) -> WindowWord:

@@ -44,6 +44,11 @@ def no_batch() -> None:
     list(pipeline().train([]))
 
 
+def wrong_shape() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(5, 2))
+    Pipeline(model, mse_loss, lambda p: torch.optim.SGD(p, 0.1), threads=1).step(INPUTS, TARGETS)
+
+
 def wrong_layer() -> None:
     pipe = pipeline()
     pipe.step(INPUTS, TARGETS)
@@ -70,10 +75,15 @@ def shown(program: Callable[[], None]) -> str:
 
 
 def test_a_program_ends_by_its_own_traceback_whose_last_line_is_our_sentence(ranks):
-    for said in ranks(shown, no_batch):
-        assert "in no_batch" in said
-        assert "ConfigError: the loader has no batch: give one that has" in said.splitlines()[-1]
+    for program, sentence in (
+        (no_batch, "ConfigError: the loader has no batch: give one that has"),
+        (wrong_shape, "ConfigError: layer 2 (2) of the model cannot take float32"),
+    ):
+        said, other = ranks(shown, program)
+        assert f"in {program.__name__}" in said
+        assert sentence in said.splitlines()[-1]
         assert files(said) == [MINE, MINE, "ending.py"]
+        assert other == ""  # all ranks raise it, and one says it
     for said in ranks(shown, wrong_program):
         assert 'raise KeyError("my program")' in said
         assert "pipetrain.errors" not in said
