@@ -7,7 +7,7 @@ program free of deadlock. The program fixes the order and the plan the sizes, so
 wait has a deadline; its error names the message.
 
 Over gloo the host waits. Over NCCL the device's stream waits and the host goes on: the bounds hold in the
-order of the stream, and a thread keeps the deadline. A posted NCCL receive is a kernel that runs until its
+order of the stream, and the run's `Deadline` is kept. A posted NCCL receive is a kernel that runs until its
 message arrives. Loading a kernel waits for its end, and large kernels seem to wait too: VGG16 with
 microbatches of 128 hung although all was loaded. So over NCCL a receive is posted where its send is made
 (schedule/posts.py), and the sender leaves twice as many unfinished. A policy's order is not known before, so
@@ -85,6 +85,7 @@ class Channel:
         staged: bool = False,
         channels_last: bool = False,
         sums: Mapping[Tie, Any] | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
         of = buffer_size
         bounds = of if isinstance(of, Mapping) else {edge: of for edge, _ in groups}
@@ -101,8 +102,8 @@ class Channel:
         """Seconds blocked so far, waiting for other ranks."""
         self.carried = 0
         """Bytes sent and received so far, as on the wire."""
-        self._awaited: list[Failed] = []  # by the stream, to be marked on it
-        self._deadline = Deadline(timeout, self._abort, self._broken) if self.ordered else None
+        self.deadline = deadline or Deadline(timeout)
+        """Of what the stream waits for."""
         self._watch: Watch | None = None
         # What was told and not heard, with its work once it is begun, and whether it is early.
         self._pending: defaultdict[Tie, deque[tuple[Tensor, list[dist.Work], bool]]] = defaultdict(deque)
@@ -214,11 +215,6 @@ class Channel:
         self._waiting(error, self._complete, works, error)
         return numbers.to(self._device, non_blocking=True)
 
-    @property
-    def adds_up(self) -> bool:
-        """Whether a sum is not heard yet."""
-        return any(self._pending.values())
-
     def buffers(self) -> Iterator[tuple[Sequence[int], Tensor]]:
         """Yield the tensors that it holds, with the stages between which they travel."""
         for (edge, _), end in self._ends.items():
@@ -226,24 +222,10 @@ class Channel:
         for tie, pending in self._pending.items():
             yield from ((tie, numbers) for numbers, *_ in pending if tie)
 
-    def check(self) -> None:
-        """Raise ChannelError if a message, for which the stream waits, did not come in time."""
-        if self._deadline:
-            self._deadline.check()
-
-    def passed(self, by: Callable[[], bool]) -> None:
-        """Let the deadline hold for what the stream waits for; `by` returns whether it has passed that."""
-        awaited, self._awaited = self._awaited, []
-        if self._deadline:
-            for error in awaited:
-                self._deadline.add(by, error)
-
     def let_go(self) -> None:
-        """Drop the process groups and the messages, which keep the connections open."""
+        """Drop the process groups and the messages."""
         self._ends, self._sums = {}, {}
         self._pending.clear()
-        if self._deadline:
-            self._deadline.close()
 
     # Transfers
 
@@ -305,7 +287,7 @@ class Channel:
         except ChannelError:
             raise
         except (RuntimeError, TimeoutError) as error:
-            self.check()
+            self.deadline.check()
             over = time.monotonic() - start >= self._timeout
             raise failed("" if over else cause_of(error)) from error
         finally:
@@ -318,27 +300,15 @@ class Channel:
             raise TimeoutError
 
     def _complete(self, works: Sequence[dist.Work], failed: Failed) -> None:
-        """Let the host wait or, over NCCL, the stream, whose deadline a thread keeps."""
+        """Let the host wait or, over NCCL, the stream."""
         limit, end = _at_least(self._timeout), time.monotonic() + self._timeout
-        self.check()
+        self.deadline.check()
         for work in works:
             work.wait() if self.ordered else work.wait(limit)
             if len(works) > 1:
                 limit = _at_least(end - time.monotonic())
-        if self._deadline:
-            self._awaited.append(failed)
-
-    def _backends(self) -> list[Any]:
-        groups = [end.group for end in self._ends.values()]
-        return [group._get_backend(self._device) for group in (*groups, *self._sums.values())]
-
-    def _broken(self) -> bool:
-        return any(backend.get_error().name != "SUCCESS" for backend in self._backends())
-
-    def _abort(self) -> None:
-        """End all transfers, so that what waits for them goes on, to fail."""
-        for backend in self._backends():
-            backend.abort()
+        if self.ordered:
+            self.deadline.add(failed)
 
     # Both backends need contiguous tensors: a channels-last tensor is sent as its contiguous NHWC view.
 

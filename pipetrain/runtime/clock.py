@@ -113,6 +113,7 @@ class Stopwatch:
         channel = self._channel
         self._action, self._waits = action, action is None
         # The host's time counts for what the host does, and on a CPU for all.
+        channel.deadline.begin()
         by_host = action is None or (not channel.ordered and action.op in COMMUNICATION)
         self._by_host = by_host or not self._clock.on_device
         shared = not self._by_host and not isinstance(self._end, float)
@@ -138,8 +139,7 @@ class Stopwatch:
 
     def _marked(self) -> Mark:
         mark = self._clock.mark()
-        if self._channel.ordered:
-            self._channel.passed(mark.query)
+        self._channel.deadline.mark(mark)
         return mark
 
 

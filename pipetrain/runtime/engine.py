@@ -75,6 +75,7 @@ class Engine:
     ) -> None:
         self.stages = stages
         self._training, self.coding = training, training.coding
+        self.deadline = training.channel.deadline
         self._evaluation = evaluation
         self._bounds = bounds
         self._limits = {stage: bounds(stage) for stage in stages}
@@ -116,7 +117,8 @@ class Engine:
         mail, first = self._training, next(iter(self.stages.values())).weights.updates
         window = _Window(order, feed, microbatches, first, mail, Sums(self.stages, mail))
         row = self._run(window, progress, self.watcher)
-        self._times.add(row, microbatches, mail.raw_bytes, observe)
+        with self.deadline.waiting():
+            self._times.add(row, microbatches, mail.raw_bytes, observe)
 
     def evaluate(
         self, order: Order, feed: Feed, progress: Tick = lambda stage: None, take: Take | None = None
@@ -125,8 +127,7 @@ class Engine:
 
         Raises TrainingStopped if a number of the training was not finite.
         """
-        for stage in self.stages.values():
-            stage.check()
+        self.synchronize()
         self._rehearse(order, feed, 1, training=False)
         mail = self._evaluation
         self._run(_Window(order, feed, 1, EVALUATION, mail, Sums(self.stages, mail), take), progress)
@@ -134,12 +135,11 @@ class Engine:
 
     def synchronize(self) -> None:
         """Wait until the device has done all. Raises ChannelError for a message that never came."""
+        self.deadline.settle()
         for stage in self.stages.values():
             stage.check()
         self._times.read(wait=True)
         self._clock.synchronize()
-        self._training.channel.check()
-        self._evaluation.channel.check()
 
     @property
     def stats(self) -> dict[int, StageStats]:

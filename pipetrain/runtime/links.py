@@ -1,8 +1,11 @@
 """The process groups between the ranks: one for each directed link, and those of sums.
 
 Two directions on one communicator deadlock if both ends send first, so each directed link has its own group.
-Every rank creates and warms up all groups in the same order. A gloo group over all ranks carries what they
-tell each other; another group adds up the gradient norms during a window.
+Every rank makes all groups in the same order. A gloo group over all ranks carries what they tell each other;
+another group adds up the gradient norms during a window.
+
+After an error nothing is destroyed that may be in use: ncclCommDestroy waits for all kernels, and for the
+other ranks; gloo's connections stay open as long as an object refers to a message. So `_cut` comes first.
 """
 
 from __future__ import annotations
@@ -15,20 +18,24 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from threading import Lock, Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_process_group
 
+from pipetrain.errors import ChannelError
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.device import shares_gpu
 from pipetrain.runtime.meeting import choose_interface, make_group, this_attempt
-from pipetrain.runtime.ranks import Ranks, World
+from pipetrain.runtime.ranks import LAST_WORD_S, Listeners, Ranks, World, came_too_late
+from pipetrain.runtime.watch import Deadline
 from pipetrain.schedule.actions import ALL, Edge, Placement, Tie
 from pipetrain.schedule.lower import Link
 
+_CUT = 2**30 - 2  # a tag that nobody sends with
 _meetings = itertools.count()
 
 
@@ -70,6 +77,11 @@ class Links(Ranks):
         self._sums: dict[Tie, Any] = {}
         self._opened: set[Link] = set()  # of all ranks
         self._channels: list[Channel] = []
+        self.deadline = Deadline(timeout, self._cut, self._broken)
+        """Of what the device's stream waits for, over NCCL."""
+        self._listeners: Listeners | None = None  # over NCCL
+        self._cutting = Lock()
+        self._aborts: list[Thread] | None = None  # once all transfers have been ended
         self.store: Store
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -91,6 +103,8 @@ class Links(Ranks):
         if self._owned:
             make_group(self.world, self.store, limit)
         self._all = dist.group.WORLD if self._owned else dist.new_group(timeout=limit, backend="gloo")
+        if self.backend == "nccl":
+            self._listeners = Listeners(self.aside(), self._lost)
         self._sums[ALL] = self._group(range(self.world.size))
 
     def _group(self, ranks: Collection[int]) -> Any:
@@ -107,22 +121,25 @@ class Links(Ranks):
             return
         self._opened.update(new)
         token = torch.zeros(1, device=self._place)
+        ranks_of = [set(ranks) for _, ranks in new] + [self.ranks_of(tie) for tie in ties]
         with self._trying("connect to the other ranks"):
-            for link in new:
-                _, ranks = link
-                group, (source, target) = self._group(ranks), ranks
-                if self.world.rank not in ranks:
+            groups = [self._group(ranks) for ranks in ranks_of]
+            # The first message makes a connection, which takes long: send one now.
+            for number in range(len(groups)):
+                group, late = groups[number], number - len(new)
+                if self.world.rank not in ranks_of[number]:
                     continue
-                self._groups[link] = group  # the first message makes a connection: send one now
-                if self.world.rank == source:
-                    dist.send(token, target, group=group)
-                else:
-                    dist.recv(token, source, group=group)
-            for tie in ties:
-                group = self._group(self.ranks_of(tie))
-                if dist.get_rank(group) >= 0:
-                    self._sums[tie] = group
+                if late >= 0:
+                    self._sums[ties[late]] = group
                     dist.all_reduce(token, group=group)
+                else:
+                    _, (source, target) = link = new[number]
+                    self._groups[link] = group
+                    if self.world.rank == source:
+                        dist.send(token, target, group=group)
+                    else:
+                        dist.recv(token, source, group=group)
+                self._settle("connect", ranks_of[number])
 
     def ranks_of(self, tie: Tie) -> set[int]:
         """Return the ranks that sum something up for a tie, or for ALL."""
@@ -133,47 +150,98 @@ class Links(Ranks):
         sums = numbers.to(self._place)
         with self._trying("add up with the other ranks"):
             dist.all_reduce(sums, group=self._sums[tie])
+            self._settle("add up with it", self.ranks_of(tie))
         return sums.to(self.device)
 
     def channel(self, buffer_size: int | Mapping[Edge, int], channels_last: bool = False) -> Channel:
         how = buffer_size, self._timeout, self.device, self.staged, channels_last
-        self._channels.append(Channel(self._groups, *how, self._sums))
+        self._channels.append(Channel(self._groups, *how, self._sums, self.deadline))
         return self._channels[-1]
 
     def close(self) -> None:
         """Destroy the process groups, after a successful run; one that the program made itself stays."""
-        if self.backend == "nccl" and self.world.size > 1:
+        if self._listeners:
+            self.deadline.settle()
             torch.cuda.synchronize()  # a rank that goes breaks what others still receive
             self.gather("the end", None)
-        self._destroy()
+            self._listeners.say(self.world.rank, "")
+        self._leave_groups()
 
-    def abandon(self) -> None:
+    def abandon(self, why: str) -> None:
         """Leave the other ranks after an error: what they wait for from this one fails at once.
 
-        The connections close when no message refers to them any longer.
+        Over NCCL they are told `why`; over gloo they see that the connection is closed.
         """
         with suppress(Exception):  # the error that was the cause counts
-            self._destroy()
+            if self._listeners and not self._listeners.told:
+                self._listeners.say(self.world.rank, why)
+            if self._all is not None and self._cut():
+                for group in self._in_use() if self._listeners else ():
+                    _abort_process_group(group)
+                self._leave_groups()
+
+    def check(self) -> None:
+        self.deadline.check()
+
+    def _lost(self, rank: int, why: str) -> None:
+        """End all transfers, as another rank has stopped or is lost."""
+        self.deadline.fail(ChannelError(f"rank {self.world.rank} lost rank {rank}: {why}"))
+
+    def _settle(self, doing: str, ranks: Collection[int]) -> None:
+        """Let the host wait for what the stream waits for, from some ranks, outside of a window."""
+        if self.backend == "nccl":
+            late = self.world.rank, self._timeout, set(ranks) - {self.world.rank}, doing
+            self.deadline.add(lambda why: came_too_late(*late))
+            self.deadline.settle()
+
+    def _in_use(self) -> list[Any]:
+        return [*self._sums.values(), *self._groups.values()]
+
+    def _broken(self) -> bool:
+        return any(group._get_backend(self.device).get_error().name != "SUCCESS" for group in self._in_use())
+
+    def _cut(self) -> bool:
+        """End all transfers, so that what waits for them goes on, to fail; return whether all have ended.
+
+        NCCL's communicators are aborted at the same time: ncclCommAbort may wait for the device, and so for
+        a kernel of the next one. A group of NCCL's calls is one thread's, and torch gives each abort a thread
+        of its own, so such a group holds none. A gloo group closes a connection on which a wait times out.
+        """
+        with self._cutting:
+            if self._aborts is None:
+                of_gloo, of_nccl = [self._all, *self._in_use()], list[Any]()
+                if self.backend == "nccl":
+                    of_gloo, of_nccl = of_gloo[:1], of_gloo[1:]
+                backends = [group._get_backend(self.device) for group in of_nccl]
+                self._aborts = [Thread(target=backend.abort, daemon=True) for backend in backends]
+                for abort in self._aborts:
+                    abort.start()
+                for group, peer in itertools.product(of_gloo, {*range(self.world.size)} - {self.world.rank}):
+                    with suppress(RuntimeError, ValueError):  # it is closed, or the peer is in another group
+                        never = dist.irecv(torch.empty(1), peer, group=group, tag=_CUT)
+                        never.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
+            for abort in self._aborts:
+                abort.join(LAST_WORD_S)
+            return not any(abort.is_alive() for abort in self._aborts)
 
     def _leave(self) -> None:
-        """Destroy the groups that are open when the program ends, which other ranks are told if it ends well.
+        """Leave the groups that are open when the program ends, which other ranks are told.
 
         Their threads drop tensors of past collectives at any time, and one that asks for Python's lock while
-        Python ends aborts the process. Groups with an unfinished sum stay, as to destroy them would wait for
-        other ranks. A Ctrl-C has nothing left to interrupt.
+        Python ends aborts the process. A Ctrl-C has nothing left to interrupt.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if not hasattr(sys, "last_value"):  # else an error has ended it, and was printed
+        failed = hasattr(sys, "last_value")  # by an error, which was printed
+        if not failed:
             self.say_end()
-        if not any(channel.adds_up for channel in self._channels):
-            self.abandon()
+        self.abandon("an error has ended its program" if failed else "")
 
-    def _destroy(self) -> None:
+    def _leave_groups(self) -> None:
         """Destroy the groups and drop all references; a default group of ours takes the others with it."""
         atexit.unregister(self._leave)
         groups: list[Any] = [] if self._all is None else [self._all]  # None: they have been destroyed
         if groups and not self._owned:
-            groups += [*self._sums.values(), *self._groups.values()]
+            groups += self._in_use()
         self._groups.clear()
         self._sums.clear()
         self._heads.clear()
@@ -181,5 +249,9 @@ class Links(Ranks):
         self._all = None
         for channel in self._channels:
             channel.let_go()
+        self.deadline.close()
+        if self._listeners:
+            self._listeners.join()
+            self._listeners = None
         while groups:
             dist.destroy_process_group(groups.pop(0))

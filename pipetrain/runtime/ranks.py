@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import torch
@@ -282,6 +283,9 @@ class Ranks:
         error, offset = min(rounds)
         return offset, error
 
+    def check(self) -> None:
+        """Raise the error that has ended all transfers, if one has."""
+
     @contextmanager
     def _trying(self, doing: str) -> Iterator[None]:
         try:
@@ -289,10 +293,51 @@ class Ranks:
         except ChannelError:
             raise
         except RuntimeError as error:
+            self.check()
             raise ChannelError(
                 f"rank {self.world.rank} could not {doing}: {cause_of(error)}; look at what the other ranks "
                 f"say, or give them longer than {self._timeout:g} s with timeout="
             ) from error
+
+
+class Listeners:
+    """Threads that hear that another rank has stopped, and why, or that it is lost.
+
+    All tell rank 0, which tells the others: so all name the rank that was the first. `ranks`: of these
+    threads alone, see `Ranks.aside`; `lost`: called with the rank and why.
+    """
+
+    def __init__(self, ranks: Ranks, lost: Callable[[int, str], None]) -> None:
+        self._ranks, self._lost = ranks, lost
+        self._peers = [0] if ranks.world.rank else [*range(1, ranks.world.size)]
+        self.told = False
+        """Whether all know how this run ends."""
+        self._threads = [Thread(target=self._listen, args=(peer,), daemon=True) for peer in self._peers]
+        for thread in self._threads:
+            thread.start()
+
+    def say(self, rank: int, why: str) -> None:
+        """Say, at once, why a rank has stopped; with "" that this one has come to a good end."""
+        self.told = True
+        for peer in set(self._peers) - {rank}:
+            with suppress(RuntimeError):  # who is lost hears nothing
+                _wait_for(self._ranks._post_text(json.dumps([rank, why]), peer), LAST_WORD_S)
+
+    def join(self) -> None:
+        """Wait for the threads: one that comes out of C++ while Python ends would abort the process."""
+        for thread in self._threads:
+            thread.join(LAST_WORD_S)
+
+    def _listen(self, peer: int) -> None:
+        try:
+            rank, why = json.loads(self._ranks._take_text(peer))
+        except RuntimeError as error:
+            rank, why = peer, cause_of(error)
+        if why and not self.told:
+            self.told = True
+            if peer:
+                self.say(rank, why)
+            self._lost(rank, why)
 
 
 def _wait_for(sent: Sequence[_Sent], limit_s: float | None = None) -> None:

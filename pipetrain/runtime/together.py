@@ -6,7 +6,6 @@ Settings and programs are compared, and tensors are taken from rank 0.
 from __future__ import annotations
 
 import json
-import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -47,12 +46,15 @@ class Together:
         except KeyboardInterrupt as stop:
             raise stop from None  # not from a connection that another rank has closed, at the same Ctrl-C
         except Exception as error:
-            self.stopped = one_line(error) or type(error).__name__
-            self._ended()
-            for cause in (error, error.__cause__):  # frames refer to messages under way
-                traceback.clear_frames(cause.__traceback__ if cause else None)
-            self.links.abandon()
-            raise
+            try:
+                if not isinstance(error, ChannelError):
+                    self.links.check()  # what has ended the transfers is the cause of what follows from it
+                raise
+            except Exception as cause:
+                self.stopped = one_line(cause) or type(cause).__name__
+                self._ended()
+                self.links.abandon(self.stopped)
+                raise
 
     def on_first(self, what: str, reader: Any, read: Callable[[Any], Any]) -> Any:
         """Return on every rank what `read` returns of the `reader` that rank 0 has; see `on_one`."""
@@ -88,7 +90,7 @@ class Together:
         """Leave the other ranks, which may not come to close it together, after an error of the program."""
         if self.links.world.size > 1 and not self.stopped:
             self.stopped = one_line(error) if isinstance(error, Exception) else "interrupted"
-            self.links.abandon()
+            self.links.abandon(self.stopped)
 
     def refuse_ended(self) -> None:
         """Refuse to go on after an error. Raises TrainingStopped."""

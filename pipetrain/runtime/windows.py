@@ -234,7 +234,8 @@ class Windows:
         last = self.session.last
         windows, error = self._read(this, done) if reads else (None, None)
         with self._together():
-            losses = last.counts.take_losses() if hears and last else []
+            with self.session.engine.deadline.waiting():
+                losses = last.counts.take_losses() if hears and last else []
             rates = self.session.take_rates() if hears else []
             mine = [_as_json(windows), failure_of(error), losses, rates, self._heard() if hears else ""]
             words = self._links.gather(f"the next window of {this.what}", mine)

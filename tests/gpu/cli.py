@@ -53,7 +53,8 @@ CHECKS = [
     Check("speed", "one-process", speed.speed, 150),
     Check("speed", "gains", speed.gains, 200),
 ]
-LEASE = ("start", "nccl-2", "replicas", "corrections", "graphs", "bf16-weights", "no-waits", "race")
+LEASE = ("start", "nccl-2", "replicas", "corrections", "graphs", "bf16-weights", "lost-peer")
+LEASE += ("no-waits", "race")
 """What a GPU that is at hand for minutes is asked, in this order."""
 IF_TIME_IS_LEFT = ("kept", "more-graphs", "float64", "torchrun", "nccl-4")
 GROUPS = list(dict.fromkeys(check.group for check in CHECKS))

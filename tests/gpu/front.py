@@ -37,6 +37,7 @@ NEEDED = ("safetensors", "tqdm", "tensorboard", "matplotlib", "sklearn", "scipy"
 OVER_NCCL = str(Path(__file__).with_name("over_nccl.py"))
 EPOCHS, KILLED, STOPPED = 8, 2, 5  # of a run; after which a rank is killed, and all are stopped
 WAIT_S = 25  # that a rank may wait for another: it says so before torchrun kills it
+SOON_S = 10.0  # within which a rank that is killed is lost, and the other one has ended
 STOP_S = 30.0  # torchrun kills its ranks so many seconds after SIGTERM
 RUN_S = 120.0  # a run may take
 TOLERANCE = 1e-9  # of weights in float64
@@ -105,10 +106,11 @@ def killed(setting: Setting, folder: Path, words: Sequence[str]) -> Iterator[Row
         start = monotonic()
         os.kill(rank_of(process, 1), signal.SIGKILL)
         out = ended(process)
-    seconds, limit = monotonic() - start, WAIT_S + STOP_S
+    seconds, limit = monotonic() - start, setting.patience * SOON_S
     sentences = [line for line in said(out).splitlines() if re.match(r"pipetrain: rank 0 (?!got )", line)]
-    target = "one sentence of rank 0"
-    yield judged("rank 1 is killed", " / ".join(sentences) or last(out), target, len(sentences) == 1)
+    named = len(sentences) == 1 and "rank 0 lost rank 1" in sentences[0]
+    target = "one sentence: rank 0 lost rank 1"
+    yield judged("rank 1 is killed", " / ".join(sentences) or last(out), target, named)
     yield judged("the other ends after", f"{seconds:.1f} s", f"<= {limit:g} s", seconds <= limit)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import pipetrain
-from pipetrain import Pipeline, TrainingStopped, fit
+from pipetrain import ChannelError, Pipeline, TrainingStopped, fit
 from pipetrain.data.loading import Reader
 from pipetrain.network.values import Size
 from pipetrain.runtime import buckets, rehearsal
@@ -467,7 +467,7 @@ def rebound(reduce: Any) -> Any:
 
 def early(check: Any) -> Any:
     def look(self: StopOnNaN, wait: bool) -> None:
-        for _, _, _, arrived in self._coming:
+        for *_, arrived in self._coming:
             arrived.query = lambda: True
             arrived.synchronize = lambda: None
         check(self, wait)
@@ -496,6 +496,24 @@ def one_slot(capture: Any) -> Any:
         self._free = [0] * slots
 
     return share
+
+
+def unbounded(send: Any) -> Any:
+    def start(self: Channel, message: Any, tensors: Any) -> None:
+        end = self._ends[message.link]
+        bound, end.bound = end.bound, 1000
+        send(self, message, tensors)
+        end.bound = bound
+
+    return start
+
+
+def without_meeting(before: Any) -> Any:
+    def rehearse(self: rehearsal.Rehearsal, *window: Any) -> None:
+        self.meet = lambda norms: None
+        before(self, *window)
+
+    return rehearse
 
 
 GRAPHS = (*FLOATS, "cuda_graphs=true")
@@ -550,6 +568,13 @@ FAULTS = {
         ),
         spread("layer_dist", 3, "replicas=[1,2]", PLAIN, "microbatches=3"),
     ),
+    "a sender waits for no receive": (Channel, "send", unbounded, case("gpipe", *EVEN, "buffer_size=1")),
+    "ranks do not meet after a rehearsal": (
+        rehearsal.Rehearsal,
+        "before",
+        without_meeting,
+        case("1f1b", *EVEN),
+    ),
     "a rehearsal trains": (rehearsal, "put_back", lambda put_back: nothing_put_back, case("1f1b", *EVEN)),
     "a norm of nothing is in host memory": (
         Weights,
@@ -585,7 +610,8 @@ FAULTS = {
 def test_a_planted_fault_is_seen(fault, small_buckets):
     owner, name, make, one = FAULTS[fault]
     on_a_cpu.cache_clear()
-    with planted(owner, name, make), pytest.raises((AssertionError, pipetrain.ActionFailed, TrainingStopped)):
+    seen = AssertionError, pipetrain.ActionFailed, TrainingStopped, ChannelError
+    with planted(owner, name, make), pytest.raises(seen):
         equal_the_cpu(one)
 
 

@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,8 +26,10 @@ from tests.gpu.rows import MIB, Row, Setting, judged
 
 PAYLOAD_MIB = 80  # gloo and NCCL cut messages into pieces well below 64 MiB
 MESSAGES = 4  # each way
-LOST_S = 20.0  # any wait's deadline where a peer is lost
-SLACK_S = 5.0
+LOST_S = 12.0  # any wait's deadline where a peer is lost
+SOON_S = 5.0  # within which what a rank does to its connections, or what comes to a deadline, is said
+LOST = {"is killed": "lost rank 1", "raises, and lives on": "lost rank 1", "stands still": "microbatch 7"}
+"""What becomes of a rank, and what the other one says."""
 COLD, COLD_S = 10, 60.0  # worlds, and the seconds of each
 ENOUGH = 3  # that fail
 
@@ -84,29 +87,36 @@ def payload(links: Links, rank: int, mb: int, elements: int) -> Tensor:
 
 
 def lost_peer(setting: Setting) -> Iterator[Row]:
-    """A rank is killed while the other waits for it: that one says so in time, and nobody is left."""
-    with TemporaryDirectory() as folder:
-        words = Path(folder) / "words"
-        try:
-            (said, seconds), _ = setting.world(lose, 2, str(words), timeout=LOST_S)
-        except WorldFailed:  # its host could not leave the device, so it said it and ended
-            said = words.read_text().strip().splitlines()[-1]
-            seconds = monotonic() - float(Path(f"{words}.began").read_text())
-    limit = LOST_S + SLACK_S
-    yield judged("the other rank says", said, "names the message", "microbatch 7" in said)
-    yield judged("after", f"{seconds:.1f} s", f"<= {limit:g} s", seconds <= limit)
+    """Rank 1 never sends what the other one waits for: that one says why in time, and nobody is left."""
+    for how, target in LOST.items():
+        with TemporaryDirectory() as folder:
+            words = Path(folder) / "words"
+            try:
+                (said, seconds), _ = setting.world(lose, 2, str(words), how, timeout=LOST_S)
+            except WorldFailed:  # its host could not leave the device, so it said it and ended
+                said = words.read_text().strip().splitlines()[-1]
+                seconds = monotonic() - float(Path(f"{words}.began").read_text())
+        limit = setting.patience * SOON_S + (LOST_S if how == "stands still" else 1.0)
+        yield judged(f"a rank {how}: the other says", said, f"... {target} ...", target in said)
+        yield judged("after", f"{seconds:.1f} s", f"<= {limit:g} s", seconds <= limit)
     left = len(multiprocessing.active_children())
     yield judged("processes left", str(left), "0", left == 0)
 
 
-def lose(links: Links, say: Say, words: str) -> tuple[str, float]:
-    """Wait on rank 0 for what rank 1 never sends, because it is killed meanwhile. `words`: for its errors."""
+def lose(links: Links, say: Say, words: str, how: str) -> tuple[str, float]:
+    """Wait on rank 0 for what rank 1 never sends. `words`: a file for its errors."""
     if links.world.rank == 0:
         os.dup2(os.open(words, os.O_CREAT | os.O_WRONLY), 2)
     exchange(links, 1024, 2)
     if links.world.rank == 1:
-        # As if killed, after its result has gone; by status 0, so that the parent does not end all for it.
-        threading.Timer(1.0, os._exit, (0,)).start()
+        if how == "is killed":
+            # After its result has gone; by status 0, so that the parent does not end all for it.
+            threading.Timer(1.0, os._exit, (0,)).start()
+        elif how == "stands still":
+            time.sleep(LOST_S + SOON_S)
+        else:
+            links.abandon("its own error")
+            time.sleep(SOON_S)
         return "", 0.0
     channel = links.channel(1)
     start = perf_counter()
@@ -114,9 +124,7 @@ def lose(links: Links, say: Say, words: str) -> tuple[str, float]:
     try:
         channel.expect([message(1, 0, 7, 1024)])
         channel.recv(message(1, 0, 7, 1024))
-        if links.device.type == "cuda":  # the stream waits, and the host for it
-            torch.cuda.synchronize()
-        channel.check()
+        channel.deadline.settle()
     except ChannelError as error:
         return str(error), perf_counter() - start
     return "no error", perf_counter() - start

@@ -78,7 +78,6 @@ def test_where_the_stream_waits_a_sum_begins_where_the_program_says_or_else_when
     channel.begin((0, 1))
     assert [int(channel.hear(tie)) for tie in [(0, 1)] * 3 + [ALL]] == [2, 3, 4, 1]
     assert begun == ([2, 3, 4, 1] if ordered else [1, 2, 3, 4])
-    assert not channel.adds_up
 
 
 def test_early_sums_begin_as_they_are_told_where_the_program_says_so_and_the_one_behind_them_at_its_place():
@@ -100,12 +99,8 @@ def test_early_sums_begin_as_they_are_told_where_the_program_says_so_and_the_one
     assert [int(channel.hear((0,))) for _ in range(9)] == begun
 
 
-def test_the_deadline_of_what_the_stream_waits_for_is_kept_by_the_event_of_its_action():
-    channel, kept = LoopbackChannel({((0, 1), (0, 1)): None}, 2, 60, torch.device("cuda")), list[object]()
-    work, failed, event = SimpleNamespace(wait=lambda: None), object(), object()
-    channel._deadline = SimpleNamespace(check=lambda: None, add=lambda *one: kept.append(one))
-    Channel._complete(channel, [work], failed)
-    assert kept == []
-    channel.passed(event)
-    channel.passed("the event of a later action")
-    assert kept == [(event, failed)]
+def test_the_deadline_of_what_a_stream_waits_for_is_kept_with_what_names_it():
+    channel, kept = LoopbackChannel({}, 2, 60, torch.device("cuda")), list[object]()
+    channel.deadline = SimpleNamespace(check=lambda: None, add=kept.append)
+    Channel._complete(channel, [SimpleNamespace(wait=lambda: None)], failed := object())
+    assert kept == [failed]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pipetrain.runtime.clock import Clock, Stopwatch
+from pipetrain.runtime.watch import Deadline
 from pipetrain.schedule.actions import parse_program
 from pipetrain.schedule.timeline import Row
 
@@ -23,8 +25,9 @@ class Device:
         self.host, self.stream = 50.0, 50.0
         self.clock = Clock(torch.device("cuda", 0))
         self.marked = 0  # events
-        self.passed: list[object] = []  # what was told to the channel
-        self.channel = SimpleNamespace(ordered=True, waited=0.0, carried=0, passed=self.passed.append)
+        self.told: list[object] = []  # to the deadline
+        deadline = SimpleNamespace(begin=partial(self.told.append, "begun"), mark=self.told.append)
+        self.channel = SimpleNamespace(ordered=True, waited=0.0, carried=0, deadline=deadline)
 
     def compute(self, seconds: float) -> None:
         self.stream = max(self.host, self.stream) + seconds
@@ -80,7 +83,7 @@ def test_windows_follow_each_other_without_a_wait_of_the_host_and_messages_of_th
         unread.append(watch.row())
     assert device.host == pytest.approx(50.004)  # the host did not wait
     assert device.marked == 1 + (3 + 2) + (1 + 2)  # one an action, beside the ends of windows and the anchor
-    assert len(device.passed) == (3 + 1) + (1 + 1)
+    assert [one == "begun" for one in device.told] == [True, False] * 3 + [False] + [True, False, False]
     first, second = (device.clock.resolve(row) for row in unread)
     assert device.host == pytest.approx(57.0)
     assert times(first) == [(50.0, 52.0, 0.0), (52.0, 55.0, 3.0), (55.0, 56.0, 0.0)]
@@ -111,7 +114,7 @@ def test_a_wait_of_the_host_counts_from_when_the_device_has_nothing_left_to_do(d
 
 
 def test_a_policy_s_wait_is_a_span_of_its_own_and_lasts_until_the_next_start():
-    channel = SimpleNamespace(ordered=False, waited=0.0, coded=0.0, carried=0)
+    channel = SimpleNamespace(ordered=False, waited=0.0, coded=0.0, carried=0, deadline=Deadline(60))
     watch = Stopwatch(Clock(torch.device("cpu")), channel, lambda: channel.coded)
     watch.start(None)
     channel.waited = 1.0

@@ -1,15 +1,25 @@
-"""How messages travel between ranks, and which keys of the store are whose."""
+"""How messages travel between ranks, how they connect and leave, and which keys of the store are whose."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from pipetrain.runtime import links
 from pipetrain.runtime.links import Links
-from pipetrain.runtime.ranks import World
+from pipetrain.runtime.profile import slowest_link
+from pipetrain.runtime.ranks import Listeners, World
+from pipetrain.schedule.actions import ALL
+from tests.support.cases import Case
+from tests.support.deadlines import DEADLINE_S
+from tests.support.models import flat
+from tests.support.pretended.device import here
+from tests.support.pretended.world import ends_of, ranks_of
 
 ALONE, TWO = World(), World(0, 2, 0, 2)
 
@@ -47,3 +57,88 @@ def test_links_have_keys_of_their_own(monkeypatch):
     first, second = (links._fresh_store(TWO, 1.0) for _ in range(2))
     first.set("decided", "stop")
     assert (first.check(["decided"]), second.check(["decided"])) == (True, False)
+
+
+# Errors of a rank over NCCL
+
+
+class Ends(nn.Module):
+    """Ends rank 1 in a window of training, and copies its input elsewhere."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls = how, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if here("rank") == 1 and here("watched"):
+            self.calls += 1
+            if self.calls == 3:
+                here("waits").until_all_others_do()
+                raise SystemExit if self.how == "killed" else RuntimeError("its own error")
+        return x * 1
+
+
+def ending(how: str) -> nn.Sequential:
+    return nn.Sequential(*flat(), nn.Linear(12, 12), Ends(how), nn.Linear(12, 10))
+
+
+def ends(how: str, ranks: int = 3) -> list[str]:
+    model = "model._target_=tests.runtime.test_links.ending", f"+model.how={how}"
+    words = (*model, "epochs=1", "microbatches=4", "cuda_graphs=false", "clip_grad_norm=0.1")
+    return ends_of(Case("1f1b", ranks, (*words, f"partition={[1, 3][: ranks - 1]}"), 24))
+
+
+def test_what_ends_a_rank_is_said_to_all_at_once_though_nccl_would_not_notice():
+    first, second, third = ends("raises")
+    assert second.startswith("ActionFailed: rank 1, stage 1, action 1F")
+    said = second.removeprefix("ActionFailed: ")
+    assert first.startswith(f"ChannelError: rank 0 lost rank 1: {said}")
+    assert third.startswith(f"ChannelError: rank 2 lost rank 1: {said}")
+
+
+def test_a_rank_that_is_killed_is_lost_at_once():
+    first, _, third = ends("killed")
+    assert first.startswith("ChannelError: rank 0 lost rank 1: Connection closed by peer")
+    assert third.startswith("ChannelError: rank 2 lost rank 1: Connection closed by peer")
+
+
+def abort_in_turn(self: Links) -> bool:
+    for group in self._in_use():
+        group._get_backend(self.device).abort()
+    return True
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "instead"),
+    [
+        (Links, "abandon", lambda self, why: self._leave_groups()),  # as ncclCommDestroy
+        (Links, "_cut", lambda self: True),
+        (Links, "_cut", abort_in_turn),
+        (Listeners, "say", lambda self, rank, why: None),
+        (Listeners, "_listen", lambda self, *word: None),
+    ],
+)
+def test_what_would_not_end_the_others_at_once_is_seen(owner: Any, name: str, instead: Any):
+    with pytest.raises(AssertionError), patch.object(owner, name, instead):
+        test_what_ends_a_rank_is_said_to_all_at_once_though_nccl_would_not_notice()
+
+
+# Waits between windows
+
+
+def test_what_is_waited_for_between_windows_is_named_at_its_deadline():
+    """For a sum, a connection and messages that partition=profile measures the stream waits too."""
+    with ranks_of(Case("1f1b", 2, (), 24)) as ranks:
+        late = ranks.distributed.awaited
+        connected, late[:] = {*late}, []
+        ranks.each(lambda rank: ranks.links[rank].add_up(ALL, torch.ones(1, device="cuda")))
+        added, late[:] = {*late}, []
+        ranks.each(lambda rank: slowest_link(ranks.links[rank], 1))
+        ranks.each(lambda rank: ranks.links[rank].close())
+    measured = {text.partition(" s for ")[2].partition(";")[0] for text in late}
+    wait = f"rank 0 waited {DEADLINE_S:g} s for rank 1 to"
+    advice = "look at what the others say, or give them longer with timeout="
+    assert f"{wait} connect; {advice}" in connected
+    assert f"{wait} add up with it; {advice}" in added
+    taken = "rank 1 to take the activation of microbatch 0"
+    assert {"the gradient of microbatch 0 from rank 1", taken} <= measured

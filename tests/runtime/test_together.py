@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipetrain.errors import ChannelError, TrainingStopped
 from pipetrain.rate import LearningRate
 from pipetrain.runtime.together import Together, conditions, level
 from pipetrain.schedule.programs import gpipe, one_f_one_b
@@ -56,3 +57,20 @@ def test_ctrl_c_is_not_told_as_a_connection_that_another_rank_has_closed_at_the_
     with pytest.raises(KeyboardInterrupt) as stop, Together(SimpleNamespace(), lambda: None)():
         lost_and_interrupted()
     assert stop.value.__suppress_context__
+
+
+def test_what_has_ended_the_transfers_is_the_cause_of_what_follows_from_it_and_what_others_are_told():
+    def check() -> None:
+        raise ChannelError("rank 0 lost rank 1: it has run out of memory")
+
+    told = list[str]()
+    links: Any = SimpleNamespace(check=check, abandon=told.append)
+    together = Together(links, lambda: told.append("ended"))
+    with pytest.raises(ChannelError, match="lost rank 1"), together():
+        raise TrainingStopped("the loss is nan")  # of what an aborted receive left
+    assert told == ["ended", together.stopped]
+    assert together.stopped == "rank 0 lost rank 1: it has run out of memory"
+    links.check = lambda: None
+    with pytest.raises(TrainingStopped, match="is nan"), together():
+        raise TrainingStopped("the loss is nan")
+    assert told[2:] == ["ended", "the loss is nan"]

@@ -259,7 +259,9 @@ class LocalLinks(LocalRanks):
         channel.tell(("between windows", *tie), numbers)  # type: ignore[arg-type]
         return channel.hear(("between windows", *tie))  # type: ignore[arg-type]
 
-    def abandon(self) -> None: ...
+    def abandon(self, why: str) -> None: ...
+
+    def check(self) -> None: ...
 
     def clock_offset(self) -> tuple[float, float]:
         return 0.0, 0.0

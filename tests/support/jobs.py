@@ -90,6 +90,26 @@ def overfill(world: World, store: Store) -> str:
     return said
 
 
+def leave_with_references(world: World, store: Store) -> tuple[str, str]:
+    """Rank 1 leaves after an error, and something still refers to its messages and to what it waits for."""
+    links = Links(world, [(0,), (1,)], [((0, 1), (0, 1)), ((1, 0), (1, 0))], CPU, store, DEADLINE_S)
+    channel, first = links.channel(1), world.rank == 0
+    channel.expect([_message(0, 4, not first)])
+    links.announce("the next window") if first else None
+    referred_to = [list(end.posted) for end in channel._ends.values()], links._heads.copy(), links._all
+    if first:
+        said = _complaint(partial(channel.recv, _message(0, 4, False))), _complaint(partial(links.tell, "it"))
+        store.set("seen", "1")
+        links.abandon("it has lost rank 1")
+    else:
+        links.announce("the next window")
+        links.abandon("its layer has raised an error")
+        store.wait(["seen"])
+        said = "", ""
+    del referred_to
+    return said
+
+
 def watch(world: World, store: Store) -> list[str]:
     """Both ranks look before they wait: for what comes late, for room, and for a peer that dies."""
     links = Links(world, [(0,), (1,)], [((0, 1), (0, 1)), ((1, 0), (1, 0))], CPU, store, DEADLINE_S)

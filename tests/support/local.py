@@ -13,6 +13,7 @@ from torch.utils import _python_dispatch
 
 from pipetrain.errors import ChannelError
 from pipetrain.runtime.message import Message, failed
+from pipetrain.runtime.watch import Deadline
 from pipetrain.schedule.actions import Edge, Placement, Tie
 from pipetrain.schedule.lower import Link
 from tests.support.deadlines import DEADLINE_S
@@ -32,6 +33,7 @@ class LocalChannel:
         self._timeout = timeout
         self.waited = 0.0
         self.carried = 0
+        self.deadline = Deadline(timeout)
         self._expected: dict[Link, deque[Message]] = {}
         self._told: Counter[Tie] = Counter()
         self._heard: Counter[Tie] = Counter()
@@ -96,9 +98,6 @@ class LocalChannel:
 
     def buffers(self) -> list[tuple[Sequence[int], Tensor]]:
         return []  # it keeps references to the tensors of others
-
-    def check(self) -> None:
-        """Nothing is in transfer."""
 
     def tell(self, tie: Tie, numbers: Tensor, early: bool = False) -> None:
         with self._wire.changed:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.support.cases import SCHEDULES, Case, stages_of
-from tests.support.jobs import compare_clocks, equal_the_reference, exchange, overfill, watch
+from tests.support.jobs import (
+    compare_clocks,
+    equal_the_reference,
+    exchange,
+    leave_with_references,
+    overfill,
+    watch,
+)
 from tests.support.ranks import in_world, run_world
 
 pytestmark = pytest.mark.processes
@@ -71,6 +78,12 @@ def test_the_bound_is_enforced_and_its_expiry_named_and_so_are_norms_that_do_not
     full, silent = run_world(overfill, 2)
     assert full == "rank 0 waited 1 s for rank 1 to take the activation of microbatch 0"
     assert silent == "rank 1 waited 1 s for the gradient norms of rank 0"
+
+
+def test_a_rank_that_leaves_after_an_error_is_lost_at_once_whatever_still_refers_to_its_messages(ranks):
+    (message, told), _ = ranks(in_world, leave_with_references)
+    assert message.startswith("rank 0 lost rank 1 at the gradient of microbatch 0: Connection closed by peer")
+    assert told.startswith("rank 0 could not hear it from rank 1: Connection closed by peer")
 
 
 def test_what_has_arrived_and_where_there_is_room_can_be_asked():

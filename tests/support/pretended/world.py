@@ -1,10 +1,9 @@
-"""Trains a case of the tests on pretended GPUs, one a rank, with the real channel over the pretended NCCL."""
+"""Trains a case of the tests on pretended GPUs, one a rank, with the real links over the pretended NCCL."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import Barrier
@@ -14,53 +13,29 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from pipetrain.epochs import Epochs
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.engine import Engine
+from pipetrain.runtime.links import Links
 from pipetrain.runtime.ranks import World
-from pipetrain.runtime.watch import Deadline
-from pipetrain.schedule.actions import ALL, Action, Tie
-from pipetrain.schedule.lower import Link
-from tests.support.cases import Case, Listener, LocalLinks, Ran, drawing_in_turn, make_run, state_of
+from pipetrain.schedule.actions import Action
+from tests.support.cases import Case, Listener, Ran, drawing_in_turn, make_run, state_of
 from tests.support.deadlines import DEADLINE_S
-from tests.support.local import Wire, in_threads
+from tests.support.local import in_threads
 from tests.support.pretended.device import CUDA, Gpu, being, here, on_device, pretended
-from tests.support.pretended.nccl import Group, Nccl
-from tests.support.runs import epochs_of
+from tests.support.pretended.distributed import Distributed
+from tests.support.pretended.nccl import Hang
+from tests.support.runs import Run, epochs_of
 
 
-class PretendedLinks(LocalLinks):
-    """The links of one rank with a pretended GPU."""
-
-    def __init__(self, world: World, nccl: Nccl, plan: Plan, groups: Groups, staged: bool) -> None:
-        super().__init__(world, Wire(plan.placement), Barrier(1), [])
-        self.device, self.staged = CUDA, staged
-        self._nccl, self._groups = nccl, groups
-
-    def channel(self, buffer_size: Any, channels_last: bool = False) -> Channel:  # type: ignore[override]
-        links = {link: group for link, group in self._groups.links.items() if self.world.rank in group.ranks}
-        sums = {tie: group for tie, group in self._groups.sums.items() if self.world.rank in group.ranks}
-        return Channel(links, buffer_size, DEADLINE_S, self.device, self.staged, channels_last, sums)
-
-    def add_up(self, tie: Tie, numbers: Tensor) -> Tensor:
-        sums = numbers.clone()
-        self._nccl.all_reduce(sums, group=self._groups.sums[tie]).wait()
-        return sums
-
-    def gather(self, what: str, item: object) -> list[Any]:
-        return self._nccl.gather(json.loads(json.dumps(item)))
-
-
-class Groups:
-    def __init__(self, plan: Plan, ranks: int) -> None:
-        self.links: dict[Link, Group] = {
-            (edge, ranks): Group(f"{edge[0]}->{edge[1]} on {ranks}", set(ranks)) for edge, ranks in plan.links
-        }
-        self.sums: dict[Tie, Group] = {
-            tie: Group(f"tie {tie}", {rank for stage in tie for rank in plan.placement[stage]})
-            for tie in plan.ties
-        }
-        self.sums[ALL] = Group("all", range(ranks))
+def linked(plan: Plan, rank: int, ranks: int, staged: bool) -> Links:
+    """Connect a rank; its channel's bounds are those of NCCL's groups, which allow twice as many sends."""
+    store: Any = object()
+    links = Links(World(rank, ranks), plan.placement, [], CUDA, store, DEADLINE_S, staged)
+    links.open(plan.links, plan.ties)
+    for (edge, _), group in links._groups.items():
+        group.most = 2 * plan.cut.bounds[edge] * len(plan.cut.message(edge, min(plan.cut.specs)))
+    return links
 
 
 @dataclass(frozen=True)
@@ -73,49 +48,103 @@ class Trained:
     kernels: Counter[tuple[Any, Any, str]]
 
 
-def on_gpus(case: Case, exclusive: bool = False, staged: bool = False) -> Trained:
-    """Train a case. `exclusive`: kernels wait for what their rank has posted; `staged`: over gloo."""
-    with patch.object(torch.cuda, "is_available", lambda: True):  # as CUDA graphs need one
-        run = make_run(case)
-    draws = any(layer.draws for layer in run.plan.layers)  # one rank at a time, which is not to wait then
-    nccl, listener, state = Nccl(case.ranks, exclusive and not draws, staged), Listener(), {}
-    groups = Groups(run.plan, case.ranks)
-    with ExitStack() as stack:
-        gpu = stack.enter_context(pretended())
-        gpu.before_kernel, gpu.on_write = nccl.before_kernel, nccl.on_write
-        stack.enter_context(nccl.patched())
-        stack.enter_context(watched())
-        if draws:
-            stack.enter_context(drawing_in_turn())
-        all_links = [
-            PretendedLinks(World(rank, case.ranks), nccl, run.plan, groups, staged)
-            for rank in range(case.ranks)
-        ]
-        trainers = []
-        for links in all_links:
-            with on_device(gpu, links.world.rank):
-                trainers.append(epochs_of(run, links, None if links.world.rank else listener))  # type: ignore[arg-type]
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a case, each with a pretended GPU."""
 
-        def work(rank: int) -> None:
-            with on_device(gpu, rank), nccl.running():
-                trainers[rank].run()
-                for name, tensor in state_of(trainers[rank], run).items():
-                    state[name] = tensor.cpu()
+    run: Run
+    listener: Listener
+    gpu: Gpu
+    distributed: Distributed
+    links: dict[int, Links]
+    trainers: list[Epochs]
 
+    def each(self, work: Callable[[int], None], told: bool = False) -> None:
+        """Call `work` for each rank, in a thread; `told`: see Waits.running."""
+
+        waits, ranks = self.distributed.waits, self.distributed.ranks
+
+        def on_rank(rank: int) -> None:
+            with on_device(self.gpu, rank), being(waits=waits), waits.running(told):
+                work(rank)
+
+        waits.begin(True, ranks)
         try:
-            in_threads(work, Barrier(case.ranks))
+            in_threads(on_rank, Barrier(ranks))
         finally:
-            nccl.join()
-    return Trained(state, listener.epochs, gpu.waits, gpu.kernels)
+            if waits.hang:  # whatever follows from it
+                raise Hang(waits.hang)
 
 
 @contextmanager
-def watched() -> Iterator[None]:
-    """Let no host wait in a window of training, and count kernels by action; nothing but that is other."""
+def ranks_of(case: Case, exclusive: bool = False, staged: bool = False) -> Iterator[Ranks]:
+    """Connect the ranks of a case, and make what trains it. See `on_gpus`."""
+    with patch.object(torch.cuda, "is_available", lambda: True):  # as CUDA graphs need one
+        run = make_run(case)
+    draws = any(layer.draws for layer in run.plan.layers)  # one rank at a time, which is not to wait then
+    distributed = Distributed(case.ranks, exclusive and not draws)
+    with ExitStack() as stack:
+        gpu = stack.enter_context(pretended())
+        gpu.before_kernel, gpu.on_write = distributed.nccl.before_kernel, distributed.nccl.on_write
+        stack.enter_context(distributed.patched())
+        stack.enter_context(watched(distributed.nccl.rehearsed))
+        if draws:
+            stack.enter_context(drawing_in_turn())
+        stack.callback(distributed.waits.join)
+        made = Ranks(run, Listener(), gpu, distributed, {}, [])
+        made.each(lambda rank: made.links.update({rank: linked(run.plan, rank, case.ranks, staged)}))
+        for rank in range(case.ranks):
+            with on_device(gpu, rank):
+                recorder: Any = None if rank else made.listener
+                made.trainers.append(epochs_of(run, made.links[rank], recorder))
+        yield made
+
+
+def on_gpus(case: Case, exclusive: bool = False, staged: bool = False) -> Trained:
+    """Train a case. `exclusive`: kernels wait for what their rank has posted; `staged`: over gloo."""
+    state: dict[str, Tensor] = {}
+    with ranks_of(case, exclusive, staged) as ranks:
+
+        def work(rank: int) -> None:
+            ranks.trainers[rank].run()
+            for name, tensor in state_of(ranks.trainers[rank], ranks.run).items():
+                state[name] = tensor.cpu()
+            ranks.links[rank].close()
+
+        ranks.each(work)
+    return Trained(state, ranks.listener.epochs, ranks.gpu.waits, ranks.gpu.kernels)
+
+
+def ends_of(case: Case) -> list[str]:
+    """Train a case, and return how each of its ranks ends. With SystemExit it ends as if it were killed."""
+    ends = [""] * case.ranks
+    with ranks_of(case) as ranks:
+
+        def work(rank: int) -> None:
+            try:
+                ranks.trainers[rank].run()
+                ranks.links[rank].close()
+            except SystemExit:
+                ranks.distributed.kill()
+            except Exception as error:
+                ends[rank] = f"{type(error).__name__}: {error}"
+
+        ranks.each(work, told=True)
+    return ends
+
+
+@contextmanager
+def watched(rehearsed: Sequence[Counter[int]] = ()) -> Iterator[None]:
+    """Let no host wait in a window of training, and count kernels by action; nothing but that is other.
+
+    `rehearsed`: by rank, counts windows that it rehearses.
+    """
     run = Engine._run
 
     def watch(self: Engine, window: Any, *rest: Any) -> Any:
         real = not any(stage.rehearses for stage in self.stages.values())
+        if not real and rehearsed:
+            rehearsed[here("rank")][here("rank")] += 1
         methods = {op: at(method) for op, method in self._methods.items()}
         with being(watched=real and window.take is None), patch.object(self, "_methods", methods):
             return run(self, window, *rest)
@@ -127,10 +156,7 @@ def watched() -> Iterator[None]:
 
         return named
 
-    def add(self: Deadline, passed: Callable[[], bool], error: Any) -> None:
-        """Keep no deadline, for which a thread would stay: the pretended NCCL notices what hangs."""
-
-    with patch.object(Engine, "_run", watch), patch.object(Deadline, "add", add):
+    with patch.object(Engine, "_run", watch):
         yield
 
 
