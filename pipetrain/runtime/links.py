@@ -125,7 +125,7 @@ class Links(Ranks):
         with self._trying("connect to the other ranks"):
             groups = [self._group(ranks) for ranks in ranks_of]
             # The first message makes a connection, which takes long: send one now.
-            for number in range(len(groups)):
+            for number in in_rounds(ranks_of):
                 group, late = groups[number], number - len(new)
                 if self.world.rank not in ranks_of[number]:
                     continue
@@ -255,3 +255,14 @@ class Links(Ranks):
             self._listeners = None
         while groups:
             dist.destroy_process_group(groups.pop(0))
+
+
+def in_rounds(groups: Sequence[Collection[int]]) -> list[int]:
+    """Return the numbers of groups of ranks, in an order in which those that share none connect at once."""
+    rounds: list[list[int]] = []
+    for number, ranks in enumerate(groups):
+        apart = (one for one in rounds if all(set(ranks).isdisjoint(groups[other]) for other in one))
+        if (first := next(apart, None)) is None:
+            rounds.append(first := [])
+        first.append(number)
+    return [number for one in rounds for number in one]

@@ -26,7 +26,7 @@ import pipetrain
 from pipetrain import ChannelError, Pipeline, TrainingStopped, fit
 from pipetrain.data.loading import Reader
 from pipetrain.network.values import Size
-from pipetrain.runtime import buckets, rehearsal
+from pipetrain.runtime import buckets, links, rehearsal
 from pipetrain.runtime.batches import OfLoader
 from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.channel import Channel
@@ -569,6 +569,12 @@ FAULTS = {
         spread("layer_dist", 3, "replicas=[1,2]", PLAIN, "microbatches=3"),
     ),
     "a sender waits for no receive": (Channel, "send", unbounded, case("gpipe", *EVEN, "buffer_size=1")),
+    "groups are not used before a window": (
+        links,
+        "in_rounds",
+        lambda in_rounds: lambda groups: [],
+        case("1f1b", *EVEN),
+    ),
     "ranks do not meet after a rehearsal": (
         rehearsal.Rehearsal,
         "before",

@@ -11,10 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.runtime import links
-from pipetrain.runtime.links import Links
+from pipetrain.runtime.links import Links, in_rounds
 from pipetrain.runtime.profile import slowest_link
 from pipetrain.runtime.ranks import Listeners, World
 from pipetrain.schedule.actions import ALL
+from pipetrain.schedule.actions import ranks_of as placed
+from pipetrain.schedule.lower import edges
+from pipetrain.schedule.lower import links as links_of
+from pipetrain.schedule.programs import interleaved_1f1b, one_f_one_b, zbv
 from tests.support.cases import Case
 from tests.support.deadlines import DEADLINE_S
 from tests.support.models import flat
@@ -57,6 +61,32 @@ def test_links_have_keys_of_their_own(monkeypatch):
     first, second = (links._fresh_store(TWO, 1.0) for _ in range(2))
     first.set("decided", "stop")
     assert (first.check(["decided"]), second.check(["decided"])) == (True, False)
+
+
+# Connecting
+
+
+@pytest.mark.parametrize(
+    ("program", "rounds"),
+    [
+        (one_f_one_b(2, 1, 2), 2),
+        (one_f_one_b(64, 1, 64), 4),
+        (zbv(64, 1, 128), 8),
+        (interleaved_1f1b(64, 1, 64, 4), 16),
+    ],
+)
+def test_groups_that_share_no_rank_connect_at_the_same_time(program, rounds):
+    """As many rounds as the most groups of a rank, or few more; one after the other it would be hundreds."""
+    groups = [ranks for _, ranks in links_of(edges(program), placed(program))]
+    order = in_rounds(groups)
+    assert sorted(order) == [*range(len(groups))]
+    ends, last = dict.fromkeys(range(64), 0), 0
+    for number in order:
+        begins = max(ends[rank] for rank in groups[number])
+        assert begins >= last - 1  # by rounds
+        last = max(last, begins + 1)
+        ends.update(dict.fromkeys(groups[number], begins + 1))
+    assert last == rounds
 
 
 # Errors of a rank over NCCL
