@@ -6,7 +6,7 @@ out takes back what its forwards changed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -62,21 +62,21 @@ class Buffers:
         if self.reruns is None:
             self.reruns = any(not torch.equal(buffer, copied) for buffer, copied in copies)
 
-    def restore_if(self, spoilt: Tensor, before: Copies, later: Iterable[Copies]) -> None:
+    def restore_if(self, spoilt: Tensor, before: Copies, later: Sequence[Copies]) -> None:
         """Go back if `spoilt` is 1, in copies of `later` forwards too. The device decides; no host waits.
 
-        Each buffer stays where it is, without a new version; if `spoilt` is 0 it gets its own numbers.
+        What later forwards have counted, in whole numbers, stays. Each buffer stays where it is, without a
+        new version; if `spoilt` is 0 it gets its own numbers.
         """
         spoilt = spoilt > 0
-        for place, (buffer, old) in zip(self._places, before, strict=True):
+        for number, (place, (buffer, old)) in enumerate(zip(self._places, before, strict=True)):
             if place.tensor is not buffer:
                 place.container[place.key] = place.tensor.clone()
-            _replace_if(spoilt, place.tensor.data, old)
-        for place, *copies in zip(self._places, *later, strict=True):
-            for _, copied in copies:
-                _replace_if(spoilt, copied, place.tensor)
-
-
-def _replace_if(condition: Tensor, numbers: Tensor, others: Tensor) -> None:
-    numbers = signed(numbers)
-    torch.where(condition, signed(others), numbers, out=numbers)
+            now, *copies = map(signed, (place.tensor.data, *(of[number][1] for of in later)))
+            old, counts = (
+                signed(old),
+                not (now.is_floating_point() or now.is_complex() or now.dtype is torch.bool),
+            )
+            added = (copies or [now])[0] - old if counts else None
+            for numbers in (now, *copies):
+                torch.where(spoilt, old if added is None else numbers - added, numbers, out=numbers)

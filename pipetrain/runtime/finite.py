@@ -214,7 +214,7 @@ class SkipOnNaN(Awaiting):
             before = self._before[batch.mbs[0]]
             for mb in batch.mbs:
                 del self._before[mb]
-            self._buffers.restore_if(batch.skipped, before, self._before.values())
+            self._buffers.restore_if(batch.skipped, before, [*self._before.values()])
         losses = [] if batch.losses is None else [batch.losses.detach()]
         counted, self._uncounted = self._uncounted, []
         self._await(partial(self._count, counted), torch.cat([*losses, batch.skipped.reshape(1)]))

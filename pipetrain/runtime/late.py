@@ -2,7 +2,8 @@
 
 The last step is what the weights moved by, whatever the optimizer: for SGD with momentum v it is -lr v, for
 Adam -lr m / (sqrt v + e). It counts as it would be at the rate of the coming update. The typical size of a
-step is the root of the mean of squared steps at the peak rate.
+step is the root of the mean of squared steps at the peak rate. Where an update is left out, the last one that
+was made counts again, as the optimizer's momentum stays too.
 """
 
 from __future__ import annotations
@@ -48,24 +49,35 @@ class LateWeights:
         rates = self._by_group(update)
         return [rates[number] for number in self._numbers]
 
+    def _changes(self, update: int) -> list[float]:
+        """Return the rate of an update of each weight as a share of that of its last step."""
+        rates, before = self._rates(update), self._rates(max(update - 1, 0))
+        lasts = [
+            self.state[p].get(RATE, known) for p, known in zip(self._weights.values(), before, strict=True)
+        ]
+        return [rate / last if last else 0.0 for rate, last in zip(rates, lasts, strict=True)]
+
     @contextmanager
-    def following(self, update: int) -> Iterator[None]:
-        """Be around the step of an update: note how it moves the weights."""
+    def following(self, update: int, skip: Tensor | None = None) -> Iterator[None]:
+        """Be around the step of an update, left out if `skip` is 1: note how it moves the weights."""
         if not self.correction.copies or not self._weights:
             yield
             return
         live = [p.data for p in self._weights.values()]
         fresh = not self.state
         for p in self._weights.values() if fresh else ():
-            self.state[p] = {STEP: torch.empty_like(p.data)}
-        states, rates = [self.state[p] for p in self._weights.values()], self._rates(update)
-        for state, rate in zip(states, rates, strict=True):
-            state[RATE] = rate
+            self.state[p] = {STEP: torch.zeros_like(p.data)}
+        states = [self.state[p] for p in self._weights.values()]
         steps = [state[STEP] for state in states]
+        last = torch._foreach_mul(steps, self._changes(update)) if skip is not None else ()
+        for state, rate in zip(states, self._rates(update), strict=True):
+            state[RATE] = rate
         torch._foreach_copy_(steps, live)
         yield
         torch._foreach_mul_(steps, -1)
         torch._foreach_add_(steps, live)
+        if skip is not None:  # the device decides
+            torch._foreach_add_(steps, torch._foreach_mul(last, skip))
         if self.correction.weighs:
             self._average([state for state in states if state[RATE]], update + 1)
 
@@ -100,12 +112,9 @@ class LateWeights:
         """Move copies of the weights to what is predicted for `ahead` updates later; `update` comes next."""
         if not (update and self.state and data):
             return
-        states = [self.state[p] for p in self._weights.values()]
-        steps, reach = [state[STEP] for state in states], []
-        rates, before = self._rates(update), self._rates(update - 1)
-        for state, group, rate, known in zip(states, self._groups, rates, before, strict=True):
-            last = state.get(RATE, known)
-            reach.append(self.correction.reach(ahead, _momentum(group)) * (rate / last if last else 0.0))
+        steps = [self.state[p][STEP] for p in self._weights.values()]
+        changes = zip(self._groups, self._changes(update), strict=True)
+        reach = [self.correction.reach(ahead, _momentum(group)) * change for group, change in changes]
         torch._foreach_add_([*data], torch._foreach_mul(steps, reach))
 
     @torch.no_grad()

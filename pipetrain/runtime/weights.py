@@ -264,7 +264,7 @@ class Weights:
         if self.optimizer is not None:
             self.rates.prepare(self.updates)
             factor = self.late.correction.rate(self.updates, delay)
-            with self.late.following(self.updates), self.rates.corrected(factor):
+            with self.late.following(self.updates, skip), self.rates.corrected(factor):
                 self._step(self.optimizer, skip)
             self.optimizer.zero_grad()  # as a program does
             for parameter in self.live.values():

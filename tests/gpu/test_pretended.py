@@ -208,9 +208,11 @@ def test_a_buffer_of_unsigned_numbers_is_put_back():
         module = nn.Module()
         module.register_buffer("codes", torch.arange(3, device="cuda").to(torch.uint16))
         buffers = Buffers(module)
-        before, later = buffers.copies(), buffers.copies()
+        before = buffers.copies()
         module.codes.fill_(7)
-        for spoilt, after in ((0.0, [7, 7, 7]), (1.0, [0, 1, 2])):
+        later = buffers.copies()
+        module.codes.fill_(9)
+        for spoilt, after in ((0.0, [9, 9, 9]), (1.0, [2, 3, 4])):
             buffers.restore_if(torch.full((), spoilt, device="cuda"), before, [later])
             assert module.codes.tolist() == after
         assert later[0][1].tolist() == [0, 1, 2]

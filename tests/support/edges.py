@@ -188,6 +188,11 @@ class Strikes(nn.Module):
         return x
 
 
+def struck() -> nn.Sequential:
+    """Four layers, and infinities at the last one, so that no stage has a gradient of these batches."""
+    return ended(nn.Linear(12, 12), nn.Sequential(nn.Tanh(), Strikes(1, 5, 10, 11)))
+
+
 def strikes() -> nn.Sequential:
     """Statistics before and behind a cut, and a stage that has them and nothing to train."""
     return ended(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -35,9 +36,11 @@ class Late:
     _before: dict[str, Tensor] = field(default_factory=dict)
     _moved: dict[str, Tensor] = field(default_factory=dict)
     _updates: int = 0
+    _made: bool = True  # the last update
 
     def __post_init__(self) -> None:
         names = {id(p): name for name, p in self.live.items()}
+        self._moved = {name: torch.zeros_like(p) for name, p in self.live.items()}
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 self._groups[names[id(p)]] = group
@@ -47,11 +50,11 @@ class Late:
         group = self._groups[name]
         return float(group["momentum"] if "momentum" in group else group["betas"][0])
 
-    def direction(self, name: str) -> Tensor | float:
+    def direction(self, name: str) -> Tensor:
         """The v of W - lr v, as the optimizer's state has it."""
         state, group = self.optimizer.state[self.live[name]], self._groups[name]
         if not state:
-            return 0.0
+            return torch.zeros_like(self.live[name])
         if "exp_avg" in state:
             (one, two), step = group["betas"], int(state["step"])
             mean, square = state["exp_avg"] / (1 - one**step), state["exp_avg_sq"] / (1 - two**step)
@@ -61,7 +64,7 @@ class Late:
     def after(self, update: int) -> Callable[[str, int], Tensor]:
         """After `update` updates: what a weight is predicted to be, so many updates later."""
         weights = {name: p.detach().clone() for name, p in self.live.items()}
-        if update > self._updates:  # else a window has just begun
+        if update > self._updates and self._made:  # else a window has just begun
             self._moved = {name: weights[name] - self._before[name] for name in weights}
         moved, self._updates = self._moved, update
         along = {name: self.factors.get(name, 1.0) * self.direction(name) for name in self._groups}
@@ -100,7 +103,9 @@ class Late:
         typical = self.peaks[name] * (self._mean[name] / (1 - BETA**updates)).sqrt() + TINY
         return gradient / (1 + gap / typical)
 
-    def stepped(self) -> None:
+    def stepped(self, made: bool) -> None:
+        """Follow an update, which was made or left out."""
+        self._made = made
         for name in self._groups:
-            square = (self.factors[name] * self.direction(name)) ** 2
+            square = (self.factors.get(name, 1.0) * self.direction(name)) ** 2
             self._mean[name] = BETA * self._mean.get(name, 0 * square) + (1 - BETA) * square

@@ -192,6 +192,8 @@ class Loop:
             for parameters in self.together if self.clip is not None else ():
                 nn.utils.clip_grad_norm_(parameters, self.clip)
             self._update(delays)
+        if self.late:
+            self.late.stepped(made=not left_out)
         self.optimizer.zero_grad()
         if self.average is not None:
             self.average.update_parameters(self.model)
@@ -213,7 +215,6 @@ class Loop:
             for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
                 group["lr"] = peak * self.rate(self.updates) * factor
             self.optimizer.step()
-        self.late.stepped()
 
 
 class Replicas:

@@ -12,6 +12,7 @@ TIED = "model._target_=tests.support.models.tied"
 SGD = ("optim.momentum=0.9", "optim.lr=0.02")
 PLAIN = "model._target_=tests.support.models.without_norm"  # before a norm a bias has but rounding errors,
 ADAM = (PLAIN, "optim=adamw", "optim.lr=0.003", "optim.weight_decay=0")  # which Adam makes large
+STRUCK = ("model._target_=tests.support.edges.struck", "on_nan=skip", "microbatches=1", "partition=[1,2]")
 CONSTANT = ("lr_schedule=constant", "warmup=0")
 MARE = ("correction=pipemare", "correction.pipemare.updates=3")
 ALL = "correction=[pipemare,gap_aware,msnag]"
@@ -48,6 +49,10 @@ CASES = [
             *SGD,
         ),
     ),
+    Case("pipedream", 3, ("correction=spectrain", *STRUCK, *SGD), 84),
+    Case("pipedream", 3, ("correction=[gap_aware,msnag]", *STRUCK, *SGD, "optim.fused=true"), 84),
+    Case("pipedream", 3, ("correction=nesterov", *CONSTANT, *STRUCK, *SGD), 84),
+    Case("pipedream", 3, ("correction=xpipe", *STRUCK, "optim=adamw", "optim.weight_decay=0"), 84),
 ]
 
 
