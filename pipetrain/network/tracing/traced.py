@@ -272,6 +272,7 @@ def in_region(
     grad: bool | None,
     autocast: bool | None,
     dtype: torch.dtype | None,
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
