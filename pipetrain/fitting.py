@@ -240,7 +240,7 @@ def _about(
     """Return what the records say of the training, with all of its windows proven."""
     session, device, world = training.begun, training.links.device, training.links.world
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    room = gpu_bytes(device.type, world.local_size)
+    room = gpu_bytes(device.type, training.links.sharing)
     about = About(
         settings,
         session.plan,

@@ -312,10 +312,10 @@ class Training:
 def _meet(world: World, draft: Draft) -> Links:
     """Return the ranks that have met, with a line where their messages go through host memory."""
     settings, decides = draft.settings, draft.policy is not None
-    how = choose_device(world, settings.device), None, settings.timeout, decides or None
+    how = choose_device(world, settings.device), None, settings.timeout, decides
     links = Links(world, draft.placement, [], *how)
-    if links.staged and world.size > 1 and not world.rank:
-        why = f"{settings.schedule} decides its order as it runs" if decides else "ranks share a GPU"
+    if (links.obstacle or links.staged) and world.size > 1 and not world.rank:
+        why = links.obstacle or f"{settings.schedule} decides its order as it runs"
         log.warning("pipetrain: %s, so messages go through host memory over gloo", why)
     return links
 

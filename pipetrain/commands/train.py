@@ -255,7 +255,7 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
     settings, facts, task = read(cfg, start), word.facts, make_task(cfg)
     if HydraConfig.get().mode == RunMode.RUN:  # not in a sweep, whose runs have a folder each
         start.remember(Path(word.run_dir))
-    torch.set_num_threads(settings.threads or share_of_cores(start.world.local_size))
+    torch.set_num_threads(settings.threads or share_of_cores(start.world.local_size or start.world.size))
     start.doing = "build and check the model"
     sampler = Sampler(
         facts.train, settings.batch_size, settings.microbatches, settings.seed, settings.drop_last

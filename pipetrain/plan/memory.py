@@ -7,7 +7,6 @@ only what is above a limit that was given.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -38,12 +37,12 @@ def refuse_above(limit: float, stage_bytes: Memory) -> None:
 
 
 def gpu_bytes(device: str, processes: int = 1) -> int | None:
-    """Return a process's share of the smallest GPU, if `device` is one; `processes`: of this machine."""
+    """Return a process's share of the smallest GPU, if `device` is one; `processes`: that share it."""
     if device == "cpu" or not torch.cuda.is_available():
         return None
     count = torch.cuda.device_count()
     smallest = min(torch.cuda.get_device_properties(n).total_memory for n in range(count))
-    return int(smallest) // math.ceil(processes / count)
+    return int(smallest) // processes
 
 
 def peaks_by_rank(stage_bytes: Memory) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -24,10 +25,24 @@ def choose_device(world: World, device: str) -> torch.device:
     return torch.device("cuda", world.local_rank % torch.cuda.device_count())
 
 
-def shares_gpu(world: World, device: torch.device) -> bool:
-    """Return whether ranks share a GPU, which NCCL refuses but where each has an NCCL_HOSTID of its own."""
-    several = device.type == "cuda" and world.local_size > torch.cuda.device_count()
-    return several and "NCCL_HOSTID" not in os.environ
+def gpu_of(device: torch.device) -> list[str]:
+    """Return the UUID of a GPU and this rank's NCCL_HOSTID, "" if there is none; an empty list of a CPU."""
+    if device.type == "cpu":
+        return []
+    return [str(torch.cuda.get_device_properties(device).uuid), os.environ.get("NCCL_HOSTID", "")]
+
+
+def obstacle(gpus: Sequence[Sequence[str]]) -> str:
+    """Return why ranks with GPUs cannot talk over NCCL, "" if they can or have none, from each `gpu_of`.
+
+    NCCL refuses two ranks on one GPU, but where each has an NCCL_HOSTID of its own.
+    """
+    for rank, gpu in enumerate(gpus if any(gpus) else ()):
+        if not gpu:
+            return f"rank {rank} has no GPU"
+        if gpu in gpus[:rank]:
+            return f"ranks {gpus.index(gpu)} and {rank} share a GPU"
+    return ""
 
 
 def keep_freed_memory() -> str:

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_proces
 
 from pipetrain.errors import ChannelError
 from pipetrain.runtime.channel import Channel
-from pipetrain.runtime.device import shares_gpu
+from pipetrain.runtime.device import gpu_of, obstacle
 from pipetrain.runtime.meeting import choose_interface, make_group, this_attempt
 from pipetrain.runtime.ranks import LAST_WORD_S, Listeners, Ranks, World, came_too_late
 from pipetrain.runtime.watch import Deadline
@@ -51,8 +51,8 @@ def _fresh_store(world: World, limit_s: float) -> Store:
 class Links(Ranks):
     """The ranks of a run and the process groups between them. `placement[stage]`: the ranks of a stage.
 
-    `staged`: whether a GPU's messages go through host memory, over gloo; None: if ranks share it. `store`: of
-    these links alone; None: a part of torchrun's.
+    `staged`: whether a GPU's messages go through host memory, over gloo, also where NCCL could carry them.
+    `store`: of these links alone; None: a part of torchrun's.
     """
 
     def __init__(
@@ -63,14 +63,11 @@ class Links(Ranks):
         device: torch.device,
         store: Store | None,
         timeout: float,
-        staged: bool | None = None,
+        staged: bool = False,
     ) -> None:
         super().__init__(world, timeout)
         self.placement = placement
         self.device = device
-        self.staged = device.type == "cuda" and (shares_gpu(world, device) if staged is None else staged)
-        self.backend = "nccl" if device.type == "cuda" and not self.staged else "gloo"
-        self._place = torch.device("cpu") if self.staged else device  # of what is sent
         # Twice the limit, so that the channel's own deadline, which names the message, comes first.
         self._limit = timedelta(seconds=2 * timeout)
         self._groups: dict[Link, Any] = {}
@@ -89,21 +86,32 @@ class Links(Ranks):
         if world.size > 1:
             atexit.register(self._leave)
             choose_interface(world)
-            if self.backend == "nccl":  # its own watch would not say which message it was: see Deadline
-                os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-            with self._trying("connect to the other ranks"):
-                self._connect(store)
-            self.open(links)
-        else:
+        with self._trying("connect to the other ranks"):
             self.store = store or _fresh_store(world, timeout)
+            if world.size > 1:
+                self._meet()
+            gpus = self.gather("which GPU each rank has", gpu_of(device))
+            self.obstacle = obstacle(gpus)
+            """Why the ranks' GPUs cannot talk over NCCL, if so."""
+            self.sharing = sum(gpu[:1] == gpus[world.rank][:1] for gpu in gpus)
+            """How many ranks share this one's GPU, itself included."""
+            self.staged = device.type == "cuda" and (staged or bool(self.obstacle))
+            self.backend = "nccl" if device.type == "cuda" and not self.staged else "gloo"
+            self._place = torch.device("cpu") if self.staged else device  # of what is sent
+            if world.size > 1:
+                self._connect()
+        self.open(links)
 
-    def _connect(self, store: Store | None) -> None:
+    def _meet(self) -> None:
         limit = timedelta(seconds=self._timeout)
-        self.store = store or _fresh_store(self.world, self._timeout)
         if self._owned:
             make_group(self.world, self.store, limit)
         self._all = dist.group.WORLD if self._owned else dist.new_group(timeout=limit, backend="gloo")
+
+    def _connect(self) -> None:
         if self.backend == "nccl":
+            # Its own watch would not say which message it was: see Deadline.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             self._listeners = Listeners(self.aside(), self._lost)
         self._sums[ALL] = self._group(range(self.world.size))
 

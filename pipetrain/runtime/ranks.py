@@ -42,7 +42,7 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    local_size: int = 1
+    local_size: int = 1  # ranks on this machine; 0: unknown
 
     @classmethod
     def current(cls) -> World:
@@ -51,8 +51,8 @@ class World:
             rank, size = dist.get_rank(), dist.get_world_size()
         else:
             rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        return cls(rank, size, *local)
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1 if size == 1 else 0))
+        return cls(rank, size, int(os.environ.get("LOCAL_RANK", rank)), local_size)
 
 
 class Ranks:

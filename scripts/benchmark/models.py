@@ -125,7 +125,7 @@ def _on_gpu(number: int, ranks: int, scale: Scale, say: Say) -> Iterator[Row]:
         raise WorldFailed("it needs a GPU that torch can use; --quick rehearses it over gloo on the CPU")
     known = REHEARSED if scale.quick else PAIRS if ranks > 1 else ONES
     batches, window = (1, 8) if scale.quick else (6, WINDOW)
-    place = Place("cuda", None, GPU_TIMEOUT_S, apart=True) if cuda else CPU
+    place = Place("cuda", timeout=GPU_TIMEOUT_S, apart=True) if cuda else CPU
     for name, task in list(known.items())[number : number + 1]:
         title = f"gpu{'' if cuda else ', a rehearsal on the CPU'}{', one process' * (ranks == 1)}, {name}"
         if ranks == 1:

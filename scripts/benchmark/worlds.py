@@ -61,7 +61,7 @@ class Place:
     """
 
     device: str = "cpu"
-    staged: bool | None = None
+    staged: bool = False
     timeout: float = TIMEOUT_S
     apart: bool = False
 

@@ -79,7 +79,7 @@ class Setting:
 
         It may take what is left to the check, and no more than `within` seconds.
         """
-        place = Place(self.device, staged if self.cuda else None, timeout)
+        place = Place(self.device, staged, timeout)
         deadline = max(1.0, min(self.left, within * self.patience))
         return run_world(work, ranks, say or self.say, *arguments, place=place, deadline=deadline)
 

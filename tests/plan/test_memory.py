@@ -62,7 +62,7 @@ def test_a_gpu_is_shared_by_the_processes_on_it_and_not_asked_for_on_a_cpu(monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", sizes.__getitem__)
-    assert [gpu_bytes("auto", processes) for processes in (1, 2, 3, 4, 5)] == [60, 60, 30, 30, 20]
+    assert [gpu_bytes("auto", processes) for processes in (1, 2, 3)] == [60, 30, 20]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("CUDA was asked"))
     assert gpu_bytes("cpu", 4) is None
 

@@ -25,40 +25,49 @@ from tests.support.models import flat
 from tests.support.pretended.device import here
 from tests.support.pretended.world import ends_of, ranks_of
 
-ALONE, TWO = World(), World(0, 2, 0, 2)
+ONE_OF_EACH = ["GPU-a", ""], ["GPU-b", ""], ["GPU-c", ""]
+SHARED = ["GPU-a", ""], ["GPU-b", ""], ["GPU-a", ""]
+HOSTS = ["GPU-a", "rank0"], ["GPU-a", "rank1"], ["GPU-a", "rank2"]
 
 
 @pytest.mark.parametrize(
-    ("gpus", "world", "device", "asked", "backend", "staged"),
+    ("gpus", "staged", "backend", "why", "sharing"),
     [
-        (1, ALONE, "cpu", None, "gloo", False),
-        (1, TWO, "cpu", None, "gloo", False),
-        (1, ALONE, "cuda", None, "nccl", False),
-        (1, ALONE, "cuda", True, "gloo", True),
-        (2, TWO, "cuda", True, "gloo", True),  # a policy's
-        (1, TWO, "cpu", True, "gloo", False),
-        (1, TWO, "cuda", None, "gloo", True),  # they share it, which NCCL refuses
-        (1, TWO, "cuda", False, "nccl", False),
-        (2, TWO, "cuda", None, "nccl", False),
-        (1, TWO, "cuda with NCCL_HOSTID", None, "nccl", False),
+        (([], [], []), False, "gloo", "", 3),
+        (([], [], []), True, "gloo", "", 3),
+        (ONE_OF_EACH, False, "nccl", "", 1),  # also if each sees one alone, as the first
+        (ONE_OF_EACH, True, "gloo", "", 1),  # a policy's
+        (ONE_OF_EACH[:1], False, "nccl", "", 1),
+        (SHARED, False, "gloo", "ranks 0 and 2 share a GPU", 2),  # on all ranks, whatever their machine has
+        (HOSTS, False, "nccl", "", 3),
+        ((*ONE_OF_EACH[:2], []), False, "gloo", "rank 2 has no GPU", 1),
+        (([], *ONE_OF_EACH[:2]), True, "gloo", "rank 0 has no GPU", 1),
     ],
 )
-def test_the_backend_follows_the_device(monkeypatch, with_gpus, gpus, world, device, asked, backend, staged):
+def test_all_ranks_decide_alike_by_the_gpu_that_each_one_has(
+    monkeypatch, with_gpus, gpus, staged, backend, why, sharing
+):
+    with_gpus(1)
+    for name in ("_meet", "_connect"):
+        monkeypatch.setattr(Links, name, lambda self: None)
     monkeypatch.setattr(links, "choose_interface", lambda world: None)
-    monkeypatch.setattr(Links, "_connect", lambda self, store: None)
-    with_gpus(gpus)
-    device, *variables = device.split(" with ")
-    for name in variables:
-        monkeypatch.setenv(name, "rank0")
-    made = Links(world, [(0,)] * world.size, [], torch.device(device, 0), None, 30, staged=asked)
-    assert (made.backend, made.staged) == (backend, staged)
+    monkeypatch.setattr(links, "gpu_of", lambda device: None)
+    monkeypatch.setattr(Links, "gather", lambda self, what, item: [*gpus])
+    for rank, gpu in enumerate(gpus):
+        device, world = torch.device("cuda" if gpu else "cpu", 0), World(rank, len(gpus))
+        store = torch.distributed.HashStore()
+        made = Links(world, [(0,)] * len(gpus), [], device, store, 30, staged)
+        made._leave_groups()
+        assert (made.backend, made.staged) == (backend, bool(gpu) and backend == "gloo")
+        assert made.obstacle == why
+        assert rank or made.sharing == sharing
 
 
 def test_links_have_keys_of_their_own(monkeypatch):
     """A stop that one training has decided is none of the next."""
     store = torch.distributed.HashStore()
     monkeypatch.setattr(links, "this_attempt", lambda world: SimpleNamespace(meet=lambda limit_s: store))
-    first, second = (links._fresh_store(TWO, 1.0) for _ in range(2))
+    first, second = (links._fresh_store(World(0, 2), 1.0) for _ in range(2))
     first.set("decided", "stop")
     assert (first.check(["decided"]), second.check(["decided"])) == (True, False)
 

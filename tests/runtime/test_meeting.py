@@ -29,6 +29,7 @@ ONE_MACHINE, TWO = World(0, 2, 0, 2), World(0, 4, 0, 2)
         (TWO, "127.0.0.1", ("lo", "=lo")),
         (TWO, "10.0.0.7", ("eth0", "=eth0")),
         (TWO, "", (None, None)),
+        (World(0, 4, 0, 0), "10.0.0.7", ("eth0", "=eth0")),  # the launcher does not say how many are here
     ],
 )
 def test_ranks_listen_where_torchrun_s_address_is_reached(monkeypatch, world, master, chosen):

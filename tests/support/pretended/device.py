@@ -353,7 +353,9 @@ def pretended() -> Iterator[Gpu]:
         "current_device": lambda: 0,
         "set_device": lambda _: None,
         "get_device_name": lambda *_: "a pretended GPU",
-        "get_device_properties": lambda *_: SimpleNamespace(total_memory=2**34, name="a pretended GPU"),
+        "get_device_properties": lambda *_: SimpleNamespace(
+            total_memory=2**34, name="a pretended GPU", uuid=f"that of rank {here('rank')}"
+        ),
         "mem_get_info": lambda *_: (2**34, 2**34),
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "set_rng_state": lambda state, *_: torch.set_rng_state(state),
