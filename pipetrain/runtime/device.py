@@ -33,16 +33,12 @@ def gpu_of(device: torch.device) -> list[str]:
 
 
 def obstacle(gpus: Sequence[Sequence[str]]) -> str:
-    """Return why ranks with GPUs cannot talk over NCCL, "" if they can or have none, from each `gpu_of`.
+    """Return why ranks with GPUs cannot talk over NCCL, "" if they can, from the `gpu_of` of each.
 
     NCCL refuses two ranks on one GPU, but where each has an NCCL_HOSTID of its own.
     """
-    for rank, gpu in enumerate(gpus if any(gpus) else ()):
-        if not gpu:
-            return f"rank {rank} has no GPU"
-        if gpu in gpus[:rank]:
-            return f"ranks {gpus.index(gpu)} and {rank} share a GPU"
-    return ""
+    shared = (rank for rank, gpu in enumerate(gpus) if gpu and gpu in gpus[:rank])
+    return "".join(f"ranks {gpus.index(gpus[rank])} and {rank} share a GPU" for rank in [*shared][:1])
 
 
 def keep_freed_memory() -> str:

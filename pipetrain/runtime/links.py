@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_process_group
 
-from pipetrain.errors import ChannelError
+from pipetrain.errors import ChannelError, Refused, of_all
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.device import gpu_of, obstacle
 from pipetrain.runtime.meeting import choose_interface, make_group, this_attempt
@@ -91,6 +91,9 @@ class Links(Ranks):
             if world.size > 1:
                 self._meet()
             gpus = self.gather("which GPU each rank has", gpu_of(device))
+            if any(gpus) and not all(gpus):
+                why = f"rank {gpus.index([])} has no GPU, and others have: give it one, or set device=cpu"
+                raise of_all(Refused(why), world.rank)
             self.obstacle = obstacle(gpus)
             """Why the ranks' GPUs cannot talk over NCCL, if so."""
             self.sharing = sum(gpu[:1] == gpus[world.rank][:1] for gpu in gpus)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pipetrain.errors import Refused
 from pipetrain.runtime import links
 from pipetrain.runtime.links import Links, in_rounds
 from pipetrain.runtime.profile import slowest_link
@@ -24,6 +26,19 @@ from tests.support.deadlines import DEADLINE_S
 from tests.support.models import flat
 from tests.support.pretended.device import here
 from tests.support.pretended.world import ends_of, ranks_of
+
+
+def met(monkeypatch: Any, gpus: Sequence[list[str]], rank: int, staged: bool = False) -> Links:
+    """Return the links of a rank that has heard which GPU each one has."""
+    for name in ("_meet", "_connect"):
+        monkeypatch.setattr(Links, name, lambda self: None)
+    monkeypatch.setattr(links, "atexit", Mock())
+    monkeypatch.setattr(links, "choose_interface", lambda world: None)
+    monkeypatch.setattr(links, "gpu_of", lambda device: None)
+    monkeypatch.setattr(Links, "gather", lambda self, what, item: [*gpus])
+    device, world = torch.device("cuda" if gpus[rank] else "cpu", 0), World(rank, len(gpus))
+    return Links(world, [(0,)] * len(gpus), [], device, torch.distributed.HashStore(), 30, staged)
+
 
 ONE_OF_EACH = ["GPU-a", ""], ["GPU-b", ""], ["GPU-c", ""]
 SHARED = ["GPU-a", ""], ["GPU-b", ""], ["GPU-a", ""]
@@ -40,27 +55,25 @@ HOSTS = ["GPU-a", "rank0"], ["GPU-a", "rank1"], ["GPU-a", "rank2"]
         (ONE_OF_EACH[:1], False, "nccl", "", 1),
         (SHARED, False, "gloo", "ranks 0 and 2 share a GPU", 2),  # on all ranks, whatever their machine has
         (HOSTS, False, "nccl", "", 3),
-        ((*ONE_OF_EACH[:2], []), False, "gloo", "rank 2 has no GPU", 1),
-        (([], *ONE_OF_EACH[:2]), True, "gloo", "rank 0 has no GPU", 1),
     ],
 )
 def test_all_ranks_decide_alike_by_the_gpu_that_each_one_has(
     monkeypatch, with_gpus, gpus, staged, backend, why, sharing
 ):
     with_gpus(1)
-    for name in ("_meet", "_connect"):
-        monkeypatch.setattr(Links, name, lambda self: None)
-    monkeypatch.setattr(links, "choose_interface", lambda world: None)
-    monkeypatch.setattr(links, "gpu_of", lambda device: None)
-    monkeypatch.setattr(Links, "gather", lambda self, what, item: [*gpus])
     for rank, gpu in enumerate(gpus):
-        device, world = torch.device("cuda" if gpu else "cpu", 0), World(rank, len(gpus))
-        store = torch.distributed.HashStore()
-        made = Links(world, [(0,)] * len(gpus), [], device, store, 30, staged)
-        made._leave_groups()
+        made = met(monkeypatch, gpus, rank, staged)
         assert (made.backend, made.staged) == (backend, bool(gpu) and backend == "gloo")
         assert made.obstacle == why
         assert rank or made.sharing == sharing
+
+
+@pytest.mark.parametrize("gpus", [(*ONE_OF_EACH[:2], []), ([], *ONE_OF_EACH[:2])])
+def test_a_rank_without_a_gpu_among_others_that_have_one_is_refused(monkeypatch, with_gpus, gpus):
+    with_gpus(1)
+    without = gpus.index([])
+    with pytest.raises(Refused, match=f"^rank {without} has no GPU, and others have: give it one, or"):
+        met(monkeypatch, gpus, 0)
 
 
 def test_links_have_keys_of_their_own(monkeypatch):
