@@ -2,20 +2,30 @@
 
 Weight versions and estimates let a module run with other tensors than its own. Its code may use a tensor not
 only through the registries: nn.LSTM keeps a list of its weights, and users keep another layer's weight to
-share it. So each entry of a module's registries, of its attributes, and of the lists and dicts among them
-that holds a tensor is a place.
+share it. So each entry of a module's registries, of its attributes, and of the lists, dicts and objects
+among them that holds a tensor is a place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+import sys
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import chain
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+
+MOST = 1000, 100_000  # entries of a container whose inside is looked at, and containers in all
+_CONTAINERS: Any = dict | list | tuple | set | deque
+OTHERS = {*sys.stdlib_module_names, "torch", "pipetrain"}
+Named = tuple[str, Any]
+"""A container, with its name."""
 
 
 class Place(NamedTuple):
@@ -53,57 +63,108 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 def places(module: nn.Module) -> list[Place]:
     """Return the places of all tensors of a module and of its children; a tensor may have several."""
-    return [
-        Place(of, key)
-        for of in _containers(module)
-        for key, value in (of.items() if isinstance(of, dict) else enumerate(of))
-        if isinstance(value, Tensor)
-    ]
+    return [place for _, of in _containers(attributes_of(module)) for place in _places_in(of)]
 
 
-def replace(modules: Iterable[nn.Module], others: Mapping[int, Tensor]) -> None:
-    """Put `others[id(tensor)]` into each place of `tensor`, so that what is shared stays shared."""
-    for place in chain.from_iterable(map(places, modules if others else ())):
+def _places_in(of: Any) -> list[Place]:
+    entries = of.items() if isinstance(of, dict) else enumerate(of) if isinstance(of, list) else ()
+    return [Place(of, key) for key, value in entries if isinstance(value, Tensor)]
+
+
+def replace(modules: Iterable[nn.Module], others: Mapping[int, Tensor], *more: Any) -> None:
+    """Put `others[id(tensor)]` into each place of `tensor`, in `more` too; what is shared stays so."""
+    own = chain.from_iterable(map(places, modules if others else ()))
+    for place in chain(own, *map(_places_in, more)):
         if id(place.tensor) in others:
             place.container[place.key] = others[id(place.tensor)]
 
 
-def _containers(module: nn.Module) -> list[Any]:
-    """Return the dicts of a module's and its children's attributes, and the dicts and lists among these."""
-    attributes = [vars(owner) for owner in module.modules()]
-    inner = (value for of_layer in attributes for value in of_layer.values())
-    return [*attributes, *(value for value in inner if isinstance(value, dict | list))]
+def attributes_of(*modules: nn.Module) -> list[Named]:
+    """Return the dicts of the attributes of modules and their children."""
+    return [(name, vars(owner)) for module in modules for name, owner in module.named_modules()]
 
 
-class Attributes:
-    """What modules, their children and some dicts hold now."""
+def _containers(roots: Sequence[Named]) -> list[Named]:
+    """Return `roots`, the lists, dicts, sets and objects in them, and what is in these, but modules."""
+    found, met = list(roots), {id(of) for _, of in roots}
+    for name, of in found:  # grows
+        entries = (of.items() if isinstance(of, dict) else enumerate(of)) if len(of) < MOST[0] else ()
+        for key, value in entries:
+            if not _holds_more(kind := cast(Any, type(value))):
+                continue
+            inner = value if issubclass(kind, _CONTAINERS) else getattr(value, "__dict__", ())
+            if id(inner) not in met and len(met) < MOST[1]:
+                met.add(id(inner))
+                found.append((f"{name}.{key}".lstrip("."), inner))
+    return [(name, of) for name, of in found if not isinstance(of, tuple)]
 
-    def __init__(self, modules: Iterable[nn.Module], *dicts: dict[str, Any]) -> None:
-        containers = [*dicts, *chain.from_iterable(map(_containers, modules))]
-        self._sizes = [(of, len(of)) for of in containers]
-        reads = [partial(of.get, key) for of in containers if isinstance(of, dict) for key in of]
-        reads += [
-            partial(of.__getitem__, n) for of in containers if isinstance(of, list) for n in range(len(of))
-        ]
-        self._values = [(read, read()) for read in reads]
+
+@cache
+def _holds_more(kind: type) -> bool:
+    own = origin(kind) not in OTHERS or issubclass(kind, SimpleNamespace | Namespace)
+    return issubclass(kind, _CONTAINERS) or (own and not issubclass(kind, nn.Module | Tensor | type))
+
+
+def origin(code: Any) -> str:
+    """Return the package of a class or function, also of a partial one."""
+    return str(getattr(getattr(code, "func", code), "__module__", "")).partition(".")[0]
+
+
+class Held:
+    """What dicts hold now, such as those of attributes, and the containers and objects in them."""
+
+    def __init__(self, roots: Sequence[Named]) -> None:
+        self._all = [(name, of, of.copy()) for name, of in _containers(roots)]
+        self._empty = [of for _, of, was in self._all if not was]
+        self._filled = [of for _, of, was in self._all if was]
+        self.content = [was for *_, was in self._all if was]
 
     def changed(self) -> bool:
-        """Return whether anything else is held; a tensor whose numbers have changed in place is the same."""
-        return any(len(of) != size for of, size in self._sizes) or any(
-            (now := read()) is not value and not (isinstance(now, int | float | str) and now == value)
-            for read, value in self._values
-        )
+        """Return whether anything else is held; a tensor whose numbers have changed in place is the same.
+
+        Python compares the dicts, which is fast, and asks only entries that are other objects for `==`.
+        """
+        with suppress(Exception):  # of arrays and tensors, which have no truth value
+            return any(self._empty) or self._filled != self.content
+        return True
+
+    def changes(self) -> Iterator[tuple[str, Any, Any, Any]]:
+        """Yield the name, container and key of what has changed, and what was in the container.
+
+        The key is None for a list or set, which is named itself.
+        """
+        for name, of, was in self._all:
+            if not isinstance(of, dict):
+                if len(of) != len(was) or not all(map(_same, of, was)):
+                    yield name, of, None, was
+                continue
+            for key in {**was, **of}:
+                if key not in of or key not in was or not _same(of[key], was[key]):
+                    yield f"{name}.{key}".lstrip("."), of, key, was
+
+    def put_back(self) -> None:
+        """Let all be held again that was."""
+        for container, was in {id(of): (of, was) for _, of, _, was in self.changes()}.values():
+            refill(container, was)
+
+
+def _same(now: Any, was: Any) -> bool:
+    plain = isinstance(was, bool | int | float | complex | str) and type(now) is type(was)
+    return now is was or (plain and bool(now == was))
+
+
+def refill(container: Any, content: Any) -> None:
+    """Let a list, dict or set have a content."""
+    container.clear()
+    (container.extend if isinstance(container, list | deque) else container.update)(content)
 
 
 @contextmanager
 def standing_in(module: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
     """Let a module run with `others[id(tensor)]` in each place of `tensor`; then restore all attributes."""
-    containers = _containers(module)
-    before = [container.copy() for container in containers]
+    held = Held(attributes_of(module))
     try:
         replace([module], others)
         yield
     finally:
-        for container, content in zip(containers, before, strict=True):
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
+        held.put_back()

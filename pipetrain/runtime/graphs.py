@@ -21,7 +21,7 @@ from pipetrain.errors import one_line
 from pipetrain.network.draws import Beginning
 from pipetrain.network.network import Tensors
 from pipetrain.network.numerics import signed
-from pipetrain.network.places import Attributes
+from pipetrain.network.places import Held, attributes_of
 from pipetrain.network.values import ValueSpec, as_tuple
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Saving, around
@@ -155,7 +155,7 @@ class GraphedStage(Stage):
         # The last microbatch before `capture`, in a list, as a rehearsal puts attributes back; None after it.
         self._example: list[tuple[Tensors, Target | None, Saving]] | None = []
         self._replayed: dict[int, Pass] = {}
-        self._known: Attributes | None = None  # of the capture
+        self._known: Held | None = None  # of the capture
         self._replays = False  # in this window: a program may have changed attributes since
 
     def forward(
@@ -227,7 +227,7 @@ class GraphedStage(Stage):
         """
         example, self._example = self._example, None
         assert example, f"stage {self.index} is captured once, after a rehearsal"
-        before, generators, why = self._attributes(), Beginning(), ""
+        before, generators, why = self._held(), Beginning(), ""
         hooks = [(m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in self.module.modules()]
         pools = [torch.cuda.graph_pool_handle() for _ in range(slots)]
         observers, self.observers = self.observers, []  # in a pass on a GPU they look at nothing
@@ -249,11 +249,11 @@ class GraphedStage(Stage):
             self._free, self._known = list(range(slots)), before
         return why
 
-    def _attributes(self) -> Attributes:
+    def _held(self) -> Held:
         """Return what the passes may depend on beside tensors: what layers and the task hold."""
         of_task = vars(self.objective.task) if self.objective else {}
         losses = [value for value in of_task.values() if isinstance(value, nn.Module)]
-        return Attributes([*self.module.children(), *losses], of_task)
+        return Held([*attributes_of(*self.module.children(), *losses), ("", of_task)])
 
     def begin_window(self, predicted: Sequence[Predicted] = ()) -> None:
         super().begin_window(predicted)

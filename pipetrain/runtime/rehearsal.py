@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipetrain.network.draws import Beginning
-from pipetrain.network.places import standing_in
+from pipetrain.network.places import refill, standing_in
 from pipetrain.network.values import Size, Value, as_tuple, on_each
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.feed import Feed, Repeated
@@ -150,8 +150,7 @@ def put_back(stages: Iterable[Stage], training: bool) -> Iterator[None]:
                 data.copy_(values)
                 tensor.data, tensor.grad = data, None
             for container, content in contents:
-                container.clear()
-                (container.extend if isinstance(container, list) else container.update)(content)
+                refill(container, content)
             for attributes, trees in copies:
                 attributes.restore(trees)
 
