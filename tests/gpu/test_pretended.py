@@ -7,14 +7,12 @@ posted; `support/pretended` says how. The faults at the end are such that it has
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,28 +20,18 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-import pipetrain
-from pipetrain import ChannelError, Pipeline, TrainingStopped, fit
+from pipetrain import Pipeline, TrainingStopped, fit
 from pipetrain.data.loading import Reader
 from pipetrain.network.values import Size
-from pipetrain.runtime import buckets, links, rehearsal
+from pipetrain.runtime import buckets
 from pipetrain.runtime.batches import OfLoader
 from pipetrain.runtime.buffers import Buffers
-from pipetrain.runtime.channel import Channel
-from pipetrain.runtime.feed import WindowFeed
-from pipetrain.runtime.finite import StopOnNaN
-from pipetrain.runtime.graphs import FixedWeights, GraphedStage, Pass
-from pipetrain.runtime.objective import Counted, Objective
 from pipetrain.runtime.ranks import World
-from pipetrain.runtime.stage import Stage
-from pipetrain.runtime.sums import Sums
-from pipetrain.runtime.weights import Weights
 from pipetrain.schedule.actions import UPDATE
 from pipetrain.tasks import Classification, Regression
 from tests.support.cases import SCHEDULES, Case, Ran, compare, make_run, run_in_threads
 from tests.support.models import flat
-from tests.support.pretended.device import is_tagged
-from tests.support.pretended.nccl import Hang
+from tests.support.pretended.tensors import is_tagged
 from tests.support.pretended.world import Trained, alone, on_gpus
 
 SHORT = ("epochs=1", "microbatches=4", "cuda_graphs=false")
@@ -76,16 +64,17 @@ SHARED = case(
 )
 
 
-@cache
+_on_a_cpu = cache(run_in_threads)  # once for all tests that have a case
+
+
 def on_a_cpu(one: Case) -> tuple[dict[str, Tensor], Ran]:
-    """Train a case once for all tests that have it, but a planted fault's: it may be the CPU's too."""
-    return run_in_threads(one)
+    words = tuple(word for word in one.overrides if not word.startswith("cuda_graphs="))
+    return _on_a_cpu(replace(one, overrides=words))
 
 
 def equal_the_cpu(one: Case, waits: int = 0) -> Trained:
     """Hold a case against the CPU, to the last bit, and let no host wait in its windows, or so many times."""
-    words = tuple(word for word in one.overrides if not word.startswith("cuda_graphs="))
-    plain, figures = on_a_cpu(replace(one, overrides=words))
+    plain, figures = on_a_cpu(one)
     trained = on_gpus(one, exclusive=True)
     assert plain.keys() == trained.state.keys()
     assert [name for name, tensor in plain.items() if not torch.equal(tensor, trained.state[name])] == []
@@ -417,214 +406,3 @@ def test_a_program_whose_default_dtype_is_float64_trains_on_a_gpu():
 
 
 # Faults that it has to see
-
-
-def planted(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
-    """Put in place of a method what `make` makes of it."""
-    return patch.object(owner, name, make(getattr(owner, name)))
-
-
-def reading(reduce: Any) -> Any:
-    def read(self: Stage) -> None:
-        reduce(self)
-        if self.objective is not None:
-            self.last_loss = float(self.objective.losses[-1])  # type: ignore[attr-defined]
-
-    return read
-
-
-def one_buffer_for_all(hand_on: Any) -> Any:
-    def overwrite(self: Stage, mb: int, outputs: Any) -> Any:
-        outputs = hand_on(self, mb, outputs)
-        kept = vars(self).setdefault("kept", [t.clone() for t in outputs])
-        return tuple(old.copy_(t) for old, t in zip(kept, outputs, strict=True))
-
-    return overwrite
-
-
-def not_waiting(complete: Any) -> Any:
-    return lambda self, works, failed: None if self.ordered else complete(self, works, failed)
-
-
-@contextmanager
-def nothing_put_back(stages: Any, training: bool) -> Iterator[None]:
-    for stage in stages:
-        stage.begin_rehearsal()
-    yield
-    for stage in stages:
-        stage.rehearses = False
-
-
-def on_the_host(norm: Any) -> Any:
-    return lambda self, device, without=(): norm(self, "cpu", without)
-
-
-def rebound(reduce: Any) -> Any:
-    def rebind(self: FixedWeights) -> None:
-        self._graded = set(self._graded)  # a rehearsal puts the old one back
-        reduce(self)
-
-    return rebind
-
-
-def early(check: Any) -> Any:
-    def look(self: StopOnNaN, wait: bool) -> None:
-        for *_, arrived in self._coming:
-            arrived.query = lambda: True
-            arrived.synchronize = lambda: None
-        check(self, wait)
-
-    return look
-
-
-def host_sums(counted: Any) -> Any:
-    def count(self: Objective, loss: Tensor, outputs: Any, target: Any) -> Counted:
-        one = counted(self, loss, outputs, target)
-        return one._replace(sums={name: some + torch.ones(2) for name, some in one.sums.items()})
-
-    return count
-
-
-def unpinned(moved: Any) -> Any:
-    def move(self: WindowFeed, value: Any) -> Any:
-        return value.to(self._device, self._dtype if value.is_floating_point() else None, non_blocking=True)
-
-    return move
-
-
-def one_slot(capture: Any) -> Any:
-    def share(self: GraphedStage, slots: int, versions: int) -> None:
-        capture(self, slots, versions)
-        self._free = [0] * slots
-
-    return share
-
-
-def unbounded(send: Any) -> Any:
-    def start(self: Channel, message: Any, tensors: Any) -> None:
-        end = self._ends[message.link]
-        bound, end.bound = end.bound, 1000
-        send(self, message, tensors)
-        end.bound = bound
-
-    return start
-
-
-def without_meeting(before: Any) -> Any:
-    def rehearse(self: rehearsal.Rehearsal, *window: Any) -> None:
-        self.meet = lambda norms: None
-        before(self, *window)
-
-    return rehearse
-
-
-GRAPHS = (*FLOATS, "cuda_graphs=true")
-FAULTS = {
-    "a loss is read at each update": (Stage, "reduce", reading, case("1f1b", *EVEN)),
-    "inputs are copied from memory that is not pinned": (WindowFeed, "_moved", unpinned, case("1f1b", *EVEN)),
-    "a number of the host is copied at each tie": (
-        Sums,
-        "tell_tied",
-        lambda tell: lambda self, action: (torch.tensor([1.0], device="cuda"), tell(self, action)),
-        case("1f1b", *SHORT, TIED, "partition=[3]"),
-    ),
-    "one buffer is sent for all microbatches": (
-        Stage,
-        "_handed_on",
-        one_buffer_for_all,
-        case("gpipe", *EVEN),
-    ),
-    "a message is read before it has come": (Channel, "_complete", not_waiting, case("1f1b", *EVEN)),
-    "what is sent is not contiguous": (
-        Channel,
-        "_to_wire",
-        lambda wire: lambda self, t: t.detach(),
-        case("1f1b", *FLOATS, "memory_format=channels_last"),
-    ),
-    "receives are posted ahead": (
-        Channel,
-        "_post",
-        lambda post: lambda self, end, least=0: post(self, end, max(least, end.bound)),
-        case("zbv", *EVEN),
-    ),
-    "receives are posted when they are needed": (
-        Channel,
-        "post",
-        lambda post: lambda self, message: None,
-        case("zbv", *EVEN),
-    ),
-    "a sum is posted when its share is told": (
-        Channel,
-        "tell",
-        lambda tell: lambda self, tie, numbers: (tell(self, tie, numbers), self.begin(tie)),
-        SHARED,
-    ),
-    "replicas begin their buckets when they are told": (
-        Channel,
-        "tell",
-        lambda tell: (
-            lambda self, tie, numbers, early=False: (
-                tell(self, tie, numbers, early),
-                early and self.begin(tie),
-            )
-        ),
-        spread("layer_dist", 3, "replicas=[1,2]", PLAIN, "microbatches=3"),
-    ),
-    "a sender waits for no receive": (Channel, "send", unbounded, case("gpipe", *EVEN, "buffer_size=1")),
-    "groups are not used before a window": (
-        links,
-        "in_rounds",
-        lambda in_rounds: lambda groups: [],
-        case("1f1b", *EVEN),
-    ),
-    "ranks do not meet after a rehearsal": (
-        rehearsal.Rehearsal,
-        "before",
-        without_meeting,
-        case("1f1b", *EVEN),
-    ),
-    "a rehearsal trains": (rehearsal, "put_back", lambda put_back: nothing_put_back, case("1f1b", *EVEN)),
-    "a norm of nothing is in host memory": (
-        Weights,
-        "gradient_norm",
-        on_the_host,
-        case("1f1b", *SHORT, *CLIPPED, "model._target_=tests.gpu.test_pretended.idle", "partition=[2]"),
-    ),
-    "losses are looked at before they have arrived": (StopOnNaN, "check", early, case("1f1b", *EVEN)),
-    "sums of a metric are in host memory": (Objective, "counted", host_sums, case("1f1b", *EVEN)),
-    "graphs forget which weights have gradients": (FixedWeights, "reduce", rebound, case("1f1b", *GRAPHS)),
-    "graphs add to the gradients of the batch before": (
-        FixedWeights,
-        "step",
-        lambda step: lambda self, *a, **k: Weights.step(self, *a, **k),
-        case("1f1b", *GRAPHS),
-    ),
-    "microbatches in flight share the memory of a graph": (
-        GraphedStage,
-        "capture",
-        one_slot,
-        case("gpipe", *GRAPHS),
-    ),
-    "a loss is overwritten by the next replay": (
-        Pass,
-        "counted",
-        lambda counted: lambda self, target: self.recorded.counted,
-        case("1f1b", *GRAPHS),
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, small_buckets):
-    owner, name, make, one = FAULTS[fault]
-    on_a_cpu.cache_clear()
-    seen = AssertionError, pipetrain.ActionFailed, TrainingStopped, ChannelError
-    with planted(owner, name, make), pytest.raises(seen):
-        equal_the_cpu(one)
-
-
-def test_ranks_that_wait_for_each_other_are_named():
-    with planted(Channel, "_post", FAULTS["receives are posted ahead"][2]), pytest.raises(Hang) as caught:
-        on_gpus(case("zbv", *EVEN), exclusive=True)
-    assert "rank 0 waits for" in str(caught.value)
-    assert "rank 1 waits for" in str(caught.value)

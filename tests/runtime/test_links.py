@@ -24,7 +24,7 @@ from pipetrain.schedule.programs import interleaved_1f1b, one_f_one_b, zbv
 from tests.support.cases import Case
 from tests.support.deadlines import DEADLINE_S
 from tests.support.models import flat
-from tests.support.pretended.device import here
+from tests.support.pretended.streams import here
 from tests.support.pretended.world import ends_of, ranks_of
 
 

@@ -1,35 +1,35 @@
-"""Tensors of host memory whose storages are tagged as the device's, and what the device refuses and notes."""
+"""What runs on a pretended device: over one memory alone, where CUDA has kernels; when the host waits."""
 
 from __future__ import annotations
 
 import sys
-import threading
-import time
-import traceback
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _foreach_utils
+from torch.utils import _foreach_utils, _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from tests.support.pretended.graphs import Graph, Pool, capture
+from tests.support.pretended.streams import Event, Gpu, Refused, _here, being, here
+from tests.support.pretended.tensors import (
+    CPU_ALONE,
+    is_pinned,
+    is_tagged,
+    storages,
+    tag,
+    tensors_in,
+    written,
+)
 
 CUDA = torch.device("cuda", 0)
 READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim"}
 """Operations for whose result the host waits."""
-_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}
-_WHOLE = _UNSIGNED | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-CPU_ALONE = {  # dtypes of which the CPU has a kernel, and CUDA none, as its sources dispatch them
-    "_amp_foreach_non_finite_check_and_unscale_": {torch.bfloat16},
-    "_foreach_copy_": _UNSIGNED,
-    "where": _UNSIGNED,
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addmv", "convolution"), _WHOLE),
-}
 NOT_KERNELS = {
     "empty",
     "empty_like",
@@ -40,104 +40,10 @@ NOT_KERNELS = {
     "lift_fresh",
 }
 
-_here = threading.local()
-"""Of a rank's thread: its `rank`; `watched`: whether its host must not wait; the `graph` it captures."""
 _device = torch._C.TensorBase.device
 _to, _tolist, _numpy = Tensor.to, Tensor.tolist, Tensor.numpy
 _rng_state, _set_rng_state = torch.get_rng_state, torch.set_rng_state
 _group_tensors = _foreach_utils._group_tensors_by_device_and_dtype
-
-
-class Refused(RuntimeError):
-    """What a GPU refuses."""
-
-
-def here(name: str) -> Any:
-    return getattr(_here, name, None)
-
-
-@contextmanager
-def being(**attributes: Any) -> Iterator[None]:
-    """Set attributes of this thread."""
-    before = {name: here(name) for name in attributes}
-    vars(_here).update(attributes)
-    try:
-        yield
-    finally:
-        vars(_here).update(before)
-
-
-def is_tagged(t: Tensor) -> bool:
-    """Return whether a tensor is on the device."""
-    kind = type(t) in (Tensor, nn.Parameter, nn.Buffer) and t.layout is torch.strided
-    return kind and getattr(t.untyped_storage(), "on_device", False)
-
-
-def tensors_in(*values: Any) -> list[Tensor]:
-    """Return the tensors among arguments or results, as torch.utils._pytree does, but sooner."""
-    found = [t for t in values if isinstance(t, Tensor)]
-    return found + [t for some in values if isinstance(some, tuple | list) for t in tensors_in(*some)]
-
-
-def tag(value: Any) -> Any:
-    for t in tensors_in(value):
-        if t.layout is torch.strided and not t.is_meta:
-            t.untyped_storage().on_device = True  # type: ignore[attr-defined]
-    return value
-
-
-def is_pinned(t: Tensor) -> bool:
-    return getattr(t.untyped_storage(), "is_pinned_memory", False)
-
-
-def storages(value: Any) -> set[int]:
-    return {t.untyped_storage()._cdata for t in tensors_in(value)}
-
-
-def written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    """Return the tensors that an operation writes."""
-    pairs = zip(func._schema.arguments, args, strict=False)
-    found = [args_ for said, args_ in pairs if said.alias_info is not None and said.alias_info.is_write]
-    if "batch_norm" in func.__name__ and "backward" not in func.__name__:  # its schema does not say so
-        found.append(args[3:5])
-    return tensors_in(*found)
-
-
-class Gpu:
-    """What was seen on the device by all ranks.
-
-    `waits`: where the host waited for the device while its rank was watched, as `what, file:line`;
-    `kernels`: by rank and by what the rank was at, see `counting`. `before_kernel` and `on_write` are called
-    before each operation, and with the tensors that it writes.
-    """
-
-    def __init__(self) -> None:
-        self.waits: Counter[str] = Counter()
-        self.kernels: Counter[tuple[Any, Any, str]] = Counter()
-        self.before_kernel: Callable[[], None] = lambda: None
-        self.on_write: Callable[[list[Tensor]], None] = lambda tensors: None
-        self.coming: defaultdict[Any, list[_Copy]] = defaultdict(list)  # by rank
-
-    def wait(self, what: str) -> None:
-        """Note that the host waits for the device."""
-        if here("graph") is not None:
-            raise Refused(f"operation not permitted when stream is capturing: {what}")
-        if here("watched"):
-            ours = [f for f in traceback.extract_stack() if "/pipetrain/" in f.filename]
-            at = f"{ours[-1].filename.rpartition('/pipetrain/')[2]}:{ours[-1].lineno}" if ours else "a caller"
-            self.waits[f"{what}, {at}"] += 1
-
-
-class _Copy:
-    """A copy to pinned host memory: nothing is there until an event after it has passed."""
-
-    def __init__(self, target: Tensor, source: Tensor) -> None:
-        self.target, self.values = target, source.detach().clone()
-        if target.is_floating_point():
-            target.fill_(torch.nan)
-
-    def land(self) -> None:
-        self.target.copy_(self.values)
 
 
 class _Factories(TorchFunctionMode):
@@ -181,6 +87,8 @@ class _Kernels(TorchDispatchMode):
         on = [t for t in tensors if is_tagged(t)]
         off = [t for t in tensors if not is_tagged(t) and t.layout is torch.strided]
         if not on:
+            if not func.is_view:
+                gpu.host.refuse_pinned(storages(off), storages(written(func, args, kwargs)))
             return func(*args, **kwargs)
         is_kernel = not (func.is_view or func.namespace != "aten" or name in NOT_KERNELS)
         if is_kernel:
@@ -191,37 +99,41 @@ class _Kernels(TorchDispatchMode):
         masks = name == "index" and any(t.dtype is torch.bool for t in tensors_in(args[1]))
         if name in READS or masks:
             gpu.wait(name)
-        if name == "copy_":
-            return self._copied(func, args, kwargs)
-        indexes = name in ("index", "index_put_") and is_tagged(args[0])
-        if any(t.dim() or name in ("cat", "stack") for t in off) and not indexes and name != "set_":
-            raise Refused(f"Expected all tensors to be on the same device, but {name} got cuda:0 and cpu")
-        if writes := written(func, args):
+        if name != "copy_":
+            indexes = name in ("index", "index_put_") and is_tagged(args[0])
+            if any(t.dim() or name in ("cat", "stack") for t in off) and not indexes and name != "set_":
+                raise Refused(f"Expected all tensors to be on the same device, but {name} got cuda:0 and cpu")
+        if writes := written(func, args, kwargs):
             gpu.on_write(writes)
+        if here("graph") is None and is_kernel:
+            gpu.launch(on, writes)
+        if name == "copy_" and off:
+            return self._copied(func, args, kwargs)
         if here("graph") is not None:
             return here("graph").note(func, args, kwargs)
         made = func(*args, **kwargs)
         return made if name == "_local_scalar_dense" else tag(made)
 
     def _copied(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Copy between the memories."""
         target, source = args[:2]
-        self._gpu.on_write([target])
-        if is_tagged(target) == is_tagged(source):
-            return here("graph").note(func, args, kwargs) if here("graph") else func(*args, **kwargs)
         no_wait = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-        _note_copy(self._gpu, source, target, no_wait)
-        if is_tagged(source) and no_wait and is_pinned(target):
-            self._gpu.coming[here("rank")].append(_Copy(target, source))
+        waits = _note_copy(self._gpu, source, target, no_wait)
+        if not waits and is_tagged(source):
+            self._gpu.host.copies(target, source.detach().clone())
             return target
+        if not waits:
+            self._gpu.host.copies(source, None)
         return func(*args, **kwargs)
 
 
-def _note_copy(gpu: Gpu, source: Tensor, target: Tensor | None, no_wait: bool) -> None:
-    """Note a copy between the memories for which the host waits; `target` None: one that is not pinned."""
+def _note_copy(gpu: Gpu, source: Tensor, target: Tensor | None, no_wait: bool) -> bool:
+    """Return whether the host waits for a copy between the memories; `target` None: not a pinned one."""
     to_device = not is_tagged(source)
     pinned = is_pinned(source) if to_device else target is not None and is_pinned(target)
-    if not (no_wait and pinned):
+    if waits := not (no_wait and pinned):
         gpu.wait(f"a copy {'to' if to_device else 'from'} the device of {list(source.shape)}")
+    return waits
 
 
 def _moved(gpu: Gpu) -> Callable[..., Tensor]:
@@ -243,93 +155,22 @@ def _moved(gpu: Gpu) -> Callable[..., Tensor]:
         if there == is_tagged(self):
             moved = _to(self, dtype or self.dtype, **words)
             return tag(moved) if there else moved
-        _note_copy(gpu, self, None, bool(words.get("non_blocking")))
+        waits = _note_copy(gpu, self, None, bool(words.get("non_blocking")))
         with _disable_current_modes():
             moved = _to(self, dtype or self.dtype, copy=True)
         moved.untyped_storage().on_device = there  # type: ignore[attr-defined]
+        gpu.launch([moved], [moved]) if there else gpu.launch([self], [])
+        if not waits:
+            gpu.host.copies(self, None)
         return moved
 
     return to
 
 
-def _event(gpu: Gpu) -> type:
-    """Return torch.cuda.Event."""
-
-    class Event:
-        """Passes when it is asked for the second time."""
-
-        def __init__(self, enable_timing: bool = False, **_: Any) -> None:
-            self._at, self._asked, self._before = 0.0, 0, list[_Copy]()
-
-        def record(self, stream: Any = None) -> None:
-            self._at, self._before = time.perf_counter(), list(gpu.coming[here("rank")])
-
-        def query(self) -> bool:
-            self._asked += 1
-            if self._asked > 1:
-                self._land()
-            return self._asked > 1
-
-        def synchronize(self) -> None:
-            if self._asked < 2:
-                gpu.wait("Event.synchronize")
-            self._land()
-
-        def _land(self) -> None:
-            for copy in self._before:
-                copy.land()
-            coming = gpu.coming[here("rank")]
-            coming[:] = [copy for copy in coming if copy not in self._before]
-            self._before = []
-
-        def elapsed_time(self, other: Event) -> float:
-            return 1e3 * (other._at - self._at)
-
-    return Event
-
-
-class Graph:
-    """Kernels that are noted, and run again on the same tensors."""
-
-    replays = 0
-
-    def __init__(self) -> None:
-        self._noted: list[tuple[Any, Any, Any, Any]] = []
-        self._undo: list[tuple[Tensor, Tensor]] = []
-        self.gpu: Gpu | None = None
-
-    def note(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self._undo += [(t, t.clone()) for t in written(func, args)]
-        made = tag(func(*args, **kwargs))
-        self._noted.append((func, args, kwargs, made))
-        return made
-
-    def replay(self) -> None:
-        Graph.replays += 1
-        with _disable_current_modes(), torch.no_grad():
-            for func, args, kwargs, made in self._noted:
-                again = func(*args, **kwargs)
-                for old, new in zip(tensors_in(made), tensors_in(again), strict=True):
-                    if storages(old) != storages(new):
-                        assert self.gpu is not None
-                        self.gpu.on_write([old])
-                        old.data.copy_(new)
-
-    @contextmanager
-    def captured(self, gpu: Gpu) -> Iterator[None]:
-        """Note what runs: nothing has run afterwards."""
-        self.gpu = gpu
-        with being(graph=self):
-            yield
-        for tensor, before in reversed(self._undo):
-            tensor.data.copy_(before)
-        self._undo = []
-
-
 @contextmanager
 def on_device(gpu: Gpu, rank: int = 0) -> Iterator[None]:
     """Let this thread be a rank with the device."""
-    with being(rank=rank), _Factories(gpu), _Kernels(gpu):
+    with being(rank=rank, stream=None, watched=False), _Factories(gpu), _Kernels(gpu):
         yield
 
 
@@ -337,15 +178,21 @@ def on_device(gpu: Gpu, rank: int = 0) -> Iterator[None]:
 def pretended() -> Iterator[Gpu]:
     """Let this process have a GPU; its threads use it within `on_device`."""
     gpu = Gpu()
-    stream = SimpleNamespace(synchronize=lambda: gpu.wait("Stream.synchronize"))
+
+    def graph(one: Graph, pool: Pool | None = None, capture_error_mode: str = "global") -> capture:
+        return capture(gpu, one, pool, capture_error_mode)
+
     cuda: dict[str, Any] = {
-        "Event": _event(gpu),
+        "Event": type("Event", (Event,), {"gpu": gpu}),
+        "Stream": lambda *_: gpu.stream(),
         "CUDAGraph": Graph,
-        "graph": lambda graph, **_: graph.captured(gpu),
-        "graph_pool_handle": object,
-        "current_stream": lambda *_: stream,
-        "stream": lambda _: nullcontext(),
-        "synchronize": lambda *_: gpu.wait("cuda.synchronize"),
+        "graph": graph,
+        "graph_pool_handle": Pool,
+        "current_stream": lambda *_: gpu.host.stream,
+        "default_stream": lambda *_: gpu.host.default,
+        "stream": lambda stream: being(stream=stream or here("stream")),
+        "set_stream": lambda stream: vars(_here).update(stream=stream),
+        "synchronize": gpu.synchronize,
         "empty_cache": lambda: gpu.wait("cuda.empty_cache"),
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -360,8 +207,8 @@ def pretended() -> Iterator[Gpu]:
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "set_rng_state": lambda state, *_: torch.set_rng_state(state),
         "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
-        "get_sync_debug_mode": lambda: 0,
-        "set_sync_debug_mode": lambda _: None,  # waits are refused while a graph is captured, as it is
+        "get_sync_debug_mode": lambda: here("sync_debug"),
+        "set_sync_debug_mode": lambda mode: vars(_here).update(sync_debug=mode),  # of the process, on a GPU
         "reset_peak_memory_stats": lambda *_: None,
         "max_memory_allocated": lambda *_: 0,
     }
@@ -369,11 +216,14 @@ def pretended() -> Iterator[Gpu]:
     def numpy(t: Tensor, *args: Any, **kwargs: Any) -> Any:
         if is_tagged(t):
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        gpu.host.refuse_pinned(storages(t), set())
         return _numpy(t, *args, **kwargs)
 
     def tolist(t: Tensor) -> Any:
         if is_tagged(t):
             gpu.wait("tolist")
+        else:
+            gpu.host.refuse_pinned(storages(t), set())
         return _tolist(t)
 
     def pin_memory(t: Tensor, *_: Any) -> Tensor:
@@ -396,6 +246,7 @@ def pretended() -> Iterator[Gpu]:
         "to": to,
         "cpu": lambda t: to(t, "cpu"),
         "cuda": lambda t, *_: to(t, CUDA),
+        "record_stream": lambda t, stream: None,
     }
     autocast, is_enabled, dtype_of = torch.autocast, torch.is_autocast_enabled, torch.get_autocast_dtype
     with ExitStack() as stack:
@@ -408,9 +259,11 @@ def pretended() -> Iterator[Gpu]:
         for place in (_foreach_utils, torch.nn.utils.clip_grad, sys.modules["torch.optim.optimizer"]):
             stack.enter_context(patch.object(place, "_group_tensors_by_device_and_dtype", _grouped))
         stack.enter_context(patch.object(torch, "autocast", lambda kind, *a, **k: autocast("cpu", *a, **k)))
-        stack.enter_context(patch.object(torch, "is_autocast_enabled", lambda kind: is_enabled("cpu")))
+        stack.enter_context(patch.object(torch, "is_autocast_enabled", lambda kind="cuda": is_enabled("cpu")))
         stack.enter_context(patch.object(torch, "get_autocast_dtype", lambda kind: dtype_of("cpu")))
-        stack.enter_context(patch.object(Graph, "replays", 0))
+        for flag in ("_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode"):
+            # Of the process: threads that leave their modes in another order leave it set.
+            stack.enter_context(patch.object(_python_dispatch, flag, getattr(_python_dispatch, flag)))
         yield gpu
 
 

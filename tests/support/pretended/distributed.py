@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pipetrain.runtime import links, ranks, watch
 from pipetrain.runtime.watch import Deadline
-from tests.support.pretended.device import here, is_tagged
 from tests.support.pretended.nccl import Clock, Group, Nccl, Waits, Work
+from tests.support.pretended.streams import here
+from tests.support.pretended.tensors import is_tagged
 
 
 class GlooGroup:

@@ -18,13 +18,17 @@ from pipetrain.plan.plan import Plan
 from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.links import Links
 from pipetrain.runtime.ranks import World
+from pipetrain.runtime.rehearsal import Rehearsal
+from pipetrain.runtime.session import Session
+from pipetrain.runtime.windows import Windows
 from pipetrain.schedule.actions import Action
 from tests.support.cases import Case, Listener, Ran, drawing_in_turn, make_run, state_of
 from tests.support.deadlines import DEADLINE_S
 from tests.support.local import in_threads
-from tests.support.pretended.device import CUDA, Gpu, being, here, on_device, pretended
+from tests.support.pretended.device import CUDA, on_device, pretended
 from tests.support.pretended.distributed import Distributed
 from tests.support.pretended.nccl import Hang
+from tests.support.pretended.streams import Gpu, _here, being, here
 from tests.support.runs import Run, epochs_of
 
 
@@ -110,6 +114,8 @@ def on_gpus(case: Case, exclusive: bool = False, staged: bool = False) -> Traine
             for name, tensor in state_of(ranks.trainers[rank], ranks.run).items():
                 state[name] = tensor.cpu()
             ranks.links[rank].close()
+            host = ranks.gpu.host
+            assert host.stream is host.default, "another stream is current afterwards"
 
         ranks.each(work)
     return Trained(state, ranks.listener.epochs, ranks.gpu.waits, ranks.gpu.kernels)
@@ -135,11 +141,24 @@ def ends_of(case: Case) -> list[str]:
 
 @contextmanager
 def watched(rehearsed: Sequence[Counter[int]] = ()) -> Iterator[None]:
-    """Let no host wait in a window of training, and count kernels by action; nothing but that is other.
+    """Let no host wait in windows of training and between them, and count kernels by action.
 
-    `rehearsed`: by rank, counts windows that it rehearses.
+    Somebody looks at numbers where the ranks exchange a word. `rehearsed`: by rank, counts windows that it
+    rehearses.
     """
-    run = Engine._run
+    run, train, say, rehearse = Engine._run, Session.train, Windows._say, Rehearsal.before
+
+    def begin(self: Session, *arguments: Any, **options: Any) -> int:
+        vars(_here).update(watched=True)  # until the next word
+        return train(self, *arguments, **options)
+
+    def look(self: Windows, *arguments: Any, **options: Any) -> Any:
+        vars(_here).update(watched=False)
+        return say(self, *arguments, **options)
+
+    def unwatched(self: Rehearsal, *arguments: Any) -> None:
+        with being(watched=False):
+            rehearse(self, *arguments)
 
     def watch(self: Engine, window: Any, *rest: Any) -> Any:
         real = not any(stage.rehearses for stage in self.stages.values())
@@ -156,7 +175,12 @@ def watched(rehearsed: Sequence[Counter[int]] = ()) -> Iterator[None]:
 
         return named
 
-    with patch.object(Engine, "_run", watch):
+    with (
+        patch.object(Engine, "_run", watch),
+        patch.object(Session, "train", begin),
+        patch.object(Windows, "_say", look),
+        patch.object(Rehearsal, "before", unwatched),
+    ):
         yield
 
 
