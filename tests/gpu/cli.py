@@ -24,7 +24,7 @@ from tests.support.cases import SCHEDULES
 
 CHECKS = [
     Check("messages", "large", transport.large, 70),
-    Check("messages", "lost-peer", transport.lost_peer, 60),
+    Check("messages", "error", transport.error, 55),
     Check("messages", "start", partial(transport.cold, worlds=1), 45),
     Check("messages", "cold", transport.cold, 300),
     Check("training", "nccl-2", partial(training.over_nccl, ranks=2, names=SCHEDULES), 60),
@@ -53,7 +53,7 @@ CHECKS = [
     Check("speed", "one-process", speed.speed, 150),
     Check("speed", "gains", speed.gains, 200),
 ]
-LEASE = ("start", "nccl-2", "replicas", "corrections", "graphs", "bf16-weights", "lost-peer")
+LEASE = ("start", "nccl-2", "replicas", "corrections", "graphs", "bf16-weights", "error")
 LEASE += ("no-waits", "race")
 """What a GPU that is at hand for minutes is asked, in this order."""
 IF_TIME_IS_LEFT = ("kept", "more-graphs", "float64", "torchrun", "nccl-4")

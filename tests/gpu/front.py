@@ -108,8 +108,8 @@ def killed(setting: Setting, folder: Path, words: Sequence[str]) -> Iterator[Row
         out = ended(process)
     seconds, limit = monotonic() - start, setting.patience * SOON_S
     sentences = [line for line in said(out).splitlines() if re.match(r"pipetrain: rank 0 (?!got )", line)]
-    named = len(sentences) == 1 and "rank 0 lost rank 1" in sentences[0]
-    target = "one sentence: rank 0 lost rank 1"
+    named = len(sentences) == 1 and "rank 1" in sentences[0]
+    target = "one sentence of rank 0 that names it"
     yield judged("rank 1 is killed", " / ".join(sentences) or last(out), target, named)
     yield judged("the other ends after", f"{seconds:.1f} s", f"<= {limit:g} s", seconds <= limit)
 

@@ -38,7 +38,19 @@ from tests.gpu.rows import (
 from tests.support.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-REHEARSED = ["large", "start", "nccl-2", "replicas", "corrections", "exact", "codecs", "bf16", "trace", "nan"]
+REHEARSED = [
+    "large",
+    "error",
+    "start",
+    "nccl-2",
+    "replicas",
+    "corrections",
+    "exact",
+    "codecs",
+    "bf16",
+    "trace",
+    "nan",
+]
 REHEARSED += ["held", "no-waits", "tight", "float64", "race"]
 OPTIONS = ["--device", "cpu", "--quick", "--out", "found", "--only"]
 NOT_NEEDED = ["safetensors", "tqdm", "tensorboard", "matplotlib", "sklearn", "scipy"]

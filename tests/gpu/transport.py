@@ -1,11 +1,10 @@
-"""Messages: larger than any buffer of a backend's, both ways at once; a peer that is killed; cold starts."""
+"""Messages: larger than any buffer of a backend's, both ways at once; a rank that ends; cold starts."""
 
 from __future__ import annotations
 
 import math
 import multiprocessing
 import os
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,23 +12,27 @@ from tempfile import TemporaryDirectory
 from time import monotonic, perf_counter
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from benchmark.contestants import Ours
 from benchmark.tasks import Task, prepare
-from benchmark.worlds import Say, WorldFailed
-from pipetrain.errors import ChannelError
+from benchmark.worlds import Say, WorldFailed, fitted
 from pipetrain.network.values import TensorSpec
 from pipetrain.runtime.links import Links
 from pipetrain.runtime.message import Message
 from tests.gpu.rows import MIB, Row, Setting, judged
+from tests.support.cases import Case, make_run
+from tests.support.models import flat, is_planned
+from tests.support.runs import epochs_of
 
 PAYLOAD_MIB = 80  # gloo and NCCL cut messages into pieces well below 64 MiB
 MESSAGES = 4  # each way
-LOST_S = 12.0  # any wait's deadline where a peer is lost
-SOON_S = 5.0  # within which what a rank does to its connections, or what comes to a deadline, is said
-LOST = {"is killed": "lost rank 1", "raises, and lives on": "lost rank 1", "stands still": "microbatch 7"}
-"""What becomes of a rank, and what the other one says."""
+LOST_S = 8.0  # any wait's deadline where a rank ends
+SOON_S = 7.0  # within which the other one says it; a host that a device holds up is ended after 5
+END = 30  # the forward in which it does
+ENDS = {"raises": "its own error", "is killed": "lost rank 1", "stands still": "of microbatch"}
+"""How a rank ends, and what the other one says over NCCL."""
 COLD, COLD_S = 10, 60.0  # worlds, and the seconds of each
 ENOUGH = 3  # that fail
 
@@ -86,48 +89,74 @@ def payload(links: Links, rank: int, mb: int, elements: int) -> Tensor:
     return (torch.arange(elements, device=links.device) % 1009 + 2000 * rank + 10000 * mb).float()
 
 
-def lost_peer(setting: Setting) -> Iterator[Row]:
-    """Rank 1 never sends what the other one waits for: that one says why in time, and nobody is left."""
-    for how, target in LOST.items():
+class Killed(BaseException):
+    """Ends a process as a signal would: nothing is said, closed or caught."""
+
+
+class Ending(nn.Module):
+    """Hands on what it is given, until rank 1 ends in its forward number END in training. `said`: a file."""
+
+    def __init__(self, how: str, said: str) -> None:
+        super().__init__()
+        self.how, self.said, self.done = how, said, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not is_planned() and dist.get_rank() == 1:
+            self.done += 1
+            if self.done == END:
+                Path(f"{self.said}.began").write_text(str(monotonic()))
+                if self.how == "raises":
+                    raise RuntimeError("its own error")
+                if self.how == "is killed":
+                    raise Killed
+                time.sleep(LOST_S + 4.0)
+        return x
+
+
+def ending(how: str, said: str) -> nn.Sequential:
+    """Make a model of two stages, the second of which ends."""
+    return nn.Sequential(*flat(), nn.Linear(12, 12), Ending(how, said), nn.Linear(12, 10))
+
+
+def error(setting: Setting) -> Iterator[Row]:
+    """Rank 1 raises, is killed or stands still in a window: the other one says what and when, and all end."""
+    for how, over_nccl in [*ENDS.items()][: 1 if setting.quick else None]:
+        target = over_nccl if setting.cuda else "rank 1"
         with TemporaryDirectory() as folder:
-            words = Path(folder) / "words"
+            file = Path(folder) / "said"
             try:
-                (said, seconds), _ = setting.world(lose, 2, str(words), how, timeout=LOST_S)
-            except WorldFailed:  # its host could not leave the device, so it said it and ended
-                said = words.read_text().strip().splitlines()[-1]
-                seconds = monotonic() - float(Path(f"{words}.began").read_text())
-        limit = setting.patience * SOON_S + (LOST_S if how == "stands still" else 1.0)
-        yield judged(f"a rank {how}: the other says", said, f"... {target} ...", target in said)
-        yield judged("after", f"{seconds:.1f} s", f"<= {limit:g} s", seconds <= limit)
+                (said, ended), _ = setting.world(end, 2, how, str(file), timeout=LOST_S)
+            except WorldFailed:  # its host could not leave the device, so a thread has said it and ended it
+                if not file.read_text():
+                    raise
+                said, ended = file.read_text().strip().splitlines()[-1], monotonic()
+            seconds = ended - float(Path(f"{file}.began").read_text())
+        limit = setting.patience * SOON_S + LOST_S * (how == "stands still")
+        yield judged(f"rank 1 {how}: rank 0 says", said, f"... {target} ...", target in said)
+        yield judged(
+            f"rank 1 {how}: it says so after", f"{seconds:.1f} s", f"<= {limit:g} s", seconds <= limit
+        )
     left = len(multiprocessing.active_children())
     yield judged("processes left", str(left), "0", left == 0)
 
 
-def lose(links: Links, say: Say, words: str, how: str) -> tuple[str, float]:
-    """Wait on rank 0 for what rank 1 never sends. `words`: a file for its errors."""
+def end(links: Links, say: Say, how: str, file: str) -> tuple[str, float]:
+    """Train until rank 1 ends; return what this rank raises, and when. `file`: for what threads say of it."""
     if links.world.rank == 0:
-        os.dup2(os.open(words, os.O_CREAT | os.O_WRONLY), 2)
-    exchange(links, 1024, 2)
-    if links.world.rank == 1:
-        if how == "is killed":
-            # After its result has gone; by status 0, so that the parent does not end all for it.
-            threading.Timer(1.0, os._exit, (0,)).start()
-        elif how == "stands still":
-            time.sleep(LOST_S + SOON_S)
-        else:
-            links.abandon("its own error")
-            time.sleep(SOON_S)
-        return "", 0.0
-    channel = links.channel(1)
-    start = perf_counter()
-    Path(f"{words}.began").write_text(str(monotonic()))
+        os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), 2)
+    words = "model._target_=tests.gpu.transport.ending", f"+model.how={how}", f"+model.said={file}"
+    options = "partition=[1]", "epochs=9", "microbatches=4", "cuda_graphs=false"
+    run = make_run(Case("1f1b", 2, (*words, *options), 24))
     try:
-        channel.expect([message(1, 0, 7, 1024)])
-        channel.recv(message(1, 0, 7, 1024))
-        channel.deadline.settle()
-    except ChannelError as error:
-        return str(error), perf_counter() - start
-    return "no error", perf_counter() - start
+        epochs_of(run, fitted(links, run.plan)).run()
+    except Killed:
+        return "", 0.0
+    except Exception as error:
+        said, ended = f"{type(error).__name__}: {error}", monotonic()
+        if how == "raises":
+            links.gather("the end", None)  # the rank's process lives on until the other one has said it
+        return said, ended
+    return "no error", monotonic()
 
 
 def cold(setting: Setting, worlds: int = COLD) -> Iterator[Row]:
