@@ -19,6 +19,7 @@ from pipetrain.runtime import windows as module
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.together import Together
+from pipetrain.runtime.watch import Deadline
 from pipetrain.runtime.windows import Done, Windows
 from tests.support.cases import LocalLinks
 from tests.support.local import Wire, in_threads
@@ -72,8 +73,9 @@ class Fake:
     def __init__(self, log: list[str], clock: Any, ends: int = 0) -> None:
         settings = SimpleNamespace(microbatches=2, correction=Correction())
         self.plan = SimpleNamespace(settings=settings, placement=[(0,), (1,)])
+        self._links = SimpleNamespace(world=SimpleNamespace(rank=0))
         self.log, self.clock, self._ends, self._losses = log, clock, ends, list[float]()
-        self.updates = 0
+        self.updates, self.engine = 0, SimpleNamespace(deadline=Deadline(60))
         self.last: Any = SimpleNamespace(counts=self)
 
     def train(self, sizes: Sequence[Size], batches: Any, *rest: Any) -> int:
