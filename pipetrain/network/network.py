@@ -168,6 +168,13 @@ class Network(ABC):
         """Return what planning may run: a copy if layers can keep something of a run, and can be copied."""
         return self
 
+    def computes_as_cut(self, training: bool) -> bool:
+        """Return whether the model, in which something has changed, still computes what its layers do.
+
+        In an evaluation, or in both modes. Raises ConfigError.
+        """
+        return False
+
     def evaluating(self) -> AbstractContextManager[None]:
         """Put the model, and all layers, into evaluation mode for a while."""
         return evaluating(self.model, *self.modules)

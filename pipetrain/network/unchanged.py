@@ -7,40 +7,42 @@ later would train another model than it has: that is refused at the next pass.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from functools import partial
+import re
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipetrain.errors import ConfigError
+from pipetrain.network.chain import Chain
+from pipetrain.network.network import Network
+from pipetrain.network.places import Held, attributes_of
 
-_PLAIN = bool | int | float | complex | str
-_LISTS = nn.Sequential | nn.ModuleList | nn.ModuleDict
+_REGISTERED = re.compile(r"(?<![^.])_(parameters|buffers|modules)\.(?=[^.]*$)")
 log = logging.getLogger("pipetrain")
 
 
 class Unchanged:
     """What must not change of a model: its parameters, which of them it trains, and its layers.
 
-    Of one that is `traced` the buffers too, and of all modules the modes, and the attributes that are
-    numbers, strings, functions or tensors.
+    Of one that is traced the buffers, the hooks and all submodules too, and what it computes: where anything
+    else is another in attributes, or in what these hold, the model is traced again and compared.
     """
 
-    def __init__(self, model: nn.Module, traced: bool) -> None:
-        self._model = model
-        self._warned = False
-        facts = [(name, read, read()) for name, read in _facts(model, traced)]
+    def __init__(self, model: nn.Module, network: Network) -> None:
+        self._model, self._network, self._warned = model, network, False
         self._facts = [
-            fact for fact in facts if isinstance(fact[2], Tensor | torch.dtype | _PLAIN) or callable(fact[2])
+            (f"{path}.{key}.{fact}".lstrip("."), module._parameters, key, fact, getattr(parameter, fact))
+            for path, module in model.named_modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+            for fact in ("requires_grad", "dtype")
         ]
-
-    def note(self) -> None:
-        """Take the tensors that the model has now for its own."""
-        self._facts = [
-            (name, read, read() if isinstance(was, Tensor) else was) for name, read, was in self._facts
-        ]
+        self._roots = attributes_of(model)
+        if isinstance(network, Chain):
+            own = [(f"{path}._parameters".lstrip("."), of["_parameters"]) for path, of in self._roots]
+            self._roots = [*own, ("_modules", model._modules)]
+        self.held = Held(self._roots)
+        self._grown: dict[int, Any] = {}  # by id, lists whose length does not matter to the model
 
     def refuse_changes(self, training: bool) -> None:
         """Refuse what has changed before a pass, of training or of evaluation. Raises ConfigError."""
@@ -51,30 +53,24 @@ class Unchanged:
                     "pipetrain: the model is in evaluation mode and is trained so, without dropout and with "
                     "the statistics of BatchNorm as they are: call model.train() before, if that is not meant"
                 )
-        for name, read, was in self._facts:
-            now = read()
-            same = now is was or (isinstance(was, _PLAIN) and type(now) is type(was) and now == was)
-            if not same and (training or name.rpartition(".")[2] not in ("training", "requires_grad")):
-                raise ConfigError(
-                    f"since the model was cut into stages, which do not follow, this has changed: {name}; do "
-                    f"so before the first batch; to go on so, end this Pipeline by collect() and close(), "
-                    f"and make another of the model"
-                )
-
-
-def _facts(model: nn.Module, traced: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield what reads an entry of a module, by name."""
-    for path, module in model.named_modules():
-        of, own = f"{path}.".lstrip("."), vars(module)
-        dicts = [own["_parameters"], *([own["_buffers"], own] if traced else [])]
-        for entries in [*dicts, own["_modules"]] if traced or module is model else dicts:
-            yield from ((f"{of}{key}", partial(entries.get, key)) for key in entries)
-        for key in (key for key, p in own["_parameters"].items() if p is not None):
-            for fact in ("requires_grad", "dtype"):
-                yield f"{of}{key}.{fact}", partial(_of, own["_parameters"], key, fact)
-        if isinstance(module, _LISTS) and (traced or module is model):
-            yield f"the length of {path or 'it'}", partial(len, own["_modules"])
-
-
-def _of(parameters: dict[str, nn.Parameter], key: str, fact: str) -> Any:
-    return getattr(parameters[key], fact)
+        now = ((name, getattr(of.get(key), fact, was), was) for name, of, key, fact, was in self._facts)
+        names = [name for name, is_, was in now if is_ != was and (training or not name.endswith("grad"))]
+        changes = [
+            (name, of, was, (_REGISTERED.search(name) and was.get(key) is not None) or "_hooks." in name)
+            for name, of, key, was in self.held.changes()
+            if (training or key != "training") and id(of) not in self._grown
+        ]
+        names += [name for name, *_, fixed in changes if fixed]
+        if changes and not names and not self._network.computes_as_cut(training):
+            names = [name for name, *_ in changes]
+        if names:
+            raise ConfigError(
+                f"since the model was cut into stages, which do not follow, this has changed: "
+                f"{_REGISTERED.sub('', names[0])}; do so before the first batch; to go on so, end this "
+                f"Pipeline by collect() and close(), and make another of the model"
+            )
+        if changes and training:
+            log.warning("pipetrain: %s has changed; traced again, the model computes the same", changes[0][0])
+            lists = ((of, was) for _, of, was, _ in changes if not isinstance(of, dict))
+            self._grown |= {id(of): of for of, was in lists if len(of) != len(was)}
+            self.held = Held(self._roots)

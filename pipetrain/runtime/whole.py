@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.chain import Chain
 from pipetrain.network.model import cast_exactly, state_names
 from pipetrain.network.network import Network, Values
 from pipetrain.network.places import in_place_of, named_tensors, on_meta, replace
@@ -62,12 +61,10 @@ class WholeModel:
         self._replace(others)
         if self._links.world.size > 1:
             self._guard = self._model.register_forward_pre_hook(_refuse_without_numbers)
-        self.unchanged = Unchanged(self._model, not isinstance(network, Chain))
+        self.unchanged = Unchanged(self._model, network)
 
     def _replace(self, others: Mapping[int, Tensor]) -> None:
-        replace([self._model], others)
-        if self.unchanged is not None:
-            self.unchanged.note()
+        replace([self._model], others, *(self.unchanged.held.content if self.unchanged else ()))
 
     def collect(self) -> nn.Module:
         """Put the tensors of all ranks into the model on rank 0, in host memory; return the model."""

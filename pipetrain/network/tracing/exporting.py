@@ -45,14 +45,12 @@ def as_arguments(example: ValueSpec, tensors: Sequence[Any]) -> tuple[tuple[Any,
 
 
 def _fakes(model: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
-    """Return tensors without numbers in place of a model's, by id; on the CPU for those on the meta device.
+    """Return tensors without numbers, on the CPU, in place of a model's, by id.
 
     So the tensors that a forward makes are on one device with its weights.
     """
 
     def fake(tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            return mode.from_tensor(tensor, static_shapes=True)
         other = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         return nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
 
@@ -96,20 +94,20 @@ def adapted(model: nn.Module, example: ValueSpec) -> Iterator[None]:
 def exported(model: nn.Module, example: ValueSpec, training: bool, autocast: bool) -> ExportedProgram:
     """Return a model in a mode as torch.export has it. Raises ConfigError for what it cannot have."""
     tensors, others, batch = (*model.parameters(), *model.buffers()), dict[int, Tensor](), Dim("batch")
-    device = tensors[0].device if tensors else torch.device("cpu")
-    if device.type == "meta":
-        device = torch.device("cpu")
+    device = torch.device("cpu")
+    if any(tensor.device != device for tensor in tensors):
         others = _fakes(model, FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
-    zeros = nullcontext() if autocast else _zeros_of_the_fast_path(model, training)
-    looks = model.register_forward_hook(_refuse_backward)
     try:
         with (
             nullcontext() if training else evaluating(model),
-            zeros,
             torch.random.fork_rng([]),
             standing_in(model, others),
+            adapted(model, example),
             quietly(),
         ):
+            if not autocast:
+                _make_zeros_of_the_fast_path(model, training)
+            model.register_forward_hook(_refuse_backward)
             args, kwargs = as_arguments(example, made_up_samples(example.of(Size(SAMPLES)), device))
             shapes = tree_map(lambda _: {0: batch}, bound(model, args, kwargs))
             return export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
@@ -117,8 +115,6 @@ def exported(model: nn.Module, example: ValueSpec, training: bool, autocast: boo
         raise
     except Exception as error:  # the user's forward may raise anything
         raise _refusal(model, example, error) from error
-    finally:
-        looks.remove()
 
 
 def _refuse_backward(model: nn.Module, args: Any, outputs: Any) -> None:
@@ -198,24 +194,16 @@ def quietly() -> Iterator[None]:
         logging.disable(disabled)
 
 
-@contextmanager
-def _zeros_of_the_fast_path(model: nn.Module, training: bool) -> Iterator[None]:
+def _make_zeros_of_the_fast_path(model: nn.Module, training: bool) -> None:
     """Let the nn.TransformerEncoders of a model make the zeros that PyTorch's fast path makes.
 
     Without gradients one in evaluation mode runs on nested tensors if the padding of all samples is to their
     right, and its padded places become 0. torch.export takes the other way, on which they are numbers like
     others. (Under autocast there is no such path on a GPU, and on a CPU it fails.)
     """
-    encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoder)]
-    hooks = [
-        encoder.layers[-1].register_forward_hook(partial(_with_zeros, encoder, training), with_kwargs=True)
-        for encoder in encoders
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    for encoder in [module for module in model.modules() if isinstance(module, nn.TransformerEncoder)]:
+        zeros = partial(_with_zeros, encoder, training)
+        encoder.layers[-1].register_forward_hook(zeros, with_kwargs=True)
 
 
 def _with_zeros(

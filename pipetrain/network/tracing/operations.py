@@ -76,8 +76,25 @@ class Operations:
     outputs: list[Any]
     tree: TreeSpec
 
+    def described(self) -> str:
+        """Return all that is computed, on any device, with all numbers but those of the model's tensors."""
+        used = [node for node in self.graph.nodes if node.users or node.op == "call_function"]
+        order = {node: f"%{number}" for number, node in enumerate(used)}
 
-def operations_of(model: nn.Module, example: ValueSpec, training: bool, autocast: bool) -> Operations:
+        def named(value: Any) -> Any:
+            return "" if isinstance(value, torch.device) else order.get(value, value)
+
+        def described(node: fx.Node) -> Any:
+            source = node.meta.get("source", node.meta.get("region"))
+            numbers = source.tensor.tolist() if isinstance(source, Constant) else source
+            target = node.target if node.op == "call_function" else ""
+            return target, numbers, fx.node.map_aggregate((node.args, node.kwargs), named)
+
+        outputs = fx.node.map_aggregate(tuple(self.outputs), named)
+        return repr([*map(described, used), outputs, self.tree])
+
+
+def operations_of(model: nn.Module, example: ValueSpec, autocast: bool, training: bool) -> Operations:
     """Return the operations of a model in a mode. Raises ConfigError for what cannot be trained so."""
     program, input_names = exported(model, example, training, autocast), example.names
     spec: Any = program.call_spec.in_spec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from difflib import SequenceMatcher
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from pipetrain.errors import ConfigError
 from pipetrain.network.draws import Beginning
 from pipetrain.network.tracing.dataflow import Dataflow
-from pipetrain.network.tracing.exporting import WAY_OUT, adapted
+from pipetrain.network.tracing.exporting import WAY_OUT
 from pipetrain.network.tracing.grouping import Item, group, module_of
 from pipetrain.network.tracing.operations import ModelTensor, Operations, calls_of, operations_of, place_of
 from pipetrain.network.tracing.traced import Traced
@@ -28,15 +29,8 @@ def trace(model: nn.Module, example: ValueSpec, autocast: bool = False) -> Trace
     tensors are used as they are, and its modes, values and the random generators do not change. Raises
     ConfigError with the place and a way out for a model that cannot be traced or cut.
     """
-    with adapted(model, example):
-        return _traced(model, example, autocast)
-
-
-def _traced(model: nn.Module, example: ValueSpec, autocast: bool) -> Traced:
-    before = Beginning()
-    trained, evaluated = (
-        Dataflow(operations_of(model, example, training, autocast)) for training in (True, False)
-    )
+    before, operations = Beginning(), partial(operations_of, model, example, autocast)
+    trained, evaluated = (Dataflow(operations(training)) for training in (True, False))
     if before.drawn():
         raise ConfigError(
             f"the model draws from Python's or NumPy's random numbers: draw by torch, or {WAY_OUT}"
@@ -57,7 +51,7 @@ def _traced(model: nn.Module, example: ValueSpec, autocast: bool) -> Traced:
     starts = group(items, _elements(model) & called, forbidden, type(model).__name__)
     _, *cuts = starts.values()
     modes = {True: (trained, cuts), False: (evaluated, [there[cut] for cut in cuts])}
-    return Traced(model, modes, list(starts))
+    return Traced(model, modes, list(starts), operations)
 
 
 def _refuse_outputs(training: Operations, evaluation: Operations) -> None:

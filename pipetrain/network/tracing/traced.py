@@ -26,7 +26,7 @@ from pipetrain.network.network import INPUT, Network, Part, See, Slice, Tensors,
 from pipetrain.network.places import named_tensors
 from pipetrain.network.tracing.dataflow import Dataflow, is_random, is_size
 from pipetrain.network.tracing.exporting import WAY_OUT, adapted, as_arguments
-from pipetrain.network.tracing.operations import Constant, Input, ModelTensor, Region
+from pipetrain.network.tracing.operations import Constant, Input, ModelTensor, Operations, Region
 from pipetrain.network.values import Value, ValueSpec
 
 
@@ -38,9 +38,13 @@ class Traced(Network):
     shared_buffers_are_read_only = True  # what is written and read elsewhere too keeps layers together
 
     def __init__(
-        self, model: nn.Module, modes: Mapping[bool, tuple[Dataflow, Sequence[int]]], names: Sequence[str]
+        self,
+        model: nn.Module,
+        modes: Mapping[bool, tuple[Dataflow, Sequence[int]]],
+        names: Sequence[str],
+        again: Callable[[bool], Operations],
     ) -> None:
-        self.model = model
+        self.model, self._again = model, again
         self.names = names
         self.modes = {training: Layers(*flow_and_cuts) for training, flow_and_cuts in modes.items()}
         both = zip(*(mode.tensors for mode in self.modes.values()), strict=True)
@@ -63,6 +67,10 @@ class Traced(Network):
         args, kwargs = as_arguments(inputs, tensors)
         with adapted(self.model, inputs):
             return self.model(*args, **kwargs)
+
+    def computes_as_cut(self, training: bool) -> bool:
+        modes = [(mode, of.flow.operations) for mode, of in self.modes.items() if training or not mode]
+        return all(self._again(mode).described() == operations.described() for mode, operations in modes)
 
     def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:
         return TracedPart(self, slice, evaluated)
