@@ -174,6 +174,12 @@ class Training:
             return network, plan
 
         network, plan = self.together.on_all("the plan", planned)
+        if network.kept and not self.rank:
+            log.warning(
+                "pipetrain: the model's forward sets %s: a traced model does not run these statements in "
+                "training, so what the program reads there stays as it is",
+                ", ".join(network.kept),
+            )
         prove = partial(_prove_task, plan, self.task, model, network)
         self._apart = self.together.on_first("the task", reader, prove)
         self.settings, self._form = plan.settings, form

@@ -134,6 +134,8 @@ class Network(ABC):
     shared_buffers_are_read_only: bool = False
     way_out: str
     """What to do where its layers compute something else than the model."""
+    kept: Sequence[str] = ()
+    """The attributes that a forward of the model changes, and one of its layers does not."""
     values: Values | None = None
     """The numbers that its tensors shall have; None: those that they have."""
 

@@ -29,11 +29,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.network import evaluating
-from pipetrain.network.places import standing_in
+from pipetrain.network.places import OTHERS, Held, attributes_of, origin, standing_in
 from pipetrain.network.tensors import graph_of, made_up_samples
 from pipetrain.network.values import Size, ValueSpec
 
 SAMPLES = 3  # of a microbatch in the trace, which holds for any number
+LIBRARIES = {*OTHERS, "transformers"}  # whose modules and hooks are made to be traced
 WAY_OUT = "make the model an nn.Sequential of its layers, and what cannot be traced stays inside one"
 
 
@@ -91,8 +92,14 @@ def adapted(model: nn.Module, example: ValueSpec) -> Iterator[None]:
             vars(model).update({} if own is None else {"forward": own})
 
 
-def exported(model: nn.Module, example: ValueSpec, training: bool, autocast: bool) -> ExportedProgram:
-    """Return a model in a mode as torch.export has it. Raises ConfigError for what it cannot have."""
+def exported(
+    model: nn.Module, example: ValueSpec, training: bool, autocast: bool
+) -> tuple[ExportedProgram, list[str]]:
+    """Return a model in a mode as torch.export has it, and the attributes of its own that a forward sets.
+
+    These are then as before. (A forward of torch's weight_norm sets `weight` by weight_g, which is none.)
+    Raises ConfigError for what it cannot have.
+    """
     tensors, others, batch = (*model.parameters(), *model.buffers()), dict[int, Tensor](), Dim("batch")
     device = torch.device("cpu")
     if any(tensor.device != device for tensor in tensors):
@@ -110,7 +117,14 @@ def exported(model: nn.Module, example: ValueSpec, training: bool, autocast: boo
             model.register_forward_hook(_refuse_backward)
             args, kwargs = as_arguments(example, made_up_samples(example.of(Size(SAMPLES)), device))
             shapes = tree_map(lambda _: {0: batch}, bound(model, args, kwargs))
-            return export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+            own = {id(vars(module)) for module in model.modules() if origin(type(module)) not in LIBRARIES}
+            held = Held([(name, of) for name, of in attributes_of(model) if id(of) in own])
+            now = dict[str, None]()  # at a forward's end: export puts some back
+            model.register_forward_hook(lambda *_: now.update((name, None) for name, *_ in held.changes()))
+            program = export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+            weights = dict(model.named_parameters())
+            kept = (name for name in now if "._" not in f".{name}")
+            return program, [name for name in kept if not any(key.startswith(f"{name}_") for key in weights)]
     except ConfigError:
         raise
     except Exception as error:  # the user's forward may raise anything

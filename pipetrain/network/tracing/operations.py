@@ -67,7 +67,7 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """The operations of a model in one mode. `outputs`: flat, nodes or constants.
+    """The operations of a model in one mode. `outputs`: flat, nodes or constants; `kept`: attributes.
 
     A placeholder has its `source` in meta, and an operation its `region`.
     """
@@ -75,6 +75,7 @@ class Operations:
     graph: fx.Graph
     outputs: list[Any]
     tree: TreeSpec
+    kept: list[str]
 
     def described(self) -> str:
         """Return all that is computed, on any device, with all numbers but those of the model's tensors."""
@@ -96,7 +97,7 @@ class Operations:
 
 def operations_of(model: nn.Module, example: ValueSpec, autocast: bool, training: bool) -> Operations:
     """Return the operations of a model in a mode. Raises ConfigError for what cannot be trained so."""
-    program, input_names = exported(model, example, training, autocast), example.names
+    (program, kept), input_names = exported(model, example, training, autocast), example.names
     spec: Any = program.call_spec.in_spec
     inputs = iter(
         range(len(example.specs)) if input_names is None else map(input_names.index, spec.child(1).context)
@@ -125,7 +126,7 @@ def operations_of(model: nn.Module, example: ValueSpec, autocast: bool, training
     graph.eliminate_dead_code()
     tree = program.call_spec.out_spec
     assert tree is not None
-    return Operations(graph, outputs, tree)
+    return Operations(graph, outputs, tree, kept)
 
 
 def _source(

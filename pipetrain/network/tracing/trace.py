@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
+from contextlib import suppress
 from difflib import SequenceMatcher
 from functools import partial
 from itertools import pairwise
@@ -14,8 +16,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.draws import Beginning
+from pipetrain.network.places import origin, standing_in
 from pipetrain.network.tracing.dataflow import Dataflow
-from pipetrain.network.tracing.exporting import WAY_OUT
+from pipetrain.network.tracing.exporting import LIBRARIES, WAY_OUT
 from pipetrain.network.tracing.grouping import Item, group, module_of
 from pipetrain.network.tracing.operations import ModelTensor, Operations, calls_of, operations_of, place_of
 from pipetrain.network.tracing.traced import Traced
@@ -30,6 +33,7 @@ def trace(model: nn.Module, example: ValueSpec, autocast: bool = False) -> Trace
     ConfigError with the place and a way out for a model that cannot be traced or cut.
     """
     before, operations = Beginning(), partial(operations_of, model, example, autocast)
+    _refuse_unseen_hooks(model, lambda: [operations(mode).described() for mode in (True, False)])
     trained, evaluated = (Dataflow(operations(training)) for training in (True, False))
     if before.drawn():
         raise ConfigError(
@@ -52,6 +56,31 @@ def trace(model: nn.Module, example: ValueSpec, autocast: bool = False) -> Trace
     _, *cuts = starts.values()
     modes = {True: (trained, cuts), False: (evaluated, [there[cut] for cut in cuts])}
     return Traced(model, modes, list(starts), operations)
+
+
+def _refuse_unseen_hooks(model: nn.Module, described: Callable[[], list[str]]) -> None:
+    """Refuse hooks without which a model has the same operations. Raises ConfigError.
+
+    Of those with the same code, as of all layers, the first is tried.
+    """
+    tried = set[object]()
+    for name, module in model.named_modules():
+        for kind in ("_backward_hooks", "_backward_pre_hooks", "_forward_pre_hooks", "_forward_hooks"):
+            hooks = vars(module)[kind]
+            for key, hook in list(hooks.items()):
+                code, unseen = getattr(hook, "__code__", type(hook)), "backward" in kind
+                if origin(hook) in LIBRARIES or code in tried:
+                    continue
+                tried.add(code)
+                before = [] if unseen else described()
+                with suppress(ConfigError), standing_in(module, {}):  # the forward may use what a hook keeps
+                    hooks[key] = lambda *_: None
+                    unseen = unseen or before == described()
+                if unseen:
+                    raise ConfigError(
+                        f"training would never call {getattr(hook, '__qualname__', code)}, a hook of "
+                        f"{name or 'the model'}, of which a trace holds nothing: {WAY_OUT}, with its hooks"
+                    )
 
 
 def _refuse_outputs(training: Operations, evaluation: Operations) -> None:

@@ -46,6 +46,7 @@ class Traced(Network):
     ) -> None:
         self.model, self._again = model, again
         self.names = names
+        self.kept = modes[True][0].operations.kept
         self.modes = {training: Layers(*flow_and_cuts) for training, flow_and_cuts in modes.items()}
         both = zip(*(mode.tensors for mode in self.modes.values()), strict=True)
         self.placed = _placed(model, [dict.fromkeys(trained + evaluated) for trained, evaluated in both])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
@@ -191,6 +194,76 @@ CARRIED = [
 @pytest.mark.parametrize("function", CARRIED)
 def test_carried(function):
     assert assert_equal(Model(function), OF).names == ["layer"]
+
+
+# Hooks, and what a forward keeps
+
+
+def looks(module: nn.Module, *given: Any) -> None:
+    given[-1][0].detach().mean()
+
+
+def scales(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output if module.training else 2 * output
+
+
+def hands_on(self: Model, x: Tensor) -> Tensor:
+    y = self.layer(x)
+    return y + self.found  # type: ignore[operator]
+
+
+UNSEEN: list[tuple[str, Callable[[Model], object]]] = [
+    ("looks, a hook of layer", lambda model: model.layer.register_forward_hook(looks)),
+    ("looks, a hook of the model", lambda model: model.register_forward_pre_hook(looks)),
+    ("looks, a hook of layer", lambda model: model.layer.register_full_backward_hook(looks)),
+    (".*partial.*, a hook of layer", lambda model: model.layer.register_forward_hook(partial(looks))),
+]
+
+
+@pytest.mark.parametrize(("named", "attach"), UNSEEN)
+def test_a_hook_that_training_would_not_call_is_refused(named, attach):
+    model = Model(lambda self, x: self.layer(x))
+    attach(model)
+    with pytest.raises(ConfigError, match=rf"would never call {named}, .* nn\.Sequential .* its hooks"):
+        trace(model, OF)
+
+
+def test_hooks_that_change_what_a_mode_computes_or_hand_something_on_are_followed():
+    model = Model(hands_on)
+    model.layer.register_forward_hook(scales)
+    model.layer.register_forward_hook(lambda module, args, output: setattr(model, "found", output))
+    assert_equal(model, OF)
+
+
+def test_hooks_of_torch_s_own_are_followed_in_silence():
+    model = Model(lambda self, x: self.layer(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nn.utils.weight_norm(model.layer)
+    nn.utils.prune.l1_unstructured(model.layer, "bias", 0.5)
+    assert not assert_equal(model, OF).kept
+    assert not assert_equal(Model(assigns_a_buffer), OF).kept
+
+
+class Logs(Model):
+    def __init__(self) -> None:
+        super().__init__(lambda self, x: self.layer(x))
+        self.found, self.figures = list[Tensor](), {"norms": SimpleNamespace(last=0.0)}
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        self.calls += 1
+        self.found.append(y.detach())
+        self.figures["norms"].last = self.last = y.norm()
+        self._cache = y
+        return y
+
+
+def test_what_a_forward_keeps_is_named_and_nothing_of_the_trace_is_left():
+    model = Logs()
+    assert {*trace(model, OF).kept} == {"calls", "found", "figures.norms.last", "last"}
+    assert (model.calls, model.found, model.figures["norms"].last) == (0, [], 0.0)
+    assert not {"last", "_cache"} & vars(model).keys()
 
 
 class Open(nn.Module):
