@@ -273,6 +273,9 @@ def _memory(plan: Plan, stage_bytes: Memory, room: int | None) -> str:
         note += f"memory_limit {plan.settings.memory_limit * 1024:.1f} MiB a {a}\n"
     if room is not None:
         note += f"{says_whether_it_fits(stage_bytes, room)}\n"
+    graphs = [sum(map(plan.graph_bytes, of_rank)) / 2**20 for of_rank in stage_bytes]
+    if room is not None and plan.settings.cuda_graphs:
+        note += f"CUDA graphs take up to {max(graphs):.1f} MiB more, where they fit\n"
     return f"{aligned(rows)}\n{note}"
 
 

@@ -59,6 +59,12 @@ def says_whether_it_fits(stage_bytes: Memory, room: int) -> str:
     return compared if peak <= room else f"{compared} and is likely to run out: to hold less, {WAYS}"
 
 
+def says_no_room(graphs: int, held: int, room: int) -> str:
+    """Return why CUDA graphs of so many bytes are not captured beside what a rank holds, or nothing."""
+    needed = f"they would take {_gib(graphs)} GiB beside {_gib(held)}, and there are {_gib(room)} GiB"
+    return f"{needed}: choose more stages, or fewer microbatches in flight" if graphs + held > room else ""
+
+
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an allocator raised it; that of a CPU raises a plain RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

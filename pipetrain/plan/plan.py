@@ -179,6 +179,13 @@ class Plan:
         copied = [n for n, slice in enumerate(self.cut.slices) if coded or slice.copies_output]
         return over_time(run, self.table.stage_sizes(self.cut, self.modes), self.settings.buffer_size, copied)
 
+    def graph_bytes(self, stage: int) -> int:
+        """Return what the CUDA graphs of a stage hold, at most, beside what passes without them do."""
+        sizes, most = self.table.stage_sizes(self.cut, self.modes)[stage], self.peaks(stage)
+        # Of each slot what it saves and its outputs' gradients, and of several versions the outputs.
+        slot = max(sizes.saved, sizes.after_i) + sizes.arrived * (1 + (most.versions > 1))
+        return most.activations * slot + sizes.returned
+
     def peaks(self, stage: int) -> Bounds:
         """Return the peaks of activations, weight versions and staleness of a stage over all windows."""
         most = (window.bounds[stage] for window in self.windows.values())

@@ -2,16 +2,20 @@
 
 The plan proves how many microbatches a stage has in flight at most, each in a slot, and how many weight
 versions. For each slot and each version's storage, the forward and the backward of a microbatch are captured
-once and replayed from then on: inputs, targets and gradients are copied to where the graphs expect them. Each
-slot has its own memory pool, as its forward and backward alternate; with a common pool one slot would
-overwrite what another holds between the two.
+once and replayed from then on: inputs, targets and gradients are copied to where the graphs expect them.
+
+What a pass allocates and a later one of its microbatch needs lies in the memory pool of its slot: what a
+forward saves, and what the first half of a split backward leaves. In a slot one microbatch is open at a time,
+so its passes of all versions share pool, inputs, targets and outputs. What the last pass of a microbatch
+allocates is over when that is, so the last passes of all slots share one pool. The gradients that go back are
+copied, within the graph, to where those of all slots lie, and from there before another pass is replayed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -31,19 +35,38 @@ from pipetrain.runtime.weights import Weights
 from pipetrain.schedule.actions import Predicted, Read
 
 _RECORDED = -1  # the microbatch of a pass that is captured
+Example = tuple[Tensors, Target | None, Saving]  # a microbatch's inputs and target, and how it is run
+
+
+@dataclass(slots=True)
+class Memory:
+    """A pool of graphs that may overwrite each other's memory, and tensors that they have in common."""
+
+    pool: Any
+    tensors: dict[str, Tensors] = field(default_factory=dict)
+
+    def place(self, name: str, like: Tensors) -> Tensors:
+        """Return where tensors of this name lie; `like`: such as will."""
+        if name not in self.tensors:
+            self.tensors[name] = tuple(torch.empty_like(t, requires_grad=False) for t in like)
+        return self.tensors[name]
+
+    def copied(self, name: str, tensors: Tensors) -> Tensors:
+        _copy(self.place(name, tensors), tensors)
+        return self.tensors[name]
 
 
 @dataclass(slots=True)
 class Pass:
     """A microbatch's forward and backward, captured over one slot's memory and one version's storage.
 
-    `recorded`: the microbatch that was captured, which must live as long as the graphs.
+    `recorded`: what the last stage counts, which each replay overwrites.
     """
 
     slot: int
     inputs: Tensors
     target: Tensors
-    recorded: Microbatch
+    recorded: Counted | None
     outputs: Tensors
     grads: Tensors
     back: Tensors
@@ -57,8 +80,8 @@ class Pass:
         return all([(t.shape, t.dtype) for t in a] == [(t.shape, t.dtype) for t in b] for a, b in pairs)
 
     def counted(self, target: Target | None) -> Counted | None:
-        """Return what the last stage counts, copied: the next replay overwrites it."""
-        counted = self.recorded.counted
+        """Return what the last stage counts, copied."""
+        counted = self.recorded
         if counted is None or target is None:
             return None
         sums = {name: some.clone() for name, some in counted.sums.items()}
@@ -138,6 +161,11 @@ class FixedWeights(Weights):
         return leaves
 
 
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_([*map(signed, targets)], [*map(signed, sources)])
+
+
 def _address(storage: Iterable[Tensor]) -> int:
     return next((t.data_ptr() for t in storage), 0)
 
@@ -153,7 +181,7 @@ class GraphedStage(Stage):
         self._free: list[int] = []  # slots
         self._passes: dict[tuple[int, int], Pass] = {}  # by slot, and by the storage of a weight version
         # The last microbatch before `capture`, in a list, as a rehearsal puts attributes back; None after it.
-        self._example: list[tuple[Tensors, Target | None, Saving]] | None = []
+        self._example: list[Example] | None = []
         self._replayed: dict[int, Pass] = {}
         self._known: Held | None = None  # of the capture
         self._replays = False  # in this window: a program may have changed attributes since
@@ -172,7 +200,7 @@ class GraphedStage(Stage):
                 self._example[:] = [(x, target, saving)]
             return super().forward(mb, x, read, target, saving)
         self._free.pop()
-        torch._foreach_copy_([*map(signed, (*one.inputs, *one.target))], [*map(signed, (*x, *aims))])
+        _copy((*one.inputs, *one.target), (*x, *aims))
         opened = self._open[mb] = Microbatch(mb, (), read, saving)
         with around(self.observers, opened):
             one.forward.replay()
@@ -209,34 +237,37 @@ class GraphedStage(Stage):
     def _give(self, one: Pass, opened: Microbatch, grads: Tensors) -> None:
         if opened.counted is not None:
             one.grads[0].fill_(opened.counted.share)
-        elif grads:  # there are none where no weight is before
-            torch._foreach_copy_(list(one.grads), list(grads))
+        else:
+            _copy(one.grads, grads)  # none where no weight is before
 
     def _back(self, one: Pass) -> Tensors:
         one.backward.replay()
-        return tuple(t.clone() for t in one.back)  # the slot's next forward may overwrite it
+        return tuple(t.clone() for t in one.back)  # another slot's backward overwrites it
 
     @property
     def captured(self) -> bool:
         return bool(self._passes)
 
-    def capture(self, slots: int, versions: int) -> str:
+    def capture(self, slots: int, versions: int, why: str = "") -> str:
         """Capture the passes of so many open microbatches and weight versions.
 
-        Where that cannot be, say why and leave the stage as it was.
+        Where that cannot be, or is not to be (`why`), say why and leave the stage as it was.
         """
         example, self._example = self._example, None
         assert example, f"stage {self.index} is captured once, after a rehearsal"
-        before, generators, why = self._held(), Beginning(), ""
+        if why:
+            return why
+        before, generators = self._held(), Beginning()
         hooks = [(m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in self.module.modules()]
-        pools = [torch.cuda.graph_pool_handle() for _ in range(slots)]
+        last, *own = [Memory(torch.cuda.graph_pool_handle()) for _ in range(1 + slots)]
         observers, self.observers = self.observers, []  # in a pass on a GPU they look at nothing
         try:
             with torch.cuda.stream(torch.cuda.current_stream()):  # which a capture that fails does not leave
                 for storage, leaves in self.weights.fix(versions).items():
                     with self.weights.only(leaves):
-                        for slot, pool in enumerate(pools):
-                            self._passes[slot, storage] = self._captured(slot, pool, *example[0])
+                        for slot, memory in enumerate(own):
+                            how = memory, last, versions > 1, example[0]
+                            self._passes[slot, storage] = self._captured(slot, *how)
             if any(map(any, hooks)) or before.changed() or generators.drawn():
                 why = "layers have hooks, or do more than change tensors in place, which a replay would not"
         except Exception as error:
@@ -259,27 +290,33 @@ class GraphedStage(Stage):
         super().begin_window(predicted)
         self._replays = self._known is not None and not self._known.changed()
 
-    def _captured(self, slot: int, pool: Any, x: Tensors, target: Target | None, saving: Saving) -> Pass:
-        """Capture the passes of one slot. `x`, `target`: such as will come."""
-        mine, aims = tuple(t.clone() for t in x), cast(Tensors, ())
+    def _captured(self, slot: int, own: Memory, last: Memory, several: bool, like: Example) -> Pass:
+        """Capture the passes of a slot over its `own` memory and that of `last` passes.
+
+        `several`: weight versions, whose outputs lie in one place; `like`: such as will come.
+        """
+        x, target, saving = like
+        mine, aims = own.copied("inputs", x), cast(Tensors, ())
         if target is not None:
-            aims = tuple(t.clone() for t in as_tuple(target.value))
+            aims = own.copied("targets", as_tuple(target.value))
             target = replace(target, value=ValueSpec.like(target.value).pack(aims))
         first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with _capturing(first, pool):
+        with _capturing(first, own.pool):
             outputs = super().forward(_RECORDED, mine, 0, target, saving)
-            one = self._open[_RECORDED]
-            needs = self.needed(one.outputs)
-        needed = [t for t, need in zip(one.outputs, needs, strict=True) if need]
-        grads = tuple(torch.empty_like(t, requires_grad=False) for t in needed)
+            if several:
+                outputs = own.copied("outputs", outputs)
+        one = self._open[_RECORDED]
+        needed = [t for t, need in zip(one.outputs, self.needed(one.outputs), strict=True) if need]
+        grads = (own if saving.split else last).place("gradients", tuple(needed))  # which W may need too
         third = torch.cuda.CUDAGraph() if one.deferred is not None else None
-        with _capturing(second, pool):
+        with _capturing(second, (own if third else last).pool):
             back = (super().backward_input if third else super().backward)(_RECORDED, grads, 0)
+            back = last.copied("back", back)
         if third:
-            with _capturing(third, pool):
+            with _capturing(third, last.pool):
                 super().backward_weight(_RECORDED, 0)
         self._batch = Batch()
-        return Pass(slot, mine, aims, one, outputs, grads, back, first, second, third, saving)
+        return Pass(slot, mine, aims, one.counted, outputs, grads, back, first, second, third, saving)
 
 
 @contextmanager

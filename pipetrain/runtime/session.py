@@ -17,7 +17,7 @@ from pipetrain.network.model import materialise
 from pipetrain.network.network import Network
 from pipetrain.network.values import Size
 from pipetrain.plan.cut import homes
-from pipetrain.plan.memory import explained, is_out_of_memory
+from pipetrain.plan.memory import explained, gpu_bytes, is_out_of_memory, peaks_by_rank, says_no_room
 from pipetrain.plan.plan import Plan
 from pipetrain.rate import LearningRate
 from pipetrain.runtime.batch_loss import BatchLoss
@@ -292,18 +292,22 @@ def make_engine(
             log.info("pipetrain: not all passes are CUDA graphs (cuda_graphs=auto): %s", eager[0])
 
     def capture() -> None:
-        for index, stage in stages.items() if plan.settings.cuda_graphs else ():
+        chosen, room = plan.settings.cuda_graphs, gpu_bytes(links.device.type, links.sharing)
+        held = peaks_by_rank(plan.memory(plan.timeline()))[rank] if chosen and room else 0
+        for index, stage in stages.items() if chosen else ():
+            why, graphs = plan.not_captured(index), plan.graph_bytes(index)
             if isinstance(stage, GraphedStage):
-                why = stage.capture(bounds[index].activations, bounds[index].versions)
-                if why and plan.settings.cuda_graphs is True:
+                why = says_no_room(graphs, held, room) if room and chosen is not True else ""
+                why = stage.capture(bounds[index].activations, bounds[index].versions, why)
+                if why and chosen is True:
                     raise ConfigError(
                         f"cuda_graphs: the passes of stage {index} cannot be captured: {why}; leave "
                         f"cuda_graphs out"
                     )
-            else:
-                why = plan.not_captured(index)
             if why:
                 uncaptured.append(why)
+            else:
+                held += graphs
 
     return Engine(
         stages,

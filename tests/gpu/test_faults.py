@@ -23,7 +23,7 @@ from pipetrain.runtime import buckets, finite, graphs, links, rehearsal
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.feed import WindowFeed
 from pipetrain.runtime.finite import StopOnNaN
-from pipetrain.runtime.graphs import FixedWeights, GraphedStage, Pass
+from pipetrain.runtime.graphs import FixedWeights, GraphedStage, Memory, Pass
 from pipetrain.runtime.objective import Counted, Objective
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import Stage
@@ -45,7 +45,7 @@ from tests.gpu.test_pretended import (
 from tests.support.cases import Case
 from tests.support.models import flat
 from tests.support.pretended.nccl import Hang
-from tests.support.pretended.streams import Refused
+from tests.support.pretended.streams import Refused, here
 from tests.support.pretended.world import on_gpus
 
 
@@ -179,9 +179,10 @@ def unpinned(moved: Any) -> Any:
 
 
 def one_slot(capture: Any) -> Any:
-    def share(self: GraphedStage, slots: int, versions: int) -> None:
-        capture(self, slots, versions)
+    def share(self: GraphedStage, slots: int, *arguments: Any) -> str:
+        why: str = capture(self, slots, *arguments)
         self._free = [0] * slots
+        return why
 
     return share
 
@@ -252,11 +253,21 @@ def one_pool(capture: Any) -> Any:
     return share
 
 
+def in_common(place: Any) -> Any:
+    of_all = Memory(None)
+
+    def share(self: Memory, name: str, like: Any) -> Any:
+        if name == "gradients":
+            self, name = of_all, str((here("rank"), [t.shape for t in like]))
+        return place(self, name, like)
+
+    return share
+
+
 def freed(captured: Any) -> Any:
     def free(self: GraphedStage, *arguments: Any) -> Pass:
         one = captured(self, *arguments)
         one.inputs = tuple(t.clone() for t in one.inputs)
-        one.recorded.inputs = ()
         return one
 
     return free
@@ -473,6 +484,13 @@ FAULTS = {
         case("gpipe", *GRAPHS),
         "is not finite at stage",
     ),
+    "gradients that W needs are overwritten by another slot's": Fault(
+        Memory,
+        "place",
+        in_common,
+        Case("zb_h1", 3, (*GRAPHS, "model._target_=tests.runtime.test_rehearsal.lines"), 24),
+        r"== \[\]",
+    ),
     "a graph's inputs are freed": Fault(
         GraphedStage,
         "_captured",
@@ -534,7 +552,7 @@ FAULTS = {
     "a loss is overwritten by the next replay": Fault(
         Pass,
         "counted",
-        lambda counted: lambda self, target: self.recorded.counted,
+        lambda counted: lambda self, target: self.recorded,
         case("1f1b", *GRAPHS),
         "'loss'",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipetrain.errors import ConfigError
+from pipetrain.plan.memory import peaks_by_rank
 from pipetrain.runtime import session
 from pipetrain.runtime.graphs import GraphedStage
 from pipetrain.runtime.session import Session
@@ -32,7 +34,7 @@ def test_gradients_and_versions_at_fixed_addresses_train_alike(words):
     case, fixed = Case(words[0], 2, (*WORDS, *words[1:])), dict[int, set[int]]()
     plain, _ = run_in_threads(case)
 
-    def fix(self: GraphedStage, slots: int, versions: int) -> None:
+    def fix(self: GraphedStage, slots: int, versions: int, why: str) -> None:
         fixed[self.index] = set(self.weights.fix(versions))
 
     train = Session.train
@@ -142,6 +144,30 @@ def test_passes_that_are_replayed_train_alike(schedule, request):
     assert [name for name, tensor in plain.items() if not torch.equal(tensor, state[name])] == []
 
 
+@pytest.mark.parametrize("schedule", ["pipedream", "zb_h1"])
+def test_passes_have_tensors_in_common_where_they_are_never_open_together(schedule, recorded):
+    """Inputs, targets and outputs those of a slot; gradients all, but where a later pass needs them too."""
+    found, capture = dict[int, tuple[int, int]](), GraphedStage.capture
+
+    def capturing(self: GraphedStage, slots: int, versions: int, why: str) -> str:
+        assert not capture(self, slots, versions, why)
+        found[self.index], passes = (slots, versions), [*self._passes.values()]
+        assert len(passes) == slots * versions
+        kept = slots if passes[0].saving.split else 1
+        of_slot = dict.fromkeys(("inputs", "target", "outputs"), slots)
+        for name, count in {**of_slot, "grads": kept, "back": 1}.items():
+            of_each = [getattr(one, name) for one in passes]
+            assert len({t.data_ptr() for tensors in of_each for t in tensors}) == count * len(of_each[0])
+        return ""
+
+    case = Case(schedule, 3, ("microbatches=4", "epochs=1", "partition=even", "dtype=float32"))
+    with patch.object(GraphedStage, "capture", capturing):
+        run_in_threads(case)
+    assert found == (
+        {0: (3, 2), 1: (2, 2), 2: (1, 1)} if schedule == "pipedream" else dict.fromkeys(range(3), (3, 1))
+    )
+
+
 @pytest.mark.parametrize(
     ("schedule", "words", "said"),
     [
@@ -241,6 +267,17 @@ def test_a_stage_that_cannot_be_captured_runs_as_it_does_without_and_a_line_says
     assert ("called a synchronizing" if kind == "Looks" else "layers have hooks, or do more") in lines[0]
     assert Recorded.replays > 0
     assert [name for name, tensor in plain.items() if not torch.equal(tensor, state[name])] == []
+
+
+def test_stages_are_captured_where_they_fit_and_a_line_says_which_do_not(recorded, caplog):
+    case = holding("Scales")
+    plan = make_run(case).plan
+    room = peaks_by_rank(plan.memory(plan.timeline()))[0] + plan.graph_bytes(0)
+    with caplog.at_level("INFO", "pipetrain"), patch.object(session, "gpu_bytes", lambda *_: room):
+        run_in_threads(case)
+    assert recorded == {0: True, 1: False}
+    (line,) = [message for message in caplog.messages if "cuda_graphs=auto" in message]
+    assert re.search(r"they would take .* GiB beside .*, and there are .* GiB: choose more stages", line)
 
 
 def test_where_a_stage_must_be_captured_and_cannot_be_the_training_is_refused(recorded):

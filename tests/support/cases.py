@@ -246,7 +246,7 @@ class LocalLinks(LocalRanks):
 
     def __init__(self, world: World, wire: Wire, barrier: Barrier, board: list[Any]) -> None:
         super().__init__(world, barrier, board)
-        self.device, self.staged = torch.device("cpu"), False
+        self.device, self.staged, self.sharing = torch.device("cpu"), False, 1
         self._wire = wire
         self.placement = wire.placement
         self._adding: LocalChannel | None = None

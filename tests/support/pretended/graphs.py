@@ -2,7 +2,7 @@
 
 A graph keeps addresses, no tensors. What it has allocated belongs to its pool: when nobody holds a tensor of
 it any more, the next capture into the pool may get its memory, so that each replay of that graph overwrites
-it. What a graph uses of other memory must still be there when it is replayed.
+it. What a graph uses of memory of no pool must still be there when it is replayed.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Graph:
                     garbage(t)
             self._undo = []
         pool.graphs.append(self)
-        inside = {storage for graph in pool.graphs for storage in graph.allocated}
+        inside = {storage for graph in gpu.host.graphs for storage in graph.allocated}
         self._used = {storage: t for storage, t in self._used.items() if storage not in inside}
 
     def _in_use(self, t: Tensor) -> bool:
