@@ -242,10 +242,9 @@ class Links(Ranks):
         Python ends aborts the process. A Ctrl-C has nothing left to interrupt.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        failed = hasattr(sys, "last_value")  # by an error, which was printed
-        if not failed:
+        if not (self._listeners or hasattr(sys, "last_value")):  # or an error has ended it, and was printed
             self.say_end()
-        self.abandon("an error has ended its program" if failed else "")
+        self.abandon("its program has ended")
 
     def _leave_groups(self) -> None:
         """Destroy the groups and drop all references; a default group of ours takes the others with it."""

@@ -126,7 +126,9 @@ class Ends(nn.Module):
             self.calls += 1
             if self.calls == 3:
                 here("waits").until_all_others_do()
-                raise SystemExit if self.how == "killed" else RuntimeError("its own error")
+                raise {"killed": SystemExit, "interrupted": KeyboardInterrupt}.get(
+                    self.how, RuntimeError("its own error")
+                )
         return x * 1
 
 
@@ -148,10 +150,13 @@ def test_what_ends_a_rank_is_said_to_all_at_once_though_nccl_would_not_notice():
     assert third.startswith(f"ChannelError: rank 2 lost rank 1: {said}")
 
 
-def test_a_rank_that_is_killed_is_lost_at_once():
-    first, _, third = ends("killed")
-    assert first.startswith("ChannelError: rank 0 lost rank 1: Connection closed by peer")
-    assert third.startswith("ChannelError: rank 2 lost rank 1: Connection closed by peer")
+@pytest.mark.parametrize(
+    ("how", "why"), [("killed", "Connection closed by peer"), ("interrupted", "its program has ended")]
+)
+def test_a_rank_that_is_killed_or_leaves_is_lost_at_once(how, why):
+    first, _, third = ends(how)
+    assert first.startswith(f"ChannelError: rank 0 lost rank 1: {why}; stage 0 was at")
+    assert third.startswith(f"ChannelError: rank 2 lost rank 1: {why}; stage 2 was at")
 
 
 def abort_in_turn(self: Links) -> bool:

@@ -194,7 +194,8 @@ class Distributed:
             stack.enter_context(patch.object(links, "make_group", world))
             stack.enter_context(patch.object(links, "choose_interface", lambda world: None))
             stack.enter_context(patch.object(links, "_abort_process_group", self.abort))
-            stack.enter_context(patch.object(links, "atexit", Mock()))
+            for name in ("atexit", "signal"):
+                stack.enter_context(patch.object(links, name, Mock()))
             stack.enter_context(patch.dict(os.environ))
             for module in (links, ranks, watch):
                 stack.enter_context(patch.object(module, "Thread", self.waits.thread()))

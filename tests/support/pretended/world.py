@@ -122,7 +122,10 @@ def on_gpus(case: Case, exclusive: bool = False, staged: bool = False) -> Traine
 
 
 def ends_of(case: Case) -> list[str]:
-    """Train a case, and return how each of its ranks ends. With SystemExit it ends as if it were killed."""
+    """Train a case, and return how each of its ranks ends.
+
+    With SystemExit it ends as if it were killed, with KeyboardInterrupt as Python does.
+    """
     ends = [""] * case.ranks
     with ranks_of(case) as ranks:
 
@@ -132,6 +135,8 @@ def ends_of(case: Case) -> list[str]:
                 ranks.links[rank].close()
             except SystemExit:
                 ranks.distributed.kill()
+            except KeyboardInterrupt:
+                ranks.links[rank]._leave()
             except Exception as error:
                 ends[rank] = f"{type(error).__name__}: {error}"
 
