@@ -3,7 +3,8 @@
 Over NCCL a posted receive is a kernel that runs until its message arrives. What a GPU loads at its first use
 (a library, a kernel, a handle) waits for the end of that kernel. The first forward of a kind would so wait
 for a message that waits for that forward. The rehearsal uses everything once. Then each rank puts back all
-that it changed, and no receive is posted until every rank is ready.
+that it changed, and no receive is posted until every rank is ready. What updates run does not depend on the
+size of microbatches, so the first rehearsal alone updates weights.
 """
 
 from __future__ import annotations
@@ -60,9 +61,10 @@ class Rehearsal:
             return
         # At the second time of a size the optimizer has its state.
         twice = [alike(feed, size) for size in new for _ in range(2)]
-        with put_back(stages, training):
+        first = training and not any(trained for trained, _ in self.done)
+        with put_back(stages, training, first):
             norms = [play(one, self.loopback(training)) for one in twice]
-        if training and not any(trained for trained, _ in self.done):
+        if first:
             with attributes_put_back(stages):
                 self.after_first()
         self.meet(any(norms))
@@ -121,19 +123,20 @@ def alike(feed: Feed, size: Size) -> Repeated:
 
 
 @contextmanager
-def put_back(stages: Iterable[Stage], training: bool) -> Iterator[None]:
+def put_back(stages: Iterable[Stage], training: bool, updates: bool) -> Iterator[None]:
     """Put back, to the last bit, what running the stages changes: their tensors, attributes, random state.
 
-    The copies are in host memory.
+    Without `updates` they update no weights; of these and their optimizer's state copies are in host memory.
     """
     with attributes_put_back(stages):
         tensors: list[Tensor] = []
+        buffers: list[Tensor] = []
         containers: list[Any] = []
         for stage in stages:
-            changing = stage.changing(training)
-            tensors += changing[0]
-            containers += changing[1]
-        before = [(t, t.data, t.detach().to("cpu", copy=True)) for t in {id(t): t for t in tensors}.values()]
+            for part, changing in zip((tensors, buffers, containers), stage.changing(training), strict=True):
+                part += changing
+        before = {id(t): (t, t.data, t.detach().clone()) for t in buffers}
+        before |= {id(t): (t, t.data, t.detach().to("cpu", copy=True) if updates else t) for t in tensors}
         contents = [(container, container.copy()) for container in containers]
         kept = [(stage.attributes, stage.attributes.changed()) for stage in stages if training]
         copies = [
@@ -141,13 +144,14 @@ def put_back(stages: Iterable[Stage], training: bool) -> Iterator[None]:
         ]
         try:
             for stage in stages:
-                stage.begin_rehearsal()
+                stage.begin_rehearsal(updates)
             yield
             for stage in stages:
                 stage.check()
         finally:
-            for tensor, data, values in before:
-                data.copy_(values)
+            for tensor, data, values in before.values():
+                if values.data_ptr() != data.data_ptr():  # weights that have moved have kept their values
+                    data.copy_(values.data)
                 tensor.data, tensor.grad = data, None
             for container, content in contents:
                 refill(container, content)

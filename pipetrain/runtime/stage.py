@@ -92,6 +92,7 @@ class Stage:
         """Whether numbers are made up, so that none is refused."""
         self.adds_at_once = True
         """Whether a GPU adds small gradients at a backward's end."""
+        self._updates = True  # weights; in some rehearsals not
         self.skipped = 0
         """The updates that were left out since this was last read."""
         self._clip = clip_grad_norm
@@ -353,7 +354,7 @@ class Stage:
         batch, self._reduced = self._reduced, Batch()
         for observer in self.observers:
             observer.before_step(batch)
-        self.weights.step(keep, batch.skipped, delay, predicted)
+        self.weights.step(keep, batch.skipped, delay, predicted, self._updates)
 
     # Between windows
 
@@ -370,18 +371,18 @@ class Stage:
         self._proves = self.device == "cpu" or self.rehearses
         self.weights.begin_window(predicted)
 
-    def changing(self, training: bool) -> tuple[list[Tensor], list[Any]]:
-        """Return the tensors and the containers that windows change, beside attributes of layers."""
+    def changing(self, training: bool) -> tuple[list[Tensor], list[Tensor], list[Any]]:
+        """Return what windows change: what updates do, buffers, and containers, but attributes of layers."""
         self.check()
         containers = [vars(owner) for owner in (self, self.objective) if owner is not None]
         if not training:
-            return [], containers
+            return [], [], containers
         tensors, more = self.weights.changing()
-        return [*tensors, *self.module.buffers()], [*containers, *more]
+        return tensors, [*self.module.buffers()], [*containers, *more]
 
-    def begin_rehearsal(self) -> None:
+    def begin_rehearsal(self, updates: bool) -> None:
         """Count what is made up elsewhere, until what `changing` returned is put back."""
-        self.rehearses, self._batch = True, Batch()
+        self.rehearses, self._updates, self._batch = True, updates, Batch()
         if self.objective is not None:
             self.objective.start_counting()
 

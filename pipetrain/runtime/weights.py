@@ -254,22 +254,24 @@ class Weights:
         skip: Tensor | None = None,
         delay: int = 0,
         predicted: Iterable[Predicted] = (),
+        updates: bool = True,
     ) -> None:
         """Make the next version, and what is `predicted` by it; `keep` the previous one for later actions.
 
-        `skip` 1 drops the gradient, which is `delay` updates late.
+        `skip` 1 drops the gradient, which is `delay` updates late; without `updates` nobody uses it.
         """
         if keep and self.live:
             self._move()
         if self.optimizer is not None:
             self.rates.prepare(self.updates)
             factor = self.late.correction.rate(self.updates, delay)
-            with self.late.following(self.updates, skip), self.rates.corrected(factor):
-                self._step(self.optimizer, skip)
+            if updates:
+                with self.late.following(self.updates, skip), self.rates.corrected(factor):
+                    self._step(self.optimizer, skip)
             self.optimizer.zero_grad()  # as a program does
             for parameter in self.live.values():
                 parameter.grad = None
-        if self._ema is not None:
+        if self._ema is not None and updates:
             self._average_in(self._ema)
         self.updates += 1
         self.newest += 1

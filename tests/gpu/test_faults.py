@@ -133,9 +133,9 @@ def not_waiting(complete: Any) -> Any:
 
 
 @contextmanager
-def nothing_put_back(stages: Any, training: bool) -> Iterator[None]:
+def nothing_put_back(stages: Any, training: bool, updates: bool) -> Iterator[None]:
     for stage in stages:
-        stage.begin_rehearsal()
+        stage.begin_rehearsal(updates)
     yield
     for stage in stages:
         stage.rehearses = False

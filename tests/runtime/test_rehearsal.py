@@ -15,8 +15,9 @@ from torch.optim.lr_scheduler import SequentialLR, StepLR
 from pipetrain import Pipeline
 from pipetrain.runtime import session
 from pipetrain.runtime.engine import Engine
+from pipetrain.runtime.weights import Weights
 from pipetrain.schedule.actions import COMPUTE, RECEIVES, UPDATE, Action, Op
-from tests.support.cases import SCHEDULES, Case, LocalLinks, run_in_threads
+from tests.support.cases import SCHEDULES, Case, LocalLinks, make_run, run_in_threads
 from tests.support.deadlines import DEADLINE_S
 from tests.support.local import LocalChannel
 from tests.users.test_saving import Lookahead
@@ -35,6 +36,7 @@ def rehearsed() -> Iterator[None]:
     ("schedule", "ranks", "words"),
     [
         ("v_async", 2, ("optim=adamw", "clip_grad_norm=0.1", "ema=0.9")),
+        ("pipedream", 2, ("correction=[gap_aware,spectrain]", "optim.momentum=0.9", "ema=0.9")),
         ("pipedream", 2, ("on_nan=skip", "batchnorm=batch", "recompute=always")),
         ("zbv", 2, ("codec.forward=topk_int8", "codec.backward=int8")),
         # On one rank, as threads share the generators whose state is put back.
@@ -53,6 +55,24 @@ def test_training_after_a_rehearsal_is_equal_to_the_last_bit(schedule, ranks, wo
     assert losses == others
     assert plain.keys() == again.keys()
     assert all(torch.equal(tensor, again[name]) for name, tensor in plain.items())
+
+
+def test_the_first_rehearsal_alone_updates_weights_and_copies_them():
+    """Twice two batches, of one size; other sizes come in the second window."""
+    steps, copies, step, moved = list[bool](), list[bool](), Weights._step, torch.Tensor.to
+
+    def counted(self: Weights, *arguments: Any) -> None:
+        steps.append(True)
+        step(self, *arguments)
+
+    def copied(self: torch.Tensor, *where: Any, **how: Any) -> torch.Tensor:
+        copies.extend([True] * ((*where, *how) == ("cpu", "copy")))
+        return moved(self, *where, **how)
+
+    with rehearsed(), patch.object(Weights, "_step", counted), patch.object(torch.Tensor, "to", copied):
+        run_in_threads(case := Case("1f1b", 1, UNEVEN))
+    assert len(steps) == 4 + 8
+    assert len(copies) == len([*make_run(case).take_network().model.parameters()])
 
 
 def in_turn(optimizer):
