@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.errors import Refused
-from pipetrain.runtime import links
+from pipetrain.runtime import links, ranks
 from pipetrain.runtime.links import Links, in_rounds
 from pipetrain.runtime.profile import slowest_link
 from pipetrain.runtime.ranks import Listeners, World
@@ -176,7 +176,11 @@ def abort_in_turn(self: Links) -> bool:
     ],
 )
 def test_what_would_not_end_the_others_at_once_is_seen(owner: Any, name: str, instead: Any):
-    with pytest.raises(AssertionError), patch.object(owner, name, instead):
+    with (
+        pytest.raises(AssertionError),
+        patch.object(owner, name, instead),
+        patch.object(ranks, "LAST_WORD_S", 0.1),
+    ):
         test_what_ends_a_rank_is_said_to_all_at_once_though_nccl_would_not_notice()
 
 
