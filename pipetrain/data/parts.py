@@ -16,6 +16,7 @@ _TORCHS_SAMPLERS = {"torch.utils.data.sampler", "torch.utils.data.distributed"}
 MOST_PARTS, MOST_LISTED = 1000, 64  # that are looked at, in all and in one list or dict
 _NO_PARTS = (type, FunctionType, ModuleType, Tensor, nn.Module, str, bytes, int, float, NoneType)
 _COUNTS = ("num_replicas", "world_size", "num_processes", "num_ranks", "nranks")  # of those who share data
+_READING, _ASKING = ("__iter__", "__getitem__", "__len__"), {"get_world_size", "WORLD_SIZE"}
 
 
 def parts_of(loader: object) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def parts_of(loader: object) -> dict[str, Any]:
 def share_in(loader: object) -> str:
     """Return the name of what gives this rank a share of the data alone, as a DistributedSampler; "" if none.
 
-    It reads or numbers samples, and says that several share them.
+    It reads or numbers samples, and says that several share them, or asks how many ranks there are.
     """
     for part in parts_of(loader).values():
         if not (hasattr(part, "__iter__") or hasattr(part, "__getitem__")):
@@ -54,6 +55,9 @@ def share_in(loader: object) -> str:
             counts = (getattr(held, "__dict__", {}).get(name) for name in _COUNTS)
             if any(isinstance(count, int) and count > 1 for count in counts):
                 return type(part).__name__
+        codes = (getattr(getattr(type(part), name, None), "__code__", None) for name in _READING)
+        if any(code and not _ASKING.isdisjoint((*code.co_names, *code.co_consts)) for code in codes):
+            return type(part).__name__
     return ""
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -73,6 +75,16 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
         return iter(())
 
 
+class AskingTorch(Stream):
+    def __iter__(self) -> Any:
+        return iter(range(dist.get_rank(), 8, dist.get_world_size()))
+
+
+class AskingTorchrun(Holding):
+    def __len__(self) -> int:
+        return 8 // int(os.environ["WORLD_SIZE"])
+
+
 class Sharing(BatchSampler):
     """As the batch samplers of accelerate and others."""
 
@@ -99,6 +111,8 @@ class Wrapper:
         *((DataLoader(DATA, batch_sampler=Sharing(n)), name) for n, name in ((3, "Sharing"), (1, ""))),
         *((DataLoader(Stream(Split(0, n))), name) for n, name in ((2, "Stream"), (1, ""))),
         (DataLoader(Holding(rank=0, world_size=2)), "Holding"),
+        (DataLoader(AskingTorch(Split(0, 1))), "AskingTorch"),
+        (DataLoader(AskingTorchrun()), "AskingTorchrun"),
         (Wrapper(DataLoader(DATA, 2, sampler=DistributedSampler(DATA, 2, 1))), "DistributedSampler"),
         (DataLoader(Holding(options=Namespace(rank=0, world_size=2))), ""),  # of a program, which may do else
         (DataLoader(DATA, 2, shuffle=True), ""),
