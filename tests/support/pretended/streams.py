@@ -107,6 +107,11 @@ class Host:
         """Note a copy to pinned memory of these values, or from it to the device."""
         self._copies.append(_Copy(pinned, values, self.stream, self.stream.known[self.stream]))
 
+    @property
+    def copies_open(self) -> bool:
+        """Whether there are copies of which the host does not know that they are over."""
+        return bool(self._copies)
+
     def refuse_pinned(self, read: set[int], written: set[int]) -> None:
         """Refuse the host's use of pinned memory that copies may still read or write."""
         for copy in self._copies:
