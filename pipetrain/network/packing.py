@@ -56,13 +56,14 @@ def from_json(data: Any) -> Any:
 def packed(value: Any, tensors: list[Tensor], like: Tensor, names: Mapping[int, str] | None = None) -> Any:
     """Return a tree as JSON data, and append its tensors, complex ones as pairs, to `tensors`.
 
-    A tensor usually lies as `like` if it has its shape, else contiguous. `names`: of what is known, by id.
-    Raises TypeError for other values; such attributes of an object are left out.
+    A tensor usually lies as `like` if it has its shape, else contiguous. `names`: of what is known, by id;
+    without it generators and objects are refused, since they are only filled where they are. Raises TypeError
+    for other values; such attributes of an object are left out.
     """
     known = names or {}
 
     def inner(items: Iterable[Any]) -> list[Any]:
-        return [packed(item, tensors, like, known) for item in items]
+        return [packed(item, tensors, like, names) for item in items]
 
     if isinstance(value, np.generic):
         value = value.item()
@@ -80,7 +81,7 @@ def packed(value: Any, tensors: list[Tensor], like: Tensor, names: Mapping[int, 
     if isinstance(value, np.ndarray):
         tensors.append(torch.from_numpy(value.copy()))
         return {"array": len(tensors) - 1}
-    if isinstance(value, torch.Generator):
+    if isinstance(value, torch.Generator) and names is not None:
         tensors.append(value.get_state())
         return {"generator": len(tensors) - 1}
     if (kind := type(value).__name__) in _LISTS and isinstance(value, _LISTS[kind]):
@@ -89,7 +90,7 @@ def packed(value: Any, tensors: list[Tensor], like: Tensor, names: Mapping[int, 
         return {"dict": dict(zip(value, inner(value.values()), strict=True))}
     if isinstance(value, dict):
         return {"items": [inner(pair) for pair in value.items()]}
-    if _has_attributes(value):
+    if names is not None and _has_attributes(value):
         content: dict[str, Any] = {}
         for key, item in vars(value).items():
             with suppress(TypeError):
@@ -108,7 +109,7 @@ def unpacked(
     """Return the tree of `packed`; `placed` copies a tensor that lies as usual.
 
     `named`: what is known; what a dict has of others is left out. `now`: what is there, whose containers and
-    objects stay, with other content.
+    objects stay, with other content. ABSENT: a list or a dict of what is not there too.
     """
     if not isinstance(tree, dict):
         return tree
@@ -134,13 +135,18 @@ def unpacked(
         own.update({key: value for key, value in zip(content, values, strict=True) if value is not ABSENT})
         return now
     if kind in _LISTS:
-        made = _LISTS[kind](inner(content, now if isinstance(now, list | tuple | deque) else ()))
+        values = inner(content, now if isinstance(now, list | tuple | deque) else ())
+        if any(value is ABSENT for value in values):
+            return ABSENT
+        made = _LISTS[kind](values)
     elif kind in ("dict", "items"):
         was = now if isinstance(now, dict) else {}
         keys = list(content) if kind == "dict" else inner(key for key, _ in content)
         trees = content.values() if kind == "dict" else [item for _, item in content]
         values = inner(trees, map(was.get, keys))
         made = {key: value for key, value in zip(keys, values, strict=True) if key is not ABSENT}
+        if any(value is ABSENT for value in made.values()):
+            return ABSENT
     else:
         number, *layout = content if isinstance(content, list) else [content]
         value = placed(torch.view_as_complex(tensors[number]) if kind == "complex" else tensors[number])

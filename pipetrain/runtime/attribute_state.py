@@ -12,7 +12,7 @@ import logging
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ class AttributeState:
                 others = {key: value for key, value in owner.state.items() if not isinstance(key, Tensor)}
                 yield f"{name}/{_OTHERS}", owner, others
             if isinstance(owner, Optimizer) and type(owner).state_dict is not Optimizer.state_dict:
-                with _without_state(owner):
+                with _own_state(owner):
                     entries = owner.state_dict().items()
                 own = {key: value for key, value in entries if key not in ("state", "param_groups")}
                 yield f"{name}/{_ENTRIES}", owner, own
@@ -110,10 +110,8 @@ class AttributeState:
         elif key == _OTHERS:
             owner.state.update(value)
         elif key == _ENTRIES:
-            groups = owner.param_groups  # which others hold too; what is in them is set otherwise
-            with _without_state(owner):
+            with _own_state(owner):
                 owner.load_state_dict({**owner.state_dict(), **value})
-            owner.param_groups = groups
         else:
             own[key] = value
 
@@ -147,10 +145,19 @@ def _by_name(saved: tuple[Any, list[Tensor]]) -> bool:
 
 
 @contextmanager
-def _without_state(optimizer: Optimizer) -> Iterator[None]:
-    """Let an optimizer have no state, which it may share with others."""
-    state, optimizer.state = optimizer.state, defaultdict(dict)
+def _own_state(optimizer: Optimizer) -> Iterator[None]:
+    """Let an optimizer tell or load its entries; what others hold of it is set otherwise, and stays.
+
+    Where it tells its state as torch does, it has none meanwhile.
+    """
+    state, groups = optimizer.state, optimizer.param_groups
+    optimizer.state, members = defaultdict(dict), [*groups]
+    if "state" not in optimizer.state_dict():
+        optimizer.state = state
     try:
         yield
     finally:
         optimizer.state = state
+        optimizer.param_groups[:] = members
+        with suppress(AttributeError):  # those of another optimizer
+            optimizer.param_groups = groups

@@ -89,7 +89,11 @@ def test_what_is_known_by_a_name_is_that_and_of_others_a_dict_has_nothing():
     tree = packed({weight: [1, weight], other: 2}, tensors, weight, {id(weight): "a", id(other): "b"})
     assert not tensors
     assert unpacked(tree, tensors, Tensor.clone, {"a": other}) == {other: [1, other]}
-    assert told(Thing(x=1)) is ABSENT  # nothing is there that it could be
+    for made_since in (Thing(x=1), [Thing(x=1)], {"a": [1, Thing(x=1)]}):  # nothing is there that it could be
+        assert told(made_since) is ABSENT
+    for filled in (Thing(x=1), torch.Generator()):
+        with pytest.raises(TypeError, match=r"values of type (Thing|Generator)"):
+            packed([filled], [], weight)
     for strange in (len, [object()], {1: torch.nn.ReLU()}):
         with pytest.raises(TypeError, match=r"values of type (builtin_function_or_method|object|ReLU)"):
             told(strange)

@@ -82,6 +82,32 @@ class Own(torch.optim.Adam):
         super().load_state_dict(state)
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Has another optimizer's groups, and tells both states in a form of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.base = torch.optim.SGD(parameters, 0.1, momentum=0.9)
+        self.weights, self.defaults = parameters, self.base.defaults
+        self.state = {p: {"slow": p.detach().clone()} for p in parameters}
+
+    param_groups = property(lambda self: self.base.param_groups)
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+        for weight, state in self.state.items():
+            weight.data.add_(state["slow"].lerp_(weight.data, 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        slow = {(0, n): self.state[p] for n, p in enumerate(self.weights) if p in self.state}
+        return {"slow": slow, "base": self.base.state_dict()}
+
+    def load_state_dict(self, state: Any) -> None:
+        if len(state["slow"]) != len(self.weights):
+            raise ValueError("a state of other weights")
+        self.base.load_state_dict(state["base"])
+        self.state = dict(zip(self.weights, state["slow"].values(), strict=True))
+
+
 def wrapped(parameters: Any) -> torch.optim.Optimizer:
     return Wrapper(torch.optim.SGD(parameters, 0.1, momentum=0.9))
 
@@ -128,14 +154,14 @@ class Training:
             self.state.restore(weight, of)
 
 
-@pytest.mark.parametrize("make", [Noisy, Own, wrapped, several, partial(torch.optim.SGD, lr=0.1)])
+@pytest.mark.parametrize("make", [Noisy, Own, Lookahead, wrapped, several, partial(torch.optim.SGD, lr=0.1)])
 def test_an_optimizer_goes_on_as_it_would_have(make, caplog):
     whole, again = Training(make), Training(make)
-    groups = again.optimizer.param_groups
+    groups = [*map(id, again.optimizer.param_groups)]
     for _ in range(3):
         whole.step()
     again.load(*whole.saved())
-    assert again.optimizer.param_groups is groups  # which a program and a scheduler hold
+    assert [*map(id, again.optimizer.param_groups)] == groups  # which a program and a scheduler hold
     assert again.saved()[2].keys() == whole.saved()[2].keys()
     for _ in range(3):
         whole.step()
