@@ -176,6 +176,8 @@ class Links(Ranks):
             torch.cuda.synchronize()  # a rank that goes breaks what others still receive
             self.gather("the end", None)
             self._listeners.say(self.world.rank, "")
+        else:
+            self.say_end()
         self._leave_groups()
 
     def abandon(self, why: str) -> None:

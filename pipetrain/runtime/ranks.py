@@ -27,7 +27,7 @@ from pipetrain.network.values import TensorSpec, bytes_of
 
 HEAD = 504  # bytes of a text that its first message carries
 LAST_WORD_S = 2.0  # that a rank may take to hear which other one is lost
-ENDED = json.dumps(["the end of its program", None])  # a rank's last text
+ENDED = json.dumps(["close() or the end of its program", None])  # a rank's last text
 ROUNDS = 32  # messages to and fro to compare two clocks
 _Sent = tuple[Any, Any]  # what is to be waited for, with what must stay until then
 _WORDS, _TENSORS = 2**30, 2**30 + 1  # gloo keeps tags apart, and counts small ones in monitored_barrier
@@ -121,7 +121,7 @@ class Ranks:
             raise
 
     def say_end(self) -> None:
-        """Tell the ranks that still wait for this one that its program has ended."""
+        """Tell the ranks that still wait for this one that it leaves them, and no error did it."""
         for rank in [0] if self.world.rank else range(1, self.world.size):
             with suppress(Exception):  # it has ended too
                 text = ENDED if self.world.rank else json.dumps([ENDED])

@@ -87,23 +87,24 @@ def test_a_pipeline_that_is_closed_leaves_no_descriptors_and_no_threads(ranks) -
         assert max(grown) < (times - 2) / 2, counts
 
 
-def alone_at(caller: int) -> str:
-    """Ask for the weights on one rank, after the program of the other has ended; return what is said."""
+def alone_at(caller: int, closes: bool) -> str:
+    """Ask for the weights on one rank, after the other has closed or ended; return what is said."""
     pipe, handler = pipe_of(mlp()), signal.getsignal(signal.SIGINT)
     pipe.step(*batch())
     if pipe.rank == caller:
         return ended(pipe.state_dict)
-    pipe._training.links._leave()
+    if not closes:
+        pipe._training.links._leave()
     signal.signal(signal.SIGINT, handler)
     return ended(pipe.close)
 
 
-@pytest.mark.parametrize("caller", [0, 1])
-def test_a_call_of_one_rank_alone_is_told_that_the_others_have_ended(ranks, caller) -> None:
-    said = ranks(alone_at, caller)
+@pytest.mark.parametrize(("caller", "closes"), [(0, False), (1, False), (0, True), (1, True)])
+def test_a_call_of_one_rank_alone_is_told_that_the_others_have_ended(ranks, caller, closes) -> None:
+    said = ranks(alone_at, caller, closes)
     assert said[caller] == (
-        f"ChannelError: rank {caller} waits for the state_dict, and rank {1 - caller} is at the end of its "
-        f"program: let all ranks call the same methods in the same order"
+        f"ChannelError: rank {caller} waits for the state_dict, and rank {1 - caller} is at close() or the "
+        f"end of its program: let all ranks call the same methods in the same order"
     )
 
 
