@@ -22,6 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+import pipetrain
+
+PACKAGE = pipetrain.__file__.removesuffix("__init__.py")
 _here = threading.local()
 """Of a rank's thread: its `rank`; `watched`: whether its host must not wait; the `graph` that it captures;
 its current `stream`, None for the rank's default one; `sync_debug`: whether waits are refused."""
@@ -234,8 +237,8 @@ class Gpu:
             raise Refused(f"called a synchronizing CUDA operation: {what}")
         self.touch(what)
         if here("watched"):
-            ours = [f for f in traceback.extract_stack() if "/pipetrain/" in f.filename]
-            at = f"{ours[-1].filename.rpartition('/pipetrain/')[2]}:{ours[-1].lineno}" if ours else "a caller"
+            ours = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
+            at = f"{ours[-1].filename.removeprefix(PACKAGE)}:{ours[-1].lineno}" if ours else "a caller"
             self.waits[f"{what}, {at}"] += 1
         self.host.learns(self.host.stream.known)
 
