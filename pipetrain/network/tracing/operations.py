@@ -23,6 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.places import named_tensors
+from pipetrain.network.tensors import storage_of, strided
 from pipetrain.network.tracing.exporting import exported
 from pipetrain.network.values import ValueSpec
 
@@ -122,6 +123,7 @@ def operations_of(model: nn.Module, example: ValueSpec, autocast: bool, training
         for spec, output in zip(program.graph_signature.output_specs, returned, strict=True)
         if spec.kind is OutputKind.USER_OUTPUT
     ]
+    _write_early(graph)
     graph.output(tuple(output for output in outputs if isinstance(output, fx.Node)))
     graph.eliminate_dead_code()
     tree = program.call_spec.out_spec
@@ -189,6 +191,23 @@ def _call(node: fx.Node, graph: fx.Graph, env: dict[fx.Node, Any], region: Regio
     is_tensor = any(isinstance(leaf, Tensor) for leaf in tree_leaves(node.meta.get("val")))
     copy.meta["region"] = region if is_tensor and node.target is not operator.getitem else Region()
     return copy
+
+
+def _write_early(graph: fx.Graph) -> None:
+    """Move the writes that torch.export puts at the end, of buffers that a forward assigns.
+
+    Each goes behind the last use of the buffer and of its new value, so that a cut may lie after it.
+    """
+    nodes = [*graph.nodes]
+    memory = {node: {storage_of(tensor) for tensor in strided(node.meta.get("val"))} for node in nodes}
+    for number, node in reversed([*enumerate(nodes)]):
+        if node.target is not _ATEN.copy_.default or node.users or node.args[0].op != "placeholder":
+            return
+        own = memory[node.args[0]] | memory[node.args[1]]
+        before = [n for n in nodes[:number] if any(own & memory[each] for each in (n, *n.all_input_nodes))]
+        if before[-1].op == "call_function":
+            before[-1].append(node)
+            node.meta["nn_module_stack"] = before[-1].meta.get("nn_module_stack")
 
 
 def _inside(inner: fx.GraphModule, inputs: Sequence[Any], graph: fx.Graph, region: Region) -> Any:

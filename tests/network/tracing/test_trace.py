@@ -196,6 +196,28 @@ def test_carried(function):
     assert assert_equal(Model(function), OF).names == ["layer"]
 
 
+class Assigns(Model):
+    """Assigns buffers between two layers: written in place, made anew, exchanged, and changed since."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda self, x: self.last(self.between(self.layer(x))))
+        self.last = nn.Linear(4, 4)
+        for name in ("mean", "one", "other", "grown"):
+            self.register_buffer(name, torch.arange(4.0))
+
+    def between(self, y: Tensor) -> Tensor:
+        self.seen += 1
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        self.one, self.other = self.other + self.mean, self.one * 2
+        self.grown = grown = self.grown + self.seen
+        grown.mul_(2)
+        return y + self.mean[:1] + self.one
+
+
+def test_a_cut_may_lie_behind_a_buffer_that_is_assigned():
+    assert assert_equal(Assigns(), OF).names == ["layer", "last"]
+
+
 # Hooks, and what a forward keeps
 
 
