@@ -197,21 +197,21 @@ def test_carried(function):
 
 
 class Assigns(Model):
-    """Assigns buffers between two layers: written in place, made anew, exchanged, and changed since."""
+    """Assigns buffers before two layers: written in place, made anew, exchanged, and changed since."""
 
     def __init__(self) -> None:
-        super().__init__(lambda self, x: self.last(self.between(self.layer(x))))
+        super().__init__(lambda self, x: self.last(self.layer(self.before(x)).tanh()))
         self.last = nn.Linear(4, 4)
         for name in ("mean", "one", "other", "grown"):
             self.register_buffer(name, torch.arange(4.0))
 
-    def between(self, y: Tensor) -> Tensor:
+    def before(self, x: Tensor) -> Tensor:
         self.seen += 1
-        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
         self.one, self.other = self.other + self.mean, self.one * 2
         self.grown = grown = self.grown + self.seen
         grown.mul_(2)
-        return y + self.mean[:1] + self.one
+        return x + self.mean[:1] + self.one
 
 
 def test_a_cut_may_lie_behind_a_buffer_that_is_assigned():
