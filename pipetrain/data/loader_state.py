@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from pipetrain.data.parts import parts_of
-from pipetrain.network.packing import from_bytes, from_json, to_bytes, to_json
+from pipetrain.network.packing import State, from_bytes, from_json, state_of, to_bytes, to_json
 
 log = logging.getLogger("pipetrain")
 
 MOST_NUMBERS = 2**16  # in a list that a sampler may shuffle in place
+_READ = "__iter__", "__getitem__"
 _NUMBERS = {int, float, type(None)}  # no bool: it says what a process has opened or begun
 
 
@@ -100,14 +99,14 @@ def _made(part: Any) -> dict[str, Any]:
 
 
 def _numbers(part: Any) -> dict[str, Any]:
-    """Return the numbers with which a loader, sampler or iterable data set may count what it has read."""
+    """Return the numbers with which a loader, sampler or data set may count what it has read."""
 
     def plain(value: Any) -> bool:
         return type(value) in _NUMBERS or (
             type(value) is list and len(value) <= MOST_NUMBERS and all(type(n) in _NUMBERS for n in value)
         )
 
-    held = vars(part) if hasattr(part, "__iter__") and hasattr(part, "__dict__") else {}
+    held = vars(part) if hasattr(part, "__dict__") and any(map(partial(hasattr, part), _READ)) else {}
     return {name: deepcopy(value) for name, value in held.items() if plain(value)}
 
 
@@ -121,28 +120,16 @@ def _tells(part: Any) -> bool:
     return own and hasattr(part, "__iter__") and not isinstance(part, DataLoader | Dataset)
 
 
-class _Access(NamedTuple):
-    get: Callable[[], Any]
-    set: Callable[[Any], Any]
-
-
-def _access(part: Any) -> _Access | None:
+def _access(part: Any) -> State | None:
     """Return how to get and to set the state of a part beside its counts; None if it has none.
 
     Of a DataLoader with persistent workers: whether they have begun, for which it draws their seed.
     """
     if _tells(part):
-        return _Access(part.state_dict, part.load_state_dict)
+        return State(part.state_dict, part.load_state_dict)
     if _persistent(part):
-        return _Access(lambda: part._iterator is not None, partial(_begin, part))
-    if isinstance(part, np.random.Generator):
-        bits = part.bit_generator
-        return _Access(lambda: bits.state, partial(setattr, bits, "state"))
-    if isinstance(part, torch.Generator | np.random.RandomState) or part is np.random:
-        return _Access(part.get_state, part.set_state)
-    if isinstance(part, random.Random) or part is random:
-        return _Access(part.getstate, part.setstate)
-    return None
+        return State(lambda: part._iterator is not None, partial(_begin, part))
+    return state_of(part)
 
 
 def _begin(loader: DataLoader[Any], begun: bool) -> None:

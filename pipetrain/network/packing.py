@@ -9,11 +9,13 @@ by a name.
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -81,9 +83,8 @@ def packed(value: Any, tensors: list[Tensor], like: Tensor, names: Mapping[int, 
     if isinstance(value, np.ndarray):
         tensors.append(torch.from_numpy(value.copy()))
         return {"array": len(tensors) - 1}
-    if isinstance(value, torch.Generator) and names is not None:
-        tensors.append(value.get_state())
-        return {"generator": len(tensors) - 1}
+    if names is not None and (state := state_of(value)):
+        return {"generator": packed(state.get(), tensors, like)}
     if (kind := type(value).__name__) in _LISTS and isinstance(value, _LISTS[kind]):
         return {kind: inner(value)}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
@@ -126,7 +127,10 @@ def unpacked(
     if kind == "array":
         return tensors[content].clone().numpy()
     if kind == "generator":
-        return now.set_state(tensors[content].clone()) if isinstance(now, torch.Generator) else ABSENT
+        if (state := state_of(now)) is None:
+            return ABSENT
+        state.set(unpacked(content, tensors, Tensor.clone))
+        return now
     if kind == "object":
         if not _has_attributes(now):
             return ABSENT
@@ -156,6 +160,25 @@ def unpacked(
         (now.extend if isinstance(now, list | deque) else now.update)(made)
         return now
     return made
+
+
+class State(NamedTuple):
+    """How to get and to set what an object goes on from."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+
+
+def state_of(generator: Any) -> State | None:
+    """Return the state of a generator of random numbers; None of what is none."""
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return State(lambda: bits.state, partial(setattr, bits, "state"))
+    if isinstance(generator, torch.Generator | np.random.RandomState) or generator is np.random:
+        return State(generator.get_state, generator.set_state)
+    if isinstance(generator, random.Random) or generator is random:
+        return State(generator.getstate, generator.setstate)
+    return None
 
 
 def _has_attributes(value: Any) -> bool:

@@ -61,6 +61,19 @@ class Drawing(Dataset):  # type: ignore[type-arg]
         return index + drawn + self.generators["python"].random() + np.random.rand()  # type: ignore[union-attr]
 
 
+class Counting(Dataset):  # type: ignore[type-arg]
+    """A curriculum: each sample is another one the more have been read."""
+
+    read = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        self.read += 1
+        return index + self.read
+
+
 class Streaming(IterableDataset):  # type: ignore[type-arg]
     epoch = 0
 
@@ -110,6 +123,7 @@ LOADERS: dict[str, Any] = {
     "a count": lambda: DataLoader(DATA, 4, sampler=Ordered(counting, epoch=0)),
     "a list in place": lambda: DataLoader(DATA, 4, sampler=Ordered(in_place, ids=[*range(12)])),
     "a data set that draws": lambda: DataLoader(Drawing(), 4),
+    "a data set that counts": lambda: DataLoader(Counting(), 4),
     "a data set that streams": lambda: DataLoader(Streaming(), 4),
     "within another": lambda: [DataLoader(DATA, 4, shuffle=True, generator=seeded())],
     "persistent workers": lambda: DataLoader(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, deque
 from typing import Any
 
@@ -81,6 +82,22 @@ def test_what_is_there_stays_with_other_content():
     assert (now["counts"], now["things"], now["few"], now["draws"]) == (Counter("bb"), things, few, draws)
     assert (few, few.maxlen, inside.number, inside.work) == (deque("yz"), 2, 1, sum)
     assert torch.equal(torch.rand(2, generator=draws), torch.rand(2, generator=generator))
+
+
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (random.Random, random.Random.random),
+        (np.random.default_rng, np.random.Generator.random),
+        (lambda seed: np.random.Generator(np.random.MT19937(seed)), np.random.Generator.random),
+        (np.random.RandomState, np.random.RandomState.rand),
+    ],
+)
+def test_generators_go_on_where_others_were(make, draw):
+    given, now = make(1), make(2)
+    draw(given)
+    assert told({"draws": given}, {"draws": now})["draws"] is now
+    assert draw(now) == draw(given)
 
 
 def test_what_is_known_by_a_name_is_that_and_of_others_a_dict_has_nothing():
