@@ -24,7 +24,7 @@ from torch import Tensor, nn
 MOST = 1000, 100_000  # entries of a container whose inside is looked at, and containers in all
 _CONTAINERS: Any = dict | list | tuple | set | deque
 OTHERS = {*sys.stdlib_module_names, "torch", "pipetrain"}
-Named = tuple[str, Any]
+NamedContainer = tuple[str, Any]
 """A container, with its name."""
 
 
@@ -79,12 +79,12 @@ def replace(modules: Iterable[nn.Module], others: Mapping[int, Tensor], *more: A
             place.container[place.key] = others[id(place.tensor)]
 
 
-def attributes_of(*modules: nn.Module) -> list[Named]:
+def attributes_of(*modules: nn.Module) -> list[NamedContainer]:
     """Return the dicts of the attributes of modules and their children."""
     return [(name, vars(owner)) for module in modules for name, owner in module.named_modules()]
 
 
-def _containers(roots: Sequence[Named]) -> list[Named]:
+def _containers(roots: Sequence[NamedContainer]) -> list[NamedContainer]:
     """Return `roots`, the lists, dicts, sets and objects in them, and what is in these, but modules."""
     found, met = list(roots), {id(of) for _, of in roots}
     for name, of in found:  # grows
@@ -113,7 +113,7 @@ def origin(code: Any) -> str:
 class Held:
     """What dicts hold now, such as those of attributes, and the containers and objects in them."""
 
-    def __init__(self, roots: Sequence[Named]) -> None:
+    def __init__(self, roots: Sequence[NamedContainer]) -> None:
         self._all = [(name, of, of.copy()) for name, of in _containers(roots)]
         self._empty = [of for _, of, was in self._all if not was]
         self._filled = [of for _, of, was in self._all if was]

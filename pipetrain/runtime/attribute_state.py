@@ -138,6 +138,15 @@ class AttributeState:
         self._told.add(path)
 
 
+def attributes_of(
+    module: nn.Module, optimizer: Optimizer | None, scheduler: object, tensors: Mapping[str, Tensor]
+) -> AttributeState:
+    """Return the attributes of a stage's layers, its optimizer and the parts of that, and its scheduler."""
+    layers = {f"layer {name}": layer for name, layer in module.named_modules() if name}
+    parts = {f"optimizer {n}": part for n, part in enumerate(getattr(optimizer, "parts", ()))}
+    return AttributeState({"optimizer": optimizer, **parts, "lr_schedule": scheduler, **layers}, tensors)
+
+
 def _by_name(saved: tuple[Any, list[Tensor]]) -> bool:
     """Return whether it is a dict of what is known by a name, as parameters are."""
     pairs = saved[0].get("items") if isinstance(saved[0], dict) else None

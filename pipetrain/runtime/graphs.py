@@ -39,7 +39,7 @@ Example = tuple[Tensors, Target | None, Saving]  # a microbatch's inputs and tar
 
 
 @dataclass(slots=True)
-class Memory:
+class GraphMemory:
     """A pool of graphs that may overwrite each other's memory, and tensors that they have in common."""
 
     pool: Any
@@ -259,7 +259,7 @@ class GraphedStage(Stage):
             return why
         before, generators = self._held(), Beginning()
         hooks = [(m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in self.module.modules()]
-        last, *own = [Memory(torch.cuda.graph_pool_handle()) for _ in range(1 + slots)]
+        last, *own = [GraphMemory(torch.cuda.graph_pool_handle()) for _ in range(1 + slots)]
         observers, self.observers = self.observers, []  # in a pass on a GPU they look at nothing
         try:
             with torch.cuda.stream(torch.cuda.current_stream()):  # which a capture that fails does not leave
@@ -290,7 +290,7 @@ class GraphedStage(Stage):
         super().begin_window(predicted)
         self._replays = self._known is not None and not self._known.changed()
 
-    def _captured(self, slot: int, own: Memory, last: Memory, several: bool, like: Example) -> Pass:
+    def _captured(self, slot: int, own: GraphMemory, last: GraphMemory, several: bool, like: Example) -> Pass:
         """Capture the passes of a slot over its `own` memory and that of `last` passes.
 
         `several`: weight versions, whose outputs lie in one place; `like`: such as will come.

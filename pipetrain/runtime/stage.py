@@ -24,7 +24,7 @@ from pipetrain.network.network import INPUT, Part, Tensors, evaluating
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import Value, as_tuple, leaves_of, needs_grad, requires_grad
 from pipetrain.rate import LearningRate
-from pipetrain.runtime.attribute_state import AttributeState
+from pipetrain.runtime.attribute_state import attributes_of
 from pipetrain.runtime.buffers import Buffers
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.microbatch import WHOLE, Batch, Microbatch, Observer, Saving, around
@@ -80,11 +80,8 @@ class Stage:
             self._layers = torch.compile(module, dynamic=False)  # specialised to the shapes that occur
         self.device = device
         self.weights = self._weights(module, optimizer, rate, ema, self.names, correction, model)
-        layers = {f"layer {name}": layer for name, layer in module.named_modules() if name}
-        made = self.weights.optimizer
-        parts = {f"optimizer {n}": part for n, part in enumerate(getattr(made, "parts", ()))}
-        kept = {"optimizer": made, **parts, "lr_schedule": self.weights.rates.scheduler, **layers}
-        self.attributes = AttributeState(kept, dict(self.named()))
+        of_updates = self.weights.optimizer, self.weights.rates.scheduler
+        self.attributes = attributes_of(module, *of_updates, dict(self.named()))
         self.buffers = Buffers(module)
         self.objective = Objective(task, module.pack, self.numerics.autocast) if task is not None else None
         self.observers: list[Observer] = []
@@ -221,13 +218,11 @@ class Stage:
         return tuple(sent)
 
     def _unplanned(self, mb: int, what: str) -> TrainingStopped:
-        last = self.objective is not None
-        of_loss, way = (", which outputs the loss uses", "let the loss add 0 * output.sum() of others, or ")
         return TrainingStopped(
             f"{what} in microbatch {mb} of stage {self.index}, and the plan, made for the first batch, says "
-            f"otherwise: which of its inputs a layer uses{of_loss if last else ''}, and which of its outputs "
-            f"depend on weights, must not change from one microbatch to another; {way if last else ''}keep "
-            f"it in one stage with the layers beside it, by partition="
+            f"otherwise: which of its inputs a layer uses, which outputs the loss uses, and which of them "
+            f"depend on weights, must not change from one microbatch to another; let the loss add "
+            f"0 * output.sum() of others, or keep the layer in one stage with those beside it, by partition="
         )
 
     # Backward

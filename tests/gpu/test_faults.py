@@ -23,7 +23,7 @@ from pipetrain.runtime import buckets, finite, graphs, links, rehearsal
 from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.feed import WindowFeed
 from pipetrain.runtime.finite import StopOnNaN
-from pipetrain.runtime.graphs import FixedWeights, GraphedStage, Memory, Pass
+from pipetrain.runtime.graphs import FixedWeights, GraphedStage, GraphMemory, Pass
 from pipetrain.runtime.objective import Counted, Objective
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import Stage
@@ -254,9 +254,9 @@ def one_pool(capture: Any) -> Any:
 
 
 def in_common(place: Any) -> Any:
-    of_all = Memory(None)
+    of_all = GraphMemory(None)
 
-    def share(self: Memory, name: str, like: Any) -> Any:
+    def share(self: GraphMemory, name: str, like: Any) -> Any:
         if name == "gradients":
             self, name = of_all, str((here("rank"), [t.shape for t in like]))
         return place(self, name, like)
@@ -485,7 +485,7 @@ FAULTS = {
         "is not finite at stage",
     ),
     "gradients that W needs are overwritten by another slot's": Fault(
-        Memory,
+        GraphMemory,
         "place",
         in_common,
         Case("zb_h1", 3, (*GRAPHS, "model._target_=tests.runtime.test_rehearsal.lines"), 24),
