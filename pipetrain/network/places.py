@@ -118,14 +118,17 @@ class Held:
         self._empty = [of for _, of, was in self._all if not was]
         self._filled = [of for _, of, was in self._all if was]
         self.content = [was for *_, was in self._all if was]
+        every = [place for _, of, _ in self._all for place in _places_in(of)]
+        self._numbers = [(*place, place.tensor) for place in every if place.tensor.numel() == 1]
 
     def changed(self) -> bool:
         """Return whether anything else is held; a tensor whose numbers have changed in place is the same.
 
         Python compares the dicts, which is fast, and asks only entries that are other objects for `==`.
         """
-        with suppress(Exception):  # of arrays and tensors, which have no truth value
-            return any(self._empty) or self._filled != self.content
+        with suppress(Exception):  # of arrays and tensors, which have no truth value but those of one number
+            others = [key for of, key, tensor in self._numbers if of[key] is not tensor]
+            return bool(others) or any(self._empty) or self._filled != self.content
         return True
 
     def changes(self) -> Iterator[tuple[str, Any, Any, Any]]:

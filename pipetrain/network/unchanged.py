@@ -57,7 +57,7 @@ class Unchanged:
         names = [name for name, is_, was in now if is_ != was and (training or not name.endswith("grad"))]
         changes = [
             (name, of, was, (_REGISTERED.search(name) and was.get(key) is not None) or "_hooks." in name)
-            for name, of, key, was in self.held.changes()
+            for name, of, key, was in (self.held.changes() if self.held.changed() else ())
             if (training or key != "training") and id(of) not in self._grown
         ]
         names += [name for name, *_, fixed in changes if fixed]

@@ -35,7 +35,7 @@ def into_a_table(model: Any) -> None:
 
 CHANGES = {
     "rate": lambda model: setattr(model, "rate", 0.25),
-    "scale": lambda model: setattr(model, "scale", torch.zeros(1)),
+    "scale": lambda model: setattr(model, "scale", torch.ones(1)),
     "size.1": lambda model: model.size[1].append(3),
     "cfg.tau": lambda model: setattr(model.cfg, "tau", 0.2),
     "cfg.inner.sizes.1": lambda model: model.cfg.inner.sizes[1].clear(),
