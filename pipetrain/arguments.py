@@ -31,7 +31,7 @@ from pipetrain.plan.program import Draft
 from pipetrain.rate import LearningRate, asked_rate
 from pipetrain.runtime.optimizer import prove_optimizer, trial_optimizer
 from pipetrain.runtime.profile import measure, twin_of
-from pipetrain.runtime.together import Together, conditions, digest, level, prove_same
+from pipetrain.runtime.together import Together, digest, level, prove_same
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.schedule.actions import Schedule, parse_program
 from pipetrain.schedule.fixed import FixedProgram
@@ -94,10 +94,6 @@ class Arguments:
         settings = settled(draft.settings, str(options["_target_"]), len(draft.placement))
         draft = replace(draft, settings=settings)
         return cls(draft, factory, made, options, rate, lr)
-
-    def conditions(self) -> dict[str, Any]:
-        """Return what must be the same on all ranks."""
-        return conditions(self.draft.settings, self.made, self.draft.program, self.rate)
 
     def plan(
         self,

@@ -81,7 +81,7 @@ class Epochs:
         self._about = about
         self._recorder = recorder
         self._keeper = keeper
-        self._position = Position(update=next(iter(self.session.stages.values())).weights.updates)
+        self._position = Position(update=self.session.updates)
         self._again = self._position.update > 0  # this process has trained before
         self._progress = Progress()  # of the epochs before this one
         self._started = time.perf_counter()  # without pauses between a stop and a resume
@@ -93,7 +93,6 @@ class Epochs:
 
     @property
     def updates(self) -> int:
-        """The number of updates so far."""
         return self._position.update
 
     @property
@@ -140,10 +139,8 @@ class Epochs:
 
     def run(self) -> bool:
         """Train and evaluate all epochs; return False if stopped. Raises ChannelError and TrainingStopped."""
-        tracer, epochs = (
-            Tracer(self._about, self._links) if self._about.settings.trace else None,
-            self._about.epochs,
-        )
+        tracer = Tracer(self._about, self._links) if self._about.settings.trace else None
+        epochs = self._about.epochs
         if self._recorder:
             self._recorder.begin(self.history, self._again)
         with self.session.keeping_options():  # which it has changed before

@@ -15,7 +15,6 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pipetrain.checkpoint.early import LOST, EarlyEnd
-from pipetrain.checkpoint.files import Position
 from pipetrain.checkpoint.resume import (
     AUTO,
     Source,
@@ -121,16 +120,12 @@ def fit(
             run_folder = held.enter_context(_opened(training, path, options["resume"], loggers))
         # The first batch decides the plan; a signal to the group is to spare the data workers that it starts.
         with Signals(training.rank).handled() if run_folder else nullcontext():
-            source = run_folder.source if run_folder else None
-            start = source.manifest.position.placed(batches) if source else Position()
-            passes = TrainingPasses(training, train, test, source, start, run_folder is not None)
+            passes = TrainingPasses(training, train, test, batches, run_folder)
         with training.together():
             settings = training.settings.changed(options)
             kind, full = type(getattr(train, "dataset", train)).__name__, settings.batch_size
             data = DataFacts(name or kind, batches * full, evaluated * full, "", "", [])
-            return train_epochs(
-                training, settings, passes, data, batches, run_folder, after_epoch=after_epoch
-            )
+            return train_epochs(training, passes, settings, data, run_folder, after_epoch=after_epoch)
 
 
 def _checkpoints(checkpoint: Mapping[str, Any] | int | None) -> dict[str, Any]:
@@ -185,20 +180,18 @@ def _batches_in(training: Training, loader: Loader, name: str, microbatches: int
 
 def train_epochs(
     training: Training,
-    settings: Settings,
     passes: TrainingPasses,
+    settings: Settings,
     data: DataFacts,
-    batches: int,
     run_folder: RunFolder | None,
     ready: Callable[[], None] = lambda: None,
     after_epoch: AfterEpoch = lambda row: None,
 ) -> list[dict[str, float]]:
-    """Train to the end, or until stopped; return the rows of all epochs, of `batches` batches each.
+    """Train to the end, or until stopped; return the rows of all epochs.
 
     Calls `ready` when nothing is left that could refuse the training.
     """
-    source = run_folder.source if run_folder else None
-    about = _about(training, settings, data, batches, source)
+    about, source = _about(training, passes, settings, data), passes.source
     with ExitStack() as ending:
         keeper = _keeper(training, about, run_folder) if run_folder else None
         if keeper is not None:  # until all records are written
@@ -234,27 +227,15 @@ def _orphaned(training: Training, keeper: Keeper) -> ChannelError | None:
     return of_all(ChannelError(f"{LOST}; {keeper.signals.saved()}"), training.rank)  # type: ignore[misc]
 
 
-def _about(
-    training: Training, settings: Settings, data: DataFacts, batches: int, source: Source | None
-) -> About:
+def _about(training: Training, passes: TrainingPasses, settings: Settings, data: DataFacts) -> About:
     """Return what the records say of the training, with all of its windows proven."""
-    session, device, world = training.begun, training.links.device, training.links.world
+    plan, device, at = training.begun.plan, training.links.device, passes.start
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    room = gpu_bytes(device.type, training.links.sharing)
-    about = About(
-        settings,
-        session.plan,
-        training.task,
-        data,
-        batches,
-        training.asked.lr,
-        f"{world.size} x {kind}",
-        room,
-    )
-    at = source.manifest.position.placed(batches) if source else Position()
+    ranks, room = f"{training.links.world.size} x {kind}", gpu_bytes(device.type, training.links.sharing)
+    about = About(settings, plan, training.task, data, passes.batches, training.asked.lr, ranks, room)
     for epoch, done in ((1, 0), (about.epochs, 0), (at.epoch + 1, at.batch)):
         for length in window_lengths(about.batches_of(epoch), settings.window, done):
-            session.plan.windows.of(length)
+            plan.windows.of(length)
     return about
 
 

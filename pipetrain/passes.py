@@ -15,6 +15,7 @@ from pipetrain.data.loader import Sampled
 from pipetrain.data.loader_state import LoaderStates
 from pipetrain.data.loading import Loader
 from pipetrain.data.parts import parts_of
+from pipetrain.records.folder import RunFolder
 from pipetrain.runtime.batches import Batches
 from pipetrain.training import Training
 
@@ -25,8 +26,8 @@ LOADERS = "random/0/loaders"  # what its samples follow from, then or, at the en
 class TrainingPasses:
     """The passes over loaders, or over samples by number; the first one decides the plan.
 
-    `test`: None where nothing is evaluated. `source`: the checkpoint to go on from, at `start`. `saves`:
-    whether there will be checkpoints.
+    `test`: None where nothing is evaluated. `batches`: of an epoch. `run_folder`: where checkpoints are, if
+    there are any. `start`: where the first epoch begins.
     """
 
     def __init__(
@@ -34,26 +35,25 @@ class TrainingPasses:
         training: Training,
         train: Loader | Sampled,
         test: Loader | Sampled | None,
-        source: Source | None,
-        start: Position,
-        saves: bool = False,
+        batches: int,
+        run_folder: RunFolder | None,
     ) -> None:
-        self._training = training
-        self._train = train
-        self._test = test
-        keeps = saves and not training.rank and not isinstance(train, Sampled)
+        self._training, self._train, self._test, self.batches = training, train, test, batches
+        self.source = run_folder.source if run_folder else None
+        self.start = self.source.manifest.position.placed(batches) if self.source else Position()
+        keeps = run_folder and not training.rank and not isinstance(train, Sampled)
         self._states = LoaderStates(train=train, test=test) if keeps else None
         self._random: dict[str, Tensor] = {}  # at the beginning of the epoch
         self._ahead: Batches | None = None
         if isinstance(train, Sampled):
             assert isinstance(test, Sampled)
             training.begin_by_number(train, test)
-        if source is not None:
-            self._go_on(source, start)
+        if self.source is not None:
+            self._go_on(self.source)
         if not isinstance(train, Sampled):
-            self._ahead = self.train(start.epoch, start.batch)
+            self._ahead = self.train(self.start.epoch, self.start.batch)
 
-    def _go_on(self, source: Source, start: Position) -> None:
+    def _go_on(self, source: Source) -> None:
         """Restore the random state with which the epoch began that the checkpoint is of."""
         tensors = source.tensors()
 
@@ -64,7 +64,7 @@ class TrainingPasses:
 
         self._training.together.on_one(0, "the loaders' states", restore)
         restore_random(source, self._training.links)
-        if start.batch and EPOCH_RANDOM in tensors and not self._training.rank:
+        if self.start.batch and EPOCH_RANDOM in tensors and not self._training.rank:
             torch.set_rng_state(tensors[EPOCH_RANDOM])
 
     def train(self, epoch: int, done: int) -> Batches:

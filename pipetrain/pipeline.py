@@ -48,7 +48,7 @@ from pipetrain.rate import Rate
 from pipetrain.rules import COUNT, PATH
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.stage import Stage
-from pipetrain.runtime.windows import Done
+from pipetrain.runtime.windows import Done, Windows
 from pipetrain.schedule.actions import Schedule
 from pipetrain.schedule.draw import counted
 from pipetrain.settings import Settings
@@ -138,8 +138,7 @@ class Pipeline:
         if draft.settings.threads is not None:
             torch.set_num_threads(draft.settings.threads)
         self._signals = Stopping(self, World.current().rank)
-        heard = self._signals.take
-        self._training = Training(model, record, task, named, asked, weights, seed, heard)
+        self._training = Training(model, record, task, named, asked, weights, seed)
         self._passes = 0  # of train
         _open.add(self)
         if sample is not None:
@@ -244,9 +243,12 @@ class Pipeline:
         """Train a pass of which the program looks at each window."""
         training = self._training
         batches, ticks = training.batches(loader, trains=True), training.ticks("training")
-        for done in training.windows.train(what, batches, lambda done: window, ticks):
+        for done in self._windows().train(what, batches, lambda done: window, ticks):
             training.stopping = done.asked == "stop"
             yield done
+
+    def _windows(self) -> Windows:
+        return Windows(self._training.begun, self._training.together, self._signals.take)
 
     def evaluate(self, loader: Loader) -> dict[str, float]:
         """Return the mean loss and the metrics over a loader, on every rank.
@@ -258,7 +260,7 @@ class Pipeline:
         with training.together():
             training.take(Stage.take_evaluated)  # what an evaluation that failed has counted
         batches, ticks = training.batches(loader), training.ticks("evaluation")
-        training.windows.evaluate(what, batches, batches.evaluated_at_once, ticks)
+        self._windows().evaluate(what, batches, batches.evaluated_at_once, ticks)
         return training.values(what, Stage.take_evaluated)
 
     def predict(self, loader: Loader) -> Iterator[Any]:
@@ -270,7 +272,7 @@ class Pipeline:
         training = self._training
         pack, batches = training.begun.plan.layers[-1].output.pack, training.batches(loader, labelled=False)
         ticks = training.ticks("prediction")
-        for outputs in training.windows.predict("the prediction", batches, PREDICTED_AT_ONCE, ticks):
+        for outputs in self._windows().predict("the prediction", batches, PREDICTED_AT_ONCE, ticks):
             yield outputs and pack(outputs)
 
     # What is left of a training

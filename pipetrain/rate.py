@@ -58,14 +58,12 @@ def asked_rate(schedule: Any, shown: str, optimizer: Optimizer) -> LearningRate:
         of_update = error
     try:
         scheduler = schedule(optimizer)
-        if isinstance(scheduler, LRScheduler):
-            _prove_stepped(scheduler)
-            return LearningRate(None, shown, schedule)
-    except ConfigError:
-        raise
     except Exception as error:  # a user's function may raise anything
         raise ConfigError(f"{of_update}; and of an optimizer: {one_line(error)}") from error
-    raise of_update
+    if not isinstance(scheduler, LRScheduler):
+        raise of_update
+    _prove_stepped(scheduler)
+    return LearningRate(None, shown, schedule)
 
 
 def _prove_stepped(scheduler: LRScheduler) -> None:
@@ -132,7 +130,7 @@ def _tried(function: Rate, updates: int) -> Rate:
         try:
             factor = float(function(update))
         except Exception as error:  # a user's function may raise anything
-            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            cause = f"{type(error).__name__}: {one_line(error)}"
             raise ConfigError(f"lr_schedule fails for update {update}: {cause}") from error
         if not 0 <= factor < math.inf:
             raise ConfigError(

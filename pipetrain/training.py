@@ -43,13 +43,12 @@ from pipetrain.runtime.links import Links
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import Stage
-from pipetrain.runtime.together import Together, level, prove_same
+from pipetrain.runtime.together import Together, conditions, level, prove_same
 from pipetrain.runtime.whole import WholeModel, owners
-from pipetrain.runtime.windows import NO_BATCH, Windows
+from pipetrain.runtime.windows import NO_BATCH
 from pipetrain.schedule.lower import edges
 from pipetrain.schedule.lower import links as links_of
 from pipetrain.settings import AUTO
-from pipetrain.signals import Asked
 from pipetrain.tasks import ModelLoss, Task
 from pipetrain.tasks.tally import Tally, summed
 from pipetrain.tasks.trial import choose_weight, spare, used_outputs
@@ -58,11 +57,10 @@ log = logging.getLogger("pipetrain")
 
 
 class Training:
-    """What the ranks have agreed to train; from the first batch on `session` and `windows` train it.
+    """What the ranks have agreed to train; from the first batch on its `session` trains it.
 
     `record`: of the factory that made the model; `weights`: a file or folder to begin with; `seed`: of the
-    program, None: as torch is seeded on rank 0; `heard`: see Windows. Raises ConfigError, ChannelError and
-    Refused.
+    program, None: as torch is seeded on rank 0. Raises ConfigError, ChannelError and Refused.
     """
 
     def __init__(
@@ -74,14 +72,12 @@ class Training:
         asked: Arguments,
         weights: str | Path | None,
         seed: int | None,
-        heard: Callable[[], Asked],
     ) -> None:
         self.model, self.task, self.asked, self.settings = model, task, asked, asked.draft.settings
-        self._named, self._heard = named, heard
+        self._named = named
         self.links = _meet(World.current(), asked.draft)
         self.bar = Bar()
         self.session: Session | None = None
-        self._windows: Windows | None = None
         self._updates = 0  # where an error has ended the session
         self.source: Source | None = None  # what was loaded before the first batch
         self.together = Together(self.links, self._ended)
@@ -111,15 +107,7 @@ class Training:
         return self.session
 
     @property
-    def windows(self) -> Windows:
-        """The loop over the windows of passes, once there are batches."""
-        self.refuse_ended()
-        assert self._windows is not None, "a pass begins with its batches"
-        return self._windows
-
-    @property
     def updates(self) -> int:
-        """The number of updates so far."""
         if self.session is None:
             return self._updates or (self.source.manifest.position.update if self.source else 0)
         return self.session.updates
@@ -139,8 +127,9 @@ class Training:
         """
         links, model = self.links, self.model
         drawn = {"how the model's factory makes its parameters": record.digest} if record else {}
-        prove_same(links, "the settings", self.asked.conditions() | drawn)
-        draft = self.asked.draft
+        asked, draft = self.asked, self.asked.draft
+        given = conditions(draft.settings, asked.made, draft.program, asked.rate)
+        prove_same(links, "the settings", given | drawn)
         if draft.settings.replicas != AUTO:  # whose links are those of the plan
             links.open(links_of(edges(draft.program), draft.placement))
         refuse_without_numbers(links.tell("the model", [] if record else give_memory(model)))
@@ -190,7 +179,6 @@ class Training:
             optimizer, rate = self.asked.optimizer, self.asked.rate
             self.session = Session(plan, network, self.task, optimizer, rate, self.links)
         self.session.whole = self.whole
-        self._windows = Windows(self.session, self.together, self._heard)
         self.whole.lend(network, self.session.stages.values(), owned)
         if self.source is not None:
             restore(self.source, self.session, self.links)
@@ -215,11 +203,10 @@ class Training:
 
     def begin_by_number(self, train: Sampled, test: Sampled) -> None:
         """Plan for samples by number; prove the task on both."""
-        if self.session is None:
-            self.begin(None if self.rank else train, Samples(train.sizes, test.sizes))
-            prove = partial(_prove_task, self.begun.plan, self.task, self.model, None)
-            self.together.on_first("the task", test, prove)
-            self._refuse_apart()
+        self.begin(None if self.rank else train, Samples(train.sizes, test.sizes))
+        prove = partial(_prove_task, self.begun.plan, self.task, self.model, None)
+        self.together.on_first("the task", test, prove)
+        self._refuse_apart()
 
     # Passes
 
@@ -295,7 +282,7 @@ class Training:
         """Stop training after an error of what all ranks do together."""
         self._updates = self.updates
         self.bar.close()
-        self.session = self._windows = None
+        self.session = None
 
     def settle(self, what: str) -> None:
         """Let all ranks end what they do, to tell their tensors."""

@@ -195,7 +195,7 @@ def parts_of(
                     weights.optimizer.state[parameter][key] = copied  # type: ignore[union-attr]
 
     def updates() -> Tensor:
-        return torch.tensor(next(iter(stages)).weights.updates)
+        return torch.tensor(session.updates)
 
     def load_updates(number: Tensor) -> None:
         for stage in stages:

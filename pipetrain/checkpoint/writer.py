@@ -154,7 +154,7 @@ def save_now(
     All ranks must call it. Raises TrainingStopped on all if one of them cannot write.
     """
     run: str = links.tell("the name of what is saved", uuid.uuid4().hex)
-    position = Position(update=next(iter(session.stages.values())).weights.updates)
+    position = Position(update=session.updates)
     progress = Progress(stages={stage: StageStats() for stage in range(session.plan.stages)})
     writer = Writer(folder, links, keep)
     manifest = Manifest(run, position, conditions, session.plan.pipeline, config, progress)

@@ -28,7 +28,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from pipetrain.building import make_optimizer, make_schedule, make_task, model_of
-from pipetrain.checkpoint.files import Position
 from pipetrain.checkpoint.resume import AUTO, Source, find_source, read_source
 from pipetrain.commands.cli import as_mapping, compose, contained, quoted
 from pipetrain.commands.start import Start, refuse_few_layers
@@ -289,18 +288,16 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
         Sampled(data.train if data else None, sampler.batch_sizes, sampler, *own),
         Sampled(data.test if data else None, even(facts.test, settings.batch_size), None, *own),
     )
-    batches = len(sampler.batch_sizes)
-    start_at = source.manifest.position.placed(batches) if source else Position()
-    passes = TrainingPasses(training, *samples, source, start_at)
     conditions = conditions_of(cfg, settings, facts)
     run_folder = folder.RunFolder(Path(word.run_dir), word.run, source, as_mapping(cfg), conditions)
+    passes = TrainingPasses(training, *samples, len(sampler.batch_sizes), run_folder)
 
     def ready() -> None:
         start.agree("begin to train")
         start.trains.set()
 
     try:
-        train_epochs(training, training.settings, passes, facts, batches, run_folder, ready)
+        train_epochs(training, passes, training.settings, facts, run_folder, ready)
     finally:
         if start.trains.is_set():  # what is left is to say how it ended
             start.signals.drained.set()
