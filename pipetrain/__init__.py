@@ -34,30 +34,21 @@ if TYPE_CHECKING:
     from pipetrain.tasks import Segmentation as Segmentation
     from pipetrain.tasks import Task as Task
 
-_HOMES = {
-    "pipetrain.errors": ("ActionFailed", "ChannelError", "ConfigError", "TrainingStopped"),
-    "pipetrain.fitting": ("fit",),
-    "pipetrain.network.chain": ("Pop", "Stash"),
-    "pipetrain.pipeline": ("Pipeline", "schedules"),
-    "pipetrain.schedule.actions": ("Action", "Op", "ScheduleError"),
-    "pipetrain.tasks": (
-        "Classification",
-        "LanguageModelling",
-        "Mean",
-        "Metric",
-        "ModelLoss",
-        "Regression",
-        "Segmentation",
-        "Task",
-    ),
+_NAMES = {
+    "errors": "ActionFailed ChannelError ConfigError TrainingStopped",
+    "fitting": "fit",
+    "network.chain": "Pop Stash",
+    "pipeline": "Pipeline schedules",
+    "schedule.actions": "Action Op ScheduleError",
+    "tasks": "Classification LanguageModelling Mean Metric ModelLoss Regression Segmentation Task",
 }
-__all__ = sorted(name for names in _HOMES.values() for name in names)
+_HOMES = {name: f"pipetrain.{home}" for home, names in _NAMES.items() for name in names.split()}
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(home), name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -262,7 +262,7 @@ def read_schedule(schedule: str | Path | Schedule) -> tuple[str, Schedule, dict[
         return str(getattr(schedule, "__name__", type(schedule).__name__)), schedule, own
     if isinstance(schedule, str) and (chosen := shipped("schedule", schedule)) is not None:
         return schedule, make_schedule(chosen), {key: chosen[key] for key in ("microbatches", "window")}
-    names = names_of("schedule")
+    names = ", ".join(names_of("schedule"))
     try:
         program = parse_program(Path(schedule).read_text())
     except (OSError, TypeError) as error:

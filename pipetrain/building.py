@@ -192,7 +192,7 @@ def make_codec(key: str, node: object) -> Codec:
     if isinstance(node, str):
         known = shipped("codec", node)
         if known is None:
-            raise ConfigError(f"{key}={node} is unknown; choose one of {names_of('codec')}")
+            raise ConfigError(f"{key}={node} is unknown; choose one of {', '.join(names_of('codec'))}")
         node = known
     codec = node if isinstance(node, Codec) else build_node(key, node)
     if not isinstance(codec, Codec):
@@ -215,9 +215,8 @@ def make_correction(key: str, value: object) -> Correction:
         if not isinstance(one, str):
             parts.append(_correction(key, one))
         elif (known := shipped("correction", one)) is None:
-            raise ConfigError(
-                f"{key}={one} is unknown; choose one of {names_of('correction')}, or several: [a,b]"
-            )
+            names = ", ".join(names_of("correction"))
+            raise ConfigError(f"{key}={one} is unknown; choose one of {names}, or several: [a,b]")
         else:
             parts += [build_node(f"{key}.{name}", node) for name, node in known.items()]
     return together(parts)

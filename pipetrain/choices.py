@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection
+from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,15 @@ def nearest(typed: str, names: Collection[str]) -> list[str]:
     """Return what a name may mean that is none of these: it nearly spells one, or shares words with some."""
     leaves = {name.rpartition(".")[2]: name for name in sorted(names, reverse=True)}
     words = _words(typed)
-    if words.issuperset(_split(typed)) and (close := _close(typed, [*names, *leaves], 0.85)):
+    if words.issuperset(_split(typed)) and (close := _close(typed, [*names, *leaves], cutoff=0.85)):
         return [leaves.get(name, name) for name in close]
     of = {name: _words(leaf) for leaf, name in leaves.items()}
     shares = {name: len(of[name] & words) / len(of[name] | words or {""}) for name in of}
     most = max(0.25, *shares.values())
-    return sorted(name for name in of if shares[name] == most)[:3] or _close(typed, names, 0.7)
+    return sorted(name for name in of if shares[name] == most)[:3] or _close(typed, names, cutoff=0.7)
 
 
-def _close(typed: str, names: Collection[str], cutoff: float) -> list[str]:
-    return difflib.get_close_matches(typed, names, n=1, cutoff=cutoff)
+_close = partial(get_close_matches, n=1)
 
 
 def _split(name: str) -> list[str]:
@@ -55,12 +55,9 @@ def conf_dir() -> Path:
 def shipped(group: str, name: object) -> dict[str, Any] | None:
     """Return what conf/ has by a name of a group; None if it has none of that name."""
     path = conf_dir() / group / f"{name}.yaml"
-    known: dict[str, Any] | None = None
-    if isinstance(name, str) and path.is_file():
-        known = yaml.safe_load(path.read_text())
-    return known
+    return yaml.safe_load(path.read_text()) if path.is_file() else None
 
 
-def names_of(group: str) -> str:
-    """Return the names that conf/ has in a group, in words."""
-    return ", ".join(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))
+def names_of(group: str) -> list[str]:
+    """Return the names that conf/ has in a group."""
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))

@@ -36,7 +36,7 @@ from pipetrain.checkpoint.resume import (
 )
 from pipetrain.checkpoint.state import StatefulPart, parts_of, restore, restore_random
 from pipetrain.checkpoint.writer import save_now
-from pipetrain.choices import conf_dir
+from pipetrain.choices import conf_dir, names_of
 from pipetrain.data.loading import Loader, Reader
 from pipetrain.ending import brief_methods
 from pipetrain.errors import ConfigError
@@ -64,8 +64,8 @@ _open: weakref.WeakSet[Pipeline] = weakref.WeakSet()  # the pipeline of this pro
 
 def schedules() -> dict[str, str]:
     """Return the schedules that ship with pipetrain, by name, with what each is."""
-    files = sorted((conf_dir() / "schedule").glob("*.yaml"))
-    return {path.stem: path.read_text().splitlines()[1].removeprefix("# ") for path in files}
+    files = {name: conf_dir() / "schedule" / f"{name}.yaml" for name in names_of("schedule")}
+    return {name: path.read_text().splitlines()[1].removeprefix("# ") for name, path in files.items()}
 
 
 @brief_methods

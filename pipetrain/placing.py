@@ -44,6 +44,8 @@ PLACEMENT = Rule(
     _placement,
 )
 
+RULES = {"stages": COUNT, "replicas": REPLICAS, "placement": PLACEMENT}
+
 
 def places_of(replicas: int | Sequence[int], ranks: int) -> Placement:
     """Return the ranks of each place: so many one after the other."""

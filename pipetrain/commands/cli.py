@@ -27,7 +27,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipetrain.choices import conf_dir, nearest
+from pipetrain.choices import conf_dir, names_of, nearest
 from pipetrain.commands.usage import usage
 from pipetrain.ending import unread
 from pipetrain.errors import ConfigError, one_line
@@ -159,7 +159,7 @@ def compose(
 
     try:
         if {"-h", "--help"} & {*words}:
-            print(usage(conf_dir(), name, words), end="", flush=True)
+            print(usage(name, words), end="", flush=True)
             return 0
         words = in_order(words, name)
         for word in words:
@@ -231,7 +231,7 @@ def contained(cfg: DictConfig, run_dir: Path) -> DictConfig:
 def _refuse_word(word: str) -> None:
     """Refuse a group's choice that is not a name, for which Hydra's error lacks the key."""
     key, _, value = word.lstrip("+").partition("=")
-    choices = sorted(path.stem for path in (conf_dir() / ("codec" if key in CODECS else key)).glob("*.yaml"))
+    choices = names_of("codec" if key in CODECS else key)
     several = key in ("logger", "correction") and value.startswith("[")
     if key and choices and not several and not re.match(r"(?!(null|true|false)$)\w*[A-Za-z_]", value):
         raise ConfigError(f"{word} must be a name; choose one of: {', '.join(choices)}")

@@ -40,14 +40,13 @@ from torch.distributed.run import get_args_parser, parse_args, run
 from yaml import YAMLError, safe_load
 
 from pipetrain import placing
-from pipetrain.choices import conf_dir
 from pipetrain.commands.cli import composed, in_order
 from pipetrain.commands.start import refuse_few_layers
 from pipetrain.commands.usage import completion
 from pipetrain.ending import ENDED, FAILED, guarded, leave
 from pipetrain.errors import ConfigError
-from pipetrain.placing import PLACEMENT, REPLICAS
-from pipetrain.rules import COUNT, decoded, whole
+from pipetrain.placing import RULES
+from pipetrain.rules import decoded, whole
 from pipetrain.settings import Settings, cores, share_of_cores
 from pipetrain.signals import LIMIT
 from pipetrain.version import __version__
@@ -74,7 +73,7 @@ def _main(words: Sequence[str]) -> int:
         print(f"pipetrain {__version__}")
         return 0
     if "--completion" in words:
-        print(completion(conf_dir()), end="")
+        print(completion(), end="")
         return 0
     theirs, ours = split(words)
     count = processes(ours)
@@ -110,8 +109,8 @@ def processes(words: Sequence[str]) -> int:
     if asked := os.environ.get("NPROC"):
         number: int = whole(1, 9999).read("NPROC", decoded(asked))
         return number
-    if (number_of := _processes_of(words)) is not None:
-        return number_of
+    if needed := _processes_of(words):
+        return needed
     if words == QUICKSTART or "device=cpu" in words:
         return 2
     return torch.cuda.device_count() or 2
@@ -119,18 +118,15 @@ def processes(words: Sequence[str]) -> int:
 
 def _processes_of(words: Sequence[str]) -> int | None:
     """Return how many processes stages=, replicas= and placement= need; None if none says so."""
-    rules = {"stages": COUNT, "replicas": REPLICAS, "placement": PLACEMENT}
-    values: dict[str, Any] = dict.fromkeys(rules)
+    values: dict[str, Any] = dict.fromkeys(RULES)
     for word in words:
         name, _, text = word.lstrip("+").partition("=")
         with suppress(ConfigError, YAMLError):  # the ranks refuse it
-            if name in rules and text != "auto":
-                values[name] = rules[name].read(name, safe_load(text), null=True)
+            if name in RULES and text != "auto":
+                values[name] = RULES[name].read(name, safe_load(text), null=True)
     with suppress(ConfigError):
         if any(values.values()):
-            return placing.processes(
-                values.get("stages"), values.get("replicas"), values.get("placement"), None
-            )
+            return placing.processes(**values, started=None)
     return None
 
 

@@ -31,7 +31,7 @@ from pipetrain.choices import conf_dir
 from pipetrain.commands.cli import compose
 from pipetrain.ending import guarded, unread
 from pipetrain.errors import ConfigError
-from pipetrain.placing import PLACEMENT, REPLICAS, places_of, processes, spans
+from pipetrain.placing import RULES, places_of, processes, spans
 from pipetrain.rules import BOOL, COUNT, whole
 from pipetrain.schedule.actions import Placement, ScheduleError, most_open, ranks_of
 from pipetrain.schedule.draw import aligned, counted
@@ -252,12 +252,11 @@ def _names(cfg: DictConfig) -> list[str]:
 
 def _places(cfg: DictConfig) -> Placement:
     """Return the ranks of each place in a program. Raises ConfigError."""
-    rules = {"stages": COUNT, "replicas": REPLICAS, "placement": PLACEMENT}
-    values: Any = OmegaConf.to_object(cfg)
-    stages, replicas, placement = (rule.read(key, values[key], null=True) for key, rule in rules.items())
-    if replicas == "auto":
+    given: Any = OmegaConf.to_object(cfg)
+    values = {key: rule.read(key, given[key], null=True) for key, rule in RULES.items()}
+    if values["replicas"] == "auto":
         raise ConfigError("compare= needs the ranks of each stage: give replicas= in numbers")
-    return placement or places_of(replicas or 1, processes(stages, replicas, placement, None))
+    return values["placement"] or places_of(values["replicas"] or 1, processes(**values, started=None))
 
 
 def _count(cfg: DictConfig, key: str) -> int | None:

@@ -48,6 +48,7 @@ from pipetrain.runtime.ranks import World
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.settings import PROFILE, Mode, Settings, share_of_cores
 from pipetrain.signals import Signals
+from pipetrain.tasks import Task
 
 log = logging.getLogger("pipetrain")
 
@@ -175,13 +176,18 @@ def lead(composed: DictConfig, start: Start) -> None:
 def read(cfg: DictConfig, start: Start) -> Settings:
     """Read what every rank can of a configuration, and refuse it alike. Raises ConfigError."""
     start.signals.drained.clear()  # as the job before has left it
-    settings = Settings.composed(cfg, str(HydraConfig.get().runtime.choices["schedule"]), start.world.size)
+    settings = settings_of(cfg, start.world)
     refuse_few_layers(cfg, len(settings.places))
     make_task(cfg)
     make_optimizer(cfg)
     load_augment(cfg.data)
     choose_device(start.world, settings.device)
     return settings
+
+
+def settings_of(cfg: DictConfig, world: World) -> Settings:
+    """Return the settings of a configuration. Raises ConfigError."""
+    return Settings.composed(cfg, str(HydraConfig.get().runtime.choices["schedule"]), world.size)
 
 
 def find(cfg: DictConfig, settings: Settings, start: Start) -> tuple[DictConfig, Data, Source | None]:
@@ -251,7 +257,7 @@ def follow(composed: DictConfig, start: Start) -> None:
 
 def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None, start: Start) -> None:
     """Build what the configuration names, and train it. `data`: on rank 0. Raises ConfigError."""
-    settings, facts, task = read(cfg, start), word.facts, make_task(cfg)
+    settings, facts, task = settings_of(cfg, start.world), word.facts, make_task(cfg)
     if HydraConfig.get().mode == RunMode.RUN:  # not in a sweep, whose runs have a folder each
         start.remember(Path(word.run_dir))
     torch.set_num_threads(settings.threads or share_of_cores(start.world.local_size or start.world.size))
@@ -288,7 +294,7 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
         Sampled(data.train if data else None, sampler.batch_sizes, sampler, *own),
         Sampled(data.test if data else None, even(facts.test, settings.batch_size), None, *own),
     )
-    conditions = conditions_of(cfg, settings, facts)
+    conditions = conditions_of(cfg, settings, facts, task)
     run_folder = folder.RunFolder(Path(word.run_dir), word.run, source, as_mapping(cfg), conditions)
     passes = TrainingPasses(training, *samples, len(sampler.batch_sizes), run_folder)
 
@@ -307,13 +313,13 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
     start.trains.clear()  # what comes is the next job of a sweep
 
 
-def conditions_of(cfg: DictConfig, settings: Settings, facts: DataFacts) -> dict[str, Any]:
+def conditions_of(cfg: DictConfig, settings: Settings, facts: DataFacts, task: Task) -> dict[str, Any]:
     """Return what a run and its checkpoint must agree in, beside the tensors of the model."""
     return {
         "model": as_mapping(cfg.model),
         "data": facts.name,
         "data's fingerprint": facts.fingerprint,
-        "task": str(make_task(cfg)),
+        "task": str(task),
         "batch_size": settings.batch_size,
         "data.drop_last": settings.drop_last,
         "seed": settings.seed,

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 from omegaconf import OmegaConf
+
+from pipetrain.choices import conf_dir, names_of
 
 _OPTION = re.compile(r"(?P<indent> *)(?P<key>\w+): *(?P<value>[^#]*?)(?: *# *(?P<says>.*))?")
 _CHOICE = re.compile(r"  - (?:codec@)?(?P<key>[\w.]+): *(?P<value>[\w.]+)(?: *# *(?P<says>.*))?")
@@ -40,51 +41,46 @@ complete -o nospace -o default -F _pipetrain pipetrain launch.sh
 """
 
 
-def usage(conf: Path, name: str, words: Sequence[str]) -> str:
+def usage(name: str, words: Sequence[str]) -> str:
     """Return the help of the command whose file is `name`.yaml, with the options of the chosen groups."""
     chosen = dict(word.lstrip("+").split("=", 1) for word in words if "=" in word)
-    config = (conf / "config.yaml").read_text()
     lines = [f"{_COMMANDS[name]} [OPTION=VALUE ...]", "", "# Choices"]
-    groups = _choices(conf, config)
+    groups = _choices()
     for group, (value, says, names) in groups.items():
         chosen.setdefault(group, value)
         lines.append(_line(f"{group}={value}", f"{says}: {' '.join(names)}"))
-    data = OmegaConf.create(_texts(conf, "data", chosen["data"]))
+    data = OmegaConf.create(_texts("data", chosen["data"]))
     if name != "config":
-        lines += _options((conf / f"{name}.yaml").read_text(), data)
-    schedule = _texts(conf, "schedule", chosen["schedule"])  # sets options of the first level too
-    lines += _options(config, data, values=dict(re.findall(r"^(\w+): *(\w+)", schedule, re.MULTILINE)))
+        lines += _options(_texts("", name), data)
+    schedule = _texts("schedule", chosen["schedule"])  # sets options of the first level too
+    lines += _options(
+        _texts("", "config"), data, values=dict(re.findall(r"^(\w+): *(\w+)", schedule, re.MULTILINE))
+    )
     for group in groups:
-        text, prefix = (schedule, "") if group == "schedule" else (_texts(conf, group, chosen[group]), group)
+        text, prefix = (schedule, "") if group == "schedule" else (_texts(group, chosen[group]), group)
         options = [line for line in _options(text, data, prefix) if line.startswith(f"  {group}.")]
         lines += ["", f"# {group}={chosen[group]}", *options] if options and group != "experiment" else []
     return "\n".join([*lines, "", "# Flags", *(_line(*flag) for flag in _FLAGS.items())]) + "\n"
 
 
-def completion(conf: Path) -> str:
+def completion() -> str:
     """Return what lets a shell complete options and choices; no Python runs at a Tab."""
-    options = re.findall(r"^  (?:([\w.]+=)|(--\S+))", usage(conf, "config", []), re.MULTILINE)
-    groups = _choices(conf, (conf / "config.yaml").read_text())
-    choices = [f"{group}={name}" for group, (_, _, names) in groups.items() for name in names]
+    options = re.findall(r"^  (?:([\w.]+=)|(--\S+))", usage("config", []), re.MULTILINE)
+    choices = [f"{group}={name}" for group, (_, _, names) in _choices().items() for name in names]
     return _COMPLETION % (" ".join(map("".join, options)), " ".join(choices))
 
 
-def _choices(conf: Path, config: str) -> dict[str, tuple[str, str, list[str]]]:
+def _choices() -> dict[str, tuple[str, str, list[str]]]:
     """Return each group's choice, what is said of it, and the names to choose from."""
-    choices = filter(None, map(_CHOICE.fullmatch, config.splitlines()))
+    choices = filter(None, map(_CHOICE.fullmatch, _texts("", "config").splitlines()))
     return {
-        one["key"]: (
-            one["value"],
-            one["says"],
-            sorted(path.stem for path in (conf / one["key"].partition(".")[0]).glob("*.yaml")),
-        )
-        for one in choices
+        one["key"]: (one["value"], one["says"], names_of(one["key"].partition(".")[0])) for one in choices
     }
 
 
-def _texts(conf: Path, group: str, choice: str) -> str:
+def _texts(group: str, choice: str) -> str:
     """Return what the files of a choice say; there may be several, as in [tensorboard,wandb]."""
-    files = [conf / group.partition(".")[0] / f"{one}.yaml" for one in choice.strip("[]").split(",")]
+    files = [conf_dir() / group.partition(".")[0] / f"{one}.yaml" for one in choice.strip("[]").split(",")]
     return "\n".join(file.read_text() for file in files if file.is_file())
 
 

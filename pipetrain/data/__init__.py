@@ -11,7 +11,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from pipetrain.choices import conf_dir
+from pipetrain.choices import conf_dir, names_of
 from pipetrain.data.augment import Augment
 from pipetrain.data.dataset import as_split
 from pipetrain.data.loader import Sampler, loaded
@@ -150,7 +150,7 @@ def obtain_data(cfg: DictConfig, dtype: torch.dtype) -> tuple[DictConfig, Data]:
     Returns the configuration with the data set used, whose recipe replaces values not set by hand, and the
     data.
     """
-    names = sorted(path.stem for path in (conf_dir() / "data").glob("*.yaml"))
+    names = names_of("data")
     fallback = cfg.data.get("fallback")
     if fallback is not None and fallback not in names:
         raise ConfigError(f"data.fallback={fallback} is unknown; choose one of {', '.join(names)}, or null")

@@ -184,7 +184,7 @@ def read_loggers(loggers: Sequence[str] | Loggers) -> dict[str, dict[str, Any]]:
     for name in loggers:
         known = shipped("logger", name)
         if known is None:
-            raise ConfigError(f"loggers has an unknown {name}; choose from: {names_of('logger')}")
+            raise ConfigError(f"loggers has an unknown {name}; choose from: {', '.join(names_of('logger'))}")
         chosen[name] = {**known[name], **(loggers[name] if isinstance(loggers, Mapping) else {})}
     return chosen
 

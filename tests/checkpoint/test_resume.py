@@ -414,7 +414,7 @@ def test_what_does_not_fit_or_is_done_is_refused(mine, updates, ending, says):
 
 def test_a_run_of_the_command_line_must_agree_in_these():
     run, cfg = make_run(PLAIN), config(["model=mlp"])
-    known = conditions_of(cfg, run.settings, run.facts)
+    known = conditions_of(cfg, run.settings, run.facts, run.task)
     assert {"model", "data", "data's fingerprint", "batch_size", "seed", "dtype"} <= known.keys()
     assert (known["batch_size"], known["dtype"]) == (12, "float64")
 

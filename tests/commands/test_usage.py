@@ -15,7 +15,7 @@ from pipetrain.commands.usage import completion, usage
 
 def helped(name: str = "config", *words: str) -> dict[str, tuple[str, str]]:
     """The lines of options: key -> (value, what is said of it)."""
-    text = usage(conf_dir(), name, words)
+    text = usage(name, words)
     assert all(len(line) <= 100 for line in text.splitlines())
     lines = re.sub("\n {37}", " ", text).splitlines()
     found = [re.fullmatch(r"  ([\w.]+)=(\S*) *(.*)", line) for line in lines]
@@ -85,7 +85,7 @@ def test_the_options_are_those_of_what_is_chosen():
 def test_bash_completes_the_command_s_options_and_choices(typed, offered):
     line = f"pipetrain {typed}"
     asks = f"COMP_LINE='{line}' COMP_POINT={len(line)}; _pipetrain; echo ${{COMPREPLY[@]}}"
-    script = [completion(conf_dir()), asks, "complete -p pipetrain"]
+    script = [completion(), asks, "complete -p pipetrain"]
     told = subprocess.run(["bash", "-c", "\n".join(script)], capture_output=True, text=True, timeout=60)
     words, bound = told.stdout.splitlines()
     assert (words.split(), told.stderr) == (offered, "")
