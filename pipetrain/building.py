@@ -18,7 +18,7 @@ from omegaconf.errors import InterpolationKeyError
 from torch import nn
 from torch.optim import Optimizer
 
-from pipetrain.choices import names_of, nearest, shipped
+from pipetrain.choices import chosen, nearest
 from pipetrain.codec import Codec
 from pipetrain.correction import Correction, together
 from pipetrain.errors import ConfigError, one_line
@@ -190,10 +190,7 @@ def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Module:
 def make_codec(key: str, node: object) -> Codec:
     """Return the codec of a name of conf/, or of a `_target_`, after a trial. Raises ConfigError."""
     if isinstance(node, str):
-        known = shipped("codec", node)
-        if known is None:
-            raise ConfigError(f"{key}={node} is unknown; choose one of {', '.join(names_of('codec'))}")
-        node = known
+        node = chosen(key, "codec", node)
     codec = node if isinstance(node, Codec) else build_node(key, node)
     if not isinstance(codec, Codec):
         raise ConfigError(f"{key} must be a {Codec.__module__}.Codec; got {type(codec).__name__}")
@@ -212,13 +209,11 @@ def make_correction(key: str, value: object) -> Correction:
         )
     parts = list[Correction]()
     for one in value if isinstance(value, list | tuple) else [value or "none"]:
-        if not isinstance(one, str):
-            parts.append(_correction(key, one))
-        elif (known := shipped("correction", one)) is None:
-            names = ", ".join(names_of("correction"))
-            raise ConfigError(f"{key}={one} is unknown; choose one of {names}, or several: [a,b]")
-        else:
+        if isinstance(one, str):
+            known = chosen(key, "correction", one)
             parts += [build_node(f"{key}.{name}", node) for name, node in known.items()]
+        else:
+            parts.append(_correction(key, one))
     return together(parts)
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from pipetrain.errors import ConfigError
+
 # Words in the names of other tools' options, and ours for them.
 _OURS = {
     "accelerator": "device", "accumulation": "microbatches", "amp": "precision", "arch": "model",
@@ -55,7 +57,14 @@ def conf_dir() -> Path:
 def shipped(group: str, name: object) -> dict[str, Any] | None:
     """Return what conf/ has by a name of a group; None if it has none of that name."""
     path = conf_dir() / group / f"{name}.yaml"
-    return yaml.safe_load(path.read_text()) if path.is_file() else None
+    return yaml.safe_load(path.read_text()) if isinstance(name, str) and path.is_file() else None
+
+
+def chosen(key: str, group: str, name: object) -> dict[str, Any]:
+    """Return what conf/ has by a name of a group, which was given as `key`. Raises ConfigError."""
+    if (known := shipped(group, name)) is None:
+        raise ConfigError(f"{key}={name} is unknown; choose one of {', '.join(names_of(group))}")
+    return known
 
 
 def names_of(group: str) -> list[str]:

@@ -206,25 +206,20 @@ def train_epochs(
         ready()
         finished = _run(epochs, keeper)
         lost = keeper.not_saved if keeper else None
-        orphaned = _orphaned(training, keeper) if keeper and not finished else None
+        orphaned = 0
+        if keeper and not finished:
+            orphaned = training.links.most("whether torchrun's store is lost", int(keeper.early.lost))
         if recorder and finished and lost != epochs.updates:
             recorder.close()
         elif recorder:
             recorder.stop(lost)
         training.stopping = training.stopping or not finished
         training.metrics = epochs.metrics() or training.metrics
-        if keeper and keeper.signals.saved and epochs.stopped_by == "interrupt":
-            raise KeyboardInterrupt(f"interrupted; {keeper.signals.saved()}")
-        if orphaned:
-            raise orphaned
+        if run_folder and epochs.stopped_by == "interrupt":
+            raise KeyboardInterrupt(f"interrupted; {run_folder.saved_so_far()}")
+        if run_folder and orphaned:
+            raise of_all(ChannelError(f"{LOST}; {run_folder.saved_so_far()}"), training.rank)
         return epochs.rows()
-
-
-def _orphaned(training: Training, keeper: Keeper) -> ChannelError | None:
-    """Return the error of a run that has stopped as a rank has lost torchrun's store. All ranks call it."""
-    if not training.links.most("whether torchrun's store is lost", int(keeper.early.lost)):
-        return None
-    return of_all(ChannelError(f"{LOST}; {keeper.signals.saved()}"), training.rank)  # type: ignore[misc]
 
 
 def _about(training: Training, passes: TrainingPasses, settings: Settings, data: DataFacts) -> About:

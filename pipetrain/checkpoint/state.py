@@ -85,10 +85,8 @@ def restore(source: Source, session: Session, links: Links) -> None:
         session.engine.coding.residuals = {
             (edge, number, tuple(tensors[name].shape)): tensors[name].clone().to(links.device)
             for edge, number in owing(session.plan, links.world.rank)
-            for name in tensors
-            if name.startswith(
-                _prefix(session, links.world.rank, edge, number)
-            )  # of any shape: of sizes that come later too
+            for name in tensors  # of any shape: of sizes that come later too
+            if name.startswith(_prefix(session, links.world.rank, edge, number))
         }
 
 

@@ -20,12 +20,8 @@ from pipetrain.network.places import named_tensors
 from pipetrain.network.values import specs_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MODEL, OPTIMIZER, EMA, ATTRIBUTE = (
-    "model/",
-    "optimizer/",
-    "ema/",
-    "attribute/",
-)  # before names in our checkpoints
+MODEL, OPTIMIZER, EMA = "model/", "optimizer/", "ema/"  # before names in our checkpoints
+ATTRIBUTE = "attribute/"
 
 NamedTensors = Mapping[str, Tensor]
 """Not to be changed, nor viewed as complex: in a file numbers may lie where complex ones must not."""

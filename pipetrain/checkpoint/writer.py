@@ -61,7 +61,7 @@ class Writer:
         self._rank = ranks.world.rank
         self._keep = keep
         self._thread = ThreadPoolExecutor(1, "pipetrain-save")
-        self._writing: Future[Path] | None = None
+        self._writing: list[Future[Path]] = []  # the last save
 
     def save(self, manifest: Manifest, state: Callable[[], Files]) -> Future[Path]:
         """Start a save, after waiting for the previous one. All ranks must call it.
@@ -76,8 +76,8 @@ class Writer:
             files = state()
         except TypeError as error:
             failure = f"the optimizer of rank {self._rank} remembers {error}"
-        self._writing = self._thread.submit(self._save, manifest, files, failure)
-        return self._writing
+        self._writing = [self._thread.submit(self._save, manifest, files, failure)]
+        return self._writing[0]
 
     def close(self) -> None:
         """Wait for the last save. All ranks must call it. Raises ChannelError for a lost rank."""
@@ -86,15 +86,15 @@ class Writer:
 
     def leave(self) -> None:
         """Wait a little for the last save, if other ranks still take part, before this one leaves them."""
-        wait([self._writing] if self._writing else [], SEEN_S)
+        wait(self._writing, SEEN_S)
 
     def _finish(self) -> None:
         """Wait until no rank is writing. All ranks ask each other every TURN_S, so a dead one is noticed."""
-        writing = [self._writing] if self._writing else []
-        while self._ranks.most("the end of a save", len(wait(writing, TURN_S).not_done)):
+        while self._ranks.most("the end of a save", len(wait(self._writing, TURN_S).not_done)):
             pass
-        if writing and isinstance(lost := writing[0].exception(), ChannelError):
-            raise lost
+        for writing in self._writing:
+            if isinstance(lost := writing.exception(), ChannelError):
+                raise lost
 
     def _save(self, manifest: Manifest, files: Files, failure: str) -> Path:
         name, final = folder_name(manifest.position.update), ""

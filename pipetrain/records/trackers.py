@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.checkpoint.progress import EpochRecord
-from pipetrain.choices import names_of, shipped
+from pipetrain.choices import chosen
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.records.history import Epoch
 
@@ -180,13 +180,8 @@ def read_loggers(loggers: Sequence[str] | Loggers) -> dict[str, dict[str, Any]]:
     options = loggers.values() if isinstance(loggers, Mapping) else [{}]
     if not isinstance(loggers, Iterable) or not all(isinstance(one, Mapping) for one in options):
         raise ConfigError(f"loggers={loggers} must be names, or options by name")
-    chosen = {}
-    for name in loggers:
-        known = shipped("logger", name)
-        if known is None:
-            raise ConfigError(f"loggers has an unknown {name}; choose from: {', '.join(names_of('logger'))}")
-        chosen[name] = {**known[name], **(loggers[name] if isinstance(loggers, Mapping) else {})}
-    return chosen
+    given = loggers if isinstance(loggers, Mapping) else {}
+    return {name: chosen("loggers", "logger", name)[name] | given.get(name, {}) for name in loggers}
 
 
 def check_loggers(loggers: Loggers) -> None:

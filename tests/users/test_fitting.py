@@ -215,7 +215,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "epochs=0 must be a whole number of at least 1": {"epochs": 0},
     "checkpoint has no often": {"checkpoint": {"often": 1}},
     "checkpoint.unit=weeks must be one of epochs, updates": {"checkpoint": {"unit": "weeks"}},
-    "loggers has an unknown paper": {"loggers": ["paper"]},
+    "loggers=paper is unknown": {"loggers": ["paper"]},
     "the test loader has no batch": {"test": []},
     "trace=x must be a whole number": {"trace": "x"},
     "run_dir=3 must be the path": {"run_dir": 3},
