@@ -20,7 +20,7 @@ class DamagedCheckpoint(ConfigError):
     """A checkpoint that cannot be used; the message names the file and what is wrong with it."""
 
 
-class OtherFormat(DamagedCheckpoint):
+class OtherFormat(ConfigError):
     """A checkpoint, intact or not, that another version of pipetrain reads."""
 
 

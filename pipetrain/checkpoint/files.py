@@ -184,7 +184,7 @@ def folders(checkpoints: Path) -> list[Path]:
 
 
 def read_whole(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest and verify all of its files. Raises DamagedCheckpoint."""
+    """Read a checkpoint's manifest and verify all of its files. Raises DamagedCheckpoint and OtherFormat."""
     manifest = read_manifest(folder)
     for name, part in manifest.parts.items():
         try:
@@ -199,7 +199,7 @@ def read_whole(folder: Path) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read a manifest. Raises DamagedCheckpoint."""
+    """Read a manifest. Raises DamagedCheckpoint and OtherFormat."""
     path = folder / MANIFEST
     data = read_json(path)
     if not isinstance(data, dict) or type(version := data.get("pipetrain_checkpoint")) is not int:

@@ -22,7 +22,7 @@ from pipetrain.checkpoint.files import (
     read_whole,
 )
 from pipetrain.checkpoint.tensors import MODEL, Loaded, NamedTensors, open_plain, read_files
-from pipetrain.documents import DamagedCheckpoint, OtherFormat, read_as
+from pipetrain.documents import DamagedCheckpoint, read_as
 from pipetrain.errors import ChannelError, ConfigError, TrainingStopped, one_line
 from pipetrain.network.model import state_names
 from pipetrain.network.places import named_tensors
@@ -42,9 +42,10 @@ class Source:
     manifest: Manifest
 
     @classmethod
-    def proven(cls, folder: Path, manifest: Manifest) -> Source:
-        """Return a checkpoint whose manifest describes its files. Raises DamagedCheckpoint."""
-        source, where = cls(folder, manifest), str(folder / MANIFEST)
+    def verified(cls, folder: Path) -> Source:
+        """Read a checkpoint whose manifest describes its files. Raises DamagedCheckpoint and OtherFormat."""
+        manifest, where = read_whole(folder), str(folder / MANIFEST)
+        source = cls(folder, manifest)
         forms = read_as(dict[str, list[Any]], manifest.conditions.get("tensors"), f"{where}: its tensors")
         read_as(dict[str, str], manifest.conditions.get("state_dict"), f"{where}: its state_dict")
         tensors = source.tensors()
@@ -123,9 +124,7 @@ def saved_in(folder: Path) -> Source | None:
             f"{folder} is no checkpoint: give the folder of a run, or one of its {CHECKPOINTS}/update-..."
         )
     try:
-        return Source.proven(folder, read_whole(folder))
-    except OtherFormat:
-        raise
+        return Source.verified(folder)
     except DamagedCheckpoint as damage:
         raise ConfigError(f"{folder} is damaged: {damage}; choose another checkpoint") from damage
 
@@ -134,9 +133,7 @@ def _newest(run_dir: Path) -> Source | None:
     damaged = False
     for folder in saved_by(run_dir):
         try:
-            return Source.proven(folder, read_whole(folder))
-        except OtherFormat:
-            raise
+            return Source.verified(folder)
         except DamagedCheckpoint as damage:
             damaged = True
             log.warning("pipetrain: checkpoint %s is damaged: %s; trying the one before", folder.name, damage)
