@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -112,9 +112,6 @@ class Epochs:
         history = [record.named(names) for record in manifest.progress.history if record.epoch <= epoch]
         self._progress = replace(manifest.progress, history=history)
         self._position = manifest.position.placed(self._about.batches)
-        if self._position != manifest.position:
-            epoch, batch, _ = astuple(self._position)
-            self._progress = replace(self._progress, unseen_epochs=epoch, unseen_batches=batch)
         restore(source, session, self._links)
         if self._keeper:
             self._keeper.seen = self._position.update
@@ -202,7 +199,7 @@ class Epochs:
 
     def _reset(self) -> None:
         """Begin the figures of another epoch."""
-        self._progress = replace(Progress(self.history), unseen_epochs=self._progress.unseen_epochs)
+        self._progress = Progress(self.history)
         self._losses, self._rates = [], []
         self.session.engine.take_stats()
         if self.session.last:

@@ -169,7 +169,7 @@ class Training:
                 "training, so what the program reads there stays as it is",
                 ", ".join(network.kept),
             )
-        prove = partial(_prove_task, plan, self.task, model, network)
+        prove = partial(_prove_task, plan, self.task, network)
         self._apart = self.together.on_first("the task", reader, prove)
         self.settings, self._form = plan.settings, form
         with self.together():
@@ -204,8 +204,12 @@ class Training:
     def begin_by_number(self, train: Sampled, test: Sampled) -> None:
         """Plan for samples by number; prove the task on both."""
         self.begin(None if self.rank else train, Samples(train.sizes, test.sizes))
-        prove = partial(_prove_task, self.begun.plan, self.task, self.model, None)
-        self.together.on_first("the task", test, prove)
+
+        def prove() -> None:
+            _, targets = test.first()
+            prove_targets(self.begun.plan, spare(self.task, self.model), targets, test.classes)
+
+        self.together.on_one(0, "the task", prove)
         self._refuse_apart()
 
     # Passes
@@ -324,18 +328,11 @@ def _first(reader: Reader | Sampled) -> list[Any] | None:
     return first and [Form(*map(ValueSpec.in_batch, first)).to_json(), len(as_tuple(first[0])[0]), shortest]
 
 
-def _prove_task(
-    plan: Plan, task: Task, model: nn.Module, network: Network | None, reader: Reader | Sampled
-) -> str:
-    """Prove a task on the first batch, and that a `network`'s stages train as its model.
-
-    Return why microbatches would train otherwise than a batch.
-    """
-    first = reader.first()
-    assert first is not None
-    task = spare(task, model)
-    if network is not None:
-        prove_loss(plan, network, task, *first)
-        prove_stages(plan, network, first[0])
-    prove_targets(plan, task, first[1], getattr(reader, "classes", None))
-    return parity(plan, network, task, *first) if network is not None else ""
+def _prove_task(plan: Plan, task: Task, network: Network, reader: Any) -> str:
+    """Prove a task, and the stages, on the first batch; return why microbatches would train otherwise."""
+    inputs, targets = reader.first()
+    task = spare(task, network.model)
+    prove_loss(plan, network, task, inputs, targets)
+    prove_stages(plan, network, inputs)
+    prove_targets(plan, task, targets, getattr(reader, "classes", None))
+    return parity(plan, network, task, inputs, targets)

@@ -101,10 +101,7 @@ def best_update(history: Sequence[EpochRecord]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The finished epochs of a run, and the statistics of the current one.
-
-    `unseen_epochs`, `unseen_batches`: those before a Pipeline.save from which it went on, without figures.
-    """
+    """The finished epochs of a run, and the statistics of the current one."""
 
     history: list[EpochRecord] = field(default_factory=list)
     trained: Tally = field(default_factory=Tally)
@@ -112,5 +109,5 @@ class Progress:
     elapsed_s: float = 0.0
     stages: Stats = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)  # per update
-    unseen_epochs: int = 0
+    unseen_epochs: int = 0  # of the format, and 0 as the next
     unseen_batches: int = 0
