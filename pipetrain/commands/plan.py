@@ -1,9 +1,9 @@
 """`python -m pipetrain.plan`: the same configuration, on paper.
 
-Prints the cuts, the tensors that cross them, the timeline, and the schedule's memory and bubble beside the
-formulas; with a profile by measured times. Starts no process, and reads no data set whose configuration
-declares a sample. With `costs=FILE.csv` the layers are those of a file, without any model; with `ranks=` too
-their cuts and replicas are chosen, without any schedule.
+Prints the cuts, the tensors that cross them, the timeline, and the schedule's memory and bubble; with a
+profile by measured times. Starts no process, and reads no data set whose configuration declares a sample.
+With `costs=FILE.csv` the layers are those of a file, without any model; with `ranks=` too their cuts and
+replicas are chosen, without any schedule.
 
 With `compare=[1f1b,zbv]` several schedules stand in one table, in one unit of time: what a rank computes for
 a microbatch. It is the same for all schedules, however many stages a rank has, so a batch of m microbatches

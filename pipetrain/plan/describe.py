@@ -38,7 +38,6 @@ from pipetrain.schedule.actions import Op, has_norms, splits
 from pipetrain.schedule.draw import aligned, as_text, counted
 from pipetrain.schedule.figure import as_figure
 from pipetrain.schedule.memory import GIB, PARTS, Memory, peaks
-from pipetrain.schedule.theory import theory
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.settings import AUTO, PROFILE, Mode, Settings
 
@@ -280,32 +279,18 @@ def _memory(plan: Plan, stage_bytes: Memory, room: int | None) -> str:
 
 
 def _figures(plan: Plan, run: Timeline, batches: int) -> str:
-    settings, simulation = plan.settings, plan.window.simulation
-    size = settings.microbatches, plan.stages // len(settings.places)
-    formula = theory(settings.schedule, settings.ranks, batches, *size)
-    if formula and not any(formula.staleness) and has_norms(plan.window.program):
-        formula = theory(settings.schedule, settings.ranks, 1, *size)  # each batch ends on all ranks at once
-    if plan.replicated:  # the formulas are for a rank a stage
-        formula = None
-    if formula and settings.correction.predicts:  # beside the newest version, which updates change
-        late = [
-            version + (stale > 0) for version, stale in zip(formula.versions, formula.staleness, strict=True)
-        ]
-        formula = replace(formula, versions=late)
-    if plan.by_costs:  # and for an order that was made for equal stages
-        formula, simulation = None, run
-    elif getattr(plan.draft.schedule, "keywords", {}).get("buffer"):  # and for ssp's own
-        formula = None
-    bubble = "-" if formula is None or formula.bubble is None else f"{formula.bubble:.2%}"
+    settings, policy = plan.settings, plan.draft.policy
+    simulation = run if plan.by_costs else plan.window.simulation
     which = "these" if plan.by_costs else "equal"
-    rows = [
-        [f"details of {which} stages", "simulated", "at most" if plan.draft.policy else "formula"],
-        ["bubble", f"{simulation.bubble:.2%}", bubble],
-    ]
+    rows = [[f"details of {which} stages", "simulated"], ["bubble", f"{simulation.bubble:.2%}"]]
     bounds = zip(*map(plan.peaks, range(plan.stages)), strict=True)
     for name, bound in zip(("activations", "versions", "staleness"), bounds, strict=True):
-        expected = bound if plan.draft.policy else getattr(formula, name, None)
-        rows.append([name, *(" ".join(map(str, of or "-")) for of in (getattr(simulation, name), expected))])
+        rows.append([name, " ".join(map(str, getattr(simulation, name)))])
+        if policy:
+            rows[-1].append(" ".join(map(str, bound)))
+    if policy:
+        rows[0].append("at most")
+        rows[1].append("-")
     note = "by stage; activations in microbatches, staleness in updates\n"
     note += f"the timeline and its bubble go by the {'times' if plan.costs else 'work'} of the stages, "
     note += "as do these details and the order\n" if plan.by_costs else "these details as if all were equal\n"
@@ -315,6 +300,6 @@ def _figures(plan: Plan, run: Timeline, batches: int) -> str:
             f"{share:.0%} of the updates are synchronous and take {longer:.2f} times as long: the run takes "
         )
         note += f"{1 + share * (longer - 1):.2f} times as long as without them\n"
-    if plan.draft.policy:
+    if policy:
         note += "the order is decided while it runs: this is how it goes if times are even\n"
     return f"{aligned(rows)}\n{note}"

@@ -119,7 +119,7 @@ def test_a_process_that_plans_draws_and_loads_nothing_that_runs(tmp_path):
     )
     assert (ended.returncode, ended.stderr) == (0, "[]\n")
     assert ended.stdout.endswith("\ntimeline drawn in x.svg\n")
-    assert figures(ended.stdout)["activations"] == ("4 3 2 1", "4 3 2 1")
+    assert figures(ended.stdout)["activations"] == ("4 3 2 1", "")
     assert [path.name for path in tmp_path.iterdir()] == ["x.svg"]
     assert ElementTree.parse(tmp_path / "x.svg").getroot().tag.endswith("svg")
 

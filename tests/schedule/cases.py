@@ -15,7 +15,7 @@ from pipetrain.schedule.actions import Placement, Program, Schedule, ScheduleErr
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.replicas import spread
-from pipetrain.schedule.theory import Theory, theory
+from tests.schedule.theory import Theory, theory
 
 CONF = Path(__file__).parents[2] / "conf" / "schedule"
 

@@ -39,7 +39,7 @@ def planned(schedule: str, stages: int, microbatches: int, batches: int, *overri
     return make_plan(Draft.of(read, make_schedule(cfg)), model, IMAGE, samples)
 
 
-def figures(text: str) -> dict[str, tuple[str, ...]]:
-    """The table of figures: name -> (simulated, formula)."""
+def figures(text: str) -> dict[str, tuple[str, str]]:
+    """The table of figures: name -> (simulated, at most)."""
     rows = re.findall(r"^(bubble|activations|versions|staleness) +(\S.*?)(?:  +(\S.*))?$", text, re.MULTILINE)
-    return {name: (simulated, formula) for name, simulated, formula in rows}
+    return {name: (simulated, most) for name, simulated, most in rows}

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from pipetrain.schedule.actions import most_open
 from pipetrain.schedule.simulate import simulate
-from pipetrain.schedule.theory import theory
 from tests.schedule.cases import CASES, NAMES, Case, accepted
+from tests.schedule.theory import theory
 
 pytestmark = pytest.mark.slow
 
