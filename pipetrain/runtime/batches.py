@@ -278,7 +278,7 @@ class _Dealer:
         last: Sequence[int] | None,
     ) -> None:
         self._links, self._reader, self._task = links, reader, task
-        self._sent: deque[tuple[Callable[[], None], Tensor]] = deque()  # what waits, and the tensors
+        self._sent: deque[Callable[[], Tensor]] = deque()  # each waits until a tensor is taken
         self._begun = 0  # batches
         self._sizes, self._first = iter(sizes), iter(first)
         self._last = None if last is None else iter(last)
@@ -303,7 +303,7 @@ class _Dealer:
 
     def finish(self, batches: int) -> None:
         self.deal(batches)
-        for wait, _ in self._sent:
+        for wait in self._sent:
             wait()
 
     def _read(self) -> bool:
@@ -340,7 +340,7 @@ class _Dealer:
             self._send("targets", [*as_tuple(part), *more], rank, TARGETS)
 
     def _send(self, what: str, tensors: Sequence[Tensor], rank: int, stream: int) -> None:
-        for tensor in (t.cpu().contiguous() for t in tensors):  # a loader's may be on a GPU
-            self._sent.append((self._links.post_tensor(what, tensor, rank, stream), tensor))
+        for tensor in tensors:
+            self._sent.append(self._links.post_tensor(what, tensor.cpu(), rank, stream))  # it may be on a GPU
         while len(self._sent) > UNTAKEN:  # of a whole pass they would be all
-            self._sent.popleft()[0]()
+            self._sent.popleft()()

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -213,32 +212,27 @@ class Ranks:
             dist.broadcast(values.flatten().view(torch.uint8), 0, group=self._all)
         tensor.copy_(values)
 
-    def post_tensor(self, what: str, tensor: Tensor, rank: int, stream: int = 0) -> Callable[[], None]:
+    def post_tensor(self, what: str, tensor: Tensor, rank: int, stream: int = 0) -> Callable[[], Tensor]:
         """Start to send a tensor in host memory to a rank, beside the messages of the stages.
 
         The tensors of one `stream` are taken in order. Returns what waits until it is sent.
         """
-        trying = partial(self._trying, f"send {what} to rank {rank}")
-        with trying():
-            work = dist.isend(tensor.contiguous(), rank, group=self._all, tag=_TENSORS + stream)
-
-        def wait() -> None:
-            with trying():
-                assert work is not None  # as this rank is in the group
-                work.wait()
-
-        return wait
+        return self._begun(dist.isend, f"send {what} to rank {rank}", tensor.contiguous(), rank, stream)
 
     def expect_tensor(self, what: str, spec: TensorSpec, rank: int, stream: int = 0) -> Callable[[], Tensor]:
         """Post the receive of a tensor that a rank posts; returns what waits for it and returns it."""
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
-        trying = partial(self._trying, f"receive {what} from rank {rank}")
-        with trying():
-            work = dist.irecv(tensor, rank, group=self._all, tag=_TENSORS + stream)
+        return self._begun(dist.irecv, f"receive {what} from rank {rank}", tensor, rank, stream)
+
+    def _begun(
+        self, begin: Callable[..., Any], doing: str, tensor: Tensor, rank: int, stream: int
+    ) -> Callable[[], Tensor]:
+        """Begin a transfer; return what waits for its end and returns the tensor."""
+        with self._trying(doing):
+            work = begin(tensor, rank, group=self._all, tag=_TENSORS + stream)
 
         def wait() -> Tensor:
-            with trying():
-                assert work is not None  # as this rank is in the group
+            with self._trying(doing):
                 work.wait()
             return tensor
 
@@ -253,8 +247,7 @@ class Ranks:
         forms = self.tell(f"the forms of {what}", forms, owner)
         received: list[Tensor] = []
         for tensor in own:
-            with self._trying(f"send {what}"):
-                dist.send(bytes_of(tensor.detach()), 0, group=self._all, tag=_TENSORS)
+            self.post_tensor(what, bytes_of(tensor.detach()), 0)()
         for shape, dtype in forms if self.world.rank == 0 else ():
             spec = TensorSpec(tuple(shape), getattr(torch, dtype))
             numbers = self.expect_tensor(what, TensorSpec((spec.nbytes,), torch.uint8), owner)()
