@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from pipetrain.data.loading import Form, Reader
 from pipetrain.errors import TrainingStopped
 from pipetrain.network.values import Size, TensorSpec, Value, ValueSpec, as_tuple
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.feed import TargetRows, cut
+from pipetrain.runtime.feed import Sources, TargetRows, cut
 from pipetrain.runtime.links import Links
 from pipetrain.tasks import Task, counted_for
 
@@ -33,22 +33,6 @@ EVALUATED_AT_ONCE = 16  # batches of a loader in a window of an evaluation
 UNTAKEN = 256  # tensors sent, of which nobody has waited until they were taken
 INPUTS, TARGETS = 0, 1  # streams of tensors from rank 0
 _T = TypeVar("_T")
-
-
-class Sources(NamedTuple):
-    """The inputs of a rank's microbatches of a window, and the targets of its batches, where they are needed.
-
-    `deal` reads for the other ranks until so many batches of the window are read; `finish` does too, and
-    waits until what was sent is taken. That holds connections open, so nothing keeps it after an error.
-    `ahead`: whether inputs may be asked for before they are needed; where another rank sends them, it may
-    wait for this one to go on.
-    """
-
-    inputs: Iterator[Value] | None
-    targets: Iterator[TargetRows] | None
-    deal: Callable[[int], None] = lambda batches: None
-    finish: Callable[[int], None] = lambda batches: None
-    ahead: bool = True
 
 
 def counting(samples: Sampled, epoch: int, task: Task, links: Links, last: int) -> list[list[Tensor]]:

@@ -55,37 +55,47 @@ class TargetRows(NamedTuple):
     weights: Sequence[float] | None = None
 
 
+class Sources(NamedTuple):
+    """The inputs of a rank's microbatches of a window, and the targets of its batches, where they are needed.
+
+    `deal` reads for the other ranks until so many batches of the window are read; `finish` does too, and
+    waits until what was sent is taken. That holds connections open, so nothing keeps it after an error.
+    `ahead`: whether inputs may be asked for before they are needed; where another rank sends them, it may
+    wait for this one to go on.
+    """
+
+    inputs: Iterator[Value] | None
+    targets: Iterator[TargetRows] | None
+    deal: Callable[[int], None] = lambda batches: None
+    finish: Callable[[int], None] = lambda batches: None
+    ahead: bool = True
+
+
 class WindowFeed:
     """The microbatches of one window, by their numbers from 0.
 
-    `sizes`: of its batches, each cut into so many `microbatches`. `inputs` yields those of the microbatches
-    `first`, `targets` those of the batches that have some of `last`; None if this rank does not hold the
-    first stage, or the last. Floating-point inputs and targets become `dtype`. `weight`: what targets count
-    for. `deal`, `ahead`: see Sources.
+    `sizes`: of its batches, each cut into so many `microbatches`. `source` has the inputs of the microbatches
+    `first`, and the targets of the batches that have some of `last`; these run on this rank. Floating-point
+    inputs and targets become `dtype`. `weight`: what targets count for.
     """
 
     def __init__(
         self,
         sizes: Sequence[Size],
         microbatches: int,
-        inputs: Iterator[Value] | None,
-        targets: Iterator[TargetRows] | None,
+        source: Sources,
+        first: Sequence[int],
+        last: Sequence[int],
         weight: Weight,
         device: torch.device,
         dtype: torch.dtype | None = None,
-        first: Sequence[int] | None = None,
-        last: Sequence[int] | None = None,
-        deal: Callable[[int], None] | None = None,
-        ahead: bool = True,
     ) -> None:
-        self._microbatches, self._deal, self._ahead = microbatches, deal, ahead
+        self._microbatches, self._source = microbatches, source
         self._sizes = [size for batch in sizes for size in batch.pieces(microbatches)]
+        self._first, self._last = deque(first), set(last)
         every = range(len(self._sizes))
-        self._source, self._numbers = inputs, deque(every if first is None else first)
-        self._targets, own = targets, set(every if last is None else last)
         whole = [range(start, start + microbatches) for start in every[::microbatches]]
-        self._batches = iter([mbs for mbs in whole if not own.isdisjoint(mbs)])
-        self._last = own
+        self._batches = iter([mbs for mbs in whole if not self._last.isdisjoint(mbs)])
         self._weight = weight
         self._device, self._dtype = device, dtype
         self._inputs: dict[int, tuple[Tensor, ...]] = {}  # read, and not yet given
@@ -103,17 +113,16 @@ class WindowFeed:
 
     def prepare(self) -> None:
         """Make the next input in advance; called before the engine waits for a message."""
-        if self._ahead and not self._inputs:
+        if self._source.ahead and not self._inputs:
             self._read_input()
 
     def forget(self, mb: int) -> None:
         """Read no inputs from microbatch `mb` on: nobody would take what a reader sends of its batch."""
-        self._numbers = deque(number for number in self._numbers if number < mb)
+        self._first = deque(number for number in self._first if number < mb)
 
     def deal(self, mb: int) -> None:
         """Send a microbatch to the rank that runs it, if this one reads it."""
-        if self._deal is not None:
-            self._deal(mb // self._microbatches + 1)
+        self._source.deal(mb // self._microbatches + 1)
 
     def target(self, mb: int) -> Target:
         """Return the last stage's targets on the device; called once for each microbatch."""
@@ -128,21 +137,22 @@ class WindowFeed:
         """
         if not self._inputs:
             self._read_input()
-        if self._targets is not None and not self._ready:
+        if self._source.targets is not None and not self._ready:
             self._read_batch()
         return next(iter(self._inputs.values()), None), next(iter(self._ready.values()), None)
 
     def _read_input(self) -> bool:
         """Read the inputs of one more microbatch; return False if there are none."""
-        value = next(self._source, None) if self._source is not None and self._numbers else None
+        inputs = self._source.inputs
+        value = next(inputs, None) if inputs is not None and self._first else None
         if value is None:
             return False
-        self._inputs[self._numbers.popleft()] = as_tuple(self._moved(value))
+        self._inputs[self._first.popleft()] = as_tuple(self._moved(value))
         return True
 
     def _read_batch(self) -> None:
-        assert self._targets is not None, "this rank has no targets to give"
-        (targets, weights), whole = next(self._targets), next(self._batches)
+        assert self._source.targets is not None, "this rank has no targets to give"
+        (targets, weights), whole = next(self._source.targets), next(self._batches)
         own = [mb for mb in whole if mb in self._last]
         values = cut(targets, [self._sizes[mb] for mb in own])
         weights = weights or [counted_for(self._weight, value) for value in values]

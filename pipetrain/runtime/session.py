@@ -184,8 +184,7 @@ class Session:
         source.deal(begun // microbatches + 1)  # each rank has one microbatch, for a rehearsal
         enter, leave = ([mb for mb in mbs if ranks[mb] == self._links.world.rank] for ranks in (first, end))
         try:
-            how = self._task.weight, device, dtype, enter, leave, source.deal, source.ahead
-            yield WindowFeed(sizes, microbatches, source.inputs, source.targets, *how)
+            yield WindowFeed(sizes, microbatches, source, enter, leave, self._task.weight, device, dtype)
         except ActionFailed as error:
             if not is_out_of_memory(error.__cause__):
                 raise

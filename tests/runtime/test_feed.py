@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipetrain.network.values import Size
-from pipetrain.runtime.feed import TargetRows, WindowFeed
+from pipetrain.runtime.feed import Sources, TargetRows, WindowFeed
 from pipetrain.tasks import Classification
 
 # Two batches: one of 5 samples in pieces of 3 and 2, one of 4 in pieces of 2.
@@ -18,8 +18,12 @@ LABELS = [torch.tensor([7, 1, 4, 0, 2]), torch.tensor([9, 3, 5, 6])]
 IGNORED = [torch.tensor([7, -100, 4, -100, -100]), torch.tensor([9, -100, 5, 6])]
 
 
-def feed(inputs: Any = None, targets: Any = None, weight: Any = len, sizes: Any = SIZES) -> WindowFeed:
-    return WindowFeed(sizes, 2, inputs, targets, weight, torch.device("cpu"), torch.float64)
+def feed(
+    inputs: Any = None, targets: Any = None, weight: Any = len, sizes: Any = SIZES, ahead: bool = True
+) -> WindowFeed:
+    every = range(2 * len(sizes))
+    source = Sources(inputs, targets, ahead=ahead)
+    return WindowFeed(sizes, 2, source, every, every, weight, torch.device("cpu"), torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +73,7 @@ def test_what_another_rank_sends_is_not_awaited_before_it_is_needed():
     """It may be sent only when this rank has gone on."""
     asked = []
     inputs = (asked.append(mb) or torch.zeros(3, 1) for mb in range(4))
-    window = WindowFeed(SIZES, 2, inputs, None, len, torch.device("cpu"), ahead=False)
+    window = feed(inputs, ahead=False)
     window.prepare()
     assert not asked
     window.input(0)
