@@ -10,8 +10,7 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
-from pipetrain.data.loading import BadBatch, too_small
-from pipetrain.errors import ActionFailed, ConfigError, of_all
+from pipetrain.errors import ActionFailed, ConfigError
 from pipetrain.network.chain import network_of
 from pipetrain.network.model import materialise
 from pipetrain.network.network import Network
@@ -98,11 +97,6 @@ class Session:
     def level(self) -> None:
         """Make what replicas keep apart while they train equal. All ranks call it, between windows."""
         self._leveller.level()
-
-    def refuse_small(self, sizes: Sequence[Size]) -> None:
-        """Refuse a batch with fewer samples than microbatches. Raises BadBatch."""
-        if why := too_small(sizes, self.plan.settings.microbatches):
-            raise of_all(BadBatch(why), self._links.world.rank)
 
     def train(
         self,

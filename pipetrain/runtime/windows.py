@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
+from pipetrain.data.loading import BadBatch, too_small
 from pipetrain.errors import ConfigError, of_all
 from pipetrain.network.values import Size
 from pipetrain.runtime.batches import Batches
@@ -64,12 +64,10 @@ class WindowWord:
 class Done:
     """What ran between two words, on every rank alike: the size of each batch, each update's loss and rate.
 
-    `outcomes`: what came out of each window. `early`: whether one ended early. `over`: whether nothing is
-    left of the pass, if that is known.
+    `early`: whether a window ended early. `over`: whether nothing is left of the pass, if that is known.
     """
 
     sizes: list[Size]
-    outcomes: list[Any]
     losses: list[float]
     rates: list[float]
     asked: Asked
@@ -153,9 +151,9 @@ class Windows:
         microbatches, ChannelError, and TrainingStopped as Session.train does.
         """
 
-        def run(sizes: list[Size]) -> tuple[int, None]:
+        def run(sizes: list[Size]) -> int:
             with around(sizes) as (observe, ends):
-                return self.session.train(sizes, batches, ticks(len(sizes)), observe, ends), None
+                return self.session.train(sizes, batches, ticks(len(sizes)), observe, ends)
 
         first, correction = self.session.updates, self.session.plan.settings.correction
 
@@ -170,9 +168,9 @@ class Windows:
     ) -> Asked:
         """Evaluate a pass, which the last stage counts; return what signals asked for if it ended early."""
 
-        def run(sizes: list[Size]) -> tuple[int, None]:
+        def run(sizes: list[Size]) -> int:
             with around(sizes) as (_, ends):
-                return self.session.evaluate(sizes, batches, ticks(len(sizes)), ends), None
+                return self.session.evaluate(sizes, batches, ticks(len(sizes)), ends)
 
         for done in self._run(_Pass(what, batches, lambda done: window, lambda done: 0), run):
             if done.early:
@@ -183,45 +181,46 @@ class Windows:
         self, what: str, batches: Batches, window: int, ticks: Ticks
     ) -> Iterator[tuple[Tensor, ...] | None]:
         """Yield the outputs for each batch of a pass, in host memory, on rank 0; None on the others."""
+        outputs: list[tuple[Tensor, ...]] = []  # of the window that has just run
 
-        def run(sizes: list[Size]) -> tuple[int, list[tuple[Tensor, ...]]]:
-            outputs = self.session.predict(sizes, batches, ticks(len(sizes)))
-            return len(sizes), brought(outputs, len(sizes), self._links, self.session.plan.placement[-1])
+        def run(sizes: list[Size]) -> int:
+            made = self.session.predict(sizes, batches, ticks(len(sizes)))
+            outputs[:] = brought(made, len(sizes), self._links, self.session.plan.placement[-1])
+            return len(sizes)
 
         for done in self._run(_Pass(what, batches, lambda done: window), run):
-            (outputs,) = done.outcomes
             yield from [None] * len(done.sizes) if self._links.world.rank else outputs
 
-    def _run(self, this: _Pass, run: Callable[[list[Size]], tuple[int, Any]]) -> Iterator[Done]:
-        """Run a pass. `run` runs a window of batches of such sizes; returns how many, and an outcome."""
+    def _run(self, this: _Pass, run: Callable[[list[Size]], int]) -> Iterator[Done]:
+        """Run a pass. `run` runs a window of batches of such sizes, and returns how many it has run."""
         done, reads_ahead = 0, this.until is not None
         began = time.perf_counter()  # of reading these windows
         word = self._say(this, done)
         while windows := self._following(word):
-            sizes, outcomes, early = list[Size](), list[Any](), False
+            sizes, ran, early = list[Size](), 0, False
             for window in windows:
                 if early or (this.trains and self._too_small(window)):
                     break
                 with self._together():
-                    ran, outcome = run(window)
-                sizes += window[:ran]
-                outcomes.append(outcome)
-                early = ran < len(window)
-            if outcomes:
+                    batches = run(window)
+                sizes += window[:batches]
+                early = batches < len(window)
+                ran += 1
+            if ran:
                 done += len(sizes)
                 if this.trains:
-                    self._window_s = (time.perf_counter() - began) / len(outcomes)
+                    self._window_s = (time.perf_counter() - began) / ran
                 began = time.perf_counter()
                 word = self._say(this, done, reads_ahead, hears=this.trains or early)
                 over = reads_ahead and not (word.windows or word.failure)
-                yield Done(sizes, outcomes, word.losses, word.rates, word.asked, early, over)
-            if len(outcomes) < len(windows) and not early:
-                self.session.refuse_small(windows[len(outcomes)])  # after the updates before it were seen
+                yield Done(sizes, word.losses, word.rates, word.asked, early, over)
+            if ran < len(windows) and not early:  # and the updates before it were seen
+                raise of_all(BadBatch(self._too_small(windows[ran])), self._links.world.rank)
             if not reads_ahead:
                 word = self._announce(this, done)
 
-    def _too_small(self, window: list[Size]) -> bool:
-        return min(window).samples < self.session.plan.settings.microbatches
+    def _too_small(self, window: list[Size]) -> str:
+        return too_small(window, self.session.plan.settings.microbatches)
 
     def _following(self, word: WindowWord) -> list[list[Size]]:
         raise_failure(word.error, word.failure, 0)

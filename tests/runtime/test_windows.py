@@ -17,7 +17,6 @@ from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.network.values import Size
 from pipetrain.runtime import windows as module
 from pipetrain.runtime.ranks import World
-from pipetrain.runtime.session import Session
 from pipetrain.runtime.together import Together
 from pipetrain.runtime.watch import Deadline
 from pipetrain.runtime.windows import Done, Windows
@@ -67,8 +66,6 @@ class Fake:
     """A session whose windows take `train_s` each; the loss of a batch is its size."""
 
     train_s = 1.0
-
-    refuse_small = Session.refuse_small
 
     def __init__(self, log: list[str], clock: Any, ends: int = 0) -> None:
         settings = SimpleNamespace(microbatches=2, correction=Correction())
