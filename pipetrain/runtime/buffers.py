@@ -16,6 +16,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from pipetrain.network.numerics import signed
 from pipetrain.network.places import places
+from pipetrain.network.values import differentiable
 
 Copies = list[tuple[Tensor, Tensor]]  # pairs of a buffer and a copy of its earlier values
 
@@ -73,10 +74,7 @@ class Buffers:
             if place.tensor is not buffer:
                 place.container[place.key] = place.tensor.clone()
             now, *copies = map(signed, (place.tensor.data, *(of[number][1] for of in later)))
-            old, counts = (
-                signed(old),
-                not (now.is_floating_point() or now.is_complex() or now.dtype is torch.bool),
-            )
-            added = (copies or [now])[0] - old if counts else None
+            was, counts = signed(old), not (differentiable(now) or now.dtype is torch.bool)
+            added = (copies or [now])[0] - was if counts else None
             for numbers in (now, *copies):
-                torch.where(spoilt, old if added is None else numbers - added, numbers, out=numbers)
+                torch.where(spoilt, was if added is None else numbers - added, numbers, out=numbers)

@@ -186,8 +186,7 @@ class Engine:
             mail.begin(window.feed, order.receives(), order.home, watched=order.decide is not None)
             for action in order.actions(mail):
                 if isinstance(action, Wait):
-                    window.feed.prepare()
-                    watch.start(None)
+                    waits()
                     mail.wait(action)
                     continue
                 op = action.op

@@ -118,22 +118,22 @@ class Order:
         peers = [a.peer for a in self.receives() if (a.stage, a.op) == (self.first, Op.RECV_F)]
         asking = (self.first, Op.RECV_F if peers else Op.F, min(peers, default=NO_PEER))
         actions = self._decided(self.decide(self, mail)) if self.decide else self._listed(mail)
-        if self._ends is None or self._looks is not None:
-            yield from actions
+        asks = self._ends is not None and self._looks is None
         for action in actions:
-            asks = isinstance(action, Action) and (action.stage, action.op, action.peer) == asking
-            if asks and not peers:
-                self._ask(action, mail)
-            yield action
-            if asks and peers:
-                self._ask(action, mail)
+            if not (asks and isinstance(action, Action) and (action.stage, action.op, action.peer) == asking):
+                yield action
+            elif peers:
+                yield action
+                self._ask(action.mb, mail)
+            else:
+                self._ask(action.mb, mail)
+                yield action
 
-    def _ask(self, action: Action | Wait, mail: Mailbox) -> None:
+    def _ask(self, mb: int, mail: Mailbox) -> None:
         """Ask whether the window ends after the batches of which receives may be posted by now."""
-        assert isinstance(action, Action)
-        batches, rest = divmod(action.mb + self._ahead + 1, self.microbatches)
+        batches, rest = divmod(mb + self._ahead + 1, self.microbatches)
         if not rest:
-            self._look(batches, action.mb // self.microbatches + 1, mail)
+            self._look(batches, mb // self.microbatches + 1, mail)
 
     def _look(self, batches: int, begun: int, mail: Mailbox) -> None:
         if self._ends is not None and batches < self.batches and self._ends(batches, begun):
