@@ -8,9 +8,10 @@ shapes until the optimizer is made, as its function may choose by them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -29,40 +30,37 @@ _Parameters = list[tuple[str, nn.Parameter]]
 def prove_optimizer(optim: Optim, model: nn.Module, stages: int) -> OptimizerFactory:
     """Return a stage's factory, of the first form that works. Raises ConfigError."""
     groups = groups_of(optim, model)
-    ways = ((form, true) for form in optim.forms for true in (False, True))
-    *first, last = (partial(_tried, optim.name, form, groups, model, stages, true) for form, true in ways)
-    for tried in first:
-        with suppress(ConfigError):
-            return tried()
-    return last()
+    for form, true in product(optim.forms, (False, True)):
+        try:
+            return _tried(optim.name, form, groups, model, stages, true)
+        except ConfigError as error:
+            refusal = error
+    raise refusal
 
 
 def trial_optimizer(factory: OptimizerFactory, model: nn.Module) -> tuple[Optimizer, _Parameters]:
     """Return an optimizer of parameters like all of a model's, without their numbers, and these."""
     with suppress(Exception):
-        named = _in_true_shapes(model, "meta")
+        named = _like(model, partial(_in_true_shape, device="meta"))
         return factory(named), named
-    named = _in_true_shapes(model, "cpu")
+    named = _like(model, _in_true_shape)
     return factory(named), named  # it reads numbers as it is made
 
 
-def _in_true_shapes(model: nn.Module, device: str) -> _Parameters:
-    """Return a parameter of the true shape, without memory, for each one that a model trains, by name."""
-    return [
-        (name, nn.Parameter(torch.zeros((), dtype=p.dtype, device=device).expand(p.shape)))
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    ]
+def _like(model: nn.Module, made: Callable[[Tensor], Tensor]) -> _Parameters:
+    """Return a parameter that is made for each one that a model trains, with its name."""
+    return [(name, nn.Parameter(made(p))) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def _small_copies(model: nn.Module) -> _Parameters:
-    """Return a parameter of at most 2 in each dimension for each one that a model trains, with its name."""
-    return [
-        (name, nn.Parameter(torch.linspace(0.5, 1, math.prod(shape)).reshape(shape).to(p.dtype)))
-        for name, p in model.named_parameters()
-        if p.requires_grad
-        for shape in [[min(n, 2) for n in p.shape]]
-    ]
+def _in_true_shape(parameter: Tensor, device: str = "cpu") -> Tensor:
+    """Return zeros of a parameter's shape, without memory."""
+    return torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+
+
+def _small(parameter: Tensor) -> Tensor:
+    """Return numbers in the form of a parameter, at most 2 in each dimension."""
+    shape = [min(n, 2) for n in parameter.shape]
+    return torch.linspace(0.5, 1, math.prod(shape)).reshape(shape).to(parameter.dtype)
 
 
 # The trial
@@ -81,8 +79,8 @@ def _tried(
     `true`: whether its function is given true shapes.
     """
     factory = partial(optimizer_of, function, groups)
-    whole, apart = (_in_true_shapes(model, "cpu") if true else _small_copies(model) for _ in range(2))
-    small, gradients = dict(_small_copies(model)), _gradients(model)
+    whole, apart = (_like(model, _in_true_shape if true else _small) for _ in range(2))
+    small, gradients = dict(_like(model, _small)), _gradients(model)
     middle = len(apart) // 2
     try:
         optimizer = _stepped(factory, whole, small, gradients)
@@ -111,7 +109,7 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     sparse = {id(table.weight) for table in tables}
     names = {name for name, parameter in model.named_parameters() if id(parameter) in sparse}
-    dense = {name: torch.full_like(p, 1 / k) for k, (name, p) in enumerate(_small_copies(model), start=1)}
+    dense = {name: torch.full_like(p, 1 / k) for k, (name, p) in enumerate(_like(model, _small), start=1)}
     return {name: g.to_sparse(1) if name in names else g for name, g in dense.items()}
 
 
