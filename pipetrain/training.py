@@ -41,7 +41,7 @@ from pipetrain.runtime.device import choose_device
 from pipetrain.runtime.engine import Tick
 from pipetrain.runtime.links import Links
 from pipetrain.runtime.ranks import World
-from pipetrain.runtime.session import Session
+from pipetrain.runtime.session import Session, make_stages
 from pipetrain.runtime.stage import Stage
 from pipetrain.runtime.together import Together, conditions, level, prove_same
 from pipetrain.runtime.whole import WholeModel, owners
@@ -177,8 +177,8 @@ class Training:
             self.links.open(plan.links, plan.ties)
             owned = owners(network, plan)
             optimizer, rate = self.asked.optimizer, self.asked.rate
-            self.session = Session(plan, network, self.task, optimizer, rate, self.links)
-        self.session.whole = self.whole
+            stages = make_stages(plan, network, self.task, optimizer, rate, self.links)
+            self.session = Session(plan, stages, self.task, self.links, self.whole)
         self.whole.lend(network, self.session.stages.values(), owned)
         if self.source is not None:
             restore(self.source, self.session, self.links)

@@ -138,7 +138,7 @@ def peak() -> tuple[int, int, int]:
     options = {"microbatches": 1, "device": "cpu", "threads": 1, "partition": "params"}
     with (
         Live() as live,
-        patch("pipetrain.runtime.session.make_stages", noting),
+        patch("pipetrain.training.make_stages", noting),
         Pipeline(large, next_token, lambda p: SGD(p, 0.1), sample=batch, **options) as pipe,
     ):
         built = live.peak

@@ -50,26 +50,25 @@ log = logging.getLogger("pipetrain")
 
 
 class Session:
-    """Trains and evaluates windows with this rank's stages of a whole `model`."""
+    """Trains and evaluates windows with this rank's stages.
+
+    `whole`: the program's model, which may have been collected.
+    """
 
     def __init__(
         self,
         plan: Plan,
-        model: nn.Module | Network,
+        stages: dict[int, Stage],
         task: Task,
-        optimizer: OptimizerFactory,
-        rate: LearningRate,
         links: Links,
+        whole: WholeModel | None = None,
     ) -> None:
-        self.plan, self._task, self._links = plan, task, links
-        self.stages = make_stages(plan, model, task, optimizer, rate, links)
-        self._copies = copies_of(self.stages)
-        self.engine = make_engine(plan, self.stages, links)
+        self.plan, self.stages, self._task, self._links, self._whole = plan, stages, task, links, whole
+        self._copies = copies_of(stages)
+        self.engine = make_engine(plan, stages, links)
         self._leveller = Leveller(self.stages, links)
         self.last = self.stages.get(plan.stages - 1)
         """The last stage, which counts; None if another rank holds it."""
-        self.whole: WholeModel | None = None
-        """The program's model, which may have been collected."""
 
     @property
     def updates(self) -> int:
@@ -112,8 +111,8 @@ class Session:
         """
         m = self.plan.settings.microbatches
         order = order_of(self.plan, len(sizes), self._links.world.rank, ends)
-        if self.whole is not None:
-            self.whole.take_back()
+        if self._whole is not None:
+            self._whole.take_back()
         self._level_copies()
         self._leveller.before_window()
         with self._feed(sizes, batches, order) as feed:
@@ -145,7 +144,7 @@ class Session:
         order = Order(program[rank], home, len(sizes), 1, ends, posts.ahead, None, posts.on(rank), looks)
         with (
             self._feed(sizes, batches, order, targets=take is None) as feed,
-            nullcontext() if self.whole is None else self.whole.suspended(),
+            nullcontext() if self._whole is None else self._whole.suspended(),
         ):
             self.engine.evaluate(order, feed, tick, take)
         return order.batches
@@ -187,15 +186,10 @@ class Session:
         source.finish(order.batches)
 
 
-def copies_of(stages: Mapping[int, Stage]) -> list[tuple[nn.Parameter, nn.Parameter]]:
+def copies_of(stages: Mapping[int, Stage]) -> list[tuple[Tensor, Tensor]]:
     """Return the weights that stages of a rank share: that of the first, which a program sees, and a copy."""
-    firsts: dict[str, nn.Parameter] = {}
-    named = [
-        (stage.names.get(name, name), p)
-        for _, stage in sorted(stages.items())
-        for name, p in stage.module.named_parameters()
-    ]
-    pairs = [(firsts.setdefault(name, p), p) for name, p in named]
+    firsts: dict[str, Tensor] = {}
+    pairs = [(firsts.setdefault(name, t), t) for stage in stages.values() for name, t in stage.named()]
     return [(first, copy) for first, copy in pairs if first is not copy]
 
 

@@ -30,7 +30,7 @@ from pipetrain.records.recorder import Recorder
 from pipetrain.runtime.batches import Batches, OfNumbers
 from pipetrain.runtime.links import Links
 from pipetrain.runtime.optimizer import prove_optimizer
-from pipetrain.runtime.session import Session
+from pipetrain.runtime.session import Session, make_stages
 from pipetrain.runtime.together import Together
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.runtime.windows import Windows
@@ -75,7 +75,8 @@ def epochs_of(
     network = run.take_network()
     shown = next(name for name, p in network.model.named_parameters() if p.requires_grad)
     rate = LearningRate(settings.rate(run.updates), shown)
-    session = Session(run.plan, network, run.task, run.optimizer, rate, links)
+    stages = make_stages(run.plan, network, run.task, run.optimizer, rate, links)
+    session = Session(run.plan, stages, run.task, links)
     # A seed per rank, for dropout; set after the model is built, whose weights use the seed itself.
     torch.manual_seed((settings.seed + 1_000_003 * (links.world.rank + 1)) % 2**63)
     own = settings.seed, settings.workers, settings.timeout
