@@ -54,7 +54,6 @@ class Clock:
         return event
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         if self.on_device:
             torch.cuda.synchronize()
 

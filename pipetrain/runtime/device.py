@@ -37,8 +37,10 @@ def obstacle(gpus: Sequence[Sequence[str]]) -> str:
 
     NCCL refuses two ranks on one GPU, but where each has an NCCL_HOSTID of its own.
     """
-    shared = (rank for rank, gpu in enumerate(gpus) if gpu and gpu in gpus[:rank])
-    return "".join(f"ranks {gpus.index(gpus[rank])} and {rank} share a GPU" for rank in [*shared][:1])
+    for rank, gpu in enumerate(gpus):
+        if gpu and gpu in gpus[:rank]:
+            return f"ranks {gpus.index(gpu)} and {rank} share a GPU"
+    return ""
 
 
 def keep_freed_memory() -> str:

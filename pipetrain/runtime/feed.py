@@ -102,7 +102,6 @@ class WindowFeed:
         self._ready: dict[int, Target] = {}
 
     def size(self, mb: int) -> Size:
-        """Return the size of a microbatch."""
         return self._sizes[mb]
 
     def input(self, mb: int) -> tuple[Tensor, ...]:

@@ -121,7 +121,6 @@ class FixedWeights(Weights):
         return bool(self._fixed)
 
     def unfix(self) -> None:
-        """Let all be as before `fix`."""
         self._fixed, self._spare = {}, []
         self._versions = {self.newest: self._fresh_leaves()}
         self._accumulating = self._versions[self.newest]

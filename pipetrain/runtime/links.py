@@ -197,7 +197,6 @@ class Links(Ranks):
         self.deadline.check()
 
     def _lost(self, rank: int, why: str) -> None:
-        """End all transfers, as another rank has stopped or is lost."""
         self.deadline.fail(ChannelError(f"rank {self.world.rank} lost rank {rank}: {why}"))
 
     def _settle(self, doing: str, ranks: Collection[int]) -> None:

@@ -83,13 +83,11 @@ class Objective:
         self.count_all(counted)
 
     def count_all(self, counted: Sequence[Counted]) -> None:
-        """Count the microbatches of a batch."""
         for one in counted:
             self.trained.add(*one[1:])
         self.trained.add_up()
 
     def model_output(self, outputs: Tensors) -> Any:
-        """Return tensors as the model returns them."""
         return self._pack(as_tuple(cast_floats(outputs, torch.float32)) if self._autocast else outputs)
 
 

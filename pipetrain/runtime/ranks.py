@@ -130,7 +130,6 @@ class Ranks:
         return [one for rank in ranks for one in self._post_text(text, rank)]
 
     def _post_text(self, text: str, rank: int) -> list[_Sent]:
-        """Start to send a text to a rank."""
         content = text.encode()
         head = struct.pack("q", len(content)) + content[:HEAD].ljust(HEAD)
         parts = [bytearray(part) for part in (head, content[HEAD:]) if part]
@@ -199,7 +198,6 @@ class Ranks:
                 raise of_all(Refused(f"rank {rank}: {why}" if rank else why), self.world.rank)
 
     def most(self, what: str, mine: int) -> int:
-        """Return the highest number of all ranks."""
         highest: int = max(self.gather(what, mine))
         return highest
 

@@ -72,7 +72,6 @@ class Session:
 
     @property
     def updates(self) -> int:
-        """The number of updates so far."""
         return next(iter(self.stages.values())).weights.updates
 
     def take_rates(self) -> list[float]:

@@ -122,7 +122,6 @@ class BatchStatistics(Observer):
         return torch.cat(places) if places else None
 
     def hears(self, batch: Batch, numbers: Tensor) -> None:
-        """Take the moments of all replicas."""
         by_norm, at = self._by_call(batch), 0
         replicas = len(numbers) // max(1, sum(2 * len(c[0].mean) + 1 for of in by_norm.values() for c in of))
         for calls in by_norm.values():

@@ -139,7 +139,6 @@ class WholeModel:
         }
 
     def _own(self, ema: bool = False) -> dict[str, Tensor]:
-        """Return the tensors of this rank's stages, by name."""
         own: dict[str, Tensor] = {}
         for stage in self._stages:
             with stage.weights.averaged() if ema else nullcontext():
