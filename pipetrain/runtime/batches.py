@@ -30,7 +30,7 @@ from pipetrain.tasks import Task, counted_for
 log = logging.getLogger("pipetrain")
 
 EVALUATED_AT_ONCE = 16  # batches of a loader in a window of an evaluation
-UNTAKEN = 256  # tensors sent, of which nobody has waited until they were taken
+UNTAKEN = 256  # tensors on their way; before rank 0 sends more it waits until the first is taken
 INPUTS, TARGETS = 0, 1  # streams of tensors from rank 0
 _T = TypeVar("_T")
 
@@ -240,7 +240,7 @@ class OfLoader:
 
 
 def _awaited(waits: Iterator[Callable[[], _T]]) -> Iterator[_T]:
-    """Return what these return. The first one is made at once, each other one when it is asked for."""
+    """Yield what each wait returns. The first wait is begun at once, the others when they are asked for."""
     first = next(waits, None)
     return (wait() for wait in ([] if first is None else chain([first], waits)))
 
@@ -276,7 +276,7 @@ class _Dealer:
         return self._own(self._targets)
 
     def _own(self, read: deque[_T]) -> Iterator[_T]:
-        """Yield what is read for this rank; read on where that is nothing."""
+        """Yield what is read for this rank; read on while there is nothing."""
         while read or self._read():
             if read:
                 yield read.popleft()

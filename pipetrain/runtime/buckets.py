@@ -103,7 +103,7 @@ def counts_of(weights: Mapping[str, Tensor], skip: Tensor | None) -> list[Tensor
 
 
 def parts_of(weights: Mapping[str, Tensor], numbers: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Return of what `flat` gave, in one tensor, the part of each weight, and what follows them."""
+    """Split numbers, as `flat` gives them, in one tensor: into a part for each weight, and the rest."""
     sizes = [numbers_of(weight).numel() for weight in weights.values()]
     *parts, more = torch.split(numbers, [*sizes, len(numbers) - sum(sizes)])
     return dict(zip(weights, parts, strict=True)), more

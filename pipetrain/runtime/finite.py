@@ -173,7 +173,7 @@ class StopOnNaN(Awaiting):
         return any(t.is_cuda for t in numbers) or all_finite(numbers)
 
     def _stop(self, what: str, update: int | None = None, way_out: str = LOWER) -> None:
-        """Stop the training at an update's number, by default one of the next update."""
+        """Stop the training for what was found at an update, by default the next one."""
         if self._stage.rehearses:
             return
         updates = self._stage.weights.updates
@@ -208,7 +208,7 @@ class SkipOnNaN(Awaiting):
         batch.skipped = torch.maximum(batch.skipped, self._is_bad([numbers], []))
 
     def before_step(self, batch: Batch) -> None:
-        """Put back the buffers of before a batch that is left out, also for later forwards."""
+        """If a batch is left out, go back to the buffers before it, in later forwards too."""
         assert batch.skipped is not None
         if batch.mbs:
             before = self._before[batch.mbs[0]]

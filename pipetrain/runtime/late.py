@@ -59,7 +59,7 @@ class LateWeights:
 
     @contextmanager
     def following(self, update: int, skip: Tensor | None = None) -> Iterator[None]:
-        """Be around the step of an update, left out if `skip` is 1: note how it moves the weights."""
+        """Note how the update in this context, which is left out if `skip` is 1, moves the weights."""
         if not self.correction.copies or not self._weights:
             yield
             return

@@ -102,7 +102,7 @@ class Observer:
 
 @contextmanager
 def around(observers: Sequence[Observer], microbatch: Microbatch) -> Iterator[None]:
-    """Be around a forward as observers want it."""
+    """Let a forward run in the contexts of its observers."""
     with ExitStack() as contexts:
         for observer in observers:
             if (context := observer.around_forward(microbatch)) is not None:

@@ -16,7 +16,7 @@ from pipetrain.tasks.tally import Accumulator
 
 
 class Counted(NamedTuple):
-    """A microbatch at the last stage."""
+    """What the last stage counts of a microbatch."""
 
     share: float  # of its loss in that of its batch
     loss: Tensor  # the mean

@@ -39,7 +39,7 @@ class Rates:
         return [group.get("lr") for group in self._groups]
 
     def note(self) -> None:
-        """Take the rates that the groups have now as ours, as after a load."""
+        """Accept the rates that the groups have now, as after a load: the program has not set them."""
         self._left = self._now()
 
     def prepare(self, update: int) -> None:
@@ -64,7 +64,7 @@ class Rates:
 
     @contextmanager
     def corrected(self, factor: float) -> Iterator[None]:
-        """Be around an update: let it have the rates times a factor, and a program see them without it."""
+        """Let the update in this context have the rates times a factor; a program sees them without it."""
         before = self._now()
         for group, rate in zip(self._groups, before, strict=True):
             if factor != 1 and rate is not None:
@@ -94,6 +94,6 @@ class Rates:
 
 
 def _share(now: Any, began: Any) -> float:
-    """Return a rate beside another; 1 for those that a host would wait for."""
+    """Return the ratio of two rates; 1 for those for which a host would wait."""
     known = all(rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) for rate in (now, began))
     return float(now) / float(began) if known and began else 1.0

@@ -93,7 +93,7 @@ class Session:
         return self.plan.firsts[stage] == self._links.world.rank
 
     def level(self) -> None:
-        """Make what replicas keep apart while they train equal. All ranks call it, between windows."""
+        """Make the buffers of a stage's replicas equal. All ranks call it, between windows."""
         self._leveller.level()
 
     def train(

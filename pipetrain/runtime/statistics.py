@@ -38,7 +38,7 @@ _NORMS = {  # with the names of their arguments by position
 
 
 class Moments(NamedTuple):
-    """Of one call for one microbatch: by channel, over so many values each."""
+    """The moments of one call for one microbatch: by channel, of so many values each."""
 
     mean: Tensor
     variance: Tensor  # unbiased
@@ -82,7 +82,7 @@ class BatchStatistics(Observer):
 
     @contextmanager
     def around_forward(self, microbatch: Microbatch) -> Iterator[None]:
-        """Let a forward note its moments in place of moving the running statistics."""
+        """Note the moments of a forward, which does not move the running statistics."""
         by_norm = self._calls[microbatch.mb] = defaultdict(list)
         with _Noting(self._running, by_norm):
             yield

@@ -51,7 +51,7 @@ class Sums:
 
     @contextmanager
     def ending(self, action: Action) -> Iterator[None]:
-        """Be around the last backward of a batch on this rank: tell the buckets that it finishes."""
+        """Tell the buckets that the last backward of a batch on this rank, in this context, finishes."""
         full = self._buckets.get(action.stage, [])[:-1]
         if not full or self._stages[action.stage].weights.weighs:  # which is done at the end
             yield
@@ -65,7 +65,7 @@ class Sums:
         self._early.add(action.stage)
 
     def reduce(self, action: Action) -> None:
-        """End a stage's batch, and tell the rest of its gradient to the other replicas, if there are some."""
+        """End a stage's batch; tell the other replicas, if there are some, the rest of its gradient."""
         stage, tie = self._stages[action.stage], (action.stage,)
         stage.reduce()
         if action.stage not in self._buckets:

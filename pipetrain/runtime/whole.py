@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import cycle, islice
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -165,13 +166,11 @@ def _all_named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def brought(
     outputs: Sequence[tuple[Tensor, ...]], batches: int, links: Links, owners: Sequence[int]
 ) -> list[tuple[Tensor, ...]]:
-    """Return on rank 0 the outputs for so many batches, which their `owners` have in turn, in host memory."""
-    of = []
+    """Return on rank 0, in host memory, the outputs for so many batches, which `owners` have in turn."""
+    by_owner = []
     for owner in owners:
-        mine = outputs if owner == links.world.rank else ()
-        of.append(iter(links.to_first("the outputs", [tensor for one in mine for tensor in one], owner)))
+        own = [tensor for of in outputs for tensor in of] if owner == links.world.rank else []
+        by_owner.append(iter(links.to_first("the outputs", own, owner)))
     size = links.tell("the tensors of an output", len(outputs[0]) if outputs else 0, owners[0])
-    return [
-        tuple(next(of[n % len(of)]) for _ in range(size))
-        for n in range(batches if not links.world.rank else 0)
-    ]
+    turns = islice(cycle(by_owner), 0 if links.world.rank else batches)
+    return [tuple(islice(tensors, size)) for tensors in turns]

@@ -28,9 +28,9 @@ from pipetrain.runtime.together import Failure, Together, attempt, failure_of, r
 from pipetrain.runtime.whole import brought
 from pipetrain.signals import ORDER, Asked
 
-AT_ONCE_S = 0.5  # that windows take of which nobody looks at the losses
-AHEAD_S = 0.005  # of reading, after which no more is read ahead: meanwhile all ranks wait
-MOST_AHEAD = 64  # windows, whose batches rank 0 has in memory
+AT_ONCE_S = 0.5  # windows run for at most this long without a word, where nobody looks at losses
+AHEAD_S = 0.005  # rank 0 reads ahead for at most this long, as all ranks wait meanwhile
+MOST_AHEAD = 64  # windows that are read ahead, whose batches rank 0 has in memory
 NO_BATCH = "the loader has no batch: give one that has, and that can be read again"
 
 Length = Callable[[int], int | None]
@@ -112,7 +112,7 @@ class _Pass:
 
 
 def alone(sizes: Sequence[Size]) -> AbstractContextManager[tuple[None, None]]:
-    """Enclose a window with nothing."""
+    """Run a window without an observer, and to its end."""
     return nullcontext((None, None))
 
 
