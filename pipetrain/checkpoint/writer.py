@@ -83,6 +83,7 @@ class Writer:
         """Wait for the last save. All ranks must call it. Raises ChannelError for a lost rank."""
         self._finish()
         self._thread.shutdown()
+        del self._aside  # whose group would live on while anything refers to this writer
 
     def leave(self) -> None:
         """Wait a little for the last save, if other ranks still take part, before this one leaves them."""

@@ -141,4 +141,6 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
             result, error = None, traceback.format_exc()
         for left in [] if error else list(pipeline._open):
             left.close()
+        if dist.is_initialized() and not error:
+            dist.destroy_process_group()
         _send(pipe, result, error)

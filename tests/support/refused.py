@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from pipetrain import ConfigError, Pipeline, ScheduleError, TrainingStopped
 from pipetrain.errors import ChannelError
+from pipetrain.runtime.links import Links
 from pipetrain.runtime.ranks import World
 from pipetrain.schedule.programs import one_f_one_b
 
@@ -229,10 +231,10 @@ def told(program: Program, rank: int) -> str:
 def all_told(names: Sequence[str], store: str) -> list[str]:
     """Run programs in a group that the program has made itself, which Pipeline uses and leaves alone."""
     world, hook = World.current(), sys.excepthook
-    if dist.is_initialized():  # by a program of another test
-        dist.destroy_process_group()
     dist.init_process_group("gloo", f"file://{store}", rank=world.rank, world_size=world.size)
     said = [told((ALIKE | APART)[name][0], world.rank) for name in names]
+    for links in [found for found in gc.get_objects() if isinstance(found, Links)]:
+        links.abandon("")  # each of its groups has a thread that looks a hundred times a second
     dist.barrier()  # it was not closed
     dist.destroy_process_group()
     sys.excepthook = hook  # torch names the rank once more for each group
