@@ -83,8 +83,8 @@ def show(cfg: DictConfig, said: _Said) -> None:
         )
     if cfg.costs is None and cfg.bandwidth is not None:
         raise ConfigError("bandwidth= is for costs=FILE: of a model, partition.profile=FILE has it")
-    if cfg.costs == "published" or (cfg.ranks is not None and cfg.replicas != "auto"):
-        from pipetrain.plan.published import show_replicas  # imports torch
+    if cfg.ranks is not None and cfg.replicas != "auto":
+        from pipetrain.plan.replica_choice import show_replicas  # imports torch
 
         show_replicas(cfg)
     elif BOOL.read("advise", cfg.advise) or (cfg.compare is not None and (cfg.costs or _has_model())):

@@ -4,8 +4,7 @@
     embedding,0.4,0.6,4194304,51200000
 
 The profiles that PipeDream's authors published can be read as they are: they have `node` in the place of
-`name`, in `inputs` the rows that each one takes, and rows for the data, whose operator is an Input. They are
-in profiles/, and their names stand for their files.
+`name`, in `inputs` the rows that each one takes, and rows for the data, whose operator is an Input.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ HALVES = ("input_ms", "weight_ms")  # of a backward
 NUMBERS = (*NEEDED, *HALVES, "step_ms", "activation_bytes", "parameter_bytes")
 COLUMNS = ("name", "node", "inputs", "operator", *NUMBERS)
 OF_SAMPLES = (*NEEDED, *HALVES, "activation_bytes")
-PROFILES = {path.stem: path for path in sorted(Path(__file__).with_name("profiles").glob("*.csv"))}
 
 
 class Rows(NamedTuple):
@@ -48,21 +46,18 @@ class Rows(NamedTuple):
 
 
 def read_rows(path: Path, s_per_byte: float = 0.0, scale: float = 1.0) -> Rows:
-    """Read a file of costs, or a published profile by its name. Raises ConfigError.
+    """Read a file of costs. Raises ConfigError.
 
     `s_per_byte`: of a message; `scale`: of the samples of a microbatch, beside those of the file.
     """
     try:
-        with (
-            PROFILES.get(str(path), path).expanduser().open(newline="", encoding="utf-8-sig") as file
-        ):  # as Excel writes it
+        with path.expanduser().open(newline="", encoding="utf-8-sig") as file:  # as Excel writes it
             lines = csv.reader(file, strict=True, skipinitialspace=True)
             columns = next(lines, [])
             _refuse_columns(columns)
             data, layers, times = _read(columns, ((lines.line_num, cells) for cells in lines if cells), scale)
     except OSError as error:
-        names = f"; published profiles are {', '.join(PROFILES)}" if not path.suffix else ""
-        raise ConfigError(f"costs={path} cannot be read: {error.strerror}{names}") from error
+        raise ConfigError(f"costs={path} cannot be read: {error.strerror}") from error
     except (ValueError, csv.Error) as error:  # also of a file that is no text
         raise ConfigError(f"costs={path} cannot be read: {error}") from error
     return Rows(layers, ValueSpec(tuple(data)), Profile({}, {"file": str(path)}, 0.0, s_per_byte, times))

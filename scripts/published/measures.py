@@ -30,9 +30,18 @@ from pipetrain.plan.describe import state_of
 from pipetrain.plan.making import make_plan
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
+from pipetrain.plan.rows import Rows, read_rows
 from pipetrain.runtime.links import Links
 from pipetrain.schedule.memory import peaks
 from pipetrain.settings import Settings
+
+PROFILES = Path(__file__).with_name("profiles")
+"""What PipeDream's authors measured of each layer of a model, on a V100."""
+
+
+def profile_of(model: str, scale: float = 1.0) -> Rows:
+    """Return PipeDream's profile of a model, for `scale` times the samples of a microbatch."""
+    return read_rows(PROFILES / f"{model}.csv", scale=scale)
 
 
 def raced(make: Make, ranks: int, rounds: int) -> dict[str, Any]:

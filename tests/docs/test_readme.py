@@ -155,7 +155,8 @@ def run_plan(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.mark.parametrize("command", [c for c in OURS if "pipetrain.plan" in c])
 def test_every_plan_command_runs(command, tmp_path, monkeypatch):
-    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    for name in ("docs", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     assert run_plan(command, monkeypatch) == 0
 

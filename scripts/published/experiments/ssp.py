@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmark.contestants import Builders, Contestant, Ours
@@ -14,12 +13,11 @@ from benchmark.held import MODELS as SMALL
 from benchmark.tasks import prepare
 from pipetrain.network.values import Size
 from pipetrain.plan.costs import SECONDS, LayerTime, Profile
-from pipetrain.plan.rows import read_rows
 from pipetrain.runtime.links import Links
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.memory import peaks
 from pipetrain.schedule.programs import ssp
-from published.measures import Race, held, on_paper, profiled, raced
+from published.measures import Race, held, on_paper, profile_of, profiled, raced
 from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
 
 
@@ -123,7 +121,7 @@ def times(model: str) -> list[LayerTime]:
         measured = Profile.from_json(profiled(words, images, (3, pixels, pixels), 1000, 1)).layers
         begin = sum(layer.name.startswith("conv") for layer in every)
         every[begin:] = [scaled(layer, 1.0, 1 / images) for layer in measured[begin:]]
-    theirs = sum(of.forward_s + of.backward_s for of in read_rows(Path(model)).profile.layers)
+    theirs = sum(of.forward_s + of.backward_s for of in profile_of(model).profile.layers)
     share = theirs / SIZES[model].samples / sum(of.forward_s + of.backward_s for of in every)
     return [scaled(layer, share, 1.0) for layer in every]
 

@@ -1,17 +1,11 @@
-"""Cuts and replicas by the times of a file, as text, beside data parallelism and the straight pipeline.
-
-And the plans that PipeDream published (Narayanan et al., 2019, table 1, with an epoch's speed-up over data
-parallelism) beside those that are chosen here, from the profiles that its authors measured.
-"""
+"""Cuts and replicas by the times of a file, as text, beside data parallelism and the straight pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
-from pathlib import Path
-from typing import NamedTuple
 
 from omegaconf import DictConfig, ListConfig
 
@@ -25,32 +19,12 @@ from pipetrain.schedule.draw import aligned, counted
 from pipetrain.schedule.memory import GIB
 
 RANKS = whole(1, 64)  # some seconds: a stage can be added in about ranks^4 / 24 ways
-PUBLISHED = "published"
-
-# Nominal links: of cluster A PCIe 3.0 x16 and 10 Gbit/s, of B NVLink and 25 Gbit/s.
-A = Machines(16, 4, 1e-9 / 16, 1e-9 / 1.25)
-B = Machines(16, 8, 1e-9 / 150, 1e-9 / 3.125)
-PLANS = [  # model, samples beside those of its profile, machines, replicas, speed-up
-    ("vgg16", 0.5, A, [15, 1], 5.28),
-    ("vgg16", 0.5, B, [15, 1], 2.98),
-    ("alexnet", 1, A, [15, 1], 4.92),
-    ("alexnet", 1, B, [15, 1], 2.04),
-    ("resnet50", 1, A, [16], 1),
-    ("resnet50", 1, B, [16], 1),
-    ("gnmt16", 1, A, [1] * 16, 2.34),
-    ("gnmt16", 1, B, [1] * 16, 3.14),
-    ("gnmt8", 1, replace(A, ranks=12), [1] * 12, 2.95),
-    ("gnmt8", 1, B, [16], 1),
-]
 
 
 def show_replicas(cfg: DictConfig) -> None:
-    """Print cuts and replicas for the layers of costs=, or all published plans. Raises ConfigError."""
+    """Print cuts and replicas for the layers of costs=. Raises ConfigError."""
     if unused := [key for key in ("out", "span", "compare", "advise") if cfg[key] not in (None, False)]:
         raise ConfigError(f"{unused[0]}= shows a plan with a schedule: leave it out, or ranks=")
-    if cfg.costs == PUBLISHED:
-        print(published_table())
-        return
     if cfg.costs is None:
         raise ConfigError("ranks= chooses cuts and replicas by the times of a file: give costs=FILE.csv")
     ranks, machines = RANKS.read("ranks", cfg.ranks), COUNT.read("machines", cfg.machines)
@@ -83,7 +57,7 @@ def describe_replicas(planner: Planner, names: Sequence[str]) -> str:
             rows.append([name, *"----", "has too few layers, or too little memory"])
             continue
         speed = [f"{1e3 * plan.seconds:.2f}", f"{parallel.seconds / plan.seconds:.2f}"]
-        rows.append([name, _joined(plan.replicas), ",".join(map(str, plan.cuts)), *speed, plan.bound])
+        rows.append([name, joined(plan.replicas), ",".join(map(str, plan.cuts)), *speed, plan.bound])
     stages, first = [["stage", "ranks", "layers", *(f"{part} ms" for part in chosen.parts[0])]], 0
     for n, (start, end) in enumerate(pairwise([0, *chosen.cuts, len(names)])):
         layers, last = f"{start}-{end - 1} {names[start]}..{names[end - 1]}", first + chosen.replicas[n] - 1
@@ -93,52 +67,6 @@ def describe_replicas(planner: Planner, names: Sequence[str]) -> str:
     return f"{aligned(rows)}\n\n{aligned(stages)}"
 
 
-class Comparison(NamedTuple):
-    """A published plan beside the one chosen here. Plans as `15-1`; speeds in those of data parallelism."""
-
-    model: str
-    machines: str
-    published: str
-    speedup: float  # as published
-    predicted: float  # of the published plan, with its best cuts
-    bound: str
-    chosen: str
-    best: float  # predicted of the chosen plan
-    best_bound: str
-
-
-def compared() -> Iterator[Comparison]:
-    """Give all published plans, with what is predicted of them and of those chosen here."""
-    for model, scale, machines, replicas, speedup in PLANS:
-        read = read_rows(Path(model), scale=scale)
-        planner = Planner(LayerSums.of(Table(read.layers, read.data, read.profile)), machines)
-        parallel = planner.priced([(0, machines.ranks)])
-        plan, chosen = planner.best(replicas), planner.best()
-        assert plan is not None  # there are without a memory_limit
-        assert chosen is not None
-        yield Comparison(
-            model,
-            f"{machines.ranks // machines.each} x {machines.each}",
-            _joined(plan.replicas),
-            speedup,
-            parallel.seconds / plan.seconds,
-            plan.bound,
-            _joined(chosen.replicas),
-            parallel.seconds / chosen.seconds,
-            chosen.bound,
-        )
-
-
-def published_table() -> str:
-    """Return the published plans as Markdown, with what is predicted of them, and of those chosen here."""
-    head = ["model", "machines", "published", "x data parallel", "predicted of it"]
-    rows = [[*head, "chosen here", "predicted of that"], ["---"] * 7]
-    for of in compared():
-        predicted = f"{of.predicted:.2f}, {of.bound}", of.chosen, f"{of.best:.2f}, {of.best_bound}"
-        rows.append([of.model, of.machines, of.published, f"{of.speedup:.2f}", *predicted])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
-
-
-def _joined(replicas: Sequence[int]) -> str:
+def joined(replicas: Sequence[int]) -> str:
     """Return replicas as 15-1."""
     return "straight" if len(replicas) > 1 and set(replicas) == {1} else "-".join(map(str, replicas))
