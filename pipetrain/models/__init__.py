@@ -8,9 +8,8 @@ VGG16 either way, batch 64 on two cores). A user's model is a factory of the sam
 
 from __future__ import annotations
 
-from pipetrain.models.amoebanet import amoebanet
 from pipetrain.models.gpt import gpt
-from pipetrain.models.unet import unet, unet_instancenorm
+from pipetrain.models.unet import unet
 from pipetrain.models.vision import (
     alexnet,
     mlp,
@@ -26,7 +25,6 @@ from pipetrain.models.vision import (
 
 __all__ = [
     "alexnet",
-    "amoebanet",
     "gpt",
     "mlp",
     "resnet18",
@@ -34,7 +32,6 @@ __all__ = [
     "resnet50",
     "resnet101",
     "unet",
-    "unet_instancenorm",
     "vgg11",
     "vgg13",
     "vgg16",

@@ -12,14 +12,12 @@ skip for its Pop: it travels straight from the stage of the one to the stage of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
 from pipetrain.models.layers import NormalConvolution, NormalTransposed, before_relu, stack
 from pipetrain.network.chain import Pop, Stash
-from pipetrain.rules import COUNT, whole
+from pipetrain.rules import whole
 
 
 def unet(
@@ -36,70 +34,32 @@ def unet(
     for name, size in (sizes | {"width": width, "channels": channels}).items():
         least = 2 if name == "levels" else 1
         whole(least).read(name, size)
-    model = _body(levels - 1, convolutions, width, channels, flat=False)
+    model = nn.Sequential()
+    stashes = [Stash() for _ in range(levels - 1)]
+    for level, stash in enumerate(stashes, start=1):
+        _add_convolutions(model, f"down{level}", channels, width, convolutions)
+        model.add_module(f"down{level}_skip", stash)
+        model.add_module(f"down{level}_pool", nn.MaxPool2d(2))
+        channels, width = width, 2 * width
+    _add_convolutions(model, "bottom", channels, width, convolutions)
+    for level in range(levels - 1, 0, -1):
+        channels, width = width, width // 2
+        # An output has one weight a channel, and no ReLU.
+        grow = NormalTransposed(channels, width, std=channels**-0.5, kernel_size=2, stride=2)
+        model.add_module(f"up{level}_grow", grow)
+        model.add_module(f"up{level}_skip", Pop(stashes[level - 1], Concatenate()))
+        _add_convolutions(model, f"up{level}", 2 * width, width, convolutions)
     model.add_module("head", NormalConvolution(width, num_classes, std=width**-0.5, kernel_size=1))
     return model
 
 
-def unet_instancenorm(
-    num_classes: int = 1, depth: int = 5, convolutions: int = 5, width: int = 64, channels: int = 3
-) -> nn.Sequential:
-    """U-Net whose InstanceNorm and dropout mix no samples: shapes as `unet`, each operation is a layer.
-
-    The defaults are those of torchgpipe's benchmark, in its 241 layers. `depth`: how often the size is
-    halved, so h and w are multiples of 2^depth, and more than that. Pixels are repeated on the way up, which
-    narrows the channels to width / 2. Raises ConfigError.
-    """
-    sizes = {"depth": depth, "num_classes": num_classes, "convolutions": convolutions, "channels": channels}
-    for name, size in sizes.items():
-        COUNT.read(name, size)
-    whole(2).read("width", width)
-    model = _body(depth, convolutions, width, channels, flat=True)
-    width //= 2
-    head = NormalConvolution(width, num_classes, std=width**-0.5, kernel_size=1, bias=False)
-    model.add_module("head", head)
-    return model
-
-
-def _body(halvings: int, convolutions: int, width: int, channels: int, flat: bool) -> nn.Sequential:
-    """Return a U-Net without its head; `flat`: that with InstanceNorm."""
-    model = nn.Sequential()
-    stashes = [Stash() for _ in range(halvings)]
-    for level, stash in enumerate(stashes, start=1):
-        _add_convolutions(model, f"down{level}", channels, [width] * convolutions, flat)
-        model.add_module(f"down{level}_skip", stash)
-        model.add_module(f"down{level}_pool", nn.MaxPool2d(2))
-        channels, width = width, 2 * width
-    last = channels if flat else width
-    _add_convolutions(model, "bottom", channels, [width] * (convolutions - 1) + [last], flat)
-    for level in range(halvings, 0, -1):
-        channels, width = width, width // 2
-        grow: nn.Module = nn.Upsample(scale_factor=2)
-        if not flat:  # an output has one weight a channel, and no ReLU
-            grow = NormalTransposed(channels, width, std=channels**-0.5, kernel_size=2, stride=2)
-        model.add_module(f"up{level}_grow", grow)
-        model.add_module(f"up{level}_skip", Pop(stashes[level - 1], Concatenate()))
-        out = width // 2 if flat else width
-        _add_convolutions(model, f"up{level}", 2 * width, [out] * convolutions, flat)
-    return model
-
-
-def _add_convolutions(
-    model: nn.Sequential, name: str, channels: int, widths: Sequence[int], flat: bool
-) -> None:
-    """Add, for each width, a 3x3 convolution, BatchNorm and ReLU as a layer.
-
-    `flat`: with dropout of channels, InstanceNorm and LeakyReLU instead, each a layer.
-    """
-    for index, width in enumerate(widths, start=1):
+def _add_convolutions(model: nn.Sequential, name: str, channels: int, width: int, count: int) -> None:
+    """Add `count` layers of a 3x3 convolution, BatchNorm and ReLU."""
+    for index in range(1, count + 1):
         std = before_relu(9 * channels)
         conv = NormalConvolution(channels, width, std=std, kernel_size=3, padding=1, bias=False)
         layer = stack(conv=conv, norm=nn.BatchNorm2d(width), relu=nn.ReLU())
-        if flat:
-            drop, norm = nn.Dropout2d(0.1), nn.InstanceNorm2d(width)
-            layer = stack(conv=conv, dropout=drop, norm=norm, relu=nn.LeakyReLU())
-        for kind, part in layer.named_children() if flat else [("conv", layer)]:
-            model.add_module(f"{name}_{kind}{index}", part)
+        model.add_module(f"{name}_conv{index}", layer)
         channels = width
 
 

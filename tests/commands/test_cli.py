@@ -201,7 +201,7 @@ def test_a_pipe_that_nobody_reads_ends_a_plan_without_a_word(tmp_path):
         ("logger=null", "logger=null must be a name; choose one of: mlflow, tensorboard, wandb"),
         ("logger=[wandb,csv]", "there is no logger/csv"),
         ("logger.wandb.mode=offline", "there is no logger.wandb.mode in the configuration; it belongs to an"),
-        ("model=[1]", "model=[1] must be a name; choose one of: alexnet, amoebanet, "),
+        ("model=[1]", "model=[1] must be a name; choose one of: alexnet, gpt, "),
         ("+batch_size=3", "Could not append to config. An item is already at 'batch_size'"),
         ("größe=3", "größe=3 cannot be read: write OPTION=VALUE, with an option of --help"),
         ("lr=0.1", "there is no lr in the configuration; did you mean optim.lr;"),

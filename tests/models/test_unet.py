@@ -8,7 +8,7 @@ from torch import nn
 
 from pipetrain.building import build
 from pipetrain.errors import ConfigError
-from pipetrain.models import unet, unet_instancenorm
+from pipetrain.models import unet
 from pipetrain.models.unet import Concatenate
 from pipetrain.network.chain import Stash
 from pipetrain.network.values import Size, TensorSpec, ValueSpec
@@ -88,45 +88,4 @@ def test_stages_train_it_as_one_process_does():
     """Cut behind the Stash of level 1, and behind the Pop of level 2; its gradients are two updates late."""
     words = (f"model._target_={__name__}.classifying", "partition=[2,9]", "microbatches=3", "epochs=1")
     case = Case("pipedream", 3, words)
-    compare(case, *run_in_threads(case))
-
-
-# With InstanceNorm
-
-
-def normed() -> nn.Sequential:
-    scores = unet_instancenorm(num_classes=10, depth=2, convolutions=2, width=4)
-    return nn.Sequential(*scores, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-
-
-def test_torchgpipe_s_u_net_has_its_241_layers_and_parameters():
-    with torch.device("meta"):
-        model = unet_instancenorm()
-        assert model(torch.empty(2, 3, 192, 192)).shape == (2, 1, 192, 192)
-        shipped = build(config(["model=unet_instancenorm", "data=shapes", "task=segmentation"]), "model")
-    assert (len(model), sum(p.numel() for p in model.parameters())) == (241, 232_687_328)
-    assert sum(p.numel() for p in shipped.parameters()) == 232_687_328 + 2 * 32  # of two more classes
-    names = list(model._modules)
-    assert [names[cut - 1]  for cut in (16, 43, 104, 197, 224)] == [
-        "down1_relu4", "down2_skip", "down5_relu4", "up2_grow", "up1_relu1",
-    ]  # fmt: skip
-
-
-def test_samples_of_a_u_net_with_instancenorm_do_not_depend_on_each_other():
-    model = unet_instancenorm(depth=2, convolutions=2, width=4).double().eval()
-    x = images(3, 8, 12).double()
-    torch.testing.assert_close(model(x)[1:], model(x[1:]))
-    with pytest.raises(ConfigError, match=r"width=1 must be a whole number of at least 2"):
-        unet_instancenorm(width=1)
-
-
-def test_stages_train_a_u_net_with_instancenorm_as_one_process_does():
-    """The skip of level 1 goes past the stage between; each stage drops channels."""
-    words = (
-        f"model._target_={__name__}.normed",
-        "partition=[14,31]",
-        "microbatches=2",
-        "epochs=1",
-    )
-    case = Case("1f1b", 3, words)
     compare(case, *run_in_threads(case))

@@ -20,7 +20,7 @@ SPEED = {  # 0.0.7's, over n2m1: by partitions and microbatches
 BATCHES = {2: {1: 96, 4: 256, 32: 1280}, 4: {1: 160, 4: 360, 32: 1152}, 8: {1: 196, 4: 480, 32: 1280}}
 OLD = {2: (1.43, 1.47), 4: (2.05, 2.74), 8: (2.42, 4.92)}  # 0.0.3's, and its bounds, over naive-2
 P40 = 22.4  # GiB
-WORDS = ["model=amoebanet", "optim.momentum=0", "optim.weight_decay=0"]
+WORDS = ["model._target_=published.amoebanet.amoebanet", "optim.momentum=0", "optim.weight_decay=0"]
 FULL = {"words": [*WORDS, "model.num_classes=1000"], "side": 224}
 NARROW = {"words": [*WORDS, "model.filters=64"], "side": 96, "samples": 2, "layers": LAYERS}
 TINY = {

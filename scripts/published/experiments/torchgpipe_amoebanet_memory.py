@@ -25,7 +25,12 @@ PUBLISHED = {  # devices: cells, filters, cut, million parameters; GiB of model 
 }
 ALONE = 81_505_540  # parameters of (18, 208)
 BATCH, IMAGE, STEP = 128, 224, 8  # filters are a multiple of STEP
-MODEL = ("model=amoebanet", "model.num_classes=1000", "optim._target_=torch.optim.RMSprop", "~optim.momentum")
+MODEL = (
+    "model._target_=published.amoebanet.amoebanet",
+    "model.num_classes=1000",
+    "optim._target_=torch.optim.RMSprop",
+    "~optim.momentum",
+)
 SMALL = {  # cells, filters, cut
     "1 device (3, 64)": (3, 64, [9]),
     "1 device (6, 128)": (6, 128, [12]),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from pipetrain.models.layers import NormalConvolution, before_relu
+from pipetrain.models.unet import Concatenate
+from pipetrain.network.chain import Pop, Stash
 from published.beside import (
     BESIDE,
     THEIRS,
@@ -22,7 +26,11 @@ from published.beside import (
 from published.measures import Race, predicted, profiled
 from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
 
-MASKS = ["model=unet_instancenorm", "model.num_classes=1", f"loss._target_={__name__}.loss"]
+MASKS = [
+    f"model._target_={__name__}.unet_instancenorm",
+    "model.num_classes=1",
+    f"loss._target_={__name__}.loss",
+]
 SHAPES = ["data=shapes", "+data.source.train=8", "+data.source.test=8"]
 FULL = {"narrow": ["model.width=16"], "side": 192, "trained": 96, "layers": 241, "partitions": [1, 2, 4]}
 SMALL = ["model.depth=2", "model.convolutions=1", "model.width=4"]
@@ -37,6 +45,45 @@ RECORD_OF = {  # by partitions: microbatches, layers of each, and the speed-up
     8: (40, [16, 27, 31, 44, 22, 57, 27, 17], 3.105),
 }
 SAME = 1e-5  # of a loss
+
+
+def unet_instancenorm(
+    num_classes: int = 1, depth: int = 5, convolutions: int = 5, width: int = 64, channels: int = 3
+) -> nn.Sequential:
+    """Torchgpipe's U-Net: images (n, channels, h, w) to the scores of each pixel (n, num_classes, h, w).
+
+    Its InstanceNorm and dropout mix no samples, and each operation is a layer. `depth`: how often the size is
+    halved, so h and w are multiples of 2^depth, and more than that. Pixels are repeated on the way up, which
+    narrows the channels to half of `width`, an even number.
+    """
+    model, stashes = nn.Sequential(), [Stash() for _ in range(depth)]
+    for level, stash in enumerate(stashes, start=1):
+        _add_convolutions(model, f"down{level}", channels, [width] * convolutions)
+        model.add_module(f"down{level}_skip", stash)
+        model.add_module(f"down{level}_pool", nn.MaxPool2d(2))
+        channels, width = width, 2 * width
+    _add_convolutions(model, "bottom", channels, [width] * (convolutions - 1) + [channels])
+    for level in range(depth, 0, -1):
+        width //= 2
+        model.add_module(f"up{level}_grow", nn.Upsample(scale_factor=2))
+        model.add_module(f"up{level}_skip", Pop(stashes[level - 1], Concatenate()))
+        _add_convolutions(model, f"up{level}", 2 * width, [width // 2] * convolutions)
+    width //= 2
+    head = NormalConvolution(width, num_classes, std=width**-0.5, kernel_size=1, bias=False)
+    model.add_module("head", head)
+    return model
+
+
+def _add_convolutions(model: nn.Sequential, name: str, channels: int, widths: Sequence[int]) -> None:
+    """Add, for each width, a 3x3 convolution, dropout of channels, InstanceNorm and LeakyReLU."""
+    for index, width in enumerate(widths, start=1):
+        std = before_relu(9 * channels)
+        conv = NormalConvolution(channels, width, std=std, kernel_size=3, padding=1, bias=False)
+        drop, norm = nn.Dropout2d(0.1), nn.InstanceNorm2d(width)
+        parts = {"conv": conv, "dropout": drop, "norm": norm, "relu": nn.LeakyReLU()}
+        for kind, part in parts.items():
+            model.add_module(f"{name}_{kind}{index}", part)
+        channels = width
 
 
 def loss(scores: Tensor, labels: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from torch import nn
 
 from pipetrain.building import build
 from pipetrain.errors import ConfigError
-from pipetrain.models import amoebanet
-from pipetrain.models.amoebanet import NORMAL, REDUCTION, Cell, Halving
+from published.amoebanet import NORMAL, REDUCTION, Cell, Halving, amoebanet
+from published.experiments.torchgpipe_amoebanet import WORDS
 from tests.support.cases import Case, compare, config, run_in_threads
 
 # Of torchgpipe 0.0.7's tables: (normal cells, filters): layers, parameters for 1000 classes, rounded to 10^n.
@@ -38,8 +38,8 @@ def test_the_published_sizes_have_their_parameters(monkeypatch):
         for (cells, filters), (layers, parameters, rounded) in PUBLISHED.items():
             model = amoebanet(1000, cells, filters)
             assert (len(model), round(count(model), -rounded)) == (layers, parameters)
-        shipped = build(config(["model=amoebanet", "model.num_classes=1000"]), "model")
-        assert count(shipped) == PUBLISHED[18, 256][1]
+        raced = build(config([*WORDS, "model.num_classes=1000"]), "model")
+        assert count(raced) == PUBLISHED[18, 256][1]
 
 
 @torch.no_grad()
