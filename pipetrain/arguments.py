@@ -246,9 +246,8 @@ def _refuse_unknown(keywords: Iterable[str]) -> None:
     places = {name: place for place, names in _ELSEWHERE.items() for name in names}
     for name in sorted(set(keywords).difference(PIPELINE_OPTIONS)):
         names = [*PIPELINE_OPTIONS, *_ARGUMENTS, *places]
-        close = [other for other in names if other.startswith(f"{name}_")] or nearest(name, names)
-        if name in places:
-            close = [name]
+        longer = [other for other in names if other.startswith(f"{name}_")]
+        close = [name] if name in places else longer or nearest(name, names)
         if close and close[0] in places:
             raise ConfigError(f"Pipeline takes no {name}: give {close[0]} to {places[close[0]]}")
         meant = f"did you mean {' or '.join(close)}" if close else f"choose of {', '.join(PIPELINE_OPTIONS)}"

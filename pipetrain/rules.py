@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from errno import ENAMETOOLONG
 from operator import index
 from os import PathLike
 from pathlib import Path
@@ -92,12 +91,8 @@ def one_of(*names: str) -> Rule:
 
 
 def _path(value: str | PathLike[str]) -> Path:
-    """Return a path. Raises ValueError for one that no file can have: too long, with a zero byte, no text."""
+    """Return a path. Raises ValueError for one whose bytes are no text."""
     str(value).encode()
-    try:
-        Path(value).lstat()
-    except OSError as error:
-        kept(value, error.errno != ENAMETOOLONG)
     return Path(value)
 
 

@@ -108,8 +108,9 @@ class Signals:
             say(f"rank {self._rank} got SIGUSR1 with no update to save, so it goes on")
         else:
             if asks in STOPS:  # all of it is known when the main thread sees what was asked
+                limit_s = float(os.environ.get(LIMIT, LIMIT_S))
                 self.stopped_by = self.stopped_by or number
-                Thread(target=self.outlast, args=(number, _limit_s()), daemon=True).start()
+                Thread(target=self.outlast, args=(number, max(0.0, limit_s - MARGIN_S)), daemon=True).start()
             if self.asked not in STOPS:  # the first signal to stop says how the run ends
                 self.asked = max(self.asked, asks, key=ORDER.index)
             say(f"rank {self._rank} got {name_of(number)}: {_LEADS_TO[number]}")
@@ -255,11 +256,3 @@ def name_of(number: int) -> str:
 def status_after(number: int) -> int:
     """Return the status of a process that a signal has ended before all was saved."""
     return INTERRUPTED if number == signal.SIGINT else TERMINATED
-
-
-def _limit_s() -> float:
-    try:
-        limit_s = float(os.environ[LIMIT])
-    except (KeyError, ValueError):
-        limit_s = LIMIT_S
-    return max(0.0, limit_s - MARGIN_S)

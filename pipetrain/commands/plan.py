@@ -39,7 +39,6 @@ from pipetrain.schedule.lower import lower
 from pipetrain.schedule.policy import ForwardBackward
 from pipetrain.schedule.replicas import spread_program
 from pipetrain.schedule.simulate import SHOWN, simulate, unit_cost
-from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import joined
 
 BATCHES = whole(1, 1000)  # seconds to prove and to draw, and more of them show nothing else
@@ -196,11 +195,6 @@ def _has_model() -> bool:
     return any(word.lstrip("+").startswith(("model", "experiment=")) for word in words)
 
 
-def _times(run: Timeline, batches: int, unit: float) -> list[str]:
-    """Return the time of a batch of a simulated window, in this `unit`, and its bubble."""
-    return [f"{run.makespan / batches / unit:.4g}", f"{run.bubble:.1%}"]
-
-
 def _batches(cfg: DictConfig) -> int:
     """Return how many batches of a schedule's window are simulated. Raises ConfigError."""
     batches: int | None = BATCHES.read("batches", cfg.batches, null=True)
@@ -233,7 +227,8 @@ def _on_even_stages(
         [max(run.staleness[stage] for stage in own) for own in stages],
     )
     by_rank = [" ".join(f"{value:.3g}" for value in values) for values in peaks]
-    return _times(run, batches, WORK * sum(map(len, placement)) / len(run.rows)), by_rank
+    unit = WORK * sum(map(len, placement)) / len(run.rows)
+    return [f"{run.makespan / batches / unit:.4g}", f"{run.bubble:.1%}"], by_rank
 
 
 def _names(cfg: DictConfig) -> list[str]:

@@ -20,19 +20,10 @@ from pipetrain.errors import NotRecorded
 from pipetrain.placing import spans
 from pipetrain.plan.describe import choices, describe
 from pipetrain.plan.memory import says_whether_it_fits
+from pipetrain.records import folder
 from pipetrain.records.bar import Bar
 from pipetrain.records.files import Files, as_csv
-from pipetrain.records.folder import (
-    CONFIG,
-    METRICS,
-    PROFILE_FILE,
-    RAN,
-    RUNS,
-    SUMMARY,
-    TRACE,
-    UPDATES,
-    RunFolder,
-)
+from pipetrain.records.folder import RunFolder
 from pipetrain.records.history import About, History, epoch_table
 from pipetrain.records.stages import launching, stage_table
 from pipetrain.records.tracer import Trace, about_trace
@@ -71,11 +62,11 @@ class Recorder:
         text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
         title = f"{about.settings.model}, {about.settings.schedule}"
         picture = as_png(history.simulated, title, plan.unit_of_time, history.predicted_memory)
-        self._files.text(CONFIG, text)
+        self._files.text(folder.CONFIG, text)
         self._files.whole("timeline.png", lambda new: new.write_bytes(picture))
         self._files.text("plan.txt", describe(plan, room=about.room))
         if plan.choices:
-            self._files.text(PROFILE_FILE, json.dumps(plan.table.times.to_json(), indent=1) + "\n")
+            self._files.text(folder.PROFILE_FILE, json.dumps(plan.table.times.to_json(), indent=1) + "\n")
             log.info("%s", choices(plan))
         if TENSORBOARD in run.config["logger"]:
             from pipetrain.records.tensorboard import TensorBoard  # imports Matplotlib
@@ -151,8 +142,9 @@ class Recorder:
 
     def _write(self, summary: Mapping[str, Any] | None = None) -> None:
         if records := self._history.records:
-            self._files.text(METRICS, as_csv([record.as_row() for record in records]))
-            self._files.text(UPDATES, as_csv([row for record in records for row in record.update_rows()]))
+            self._files.text(folder.METRICS, as_csv([record.as_row() for record in records]))
+            updates = [row for record in records for row in record.update_rows()]
+            self._files.text(folder.UPDATES, as_csv(updates))
         if self._tensorboard:
             self._files.due("events", lambda _: self._tensorboard.write(self._history.epochs, summary))
         self._files.write()
@@ -162,12 +154,12 @@ class Recorder:
     def trace(self, trace: Trace) -> None:
         """Write the traced windows, with what they say of their run."""
         self._files.whole(
-            TRACE, partial(chrome.write, about=about_trace(self._about, trace), windows=trace.windows)
+            folder.TRACE, partial(chrome.write, about=about_trace(self._about, trace), windows=trace.windows)
         )
         self._files.write()
-        if self._path is not None and TRACE not in self._files.failed:
+        if self._path is not None and folder.TRACE not in self._files.failed:
             limit = f"; it ends {trace.cut}" if trace.cut else ""
-            where = f"{self._path / TRACE}{limit}; open it at https://ui.perfetto.dev"
+            where = f"{self._path / folder.TRACE}{limit}; open it at https://ui.perfetto.dev"
             log.info(f"trace of {counted(len(trace.windows), 'window')} in {where}")
 
     def programs(self, epoch: int, programs: Sequence[Program]) -> None:
@@ -175,7 +167,7 @@ class Recorder:
             f"# epoch {epoch}, window {number} of {len(programs)}\n{format_program(program)}"
             for number, program in enumerate(programs, 1)
         ]
-        self._files.text(RAN, "\n".join(parts))
+        self._files.text(folder.RAN, "\n".join(parts))
 
     def close(self) -> None:
         """Log the results, and write the summary. Raises NotRecorded for files that cannot be written."""
@@ -183,7 +175,7 @@ class Recorder:
         self._write(summary)
         self._log_results(summary)
         if not self._files.failed:  # last: it marks the run as finished
-            self._files.text(SUMMARY, json.dumps(summary, indent=2) + "\n")
+            self._files.text(folder.SUMMARY, json.dumps(summary, indent=2) + "\n")
             self._files.write()
         if failed := self._files.failed:
             raise NotRecorded(
@@ -210,8 +202,9 @@ class Recorder:
             log.info(about.data.note)
         if (run := self._path) is not None:
             log.info(f"run folder: {run}")
-            shown = f"--logdir {run.parent}" if run.parent.name == RUNS else f"--logdir_spec {run.name}:{run}"
             if self._tensorboard:
+                among = run.parent.name == folder.RUNS
+                shown = f"--logdir {run.parent}" if among else f"--logdir_spec {run.name}:{run}"
                 log.info(f"look at it: tensorboard {shown}")
 
     def _log_tables(self, summary: Mapping[str, Any]) -> None:

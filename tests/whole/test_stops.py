@@ -112,13 +112,15 @@ def test_what_is_not_drained_in_time_is_left(monkeypatch, number, name, status):
     assert with_status == status
 
 
-@pytest.mark.parametrize(("limit", "left_s"), [("8", 3.0), ("soon", 25.0)])
+@pytest.mark.parametrize(("limit", "left_s"), [({LIMIT: "8"}, 3.0), ({}, 25.0)])
 def test_a_rank_that_is_to_save_has_so_long_and_is_told_which_signal_it_was(
     limits, monkeypatch, limit, left_s
 ):
     """At once: it may save and end before more is done here, and its status is that of the signal."""
     rank, known = training(0), []
-    monkeypatch.setenv(LIMIT, limit)
+    monkeypatch.delenv(LIMIT, raising=False)
+    for name, value in limit.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(module, "say", lambda said: known.append((rank.asked, rank.stopped_by, said)))
     for number in (signal.SIGUSR1, TERM):
         rank.hear(number)
