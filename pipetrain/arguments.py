@@ -1,10 +1,9 @@
-"""What Pipeline is given: read, refused where it is wrong, and planned with the first batch, on all ranks."""
+"""What Pipeline is given: read, and refused where it is wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +18,16 @@ from pipetrain.errors import ConfigError
 from pipetrain.groups import title
 from pipetrain.network.factory import Factory, Initial, build
 from pipetrain.network.model import own_dtype, prove_model
-from pipetrain.network.network import Network
-from pipetrain.network.values import Value, ValueSpec
+from pipetrain.network.values import Value
 from pipetrain.plan.advice import settled
-from pipetrain.plan.costs import Profile, profile_conditions, read_profile
-from pipetrain.plan.describe import describe
-from pipetrain.plan.making import Measure, Uses, make_plan
-from pipetrain.plan.memory import optimizer_state
-from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
 from pipetrain.rate import LearningRate, asked_rate
 from pipetrain.runtime.optimizer import prove_optimizer, trial_optimizer
-from pipetrain.runtime.profile import measure, twin_of
-from pipetrain.runtime.together import Together, digest, level, prove_same
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.schedule.actions import Schedule, parse_program
 from pipetrain.schedule.fixed import FixedProgram
 from pipetrain.schedule.lower import ADDED
-from pipetrain.settings import AUTO, PIPELINE_OPTIONS, PROFILE, SEED, Settings
+from pipetrain.settings import AUTO, PIPELINE_OPTIONS, SEED, Settings
 from pipetrain.tasks import LossFunction, Metric, ModelLoss, Task
 from pipetrain.tasks.metrics import MetricFunction
 
@@ -94,43 +85,6 @@ class Arguments:
         settings = settled(draft.settings, str(options["_target_"]), len(draft.placement))
         draft = replace(draft, settings=settings)
         return cls(draft, factory, made, options, rate, lr)
-
-    def plan(
-        self,
-        settings: Settings,
-        task: Task,
-        network: Network,
-        inputs: ValueSpec,
-        samples: Samples | None,
-        together: Together,
-        uses: Uses,
-    ) -> Plan:
-        """Return the plan for batches like the first one, the same on every rank.
-
-        `settings`: with its size; `samples`: the sizes of all batches, None: others may come; `uses`: called
-        on all ranks. Raises ConfigError and ScheduleError.
-        """
-        profile: Profile | Measure | None = None
-        if settings.partition == PROFILE:
-            known = profile_conditions(settings, self.optim)
-            if settings.profile is not None:
-                read = partial(read_profile, settings.profile, known)
-                profile = Profile.from_json(together.on_one(0, "the profile", lambda: read().to_json()))
-            else:
-                measured = together.links, settings, known, twin_of(network), self.optimizer
-                profile = together()(partial(measure, *measured))
-        state_of, draft = optimizer_state(self.optimizer), replace(self.draft, settings=settings)
-        plan = make_plan(draft, network.spare(), inputs, samples, profile, state_of, task, uses)
-        with together():
-            kinds = [type(module).__name__ for module in network.modules]
-            layers = {
-                f"layer {one.name}": [kind, *one.weights, str(one.output), f"operations {one.operations:x}"]
-                for kind, one in zip(kinds, plan.layers, strict=True)
-            }
-            compared = {**plan.pipeline, "program": digest(plan.window.program), **layers}
-            prove_same(together.links, "the plan", compared)
-            level(together.links, "the tensors of the layers", plan.foreign)
-        return replace(plan, text=describe)
 
 
 def read_optimizer(function: Any, groups: Mapping[str, Mapping[str, Any]] | None) -> Optim:

@@ -30,7 +30,11 @@ from pipetrain.network.model import give_memory, refuse_without_numbers, tensor_
 from pipetrain.network.network import Network, Values
 from pipetrain.network.places import named_tensors
 from pipetrain.network.values import Size, TensorSpec, ValueSpec, as_tuple, cast_floats
+from pipetrain.plan.costs import Profile, profile_conditions, read_profile
+from pipetrain.plan.describe import describe
 from pipetrain.plan.estimate import estimate_short
+from pipetrain.plan.making import Measure, Uses, make_plan
+from pipetrain.plan.memory import optimizer_state
 from pipetrain.plan.parity import parity, prove_loss, prove_stages
 from pipetrain.plan.plan import Plan, Samples, prove_targets
 from pipetrain.plan.program import Draft
@@ -40,15 +44,16 @@ from pipetrain.runtime.batches import Batches, OfLoader, OfNumbers
 from pipetrain.runtime.device import choose_device
 from pipetrain.runtime.engine import Tick
 from pipetrain.runtime.links import Links
+from pipetrain.runtime.profile import measure, twin_of
 from pipetrain.runtime.ranks import World
 from pipetrain.runtime.session import Session, make_stages
 from pipetrain.runtime.stage import Stage
-from pipetrain.runtime.together import Together, conditions, level, prove_same
+from pipetrain.runtime.together import Together, conditions, digest, level, prove_same
 from pipetrain.runtime.whole import WholeModel, owners
 from pipetrain.runtime.windows import NO_BATCH
 from pipetrain.schedule.lower import edges
 from pipetrain.schedule.lower import links as links_of
-from pipetrain.settings import AUTO
+from pipetrain.settings import AUTO, PROFILE, Settings
 from pipetrain.tasks import ModelLoss, Task
 from pipetrain.tasks.tally import Tally, summed
 from pipetrain.tasks.trial import choose_weight, spare, used_outputs
@@ -150,14 +155,13 @@ class Training:
             m = settings.microbatches
             settings = replace(settings, batch_size=max(m, samples // m * m))
         inputs = self._known(reader, form.inputs, min(samples, settings.full.samples))
-        of_batches = inputs, known, self.together, partial(self._uses, reader)
 
         def planned() -> tuple[Network, Plan]:
             network = network_of(model, inputs, self.settings.precision == "bf16")
             network.values = self.whole.values
             if isinstance(self.task, ModelLoss):
                 choose_weight(self.task, network, inputs)
-            plan = self.asked.plan(settings, self.task, network, *of_batches)
+            plan = self._plan(settings, network, inputs, known, partial(self._uses, reader))
             if shortest is not None and shortest // settings.microbatches == 1 < settings.full.samples:
                 estimate_short(network.spare(), plan.example.of(Size(1)), plan.numerics)
             return network, plan
@@ -182,6 +186,35 @@ class Training:
         self.whole.lend(network, self.session.stages.values(), owned)
         if self.source is not None:
             restore(self.source, self.session, self.links)
+
+    def _plan(
+        self, settings: Settings, network: Network, inputs: ValueSpec, samples: Samples | None, uses: Uses
+    ) -> Plan:
+        """Return the plan for batches like the first one, the same on every rank.
+
+        `settings`: with the batch's size; `samples`: the sizes of all batches, None: others may come.
+        """
+        asked, links, together = self.asked, self.links, self.together
+        profile: Profile | Measure | None = None
+        if settings.partition == PROFILE:
+            known = profile_conditions(settings, asked.optim)
+            if settings.profile is not None:
+                read = partial(read_profile, settings.profile, known)
+                profile = Profile.from_json(together.on_one(0, "the profile", lambda: read().to_json()))
+            else:
+                measured = links, settings, known, twin_of(network), asked.optimizer
+                profile = together()(partial(measure, *measured))
+        state_of, draft = optimizer_state(asked.optimizer), replace(asked.draft, settings=settings)
+        plan = make_plan(draft, network.spare(), inputs, samples, profile, state_of, self.task, uses)
+        with together():
+            kinds = [type(module).__name__ for module in network.modules]
+            layers = {
+                f"layer {one.name}": [kind, *one.weights, str(one.output), f"operations {one.operations:x}"]
+                for kind, one in zip(kinds, plan.layers, strict=True)
+            }
+            prove_same(links, "the plan", {**plan.pipeline, "program": digest(plan.window.program), **layers})
+            level(links, "the tensors of the layers", plan.foreign)
+        return replace(plan, text=describe)
 
     def _known(self, reader: Reader | Sampled | None, inputs: ValueSpec, samples: int) -> ValueSpec:
         """Return the inputs with the whole numbers of the first batch, on which sizes may depend."""

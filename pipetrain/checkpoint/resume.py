@@ -179,10 +179,9 @@ def transformers_config(model: nn.Module) -> dict[str, Any]:
 def refuse_other(source: Source, mine: Mapping[str, Any]) -> None:
     """Refuse a checkpoint of another model, data set or order of samples. Raises ConfigError."""
     theirs = source.manifest.conditions
-    shared = [key for key in theirs if key in mine]  # those of Pipeline.save are of the model alone
-    if difference := _difference(
-        "", {key: theirs[key] for key in shared}, {key: mine[key] for key in shared}
-    ):
+    shared = sorted(theirs.keys() & mine.keys())  # those of Pipeline.save are of the model alone
+    differences = (_difference(key, theirs[key], mine[key]) for key in shared)
+    if difference := next(filter(None, differences), ""):
         raise ConfigError(
             f"this run cannot go on from {source.folder}: {difference}; give the values that it was trained "
             f"with, or train anew"
