@@ -225,10 +225,7 @@ def read_schedule(schedule: str | Path | Schedule) -> tuple[str, Schedule, dict[
 
 
 def read_model(model: nn.Module | Factory, seed: Any) -> tuple[nn.Module, Initial | None]:
-    """Return a model; if a factory is given, without its numbers, and where these come from.
-
-    Raises ConfigError for a factory that fails.
-    """
+    """Return a model, or a factory's model without numbers and where these come from. Raises ConfigError."""
     if callable(model) and not isinstance(model, nn.Module):
         return build(model, SEED.read("seed", seed, null=True) or 0)
     return model, None

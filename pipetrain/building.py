@@ -199,10 +199,7 @@ def make_codec(key: str, node: object) -> Codec:
 
 
 def make_correction(key: str, value: object) -> Correction:
-    """Return corrections as one: an object or a name of conf/, a list of them, or nodes by name.
-
-    Raises ConfigError.
-    """
+    """Join corrections: an object, a name of conf/, a list of them, or nodes by name. Raises ConfigError."""
     if isinstance(value, Mapping):
         return together(
             [_correction(f"{key}.{name}", build_node(f"{key}.{name}", of)) for name, of in value.items()]

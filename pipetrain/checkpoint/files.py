@@ -172,12 +172,9 @@ def remove_unfinished(checkpoints: Path, without: Path) -> None:
 
 
 def folders(checkpoints: Path) -> list[Path]:
-    """Return the folders of a run's checkpoints, damaged ones included, newest first.
-
-    Raises OSError where there may be some and nobody can tell, in which case Path.glob returns none.
-    """
+    """Return the folders of a run's checkpoints, the newest first, damaged ones too. Raises OSError."""
     try:
-        names = os.listdir(checkpoints)
+        names = os.listdir(checkpoints)  # Path.glob hides an error
     except FileNotFoundError:
         return []
     return sorted((checkpoints / name for name in names if _NAME.fullmatch(name)), key=_order, reverse=True)

@@ -112,10 +112,7 @@ def find_source(resume: str | Path, run_dir: Path) -> Source | None:
 
 
 def saved_in(folder: Path) -> Source | None:
-    """Return this checkpoint, verified, or the newest whole one of a run; None if it has saved none.
-
-    Raises ConfigError.
-    """
+    """Return this checkpoint, verified, or the newest whole one of a run, if any. Raises ConfigError."""
     folder = folder.expanduser().absolute()
     if (folder / CHECKPOINTS).is_dir():
         return _newest(folder)

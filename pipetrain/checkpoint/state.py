@@ -69,10 +69,7 @@ def state_of(stage: Stage) -> dict[str, Tensor]:
 
 
 def restore(source: Source, session: Session, links: Links) -> None:
-    """Load a rank's stages, and the seed; of the same pipeline, its codecs' residuals too.
-
-    All ranks call it.
-    """
+    """Load a rank's stages, the seed and, for the same pipeline, its residuals. All ranks call it."""
     session.level()  # what replicas keep apart is of before
     tensors = source.tensors()
     session.engine.seed = source.manifest.config.get("seed", session.engine.seed)

@@ -88,10 +88,7 @@ class Start:
         )
 
     def agree(self, doing: str, item: Any = None, same: Mapping[str, Any] | None = None) -> Any:
-        """Return rank 0's `item` on all ranks, once all have come. Raises Refused, ChannelError.
-
-        `same`: what must be the same on all ranks.
-        """
+        """Return rank 0's `item` once all ranks have come with the `same`. Raises Refused, ChannelError."""
         self.doing = f"let all ranks {doing}"
         ranks = self._meet(START_S)
         ranks.agree(doing)

@@ -78,10 +78,7 @@ class StageRecord:
 
 
 def stage_times(placement: Placement, stages: Sequence[StageStats], train_s: float) -> list[StageTimes]:
-    """Convert statistics over `train_s` seconds of training into fractions; bubble and wait are by rank.
-
-    Of several ranks they are the means.
-    """
+    """Return the times of each stage in `train_s` seconds; of several ranks, the means."""
     busy: dict[int, float] = defaultdict(float)
     wait: dict[int, float] = defaultdict(float)
     for stats, ranks in zip(stages, placement, strict=True):
@@ -122,10 +119,7 @@ def launching(stages: Sequence[StageRecord]) -> StageRecord | None:
 
 
 def stage_table(stages: Sequence[StageRecord]) -> str:
-    """Return a row per stage: times and memory, measured and planned, staleness, bytes.
-
-    Below it stands what the numbers of several ranks are.
-    """
+    """Return a row per stage, measured beside planned; below, what the numbers of several ranks are."""
 
     def cell(value: float | None, form: str, unit: int = 1) -> str:
         return "-" if value is None else format(value / unit, form)
