@@ -24,7 +24,7 @@ from pipetrain.checkpoint.files import (
 )
 from pipetrain.checkpoint.progress import Progress
 from pipetrain.checkpoint.tensors import read_files
-from pipetrain.documents import DamagedCheckpoint
+from pipetrain.documents import DamagedCheckpoint, OtherFormat
 from tests.support.damage import forge, put
 from tests.support.figures import figures
 
@@ -102,7 +102,7 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
 def test_damage_is_named_and_the_one_before_is_found(harm, says, tmp_path):
     earlier, folder = saved(tmp_path, 3), saved(tmp_path, 7)
     harm(folder)
-    with pytest.raises(DamagedCheckpoint, match=says):
+    with pytest.raises(OtherFormat if "format" in says else DamagedCheckpoint, match=says):
         read_whole(folder)
     assert folders(tmp_path) == [folder, earlier]
     read_whole(earlier)

@@ -218,7 +218,7 @@ def test_loggers_are_chosen_by_names_or_options_which_stay_what_they_are():
     assert read_loggers("mlflow") == {"mlflow": {"uri": None, "experiment": "pipetrain"}}
     chosen = read_loggers({"wandb": {"project": "${mine}"}, "tensorboard": {}})
     assert chosen == {"wandb": {"project": "${mine}", "entity": None, "mode": None}, "tensorboard": {}}
-    for wrong, says in (("loggers=3 must be names", 3), ("unknown nothing; choose", ["nothing"])):
+    for wrong, says in (("loggers=3 must be names", 3), ("loggers=nothing is unknown; choose", ["nothing"])):
         with pytest.raises(ConfigError, match=wrong):
             read_loggers(says)  # type: ignore[arg-type]
 
