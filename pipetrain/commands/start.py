@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from pipetrain import models
 from pipetrain.building import build
@@ -78,9 +77,9 @@ class Start:
         """
         content: Any = OmegaConf.to_container(cfg, resolve=False)
         content.pop("run_dir", None)  # which rank 0 is told in a restart
-        limit_s = START_S + seconds(cfg, "timeout")
-        if self.world.rank:
-            limit_s += seconds(cfg, "data.source.total_timeout")
+        keys = ["timeout", "data.source.total_timeout"] if self.world.rank else ["timeout"]
+        times = (OmegaConf.select(cfg, key) for key in keys)  # rank 0 refuses what is no number
+        limit_s = START_S + sum(time for time in times if isinstance(time, int | float))
         self.doing = "let all ranks start"
         self._meet(limit_s)
         return self.agree(
@@ -141,15 +140,6 @@ def refuse_few_layers(cfg: DictConfig, stages: int) -> None:
     if str(OmegaConf.select(cfg, "model._target_")).startswith(f"{models.__name__}."):
         with torch.device("meta"):
             prove_layers(stages, [name for name, _ in named_layers(build(cfg, "model"))])
-
-
-def seconds(cfg: DictConfig, key: str) -> float:
-    """Return a number of seconds from an unchecked configuration; 0 if it is not a number."""
-    try:
-        value = OmegaConf.select(cfg, key)
-    except OmegaConfBaseException:
-        value = None
-    return value if isinstance(value, int | float) else 0.0
 
 
 def code_fingerprint() -> str:
