@@ -17,7 +17,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 from pipetrain.checkpoint.early import LOST, EarlyEnd
 from pipetrain.checkpoint.resume import (
     AUTO,
-    Source,
     find_source,
     read_source,
     refuse_finished,
@@ -260,8 +259,10 @@ def _keeper(training: Training, about: About, run_folder: RunFolder) -> Keeper:
         refuse_other(source, conditions)
         done = source.manifest.position.batches(about.batches)
         refuse_finished(source, done, about.updates, ending)
-        if training.rank == 0:
-            _go_on(path, source, done == about.updates)
+        if training.rank == 0:  # these records will be written again
+            records, update = [METRICS, UPDATES, SUMMARY], source.manifest.position.update
+            folder.clear(path, records if done == about.updates else [*records, TRACE, RAN])
+            log.info("pipetrain: going on from %s, after update %d", source.folder, update)
     store = PrefixStore(f"fit {next(_trainings)}", training.links.store)
     seed = training.begun.engine.seed
     signals = Signals(training.rank, run_folder.saved_so_far)
@@ -275,13 +276,6 @@ def _keeper(training: Training, about: About, run_folder: RunFolder) -> Keeper:
         conditions=conditions,
         config={"seed": seed, **transformers_config(training.model), **run_folder.config},
     )
-
-
-def _go_on(path: Path, source: Source, ended: bool) -> None:
-    """Remove the records that will be written again."""
-    records, update = [METRICS, UPDATES, SUMMARY], source.manifest.position.update
-    folder.clear(path, records if ended else [*records, TRACE, RAN])
-    log.info("pipetrain: going on from %s, after update %d", source.folder, update)
 
 
 def _recorder(about: About, run_folder: RunFolder | None, ending: ExitStack) -> Recorder:

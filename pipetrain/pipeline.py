@@ -15,7 +15,6 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
@@ -323,7 +322,14 @@ class Pipeline:
         """
         training = self._training
         training.refuse_ended()
-        find = partial(_saved_in, PATH.read("folder", folder))
+        path = PATH.read("folder", folder)
+
+        def find() -> str | None:
+            found = saved_in(path)
+            if found is None:
+                log.warning("pipetrain: %s has no whole checkpoint, so nothing is loaded", path)
+            return str(found.folder) if found else None
+
         newest = training.together.on_one(0, "the checkpoint to load", find)
         if newest is None:
             return
@@ -389,10 +395,3 @@ def _end_earlier() -> None:
                 "this process has a Pipeline already: call close() of that one before making another"
             )
         earlier.close()
-
-
-def _saved_in(path: Path) -> str | None:
-    source = saved_in(path)
-    if source is None:
-        log.warning("pipetrain: %s has no whole checkpoint, so nothing is loaded", path)
-    return str(source.folder) if source else None

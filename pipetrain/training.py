@@ -288,14 +288,11 @@ class Training:
 
     def ticks(self, what: str) -> Callable[[int], Tick]:
         """Return what shows rank 0's progress in a window of many batches."""
+        return lambda batches: partial(self._tick, what, batches)
 
-        def of(batches: int) -> Tick:
-            if self.rank or batches == 1:
-                return lambda stage: None
-            first = min(self.begun.stages)
-            return lambda stage: self.bar.tick(what, batches) if stage == first else None
-
-        return of
+    def _tick(self, what: str, batches: int, stage: int) -> None:
+        if not self.rank and batches > 1 and stage == min(self.begun.stages):
+            self.bar.tick(what, batches)
 
     def values(self, what: str, take: Callable[[Stage], Tally], **more: float) -> dict[str, float]:
         """Return what the last stage has counted, and `more` of its first rank, on every rank."""
