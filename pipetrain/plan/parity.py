@@ -17,13 +17,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.chain import Chain
 from pipetrain.network.draws import Beginning
 from pipetrain.network.network import Network, Part, evaluating, run_parts
-from pipetrain.network.places import named_tensors, replace, standing_in
+from pipetrain.network.places import named_tensors, places, replace, standing_in
 from pipetrain.network.tensors import TOLERANCE, Results, difference, graph_of, results
 from pipetrain.network.values import Value, as_tuple, cast_floats, on_each
 from pipetrain.plan.estimate import fake_mode
@@ -51,40 +51,34 @@ def prove_stages(plan: Plan, network: Network, inputs: Value) -> None:
         return
     if chain and (twin is network or not plan.cuts):
         return
-    model, stages = twin.model, _parts(plan, twin)
+    model, parts = twin.model, _parts(plan, twin)
     try:
-        apart = [deepcopy(stage) for stage in stages] if chain else stages
+        stages = [deepcopy(part) for part in parts] if chain else parts
     except Exception:  # a layer may hold anything
         return
-    tensors = as_tuple(cast_floats(part_of(inputs, 0, 2), plan.settings.data_dtype))
-    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    first: dict[Tensor, str] = {}
-    names = {name: first.setdefault(tensor, name) for name, tensor in every}
-    before = [
-        (module._buffers, key, buffer, buffer.clone())
-        for part in (model, *apart)
-        for module in part.modules()
-        for key, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+    tensors = as_tuple(_some_of(inputs, 2, plan))
+    own = {id(weight): name for name, weight in model.named_parameters()}
+    names = {name: own[id(weight)] for name, weight in model.named_parameters(remove_duplicate=False)}
+    both = nn.ModuleList([model, *stages])
+    buffers = {id(buffer): buffer for buffer in both.buffers()}
+    held = [(*place, place.tensor) for place in places(both) if id(place.tensor) in buffers]
 
-    def of(run: Callable[[list[Tensor]], Any], modules: Sequence[torch.nn.Module], training: bool) -> Results:
+    def of(run: Callable[[list[Tensor]], Any], modules: Sequence[nn.Module], training: bool) -> Results:
+        copies = {key: buffer.clone() for key, buffer in buffers.items()}
+        for container, key, buffer in held:
+            container[key] = copies[id(buffer)]
         mode = nullcontext() if training else evaluating(*modules)
         with Beginning().again(), mode, plan.numerics.context("cpu"):
-            try:
-                return results(lambda: run([t.clone() for t in tensors]), modules, training, names)
-            finally:
-                for buffers, key, buffer, old in before:
-                    buffers[key] = buffer.copy_(old)
+            return results(lambda: run([t.clone() for t in tensors]), modules, training, names)
 
-    with standing_in(model, {}):
+    with standing_in(both, {}):
         for training in (True, False):
             try:
                 whole = of(partial(twin.run, plan.example), [model], training)
             except Exception:  # it does not take these, or not on this device
                 return
             try:
-                over = of(partial(run_parts, apart, enters=Tensor.clone), apart, training)
+                over = of(partial(run_parts, stages, enters=Tensor.clone), stages, training)
                 coarse = plan.numerics.autocast or any(t.dtype in _HALF for t in over.values())
                 tolerance = COARSE if coarse else TOLERANCE
                 why = difference(whole, over, tolerance, dtypes=not plan.numerics.autocast)
@@ -117,7 +111,7 @@ def prove_loss(plan: Plan, network: Network, task: Task, inputs: Value, targets:
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
     here = {id(p) for p in parts[-1].parameters()}
     kept, read = ({id(t): like(t) for t in named_tensors(model).values()} for _ in range(2))
-    few = [cast_floats(part_of(value, 0, 2), plan.settings.data_dtype) for value in (inputs, targets)]
+    few = [_some_of(value, 2, plan) for value in (inputs, targets)]
     try:
         with Beginning().again(), standing_in(model, kept), mode or nullcontext():
             tensors, wanted = as_tuple(on_each(few[0], like)), on_each(few[1], like)
@@ -162,10 +156,10 @@ def parity(plan: Plan, network: Network, task: Task, inputs: Value, targets: Val
     if plan.settings.microbatches == 1 or n < 2 or _on_meta(network) or work > MOST_WORK:
         return ""
     parts = _parts(plan, network.spare())
-    dtype = plan.settings.data_dtype
-    inputs, targets = (cast_floats(part_of(value, 0, n), dtype) for value in (inputs, targets))
-    named = [(p, name) for part in parts for name, p in part.named_parameters() if p.requires_grad]
-    leaves: dict[Tensor, str] = dict(named)
+    inputs, targets = (_some_of(value, n, plan) for value in (inputs, targets))
+    leaves: dict[Tensor, str] = {
+        p: name for part in parts for name, p in part.named_parameters() if p.requires_grad
+    }
 
     def loss_of(start: int, end: int) -> Tensor:
         outputs = run_parts(parts, [t.clone() for t in as_tuple(part_of(inputs, start, end))])
@@ -182,6 +176,11 @@ def parity(plan: Plan, network: Network, task: Task, inputs: Value, targets: Val
 def _work(plan: Plan) -> float:
     """Return the floating-point operations of a sample's forward."""
     return sum(layer.flops for layer in plan.layers) / plan.settings.full.samples
+
+
+def _some_of(value: Value, samples: int, plan: Plan) -> Value:
+    """Return the first samples of a batch as the model gets them."""
+    return cast_floats(part_of(value, 0, samples), plan.settings.data_dtype)
 
 
 def _on_meta(network: Network) -> bool:
