@@ -8,8 +8,7 @@ the run's seed, the epoch and the sample's number, and restored afterwards.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -22,6 +21,7 @@ from pipetrain.data.augment import draw as draw_words
 from pipetrain.data.augment import key
 from pipetrain.data.sets import Draw, Split, Tensors, checksum
 from pipetrain.errors import ConfigError, one_line
+from pipetrain.network.draws import Beginning
 from pipetrain.network.values import Value, ValueSpec, as_tuple
 
 _HALVES = ("inputs", "targets")
@@ -132,7 +132,7 @@ class DatasetSplit:
         stream = 0 if draw is None else key(draw.seed, draw.epoch)
         seeds = draw_words(stream, ids.numpy().astype(np.uint64)).tolist()
         read = []
-        with _random_state_restored():
+        with Beginning().again():
             for number, seed in zip(ids.tolist(), seeds, strict=True):
                 torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed those of a GPU too
                 np.random.seed(seed % 2**32)
@@ -189,14 +189,3 @@ def _tensor(part: Any, dtype: torch.dtype) -> Tensor:
     if tensor.is_floating_point() and not isinstance(part, Tensor | np.ndarray):
         tensor = torch.as_tensor(part, dtype=torch.promote_types(tensor.dtype, dtype))
     return tensor.detach().cpu()
-
-
-@contextmanager
-def _random_state_restored() -> Iterator[None]:
-    states = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
