@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -35,10 +35,7 @@ class Values(Protocol):
     """Where the numbers of a model's tensors come from."""
 
     def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return tensors in host memory by the names of parameters and buffers.
-
-        Those that the model has already may be left out. Raises ConfigError.
-        """
+        """Return tensors by name, in host memory; the model's own may be left out. Raises ConfigError."""
 
 
 _ONE_TENSOR = ValueSpec(())
@@ -171,12 +168,8 @@ class Network(ABC):
         return self
 
     def computes_as_cut(self, training: bool) -> bool:
-        """Return whether the model, in which something has changed, still computes what its layers do.
+        """Return whether a changed model computes what its layers do.
 
-        In an evaluation, or in both modes. Raises ConfigError.
+        `training`: in both modes; else in evaluation. Raises ConfigError.
         """
         return False
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Put the model, and all layers, into evaluation mode for a while."""
-        return evaluating(self.model, *self.modules)

@@ -24,7 +24,7 @@ from torch.autograd.function import BackwardCFunction
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.chain import Chain
 from pipetrain.network.draws import Beginning
-from pipetrain.network.network import INPUT, Network, Tensors, ValueId
+from pipetrain.network.network import INPUT, Network, Tensors, ValueId, evaluating
 from pipetrain.network.numerics import Numerics
 from pipetrain.network.places import places, standing_in
 from pipetrain.network.tensors import graph_of, made_up_samples, quiet, storage_of
@@ -76,10 +76,7 @@ def origin(layers: Sequence[Layer], value: ValueId, start: int = 0) -> ValueId:
 
 
 def estimate(
-    model: nn.Sequential | Network,
-    inputs: ValueSpec,
-    numerics: Numerics | None = None,
-    training: bool = True,
+    model: nn.Sequential | Network, inputs: ValueSpec, numerics: Numerics | None = None, training: bool = True
 ) -> list[Layer]:
     """Estimate every layer of a model for one microbatch. `inputs`: of the model.
 
@@ -89,7 +86,7 @@ def estimate(
     """
     network = model if isinstance(model, Network) else Chain(model)
     trial = _Trial(network, numerics or Numerics(), training)
-    mode = nullcontext() if training else network.evaluating()
+    mode = nullcontext() if training else evaluating(network.model, *network.modules)
     with quiet(), Beginning().again(), mode:
         for seed in (torch.default_generator.manual_seed, random.seed, np.random.seed):
             seed(0)  # so that every rank plans alike
@@ -127,10 +124,9 @@ def estimates(
     trained: Collection[Size],
     evaluated: Collection[Size],
 ) -> tuple[Numerics, dict[Size, list[Layer]], dict[Size, list[Layer]]]:
-    """Choose the memory format, and estimate the layers for these sizes of a microbatch.
+    """Choose the memory format, and estimate the layers for each size of a microbatch. Raises ConfigError.
 
-    In training, a full microbatch first, and in an evaluation. `model`: or its layers, of a full one.
-    Raises ConfigError.
+    In training, the full size first, and in evaluation. `model`: or the layers of a full microbatch.
     """
     if isinstance(model, list):
         return Numerics(), {settings.full: model}, {settings.full: model}
@@ -159,15 +155,12 @@ def _joined(layers: Sequence[Layer]) -> list[Layer]:
     """Name what is kept by the origins of values; what another layer overwrites is kept by no product."""
     written = {origin(layers, value) for layer in layers for value in layer.writes}
 
-    def of(kept: Kept) -> Kept:
-        return Kept({origin(layers, value): nbytes for value, nbytes in kept.values.items()}, kept.inside)
-
-    def products(layer: Layer) -> Kept:
-        values, inside = of(layer.products)
-        return Kept({value: nbytes for value, nbytes in values.items() if value not in written}, inside)
+    def of(kept: Kept, lost: Collection[ValueId] = ()) -> Kept:
+        values = {origin(layers, value): nbytes for value, nbytes in kept.values.items()}
+        return Kept({value: nbytes for value, nbytes in values.items() if value not in lost}, kept.inside)
 
     return [
-        replace(layer, saved=of(layer.saved), for_w=of(layer.for_w), products=products(layer))
+        replace(layer, saved=of(layer.saved), for_w=of(layer.for_w), products=of(layer.products, written))
         for layer in layers
     ]
 
@@ -211,12 +204,10 @@ class _Trial:
             return run(fake_mode() if dear else None)
         except _Wrong:
             raise
-        except NotImplementedError:  # for a GPU alone, say
+        except Exception as error:
+            if not dear and not isinstance(error, NotImplementedError):  # as of what a GPU alone has
+                raise
             return run(None if dear else fake_mode())
-        except Exception:
-            if dear:
-                return run(None)
-            raise
 
     def _run(
         self,

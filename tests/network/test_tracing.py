@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetrain.network.network import INPUT, Slice, ValueId, run_parts
+from pipetrain.network.network import INPUT, Slice, ValueId, evaluating, run_parts
 from pipetrain.network.tracing.trace import trace
 from pipetrain.network.tracing.traced import Traced
 from pipetrain.network.values import ValueSpec
@@ -206,7 +206,7 @@ def test_under_autocast_and_with_channels_last_it_is_the_module_bit_for_bit():
     network = trace(model, example((3, 8, 8), (6,)))
     image, table = torch.rand(2, 3, 8, 8).contiguous(memory_format=torch.channels_last), torch.rand(2, 6)
     model.to(memory_format=torch.channels_last)
-    with torch.autocast("cpu", torch.bfloat16), network.evaluating():
+    with torch.autocast("cpu", torch.bfloat16), evaluating(*network.modules):
         (made,) = run_parts(network.modules, [image, table])
         assert torch.equal(made, model(image, table))
 
