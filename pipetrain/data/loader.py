@@ -31,12 +31,7 @@ class Sampler:
     """
 
     def __init__(
-        self,
-        samples: int,
-        batch_size: int,
-        microbatches: int,
-        seed: int,
-        drop_last: bool = False,
+        self, samples: int, batch_size: int, microbatches: int, seed: int, drop_last: bool = False
     ) -> None:
         whole, rest = divmod(samples, batch_size)
         if drop_last and not whole:

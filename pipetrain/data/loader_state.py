@@ -28,7 +28,7 @@ _NUMBERS = {int, float, type(None)}  # no bool: it says what a process has opene
 
 
 class LoaderStates:
-    """The states of loaders, by their names; made before they are read."""
+    """The states of loaders by name. It is made before they are read."""
 
     def __init__(self, **loaders: object) -> None:
         self._loaders = loaders
@@ -121,9 +121,9 @@ def _tells(part: Any) -> bool:
 
 
 def _access(part: Any) -> State | None:
-    """Return how to get and to set the state of a part beside its counts; None if it has none.
+    """Return how to get and set a part's state beside its counts; None: it has none.
 
-    Of a DataLoader with persistent workers: whether they have begun, for which it draws their seed.
+    A DataLoader with persistent workers draws their seed once: its state is whether they have begun.
     """
     if _tells(part):
         return State(part.state_dict, part.load_state_dict)

@@ -13,11 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    Dataset,
-    IterableDataset,
-    TensorDataset,
-)
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from pipetrain.data.parts import has_length, known_sizes, share_in
 from pipetrain.errors import ConfigError, TrainingStopped
@@ -100,10 +96,7 @@ class Form:
 
 
 def pair(batch: Any, what: str, named: NamedTargets | None = None) -> tuple[Value, Value]:
-    """Return a batch's inputs and targets, tensors of one length; targets in host memory, where they count.
-
-    Raises BadBatch.
-    """
+    """Return a batch's inputs, and its targets in host memory: tensors of one length. Raises BadBatch."""
     if named is not None:
         batch = named.pair(batch, what)
     if not isinstance(batch, tuple | list) or len(batch) != 2:
@@ -200,10 +193,7 @@ class Reader:
     _all_counts: bool | None = None  # as far as is known at the start
 
     def first(self) -> tuple[Value, Value] | None:
-        """Return the first batch, in host memory, without taking it; None if there is none.
-
-        Raises BadBatch and ConfigError.
-        """
+        """Return the first batch in host memory without taking it, or None. Raises BadBatch, ConfigError."""
         if not self._read_ahead and not self._read_one():
             return None
         inputs, targets = self._read_ahead[0]
@@ -340,10 +330,7 @@ def _all_count(weight: Callable[[Value], Tensor | float], targets: Value) -> boo
 
 
 def refuse_loader(loader: Any, ranks: int, microbatches: int = 1) -> None:
-    """Refuse what gives samples or one rank's share of them, and a batch that is known to be too small.
-
-    Raises ConfigError.
-    """
+    """Refuse single samples, one rank's share of them, and a batch too small to cut. Raises ConfigError."""
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise ConfigError(
             f"the loader is a Dataset, {kind(loader)}, which gives samples: let a DataLoader make batches of "

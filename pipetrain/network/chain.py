@@ -179,10 +179,7 @@ def is_chain(model: nn.Module) -> TypeGuard[nn.Sequential]:
 
 
 def network_of(model: nn.Module | Network, example: ValueSpec, autocast: bool = False) -> Network:
-    """Return a model as a network; `example` of its inputs. Raises ConfigError if it cannot be traced.
-
-    `autocast`: it will run under bf16 autocast.
-    """
+    """Return a model as a network for inputs like `example`; `autocast`: in bf16. Raises ConfigError."""
     if isinstance(model, Network):
         return model
     if is_chain(model):

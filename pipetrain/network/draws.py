@@ -33,7 +33,6 @@ class Seeds(NamedTuple):
     microbatch: int
 
     def of(self, layer: int) -> int:
-        """Return the seed of a layer, 0 to 2^63 - 1."""
         return seed_of(self.seed, self.update, self.microbatch, layer)
 
 

@@ -21,10 +21,7 @@ from pipetrain.network.values import differentiable, name_of
 
 
 def prove_model(model: object, needs: str, dtype: torch.dtype | None) -> None:
-    """Refuse what cannot be trained as one process would, and cast it to `dtype`. Raises ConfigError.
-
-    Without `dtype` each parameter and buffer keeps its own.
-    """
+    """Refuse a model that cannot train as in one process; cast it to `dtype`, if any. Raises ConfigError."""
     if not isinstance(model, nn.Module) or (isinstance(model, nn.Sequential) and not len(model)):
         what = "an empty nn.Sequential" if isinstance(model, nn.Module) else type(model).__name__
         raise ConfigError(f"{needs} an nn.Module, not {what}")

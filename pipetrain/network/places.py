@@ -146,7 +146,6 @@ class Held:
                     yield f"{name}.{key}".lstrip("."), of, key, was
 
     def put_back(self) -> None:
-        """Let all be held again that was."""
         for container, was in {id(of): (of, was) for _, of, _, was in self.changes()}.values():
             refill(container, was)
 

@@ -178,10 +178,7 @@ class ValueSpec:
         return cls(read, form is True, tuple(form) if isinstance(form, list | tuple) else None)
 
     def cast(self, dtype: torch.dtype | None) -> ValueSpec:
-        """Return the spec with its floating-point tensors as `dtype`, None: as they are.
-
-        Raises ValueError if that rounds.
-        """
+        """Return the spec with floating-point tensors as `dtype`, if any. Raises ValueError if it rounds."""
         if dtype is None:
             return self
         for spec in self.specs:

@@ -231,7 +231,6 @@ class Prices:
     stages: Sequence[Mapping[Mode, Doing]]
 
     def of(self, stage: int, start: int, end: int, mode: Mode) -> Priced:
-        """Price layers `start` to `end` (exclusive) as this stage."""
         doing, sizes = self.stages[stage][mode], self.table.sizes(start, end, mode)
         seconds = self.table.seconds(start, end, Op.I in doing.actions, mode)
         messages = {Op.RECV_F: sizes.inputs, Op.SEND_F: sizes.outputs}

@@ -68,12 +68,10 @@ class Cut:
 
     @cached_property
     def routes_into(self) -> list[list[Route]]:
-        """The routes that end at each stage, ascending."""
         return [[route for route in self.routes if route.target == n] for n in range(len(self.slices))]
 
     @cached_property
     def routes_from(self) -> list[list[Route]]:
-        """The routes that begin at each stage, ascending."""
         return [[route for route in self.routes if route.source == n] for n in range(len(self.slices))]
 
     @property
@@ -159,10 +157,9 @@ def cut_layers(
     shared: Mapping[str, Tie] | None = None,
     any_size: bool = False,
 ) -> Cut:
-    """Return a model cut before the layers `cuts`, as the first of its estimates tells.
+    """Return a model cut before the layers `cuts`, as the first of its estimates says.
 
-    `example`: of its inputs, which all enter the first stage; `any_size`: whether microbatches may come of
-    other sizes than these.
+    `example`: of its inputs, which enter the first stage; `any_size`: microbatches of any size may come.
     """
     layers = next(iter(estimates.values()))
     data = {ValueId(INPUT, number): False for number in range(len(example.specs))}

@@ -14,22 +14,11 @@ from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.balance import Choice, choose_cuts, cut_by_times, prove_layers
 from pipetrain.plan.costs import Profile, Table, by_work, refuse_other_layers
-from pipetrain.plan.cut import (
-    cut_layers,
-    cuts_that_may_be,
-    refuse_cuts,
-    shared_weights,
-)
+from pipetrain.plan.cut import cut_layers, cuts_that_may_be, refuse_cuts, shared_weights
 from pipetrain.plan.estimate import Layer, estimates, with_gradients
 from pipetrain.plan.memory import refuse_above
 from pipetrain.plan.plan import Plan, Samples, cast_spec, given_to_task
-from pipetrain.plan.program import (
-    Draft,
-    modes_of,
-    prove,
-    recomputing,
-    refuse_ties,
-)
+from pipetrain.plan.program import Draft, modes_of, prove, recomputing, refuse_ties
 from pipetrain.plan.replicas import Way, choose_replicas, longest_part
 from pipetrain.schedule.actions import splits
 from pipetrain.schedule.simulate import Deadlock
@@ -174,10 +163,7 @@ def _table(
 
 
 def _cuts(
-    draft: Draft,
-    lengths: Sequence[int],
-    network: Network | None,
-    table: Table,
+    draft: Draft, lengths: Sequence[int], network: Network | None, table: Table
 ) -> tuple[list[int], list[Mode], dict[str, Choice]]:
     """Choose the first layers of stages 1, 2, ..., and what each stage recomputes. Raises ConfigError."""
     settings, where, layers = draft.settings, draft.placement, table.layers

@@ -32,10 +32,9 @@ _NOT_KEPT = {F.embedding, *overloads(_ATEN.embedding)}
 
 
 class Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts a layer's work, and finds tensors that it uses apart from the `known` ones.
+    """Counts a layer's work, and finds tensors that it uses beside the `known` ones.
 
-    `names`: storage -> name of each tensor of the model, and whether it is trained; `trained`: the layer's
-    weights.
+    `names`: by storage, the name of each tensor of the model, and whether it is trained.
     """
 
     def __init__(

@@ -16,16 +16,9 @@ from pipetrain.network.numerics import Numerics
 from pipetrain.network.values import Size, Value, ValueSpec, cast_floats
 from pipetrain.plan.balance import Choice
 from pipetrain.plan.costs import Table
-from pipetrain.plan.cut import (
-    Cut,
-)
+from pipetrain.plan.cut import Cut
 from pipetrain.plan.estimate import Layer
-from pipetrain.plan.program import (
-    Draft,
-    ProvenWindows,
-    Window,
-    window_lengths,
-)
+from pipetrain.plan.program import Draft, ProvenWindows, Window, window_lengths
 from pipetrain.plan.replicas import Way
 from pipetrain.schedule.actions import Edge, Op, Placement, Tie, asks_for
 from pipetrain.schedule.lower import Link, links
@@ -68,7 +61,6 @@ class Plan:
 
     @property
     def placement(self) -> Placement:
-        """The ranks of each stage."""
         return self.draft.placement
 
     @property
@@ -78,7 +70,6 @@ class Plan:
 
     @property
     def links(self) -> list[Link]:
-        """The links that windows and evaluations use."""
         return links(self.cut.bounds, self.placement)
 
     @property
@@ -121,7 +112,6 @@ class Plan:
 
     @property
     def cuts(self) -> list[int]:
-        """The first layers of stages 1, 2, ..."""
         return [slice.start for slice in self.cut.slices[1:]]
 
     @property
@@ -136,7 +126,6 @@ class Plan:
 
     @property
     def replicated(self) -> bool:
-        """Whether a stage has replicas."""
         return any(len(ranks) > 1 for ranks in self.placement)
 
     @property

@@ -132,10 +132,7 @@ class Draft:
         return max(whole, self.least)
 
     def prove(self) -> None:
-        """Prove its program, for stages of which each sends to the next.
-
-        Raises ScheduleError and ConfigError.
-        """
+        """Prove its program for stages that each send to the next. Raises ScheduleError and ConfigError."""
         prove_window(self, self.batches, _completed(self, self.program, None), None)
 
 
@@ -147,10 +144,9 @@ def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]
 
 
 def _compute_only(settings: Settings, schedule: Schedule, batches: int, **offered: Any) -> Program:
-    """Return the compute-only program of a window; `offered`: what is known of the cut model, if it is cut.
+    """Return the compute-only program of a window. Raises ScheduleError and ConfigError.
 
-    Without, it has the placement and the weight versions that it will have. Raises ScheduleError and
-    ConfigError.
+    `offered`: what is known of the cut model. Placement and weight versions do not depend on it.
     """
     size = settings.places, batches, settings.microbatches
     try:

@@ -50,10 +50,7 @@ def write(path: Path, about: Mapping[str, Any], windows: Sequence[TracedWindow])
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[TracedWindow]]:
-    """Read a trace: its conditions, and its windows with what each action and its wait took.
-
-    Raises OSError, LookupError, TypeError or ValueError.
-    """
+    """Read conditions and windows of a trace. Raises OSError, LookupError, TypeError or ValueError."""
     content = json.loads(path.read_text())
     about = content["otherData"]
     if about["format"] != FORMAT:

@@ -38,11 +38,7 @@ class Block(NamedTuple):
 
 
 def as_text(
-    timeline: Timeline,
-    width: int = 100,
-    unit_of_time: str = "",
-    span: Cells | None = None,
-    title: str = "",
+    timeline: Timeline, width: int = 100, unit_of_time: str = "", span: Cells | None = None, title: str = ""
 ) -> str:
     """Draw a row per rank in `width` columns; a cell is the shortest action's time (1 at `unit_cost`).
 

@@ -18,10 +18,7 @@ class FixedProgram:
         self.batches = len(steps) // max(1, len(stages))
 
     def __call__(self, ranks: int, batches: int, microbatches: int, replicas: object = None) -> Program:
-        """Return the program of a window, whatever `replicas` its places have.
-
-        Raises ScheduleError if the file's is of another size.
-        """
+        """Return the program of a window, for any `replicas`. Raises ScheduleError for another size."""
         mbs = {action.mb for actions in self._program for action in actions if action.op is Op.F}
         times, rest = divmod(batches, self.batches or 1)
         fits = len(self._program) == ranks and mbs == set(range(self.batches * microbatches))

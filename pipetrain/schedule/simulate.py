@@ -86,12 +86,7 @@ def _named(buffer_size: BufferSize) -> str:
 
 class _Simulation:
     def __init__(
-        self,
-        program: Program,
-        buffer_size: BufferSize,
-        cost: Cost,
-        routes: Sequence[Edge] | None,
-        ties: Ties,
+        self, program: Program, buffer_size: BufferSize, cost: Cost, routes: Sequence[Edge] | None, ties: Ties
     ) -> None:
         self._program = program
         self._buffer_size = buffer_size

@@ -21,14 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from pipetrain.errors import ConfigError
 from pipetrain.network.tensors import made_up, storage_of, strided
 from pipetrain.network.tracing.exporting import SAMPLES
-from pipetrain.network.tracing.operations import (
-    Constant,
-    Input,
-    ModelTensor,
-    Operations,
-    Region,
-    place_of,
-)
+from pipetrain.network.tracing.operations import Constant, Input, ModelTensor, Operations, Region, place_of
 from pipetrain.network.values import TensorSpec, differentiable
 
 _ATEN = torch.ops.aten

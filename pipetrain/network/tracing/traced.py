@@ -54,7 +54,6 @@ class Traced(Network):
         self.modules = [self.part(self.alone(n), self.alone(n, False)) for n in range(len(names))]
 
     def alone(self, index: int, training: bool = True) -> Slice:
-        """Return one layer as a slice."""
         return self.modes[training].slices[index]
 
     def takes(self, index: int, specs: Sequence[ValueSpec]) -> tuple[ValueId, ...]:
