@@ -263,11 +263,9 @@ class Reader:
         return self._all_counts
 
     def _leave_out(self) -> None:
-        if (
-            self._read_ahead
-            and self.weight is not None
-            and not counted_for(self.weight, self._read_ahead[-1][1])
-        ):
+        if self.weight is None or not self._read_ahead:
+            return
+        if not counted_for(self.weight, self._read_ahead[-1][1]):
             self._read_ahead.pop()
             log.warning("%s %d is skipped: none of its targets counts", self.what, self._read - 1)
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.network import Network
-from pipetrain.network.places import in_place_of, named_tensors, places, replace
+from pipetrain.network.places import in_place_of, named_tensors, replace, tensors_in
 from pipetrain.network.tensors import storage_of
 from pipetrain.network.values import differentiable, name_of
 
@@ -134,8 +134,8 @@ def materialise(network: Network, layers: Iterable[int], more: Iterable[str] = (
         return
     tensors = named_tensors(network.model)
     names = {id(tensor): name for name, tensor in tensors.items()}
-    used = (names.get(id(place.tensor)) for index in layers for place in places(network.modules[index]))
-    numbers = values.tensors(list(dict.fromkeys([*filter(None, used), *more])))
+    used = (name for index in layers for name in tensors_in(network.modules[index], names))
+    numbers = values.tensors(list(dict.fromkeys([*used, *more])))
     others: dict[int, Tensor] = {}
     for name in list(numbers):
         old, new = tensors[name], cast_exactly(name, numbers.pop(name), tensors[name].dtype)

@@ -71,6 +71,11 @@ def _places_in(of: Any) -> list[Place]:
     return [Place(of, key) for key, value in entries if isinstance(value, Tensor)]
 
 
+def tensors_in(module: nn.Module, names: Mapping[int, str]) -> dict[str, Tensor]:
+    """Return the tensors that a module uses, by name; `names`: of those that count, by id."""
+    return {names[id(place.tensor)]: place.tensor for place in places(module) if id(place.tensor) in names}
+
+
 def replace(modules: Iterable[nn.Module], others: Mapping[int, Tensor], *more: Any) -> None:
     """Put `others[id(tensor)]` into each place of `tensor`, in `more` too; what is shared stays so."""
     own = chain.from_iterable(map(places, modules if others else ()))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.network import INPUT, Network, Slice, Tensors, ValueId
-from pipetrain.network.places import places
+from pipetrain.network.places import named_tensors, places, tensors_in
 from pipetrain.network.values import Gradients, Size, TensorSpec, ValueSpec
 from pipetrain.plan.estimate import Layer, origin
 from pipetrain.schedule.actions import Edge, Tie
@@ -255,13 +255,11 @@ def shared_weights(network: Network, cuts: Sequence[int]) -> dict[str, Tie]:
 
 def _holders(network: Network, cuts: Sequence[int]) -> dict[str, Tie]:
     """Return the stages of each parameter and buffer, ascending, by its name in the model."""
-    named = [*network.model.named_parameters(), *network.model.named_buffers()]
-    names = {id(tensor): name for name, tensor in named}
+    names = {id(tensor): name for name, tensor in named_tensors(network.model).items()}
     users: dict[str, set[int]] = {}
     for index, module in enumerate(network.modules):
-        for place in places(module):
-            if id(place.tensor) in names:
-                users.setdefault(names[id(place.tensor)], set()).add(stage_of(index, cuts))
+        for name in tensors_in(module, names):
+            users.setdefault(name, set()).add(stage_of(index, cuts))
     return {name: tuple(sorted(stages)) for name, stages in users.items()}
 
 

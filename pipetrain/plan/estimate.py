@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from pipetrain.network.chain import Chain
 from pipetrain.network.draws import Beginning
 from pipetrain.network.network import INPUT, Network, Tensors, ValueId, evaluating
 from pipetrain.network.numerics import Numerics
-from pipetrain.network.places import places, standing_in
+from pipetrain.network.places import places, standing_in, tensors_in
 from pipetrain.network.tensors import graph_of, made_up_samples, quiet, storage_of
 from pipetrain.network.values import Packing, Size, TensorSpec, ValueSpec, differentiable, leaves_of, specs_of
 from pipetrain.plan.observed import NOTHING, Kept, SavedWatch, Spy
@@ -132,22 +132,19 @@ def estimates(
         return Numerics(), {settings.full: model}, {settings.full: model}
 
     def of(numerics: Numerics) -> tuple[Numerics, dict[Size, list[Layer]], dict[Size, list[Layer]]]:
-        full = {settings.full: estimate(model, example.of(settings.full), numerics)}
-        others = {
+        training = {
             size: (estimate_short if size < settings.full else estimate)(model, example.of(size), numerics)
-            for size in sorted({*trained} - {settings.full})
+            for size in (settings.full, *sorted({*trained} - {settings.full}))
         }
         evaluation = {
             size: estimate(model, example.of(size), numerics, False) for size in sorted({*evaluated})
         }
-        return numerics, full | others, evaluation
+        return numerics, training, evaluation
 
     numerics = Numerics(settings.precision == "bf16", settings.memory_format == "channels_last")
     if settings.memory_format == "auto" and settings.dtype == torch.float32:
-        try:
+        with suppress(ConfigError):  # as of a view that needs the channels outermost
             return of(replace(numerics, channels_last=True))
-        except ConfigError:  # such as a view that needs the channels outermost
-            pass
     return of(numerics)
 
 
@@ -218,12 +215,8 @@ class _Trial:
         mode: FakeTensorMode | None,
     ) -> _Run:
         module, last = self._network.modules[index], index == len(self._network.names) - 1
-        named = self._named(module)
-        others = {
-            id(place.tensor): self._stand_in(place.tensor, mode)
-            for place in places(module)
-            if id(place.tensor) in self._ids
-        }
+        used = tensors_in(module, self._ids)
+        others = {id(tensor): self._stand_in(tensor, mode) for tensor in used.values()}
         with torch.set_grad_enabled(self._training), mode or nullcontext(), standing_in(module, others):
             # In the memory format in which they arrive over a cut.
             arranged = (self._numerics.arrange(_copied(t, mode)).detach() for t in entering)
@@ -283,21 +276,11 @@ class _Trial:
                 saved=saved,
                 for_w=for_w,
                 products=products,
-                **named,
+                **_specs_by_kind(used),
             )
             handed_on = {id(t): given for t, given in zip(inputs, entering, strict=True)}
         left = (t if differentiable(t) else handed_on.get(id(t), t) for t in outputs)  # with its numbers
         return _Run(layer, tuple(t.detach().requires_grad_(t.requires_grad) for t in left))
-
-    def _named(self, module: nn.Module) -> dict[str, Any]:
-        """Return the specs of what a layer trains, of its frozen parameters and of its buffers, by name."""
-        specs: dict[str, dict[str, TensorSpec]] = {"weights": {}, "frozen": {}, "buffers": {}}
-        for tensor in (place.tensor for place in places(module)):
-            if id(tensor) in self._ids:
-                trained = "weights" if tensor.requires_grad else "frozen"
-                kind = trained if isinstance(tensor, nn.Parameter) else "buffers"
-                specs[kind][self._ids[id(tensor)]] = specs_of([tensor])[0]
-        return specs
 
     def _stand_in(self, tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
         """Return a copy; of a tensor on meta one with its form or, without a mode, with its numbers."""
@@ -315,6 +298,15 @@ class _Trial:
             if isinstance(tensor, nn.Parameter):
                 other = self._numerics.arrange(other)
         return other.requires_grad_(tensor.requires_grad)
+
+
+def _specs_by_kind(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the specs of what a layer trains, of its frozen parameters and of its buffers, by name."""
+    specs: dict[str, dict[str, TensorSpec]] = {"weights": {}, "frozen": {}, "buffers": {}}
+    for name, tensor in tensors.items():
+        trained = "weights" if tensor.requires_grad else "frozen"
+        specs[trained if isinstance(tensor, nn.Parameter) else "buffers"][name] = specs_of([tensor])[0]
+    return specs
 
 
 class _Wrong(Exception):
