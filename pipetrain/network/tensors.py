@@ -93,14 +93,11 @@ def quiet() -> Iterator[None]:
 
 
 def results(
-    run: Callable[[], Any],
-    modules: Sequence[nn.Module],
-    training: bool,
-    names: Mapping[str, str] | None = None,
+    run: Callable[[], Any], modules: Sequence[nn.Module], training: bool, names: Mapping[str, str]
 ) -> Results:
     """Return what a run of modules makes; its gradients are those of a weighted sum of the outputs.
 
-    `names`: the name that a parameter has in the results, if not its own; gradients of one name are added up.
+    `names`: the name that a parameter has in the results; gradients of one name are added up.
     """
     torch.default_generator.manual_seed(0)
     with torch.set_grad_enabled(training):
@@ -114,7 +111,7 @@ def results(
             grads = torch.autograd.grad(wanted, list(named), weights, allow_unused=True)
             for name, grad in zip(named.values(), grads, strict=True):
                 if grad is not None:
-                    what = f"{GRADIENT}{(names or {}).get(name, name)}"
+                    what = f"{GRADIENT}{names[name]}"
                     results[what] = grad.to_dense() + results.get(what, 0)
     for module in modules:
         results |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}

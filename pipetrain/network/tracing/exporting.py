@@ -101,8 +101,7 @@ def exported(
     Raises ConfigError for what it cannot have.
     """
     tensors, others, batch = (*model.parameters(), *model.buffers()), dict[int, Tensor](), Dim("batch")
-    device = torch.device("cpu")
-    if any(tensor.device != device for tensor in tensors):
+    if any(tensor.device.type != "cpu" for tensor in tensors):
         others = _fakes(model, FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
     try:
         with (
@@ -115,7 +114,7 @@ def exported(
             if not autocast:
                 _make_zeros_of_the_fast_path(model, training)
             model.register_forward_hook(_refuse_backward)
-            args, kwargs = as_arguments(example, made_up_samples(example.of(Size(SAMPLES)), device))
+            args, kwargs = as_arguments(example, made_up_samples(example.of(Size(SAMPLES))))
             shapes = tree_map(lambda _: {0: batch}, bound(model, args, kwargs))
             own = {id(vars(module)) for module in model.modules() if origin(type(module)) not in LIBRARIES}
             held = Held([(name, of) for name, of in attributes_of(model) if id(of) in own])
