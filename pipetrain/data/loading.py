@@ -37,8 +37,7 @@ class BadBatch(TrainingStopped):
 class NamedTargets:
     """The targets among the tensors of a batch that is a dict; several are a tuple.
 
-    The rest are the inputs: a dict, or if there is one alone, that tensor. `kept`: the model takes them all,
-    targets too, as it computes its loss.
+    The rest is the input: a dict, or a single tensor. `kept`: a model that computes its loss takes them all.
     """
 
     names: str | tuple[str, ...]

@@ -41,10 +41,7 @@ What is computed of it otherwise has the same key.
 
 
 def build(factory: Factory, seed: int) -> tuple[nn.Module, Initial]:
-    """Call a factory; return its model with all parameters on the meta device, and their initial numbers.
-
-    Raises ConfigError for a factory that fails.
-    """
+    """Return a factory's model, its parameters on the meta device, and their numbers. Raises ConfigError."""
     call = _Call(seed, kept=())
     model = call.of(factory)
     return model, Initial(factory, seed, model, call)

@@ -23,8 +23,7 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 class Numerics:
     """Precision and layout of a run.
 
-    `autocast`: layers compute in bf16 where it is safe. `channels_last`: the channels of images and of
-    convolution weights are innermost in memory.
+    `autocast`: bf16 where it is safe. `channels_last`: images and convolutions have their channels innermost.
     """
 
     autocast: bool = False

@@ -331,10 +331,7 @@ def balance_times(prices: Prices, allowed: Collection[int], limit: float = math.
 
 
 def cut_by_times(draft: Draft, batches: int, table: Table, allowed: Collection[int]) -> dict[str, Choice]:
-    """Choose the cuts by measured times; return them, and to compare those of the other strategies.
-
-    `batches`: of the longest window.
-    """
+    """Return the cuts by measured times, and those of other strategies; `batches`: of the longest window."""
     prices, limit = prices_of(draft, batches, table), (draft.settings.memory_limit or math.inf) * GIB
     others = {name: choose_cuts(name, table.layers, draft.placement) for name in STRATEGIES}
     cuts = {PROFILE: balance_times(prices, allowed, limit), **others}

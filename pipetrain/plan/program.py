@@ -236,10 +236,7 @@ def prove(
 
 
 def prove_window(draft: Draft, batches: int, program: Program, cut: Cut | None) -> Window:
-    """Return the window of one program, for a cut that has bounds; None: each stage sends to the next.
-
-    Raises ScheduleError and ConfigError.
-    """
+    """Return a program's window, by its cut's bounds, if it is cut. Raises ScheduleError and ConfigError."""
     _refuse_unsound(draft.settings, batches, program, cut)
     with _explained(draft.settings, has_norms(program), cut):
         return _played(draft, batches, program, cut)

@@ -204,8 +204,7 @@ def homes(program: Program) -> dict[tuple[int, int], int]:
 def rounds(program: Program, batches: int, microbatches: int) -> int:
     """Return after how many microbatches of a window replicas take turns anew.
 
-    Where no forward reads old weights, that is with each batch, so that nothing depends on how windows are
-    cut; else with each window.
+    After each batch where no forward reads old weights, so that windows may be cut anywhere; else per window.
     """
     return batches * microbatches if reads_old(program, microbatches) else microbatches
 

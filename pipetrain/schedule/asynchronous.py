@@ -78,8 +78,7 @@ class AsynchronousV:
 def _timed(times: WorkTimes, buffer_size: int) -> list[tuple[float, float, Offsets]]:
     """Return some offsets, V-Min's and V-Half's first, with the period at these times and what a rank holds.
 
-    The period is the time between microbatches in the simulated steady state, infinite for an order that the
-    channel blocks.
+    The period is the time between microbatches in the simulated steady state; infinite if the channel blocks.
     """
     stages = len(times.f)
     where = v_placement(stages // 2)

@@ -47,10 +47,9 @@ def as_figure(
     span: Cells | None = None,
     memory: Memory = (),
 ) -> None:
-    """Write the timeline to a .svg or .png file, or as the latter to a buffer. Raises ScheduleError.
+    """Write the timeline to a .svg or .png file, or as .png to a buffer. Raises ScheduleError.
 
-    `span`: the first and the last cell to draw; None for the first CELLS. `memory`: what each rank holds over
-    time, drawn below.
+    `span`: the first and last cell to draw; None: the first CELLS. `memory`: what ranks hold, drawn below.
     """
     unit, ranks = unit_of(timeline), len(timeline.rows)
     since, until = (min(at * unit, timeline.makespan) for at in span or (0, CELLS))

@@ -65,8 +65,7 @@ class _Partial:
 def offsets(where: Sequence[int], times: WorkTimes, hop: float = 0.0) -> Offsets:
     """Return offsets of few waits for stages on the ranks `where`.
 
-    From the start of a work to that of the next one of its microbatch on another rank it takes `hop` periods
-    or more: this leaves room for messages that come late.
+    A work begins at least `hop` periods after the one before it on another rank: messages may come late.
     """
     tick = (max(times.busy(where)) or 1.0) / _TICKS
     stages = range(len(where))

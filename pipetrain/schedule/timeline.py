@@ -229,10 +229,9 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """The time of a stage, measured or predicted.
+    """The time of a stage, measured or predicted; `stage_time_s`: seconds of computing a batch, if known.
 
-    `bubble`: the fraction of training in which its rank does not compute, `wait`: in which its rank is
-    blocked. `stage_time_s`: seconds of computing per batch; None if unknown.
+    `bubble`: the fraction of training in which its rank does not compute; `wait`: in which it is blocked.
     """
 
     bubble: float

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.network import evaluating
-from pipetrain.network.places import OTHERS, Held, attributes_of, origin, standing_in
+from pipetrain.network.places import OTHERS, Held, origin, standing_in
 from pipetrain.network.tensors import graph_of, made_up_samples
 from pipetrain.network.values import Size, ValueSpec
 
@@ -116,8 +116,8 @@ def exported(
             model.register_forward_hook(_refuse_backward)
             args, kwargs = as_arguments(example, made_up_samples(example.of(Size(SAMPLES))))
             shapes = tree_map(lambda _: {0: batch}, bound(model, args, kwargs))
-            own = {id(vars(module)) for module in model.modules() if origin(type(module)) not in LIBRARIES}
-            held = Held([(name, of) for name, of in attributes_of(model) if id(of) in own])
+            own = ((name, of) for name, of in model.named_modules() if origin(type(of)) not in LIBRARIES)
+            held = Held([(name, vars(module)) for name, module in own])
             now = dict[str, None]()  # at a forward's end: export puts some back
             model.register_forward_hook(lambda *_: now.update((name, None) for name, *_ in held.changes()))
             program = export(model, args, kwargs, dynamic_shapes=shapes, strict=False)

@@ -63,8 +63,7 @@ def interleaved_1f1b(ranks: int, batches: int, microbatches: int, virtual: int =
 def forward_only(placement: Placement, microbatches: int) -> Program:
     """Return the forwards of an evaluation, with replicas in turn.
 
-    Each rank follows the diagonals stage + microbatch. An action waits only for earlier diagonals, so no
-    placement can deadlock.
+    Ranks follow the diagonals stage + microbatch and wait for earlier ones alone, so nothing can deadlock.
     """
     require("forward_only", stages=len(placement), microbatches=microbatches)
     ranks = {rank for of in placement for rank in of}
