@@ -100,14 +100,14 @@ def fit(
         "log_every": log_every,
         **_checkpoints(checkpoint),
         "trace": {"windows": windows} if windows else bool(trace),
-        "resume": None if resume is None else str(PATH.read("resume", resume)),
+        "resume": resume,
     }
     training = pipe._training
-    limit = training.settings.changed(options).max_updates
+    asked = training.settings.changed(options)
     batches = _batches_in(training, train, "train", training.settings.microbatches)
     evaluated = 0 if test is None else _batches_in(training, test, "test")
-    if limit and epochs is None:
-        options["epochs"] = -(-limit // batches)
+    if asked.max_updates and epochs is None:
+        options["epochs"] = -(-asked.max_updates // batches)
     if resume is not None and run_dir is None:
         raise ConfigError("resume= goes on in a run's folder: give run_dir= too")
     if run_dir is not None and current_thread() is not main_thread():
@@ -116,7 +116,7 @@ def fit(
         run_folder = None
         if run_dir is not None:
             path = PATH.read("run_dir", run_dir)
-            run_folder = held.enter_context(_opened(training, path, options["resume"], loggers))
+            run_folder = held.enter_context(_opened(training, path, asked.resume, loggers))
         # The first batch decides the plan; a signal to the group is to spare the data workers that it starts.
         with Signals(training.rank).handled() if run_folder else nullcontext():
             passes = TrainingPasses(training, train, test, batches, run_folder)

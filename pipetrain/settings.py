@@ -75,7 +75,7 @@ def share_of_cores(local_size: int) -> int:
 
 
 def _path(key: str, value: Any) -> str:
-    return str(PATH.convert(key, kept(value, isinstance(value, str))))
+    return str(PATH.convert(key, value))
 
 
 def _dtype(key: str, value: Any) -> Any:

@@ -219,7 +219,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "the test loader has no batch": {"test": []},
     "trace=x must be a whole number": {"trace": "x"},
     "run_dir=3 must be the path": {"run_dir": 3},
-    "resume=5 must be the path": {"resume": 5},
+    "resume=5 must be auto, the folder of a checkpoint": {"resume": 5},
     "loggers=5 must be names, or options by name": {"loggers": 5},
     "loggers={'wandb': 5} must be names, or options by name": {"loggers": {"wandb": 5}},
     "resume= goes on in a run's folder: give run_dir= too": {"resume": "auto", "run_dir": None},
