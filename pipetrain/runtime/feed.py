@@ -106,8 +106,9 @@ class WindowFeed:
 
     def input(self, mb: int) -> tuple[Tensor, ...]:
         """Return the first stage's inputs [n, ...] on the device; called once for each microbatch."""
-        while mb not in self._inputs:
-            assert self._read_input(), f"this rank has no inputs of microbatch {mb} to give"
+        while mb not in self._inputs and self._read_input():
+            pass
+        assert mb in self._inputs, f"this rank has no inputs of microbatch {mb} to give"
         return self._inputs.pop(mb)
 
     def prepare(self) -> None:

@@ -221,9 +221,8 @@ class Links(Ranks):
         """
         with self._cutting:
             if self._aborts is None:
-                of_gloo, of_nccl = [self._all, *self._in_use()], list[Any]()
-                if self.backend == "nccl":
-                    of_gloo, of_nccl = of_gloo[:1], of_gloo[1:]
+                of_nccl = self._in_use() if self.backend == "nccl" else []
+                of_gloo = [self._all] if self.backend == "nccl" else [self._all, *self._in_use()]
                 backends = [group._get_backend(self.device) for group in of_nccl]
                 self._aborts = [Thread(target=backend.abort, daemon=True) for backend in backends]
                 for abort in self._aborts:
