@@ -43,12 +43,12 @@ class AttributeState:
         self._names = {id(of): name for name, of in self._known.items()}
         self._told = set[str]()
         self._began = {path: self._mark(value) for path, _, value in self._values()}
-        # The tensors too, but those of layers may be large.
-        self._first = {
-            path: [tensor.clone() for tensor in self._packed(value)[1]]
-            for path, owner, value in self._values()
-            if isinstance(self._began[path], str) and not isinstance(owner, nn.Module)
-        }
+        self._first = dict[str, tuple[Any, list[Tensor]]]()
+        for path, owner, value in self._values():
+            if isinstance(self._began[path], str):
+                tree, numbers = self._packed(value)
+                if not (numbers and isinstance(owner, nn.Module)):  # a layer's may be large
+                    self._first[path] = tree, [tensor.clone() for tensor in numbers]
 
     def changed(self) -> dict[str, list[Tensor]]:
         """Return what has changed, by its path: the JSON of a tree, and its tensors."""
@@ -68,11 +68,10 @@ class AttributeState:
             mark, before = self._mark(value), self._began.get(path)
             if path in found or not isinstance(mark, str) or mark == before:
                 continue
-            tree, sums = json.loads(before) if isinstance(before, str) else (None, [])
             if path not in self._began:
                 vars(owner).pop(path.rpartition("/")[2], None)
-            elif len(sums) == len(tensors := self._first.get(path, [])):
-                self._set(path, [(tree, tensors)])
+            elif path in self._first:
+                self._set(path, [self._first[path]])
         for path, trees in found.items():
             first, *others = trees
             alike = all(len(of) == len(first) and all(map(torch.equal, of, first)) for of in others)
@@ -85,10 +84,11 @@ class AttributeState:
                 graph = isinstance(value, Tensor) and value.requires_grad  # of the last forward
                 if not (isinstance(owner, nn.Module) and (key in _OF_MODULE or graph)):
                     yield f"{name}/{key}", owner, value
-            if isinstance(owner, Optimizer):
-                others = {key: value for key, value in owner.state.items() if not isinstance(key, Tensor)}
-                yield f"{name}/{_OTHERS}", owner, others
-            if isinstance(owner, Optimizer) and type(owner).state_dict is not Optimizer.state_dict:
+            if not isinstance(owner, Optimizer):
+                continue
+            others = {key: value for key, value in owner.state.items() if not isinstance(key, Tensor)}
+            yield f"{name}/{_OTHERS}", owner, others
+            if type(owner).state_dict is not Optimizer.state_dict:
                 with _own_state(owner):
                     entries = owner.state_dict().items()
                 own = {key: value for key, value in entries if key not in ("state", "param_groups")}

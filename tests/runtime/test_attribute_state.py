@@ -217,6 +217,9 @@ def test_of_a_layer_what_has_changed_and_can_be_kept_is_and_the_rest_is_said_onc
     assert caplog.messages == [
         "pipetrain: layer 0.function is a builtin_function_or_method, which no checkpoint keeps"
     ]
+    layer.function = 3  # what it was at the start could not be kept
+    of.restore({})
+    assert (layer.function, layer.sizes) == (3, [1])
 
 
 def test_other_stages_take_what_was_the_same_on_all_and_what_is_of_their_weights(caplog):
