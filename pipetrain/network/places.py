@@ -63,7 +63,7 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 def places(module: nn.Module) -> list[Place]:
     """Return the places of all tensors of a module and of its children; a tensor may have several."""
-    return [place for _, of in _containers(attributes_of(module)) for place in _places_in(of)]
+    return [place for _, of in _containers(attributes_of(module)) if of for place in _places_in(of)]
 
 
 def _places_in(of: Any) -> list[Place]:
@@ -79,7 +79,11 @@ def tensors_in(module: nn.Module, names: Mapping[int, str]) -> dict[str, Tensor]
 def replace(modules: Iterable[nn.Module], others: Mapping[int, Tensor], *more: Any) -> None:
     """Put `others[id(tensor)]` into each place of `tensor`, in `more` too; what is shared stays so."""
     own = chain.from_iterable(map(places, modules if others else ()))
-    for place in chain(own, *map(_places_in, more)):
+    _replace(chain(own, *map(_places_in, more)), others)
+
+
+def _replace(places: Iterable[Place], others: Mapping[int, Tensor]) -> None:
+    for place in places:
         if id(place.tensor) in others:
             place.container[place.key] = others[id(place.tensor)]
 
@@ -123,8 +127,8 @@ class Held:
         self._empty = [of for _, of, was in self._all if not was]
         self._filled = [of for _, of, was in self._all if was]
         self.content = [was for *_, was in self._all if was]
-        every = [place for _, of, _ in self._all for place in _places_in(of)]
-        self._numbers = [(*place, place.tensor) for place in every if place.tensor.numel() == 1]
+        self.places = [place for _, of, was in self._all if was for place in _places_in(of)]
+        self._numbers = [(*place, place.tensor) for place in self.places if place.tensor.numel() == 1]
 
     def changed(self) -> bool:
         """Return whether anything else is held; a tensor whose numbers have changed in place is the same.
@@ -171,7 +175,7 @@ def standing_in(module: nn.Module, others: Mapping[int, Tensor]) -> Iterator[Non
     """Let a module run with `others[id(tensor)]` in each place of `tensor`; then restore all attributes."""
     held = Held(attributes_of(module))
     try:
-        replace([module], others)
+        _replace(held.places, others)
         yield
     finally:
         held.put_back()
