@@ -11,8 +11,8 @@ inputs = torch.randn(256, 4)
 batches = [(x, x.sum(1, keepdim=True)) for x in inputs.split(32)]
 model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
 
-pipe = pipetrain.Pipeline(model, mse_loss, lambda p: torch.optim.AdamW(p, 1e-2))
-for _ in range(40):
+pipe = pipetrain.Pipeline(model, mse_loss, lambda p: torch.optim.AdamW(p, 2e-2))
+for _ in range(15):
     for _loss in pipe.train(batches):
         pass
 new = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.5, -0.5, 0.0, 0.0]])
