@@ -45,7 +45,7 @@ WORDS = {
     "stopped": [*SLOW, "trace=true", "data.workers=1"],
     "in its start": [],
     "refused": ["microbatches=65"],
-    "interrupted": ["epochs=99"],
+    "interrupted": ["epochs=99", *FAULTY, "+model.kind=sleep", "+model.rank=1", "+model.at=50"],
     "interrupted twice": SLOW,
 }
 

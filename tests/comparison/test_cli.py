@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,10 +14,10 @@ import pytest
 from comparison import cli
 from tests.comparison.support import compare, started
 from tests.support.deadlines import DEADLINE_S
+from tests.support.processes import CHECKOUT, ended, running
 
 pytestmark = pytest.mark.processes
 
-ROOT = Path(__file__).parents[2]
 TWO = ("--schedules", "layer_dist", "pipedream", "--seeds", "0", "1")
 ALL = ["layer_dist-seed0", "pipedream-seed0", "layer_dist-seed1", "pipedream-seed1"]
 
@@ -64,11 +62,11 @@ def test_it_goes_on_past_failed_runs_leaves_tables_and_keeps_what_is_done(out, c
 
 def test_a_real_run(out, capsys):
     words = ["model=mlp", "data=digits", "epochs=1", "data.train_limit=64"]
-    assert cli.main(["--method", "mine: schedule=layer_dist", "--out", str(out), *words]) == 0
+    assert cli.main(["--nproc", "1", "--method", "mine: schedule=layer_dist", "--out", str(out), *words]) == 0
     summary = json.loads((out / "runs" / "mine-seed0" / "summary.json").read_text())
-    assert (summary["stages"], summary["updates"]) == (2, 1)
+    assert (summary["stages"], summary["updates"]) == (1, 1)
     log = (out / "runs" / "mine-seed0.log").read_text()
-    assert "pipetrain: mlp on digits (64 train, 360 test samples), schedule layer_dist, 2 x " in log
+    assert "pipetrain: mlp on digits (64 train, 360 test samples), schedule layer_dist, 1 x " in log
 
 
 def test_runs_of_other_metrics_are_not_compared(out, capsys):
@@ -109,14 +107,9 @@ def alive(pid: int) -> bool:
 
 
 def test_interrupted_it_ends_the_whole_run_and_goes_on_next_time(out):
-    arguments = [sys.executable, "-m", "tests.comparison.support", *TWO, "--out", str(out), "data=digits"]
-    code = os.pathsep.join(map(str, (ROOT, ROOT / "scripts")))
-    environment = {**os.environ, "PYTHONPATH": code, "FAKE": '{"layer_dist:1": "hang"}'}
-    process = subprocess.Popen(
-        arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    words = ["-m", "tests.comparison.support", *TWO, "--out", out, "data=digits"]
     hanging = out / "runs" / "hanging.txt"
-    try:
+    with running(CHECKOUT, words, {"FAKE": '{"layer_dist:1": "hang"}'}) as process:
         deadline = time.monotonic() + DEADLINE_S
         while not (hanging.exists() and len(hanging.read_text().split()) == 2):
             assert time.monotonic() < deadline
@@ -126,9 +119,7 @@ def test_interrupted_it_ends_the_whole_run_and_goes_on_next_time(out):
         assert all(map(alive, pids))
         assert compare(*TWO, "--out", str(out), "data=digits") == 2  # the folder is taken
         process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=DEADLINE_S)
-    finally:
-        process.kill()
+        said = ended(process)
     assert process.returncode == 130
     assert f"interrupted\n2 of 4 runs are kept in {out}; the same command goes on there" in said
     assert not any(map(alive, pids))
