@@ -53,7 +53,7 @@ def steps(quick: bool) -> dict[str, Step]:
             for k, b in balances.items()}  # fmt: skip
     for k, balance in balances.items():
         for m in counts:
-            others = k > 1 and m in (4, 16)
+            others = k > 1 and m in (4, 16) and not quick
             known = {"overrides": narrow, "balance": balance, "batch": 64, "m": m, "others": others}
             made[f"bytes {k} {m}"] = Step(race, known)
         if k < 4 and not quick:

@@ -39,7 +39,7 @@ def steps(quick: bool) -> dict[str, Step]:
     return {
         **({} if quick else {"full": Step(full, FULL)}),
         "narrow": Step(narrow, {"counts": [1, 4, 32], **size, "partitions": [2] if quick else [*CUTS]}),
-        "race": Step(run, {"counts": [1, 4, 16], **size, "rounds": 1 if quick else 3}),
+        "race": Step(run, {**size, "counts": [1] if quick else [1, 4, 16], "rounds": 1 if quick else 3}),
     }
 
 
