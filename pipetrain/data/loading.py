@@ -159,9 +159,17 @@ def _value(part: Any, what: str) -> Value:
 
 
 def _tensor(part: Any, what: str, also: str = "", hint: str = "") -> Tensor:
-    if isinstance(part, Tensor) and part.dim():
-        return part
-    got = "a number" if isinstance(part, Tensor) else type(part).__name__
+    got = type(part).__name__
+    if isinstance(part, Tensor):
+        kinds = {
+            "a number": not part.dim(),
+            "one on the device meta, without numbers": part.is_meta,
+            "a nested one: pad it": part.is_nested,
+            "a quantized one: dequantize it": part.is_quantized,
+            "a sparse one: make it dense": part.layout is not torch.strided,
+        }
+        if not (got := next((kind for kind, holds in kinds.items() if holds), "")):
+            return part
     raise BadBatch(f"{what} must be a tensor [n, ...]{also}; got {got}{hint}")
 
 

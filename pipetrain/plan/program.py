@@ -151,13 +151,15 @@ def _compute_only(settings: Settings, schedule: Schedule, batches: int, **offere
     size = settings.places, batches, settings.microbatches
     try:
         program = spread_program(schedule, *size, buffer_size=settings.buffer_size, **offered)
-        if not all(isinstance(action, Action) for action in chain.from_iterable(program)):
+        actions = [*chain.from_iterable(program)]
+        if not actions or not all(isinstance(action, Action) for action in actions):
             raise TypeError("a program is a list of Action for each rank")
     except (ConfigError, ScheduleError):
         raise
     except Exception as error:  # an unknown argument, or a bug in the schedule
         raise ConfigError(
-            f"schedule {settings.schedule} cannot be made: {type(error).__name__}: {error}"
+            f"schedule {settings.schedule} cannot be made: {type(error).__name__}: {error}; let it be a "
+            f"function of (ranks, batches, microbatches) that returns a list of Action for each rank"
         ) from error
     return program
 

@@ -164,6 +164,9 @@ def test_a_pass_that_goes_on_leaves_out_what_the_whole_one_did():
         assert going_on.window(window) == left[:window]
 
 
+RAGGED = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+
+
 @pytest.mark.parametrize(
     ("batch", "sentence"),
     [
@@ -173,6 +176,12 @@ def test_a_pass_that_goes_on_leaves_out_what_the_whole_one_did():
         ((torch.ones(4), torch.ones(3)), "batch 7 has 4 inputs and 3 targets: each sample needs one"),
         (((torch.ones(4), torch.ones(5)), torch.ones(4)), "batch 7 has 4 inputs and 5 inputs"),
         ((torch.ones(0), torch.ones(0)), "batch 7 has no sample"),
+        ((torch.ones(4), torch.ones(())), "got a number"),
+        ((torch.ones(4), torch.ones(4).to_sparse()), "the targets of batch 7 must be a tensor [n, ...]"),
+        ((torch.ones(4).to_sparse(), torch.ones(4)), "got a sparse one: make it dense"),
+        ((torch.ones(4, 1).to_sparse_csr(), torch.ones(4)), "got a sparse one: make it dense"),
+        ((torch.ones(4, device="meta"), torch.ones(4)), "got one on the device meta, without numbers"),
+        ((RAGGED, torch.ones(2)), "got a nested one: pad it"),
     ],
 )
 def test_what_is_no_batch_is_refused(batch, sentence):

@@ -253,6 +253,7 @@ BLOCKED = {"schedule": deadlocking, "samples": Samples([48], [11])}
         ("partition=[2,4] on_nan=skip", CHAINED, f"{TIED}some of these share others too"),
         ("", {"schedule": lambda ranks: []}, "schedule 1f1b cannot be made: TypeError: "),
         ("", {"schedule": lambda *sizes: [["0F0"]]}, "schedule 1f1b cannot be made: TypeError: a program is"),
+        ("", {"schedule": lambda *sizes: []}, "; let it be a function of (ranks, batches, microb"),
         ("recompute=[always]", {}, "recompute=[always] has modes of 1 stages, and there are 2:"),
         # A backward is missing; a stage is on two ranks; a rank sends all before it takes anything back.
         ("window=1", {"schedule": INCOMPLETE, "samples": ONE_BATCH}, "rank 0 has 0STEP@1"),
