@@ -362,7 +362,7 @@ def _prove_task(plan: Plan, task: Task, network: Network, reader: Any) -> str:
     """Prove a task, and the stages, on the first batch; return why microbatches would train otherwise."""
     inputs, targets = reader.first()
     task = spare(task, network.model)
-    prove_loss(plan, network, task, inputs, targets)
+    after_forward = prove_loss(plan, network, task, inputs, targets)
     prove_stages(plan, network, inputs)
-    prove_targets(plan, task, targets, getattr(reader, "classes", None))
+    prove_targets(plan, task, targets, getattr(reader, "classes", None), after_forward)
     return parity(plan, network, task, inputs, targets)

@@ -243,6 +243,17 @@ def test_a_loss_whose_parts_do_not_make_up_the_whole_is_refused(loss, outputs, t
     prove_task(Task(loss), outputs, "head", targets, None, microbatches=1)
 
 
+def test_a_loss_that_is_another_at_each_call_is_refused_by_that_cause():
+    def annealed(outputs: Value, targets: Value) -> Tensor:
+        calls.append(0)
+        return len(calls) * functional.mse_loss(outputs, targets)
+
+    calls: list[int] = []
+    said = refused(Task(annealed), spec(2), NUMBERS)
+    assert "the loss is another one when it is computed again of the same samples" in said
+    assert "looks at several samples" not in said
+
+
 def masked(outputs: Value, targets: Value) -> Tensor:
     values, mask = targets
     return ((outputs - values).square().mean(1) * mask).sum() / mask.sum()

@@ -29,7 +29,7 @@ from pipetrain.network.values import Value, as_tuple, cast_floats, on_each
 from pipetrain.plan.estimate import fake_mode
 from pipetrain.plan.plan import Plan
 from pipetrain.tasks import Task
-from pipetrain.tasks.trial import APART, part_of, pieces_differ
+from pipetrain.tasks.trial import part_of, pieces_differ
 
 MOST_WORK = 2e9  # floating-point operations of a sample's forward: a second in all
 MOST_OF_A_CHAIN, MOST_OF_A_TRACE = 5e8, 1e10  # where stages are compared with the model
@@ -92,8 +92,10 @@ def prove_stages(plan: Plan, network: Network, inputs: Value) -> None:
                 )
 
 
-def prove_loss(plan: Plan, network: Network, task: Task, inputs: Value, targets: Value) -> None:
+def prove_loss(plan: Plan, network: Network, task: Task, inputs: Value, targets: Value) -> bool:
     """Refuse a loss that depends on more than the model's outputs and its stage has. Raises ConfigError.
+
+    Return whether it could be computed, of an own one.
 
     After a forward it gets the outputs without their graph. Behind the layers of its stage it may read from
     the model what they keep of their forward, unless they are traced, and the weights that they have. A
@@ -101,7 +103,7 @@ def prove_loss(plan: Plan, network: Network, task: Task, inputs: Value, targets:
     """
     model, parts, traced = network.model, _parts(plan, network), not isinstance(network, Chain)
     if task.is_known or _on_meta(network):
-        return
+        return False
     mode = fake_mode() if _work(plan) > MOST_OF_A_TRACE else None
 
     def like(tensor: Tensor) -> Tensor:
@@ -123,7 +125,7 @@ def prove_loss(plan: Plan, network: Network, task: Task, inputs: Value, targets:
             loss = task.loss(on_each(outputs, Tensor.detach), wanted)
         leaves = {id(getattr(node, "variable", None)) for node in graph_of(loss)}
     except Exception:  # the model may run on another device alone, and a user's code may raise anything
-        return
+        return False
     for key, name in names.items():
         if id(kept[key]) in leaves and (traced or key not in here):
             where = "a trace does not keep" if traced else "another stage has"
@@ -143,6 +145,7 @@ def prove_loss(plan: Plan, network: Network, task: Task, inputs: Value, targets:
                 f"the loss holds the parameter {name} itself, and each weight version is a parameter of its "
                 f"own: let it read that from the model whenever it is called, as by model.parameters()"
             )
+    return not loss.dim()
 
 
 def parity(plan: Plan, network: Network, task: Task, inputs: Value, targets: Value) -> str:
@@ -155,7 +158,8 @@ def parity(plan: Plan, network: Network, task: Task, inputs: Value, targets: Val
     n = min(len(as_tuple(targets)[0]), max(2, min(MOST_SAMPLES, int(ENOUGH_WORK / max(1.0, work)))))
     if plan.settings.microbatches == 1 or n < 2 or _on_meta(network) or work > MOST_WORK:
         return ""
-    parts = _parts(plan, network.spare())
+    network = network if isinstance(network, Chain) else network.spare()  # a loss may read a chain's layers
+    parts, buffers = _parts(plan, network), {id(t): t.clone() for t in network.model.buffers()}
     inputs, targets = (_some_of(value, n, plan) for value in (inputs, targets))
     leaves: dict[Tensor, str] = {
         p: name for part in parts for name, p in part.named_parameters() if p.requires_grad
@@ -166,11 +170,11 @@ def parity(plan: Plan, network: Network, task: Task, inputs: Value, targets: Val
         return task.loss(parts[-1].pack(outputs), part_of(targets, start, end))
 
     try:
-        with evaluating(*parts):
+        with standing_in(network.model, buffers), evaluating(*parts):
             differs = pieces_differ(loss_of, task.weight, targets, leaves)
     except Exception:  # a model may run on another device alone, and a user's code may raise anything
         return ""
-    return differs and f"of {n} samples of the first batch {differs}: {APART}"
+    return differs and f"of {n} samples of the first batch {differs}"
 
 
 def _work(plan: Plan) -> float:

@@ -237,16 +237,18 @@ def given_to_task(outputs: ValueSpec, numerics: Numerics, dtype: torch.dtype) ->
     return replace(outputs, specs=tuple(specs))
 
 
-def prove_targets(plan: Plan, task: Task, targets: Value, classes: int | None = None) -> None:
+def prove_targets(
+    plan: Plan, task: Task, targets: Value, classes: int | None = None, after_forward: bool = False
+) -> None:
     """Refuse targets [n, ...] that would be rounded, and a task that cannot use them. Raises ConfigError.
 
-    `classes`: of the data set, None if unknown.
+    `classes`: of the data set, None if unknown; `after_forward`: see `prove_task`.
     """
     dtype = plan.settings.data_dtype
     cast_spec("targets", ValueSpec.in_batch(targets), dtype)
     targets, m, last = cast_floats(targets, dtype), plan.settings.microbatches, plan.layers[-1]
     given = given_to_task(last.output, plan.numerics, plan.settings.dtype)
-    prove_task(task, given, last.name, targets, classes, m)
+    prove_task(task, given, last.name, targets, classes, m, after_forward)
 
 
 def cast_spec(what: str, example: ValueSpec, dtype: torch.dtype | None) -> ValueSpec:

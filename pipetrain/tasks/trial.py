@@ -31,6 +31,12 @@ APART = (
     "itself, and give weight=, a function of the targets that says what they count for; or set microbatches=1"
 )
 
+CHANGES = (
+    "the loss is another one when it is computed again of the same samples, as one does that counts its "
+    "calls, and here it is computed for each microbatch. Let the program set between two batches what shall "
+    "change, or set microbatches=1"
+)
+
 
 def prove_task(
     task: Task,
@@ -39,6 +45,7 @@ def prove_task(
     targets: Value,
     classes: int | None,
     microbatches: int = 2,
+    after_forward: bool = False,
 ) -> None:
     """Refuse a task that cannot take a model's outputs with these targets. Raises ConfigError.
 
@@ -46,6 +53,7 @@ def prove_task(
     [n, ...]; `classes`: of the data set, None if unknown. The outputs are made up: numbers from 0 to 1, which
     a loss of probabilities takes too. Losses of pieces of the samples must add up to that of all, where a
     batch has several `microbatches`; of a model that computes its loss `choose_weight` tries that.
+    `after_forward`: whether the loss has taken outputs of a forward, of which it may read more than these.
     """
     given, wanted = _made_up(outputs, targets)
     known = task.classes_of(outputs)
@@ -66,7 +74,7 @@ def prove_task(
         if isinstance(task, ModelLoss):
             task.loss(given, wanted)
         else:
-            _prove_loss(task, given, wanted, microbatches)
+            _prove_loss(task, given, wanted, microbatches, after_forward)
     names = ["loss", *(metric.name for metric in task.metrics)]
     for number, metric in enumerate(task.metrics, 1):
         with _said_of(f"metric {metric.name} of {where}"):
@@ -138,19 +146,25 @@ def part_of(value: Value, start: int, end: int) -> Value:
     return on_each(value, lambda t: t[start:end] if t.dim() else t)
 
 
-def _prove_loss(task: Task, given: Value, wanted: Value, microbatches: int) -> None:
+def _prove_loss(task: Task, given: Value, wanted: Value, microbatches: int, after_forward: bool) -> None:
     """Refuse a loss that is not one number, that has weights, or that is no sum over samples."""
-    outputs = on_each(given, lambda t: t.detach().requires_grad_(differentiable(t)))
-    for loss in (task.loss(outputs, wanted), task.evaluation_loss(given, wanted)):
-        if not isinstance(loss, Tensor) or loss.dim():
-            returned = specs_of([loss])[0] if isinstance(loss, Tensor) else type(loss).__name__
-            raise TypeError(f"its loss must be a tensor of one number, the mean; it returns {returned}")
     modules = [module for module in vars(task).values() if isinstance(module, nn.Module)]
     for name, _ in (one for module in modules for one in module.named_parameters() if one[1].requires_grad):
         raise TypeError(
             f"its loss has a parameter {name}, which no stage would train: put it into a layer, or give it "
             f"requires_grad_(False)"
         )
+    outputs = on_each(given, lambda t: t.detach().requires_grad_(differentiable(t)))
+    try:
+        losses = task.loss(outputs, wanted), task.evaluation_loss(given, wanted)
+    except Exception:
+        if after_forward:  # without one there is not yet what it reads of a layer
+            return
+        raise
+    for loss in losses:
+        if not isinstance(loss, Tensor) or loss.dim():
+            returned = specs_of([loss])[0] if isinstance(loss, Tensor) else type(loss).__name__
+            raise TypeError(f"its loss must be a tensor of one number, the mean; it returns {returned}")
     leaves = {leaf: f"output {k}" for k, leaf in enumerate(leaves_of(outputs)) if leaf.requires_grad}
 
     def loss_of(start: int, end: int) -> Tensor:
@@ -158,7 +172,7 @@ def _prove_loss(task: Task, given: Value, wanted: Value, microbatches: int) -> N
 
     if microbatches > 1 and (differs := pieces_differ(loss_of, task.weight, wanted, leaves)):
         n = len(as_tuple(wanted)[0])
-        raise ConfigError(f"of {n} samples and made-up outputs {differs}: {APART}")
+        raise ConfigError(f"of {n} samples and made-up outputs {differs}")
 
 
 # A batch and its pieces
@@ -172,7 +186,7 @@ _Sums = dict[str, Tensor]
 def pieces_differ(
     loss_of: LossOf, weight_of: WeightFunction, targets: Value, leaves: Mapping[Tensor, str]
 ) -> str:
-    """Say by how much a loss or gradient of a batch is not that of its pieces; "" if it is.
+    """Say by how much a loss or gradient of a batch is not that of its pieces, and why; "" if it is.
 
     `targets`: of the batch, tensors [n, ...]; `leaves`: the names of the tensors whose gradients count. What
     Python or NumPy draw cannot be the same in pieces, so nothing is compared then.
@@ -197,11 +211,11 @@ def pieces_differ(
         return sums
 
     whole = sums_of(0, n)
-    if differs := _difference(whole, sums_of(0, n // 2, n)):
-        return differs
-    with suppress(Exception):  # a loss of pairs takes no odd number
-        return _difference(whole, sums_of(0, max(1, n // 3), n))  # where halves count for as much
-    return ""
+    differs = _difference(whole, sums_of(0, n // 2, n))
+    if not differs:
+        with suppress(Exception):  # a loss of pairs takes no odd number
+            differs = _difference(whole, sums_of(0, max(1, n // 3), n))  # where halves count for as much
+    return differs and f"{differs}: {CHANGES if _difference(whole, sums_of(0, n)) else APART}"
 
 
 def _difference(whole: _Sums, pieces: _Sums) -> str:

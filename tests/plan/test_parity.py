@@ -174,6 +174,30 @@ def test_trials_call_a_copy_of_a_loss_that_counts_its_calls():
     assert (loss.calls, calls) == (4, 4)
 
 
+class Keeping(nn.Module):
+    """Keeps what an auxiliary loss is made of, of which there is nothing before a forward."""
+
+    kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x
+        return x
+
+
+def test_a_loss_may_read_what_a_layer_keeps_though_there_is_none_before_a_forward():
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(outputs, targets) + term(layer.kept)
+
+    layer = Keeping()
+    model, term = nn.Sequential(nn.Linear(4, 6), layer, nn.Linear(6, 3)), lambda kept: kept.mean(0).norm()
+    with pytest.raises(ConfigError, match="looks at several samples at once"):
+        trained(model, loss, INPUTS)
+    assert layer.kept is None
+    term = lambda kept: kept.abs().mean()  # noqa: E731
+    wanted, layer.kept = loss(model(INPUTS), LABELS).item(), None
+    assert trained(model, loss, INPUTS) == pytest.approx(wanted)
+
+
 # The stages and the model
 
 NUMBERS = torch.rand(2, 6, generator=torch.Generator().manual_seed(0))
