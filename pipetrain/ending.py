@@ -53,6 +53,7 @@ def guarded(action: Callable[[], int]) -> int:
         if isinstance(error, SystemExit):  # another rank says it
             if not isinstance(error, Refused):  # which all have heard before one leaves
                 let_speak()
+            _log(_sentence(error))
             return status
         if isinstance(error, ActionFailed) and (cause := _brief(error).__cause__) is not None:
             traceback.print_exception(cause)  # where it failed: most likely in the user's model

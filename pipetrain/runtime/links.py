@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import json
 import os
 import signal
 import sys
@@ -192,6 +193,15 @@ class Links(Ranks):
                 for group in self._in_use() if self._listeners else ():
                     _abort_process_group(group)
                 self._leave_groups()
+
+    def first_error(self, why: str) -> tuple[int, str]:
+        """Return the rank whose error was the first to end a run, and which; this one's is `why`."""
+        first = self.world.rank, why
+        if self.world.size > 1:
+            with suppress(Exception):  # the store may have ended with its process
+                rank, text = json.loads(self.store.compare_set("error", "", json.dumps(first)))
+                first = int(rank), str(text)
+        return first
 
     def check(self) -> None:
         self.deadline.check()

@@ -53,7 +53,10 @@ class Together:
             except Exception as cause:
                 self.stopped = one_line(cause) or type(cause).__name__
                 self._ended()
+                rank, why = self.links.first_error(self.stopped)
                 self.links.abandon(self.stopped)
+                if isinstance(cause, ChannelError) and rank != self.links.world.rank:
+                    raise unsaid(ChannelError(f"{self.stopped}; rank {rank} stopped: {why}")) from None
                 raise
 
     def on_first(self, what: str, reader: Any, read: Callable[[Any], Any]) -> Any:

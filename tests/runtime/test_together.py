@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from pipetrain.errors import ChannelError, TrainingStopped
 from pipetrain.rate import LearningRate
+from pipetrain.runtime.links import Links
+from pipetrain.runtime.ranks import World
 from pipetrain.runtime.together import Together, conditions, level
 from pipetrain.schedule.programs import gpipe, one_f_one_b
 from pipetrain.settings import Settings
@@ -64,7 +68,8 @@ def test_what_has_ended_the_transfers_is_the_cause_of_what_follows_from_it_and_w
         raise ChannelError("rank 0 lost rank 1: it has run out of memory")
 
     told = list[str]()
-    links: Any = SimpleNamespace(check=check, abandon=told.append)
+    links: Any = SimpleNamespace(check=check, abandon=told.append, first_error=lambda why: (0, why))
+    links.world = World(0, 2)
     together = Together(links, lambda: told.append("ended"))
     with pytest.raises(ChannelError, match="lost rank 1"), together():
         raise TrainingStopped("the loss is nan")  # of what an aborted receive left
@@ -74,3 +79,21 @@ def test_what_has_ended_the_transfers_is_the_cause_of_what_follows_from_it_and_w
     with pytest.raises(TrainingStopped, match="is nan"), together():
         raise TrainingStopped("the loss is nan")
     assert told[2:] == ["ended", "the loss is nan"]
+
+
+def test_of_ranks_that_an_error_has_ended_the_first_says_it_and_one_that_lost_it_ends_without_a_word():
+    def ended(rank: int, error: Exception) -> Exception:
+        links: Any = SimpleNamespace(check=lambda: None, abandon=lambda why: None, store=store)
+        links.world, links.first_error = World(rank, 3), partial(Links.first_error, links)
+        with pytest.raises(type(error)) as caught, Together(links, lambda: None)():
+            raise error
+        return caught.value
+
+    store, first, other = HashStore(), TrainingStopped("the loss is nan"), TrainingStopped("a mistake")
+    assert ended(2, first) is first
+    quiet = ended(0, ChannelError("rank 0 lost rank 2"))
+    assert isinstance(quiet, SystemExit)
+    assert str(quiet) == "rank 0 lost rank 2; rank 2 stopped: the loss is nan"
+    assert ended(1, other) is other  # of its own
+    store = HashStore()
+    assert ended(0, lost := ChannelError("rank 0 lost rank 2")) is lost  # which was killed
