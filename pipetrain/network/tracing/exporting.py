@@ -114,6 +114,7 @@ def exported(
             if not autocast:
                 _make_zeros_of_the_fast_path(model, training)
             model.register_forward_hook(_refuse_backward)
+            _write_buffers_at_the_end(model)
             args, kwargs = as_arguments(example, made_up_samples(example.of(Size(SAMPLES))))
             shapes = tree_map(lambda _: {0: batch}, bound(model, args, kwargs))
             own = ((name, of) for name, of in model.named_modules() if origin(type(of)) not in LIBRARIES)
@@ -128,6 +129,24 @@ def exported(
         raise
     except Exception as error:  # the user's forward may raise anything
         raise _refusal(model, example, error) from error
+
+
+def _write_buffers_at_the_end(model: nn.Module) -> None:
+    """Write what submodules assign to their buffers, as torch.export does of the model's own alone."""
+    inner = [module._buffers for module in model.modules() if module is not model]
+    held: list[tuple[Any, str, Tensor]] = []
+
+    def begin(*_: object) -> None:
+        held[:] = [(of, name, buffer) for of in inner for name, buffer in of.items() if buffer is not None]
+
+    def end(*_: object) -> None:
+        changed = [(of, name, old) for of, name, old in held if of[name] is not old]
+        numbers = [of[name].detach().clone() for of, name, _ in changed]  # two may be exchanged
+        for (of, name, old), new in zip(changed, numbers, strict=True):
+            of[name] = old.copy_(new)
+
+    model.register_forward_pre_hook(begin)
+    model.register_forward_hook(end)
 
 
 def _refuse_backward(model: nn.Module, args: Any, outputs: Any) -> None:

@@ -34,7 +34,7 @@ class Traced(Network):
     """Any nn.Module, as traced by torch.export. Layers return tuples; see trace.py for how it is made."""
 
     modules: list[Part]
-    way_out = f"its trace holds only operations of torch's, and buffers written by copy_(): {WAY_OUT}"
+    way_out = f"its trace holds only operations of torch's, and writes of buffers: {WAY_OUT}"
     shared_buffers_are_read_only = True  # what is written and read elsewhere too keeps layers together
 
     def __init__(

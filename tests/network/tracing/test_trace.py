@@ -214,8 +214,33 @@ class Assigns(Model):
         return x + self.mean[:1] + self.one
 
 
-def test_a_cut_may_lie_behind_a_buffer_that_is_assigned():
+class Inner(nn.Module):
+    """Assigns buffers of its own: one that it has read before, and two that it exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("mean", "one", "other"):
+            self.register_buffer(name, torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, self.one, self.other = self.mean, self.other, self.one
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x + before[:1] + self.mean + self.one
+
+
+class AroundInner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 4), Inner(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.inner(self.first(x)))
+        return y
+
+
+def test_a_cut_may_lie_behind_a_buffer_that_is_assigned_also_by_a_submodule():
     assert assert_equal(Assigns(), OF).names == ["layer", "last"]
+    assert assert_equal(AroundInner(), OF).names == ["first", "last"]
 
 
 # Hooks, and what a forward keeps
