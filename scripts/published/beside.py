@@ -70,7 +70,8 @@ def raced_beside(
 
 
 def _beside(links: Links, say: Say, task: Task, entrants: Entrants, rounds: int) -> dict[str, Any]:
-    rank, contestants, ours = links.world.rank, list[Any](), Ours
+    rank, contestants = links.world.rank, list[Any]()
+    ours: type[Ours] = Ours
     if any(who == THEIRS for who, *_ in entrants.values()):
         from benchmark.beside_torchgpipe import OurRank, TorchGPipe  # torchgpipe may not be installed
 
@@ -114,8 +115,8 @@ def scaled(balance: Sequence[int], layers: int) -> list[int]:
 def sized(plan: Mapping[str, Any], layers: int, parameters: int) -> Check:
     """Hold a planned model's size against that of the record."""
     here = plan["layers"], plan["parameters"]
-    says = (f"{n} layers, {of:,} parameters" for n, of in ((layers, parameters), here))
-    return Check("the model", *says, here == (layers, parameters))
+    theirs, ours = (f"{n} layers, {of:,} parameters" for n, of in ((layers, parameters), here))
+    return Check("the model", theirs, ours, here == (layers, parameters))
 
 
 def under(what: str, gain: float, most: float) -> Check:

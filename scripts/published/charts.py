@@ -74,7 +74,8 @@ def _line(axes: Axes, line: Line) -> None:
     style = STYLES[line.how]
     axes.plot(x, y, linewidth=WIDTH, markersize=5, **style)
     if line.band is not None:
-        axes.fill_between(x, *zip(*line.band, strict=True), color=style["color"], alpha=0.15, linewidth=0)
+        least, most = zip(*line.band, strict=True)
+        axes.fill_between(x, least, most, color=style["color"], alpha=0.15, linewidth=0)
 
 
 def _logarithmic(axes: Axes, axis: str, lines: Sequence[Line]) -> None:
@@ -90,7 +91,7 @@ def _logarithmic(axes: Axes, axis: str, lines: Sequence[Line]) -> None:
 
 def _names(axes: Axes, lines: Sequence[Line]) -> list[Annotation]:
     """Write the lines' names at their last points."""
-    style = {"textcoords": "offset points", "va": "center", "fontsize": LETTER, "annotation_clip": False}
+    style: Any = {"textcoords": "offset points", "va": "center", "fontsize": LETTER, "annotation_clip": False}
     return [
         axes.annotate(line.name, line.points[-1], (6, 0), color=STYLES[line.how]["color"], **style)
         for line in lines

@@ -89,7 +89,7 @@ def race(
 
     schedules = {OURS: ()} | ({"1f1b": (), "zbv": ("partition=flops",)} if others else {})
     ways = {f"{s} {mode}": (s, f"recompute={mode}", *schedules[s]) for s in schedules for mode in MODES}
-    figures = {}
+    figures: dict[str, Any] = {}
     for mode, more in ((NEVER, ways), (ALWAYS, {})):
         how: Any = {"rounds": rounds, "ways": more, "example": None, "say": lambda text: None}
         of_race = race_torchgpipe(overrides, balance, batch, m, mode, **how)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from statistics import median
@@ -18,13 +18,12 @@ from published.record import Chart, Check, Figure, Findings, How, Line, Record, 
 
 IN_FOUR, CONSTANT = "microbatches=4", ("lr_schedule=constant", "warmup=0.25", "logger=[]")
 TEXT = ("model=gpt", "model.heads=4", "data=text", "task=language_modelling", "optim=adamw")
-MODELS: Mapping[
-    str, tuple[tuple[str, ...], int, int, int]
-] = {  # overrides; batch; batches of an epoch; epochs
+Training = tuple[tuple[str, ...], int, int, int]  # overrides; batch; batches of an epoch; epochs
+MODELS: dict[str, Training] = {
     "VGG16": (("model=vgg16", "model.width=16", "data=digits", "optim.lr=0.005"), 64, 10, 5),
     "GPT": ((*TEXT, "model.depth=4", "model.width=96", "data.block=64", "optim.lr=0.001"), 16, 20, 4),
 }
-TINY = {"MLP": (("model=mlp", "data=digits"), 16, 2, 2)}
+TINY: dict[str, Training] = {"MLP": (("model=mlp", "data=digits"), 16, 2, 2)}
 RANKS, WINDOW, SEEDS = 2, 12, (0, 1, 2)  # WINDOW: batches of a turn, and between two drains
 FLUSH, ASYNCHRONOUS = "1f1b", ("pipedream", "pipedream_2bw")
 DDP, ALONE = "torch DDP", "one process"
@@ -98,8 +97,8 @@ def show(results: Results) -> Findings:
                 figures.append(Figure(f"{what}: speed", None, gain, How.RUN, least_most, BOUND, "x 1f1b"))
                 checks.append(Check(f"{what}: a batch", f">= {GAIN} x 1f1b", f"{gain:.2f}", gain >= GAIN))
             counts = [updates_to(target, losses, batches) for losses in curves.get(name, curves[FLUSH])]
-            for unit, each in (("updates", 1.0), ("s", seconds)):
-                values = sorted(each * count for count in counts)
+            for unit, cost in (("updates", 1.0), ("s", seconds)):
+                values = sorted(cost * count for count in counts)
                 least_most = values[0], values[-1]
                 words = f"{what}: {unit} to a test loss of {target:.3g}"
                 figures.append(Figure(words, None, median(values), How.RUN, least_most, unit=unit))

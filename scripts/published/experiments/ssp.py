@@ -174,8 +174,8 @@ def show(results: Results) -> Findings:
             gains.append(Line(f"{model}, published", How.PUBLISHED, [(PCIE, ratio)]))
             says = f"{gain[PCIE]:.2f} planned at {PCIE:.0f} GB/s"
             checks.append(Check(f"{what}: gain", f"{ratio:.2f}", says, (gain[PCIE] > 1) is (ratio > 1)))
-        held_by = pipeline["peaks"], *of[PARALLEL]["peaks"]
-        shown, check = peaks_of(what, *held_by, How.PLANNED, PEAKS.get(model, ()))
+        (parallel,) = of[PARALLEL]["peaks"]
+        shown, check = peaks_of(what, pipeline["peaks"], parallel, How.PLANNED, PEAKS.get(model, ()))
         figures, checks = [*figures, *shown], [*checks, check]
     races = {int(key.split()[1]): Race(of) for key, of in results.items() if key.startswith("race")}
     speeds = []
@@ -188,8 +188,8 @@ def show(results: Results) -> Findings:
             speeds.append(Line(model, How.RUN, [(n, ratio) for n, (ratio, _) in ratios.items()]))
         if f"held {names[0]}" in results:
             what = f"{model} on {RANKS[-1]} processes"
-            stages, parallel = (fullest(results[f"held {name}"]) for name in names)
-            shown, check = peaks_of(what, stages, *parallel, How.RUN)
+            stages, (parallel,) = (fullest(results[f"held {name}"]) for name in names)
+            shown, check = peaks_of(what, stages, parallel, How.RUN)
             figures, checks = [*figures, *shown], [*checks, check]
     read = results["versions"]
     charts = [Chart("Gain over data parallelism, small images", "processes", "x", speeds, "x")]

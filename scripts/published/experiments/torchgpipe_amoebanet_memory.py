@@ -146,12 +146,15 @@ def show(results: Results) -> Findings:
             figures.append(Figure(f"{what}: planned", None, planned / 2**20, How.PLANNED, unit="MiB"))
             near = abs(of_plan - 1) <= NEAR
             checks.append(Check(f"{what}: measured as planned", "within 10 %", f"{of_plan:.3f} of it", near))
-    theirs = {n: [(k, of[n]) for k, of in PUBLISHED.items()] for n in (3, 4, 5)}
+    million, model_gib, activations_gib = zip(*(of[3:] for of in PUBLISHED.values()), strict=True)
     sizes_lines = [
-        Line("published", How.PUBLISHED, theirs[3]),
+        Line("published", How.PUBLISHED, [*zip(PUBLISHED, million, strict=True)]),
         Line("largest in 8 GB", How.PLANNED, [*largest.items()]),
     ]
-    bytes_lines = [Line(name, How.PUBLISHED, theirs[n]) for name, n in (("model", 4), ("activations", 5))]
+    bytes_lines = [
+        Line("model", How.PUBLISHED, [*zip(PUBLISHED, model_gib, strict=True)]),
+        Line("activations", How.PUBLISHED, [*zip(PUBLISHED, activations_gib, strict=True)]),
+    ]
     bytes_lines += [Line(name, How.PLANNED, [*of.items()]) for name, of in lines.items()]
     title = "Bytes on all devices, at the published sizes"
     charts = [

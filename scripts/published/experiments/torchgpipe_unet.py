@@ -93,7 +93,7 @@ def loss(scores: Tensor, labels: Tensor) -> Tensor:
 
 def steps(quick: bool) -> dict[str, Step]:
     """Plan by work, measure a profile of a narrow one, and race."""
-    size = TINY if quick else FULL
+    size: Any = TINY if quick else FULL
     layers = {"layers": size["layers"], "side": size["side"]}
     return {
         "paper": Step(planned, {"words": [*MASKS, *(SMALL if quick else [])], **layers}),
@@ -146,18 +146,18 @@ def show(results: Results) -> Findings:
             checks += [under(f"{what}, by {by}", gain, most)] if n > 1 else []
     ranks = [n for n in RECORD_OF if f"pipeline-{n}" in race.of]
     losses = [race.of[f"pipeline-{n}"]["losses"][0] for n in ranks]
-    says = [f"on {', '.join(map(str, ranks))} stages", f"{min(losses):.7f} to {max(losses):.7f}"]
-    checks.append(Check("equal losses", *says, max(losses) - min(losses) <= SAME * max(losses)))
+    stages, says = f"on {', '.join(map(str, ranks))} stages", f"{min(losses):.7f} to {max(losses):.7f}"
+    checks.append(Check("equal losses", stages, says, max(losses) - min(losses) <= SAME * max(losses)))
     routes = [(source, target, nbytes / 2**20) for source, target, nbytes in paper["8"]["routes"]]
     skips = [(target - source, mib) for source, target, mib in routes if target > source + 1]
-    straight, through = sum(mib for _, mib in skips), sum(stages * mib for stages, mib in skips)
+    straight, through = sum(mib for _, mib in skips), sum(crossed * mib for crossed, mib in skips)
     unit = f"MiB, {IMAGES} images"
     figures += [
         Figure("skips by routes, 8 stages", None, straight, How.PLANNED, unit=unit),
         Figure("skips through every stage, 8 stages", None, through, How.PLANNED, unit=unit),
     ]
-    says = ["fewer bytes", f"{straight:.4g} of {through:.4g} {unit}"]
-    checks.append(Check("skips by routes", *says, straight < through))
+    says = f"{straight:.4g} of {through:.4g} {unit}"
+    checks.append(Check("skips by routes", "fewer bytes", says, straight < through))
     beside, verdict = held_against(race, {f"pipeline-{n}": f"torchgpipe-{n}" for n in ranks})
     lines = [
         Line("torchgpipe 0.0.7", How.PUBLISHED, [(n, row[2]) for n, row in RECORD_OF.items()]),
