@@ -6,12 +6,11 @@ have them before a ReLU, those of convolutions by fan-out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from torch import Tensor, nn
 
 from pipetrain.models.layers import NormalConvolution, NormalLinear, before_relu, stack
-from pipetrain.network.chain import Pop, Stash
 from pipetrain.rules import BOOL, COUNT, whole
 
 
@@ -132,8 +131,8 @@ def _vgg(
 class Residual(nn.Module):
     """A residual block: `relu(body(x) + shortcut(x))`, from (n, c, h, w) to (n, c', h / stride, w / stride).
 
-    It is one layer, because two tensors would cross a cut inside it, unless the ResNet is `flat`. Source: He
-    et al., "Deep residual learning", 2016, with a projection (option B) where the shape changes.
+    It is one layer, because two tensors would cross a cut inside it. Source: He et al., "Deep residual
+    learning", 2016, with a projection (option B) where the shape changes.
     """
 
     def __init__(self, body: nn.Sequential, channels: int, out_channels: int, stride: int) -> None:
@@ -149,48 +148,24 @@ class Residual(nn.Module):
         return out
 
 
-class Sum(nn.Module):
-    """The end of a residual block in a `flat` ResNet: (body, input) to `body + shortcut(input)`."""
-
-    def __init__(self, shortcut: nn.Module) -> None:
-        super().__init__()
-        self.shortcut = shortcut
-
-    def forward(self, tensors: tuple[Tensor, Tensor]) -> Tensor:
-        body, x = tensors
-        out: Tensor = body + self.shortcut(x)
-        return out
-
-
-def resnet18(
-    num_classes: int = 10, imagenet: bool = False, width: int = 64, flat: bool = False
-) -> nn.Sequential:
+def resnet18(num_classes: int = 10, imagenet: bool = False, width: int = 64) -> nn.Sequential:
     """ResNet18: images (n, 3, 32, 32) to logits (n, num_classes), in 10 layers."""
-    return _resnet(_basic, 1, (2, 2, 2, 2), num_classes, imagenet, width, flat)
+    return _resnet(_basic, 1, (2, 2, 2, 2), num_classes, imagenet, width)
 
 
-def resnet34(
-    num_classes: int = 10, imagenet: bool = False, width: int = 64, flat: bool = False
-) -> nn.Sequential:
+def resnet34(num_classes: int = 10, imagenet: bool = False, width: int = 64) -> nn.Sequential:
     """ResNet34: images (n, 3, 32, 32) to logits (n, num_classes), in 18 layers."""
-    return _resnet(_basic, 1, (3, 4, 6, 3), num_classes, imagenet, width, flat)
+    return _resnet(_basic, 1, (3, 4, 6, 3), num_classes, imagenet, width)
 
 
-def resnet50(
-    num_classes: int = 10, imagenet: bool = False, width: int = 64, flat: bool = False
-) -> nn.Sequential:
+def resnet50(num_classes: int = 10, imagenet: bool = False, width: int = 64) -> nn.Sequential:
     """ResNet50: images (n, 3, 32, 32) to logits (n, num_classes), in 18 layers."""
-    return _resnet(_bottleneck, 4, (3, 4, 6, 3), num_classes, imagenet, width, flat)
+    return _resnet(_bottleneck, 4, (3, 4, 6, 3), num_classes, imagenet, width)
 
 
-def resnet101(
-    num_classes: int = 10, imagenet: bool = False, width: int = 64, flat: bool = False
-) -> nn.Sequential:
-    """ResNet101: images (n, 3, 32, 32) to logits (n, num_classes), in 35 layers.
-
-    `flat` with `imagenet`: the 370 layers of torchgpipe's benchmark, in its order.
-    """
-    return _resnet(_bottleneck, 4, (3, 4, 23, 3), num_classes, imagenet, width, flat)
+def resnet101(num_classes: int = 10, imagenet: bool = False, width: int = 64) -> nn.Sequential:
+    """ResNet101: images (n, 3, 32, 32) to logits (n, num_classes), in 35 layers."""
+    return _resnet(_bottleneck, 4, (3, 4, 23, 3), num_classes, imagenet, width)
 
 
 def _resnet(
@@ -200,15 +175,13 @@ def _resnet(
     num_classes: int,
     imagenet: bool,
     width: int,
-    flat: bool,
 ) -> nn.Sequential:
     """Stack `depths[i]` blocks in group i after CIFAR's stem, a 3x3 convolution, or 7x7 and a max-pool.
 
-    `width`: channels of the stem; `flat`: each convolution, norm, ReLU and sum is a layer, not each block.
+    `width`: channels of the stem.
     """
     COUNT.read("width", width)
     BOOL.read("imagenet", imagenet)
-    BOOL.read("flat", flat)
     channels = width
     stem = _convolution(3, channels, *((7, 2) if imagenet else (3, 1)))
     stem.add_module("relu", nn.ReLU())
@@ -224,22 +197,7 @@ def _resnet(
             channels = outer
     pool, linear = nn.AdaptiveAvgPool2d(1), nn.Linear(channels, num_classes)
     model.add_module("head", stack(pool=pool, flatten=nn.Flatten(), linear=linear))
-    return stack(**dict(_single(model))) if flat else model
-
-
-def _single(layer: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield a layer's modules one by one; the input of a residual block waits in a Stash for its sum."""
-    if isinstance(layer, Residual):
-        stash = Stash()
-        yield f"{name}_stash", stash
-        yield from _single(layer.body, name)
-        yield f"{name}_sum", Pop(stash, Sum(layer.shortcut))
-        yield f"{name}_relu", layer.relu
-    elif isinstance(layer, nn.Sequential):
-        for inner, module in layer.named_children():
-            yield from _single(module, f"{name}_{inner}" if name else inner)
-    else:
-        yield name, layer
+    return model
 
 
 def _basic(channels: int, width: int, stride: int) -> nn.Sequential:

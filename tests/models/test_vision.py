@@ -12,7 +12,7 @@ from pipetrain import models
 from pipetrain.building import make_model
 from pipetrain.errors import ConfigError
 from pipetrain.settings import Settings
-from tests.support.cases import Case, compare, config, run_in_threads
+from tests.support.cases import config
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +77,6 @@ SMALL = {
     "vgg11": partial(models.vgg11, width=8),
     "resnet18": models.resnet18,
     "resnet50": models.resnet50,
-    "resnet18, flat": partial(models.resnet18, width=16, flat=True),
     "alexnet, imagenet": partial(models.alexnet, width=8, imagenet=True),
     "vgg11, imagenet": partial(models.vgg11, width=8, batchnorm=False, imagenet=True),
     "resnet18, imagenet": partial(models.resnet18, imagenet=True),
@@ -104,43 +103,6 @@ def test_cut_everywhere_at_once_gives_the_same_output(name, make):
 def _without_dropout(module):
     if isinstance(module, torch.nn.Dropout):
         module.eval()
-
-
-# Single layers
-
-
-def narrow_and_flat() -> torch.nn.Sequential:
-    return models.resnet18(width=4, flat=True)
-
-
-def test_flat_resnet101_has_the_370_layers_of_torchgpipe_and_its_parameters():
-    """Its published cuts are ours: 140 and 135 of two stages lie in the twelfth and thirteenth block."""
-    with torch.device("meta"):
-        model = models.resnet101(num_classes=1000, imagenet=True, flat=True)
-    assert (len(model), sum(p.numel() for p in model.parameters())) == (370, 44_549_160)
-    names = list(model._modules)
-    assert [names[cut - 1] for cut in (4, 15, 135, 140)] == [
-        "stem_pool",
-        "layer1_0_relu",
-        "layer3_4_sum",
-        "layer3_5_relu1",
-    ]
-
-
-@torch.no_grad()
-def test_a_flat_resnet_computes_what_its_blocks_do():
-    whole, flat = (models.resnet50(width=4, flat=flat).double() for flat in (False, True))
-    for parameter, other in zip(whole.parameters(), flat.parameters(), strict=True):
-        other.copy_(parameter)
-    x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
-    assert torch.equal(flat(x), whole(x))
-
-
-def test_stages_train_a_flat_resnet_as_one_process_does():
-    """Cut between the sum and the ReLU of a block with a projection, and within the next one."""
-    words = (f"model._target_={__name__}.narrow_and_flat", "partition=[18,23]", "microbatches=2", "epochs=1")
-    case = Case("1f1b", 3, words)
-    compare(case, *run_in_threads(case))
 
 
 def test_other_sizes_have_the_same_layers_and_some_cannot_be():

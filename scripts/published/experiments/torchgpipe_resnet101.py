@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from torch import Tensor, nn
+
+from pipetrain.models import resnet101
+from pipetrain.models.layers import stack
+from pipetrain.models.vision import Residual
+from pipetrain.network.chain import Pop, Stash
 from published.beside import (
     BESIDE,
     PLAIN,
@@ -20,7 +27,7 @@ from published.beside import (
 from published.measures import Race, predicted, profiled
 from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
 
-WORDS = ["model=resnet101", "model.num_classes=1000", "model.imagenet=true", "model.flat=true"]
+WORDS = [f"model._target_={__name__}.flat_resnet101", "model.num_classes=1000"]
 FULL = {"overrides": WORDS, "side": 224, "layers": 370, "most": 8}  # partitions that are planned, at most
 TINY = {"overrides": ["model=vgg11", "model.width=4"], "side": 32, "layers": 9, "most": 4}
 AGAIN = "recompute=always"
@@ -43,6 +50,44 @@ RECORD_OF = {  # by partitions: microbatches, layers of each, and the speed-up
 NEW, *_ = RECORD_OF
 NEAR, LEAST, MOST = 0.05, 0.70, 0.80
 NAIVE, WHOLE = "naive-1", "naive-1, one batch"
+
+
+def flat_resnet101(num_classes: int = 10) -> nn.Sequential:
+    """ResNet101 for 224x224, in the 370 layers of torchgpipe's benchmark."""
+    return flattened(resnet101(num_classes, imagenet=True))
+
+
+def flattened(resnet: nn.Sequential) -> nn.Sequential:
+    """Return a ResNet in whose layers each operation is one, and not each block."""
+    return stack(**dict(single(resnet)))
+
+
+def single(layer: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield a layer's modules one by one; the input of a residual block waits in a Stash for its sum."""
+    if isinstance(layer, Residual):
+        stash = Stash()
+        yield f"{name}_stash", stash
+        yield from single(layer.body, name)
+        yield f"{name}_sum", Pop(stash, Sum(layer.shortcut))
+        yield f"{name}_relu", layer.relu
+    elif isinstance(layer, nn.Sequential):
+        for inner, module in layer.named_children():
+            yield from single(module, f"{name}_{inner}" if name else inner)
+    else:
+        yield name, layer
+
+
+class Sum(nn.Module):
+    """The end of a residual block: (body, input) to `body + shortcut(input)`."""
+
+    def __init__(self, shortcut: nn.Module) -> None:
+        super().__init__()
+        self.shortcut = shortcut
+
+    def forward(self, tensors: tuple[Tensor, Tensor]) -> Tensor:
+        body, x = tensors
+        out: Tensor = body + self.shortcut(x)
+        return out
 
 
 def steps(quick: bool) -> dict[str, Step]:
