@@ -155,7 +155,7 @@ def _opened(
                 return [None, uuid.uuid4().hex]
             return [str(source.folder), source.manifest.run]
 
-        newest, run = training.together.on_one(0, "the run's folder", find)
+        newest, run = training.together.on_first("the run's folder", find)
         source = None if newest is None else read_source(Path(newest))
         yield RunFolder(path, run, source, {"logger": chosen})
 
@@ -173,7 +173,7 @@ def _batches_in(training: Training, loader: Loader, name: str, microbatches: int
             )
         return batches
 
-    batches: int = training.together.on_one(0, f"the length of the {name} loader", count)
+    batches: int = training.together.on_first(f"the length of the {name} loader", count)
     return batches
 
 

@@ -330,7 +330,7 @@ class Pipeline:
                 log.warning("pipetrain: %s has no whole checkpoint, so nothing is loaded", path)
             return str(found.folder) if found else None
 
-        newest = training.together.on_one(0, "the checkpoint to load", find)
+        newest = training.together.on_first("the checkpoint to load", find)
         if newest is None:
             return
         source = read_source(Path(newest))

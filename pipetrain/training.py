@@ -146,7 +146,7 @@ class Training:
 
         `known`: the sizes of all batches, else others may come.
         """
-        first = self.together.on_first("the first batch", reader, _first)
+        first = self.together.on_first("the first batch", partial(_first, reader))
         if first is None:
             raise of_all(ConfigError(NO_BATCH), self.rank)
         (data, samples, shortest), model, settings = first, self.model, self.settings
@@ -173,8 +173,8 @@ class Training:
                 "training, so what the program reads there stays as it is",
                 ", ".join(network.kept),
             )
-        prove = partial(_prove_task, plan, self.task, network)
-        self._apart = self.together.on_first("the task", reader, prove)
+        prove = partial(_prove_task, plan, self.task, network, reader)
+        self._apart = self.together.on_first("the task", prove)
         self.settings, self._form = plan.settings, form
         with self.together():
             self.links.placement = plan.placement  # of which only a draft was known with replicas=auto
@@ -200,7 +200,7 @@ class Training:
             known = profile_conditions(settings, asked.optim)
             if settings.profile is not None:
                 read = partial(read_profile, settings.profile, known)
-                profile = Profile.from_json(together.on_one(0, "the profile", lambda: read().to_json()))
+                profile = Profile.from_json(together.on_first("the profile", lambda: read().to_json()))
             else:
                 measured = links, settings, known, twin_of(network), asked.optimizer
                 profile = together()(partial(measure, *measured))
@@ -232,7 +232,7 @@ class Training:
         """Return which of the model's outputs the loss of the first batch uses."""
         task, of, dtype = spare(self.task, self.model), cast(Any, reader), self.settings.data_dtype
         read = partial(used_outputs, task, outputs)
-        return self.together.on_one(0, "the loss", lambda: read(cast_floats(of.first()[1], dtype)))  # type: ignore[no-any-return]
+        return self.together.on_first("the loss", lambda: read(cast_floats(of.first()[1], dtype)))  # type: ignore[no-any-return]
 
     def begin_by_number(self, train: Sampled, test: Sampled) -> None:
         """Plan for samples by number; prove the task on both."""
@@ -242,7 +242,7 @@ class Training:
             _, targets = test.first()
             prove_targets(self.begun.plan, spare(self.task, self.model), targets, test.classes)
 
-        self.together.on_one(0, "the task", prove)
+        self.together.on_first("the task", prove)
         self._refuse_apart()
 
     # Passes
@@ -347,7 +347,7 @@ def _meet(world: World, draft: Draft) -> Links:
     return links
 
 
-def _first(reader: Reader | Sampled) -> list[Any] | None:
+def _first(reader: Any) -> list[Any] | None:
     """Return what the other ranks need to know of the first batch; None if there is none.
 
     Its form, its samples, and those of the shortest batch to train, if known.

@@ -9,7 +9,6 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,16 +58,12 @@ class Together:
                     raise unsaid(ChannelError(f"{self.stopped}; rank {rank} stopped: {why}")) from None
                 raise
 
-    def on_first(self, what: str, reader: Any, read: Callable[[Any], Any]) -> Any:
-        """Return on every rank what `read` returns of the `reader` that rank 0 has; see `on_one`."""
-        return self.on_one(0, what, partial(read, reader))
-
-    def on_one(self, rank: int, what: str, read: Callable[[], Any]) -> Any:
-        """Return on every rank what `read` returns on a `rank`, or raise its error on all."""
-        result, error = attempt(read) if rank == self.links.world.rank else (None, None)
+    def on_first(self, what: str, read: Callable[[], Any]) -> Any:
+        """Return on every rank what `read` returns on rank 0, or raise its error on all."""
+        result, error = attempt(read) if self.links.world.rank == 0 else (None, None)
         with self():
-            result, failure = self.links.tell(what, [result, failure_of(error)], rank)
-        raise_failure(error, failure, rank)
+            result, failure = self.links.tell(what, [result, failure_of(error)])
+        raise_failure(error, failure, 0)
         return result
 
     def on_all(self, what: str, make: Callable[[], Any]) -> Any:
