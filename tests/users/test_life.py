@@ -31,7 +31,7 @@ def pipe_of(model: Any, schedule: str = "1f1b", **options: Any) -> Pipeline:
 
 
 PROGRAM = """
-import os
+import ctypes, os
 from tests.users.test_life import batch, mlp, pipe_of
 
 for schedule in ("1f1b", "gpipe"):
@@ -46,6 +46,7 @@ for thread in map(int, os.listdir("/proc/self/task")):
         os.sched_setaffinity(thread, os.sched_getaffinity(0))
         os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
 pipe.evaluate([batch()])
+ctypes.pythonapi.Py_Exit(0)  # as Python itself ends, and a program that was forked does not
 """
 
 
@@ -61,7 +62,7 @@ def test_ranks_run_a_program_to_its_end_with_a_pipeline_that_is_open_or_none(tmp
         processes = []
         for rank in ("0", "1"):
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **meeting}
-            processes.append(left.enter_context(running(tmp_path, ["mine.py"], world, cold=True)))
+            processes.append(left.enter_context(running(tmp_path, ["mine.py"], world)))
         for rank, process in enumerate(processes):
             done = Ended.of(process, tmp_path)
             assert done.status == 0, done.out
