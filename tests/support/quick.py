@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import yaml
 from hydra._internal.hydra import Hydra
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+# Each operation on fake tensors is made once more for a cache, which only a model of many equal layers uses.
+os.environ["TORCH_FAKE_TENSOR_DISPATCH_CACHE"] = "0"
 if yaml.__with_libyaml__:
     yaml.SafeLoader = yaml.CSafeLoader  # type: ignore[misc,assignment] # of OmegaConf
 # To look for hydra.mode, which nobody sets, Hydra composes all before it composes all.
