@@ -26,7 +26,7 @@ MUON = "optim=muon", "optim.lr=0.01", "optim.groups.all_but_hidden.lr=0.02", PLA
 def cases(schedule: str, ranks: int, *words: str) -> list[Case]:
     """A case for each seed."""
     own = *WORDS, *words
-    return [Case(schedule, ranks, (*own, f"seed={seed}")) for seed in SEEDS]
+    return [Case(schedule, ranks, (*own, f"seed={seed}"), 28) for seed in SEEDS]  # seven batches an epoch
 
 
 def optimizer_of(case: Case, runs: list[Run]) -> Optimizer:
