@@ -179,7 +179,6 @@ RAGGED = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch
         ((torch.ones(4), torch.ones(())), "got a number"),
         ((torch.ones(4), torch.ones(4).to_sparse()), "the targets of batch 7 must be a tensor [n, ...]"),
         ((torch.ones(4).to_sparse(), torch.ones(4)), "got a sparse one: make it dense"),
-        ((torch.ones(4, 1).to_sparse_csr(), torch.ones(4)), "got a sparse one: make it dense"),
         ((torch.ones(4, device="meta"), torch.ones(4)), "got one on the device meta, without numbers"),
         ((RAGGED, torch.ones(2)), "got a nested one: pad it"),
     ],
