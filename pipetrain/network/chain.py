@@ -25,7 +25,6 @@ class Stash(nn.Module):
         self._kept: list[Value] = []  # at most one, between the two in one process
 
     def forward(self, value: Value) -> Value:
-        """Return the value itself."""
         self._kept[:] = [value]
         return value
 

@@ -180,7 +180,6 @@ def _cuts(
 
 
 def _refuse_drawing(settings: Settings, layers: Sequence[Layer]) -> None:
-    """Refuse layers whose random numbers a CUDA graph would repeat. Raises ConfigError."""
     if settings.cuda_graphs is True and (drawing := [layer.name for layer in layers if layer.draws]):
         raise ConfigError(
             f"layer {drawing[0]} draws random numbers, which cuda_graphs would repeat: leave cuda_graphs "

@@ -192,5 +192,4 @@ def _on_meta(network: Network) -> bool:
 
 
 def _parts(plan: Plan, network: Network) -> list[Part]:
-    """Return the stages of a network as modules."""
     return [network.part(*both) for both in zip(plan.cut.slices, plan.evaluation_cut.slices, strict=True)]

@@ -257,7 +257,6 @@ def _refuse_unsound(settings: Settings, batches: int, program: Program, cut: Cut
 
 
 def _refuse_unlike_rates(settings: Settings, program: Program, ties: Ties) -> None:
-    """Refuse another rate for each copy of a shared weight. Raises ConfigError."""
     steps = [action for action in chain.from_iterable(program) if action.op is Op.STEP]
     delays = [{(a.version, a.delay) for a in steps if a.stage in tie} for tie in ties]
     if any(len(of) > len({version for version, _ in of}) for of in delays):
@@ -323,7 +322,6 @@ def _refuse_replicas(draft: Draft) -> None:
 
 
 def _refuse_correction(draft: Draft) -> None:
-    """Refuse to correct what no program says."""
     correction = draft.settings.correction
     if draft.policy and correction != Correction() and not isinstance(correction, Auto):  # which is then none
         raise ConfigError(

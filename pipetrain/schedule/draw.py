@@ -73,7 +73,6 @@ def as_text(
 
 
 def _legend(bars: Sequence[Block], several: bool) -> list[str]:
-    """Return what the letters of a text are."""
     shown = {bar.action.op for bar in bars}
     names = [f"{op} {name}" for op, name in NAMES.items() if op in shown]
     names += ["| step"] if Op.STEP in shown else []

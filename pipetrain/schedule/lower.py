@@ -89,11 +89,9 @@ class Lowering:
         return [action]
 
     def receives(self, action: Action) -> list[Action]:
-        """Return the RECVs of what an F, B or I needs."""
         return self._messages(Op.RECV_F if action.op is Op.F else Op.RECV_B, action)
 
     def sends(self, action: Action) -> list[Action]:
-        """Return the SENDs of what an F, B or I makes."""
         return self._messages(Op.SEND_F if action.op is Op.F else Op.SEND_B, action)
 
     def _messages(self, op: Op, action: Action) -> list[Action]:

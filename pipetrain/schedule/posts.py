@@ -50,7 +50,6 @@ class Posts:
     deals: list[Post]  # of rank 0, the forwards of others
 
     def on(self, rank: int) -> list[Post]:
-        """Return all that a rank posts."""
         return [*merge(self.of[rank], [] if rank else self.deals, key=itemgetter(0))]
 
 

@@ -176,7 +176,6 @@ def bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
 
 
 def _refusal(model: nn.Module, example: ValueSpec, error: Exception) -> ConfigError:
-    """Return why a model cannot be traced, as one sentence."""
     text, kind, where = one_line(error), type(error).__name__, _place(error)
     at = f" at {where}" if where else ""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
