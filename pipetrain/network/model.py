@@ -15,7 +15,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.network import Network
-from pipetrain.network.places import in_place_of, named_tensors, replace, tensors_in
+from pipetrain.network.places import in_place_of, named_tensors, names_by_id, replace, tensors_in
 from pipetrain.network.tensors import storage_of
 from pipetrain.network.values import differentiable, name_of
 
@@ -62,7 +62,7 @@ def _refuse_parameters(model: nn.Module) -> None:
 
 def state_names(model: nn.Module) -> dict[str, str]:
     """Return the parameter or buffer behind each state_dict entry. Raises ConfigError for other values."""
-    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    names = names_by_id(model)
     state = model.state_dict(keep_vars=True)
     for key, value in state.items():
         if id(value) not in names:
@@ -133,7 +133,7 @@ def materialise(network: Network, layers: Iterable[int], more: Iterable[str] = (
     if values is None:
         return
     tensors = named_tensors(network.model)
-    names = {id(tensor): name for name, tensor in tensors.items()}
+    names = names_by_id(network.model)
     used = (name for index in layers for name in tensors_in(network.modules[index], names))
     numbers = values.tensors(list(dict.fromkeys([*used, *more])))
     others: dict[int, Tensor] = {}

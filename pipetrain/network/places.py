@@ -45,6 +45,11 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(chain(model.named_parameters(), model.named_buffers()))
 
 
+def names_by_id(model: nn.Module) -> dict[int, str]:
+    """Return the names of a model's parameters and buffers, by the id of each."""
+    return {id(tensor): name for name, tensor in named_tensors(model).items()}
+
+
 def in_place_of(old: Tensor, new: Tensor) -> Tensor:
     """Return new numbers as the parameter or buffer that the old ones are."""
     if not isinstance(old, nn.Parameter) or isinstance(new, nn.Parameter):

@@ -25,7 +25,7 @@ from pipetrain.correction import Correction
 from pipetrain.documents import read_as
 from pipetrain.errors import ConfigError
 from pipetrain.network.network import INPUT, ValueId
-from pipetrain.network.values import Size, TensorSpec, ValueSpec
+from pipetrain.network.values import Size, TensorSpec, ValueSpec, name_of
 from pipetrain.plan.cut import Cut, copies_input, entering, requires_grad
 from pipetrain.plan.estimate import Layer, origin
 from pipetrain.plan.observed import Kept
@@ -91,7 +91,7 @@ def profile_conditions(settings: Settings, optim: Mapping[Any, Any]) -> Facts:
     return {
         "model": settings.model,
         "microbatch": settings.full.samples,
-        "dtype": str(settings.dtype).removeprefix("torch."),
+        "dtype": name_of(settings.dtype),
         "precision": settings.precision,
         "memory_format": settings.memory_format,
         "optimizer": str(optim["_target_"]).rsplit(".", 1)[-1] + "".join(options),

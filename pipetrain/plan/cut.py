@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipetrain.errors import ConfigError
 from pipetrain.network.network import INPUT, Network, Slice, Tensors, ValueId
-from pipetrain.network.places import named_tensors, places, tensors_in
+from pipetrain.network.places import names_by_id, places, tensors_in
 from pipetrain.network.values import Gradients, Size, TensorSpec, ValueSpec
 from pipetrain.plan.estimate import Layer, origin
 from pipetrain.schedule.actions import Edge, Tie
@@ -255,7 +255,7 @@ def shared_weights(network: Network, cuts: Sequence[int]) -> dict[str, Tie]:
 
 def _holders(network: Network, cuts: Sequence[int]) -> dict[str, Tie]:
     """Return the stages of each parameter and buffer, ascending, by its name in the model."""
-    names = {id(tensor): name for name, tensor in named_tensors(network.model).items()}
+    names = names_by_id(network.model)
     users: dict[str, set[int]] = {}
     for index, module in enumerate(network.modules):
         for name in tensors_in(module, names):

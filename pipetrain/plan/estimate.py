@@ -26,7 +26,7 @@ from pipetrain.network.chain import Chain
 from pipetrain.network.draws import Beginning
 from pipetrain.network.network import INPUT, Network, Tensors, ValueId, evaluating
 from pipetrain.network.numerics import Numerics
-from pipetrain.network.places import places, standing_in, tensors_in
+from pipetrain.network.places import named_tensors, names_by_id, places, standing_in, tensors_in
 from pipetrain.network.tensors import graph_of, made_up_samples, quiet, storage_of
 from pipetrain.network.values import Packing, Size, TensorSpec, ValueSpec, differentiable, leaves_of, specs_of
 from pipetrain.plan.observed import NOTHING, Kept, SavedWatch, Spy
@@ -172,11 +172,10 @@ class _Trial:
 
     def __init__(self, network: Network, numerics: Numerics, training: bool) -> None:
         self._network, self._numerics, self._training = network, numerics, training
-        model = network.model
-        registered = [*model.named_parameters(), *model.named_buffers()]
-        self._meta = any(t.is_meta for _, t in registered)
-        self._ids = {id(t): name for name, t in registered}
-        self._names = {storage_of(t): (name, t.requires_grad) for name, t in registered}
+        tensors = named_tensors(network.model)
+        self._meta = any(tensor.is_meta for tensor in tensors.values())
+        self._ids = names_by_id(network.model)
+        self._names = {storage_of(tensor): (name, tensor.requires_grad) for name, tensor in tensors.items()}
 
     def run(
         self, index: int, takes: tuple[ValueId, ...], entering: Tensors, earlier: Sequence[ValueSpec]
@@ -226,7 +225,7 @@ class _Trial:
             inputs = tuple(leaf.clone() for leaf in leaves)  # a leaf must not be modified in place
             versions = [t._version for t in inputs]
             known = [*others.values(), *inputs]
-            storages, registered = [storage_of(t) for t in known], _registered(module)
+            storages, registered = [storage_of(t) for t in known], named_tensors(module)
             trained = [t for t in others.values() if t.requires_grad and t.dim() > 1]  # a bias is added
             with (
                 self._numerics.context("cpu"),
@@ -242,7 +241,7 @@ class _Trial:
                 )
             if storages != [storage_of(t) for t in known]:
                 raise _Wrong("replaces the data of a parameter or of its input; change these in place")
-            if new := sorted(_registered(module) - registered):
+            if new := sorted(named_tensors(module).keys() - registered.keys()):
                 raise _Wrong(f"makes its {new[0]} when it first runs; make it when the layer is made")
             if spy.wrong:
                 raise _Wrong(spy.wrong)
@@ -354,10 +353,6 @@ def _reached(output: Tensor, leaves: Sequence[Tensor]) -> tuple[bool, ...]:
     for leaf in leaves:
         leaf.grad = None
     return reached
-
-
-def _registered(module: nn.Module) -> set[str]:
-    return {name for name, _ in [*module.named_parameters(), *module.named_buffers()]}
 
 
 @cache

@@ -23,7 +23,7 @@ from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.chain import Chain
 from pipetrain.network.draws import Beginning
 from pipetrain.network.network import Network, Part, evaluating, run_parts
-from pipetrain.network.places import named_tensors, places, replace, standing_in
+from pipetrain.network.places import named_tensors, names_by_id, places, replace, standing_in
 from pipetrain.network.tensors import TOLERANCE, Results, difference, graph_of, results
 from pipetrain.network.values import Value, as_tuple, cast_floats, on_each
 from pipetrain.plan.estimate import fake_mode
@@ -110,7 +110,7 @@ def prove_loss(plan: Plan, network: Network, task: Task, inputs: Value, targets:
         other = mode.from_tensor(tensor.detach()) if mode else tensor.detach()
         return other.requires_grad_() if tensor.requires_grad else other.clone()  # it may be a buffer
 
-    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    names = names_by_id(model)
     here = {id(p) for p in parts[-1].parameters()}
     kept, read = ({id(t): like(t) for t in named_tensors(model).values()} for _ in range(2))
     few = [_some_of(value, 2, plan) for value in (inputs, targets)]

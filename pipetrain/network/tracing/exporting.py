@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.network import evaluating
-from pipetrain.network.places import OTHERS, Held, origin, standing_in
+from pipetrain.network.places import OTHERS, Held, named_tensors, origin, standing_in
 from pipetrain.network.tensors import graph_of, made_up_samples
 from pipetrain.network.values import Size, ValueSpec
 
@@ -56,7 +56,7 @@ def _fakes(model: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
         return nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
 
     with mode:
-        return {id(tensor): fake(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        return {id(tensor): fake(tensor) for tensor in named_tensors(model).values()}
 
 
 @contextmanager
@@ -100,8 +100,8 @@ def exported(
     These are then as before. (A forward of torch's weight_norm sets `weight` by weight_g, which is none.)
     Raises ConfigError for what it cannot have.
     """
-    tensors, others, batch = (*model.parameters(), *model.buffers()), dict[int, Tensor](), Dim("batch")
-    if any(tensor.device.type != "cpu" for tensor in tensors):
+    others, batch = dict[int, Tensor](), Dim("batch")
+    if any(tensor.device.type != "cpu" for tensor in named_tensors(model).values()):
         others = _fakes(model, FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
     try:
         with (

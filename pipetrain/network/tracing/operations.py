@@ -22,7 +22,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec,
 from torch.utils._pytree import TreeSpec, tree_leaves
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.places import named_tensors
+from pipetrain.network.places import names_by_id
 from pipetrain.network.tensors import storage_of, strided
 from pipetrain.network.tracing.exporting import exported
 from pipetrain.network.values import ValueSpec
@@ -104,7 +104,7 @@ def operations_of(model: nn.Module, example: ValueSpec, autocast: bool, training
         range(len(example.specs)) if input_names is None else map(input_names.index, spec.child(1).context)
     )
     graph, env = fx.Graph(), dict[fx.Node, Any]()
-    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    names = names_by_id(model)
     placeholders, tensors = program.graph.find_nodes(op="placeholder"), []
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         if isinstance(spec.arg, ConstantArgument):
