@@ -30,8 +30,7 @@ _WORK |= {_ATEN.lstm, _ATEN.gru, _ATEN.rnn_tanh, _ATEN.rnn_relu, _ATEN.conv1d, _
 _NORMS = {_ATEN.batch_norm, _ATEN.layer_norm, _ATEN.group_norm, _ATEN.instance_norm, _ATEN.rms_norm}
 # Operators that write statistics, which their schemas do not say, by the switch.
 _STATISTICS = {_ATEN.batch_norm: "training", _ATEN.instance_norm: "use_input_stats"}
-
-
+_CHANCES = ("p", "dropout_p", "dropout", "train", "training")  # 0 or False: nothing is drawn
 _LOSSES = {_ATEN.cross_entropy_loss, _ATEN.nll_loss, _ATEN.nll_loss2d, _ATEN.nll_loss_nd}
 
 
@@ -200,9 +199,6 @@ def is_random(node: fx.Node) -> bool:
         return False
     arguments = _arguments(node)
     return not any(arguments.get(name, 1) in (0, False) for name in _CHANCES)
-
-
-_CHANCES = ("p", "dropout_p", "dropout", "train", "training")
 
 
 def _parameters(node: fx.Node) -> Sequence[Any]:
