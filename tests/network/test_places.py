@@ -79,7 +79,7 @@ def test_it_is_compared_without_a_call_of_python_for_each():
         held.changed()
     finally:
         sys.setprofile(None)
-    assert len(events) < 20
+    assert len(events) < 50  # of 100 entries; a collection of garbage may be among them
 
 
 def test_a_tensor_in_a_container_of_containers_has_a_place_and_what_a_forward_keeps_is_gone():

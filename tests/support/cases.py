@@ -261,6 +261,9 @@ class LocalLinks(LocalRanks):
 
     def abandon(self, why: str) -> None: ...
 
+    def first_error(self, why: str) -> tuple[int, str]:
+        return self.world.rank, why
+
     def check(self) -> None: ...
 
     def clock_offset(self) -> tuple[float, float]:
