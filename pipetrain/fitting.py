@@ -229,7 +229,7 @@ def _about(training: Training, passes: TrainingPasses, settings: Settings, data:
     about = About(settings, plan, training.task, data, passes.batches, training.asked.lr, ranks, room)
     for epoch, done in ((1, 0), (about.epochs, 0), (at.epoch + 1, at.batch)):
         for length in window_lengths(about.batches_of(epoch), settings.window, done):
-            plan.windows.of(length)
+            plan.training(length)
     return about
 
 

@@ -105,11 +105,11 @@ class _Uncut:
         stage_costs = table.costs(cut, modes, splits(draft.program), draft.settings.full, draft.placement)
         known = self.evaluations, stage_costs, recomputing(modes), open_
         try:
-            bounded, windows = prove(draft, cut, lengths, *known)
+            bounded, windows, evaluations = prove(draft, cut, lengths, *known)
         except ConfigError as error:
             if not (open_ and isinstance(error.__cause__, Deadlock) and draft.shown > draft.least):
                 raise
-            bounded, windows = prove(draft, cut, [draft.least], *known)  # a shorter window may do
+            bounded, windows, evaluations = prove(draft, cut, [draft.least], *known)  # a shorter one may do
         return Plan(
             draft=draft,
             samples=self.samples,
@@ -119,6 +119,7 @@ class _Uncut:
             cut=bounded,
             evaluation_cut=cut_layers(self.evaluated, cuts, self.example, any_size=open_),
             windows=windows,
+            evaluations=evaluations,
             modes=modes,
             costs=stage_costs if self.timed else None,
             choices=choices,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from statistics import fmean
 
@@ -21,6 +22,7 @@ from pipetrain.plan.estimate import Layer
 from pipetrain.plan.program import Draft, ProvenWindows, Window, window_lengths
 from pipetrain.plan.replicas import Way
 from pipetrain.schedule.actions import Edge, Op, Placement, Tie, asks_for
+from pipetrain.schedule.looks import Looks, looks_of
 from pipetrain.schedule.lower import Link, links
 from pipetrain.schedule.memory import Memory, over_time
 from pipetrain.schedule.policy import Bounds
@@ -45,12 +47,16 @@ class Plan:
     table: Table  # the costs of the layers for a full microbatch
     cut: Cut
     evaluation_cut: Cut
-    windows: ProvenWindows  # by the number of batches
+    windows: ProvenWindows  # of training, by the number of batches
+    evaluations: ProvenWindows
     modes: Sequence[Mode]  # of recomputation, of each stage
     costs: Costs | None = None  # from a profile
     choices: Mapping[str, Choice] = field(default_factory=dict)  # the cuts of each strategy, by a profile
     ways: Mapping[str, Way | None] = field(default_factory=dict)  # with replicas=auto, see `choose_replicas`
     text: Callable[[Plan], str] = field(default=repr, compare=False, repr=False)  # how it prints
+
+    _timelines: dict[int, Timeline] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _looks: dict[int, list[Looks]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __str__(self) -> str:
         return self.text(self)
@@ -138,6 +144,13 @@ class Plan:
     def window(self) -> Window:
         return self.windows[max(self.windows)]
 
+    def training(self, batches: int) -> Window:
+        """Return a window of training. Raises ScheduleError and ConfigError for one that cannot be."""
+        return self.windows.of(batches)
+
+    def evaluation(self, batches: int) -> Window:
+        return self.evaluations.of(batches)
+
     @property
     def foreign(self) -> dict[str, Tensor]:
         """The tensors that layers use and that are no weights or buffers, by a layer's name and a number."""
@@ -182,14 +195,19 @@ class Plan:
 
     def timeline(self, batches: int | None = None) -> Timeline:
         """Return a window of so many batches, or else the longest, simulated at the costs of its stages."""
-        return simulate(
-            (self.windows.of(batches) if batches else self.window).program,
-            self.settings.microbatches,
-            buffer_size=self.cut.bounds,
-            cost=self.stage_costs,
-            routes=self.cut.edges,
-            ties=self.cut.ties,
-        )
+        n, window = batches or max(self.windows), self.training(batches) if batches else self.window
+        if n not in self._timelines:
+            run = partial(simulate, window.program, self.settings.microbatches, cost=self.stage_costs)
+            self._timelines[n] = run(buffer_size=self.cut.bounds, routes=self.cut.edges, ties=self.cut.ties)
+        return self._timelines[n]
+
+    def looks(self, batches: int) -> list[Looks]:
+        """Return where each rank looks whether a window of training ends early, with replicas."""
+        if batches not in self._looks:
+            window = self.training(batches)
+            assert window.posts is not None, "a policy has no replicas"
+            self._looks[batches] = looks_of(window.simulation, window.posts, self.silent)
+        return self._looks[batches]
 
     def stage_times(self, run: Timeline) -> list[StageTimes]:
         """Return the predicted times of each stage, by its `timeline`; of replicas the means."""

@@ -1,7 +1,7 @@
 """The programs of a run, and their proof: each is sound, and ends within the channel's bounds.
 
-A Draft is what a schedule says before the model is known, and is made once. A window of the cut model is
-proven with the plan, or when it is first asked for.
+A Draft is what a schedule says before the model is known, and is made once. A window of the cut model, of
+training or of evaluation, is proven with the plan, or when it is first asked for.
 
 A window is what runs between two drains of the pipeline. Its length comes from the configuration alone.
 """
@@ -52,7 +52,10 @@ DRAFTED = 2  # batches: the second tells whether weights are read late
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The lowered program of a window of some number of batches, and its properties."""
+    """The lowered program of a window of some number of batches, and its properties.
+
+    In an evaluation each batch is one microbatch, as a model may look at the whole batch.
+    """
 
     program: Program
     simulation: Timeline
@@ -213,8 +216,8 @@ def prove(
     costs: Cost,
     recompute: Collection[int] = (),
     examples: bool = False,
-) -> tuple[Cut, ProvenWindows]:
-    """Return the cut with the bounds of its edges, and the windows of these `lengths`.
+) -> tuple[Cut, ProvenWindows, ProvenWindows]:
+    """Return the cut with the bounds of its edges, the windows of these `lengths`, and those of evaluations.
 
     `evaluated`: the microbatches of an evaluation; `costs`, `recompute`: see `make_program`; `examples`: see
     ProvenWindows. Raises ScheduleError and ConfigError.
@@ -223,7 +226,10 @@ def prove(
     def make(batches: int) -> Program:
         return make_program(draft, cut, batches, costs, recompute)
 
-    evaluation = lower(forward_only(draft.placement, evaluated), cut.edges)
+    def evaluating(batches: int) -> Program:
+        return lower(forward_only(draft.placement, batches), cut.edges)
+
+    evaluation = evaluating(evaluated)
     programs = {batches: make(batches) for batches in lengths}
     every = [evaluation, *programs.values()]
     for batches, program in programs.items():
@@ -231,10 +237,12 @@ def prove(
     with _explained(draft.settings, any(map(has_norms, every)), cut):
         bounds = [edge_bounds(one, cut.edges, draft.settings.buffer_size, cut.ties) for one in every]
         bounded = cut.bounded(widest(bounds))
-        simulate(evaluation, 1, buffer_size=bounded.bounds, routes=cut.edges)
+        first = {evaluated: _played(draft, evaluated, evaluation, bounded, trains=False)}
         known = {n: _played(draft, n, program, bounded) for n, program in programs.items()}
 
-    return bounded, ProvenWindows(known, lambda n: prove_window(draft, n, make(n), bounded), examples)
+    windows = ProvenWindows(known, lambda n: prove_window(draft, n, make(n), bounded), examples)
+    played = ProvenWindows(first, lambda n: _played(draft, n, evaluating(n), bounded, trains=False))
+    return bounded, windows, played
 
 
 def prove_window(draft: Draft, batches: int, program: Program, cut: Cut | None) -> Window:
@@ -266,18 +274,18 @@ def _refuse_unlike_rates(settings: Settings, program: Program, ties: Ties) -> No
         )
 
 
-def _played(draft: Draft, batches: int, program: Program, cut: Cut | None) -> Window:
+def _played(draft: Draft, batches: int, program: Program, cut: Cut | None, trains: bool = True) -> Window:
     """Return the window of a sound program. Raises Deadlock."""
-    settings, policy, (routes, ties) = draft.settings, draft.policy, _joins(cut)
-    buffer_size = cut.bounds if cut else settings.buffer_size
-    run = simulate(program, settings.microbatches, buffer_size=buffer_size, routes=routes, ties=ties)
+    settings, policy, (routes, ties) = draft.settings, draft.policy if trains else None, _joins(cut)
+    bounds = cut.bounds if cut else dict.fromkeys(edges(program), settings.buffer_size)
+    m, ranks = settings.microbatches if trains else 1, len(program)
+    run = simulate(program, m, buffer_size=bounds or settings.buffer_size, routes=routes, ties=ties)
     home = Lowering.of(program).rank
     if policy:  # whose program is one of many
-        size = len(program), batches, settings.microbatches
-        return Window(program, run, [policy.bounds(stage, *size) for stage in range(len(program))], home)
-    edge_sizes = cut.bounds if cut else dict.fromkeys(edges(program), settings.buffer_size)
-    bounds = [*map(Bounds, run.activations, run.versions, run.staleness)]
-    return Window(program, run, bounds, home, make_posts(run, edge_sizes, ties))
+        peaks = [policy.bounds(stage, ranks, batches, m) for stage in range(ranks)]
+        return Window(program, run, peaks, home)
+    peaks = [*map(Bounds, run.activations, run.versions, run.staleness)]
+    return Window(program, run, peaks, home, make_posts(run, bounds, ties))
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class Tracer:
         """Return the observer of the next window, of batches of these sizes; None if it is not traced."""
         if self.over:
             return None
-        self._actions += max(map(len, self._about.plan.windows.of(len(sizes)).program))
+        self._actions += max(map(len, self._about.plan.training(len(sizes)).program))
         if self._windows and self._actions > MOST_ACTIONS:
             self._cut = f"at {MOST_ACTIONS} actions of a rank"
             return None

@@ -31,7 +31,7 @@ from pipetrain.schedule.actions import (
     predictions,
     shortened,
 )
-from pipetrain.schedule.looks import looks_of
+from pipetrain.schedule.looks import Looks
 from pipetrain.schedule.policy import Wait
 from pipetrain.schedule.posts import Post, Sum
 
@@ -65,7 +65,7 @@ class Order:
         ahead: int = 0,
         decide: Decide | None = None,
         posts: Sequence[Post] = (),
-        looks: Sequence[tuple[int, int]] | None = None,
+        looks: Looks | None = None,
     ) -> None:
         self.home, self.batches, self.microbatches = home, batches, microbatches
         self.decide = decide
@@ -170,10 +170,10 @@ class Order:
             yield action
 
 
-def order_of(plan: Plan, batches: int, rank: int, ends: Ends | None = None) -> Order:
-    """Return the actions of a rank in a window of `batches` batches."""
-    window = plan.windows.of(batches)
-    actions, ahead = window.program[rank], max(plan.cut.bounds.values(), default=0)
+def order_of(plan: Plan, batches: int, rank: int, ends: Ends | None = None, trains: bool = True) -> Order:
+    """Return the actions of a rank in a window of `batches` batches, of training or else of evaluation."""
+    window = plan.training(batches) if trains else plan.evaluation(batches)
+    actions, size = window.program[rank], (batches, plan.settings.microbatches if trains else 1)
     policy, stages, routes = plan.draft.policy, plan.stages, plan.cut.edges
 
     def decide(order: Order, mail: Mailbox) -> Iterator[Action | Wait]:
@@ -181,9 +181,9 @@ def order_of(plan: Plan, batches: int, rank: int, ends: Ends | None = None) -> O
         size = order.first, stages, lambda: order.batches, order.microbatches
         return policy.lowered(*size, mail, routes, bool(order.recomputed))
 
-    size = batches, plan.settings.microbatches
     if window.posts is None:
-        return Order(actions, window.home, *size, ends, ahead, decide)
-    asks = ends is not None and plan.replicated and batches > 1
-    looks = looks_of(window.simulation, window.posts, plan.silent)[rank] if asks else None
+        return Order(actions, window.home, *size, ends, max(plan.cut.bounds.values(), default=0), decide)
+    looks: Looks | None = None
+    if ends is not None and plan.replicated:  # in an evaluation no rank is ahead of all others
+        looks = plan.looks(batches)[rank] if trains else []
     return Order(actions, window.home, *size, ends, window.posts.ahead, None, window.posts.on(rank), looks)

@@ -39,10 +39,6 @@ from pipetrain.runtime.statistics import BatchStatistics
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.runtime.whole import WholeModel
 from pipetrain.schedule.actions import ALL, Edge
-from pipetrain.schedule.lower import Lowering, lower
-from pipetrain.schedule.posts import make_posts
-from pipetrain.schedule.programs import forward_only
-from pipetrain.schedule.simulate import simulate
 from pipetrain.settings import Mode
 from pipetrain.tasks import Task
 
@@ -133,14 +129,9 @@ class Session:
         Each is one microbatch: a model may look at the whole batch. `take` gets the outputs of a prediction,
         which has no targets.
         """
-        routes, bounds, rank = self.plan.cut.edges, self.plan.cut.bounds, self._links.world.rank
-        program = lower(forward_only(self.plan.placement, len(sizes)), routes)
-        home = Lowering.of(program).rank
-        posts = make_posts(simulate(program, 1, buffer_size=bounds, routes=routes), bounds)
+        order = order_of(self.plan, len(sizes), self._links.world.rank, ends, trains=False)
         self._level_copies()
         self.level()
-        looks = () if self.plan.replicated else None  # no rank is ahead of all others
-        order = Order(program[rank], home, len(sizes), 1, ends, posts.ahead, None, posts.on(rank), looks)
         with (
             self._feed(sizes, batches, order, targets=take is None) as feed,
             nullcontext() if self._whole is None else self._whole.suspended(),

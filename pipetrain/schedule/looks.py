@@ -15,14 +15,17 @@ from pipetrain.schedule.lower import Lowering
 from pipetrain.schedule.posts import Posts, Sum
 from pipetrain.schedule.timeline import Timeline
 
+Looks = list[tuple[int, int]]
+"""(position, n) of a rank: before this action it looks whether the window ends after n batches."""
 
-def looks_of(run: Timeline, posts: Posts, silent: Collection[Edge | int]) -> list[list[tuple[int, int]]]:
-    """Return, by rank, (position, n): before this action it looks whether the window ends after n batches.
+
+def looks_of(run: Timeline, posts: Posts, silent: Collection[Edge | int]) -> list[Looks]:
+    """Return the looks of each rank.
 
     `silent`: edges whose messages are empty, and stages without weights, which have nothing to sum up.
     """
     lowering, known = Lowering.of([row.actions for row in run.rows]), _known(run, silent)
-    leader, looks = lowering.ranks[0][0], list[list[tuple[int, int]]]([] for _ in run.rows)
+    leader, looks = lowering.ranks[0][0], list[Looks]([] for _ in run.rows)
     begins = [_begins(run, rank, posts, lowering) for rank in range(len(run.rows))]
     for batch, at in enumerate(map(list, zip(*begins, strict=True))):
         at[leader] = min(known[rank][position] for rank, position in enumerate(at)) - 1

@@ -83,8 +83,10 @@ def with_costs(plan: Plan, costs: Costs) -> Plan:
     plan = replace(plan, costs=costs, choices={})
     if not plan.by_costs:
         return plan
-    cut, windows = prove(plan.draft, plan.cut, [*plan.windows], 1, costs, recomputing(plan.modes))
-    return replace(plan, cut=cut, windows=windows)
+    cut, windows, evaluations = prove(
+        plan.draft, plan.cut, [*plan.windows], 1, costs, recomputing(plan.modes)
+    )
+    return replace(plan, cut=cut, windows=windows, evaluations=evaluations)
 
 
 def costs(stages: int, product_s: float, action_s: float = 0.0, message_s: float = 0.0) -> Costs:

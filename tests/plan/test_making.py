@@ -23,6 +23,7 @@ from pipetrain.schedule.automatic import ZeroBubbleAuto
 from pipetrain.schedule.memory import GIB
 from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream
 from pipetrain.schedule.simulate import SHOWN
+from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import with_recompute
 from pipetrain.settings import Mode, Settings
 from pipetrain.tasks import Regression, Task
@@ -88,7 +89,7 @@ def test_windows_of_all_lengths_are_clipped_alike_also_one_batch_that_reads_noth
     """On paper as in a run, which may be asked for longer windows later."""
     made = plan("window=1", "clip_grad_norm=1", schedule=schedule)
     assert made.settings.clip_grad_norm_over == over
-    assert [has_norms(made.windows.of(n).program) for n in (1, 2, 3)] == [over == "model"] * 3
+    assert [has_norms(made.training(n).program) for n in (1, 2, 3)] == [over == "model"] * 3
 
 
 def test_peaks_and_recomputation_are_those_of_any_window():
@@ -96,7 +97,7 @@ def test_peaks_and_recomputation_are_those_of_any_window():
     words = ("microbatches=1", "recompute=selective")
     made = plan("window=1", *words, ranks=3, schedule=pipedream, samples=Samples([12] * 5, [11]))
     assert made.recompute == ["never"] * 3
-    made.windows.of(4)
+    made.training(4)
     assert made.recompute == ["selective", "selective", "never"]
     assert [made.peaks(stage) for stage in range(3)] == [(3, 3, 2), (2, 2, 1), (1, 1, 0)]
 
@@ -108,10 +109,30 @@ def test_a_plan_of_the_first_batch_alone_shows_a_window_until_the_first_is_asked
     made = plan("window=null", schedule=pipedream, samples=None)
     assert (made.samples, made.window is made.windows[SHOWN]) == (None, True)
     for batches, windows in ((3, {3}), (2, {3, 2}), (3, {3, 2})):
-        assert made.windows.of(batches) is made.windows[batches]
+        assert made.training(batches) is made.windows[batches]
         assert set(made.windows) == windows
     assert proven == [SHOWN, 3, 2]
     assert [made.cut.entering(1, Size(n))[0].shape[0] for n in (3, 4, 7)] == [3, 4, 7]
+
+
+def test_an_evaluation_is_proven_once_for_each_length(monkeypatch):
+    """The first with the plan; each batch is one microbatch, whatever a batch of training is cut into."""
+    simulated: list[int] = []
+    simulate = programs.simulate
+
+    def counting(program: Program, microbatches: int, **how: Any) -> Timeline:
+        simulated.append(microbatches)
+        return simulate(program, microbatches, **how)
+
+    monkeypatch.setattr(programs, "simulate", counting)
+    made = plan("window=1", samples=Samples([12], [11, 11, 5]))
+    for batches in (3, 2, 3, 2):
+        evaluated = made.evaluation(batches)
+        assert [str(action) for action in evaluated.program[1] if action.op is Op.F] == [
+            f"1F{mb}@0" for mb in range(batches)
+        ]
+    assert simulated == [1, 4, 1]
+    assert made.timeline() is made.timeline()
 
 
 def test_slices_cover_the_model_in_order():
