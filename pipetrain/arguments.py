@@ -69,7 +69,7 @@ class Arguments:
         optim = read_optimizer(optimizer, groups)
         prove_model(model, "Pipeline needs", draft.settings.weights_dtype)
         if draft.settings.replicas != AUTO:  # else what is chosen is proven
-            draft.prove()
+            draft = draft.prove()
         if (rank := draft.placement[0][0]) != 0:
             raise ConfigError(
                 f"schedule {draft.settings.schedule} has stage 0 on rank {rank}, and rank 0 reads the "

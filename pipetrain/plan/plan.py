@@ -202,7 +202,7 @@ class Plan:
         return self._timelines[n]
 
     def looks(self, batches: int) -> list[Looks]:
-        """Return where each rank looks whether a window of training ends early, with replicas."""
+        """Return where ranks look whether a window of training ends early, with replicas: see `looks_of`."""
         if batches not in self._looks:
             window = self.training(batches)
             assert window.posts is not None, "a policy has no replicas"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, combinations, pairwise
 from typing import Any
 
@@ -52,10 +53,7 @@ DRAFTED = 2  # batches: the second tells whether weights are read late
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The lowered program of a window of some number of batches, and its properties.
-
-    In an evaluation each batch is one microbatch, as a model may look at the whole batch.
-    """
+    """The lowered program of a window of so many batches, whole in an evaluation, and its properties."""
 
     program: Program
     simulation: Timeline
@@ -102,6 +100,7 @@ class Draft:
     program: Program
     placement: Placement
     least: int = 1
+    proven: Window | None = field(default=None, compare=False, repr=False)  # see `prove`
 
     @classmethod
     def of(cls, settings: Settings, schedule: Schedule) -> Draft:
@@ -134,9 +133,18 @@ class Draft:
         whole = min(self.settings.window or SHOWN, SHOWN) if self.reads_late else 1
         return max(whole, self.least)
 
-    def prove(self) -> None:
-        """Prove its program for stages that each send to the next. Raises ScheduleError and ConfigError."""
-        prove_window(self, self.batches, _completed(self, self.program, None), None)
+    def prove(self) -> Draft:
+        """Return it with a window, proven for stages that each send to the next, as most plans have it.
+
+        Raises ScheduleError and ConfigError.
+        """
+        batches = max(self.least, min(self.settings.window or self.shown, self.batches))
+        return replace(self, proven=prove_window(self, batches, make_program(self, None, batches), None))
+
+    def proves(self, program: Program, cut: Cut | None) -> Window | None:
+        """Return what `prove` has made, if it is a window of this program over such edges."""
+        alike = cut is None or ({*cut.bounds.values()} <= {self.settings.buffer_size} and not cut.ties)
+        return self.proven if alike and self.proven and self.proven.program == program else None
 
 
 def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]:
@@ -222,9 +230,7 @@ def prove(
     `evaluated`: the microbatches of an evaluation; `costs`, `recompute`: see `make_program`; `examples`: see
     ProvenWindows. Raises ScheduleError and ConfigError.
     """
-
-    def make(batches: int) -> Program:
-        return make_program(draft, cut, batches, costs, recompute)
+    make = partial(make_program, draft, cut, costs=costs, recompute=recompute)
 
     def evaluating(batches: int) -> Program:
         return lower(forward_only(draft.placement, batches), cut.edges)
@@ -233,7 +239,7 @@ def prove(
     programs = {batches: make(batches) for batches in lengths}
     every = [evaluation, *programs.values()]
     for batches, program in programs.items():
-        _refuse_unsound(draft.settings, batches, program, cut)
+        _refuse_unsound(draft, batches, program, cut)
     with _explained(draft.settings, any(map(has_norms, every)), cut):
         bounds = [edge_bounds(one, cut.edges, draft.settings.buffer_size, cut.ties) for one in every]
         bounded = cut.bounded(widest(bounds))
@@ -247,14 +253,16 @@ def prove(
 
 def prove_window(draft: Draft, batches: int, program: Program, cut: Cut | None) -> Window:
     """Return a program's window, by its cut's bounds, if it is cut. Raises ScheduleError and ConfigError."""
-    _refuse_unsound(draft.settings, batches, program, cut)
+    _refuse_unsound(draft, batches, program, cut)
     with _explained(draft.settings, has_norms(program), cut):
         return _played(draft, batches, program, cut)
 
 
-def _refuse_unsound(settings: Settings, batches: int, program: Program, cut: Cut | None) -> None:
+def _refuse_unsound(draft: Draft, batches: int, program: Program, cut: Cut | None) -> None:
     """Refuse a program that is wrong, or that the engine cannot run. Raises ScheduleError and ConfigError."""
-    routes, ties = _joins(cut)
+    settings, (routes, ties) = draft.settings, _joins(cut)
+    if draft.proves(program, cut):
+        return
     _refuse_unlike_rates(settings, program, ties)
     if settings.compile and splits(program):
         raise ConfigError(
@@ -276,6 +284,8 @@ def _refuse_unlike_rates(settings: Settings, program: Program, ties: Ties) -> No
 
 def _played(draft: Draft, batches: int, program: Program, cut: Cut | None, trains: bool = True) -> Window:
     """Return the window of a sound program. Raises Deadlock."""
+    if window := draft.proves(program, cut):
+        return window
     settings, policy, (routes, ties) = draft.settings, draft.policy if trains else None, _joins(cut)
     bounds = cut.bounds if cut else dict.fromkeys(edges(program), settings.buffer_size)
     m, ranks = settings.microbatches if trains else 1, len(program)

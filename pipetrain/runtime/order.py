@@ -31,7 +31,6 @@ from pipetrain.schedule.actions import (
     predictions,
     shortened,
 )
-from pipetrain.schedule.looks import Looks
 from pipetrain.schedule.policy import Wait
 from pipetrain.schedule.posts import Post, Sum
 
@@ -65,7 +64,7 @@ class Order:
         ahead: int = 0,
         decide: Decide | None = None,
         posts: Sequence[Post] = (),
-        looks: Looks | None = None,
+        looks: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.home, self.batches, self.microbatches = home, batches, microbatches
         self.decide = decide
@@ -183,7 +182,7 @@ def order_of(plan: Plan, batches: int, rank: int, ends: Ends | None = None, trai
 
     if window.posts is None:
         return Order(actions, window.home, *size, ends, max(plan.cut.bounds.values(), default=0), decide)
-    looks: Looks | None = None
+    looks = None
     if ends is not None and plan.replicated:  # in an evaluation no rank is ahead of all others
         looks = plan.looks(batches)[rank] if trains else []
     return Order(actions, window.home, *size, ends, window.posts.ahead, None, window.posts.on(rank), looks)

@@ -16,11 +16,10 @@ from pipetrain.schedule.posts import Posts, Sum
 from pipetrain.schedule.timeline import Timeline
 
 Looks = list[tuple[int, int]]
-"""(position, n) of a rank: before this action it looks whether the window ends after n batches."""
 
 
 def looks_of(run: Timeline, posts: Posts, silent: Collection[Edge | int]) -> list[Looks]:
-    """Return the looks of each rank.
+    """Return, by rank, (position, n): before this action it looks whether the window ends after n batches.
 
     `silent`: edges whose messages are empty, and stages without weights, which have nothing to sum up.
     """
