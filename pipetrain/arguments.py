@@ -190,8 +190,7 @@ def read_options(
     options = {name: value for name, value in keywords.items() if value is not None}
     own = own_dtype(model)
     values = {**defaults, "dtype": own or torch.float32, **options}
-    values["batch_size"] = values["microbatches"]  # until the first batch
-    known = {"model": type(model).__name__, "schedule": schedule}
+    known: dict[str, Any] = {"model": type(model).__name__, "schedule": schedule, "samples": None}
     typed = "dtype" in options
     return Settings.read(values, ranks, **known, casts_weights=typed, casts_data=typed or own is not None)
 

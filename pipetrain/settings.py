@@ -178,7 +178,7 @@ class Settings:
     codec_backward: Codec = option(Identity(), CODEC, key="codec.backward")
     correction: Correction = option(Correction(), CORRECTION)
 
-    batch_size: int = of_run(64, COUNT)
+    samples: int | None = of_run(64, COUNT, key="batch_size")  # None until the first batch has come
     epochs: int = of_run(1, COUNT)
     max_updates: int | None = of_run(None, COUNT)
     lr_schedule: str | Rate = of_run("constant", LR_SCHEDULE)
@@ -282,6 +282,11 @@ class Settings:
         return [name for name, needs in chosen.items() if needs]
 
     @property
+    def batch_size(self) -> int:
+        assert self.samples is not None, "the size of a batch is known with the first one"
+        return self.samples
+
+    @property
     def full(self) -> Size:
         """The size of a full microbatch; some have 1 less if `microbatches` do not divide a batch."""
         return Size(self.batch_size).pieces(self.microbatches)[0]
@@ -316,7 +321,7 @@ def _value(cfg: DictConfig, key: str) -> Any:
 
 def _refuse_together(settings: Settings) -> None:
     """Refuse values that contradict each other. Raises ConfigError."""
-    if settings.batch_size < settings.microbatches:
+    if settings.samples is not None and settings.samples < settings.microbatches:
         raise ConfigError(
             f"batch_size={settings.batch_size} cannot be cut into microbatches={settings.microbatches}: "
             f"choose fewer, or a larger batch_size"

@@ -153,7 +153,7 @@ class Training:
         form = Form.from_json(data)
         if known is None:
             m = settings.microbatches
-            settings = replace(settings, batch_size=max(m, samples // m * m))
+            settings = replace(settings, samples=max(m, samples // m * m))
         inputs = self._known(reader, form.inputs, min(samples, settings.full.samples))
 
         def planned() -> tuple[Network, Plan]:

@@ -45,6 +45,7 @@ def test_a_schedule_brings_its_microbatches_and_window_and_an_argument_replaces_
     """A function of one's own has the window that follows from its program."""
     draft = read_draft(schedule, None, given, MODEL, 2)
     assert (draft.settings.microbatches, draft.settings.window) == is_read
+    assert draft.settings.samples is None  # until the first batch
     assert read_draft(schedule, draft.settings, {}, MODEL, 2).settings == draft.settings
     assert draft.settings.clip_grad_norm_over == ("stage" if "clip_grad_norm" in given else "auto")
 

@@ -194,7 +194,7 @@ def test_a_time_is_the_median_of_all_ranks():
     world, cpu = SimpleNamespace(rank=0, size=1), torch.device("cpu")
     links = SimpleNamespace(world=world, device=cpu, gather=lambda what, mine: told)
     layers = estimate(deepcopy(model), example.of(Size(2)))
-    found = measure(links, Settings(batch_size=8), {}, Chain(model), SGD, layers, example, Numerics())
+    found = measure(links, Settings(samples=8), {}, Chain(model), SGD, layers, example, Numerics())
     assert found.layers == [LayerTime("0", 2 * 3 * 4, *[2.0, 2.0] * 4)]
     assert (found.stage, found.machine["ranks"]) == (LayerTime("", 0, *[1.0] * 8), 3)
 
