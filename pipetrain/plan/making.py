@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -75,7 +75,8 @@ def make_plan(
     if settings.replicas == AUTO:
         draft, ways = choose_replicas(draft, table, cuts_that_may_be(network, layers), uncut.way)
     lengths = samples.windows(settings.window) if samples else [draft.shown]
-    plan = replace(uncut.plan(draft, lengths), ways=ways)
+    made = uncut.made.get(str(draft.settings.replicas)) if lengths == [draft.shown] else None
+    plan = replace(made or uncut.plan(draft, lengths), ways=ways)
     if settings.memory_limit is not None and settings.partition != PROFILE:
         refuse_above(settings.memory_limit, plan.memory(plan.timeline()))
     return plan
@@ -94,6 +95,7 @@ class _Uncut:
     numerics: Numerics
     table: Table
     timed: bool  # by a profile
+    made: dict[str, Plan] = field(default_factory=dict)  # the plans of ways, by their replicas
 
     def plan(self, draft: Draft, lengths: Sequence[int]) -> Plan:
         """Cut the model for a draft, and prove windows of these lengths. Raises as `make_plan` does."""
@@ -127,7 +129,7 @@ class _Uncut:
 
     def way(self, draft: Draft) -> Way:
         """Return what a draft takes in a window that is like others."""
-        plan = self.plan(draft, [draft.shown])
+        plan = self.made[str(draft.settings.replicas)] = self.plan(draft, [draft.shown])
         run, replicas = plan.timeline(), [*map(len, draft.settings.places)]
         batch_s = run.makespan / max(plan.windows)
         return Way(replicas, plan.cuts, batch_s, longest_part(run, plan.stage_costs))

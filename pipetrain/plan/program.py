@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, combinations, pairwise
 from typing import Any
 
@@ -85,7 +85,7 @@ class ProvenWindows(dict[int, Window]):
         return window
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Draft:
     """What settings and a schedule say before the model is known, by a compute-only program of a few batches.
 
@@ -119,7 +119,7 @@ class Draft:
         """What decides the order at run time; all programs are then examples."""
         return self.schedule if isinstance(self.schedule, ForwardBackward) else None
 
-    @property
+    @cached_property
     def reads_late(self) -> bool:
         """Whether some forwards read weights that lack updates of earlier batches."""
         size = len(self.placement), self.batches, self.settings.microbatches

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pipetrain.building import make_schedule
 from pipetrain.errors import ConfigError
+from pipetrain.plan import making
 from pipetrain.plan.describe import describe
 from pipetrain.plan.making import make_plan
 from pipetrain.plan.plan import Plan, Samples
@@ -251,6 +252,16 @@ def test_a_run_takes_the_replicas_with_which_its_schedule_is_fastest():
     text = describe(heavy)
     for row in (r"data parallel +3 +\[\] +\d+\.00 +all-reduce of stage 0", r"chosen +2-1 +\[3\] +\d+\.\d\d "):
         assert re.search(row, text)
+
+
+def test_the_way_that_is_taken_is_planned_once(monkeypatch):
+    proven: list[list[int]] = []
+    prove = making.prove
+    monkeypatch.setattr(
+        making, "prove", lambda draft, *how: proven.append(draft.settings.replicas) or prove(draft, *how)
+    )
+    taken = auto(one_f_one_b, 60_000).settings.replicas
+    assert (taken, proven.count(taken), len(proven) > 2) == ([2, 1], 1, True)
 
 
 def test_what_a_schedule_or_the_memory_cannot_have_is_left_out():
