@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support import quick as quick
-from tests.support.processes import context
 from tests.support.ranks import Ranks
+from tests.support.server import context, joined, offered
 
 # A shell starts what runs in its background deaf to Ctrl-C, and so would be all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -20,6 +21,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Half a million objects are imported, and stay: they are not looked through for garbage, now or later.
 gc.disable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a pytest worker of the server that forks for all."""
+    node.workerinput["server"] = offered()
+
+
+def pytest_configure(config: Any) -> None:
+    if hasattr(config, "workerinput"):
+        joined(config.workerinput["server"])
 
 
 def pytest_collection_finish() -> None:

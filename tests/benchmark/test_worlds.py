@@ -12,7 +12,7 @@ from benchmark.contestants import race, rows_of_race
 from benchmark.tasks import Scale
 from benchmark.worlds import WorldFailed, run_world, titled
 from tests.support.deadlines import DEADLINE_S
-from tests.support.processes import context
+from tests.support.server import context
 
 pytestmark = pytest.mark.processes
 

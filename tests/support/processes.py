@@ -23,7 +23,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Timer
@@ -34,27 +33,16 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, folders, read_whole
 from pipetrain.documents import DamagedCheckpoint
 from tests.support.deadlines import DEADLINE_S
+from tests.support.server import TORCHRUN as TORCHRUN
+from tests.support.server import context
 
 CHECKOUT = Path(__file__).parents[2]
 SMALL = ["model=mlp", "data=digits", "data.train_limit=384", "data.test_limit=64", "batch_size=64"]
 SMALL += ["device=cpu", "threads=1"]
 FAULTY = ["model._target_=tests.support.models.faulty", "partition=[2]"]
-TORCHRUN, LAUNCHER = "torch.distributed.run", "pipetrain.commands.launcher"
+LAUNCHER = "pipetrain.commands.launcher"
 TWO = ["-m", TORCHRUN, "--standalone", "--nproc_per_node=2"]
-PRELOADED = ["torch._dynamo", TORCHRUN, "sklearn.datasets", "pipetrain.commands.train", "matplotlib.figure"]
-PRELOADED += ["matplotlib.backends.backend_agg", "torch.utils.tensorboard", "benchmark.contestants"]
-PRELOADED += ["tests.support.jobs"]
-PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "bert")]
-PRELOADED += ["tests.support.quick", "tests.support.warm"]  # the last
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1}
-
-
-def context() -> Any:
-    """Return the multiprocessing context whose server has imported what tests need; there is one server."""
-    made: Any = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(PRELOADED)
-    forkserver.ensure_running()
-    return made
 
 
 class Program:

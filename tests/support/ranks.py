@@ -20,7 +20,7 @@ import torch.distributed as dist
 from pipetrain import pipeline
 from pipetrain.runtime.ranks import World
 from tests.support.deadlines import DEADLINE_S
-from tests.support.processes import context
+from tests.support.server import context
 
 WORLDS = count()  # alike on the ranks of one set
 

@@ -1,0 +1,62 @@
+"""The server that forks what tests start, which has imported what they need: one for all pytest workers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import socket
+import sys
+from functools import cache
+from multiprocessing import connection, forkserver, util
+from threading import Thread
+from typing import Any
+
+TORCHRUN = "torch.distributed.run"
+PRELOADED = ["torch._dynamo", TORCHRUN, "sklearn.datasets", "pipetrain.commands.train", "matplotlib.figure"]
+PRELOADED += ["matplotlib.backends.backend_agg", "torch.utils.tensorboard", "benchmark.contestants"]
+PRELOADED += ["tests.support.jobs"]
+PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "bert")]
+PRELOADED += ["tests.support.quick", "tests.support.warm"]  # the last
+
+
+def context() -> Any:
+    """Return the multiprocessing context whose server has imported what tests need; there is one server."""
+    made: Any = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+    return made
+
+
+@cache
+def offered() -> str:
+    """Return the address of a server for the pytest workers, which starts as the first of them asks it.
+
+    It ends with this process, the workers' parent.
+    """
+    address: str = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    Thread(target=_start, args=(listener,), daemon=True).start()
+    return address
+
+
+def _start(listener: socket.socket) -> None:
+    select.select([listener], [], [])
+    alive, _ = os.pipe()  # the server ends as the other end is closed, however this process ends
+    fds = listener.fileno(), alive
+    code = f"import sys; sys.path = {sys.path}; "
+    code += f"from multiprocessing.forkserver import main; main(*{fds}, {PRELOADED})"
+    util.spawnv_passfds(sys.executable.encode(), [sys.executable, "-c", code], fds)  # type: ignore[attr-defined]
+    listener.close()
+    os.close(alive)
+
+
+def joined(address: str) -> None:
+    """Let the context's processes be forked by the server at an address, whose end is not this process's."""
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_address = address
+    server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+    server.ensure_running = lambda: None
+    forkserver.ensure_running = server.ensure_running
