@@ -31,13 +31,13 @@ from pipetrain.network.network import Network, Values
 from pipetrain.network.places import named_tensors
 from pipetrain.network.values import Size, TensorSpec, ValueSpec, as_tuple, cast_floats
 from pipetrain.plan.costs import Profile, profile_conditions, read_profile
-from pipetrain.plan.describe import describe
 from pipetrain.plan.estimate import estimate_short
 from pipetrain.plan.making import Measure, Uses, make_plan
 from pipetrain.plan.memory import optimizer_state
 from pipetrain.plan.parity import parity, prove_loss, prove_stages
 from pipetrain.plan.plan import Plan, Samples, prove_targets
 from pipetrain.plan.program import Draft
+from pipetrain.plan.text import describe
 from pipetrain.records.bar import Bar
 from pipetrain.rules import PATH
 from pipetrain.runtime.batches import Batches, OfLoader, OfNumbers

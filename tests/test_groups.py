@@ -14,8 +14,8 @@ from pipetrain.building import Optim, make_optimizer
 from pipetrain.groups import Several, title
 from pipetrain.muon import Muon
 from pipetrain.network.values import TensorSpec
-from pipetrain.plan.describe import state_of
 from pipetrain.plan.memory import optimizer_state
+from pipetrain.plan.paper import state_of
 from pipetrain.runtime.optimizer import prove_optimizer
 from tests.support.cases import Case, compare, config, run_in_threads
 from tests.support.refusals import refusal

@@ -18,6 +18,9 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from math import inf
+from pathlib import Path
+from shutil import get_terminal_size
 from threading import Event, Thread
 from typing import Any
 
@@ -32,16 +35,18 @@ from pipetrain.commands.cli import compose
 from pipetrain.ending import guarded, unread
 from pipetrain.errors import ConfigError
 from pipetrain.placing import RULES, places_of, processes, spans
-from pipetrain.rules import BOOL, COUNT, whole
+from pipetrain.rules import BOOL, COUNT, PATH, POSITIVE, whole
 from pipetrain.schedule.actions import Placement, ScheduleError, most_open, ranks_of
 from pipetrain.schedule.draw import aligned, counted
 from pipetrain.schedule.lower import lower
+from pipetrain.schedule.memory import GIB
 from pipetrain.schedule.policy import ForwardBackward
 from pipetrain.schedule.replicas import spread_program
 from pipetrain.schedule.simulate import SHOWN, simulate, unit_cost
 from pipetrain.schedule.transforms import joined
 
 BATCHES = whole(1, 1000)  # seconds to prove and to draw, and more of them show nothing else
+RANKS = whole(1, 64)  # some seconds: a stage can be added in about ranks^4 / 24 ways
 WORK = 3  # forwards that a rank's work for a microbatch takes, with its backward
 SILENCE_S = 10.0  # between two lines about what takes long
 
@@ -83,17 +88,93 @@ def show(cfg: DictConfig, said: _Said) -> None:
     if cfg.costs is None and cfg.bandwidth is not None:
         raise ConfigError("bandwidth= is for costs=FILE: of a model, partition.profile=FILE has it")
     if cfg.ranks is not None and cfg.replicas != "auto":
-        from pipetrain.plan.replica_choice import show_replicas  # imports torch
-
         show_replicas(cfg)
     elif BOOL.read("advise", cfg.advise) or (cfg.compare is not None and (cfg.costs or _has_model())):
         show_advice(cfg, said)
     elif cfg.compare is not None:
         show_table(cfg, said)
     else:
-        from pipetrain.plan.describe import show_plan  # imports torch
-
         show_plan(cfg, _batches(cfg))
+
+
+# One schedule
+
+
+def show_plan(cfg: DictConfig, batches: int) -> None:
+    """Print the plan of a window of a configuration and, with `out`, draw its timeline."""
+    from pipetrain.plan.memory import gpu_bytes  # imports torch
+    from pipetrain.plan.paper import planned
+    from pipetrain.plan.rows import write_rows
+    from pipetrain.plan.text import describe, title
+    from pipetrain.schedule.figure import as_figure
+
+    plan = planned(cfg, str(HydraConfig.get().runtime.choices["schedule"]), batches)
+    span, rows = _span(cfg), str(cfg.out).endswith(".csv")
+    _say_draft(cfg)
+    if cfg.costs and cfg.out is None and span is None:
+        write_rows(plan, sys.stdout)
+        return
+    if cfg.out is not None:
+        run = plan.timeline()
+        try:
+            if rows:
+                with Path(str(cfg.out)).open("w", newline="") as file:
+                    write_rows(plan, file)
+            else:
+                as_figure(run, Path(str(cfg.out)), title(plan), plan.unit_of_time, span, plan.memory(run))
+        except OSError as error:
+            raise ConfigError(f"out={cfg.out} cannot be written: {error}") from error
+    room = gpu_bytes(plan.settings.device)
+    print(describe(plan, get_terminal_size((100, 24)).columns, span, room), end="")
+    if cfg.out is not None:
+        print(f"\n{'a row a stage' if rows else 'timeline drawn'} in {cfg.out}")
+
+
+def _say_draft(cfg: DictConfig) -> None:
+    """Say where a configuration asks for times that are not measured on paper."""
+    if cfg.partition == "profile" and cfg.costs is None:
+        print(
+            "partition=profile measures when a run starts; this is its draft, cut by flops", file=sys.stderr
+        )
+
+
+def _span(cfg: DictConfig) -> tuple[int, int] | None:
+    """Return the first and last cell of the timeline to draw; None for what shows it in short."""
+    if cfg.span in (None, "all"):
+        return (0, sys.maxsize) if cfg.span else None
+    ends = re.fullmatch(r"(\d+)-(\d+)", str(cfg.span))
+    if ends is None or int(ends[1]) >= int(ends[2]):
+        raise ConfigError(f"span={cfg.span} must be all, or from which cell to which, such as 0-40")
+    return int(ends[1]), int(ends[2])
+
+
+# Cuts and replicas, without a schedule
+
+
+def show_replicas(cfg: DictConfig) -> None:
+    """Print cuts and replicas for the layers of costs=. Raises ConfigError."""
+    from pipetrain.plan.costs import Table  # imports torch
+    from pipetrain.plan.paper import state_of
+    from pipetrain.plan.replica_choice import describe_replicas
+    from pipetrain.plan.replicas import LayerSums, Machines, Planner
+    from pipetrain.plan.rows import read_rows
+
+    if unused := [key for key in ("out", "span", "compare", "advise") if cfg[key] not in (None, False)]:
+        raise ConfigError(f"{unused[0]}= shows a plan with a schedule: leave it out, or ranks=")
+    if cfg.costs is None:
+        raise ConfigError("ranks= chooses cuts and replicas by the times of a file: give costs=FILE.csv")
+    ranks, machines = RANKS.read("ranks", cfg.ranks), COUNT.read("machines", cfg.machines)
+    if ranks % machines:
+        raise ConfigError(f"ranks={ranks} cannot be shared equally by machines={machines}: choose a multiple")
+    speeds = [*cfg.bandwidth] if isinstance(cfg.bandwidth, ListConfig) else [cfg.bandwidth] * 2
+    if len(speeds) != 2 or None in speeds:
+        raise ConfigError("ranks= needs bandwidth=GB/s, or [GB/s within a machine,GB/s between two]")
+    seconds = [1e-9 / POSITIVE.read("bandwidth", speed) for speed in speeds]
+    limit, scale = (POSITIVE.read(key, cfg[key], null=True) for key in ("memory_limit", "scale"))
+    rows = read_rows(PATH.read("costs", cfg.costs), scale=scale or 1.0)
+    sums = LayerSums.of(Table(rows.layers, rows.data, rows.profile, state_of=state_of(cfg)))
+    planner = Planner(sums, Machines(ranks, ranks // machines, *seconds), limit=(limit or inf) * GIB)
+    print(describe_replicas(planner, [layer.name for layer in rows.layers]))
 
 
 # Several schedules
@@ -102,7 +183,6 @@ def show(cfg: DictConfig, said: _Said) -> None:
 def show_advice(cfg: DictConfig, said: _Said) -> None:
     """Print the schedules of `compare=` or all by a model's costs, and which to take. Raises ConfigError."""
     from pipetrain.plan.choosing import advice  # imports torch
-    from pipetrain.plan.describe import says_draft
 
     words = HydraConfig.get().overrides.task
     if named := [word for word in words if word.startswith("schedule=")]:
@@ -120,7 +200,7 @@ def show_advice(cfg: DictConfig, said: _Said) -> None:
     }
     free = not timed and not any(word.startswith("microbatches=") for word in words)
     print(f"{advice(by_name, stages, free, lambda name: said.next(name, [*by_name]))}{notes}", end="")
-    says_draft(cfg)
+    _say_draft(cfg)
 
 
 def show_table(cfg: DictConfig, said: _Said) -> None:

@@ -20,8 +20,8 @@ from pipetrain.building import make_schedule
 from pipetrain.choices import shipped
 from pipetrain.errors import ConfigError
 from pipetrain.plan.advice import NONE, Loss, best_of, joined, losses, option
-from pipetrain.plan.describe import planned
 from pipetrain.plan.memory import WAYS, peaks_by_rank
+from pipetrain.plan.paper import planned
 from pipetrain.plan.plan import Plan
 from pipetrain.rules import POSITIVE
 from pipetrain.schedule.actions import ScheduleError

@@ -7,38 +7,10 @@ from dataclasses import replace
 from itertools import pairwise
 from math import inf
 
-from omegaconf import DictConfig, ListConfig
-
 from pipetrain.errors import ConfigError
-from pipetrain.plan.costs import Table
-from pipetrain.plan.describe import state_of
-from pipetrain.plan.replicas import LayerSums, Machines, Planner
-from pipetrain.plan.rows import read_rows
-from pipetrain.rules import COUNT, PATH, POSITIVE, whole
+from pipetrain.plan.replicas import Planner
 from pipetrain.schedule.draw import aligned, counted
 from pipetrain.schedule.memory import GIB
-
-RANKS = whole(1, 64)  # some seconds: a stage can be added in about ranks^4 / 24 ways
-
-
-def show_replicas(cfg: DictConfig) -> None:
-    """Print cuts and replicas for the layers of costs=. Raises ConfigError."""
-    if unused := [key for key in ("out", "span", "compare", "advise") if cfg[key] not in (None, False)]:
-        raise ConfigError(f"{unused[0]}= shows a plan with a schedule: leave it out, or ranks=")
-    if cfg.costs is None:
-        raise ConfigError("ranks= chooses cuts and replicas by the times of a file: give costs=FILE.csv")
-    ranks, machines = RANKS.read("ranks", cfg.ranks), COUNT.read("machines", cfg.machines)
-    if ranks % machines:
-        raise ConfigError(f"ranks={ranks} cannot be shared equally by machines={machines}: choose a multiple")
-    speeds = [*cfg.bandwidth] if isinstance(cfg.bandwidth, ListConfig) else [cfg.bandwidth] * 2
-    if len(speeds) != 2 or None in speeds:
-        raise ConfigError("ranks= needs bandwidth=GB/s, or [GB/s within a machine,GB/s between two]")
-    seconds = [1e-9 / POSITIVE.read("bandwidth", speed) for speed in speeds]
-    limit, scale = (POSITIVE.read(key, cfg[key], null=True) for key in ("memory_limit", "scale"))
-    rows = read_rows(PATH.read("costs", cfg.costs), scale=scale or 1.0)
-    sums = LayerSums.of(Table(rows.layers, rows.data, rows.profile, state_of=state_of(cfg)))
-    planner = Planner(sums, Machines(ranks, ranks // machines, *seconds), limit=(limit or inf) * GIB)
-    print(describe_replicas(planner, [layer.name for layer in rows.layers]))
 
 
 def describe_replicas(planner: Planner, names: Sequence[str]) -> str:

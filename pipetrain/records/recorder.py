@@ -18,8 +18,8 @@ import yaml
 from pipetrain.checkpoint.progress import EpochRecord, Stats
 from pipetrain.errors import NotRecorded
 from pipetrain.placing import spans
-from pipetrain.plan.describe import choices, describe
 from pipetrain.plan.memory import says_whether_it_fits
+from pipetrain.plan.text import choices, describe
 from pipetrain.records import folder
 from pipetrain.records.bar import Bar
 from pipetrain.records.files import Files, as_csv

@@ -26,8 +26,8 @@ from comparison.runs import Runs, claim
 from pipetrain.building import make_model, make_schedule, make_task
 from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.costs import Profile
-from pipetrain.plan.describe import state_of
 from pipetrain.plan.making import make_plan
+from pipetrain.plan.paper import state_of
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
 from pipetrain.plan.rows import Rows, read_rows

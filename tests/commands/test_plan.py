@@ -15,8 +15,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from pipetrain.commands import plan as command
-from pipetrain.plan import choosing
-from pipetrain.plan import describe as printing
+from pipetrain.plan import choosing, memory
 from tests.support.cases import SCHEDULES
 from tests.support.plans import ALONE, figures, planned
 
@@ -152,7 +151,7 @@ def test_costs_of_one_s_own_need_no_model_and_a_plan_is_a_row_a_stage(run, tmp_p
 
 
 def test_a_long_window_is_drawn_in_short_unless_all_of_it_is_asked_for(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(printing, "gpu_bytes", lambda device: 2**20)
+    monkeypatch.setattr(memory, "gpu_bytes", lambda device: 2**20)
     words = ["model=mlp", "schedule=pipedream", "stages=3", "microbatches=8"]
     status, short, _ = run(*words, "out=short.svg", "memory_limit=1")
     assert status == 0

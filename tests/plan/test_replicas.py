@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from pipetrain.building import make_schedule
 from pipetrain.errors import ConfigError
 from pipetrain.plan import making
-from pipetrain.plan.describe import describe
 from pipetrain.plan.making import make_plan
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
 from pipetrain.plan.replicas import LayerSums, Machines, Planner, Way
+from pipetrain.plan.text import describe
 from pipetrain.schedule.actions import Schedule
 from pipetrain.schedule.memory import Items
 from pipetrain.schedule.programs import one_f_one_b, pipedream, pipedream_2bw

@@ -13,8 +13,8 @@ import pytest
 from pipetrain.errors import ConfigError
 from pipetrain.network.network import INPUT, ValueId
 from pipetrain.plan.balance import balance, best_cuts
-from pipetrain.plan.describe import planned
 from pipetrain.plan.memory import peaks_by_rank
+from pipetrain.plan.paper import planned
 from pipetrain.plan.plan import Plan
 from pipetrain.plan.rows import read_rows, write_rows
 from tests.support.cases import config

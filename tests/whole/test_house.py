@@ -26,6 +26,7 @@ SEEN_IN = {
     "network/products": "runtime/test_split",
     "network/tensors": "plan/test_estimate",
     "network/values": "network/test_chain",
+    "plan/paper": "plan/test_rows",
     "plan/program": "plan/test_plan",
     "plan/observed": "plan/test_estimate",
     "records/tensorboard": "records/test_recorder",

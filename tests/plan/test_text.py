@@ -8,10 +8,10 @@ import pytest
 
 from pipetrain.building import make_model, make_schedule
 from pipetrain.network.values import Size
-from pipetrain.plan.describe import describe
 from pipetrain.plan.making import make_plan
 from pipetrain.plan.plan import Samples
 from pipetrain.plan.program import Draft
+from pipetrain.plan.text import describe
 from pipetrain.settings import Settings
 from tests.schedule.theory import theory
 from tests.support.cases import SCHEDULES, config

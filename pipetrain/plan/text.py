@@ -1,154 +1,18 @@
-"""What `python -m pipetrain.plan` prints: a plan as text.
-
-It says where the model is cut, what crosses each cut, the timeline, and what the schedule holds and wastes.
-"""
+"""A plan as text: where the model is cut, what crosses the cuts, the timeline, what it holds and wastes."""
 
 from __future__ import annotations
 
 import math
-import re
-import sys
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from shutil import get_terminal_size
 
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
-from torch import nn
-
-from pipetrain.building import make_model, make_optimizer, make_schedule, make_task
 from pipetrain.correction import Correction
-from pipetrain.data import declared_example, load_data
-from pipetrain.errors import ConfigError
-from pipetrain.groups import groups_of, optimizer_of
-from pipetrain.network.chain import network_of
-from pipetrain.network.values import TensorSpec
 from pipetrain.placing import span
-from pipetrain.plan.advice import settled
-from pipetrain.plan.costs import profile_conditions, read_profile
-from pipetrain.plan.making import make_plan
-from pipetrain.plan.memory import gpu_bytes, known_state, optimizer_state, says_whether_it_fits
-from pipetrain.plan.plan import Plan, Samples
-from pipetrain.plan.program import Draft
-from pipetrain.plan.rows import read_rows, write_rows
-from pipetrain.rules import COUNT, PATH, POSITIVE
+from pipetrain.plan.memory import says_whether_it_fits
+from pipetrain.plan.plan import Plan
 from pipetrain.schedule.actions import Op, has_norms, splits
 from pipetrain.schedule.draw import aligned, as_text, counted
-from pipetrain.schedule.figure import as_figure
 from pipetrain.schedule.memory import GIB, PARTS, Memory, peaks
 from pipetrain.schedule.timeline import Timeline
-from pipetrain.settings import AUTO, PROFILE, Mode, Settings
-
-# The command
-
-
-def show_plan(cfg: DictConfig, batches: int) -> None:
-    """Print the plan of a window of a configuration and, with `out`, draw its timeline."""
-    plan = planned(cfg, str(HydraConfig.get().runtime.choices["schedule"]), batches)
-    span, rows = _span(cfg), str(cfg.out).endswith(".csv")
-    says_draft(cfg)
-    if cfg.costs and cfg.out is None and span is None:
-        write_rows(plan, sys.stdout)
-        return
-    if cfg.out is not None:
-        run = plan.timeline()
-        try:
-            if rows:
-                with Path(str(cfg.out)).open("w", newline="") as file:
-                    write_rows(plan, file)
-            else:
-                as_figure(run, Path(str(cfg.out)), _title(plan), plan.unit_of_time, span, plan.memory(run))
-        except OSError as error:
-            raise ConfigError(f"out={cfg.out} cannot be written: {error}") from error
-    room = gpu_bytes(plan.settings.device)
-    print(describe(plan, get_terminal_size((100, 24)).columns, span, room), end="")
-    if cfg.out is not None:
-        print(f"\n{'a row a stage' if rows else 'timeline drawn'} in {cfg.out}")
-
-
-def says_draft(cfg: DictConfig) -> None:
-    """Say where a configuration asks for times that are not measured on paper."""
-    if cfg.partition == PROFILE and cfg.costs is None:
-        print(
-            "partition=profile measures when a run starts; this is its draft, cut by flops", file=sys.stderr
-        )
-
-
-def planned(cfg: DictConfig, schedule: str, batches: int) -> Plan:
-    """Plan a window of a configuration whose schedule has this name. Raises ConfigError.
-
-    On paper nothing is measured: without a file partition=profile is the draft that a run begins with.
-    """
-    if cfg.costs is not None:
-        return _planned_by_rows(cfg, schedule, batches)
-    settings = replace(Settings.composed(cfg, schedule, _ranks(cfg)), window=None)
-    samples = Samples([settings.batch_size] * batches, [settings.full.samples])
-    model = make_model(cfg, settings.seed, settings.dtype)
-    example = declared_example(cfg.data, settings.dtype) or load_data(cfg.data, settings.dtype).facts.example
-    network = network_of(model, example.cast(settings.dtype), settings.precision == "bf16")
-    profile = None
-    if settings.profile is not None:
-        profile = read_profile(settings.profile, profile_conditions(settings, cfg.optim))
-    elif settings.replicas == AUTO:
-        raise ConfigError("replicas=auto needs measured times: give partition.profile=FILE of an earlier run")
-    draft = _settled(Draft.of(settings, make_schedule(cfg)), cfg)
-    return make_plan(draft, network, example, samples, profile, state_of(cfg, model), make_task(cfg))
-
-
-def _planned_by_rows(cfg: DictConfig, schedule: str, batches: int) -> Plan:
-    """Plan a window of the layers of costs=FILE, each microbatch a sample. Raises ConfigError."""
-    path, cfg = PATH.read("costs", cfg.costs), cfg.copy()
-    cfg.batch_size = cfg.microbatches
-    if cfg.partition == "flops":  # the default; there are times for all
-        cfg.partition = PROFILE
-    settings = replace(Settings.composed(cfg, schedule, _ranks(cfg)), window=None, model=path.stem)
-    if settings.profile is not None:
-        raise ConfigError("costs= and partition.profile= both give times: leave one of them out")
-    speed, scale = (POSITIVE.read(key, cfg[key], null=True) for key in ("bandwidth", "scale"))
-    if settings.replicas == AUTO and not speed:
-        raise ConfigError("replicas=auto weighs messages and sums of gradients too: give bandwidth=GB/s")
-    rows = read_rows(path, 1e-9 / speed if speed else 0.0, scale or 1.0)
-    samples = Samples([settings.batch_size] * batches, [1])
-    draft = _settled(Draft.of(settings, make_schedule(cfg)), cfg)
-    return make_plan(draft, rows.layers, rows.data, samples, rows.profile, state_of(cfg))
-
-
-def _settled(draft: Draft, cfg: DictConfig) -> Draft:
-    optimizer, stages = str(cfg.optim.get("_target_")), len(draft.placement)
-    return replace(draft, settings=settled(draft.settings, optimizer, stages))
-
-
-def _ranks(cfg: DictConfig) -> int | None:
-    """Return the ranks for replicas=auto; of other pipelines the options say how many there are."""
-    if cfg.replicas == AUTO and cfg.ranks is None:
-        raise ConfigError("replicas=auto chooses for a number of ranks: give ranks=N")
-    return COUNT.read("ranks", cfg.ranks) if cfg.replicas == AUTO else None
-
-
-def state_of(cfg: DictConfig, model: nn.Module | None = None) -> Callable[[str, TensorSpec], int]:
-    """Return what tells the bytes of the configured optimizer's state of a parameter, as in this model."""
-    optim = make_optimizer(cfg)
-    groups = groups_of(optim, model) if model else []
-    if any(group.function for group in groups):
-        return optimizer_state(partial(optimizer_of, optim.forms[-1], groups))
-    if (kept := known_state(optim.name, optim.options)) is not None:
-        return lambda name, spec: kept * spec.nbytes
-    return optimizer_state(optim.forms[-1])
-
-
-def _span(cfg: DictConfig) -> tuple[int, int] | None:
-    """Return the first and last cell of the timeline to draw; None for what shows it in short."""
-    if cfg.span in (None, "all"):
-        return (0, sys.maxsize) if cfg.span else None
-    ends = re.fullmatch(r"(\d+)-(\d+)", str(cfg.span))
-    if ends is None or int(ends[1]) >= int(ends[2]):
-        raise ConfigError(f"span={cfg.span} must be all, or from which cell to which, such as 0-40")
-    return int(ends[1]), int(ends[2])
-
-
-# The text
+from pipetrain.settings import PROFILE, Mode
 
 
 def describe(
@@ -179,13 +43,14 @@ def describe(
         head += f"{name} is trained as one by stages {', '.join(map(str, stages))}\n"
     run = plan.timeline()
     stage_bytes = plan.memory(run)
-    picture = as_text(run, width, plan.unit_of_time, span, _title(plan))
+    picture = as_text(run, width, plan.unit_of_time, span, title(plan))
     predicted = [_predicted(plan, run)] if plan.choices else []
     sizes = [_memory(plan, stage_bytes, room)] if stage_bytes else []
     return "\n".join((head, _partition(plan), *predicted, picture, *sizes, _figures(plan, run, batches)))
 
 
-def _title(plan: Plan) -> str:
+def title(plan: Plan) -> str:
+    """Return the heading of a plan's timeline."""
     return f"{plan.settings.model}, {plan.settings.schedule}"
 
 
