@@ -11,10 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import get_object, instantiate
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError
 from torch import nn
 from torch.optim import Optimizer
 
@@ -27,6 +23,7 @@ from pipetrain.network.model import prove_model
 from pipetrain.network.values import specs_of
 from pipetrain.rules import BOOL, POSITIVE, Misfit, decoded
 from pipetrain.schedule.actions import Schedule
+from pipetrain.targets import NotMade, RefersToNothing, located, make
 from pipetrain.tasks import Mean, Metric, Task
 
 
@@ -37,38 +34,33 @@ def build(cfg: Mapping[str, Any], group: str) -> Any:
 
 def build_node(key: str, node: object, partial: bool = False) -> Any:
     """Build the `_target_` of a key's node; `partial`: leave its call to others. Raises ConfigError."""
-    if not isinstance(node, Mapping | DictConfig) or "_target_" not in node:
+    if not isinstance(node, Mapping) or "_target_" not in node:
         raise ConfigError(f"{key} needs a _target_: the dotted name of what builds it")
-    node = node if isinstance(node, DictConfig) else OmegaConf.create(dict(node))
     _refuse_unknown(key, node)
     try:
-        more = {"_partial_": True} if partial else {}
-        return instantiate(node, _convert_="all", **more)  # lists and dicts, as callers in Python give
-    except InterpolationKeyError as error:
-        why = one_line(error.__cause__ or error)
+        return make(node, later=partial)
+    except RefersToNothing as error:
         raise ConfigError(
-            f"{key} cannot be built: {why}; choose another {key}=, or another data= that has it"
+            f"{key} cannot be built: {error}; choose another {key}=, or another data= that has it"
         ) from error
-    except InstantiationException as error:
-        cause = error.__cause__
-        if isinstance(cause, Misfit):
-            raise ConfigError(f"{key}.{cause}") from error
-        if isinstance(cause, ConfigError):
-            raise cause from error
-        why = f"{type(cause).__name__}: {one_line(cause)}" if cause else one_line(error)
-        raise ConfigError(f"{key} cannot be built: {why}") from error
+    except NotMade as error:
+        if isinstance(error.__cause__, Misfit):
+            raise ConfigError(f"{key}.{error.__cause__}") from error
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from error
+        raise ConfigError(f"{key} cannot be built: {error}") from error
 
 
-def _refuse_unknown(key: str, node: DictConfig) -> None:
+def _refuse_unknown(key: str, node: Mapping[str, Any]) -> None:
     """Refuse an argument that a node's `_target_`, or that of a node in it, does not take.
 
     A dataclass is asked for its fields: those of transformers' configurations keep whatever they are given.
     """
-    for name, inner in node.items_ex(resolve=False):
-        if isinstance(inner, DictConfig):
+    for name, inner in node.items():
+        if isinstance(inner, Mapping):
             _refuse_unknown(f"{key}.{name!s}", inner)
     try:
-        target = get_object(node["_target_"])
+        target = located(node["_target_"])
         parameters = inspect.signature(target, follow_wrapped=False).parameters
     except Exception:  # it has none, or a module that cannot be imported, which is said when it is built
         return
@@ -95,23 +87,23 @@ def make_schedule(cfg: Mapping[str, Any]) -> Schedule:
     return schedule
 
 
-def make_task(cfg: DictConfig) -> Task:
+def make_task(cfg: Mapping[str, Any]) -> Task:
     """Return the task of a configuration: `loss` and `metrics` if given, else `task`. Raises ConfigError."""
-    by_name = {} if cfg.get("metrics") is None else cfg.metrics
+    by_name = {} if cfg.get("metrics") is None else cfg["metrics"]
     if not isinstance(by_name, Mapping):
         raise ConfigError(f"metrics={by_name!r} must be functions by name: metrics.NAME._target_=FUNCTION")
     metrics = {str(name): build_function(f"metrics.{name}", node) for name, node in by_name.items()}
     if cfg.get("loss") is not None:
-        task = Task(build_function("loss", cfg.loss))
+        task = Task(build_function("loss", cfg["loss"]))
     else:
         task = build(cfg, "task")
         if not isinstance(task, Task):
             raise ConfigError(f"task must be a pipetrain.tasks.Task; got {type(task).__name__}")
-    node = cfg.task if cfg.get("loss") is None else cfg.loss
+    node = cfg["task"] if cfg.get("loss") is None else cfg["loss"]
     if cfg.get("label_smoothing") and "label_smoothing" not in node:
         raise ConfigError(
-            f"label_smoothing={cfg.label_smoothing} has no effect on {node._target_}, which has no such "
-            f"argument: set label_smoothing=0"
+            f"label_smoothing={cfg['label_smoothing']} has no effect on {node['_target_']}, which has no "
+            f"such argument: set label_smoothing=0"
         )
     if metrics:
         task.metrics = [
@@ -139,11 +131,11 @@ class Optim:
     options: Mapping[str, Any]
 
 
-def make_optimizer(cfg: DictConfig) -> Optim:
+def make_optimizer(cfg: Mapping[str, Any]) -> Optim:
     """Return a configuration's optimizer; `fused` null: the fused form if it works. Raises ConfigError."""
-    if not isinstance(cfg.optim, DictConfig):
+    options = cfg["optim"]
+    if not isinstance(options, Mapping):
         return build(cfg, "optim")  # type: ignore[no-any-return]  # which refuses it
-    options: Any = OmegaConf.to_container(cfg.optim, resolve=True)
     lr = POSITIVE.read("optim.lr", decoded(options.get("lr")))
     fused = BOOL.read("optim.fused", options.get("fused", True), null=True)
     left_out = {"groups"} if fused is not None else {"groups", "fused"}
@@ -163,7 +155,7 @@ def build_function(key: str, node: object) -> Any:
     return function
 
 
-def model_of(cfg: DictConfig, seed: int) -> nn.Module | Callable[[], nn.Module]:
+def model_of(cfg: Mapping[str, Any], seed: int) -> nn.Module | Callable[[], nn.Module]:
     """Return a configuration's model, with the same weights for one seed on every rank. Raises ConfigError.
 
     With build=stages it is the function that makes it.
@@ -175,15 +167,15 @@ def model_of(cfg: DictConfig, seed: int) -> nn.Module | Callable[[], nn.Module]:
         return partial(build, cfg, "model")
     model: nn.Module = build(cfg, "model")
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{cfg.model._target_} must return an nn.Module, not {type(model).__name__}")
+        raise ConfigError(f"{cfg['model']['_target_']} must return an nn.Module, not {type(model).__name__}")
     return model
 
 
-def make_model(cfg: DictConfig, seed: int, dtype: torch.dtype) -> nn.Module:
+def make_model(cfg: Mapping[str, Any], seed: int, dtype: torch.dtype) -> nn.Module:
     """Return the model, for build=stages without its numbers, to plan with. Raises ConfigError."""
     model = model_of(cfg, seed)
     model = model if isinstance(model, nn.Module) else factory.build(model, seed)[0]
-    prove_model(model, f"{cfg.model._target_} must return", dtype)
+    prove_model(model, f"{cfg['model']['_target_']} must return", dtype)
     return model
 
 

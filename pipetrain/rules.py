@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipetrain.errors import ConfigError
+from pipetrain.targets import Unresolved
 
 MOST = 2**53  # of a whole number, which a float still holds
 LONGEST = 256  # characters of a text in a sentence, as of a path
@@ -32,6 +33,8 @@ class Rule(NamedTuple):
         """Return a value as it is used, or None where `null` allows it. Raises ConfigError."""
         if value is None and null:
             return None
+        if isinstance(value, Unresolved):
+            raise ConfigError(f"{key} cannot be read: {value.why}")
         try:
             return self.convert(key, value)
         except ConfigError:

@@ -1,6 +1,6 @@
 """The settings of a run: every option once, with its type, its default and the rule for its value.
 
-`Settings.read` reads the keyword options of a program, `Settings.composed` what Hydra composed of the command
+`Settings.read` reads the keyword options of a program, `Settings.composed` the configuration of a command
 line. Both refuse a wrong value by the same rule, in one sentence. (A library would not make this shorter: the
 sentences are ours, and most rules are no types, such as "a strategy's name or a list of layers".)
 
@@ -18,8 +18,6 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigTypeError
 
 from pipetrain.building import build_function, make_codec, make_correction
 from pipetrain.codec import Codec, Codecs, Identity
@@ -223,10 +221,10 @@ class Settings:
         )
 
     @classmethod
-    def composed(cls, cfg: DictConfig, schedule: str, ranks: int | None) -> Settings:
+    def composed(cls, cfg: Mapping[str, Any], schedule: str, ranks: int | None) -> Settings:
         """Return the settings of a configuration, read as `read` does. Raises ConfigError."""
         values = {option.key: _value(cfg, option.key) for option in options().values()}
-        model = str(cfg.model.get("_target_", "model")).rpartition(".")[2]
+        model = str(_value(cfg, "model._target_") or "model").rpartition(".")[2]
         return cls.read(values, ranks, model=model, schedule=schedule)
 
     def changed(self, values: Mapping[str, Any]) -> Settings:
@@ -311,12 +309,11 @@ PIPELINE_OPTIONS = [name for name, option in options().items() if option.pipelin
 """The names of the options that are keywords of Pipeline."""
 
 
-def _value(cfg: DictConfig, key: str) -> Any:
-    try:
-        value = OmegaConf.select(cfg, key)
-    except ConfigTypeError:  # what should have parts is a list
-        return None
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else decoded(value)
+def _value(cfg: Any, key: str) -> Any:
+    """Return the value of a key with dots; None where what should have parts has none."""
+    for part in key.split("."):
+        cfg = cfg.get(part) if isinstance(cfg, Mapping) else None
+    return decoded(cfg)
 
 
 def _refuse_together(settings: Settings) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from pipetrain.building import make_model, make_optimizer, make_schedule, make_task
@@ -22,16 +21,16 @@ from pipetrain.plan.cut import refuse_cuts
 from pipetrain.plan.estimate import estimate
 from pipetrain.runtime.optimizer import prove_optimizer
 from pipetrain.tasks import Classification, LanguageModelling, Regression, Segmentation, Task
-from tests.support.cases import config
+from tests.support.cases import options_of
 from tests.support.refusals import ARGUMENTS, TARGETS, WORDS, changed, outcome, refusal
 
 
 def model_of(*words: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    return make_model(config(["data=digits", *words]), seed, dtype)
+    return make_model(options_of(["data=digits", *words]), seed, dtype)
 
 
 def task_of(*words: str) -> Task:
-    return make_task(config(["data=digits", *words]))
+    return make_task(options_of(["data=digits", *words]))
 
 
 # The model
@@ -91,7 +90,7 @@ def test_what_layers_share_is_seen_in_what_is_planned(make, cut):
 
 
 def test_a_schedule_is_a_function_with_its_own_arguments():
-    schedule = make_schedule(config(["data=digits", "schedule=interleaved_1f1b", "schedule.virtual=3"]))
+    schedule = make_schedule(options_of(["data=digits", "schedule=interleaved_1f1b", "schedule.virtual=3"]))
     assert {action.stage for actions in schedule(2, 1, 4) for action in actions} == set(range(6))
 
 
@@ -146,7 +145,7 @@ def test_metrics_by_name_are_functions_or_classes_and_replace_the_task_s():
 
 # What cannot be
 
-MAKERS: dict[str, Callable[[DictConfig], Any]] = {
+MAKERS: dict[str, Callable[[Any], Any]] = {
     "model": lambda cfg: make_model(cfg, 0, torch.float32),
     "schedule": make_schedule,
     "optim": lambda cfg: prove_optimizer(make_optimizer(cfg), nn.Linear(2, 2), 1),
@@ -198,7 +197,7 @@ def test_a_group_without_a_target_is_refused(group):
     ],
 )
 def test_what_cannot_be_built_is_refused(group, words, says):
-    assert says in refusal(lambda: MAKERS[group](config(["data=digits", *words])))
+    assert says in refusal(lambda: MAKERS[group](options_of(["data=digits", *words])))
 
 
 @settings(max_examples=120, deadline=None, derandomize=True)

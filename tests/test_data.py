@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from pipetrain.choices import conf_dir
+from pipetrain.commands.cli import values_of
 from pipetrain.data import Data, Images, declared_example, load_augment, load_data
 from pipetrain.data.augment import Augment
 from pipetrain.data.sets import Draw, Tensors
@@ -19,15 +20,15 @@ from pipetrain.network.values import TensorSpec, Value, ValueSpec
 CONFIGS = sorted(path.stem for path in (conf_dir() / "data").glob("*.yaml"))
 
 
-def data_config(name: str, **overrides: Any) -> DictConfig:
+def data_config(name: str, **overrides: Any) -> dict[str, Any]:
     whole = OmegaConf.create({"data": OmegaConf.load(conf_dir() / "data" / f"{name}.yaml")})
     for key, value in overrides.items():
         OmegaConf.update(whole, f"data.{key}", value)
-    data: DictConfig = whole.data
+    data: dict[str, Any] = values_of(whole.data)
     return data
 
 
-def refusal(data: DictConfig) -> str:
+def refusal(data: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as error:
         load_data(data)
     assert "\n" not in str(error.value)
@@ -39,7 +40,7 @@ def test_configs_have_the_keys_of_every_data_set(name):
     data, digits_ = data_config(name), data_config("digits")
     assert set(data) >= set(digits_) - {"augment", "source"}
     assert "source" in data or {"train", "test"} <= set(data)
-    assert set(data.recipe) == set(digits_.recipe)
+    assert set(data["recipe"]) == set(digits_["recipe"])
 
 
 # Data sets of any kind
@@ -56,9 +57,9 @@ def whole(pair: bool = False) -> Data:
     return Data("whole", Tensors(*numbers(6, pair)), Tensors(*numbers(3, pair)), classes=2)
 
 
-def own_config(**fields: Any) -> DictConfig:
+def own_config(**fields: Any) -> dict[str, Any]:
     data = {**data_config("digits"), "name": "own", "sample": None, "source": None}
-    return DictConfig({**data, **fields})
+    return {**data, **fields}
 
 
 def images(classes: int = 10, **fields: Any) -> Data:
@@ -117,18 +118,18 @@ def test_augment_must_be_sound():
     with pytest.raises(ConfigError, match=r"data\.augment\.crop=4 must be .* at most 3$"):  # of 4 pixels
         augment(torch.zeros((1, 1, 4, 9), dtype=torch.uint8), torch.tensor([0]), Draw(0, 0))
     with pytest.raises(ConfigError, match=r"must give a pipetrain\.data\.Augment; got dict"):
-        load_augment(DictConfig({"augment": {"_target_": "builtins.dict"}}))
+        load_augment({"augment": {"_target_": "builtins.dict"}})
 
 
 def test_a_declaration_says_what_one_input_is_and_that_it_is_said_wrong():
     image, token = TensorSpec((3, 32, 32), torch.float64), TensorSpec((), torch.int64)
     assert declared_example(data_config("cifar10"), torch.float64) == ValueSpec((image,))
-    tokens = DictConfig({"sample": {"shape": [], "dtype": "int64"}})
+    tokens = {"sample": {"shape": [], "dtype": "int64"}}
     assert declared_example(tokens, torch.float32) == ValueSpec((token,))
-    assert declared_example(DictConfig({}), torch.float32) is None
+    assert declared_example({}, torch.float32) is None
     for sample in ({"shape": [3, 32, 32]}, {"shape": [3], "dtype": "nn"}, "float"):
         with pytest.raises(ConfigError, match=r"data.sample=.* must be the shape and dtype of one input, su"):
-            declared_example(DictConfig({"sample": sample}), torch.float32)
+            declared_example({"sample": sample}, torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from pipetrain.network.values import TensorSpec
 from pipetrain.plan.memory import optimizer_state
 from pipetrain.plan.paper import state_of
 from pipetrain.runtime.optimizer import prove_optimizer
-from tests.support.cases import Case, compare, config, run_in_threads
+from tests.support.cases import Case, compare, options_of, run_in_threads
 from tests.support.refusals import refusal
 
 PLAIN = "model._target_=tests.support.models.without_norm"
@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 def muon(*words: str) -> Optim:
-    return make_optimizer(config(["data=digits", "optim=muon", *words]))
+    return make_optimizer(options_of(["data=digits", "optim=muon", *words]))
 
 
 def parts_of(optim: Optim, model: nn.Module) -> dict[str, set[str]]:
@@ -92,7 +92,7 @@ def test_a_step_is_that_of_each_part_and_the_state_is_one():
 
 def test_paper_knows_the_state_of_each_part():
     spec = TensorSpec((30, 20), torch.float32)
-    cfg, factory = config(["data=digits", "optim=muon"]), prove_optimizer(muon(), Net(), 2)
+    cfg, factory = options_of(["data=digits", "optim=muon"]), prove_optimizer(muon(), Net(), 2)
     for state in (state_of(cfg, Net()), optimizer_state(factory)):
         assert [state(name, spec) / spec.nbytes for name in ("up.weight", "words.weight")] == [1, 2]
 

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from pipetrain.choices import conf_dir
 from pipetrain.codec import Half
 from pipetrain.settings import Settings, options
-from tests.support.cases import config
+from tests.support.cases import options_of
 from tests.support.refusals import JUNK, changed, outcome, refusal
 
 SCALARS = ["stages", "partition", "microbatches", "window", "buffer_size", "timeout", "batch_size", "epochs"]
@@ -31,7 +31,7 @@ def test_settings_are_what_was_configured(monkeypatch):
     monkeypatch.setenv("WARMUP", "0.25")
     words = ["data=digits", "model=mlp", "partition=[2]", "seed=7", "warmup=${oc.env:WARMUP}"]
     rate = "lr_schedule._target_=tests.test_settings.shrinking"
-    read = Settings.composed(config([*words, rate, "lr_schedule.by=4"]), "1f1b", 2)
+    read = Settings.composed(options_of([*words, rate, "lr_schedule.by=4"]), "1f1b", 2)
     assert (read.model, read.schedule, read.ranks, read.partition) == ("mlp", "1f1b", 2, [2])
     assert (read.batch_size, read.microbatches, read.window, read.buffer_size) == (64, 4, 1, 2)
     assert (read.epochs, read.warmup, read.seed) == (6, 0.25, 7)
@@ -57,7 +57,7 @@ def test_what_may_be_a_value_or_have_parts():
         ("partition.profile=p.json", ("profile", "p.json")),
         ("partition=even", ("even", None)),
     ):
-        read = Settings.composed(config([word]), "1f1b", 2)
+        read = Settings.composed(options_of([word]), "1f1b", 2)
         assert (read.partition, read.profile) == chosen
 
 
@@ -100,8 +100,8 @@ def test_every_option_refuses_what_it_cannot_be_and_names_itself(name):
     ],
 )
 def test_weights_that_would_not_count_or_could_not_be_made_are_refused(words, says):
-    assert says in refusal(lambda: Settings.composed(config(words), "1f1b", None))
-    Settings.composed(config([words[0], "resume=auto"]), "1f1b", None)
+    assert says in refusal(lambda: Settings.composed(options_of(words), "1f1b", None))
+    Settings.composed(options_of([words[0], "resume=auto"]), "1f1b", None)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from difflib import get_close_matches
 from functools import cache
 from logging import getLevelNamesMapping
@@ -24,7 +24,7 @@ import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipetrain.choices import conf_dir, names_of, nearest
@@ -32,6 +32,7 @@ from pipetrain.commands.usage import usage
 from pipetrain.ending import unread
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.rules import PATH
+from pipetrain.targets import Unresolved
 
 CODECS = ("codec.forward", "codec.backward")
 _BUILT = ("model", "optim", "task", "schedule")  # groups of what a _target_ builds
@@ -214,6 +215,28 @@ def as_mapping(cfg: DictConfig) -> dict[str, Any]:
     """Return a configuration's values as dicts and lists."""
     content: Any = OmegaConf.to_container(cfg, resolve=True)
     return content  # type: ignore[no-any-return]
+
+
+def values_of(cfg: Any) -> Any:
+    """Return a configuration's values as dicts and lists, with an Unresolved where one refers to nothing.
+
+    An argument that is missing is left out where it may be given later.
+    """
+    if not isinstance(cfg, DictConfig | ListConfig):
+        return cfg
+    with suppress(OmegaConfBaseException):
+        return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    if isinstance(cfg, ListConfig):
+        return [_value(cfg, n) for n in range(len(cfg))]
+    later = cfg.get("_partial_") is True
+    return {key: _value(cfg, key) for key in cfg if not (later and OmegaConf.is_missing(cfg, key))}
+
+
+def _value(cfg: DictConfig | ListConfig, key: Any) -> Any:
+    try:
+        return values_of(cfg[key])
+    except OmegaConfBaseException as error:
+        return Unresolved(one_line(str(error).split("\n    full_key: ")[0]))
 
 
 def contained(cfg: DictConfig, run_dir: Path) -> DictConfig:

@@ -40,7 +40,7 @@ from torch.distributed.run import get_args_parser, parse_args, run
 from yaml import YAMLError, safe_load
 
 from pipetrain import placing
-from pipetrain.commands.cli import composed, in_order
+from pipetrain.commands.cli import composed, in_order, values_of
 from pipetrain.commands.start import refuse_few_layers
 from pipetrain.commands.usage import completion
 from pipetrain.ending import ENDED, FAILED, guarded, leave
@@ -81,7 +81,7 @@ def _main(words: Sequence[str]) -> int:
     if not any(word.startswith("--nproc") for word in theirs):
         plain = not theirs and not any(word.startswith("-") for word in ours)
         if count > cores() and plain:  # so many take long to start
-            cfg = composed("config", ours)
+            cfg = values_of(composed("config", ours))
             refuse_few_layers(cfg, len(Settings.composed(cfg, "", count).places))
         theirs.append(f"--nproc_per_node={count}")
     if not any(word.startswith(("--nnodes", "--rdzv", "--master", "--standalone")) for word in theirs):

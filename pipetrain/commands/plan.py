@@ -27,11 +27,10 @@ from typing import Any
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from pipetrain.choices import conf_dir
-from pipetrain.commands.cli import compose
+from pipetrain.commands.cli import compose, values_of
 from pipetrain.ending import guarded, unread
 from pipetrain.errors import ConfigError
 from pipetrain.placing import RULES, places_of, processes, spans
@@ -44,6 +43,7 @@ from pipetrain.schedule.policy import ForwardBackward
 from pipetrain.schedule.replicas import spread_program
 from pipetrain.schedule.simulate import SHOWN, simulate, unit_cost
 from pipetrain.schedule.transforms import joined
+from pipetrain.targets import NotMade, make
 
 BATCHES = whole(1, 1000)  # seconds to prove and to draw, and more of them show nothing else
 RANKS = whole(1, 64)  # some seconds: a stage can be added in about ranks^4 / 24 ways
@@ -108,7 +108,7 @@ def show_plan(cfg: DictConfig, batches: int) -> None:
     from pipetrain.plan.text import describe, title
     from pipetrain.schedule.figure import as_figure
 
-    plan = planned(cfg, str(HydraConfig.get().runtime.choices["schedule"]), batches)
+    plan = planned(values_of(cfg), str(HydraConfig.get().runtime.choices["schedule"]), batches)
     span, rows = _span(cfg), str(cfg.out).endswith(".csv")
     _say_draft(cfg)
     if cfg.costs and cfg.out is None and span is None:
@@ -172,7 +172,7 @@ def show_replicas(cfg: DictConfig) -> None:
     seconds = [1e-9 / POSITIVE.read("bandwidth", speed) for speed in speeds]
     limit, scale = (POSITIVE.read(key, cfg[key], null=True) for key in ("memory_limit", "scale"))
     rows = read_rows(PATH.read("costs", cfg.costs), scale=scale or 1.0)
-    sums = LayerSums.of(Table(rows.layers, rows.data, rows.profile, state_of=state_of(cfg)))
+    sums = LayerSums.of(Table(rows.layers, rows.data, rows.profile, state_of=state_of(values_of(cfg))))
     planner = Planner(sums, Machines(ranks, ranks // machines, *seconds), limit=(limit or inf) * GIB)
     print(describe_replicas(planner, [layer.name for layer in rows.layers]))
 
@@ -195,12 +195,23 @@ def show_advice(cfg: DictConfig, said: _Said) -> None:
         raise ConfigError("advise=true compares pipelines, and one stage is none: choose stages=2 or more")
     timed = cfg.costs is not None or isinstance(cfg.partition, DictConfig)  # of microbatches of one size
     own, notes = _configurations(cfg, *[f"microbatches={cfg.microbatches}"] * timed)
-    by_name = {
-        name: (each, _batches(each), [] if cfg.costs else _of_run(has)) for name, (each, has) in own.items()
-    }
     free = not timed and not any(word.startswith("microbatches=") for word in words)
-    print(f"{advice(by_name, stages, free, lambda name: said.next(name, [*by_name]))}{notes}", end="")
+    by_name = {
+        name: (alternatives(each, stages * free), _batches(each), [] if cfg.costs else _of_run(has))
+        for name, (each, has) in own.items()
+    }
+    print(f"{advice(by_name, stages, lambda name: said.next(name, [*by_name]))}{notes}", end="")
     _say_draft(cfg)
+
+
+def alternatives(cfg: DictConfig, most: int) -> list[dict[str, Any]]:
+    """Return a configuration, and with fewer than `most` microbatches also that with so many."""
+    tried = [values_of(cfg)]
+    if most and cfg.microbatches < most:
+        cfg = cfg.copy()
+        cfg.microbatches = most
+        tried.append(values_of(cfg))
+    return tried
 
 
 def show_table(cfg: DictConfig, said: _Said) -> None:
@@ -289,7 +300,10 @@ def _on_even_stages(
     A stage has as much work as it has ranks.
     """
     buffer_size = _count(cfg, "buffer_size") or 1
-    schedule = instantiate(cfg.schedule)
+    try:
+        schedule = make(values_of(cfg.schedule))
+    except NotMade as error:
+        raise ConfigError(f"schedule cannot be built: {error}") from error
     if isinstance(schedule, ForwardBackward) and max(map(len, places)) > 1:
         raise ScheduleError("it decides its order while it runs, and replicas take turns in a fixed one")
     compute = spread_program(schedule, places, batches, microbatches, buffer_size=buffer_size)

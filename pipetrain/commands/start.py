@@ -135,9 +135,10 @@ def _outliving(name: str) -> Path | None:
     return attempt.with_name(name) if attempt.name.startswith("attempt_") else None
 
 
-def refuse_few_layers(cfg: DictConfig, stages: int) -> None:
+def refuse_few_layers(cfg: Mapping[str, Any], stages: int) -> None:
     """Refuse more stages than one of our own models has layers, which is known without its numbers."""
-    if str(OmegaConf.select(cfg, "model._target_")).startswith(f"{models.__name__}."):
+    model = cfg["model"]
+    if isinstance(model, Mapping) and str(model.get("_target_")).startswith(f"{models.__name__}."):
         with torch.device("meta"):
             prove_layers(stages, [name for name, _ in named_layers(build(cfg, "model"))])
 

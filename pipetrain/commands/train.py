@@ -14,7 +14,7 @@ import re
 import sys
 import traceback
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -29,9 +29,10 @@ from omegaconf import DictConfig
 
 from pipetrain.building import make_optimizer, make_schedule, make_task, model_of
 from pipetrain.checkpoint.resume import AUTO, Source, find_source, read_source
-from pipetrain.commands.cli import as_mapping, compose, contained, quoted
+from pipetrain.commands.cli import as_mapping, compose, contained, quoted, values_of
+from pipetrain.commands.obtain import obtain_data, with_fallback
 from pipetrain.commands.start import Start, refuse_few_layers
-from pipetrain.data import Data, DataFacts, load_augment, load_data, obtain_data, with_fallback
+from pipetrain.data import Data, DataFacts, load_augment, load_data
 from pipetrain.data.loader import Sampled, Sampler, even
 from pipetrain.documents import read_as
 from pipetrain.ending import FAILED, REFUSED, guarded, leave
@@ -176,18 +177,19 @@ def lead(composed: DictConfig, start: Start) -> None:
 def read(cfg: DictConfig, start: Start) -> Settings:
     """Read what every rank can of a configuration, and refuse it alike. Raises ConfigError."""
     start.signals.drained.clear()  # as the job before has left it
-    settings = settings_of(cfg, start.world)
-    refuse_few_layers(cfg, len(settings.places))
-    make_task(cfg)
-    make_optimizer(cfg)
-    load_augment(cfg.data)
+    options = values_of(cfg)
+    settings = settings_of(options, start.world)
+    refuse_few_layers(options, len(settings.places))
+    make_task(options)
+    make_optimizer(options)
+    load_augment(options["data"])
     choose_device(start.world, settings.device)
     return settings
 
 
-def settings_of(cfg: DictConfig, world: World) -> Settings:
+def settings_of(options: Mapping[str, Any], world: World) -> Settings:
     """Return the settings of a configuration. Raises ConfigError."""
-    return Settings.composed(cfg, str(HydraConfig.get().runtime.choices["schedule"]), world.size)
+    return Settings.composed(options, str(HydraConfig.get().runtime.choices["schedule"]), world.size)
 
 
 def find(cfg: DictConfig, settings: Settings, start: Start) -> tuple[DictConfig, Data, Source | None]:
@@ -257,7 +259,8 @@ def follow(composed: DictConfig, start: Start) -> None:
 
 def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None, start: Start) -> None:
     """Build what the configuration names, and train it. `data`: on rank 0. Raises ConfigError."""
-    settings, facts, task = settings_of(cfg, start.world), word.facts, make_task(cfg)
+    options = values_of(cfg)
+    settings, facts, task = settings_of(options, start.world), word.facts, make_task(options)
     if HydraConfig.get().mode == RunMode.RUN:  # not in a sweep, whose runs have a folder each
         start.remember(Path(word.run_dir))
     torch.set_num_threads(settings.threads or share_of_cores(start.world.local_size or start.world.size))
@@ -268,15 +271,15 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
     rate = settings.rate(settings.updates(len(sampler.batch_sizes)))
     if not gc.isenabled():  # __main__ has turned it off
         gc.freeze()  # what is imported is not looked at again; before a model is built, which is to be freed
-    model = model_of(cfg, settings.seed)
+    model = model_of(options, settings.seed)
     gc.enable()
     gc.collect()  # also the Pipeline of a job of a sweep that was refused
     start.agree("build the model")
     pipe = Pipeline(
         model,
         task,
-        make_optimizer(cfg),
-        make_schedule(cfg),
+        make_optimizer(options),
+        make_schedule(options),
         lr_schedule=rate,
         weights=settings.weights,
         settings=settings,
@@ -286,7 +289,7 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
     placement = training.links.placement
     ends = {*placement[0], *placement[-1]}  # the others need no sample
     if data is None and (settings.replicas == AUTO or start.world.rank in ends):
-        data = load_data(cfg.data, settings.dtype)
+        data = load_data(options["data"], settings.dtype)
     start.agree("read the data set", same={"data set": data.fingerprint if data else facts.fingerprint})
     start.doing = "plan the run"
     own = settings.seed, settings.workers, settings.timeout, data.classes if data else None

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
 
-from pipetrain.choices import conf_dir, names_of
 from pipetrain.data.augment import Augment
 from pipetrain.data.dataset import as_split
 from pipetrain.data.loader import Sampler, loaded
@@ -19,6 +15,7 @@ from pipetrain.data.sets import Data, DataFacts, DataMissing, Draw, Images, Spli
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.network.values import TensorSpec, ValueSpec
 from pipetrain.rules import COUNT
+from pipetrain.targets import NotMade, make
 
 __all__ = [
     "Augment",
@@ -33,17 +30,13 @@ __all__ = [
     "load_augment",
     "load_data",
     "loaded",
-    "obtain_data",
-    "with_fallback",
 ]
 
-CARRIED_OVER = ("workers", "drop_last", "train_limit", "test_limit")  # options kept for a fallback data set
 FLOAT = "float"  # in data.sample.dtype: the run's
-log = logging.getLogger("pipetrain")
 T = TypeVar("T")
 
 
-def load_data(data: DictConfig, dtype: torch.dtype = torch.float32) -> Data:
+def load_data(data: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Data:
     """Read the data set of a config of the group `data`, cut to its `train_limit` and `test_limit`.
 
     `dtype`: of images and of Python's floats. Raises DataMissing if it is not available (with `fallback:
@@ -73,7 +66,7 @@ def load_data(data: DictConfig, dtype: torch.dtype = torch.float32) -> Data:
     return whole
 
 
-def _from_source(data: DictConfig, dtype: torch.dtype) -> Data:
+def _from_source(data: Mapping[str, Any], dtype: torch.dtype) -> Data:
     source = _make(data, "source", Data)
     for name, split in (("train", source.train), ("test", source.test)):
         if isinstance(split, Images):
@@ -88,23 +81,22 @@ def _from_source(data: DictConfig, dtype: torch.dtype) -> Data:
     return source
 
 
-def _from_splits(data: DictConfig, dtype: torch.dtype) -> Data:
+def _from_splits(data: Mapping[str, Any], dtype: torch.dtype) -> Data:
     splits: list[Split] = []
-    columns: Any = data.get("columns") and OmegaConf.to_container(data.columns, resolve=True)
     for name in ("train", "test"):
         if data.get(name) is None:
             raise ConfigError(
                 f"data={data.get('name')} has no {name}: give data.source, a function that returns both "
                 f"splits, or data.train and data.test, each with the _target_ of a Dataset"
             )
-        split = as_split(_make(data, name, object), f"data.{name}", columns, dtype)
+        split = as_split(_make(data, name, object), f"data.{name}", data.get("columns"), dtype)
         if not len(split):
             raise ConfigError(f"data.{name} has no sample")
         splits.append(split)
-    return Data(str(data.name), splits[0], splits[1], data.get("classes"))
+    return Data(str(data["name"]), splits[0], splits[1], data.get("classes"))
 
 
-def declared_example(data: DictConfig, dtype: torch.dtype) -> ValueSpec | None:
+def declared_example(data: Mapping[str, Any], dtype: torch.dtype) -> ValueSpec | None:
     """Return one input as `data.sample` declares it (without reading the data set); None if it does not."""
     sample = data.get("sample")
     if sample is None:
@@ -124,17 +116,19 @@ def _kind(spec: TensorSpec) -> object:
     return spec.shape, spec.dtype.is_floating_point or spec.dtype
 
 
-def load_augment(data: DictConfig) -> Augment | None:
+def load_augment(data: Mapping[str, Any]) -> Augment | None:
     """Build the augmentation of a config of the group `data`, None for null. Raises ConfigError."""
     return None if data.get("augment") is None else _make(data, "augment", Augment)
 
 
-def _make(data: DictConfig, part: str, kind: type[T]) -> T:
+def _make(data: Mapping[str, Any], part: str, kind: type[T]) -> T:
     try:
-        result = instantiate(data[part], _partial_=True, _convert_="all")()
+        result = make(data[part], later=True)()
     except ConfigError:
         raise
-    except (InstantiationException, TypeError, ValueError, OSError) as error:
+    except NotMade as error:
+        raise ConfigError(f"data.{part} cannot be made: {error}") from error
+    except (TypeError, ValueError, OSError) as error:
         why = error.__cause__ or error
         raise ConfigError(f"data.{part} cannot be made: {type(why).__name__}: {one_line(why)}") from error
     if not isinstance(result, kind):
@@ -142,34 +136,3 @@ def _make(data: DictConfig, part: str, kind: type[T]) -> T:
             f"data.{part} must give a pipetrain.data.{kind.__name__}; got {type(result).__name__}"
         )
     return result
-
-
-def obtain_data(cfg: DictConfig, dtype: torch.dtype) -> tuple[DictConfig, Data]:
-    """Load the data set, or the one of `data.fallback` if it is not available. Raises ConfigError.
-
-    Returns the configuration with the data set used, whose recipe replaces values not set by hand, and the
-    data.
-    """
-    names = names_of("data")
-    fallback = cfg.data.get("fallback")
-    if fallback is not None and fallback not in names:
-        raise ConfigError(f"data.fallback={fallback} is unknown; choose one of {', '.join(names)}, or null")
-    try:
-        return cfg, load_data(cfg.data, dtype)
-    except DataMissing as error:
-        if fallback in (None, cfg.data.name):
-            raise
-        note = f"{error}; using {fallback} instead"
-    log.warning("pipetrain: %s", note)
-    cfg = with_fallback(cfg)
-    return cfg, replace(load_data(cfg.data, dtype), note=note)
-
-
-def with_fallback(cfg: DictConfig) -> DictConfig:
-    """Return the configuration with the data set of its `data.fallback`."""
-    cfg = cfg.copy()
-    taken = OmegaConf.load(conf_dir() / "data" / f"{cfg.data.fallback}.yaml")
-    for key in CARRIED_OVER:
-        OmegaConf.update(taken, key, cfg.data[key])
-    cfg.data = taken
-    return cfg

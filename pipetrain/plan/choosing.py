@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from omegaconf import DictConfig
-
 from pipetrain.building import make_schedule
 from pipetrain.choices import shipped
 from pipetrain.errors import ConfigError
@@ -54,14 +52,16 @@ class Candidate:
     words: Sequence[str]
 
     @classmethod
-    def of(cls, name: str, cfg: DictConfig, batches: int, stages: int, words: Sequence[str]) -> Candidate:
+    def of(
+        cls, name: str, cfg: Mapping[str, Any], batches: int, stages: int, words: Sequence[str]
+    ) -> Candidate:
         """Plan a schedule by a configuration of its own. Raises ConfigError and ScheduleError."""
         if isinstance(make_schedule(cfg), ForwardBackward):
             raise ScheduleError("decides its order while it runs")
-        studied = losses(str(cfg.optim.get("_target_")).rpartition(".")[2].lower(), name, stages)
+        studied = losses(str(cfg["optim"].get("_target_")).rpartition(".")[2].lower(), name, stages)
         best, asked = best_of(studied), studied.get(joined("+".join(cfg.get("correction") or [NONE])))
         if best is not None and best is not asked:
-            cfg = _changed(cfg, "correction", shipped("correction", "auto"))
+            cfg = {**cfg, "correction": shipped("correction", "auto")}
         plan, run, peak = _fitting(cfg, name, batches)
         return cls(name, plan, run, peak, _seconds(plan, run), (best, asked), words)
 
@@ -100,18 +100,18 @@ class Candidate:
         return shlex.join(words)
 
 
-def _fitting(cfg: DictConfig, name: str, batches: int) -> tuple[Plan, Timeline, int]:
+def _fitting(cfg: Mapping[str, Any], name: str, batches: int) -> tuple[Plan, Timeline, int]:
     """Return a schedule's plan with as little recomputation as fits memory_limit=, or without if none does.
 
     Beside it its timeline, and the bytes of the fullest rank. Raises ConfigError and ScheduleError.
     """
-    limit = POSITIVE.read("memory_limit", cfg.memory_limit, null=True) or inf
-    first = _played(planned(_changed(cfg, "memory_limit", None), name, batches))
+    limit = POSITIVE.read("memory_limit", cfg["memory_limit"], null=True) or inf
+    first = _played(planned({**cfg, "memory_limit": None}, name, batches))
     if first[-1] <= limit * GIB:
         return first
-    for recompute in (AUTO, *TRIED) if cfg.recompute == AUTO else ():
+    for recompute in (AUTO, *TRIED) if cfg["recompute"] == AUTO else ():
         with suppress(ConfigError, ScheduleError):
-            other = _played(planned(_changed(cfg, "recompute", recompute), name, batches))
+            other = _played(planned({**cfg, "recompute": recompute}, name, batches))
             if other[-1] <= limit * GIB:
                 return other
     return first
@@ -130,41 +130,33 @@ def _seconds(plan: Plan, run: Timeline) -> float:
     return batch if plan.costs else batch / (WORK * plan.settings.microbatches)
 
 
-def _changed(cfg: DictConfig, key: str, value: Any) -> DictConfig:
-    cfg = cfg.copy()
-    cfg[key] = value
-    return cfg
-
-
 # The text
 
 
 def advice(
-    schedules: Mapping[str, tuple[DictConfig, int, Sequence[str]]],
+    schedules: Mapping[str, tuple[Sequence[Mapping[str, Any]], int, Sequence[str]]],
     stages: int,
-    free: bool = False,
     begins: Callable[[str], None] = lambda name: None,
 ) -> str:
     """Return a row for each schedule, and which one to take.
 
-    `schedules`: by name, a configuration, the batches of a window, and the words of the command line that
-    runs it; none: there is nothing to run. `free`: one that needs more microbatches gets as many as there are
-    stages; `begins`: is told which is planned next. Raises ConfigError if none can be planned.
+    `schedules`: by name, configurations of which the first that can be is planned, the batches of a window,
+    and the words of the command line that runs it; none: there is nothing to run. `begins`: is told which is
+    planned next. Raises ConfigError if none can be planned.
     """
     candidates: dict[str, Candidate] = {}
     refused: dict[str, str] = {}
-    for name, (cfg, batches, words) in schedules.items():
+    for name, (configurations, batches, words) in schedules.items():
         begins(name)
-        more = [_changed(cfg, "microbatches", stages)] if free and cfg.microbatches < stages else []
-        for own in (cfg, *more):
+        for cfg in configurations:
             try:
-                candidates[name] = Candidate.of(name, own, batches, stages, words)
+                candidates[name] = Candidate.of(name, cfg, batches, stages, words)
                 break
             except (ConfigError, ScheduleError) as error:
                 refused.setdefault(name, str(error).removeprefix(f"schedule {name} "))
     if not candidates:
         raise ConfigError(f"no schedule can be planned with these settings: {next(iter(refused.values()))}")
-    plan, limit = next(iter(candidates.values())).plan, cfg.memory_limit
+    plan, limit = next(iter(candidates.values())).plan, cfg["memory_limit"]
     title = f"{plan.settings.model} on {counted(plan.settings.ranks, 'rank')}, batches of "
     head = ["schedule", "microbatches", "ms an update" if plan.costs else "update", f"x {BESIDE}", "bubble"]
     rows = [[*head, "MiB", *([f"fits {limit:g} GiB"] if limit else []), "late", "accuracy"]]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from omegaconf import DictConfig
 from torch import nn
 
 from pipetrain.building import make_model, make_optimizer, make_schedule, make_task
@@ -26,33 +26,33 @@ from pipetrain.rules import COUNT, PATH, POSITIVE
 from pipetrain.settings import AUTO, PROFILE, Settings
 
 
-def planned(cfg: DictConfig, schedule: str, batches: int) -> Plan:
+def planned(cfg: Mapping[str, Any], schedule: str, batches: int) -> Plan:
     """Plan a window of a configuration whose schedule has this name. Raises ConfigError.
 
     On paper nothing is measured: without a file partition=profile is the draft that a run begins with.
     """
-    if cfg.costs is not None:
+    if cfg["costs"] is not None:
         return _planned_by_rows(cfg, schedule, batches)
     settings = replace(Settings.composed(cfg, schedule, _ranks(cfg)), window=None)
     samples = Samples([settings.batch_size] * batches, [settings.full.samples])
     model = make_model(cfg, settings.seed, settings.dtype)
-    example = declared_example(cfg.data, settings.dtype) or load_data(cfg.data, settings.dtype).facts.example
+    example = declared_example(cfg["data"], settings.dtype)
+    example = example or load_data(cfg["data"], settings.dtype).facts.example
     network = network_of(model, example.cast(settings.dtype), settings.precision == "bf16")
     profile = None
     if settings.profile is not None:
-        profile = read_profile(settings.profile, profile_conditions(settings, cfg.optim))
+        profile = read_profile(settings.profile, profile_conditions(settings, cfg["optim"]))
     elif settings.replicas == AUTO:
         raise ConfigError("replicas=auto needs measured times: give partition.profile=FILE of an earlier run")
     draft = _settled(Draft.of(settings, make_schedule(cfg)), cfg)
     return make_plan(draft, network, example, samples, profile, state_of(cfg, model), make_task(cfg))
 
 
-def _planned_by_rows(cfg: DictConfig, schedule: str, batches: int) -> Plan:
+def _planned_by_rows(cfg: Mapping[str, Any], schedule: str, batches: int) -> Plan:
     """Plan a window of the layers of costs=FILE, each microbatch a sample. Raises ConfigError."""
-    path, cfg = PATH.read("costs", cfg.costs), cfg.copy()
-    cfg.batch_size = cfg.microbatches
-    if cfg.partition == "flops":  # the default; there are times for all
-        cfg.partition = PROFILE
+    path, cfg = PATH.read("costs", cfg["costs"]), {**cfg, "batch_size": cfg["microbatches"]}
+    if cfg["partition"] == "flops":  # the default; there are times for all
+        cfg["partition"] = PROFILE
     settings = replace(Settings.composed(cfg, schedule, _ranks(cfg)), window=None, model=path.stem)
     if settings.profile is not None:
         raise ConfigError("costs= and partition.profile= both give times: leave one of them out")
@@ -65,19 +65,19 @@ def _planned_by_rows(cfg: DictConfig, schedule: str, batches: int) -> Plan:
     return make_plan(draft, rows.layers, rows.data, samples, rows.profile, state_of(cfg))
 
 
-def _settled(draft: Draft, cfg: DictConfig) -> Draft:
-    optimizer, stages = str(cfg.optim.get("_target_")), len(draft.placement)
+def _settled(draft: Draft, cfg: Mapping[str, Any]) -> Draft:
+    optimizer, stages = str(cfg["optim"].get("_target_")), len(draft.placement)
     return replace(draft, settings=settled(draft.settings, optimizer, stages))
 
 
-def _ranks(cfg: DictConfig) -> int | None:
+def _ranks(cfg: Mapping[str, Any]) -> int | None:
     """Return the ranks for replicas=auto; of other pipelines the options say how many there are."""
-    if cfg.replicas == AUTO and cfg.ranks is None:
+    if cfg["replicas"] == AUTO and cfg["ranks"] is None:
         raise ConfigError("replicas=auto chooses for a number of ranks: give ranks=N")
-    return COUNT.read("ranks", cfg.ranks) if cfg.replicas == AUTO else None
+    return COUNT.read("ranks", cfg["ranks"]) if cfg["replicas"] == AUTO else None
 
 
-def state_of(cfg: DictConfig, model: nn.Module | None = None) -> Callable[[str, TensorSpec], int]:
+def state_of(cfg: Mapping[str, Any], model: nn.Module | None = None) -> Callable[[str, TensorSpec], int]:
     """Return what tells the bytes of the configured optimizer's state of a parameter, as in this model."""
     optim = make_optimizer(cfg)
     groups = groups_of(optim, model) if model else []

@@ -7,16 +7,17 @@ command line; the others get the same stages and the same optimizer.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from pipetrain import tasks
 from pipetrain.building import make_model, make_optimizer, make_schedule, make_task
-from pipetrain.commands.cli import composed
+from pipetrain.commands.cli import composed, values_of
 from pipetrain.data import load_data
 from pipetrain.network.chain import network_of
 from pipetrain.network.values import Size, ValueSpec, named_layers
@@ -87,10 +88,11 @@ class Job:
 
 
 @cache
-def compose_task(task: Task, schedule: str) -> DictConfig:
+def compose_task(task: Task, schedule: str) -> dict[str, Any]:
     """Return the configuration of a task."""
     recipe = ["lr_schedule=constant", "warmup=0", f"optim.lr={LR}", f"schedule={schedule}"]
-    return composed("config", [*recipe, *task.overrides])
+    values: dict[str, Any] = values_of(composed("config", [*recipe, *task.overrides]))
+    return values
 
 
 def prepare(
@@ -117,13 +119,13 @@ def prepare(
     return Job(make_plan(draft, spare, *known), model, objective, optimizer, samples, targets)
 
 
-def _batch(task: Task, cfg: DictConfig, settings: Settings) -> tuple[Tensor, Tensor]:
+def _batch(task: Task, cfg: Mapping[str, Any], settings: Settings) -> tuple[Tensor, Tensor]:
     n = settings.batch_size
     if task.example is not None:
         generator = torch.Generator().manual_seed(settings.seed)
         samples = torch.randn(n, *task.example, generator=generator, dtype=settings.dtype)
         return samples, torch.randint(task.classes, (n,), generator=generator)
-    split, first = load_data(cfg.data, settings.dtype).train, torch.arange(n)
+    split, first = load_data(cfg["data"], settings.dtype).train, torch.arange(n)
     inputs, targets = split.inputs(first, None), split.targets(first, None)
     assert isinstance(inputs, Tensor)
     assert isinstance(targets, Tensor)

@@ -23,7 +23,7 @@ from pipetrain.checkpoint.resume import (
     refuse_other,
 )
 from pipetrain.checkpoint.tensors import MODEL, names_of, read_files
-from pipetrain.commands.cli import as_mapping, contained
+from pipetrain.commands.cli import as_mapping, contained, values_of
 from pipetrain.commands.train import conditions_of, with_cuts_of
 from pipetrain.documents import DamagedCheckpoint
 from pipetrain.errors import ConfigError
@@ -474,7 +474,7 @@ def test_a_finished_run_goes_on_where_its_checkpoint_is_there_and_its_rates_stay
     OmegaConf.save(contained(config([*before, "epochs=2"]), tmp_path), tmp_path / "config.yaml", resolve=True)
     (tmp_path / "summary.json").write_text('{"updates": 8, "train_samples": 256}')
     cfg = contained(config([*before, *words, "resume=auto"]), tmp_path)
-    settings = Settings.composed(cfg, "1f1b", 2)
+    settings = Settings.composed(values_of(cfg), "1f1b", 2)
     if isinstance(longer, bool):
         assert lengthens(tmp_path, as_mapping(cfg), settings) == longer
     else:

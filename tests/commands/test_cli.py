@@ -11,7 +11,7 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-from pipetrain.commands.cli import as_hydra, compose, contained
+from pipetrain.commands.cli import as_hydra, compose, contained, values_of
 from pipetrain.errors import ConfigError
 from pipetrain.network.values import TensorSpec
 from pipetrain.settings import Settings
@@ -56,7 +56,7 @@ def test_a_codec_of_one_s_own_is_a_class_and_a_yaml(command, tmp_path):
     (tmp_path / "codec").mkdir()
     (tmp_path / "codec" / "signs.yaml").write_text("_target_: tests.support.codecs.Signs\nscale: 0.5\n")
     status, (cfg,) = command("codec.backward=signs", "codec.backward.scale=2", f"--config-dir={tmp_path}")
-    codecs = Settings.composed(cfg, "1f1b", 2).codecs
+    codecs = Settings.composed(values_of(cfg), "1f1b", 2).codecs
     assert (status, str(codecs.backward), str(codecs.forward)) == (0, "Signs", "identity")
     encoded = codecs.backward.encode(torch.tensor([3.0, -1.0]))
     assert codecs.backward.decode(encoded, TensorSpec((2,), torch.float32)).tolist() == [2, -2]
@@ -85,7 +85,7 @@ def test_a_level_decides_what_is_logged_and_a_wrong_one_is_left_to_its_rule(comm
     logger.setLevel(before)
     if level == 20:
         with pytest.raises(ConfigError, match=f"log_level={given} must be one of info, warning, error"):
-            Settings.composed(cfg, "1f1b", 2)
+            Settings.composed(values_of(cfg), "1f1b", 2)
 
 
 def test_hydra_s_own_spelling_and_values_that_speak_of_codecs_are_left_alone():

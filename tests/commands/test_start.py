@@ -97,11 +97,11 @@ def test_a_refusal_is_heard_by_all_ranks_until_they_train(monkeypatch):
 
 
 def test_more_stages_than_layers_are_refused_by_the_configuration_alone():
-    cfg = OmegaConf.create({"model": {"_target_": "pipetrain.models.mlp"}})
+    cfg = {"model": {"_target_": "pipetrain.models.mlp"}}
     refuse_few_layers(cfg, 6)
     with pytest.raises(ConfigError, match=r"stages=7 needs .*, but the model has 6: 0 hidden1"):
         refuse_few_layers(cfg, 7)
-    refuse_few_layers(OmegaConf.create({"model": {"_target_": "elsewhere.made"}}), 7)  # dear to build
+    refuse_few_layers({"model": {"_target_": "elsewhere.made"}}, 7)  # dear to build
 
 
 # Ranks that are started one by one, as other launchers do

@@ -35,7 +35,7 @@ from pipetrain.settings import Settings
 from published.cli import read
 from tests.comparison.support import asked
 from tests.gpu import cli as gpu
-from tests.support.cases import SCHEDULES, config
+from tests.support.cases import SCHEDULES, config, options_of
 
 pytestmark = pytest.mark.slow
 
@@ -210,7 +210,9 @@ def test_the_table_of_codecs_has_the_bytes_of_each():
     (boundary,) = [TensorSpec((64, 128, 16, 16), torch.float32)]
     said = {name: int(nbytes.replace(",", "")) for name, nbytes in CODEC.findall(readme())}
     names = sorted(path.stem for path in (conf_dir() / "codec").glob("*.yaml"))
-    codecs = {name: Settings.composed(config([f"codec.forward={name}"]), "1f1b", 2).codecs for name in names}
+    codecs = {
+        name: Settings.composed(options_of([f"codec.forward={name}"]), "1f1b", 2).codecs for name in names
+    }
     assert said == {name: chosen.wire_bytes([boundary], forward=True) for name, chosen in codecs.items()}
 
 

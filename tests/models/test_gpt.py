@@ -16,7 +16,7 @@ from pipetrain.network.chain import Chain
 from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.cut import refuse_cuts, shared_weights
 from pipetrain.plan.estimate import estimate
-from tests.support.cases import config
+from tests.support.cases import options_of
 
 SMALL = {"depth": 2, "heads": 2, "width": 8, "sequence": 16, "vocabulary": 11}
 ENTRY = ValueSpec((TensorSpec((16,), torch.int64),)).of(Size(3))  # a microbatch of 3 samples
@@ -40,10 +40,10 @@ def tokens(n: int, length: int = 16) -> torch.Tensor:
 
 def test_configs_take_vocabulary_and_sequence_from_the_data():
     for name, blocks in zip(("gpt", "gpt_medium", "gpt_large", "gpt_xl"), PUBLISHED, strict=True):
-        cfg = config([f"model={name}", "data=text", "data.block=64"])
+        cfg = options_of([f"model={name}", "data=text", "data.block=64"])
         with torch.device("meta"):
             model = build(cfg, "model")
-        assert parameters(model) == PUBLISHED[blocks] + (256 * 2 - 50257 + 64 - 1024) * cfg.model.width
+        assert parameters(model) == PUBLISHED[blocks] + (256 * 2 - 50257 + 64 - 1024) * cfg["model"]["width"]
         assert [name for name, _ in model.named_children()][-3:] == [f"block{blocks}", "norm", "head"]
 
 

@@ -13,7 +13,7 @@ from pipetrain.models.unet import Concatenate
 from pipetrain.network.chain import Stash
 from pipetrain.network.values import Size, TensorSpec, ValueSpec
 from pipetrain.plan.estimate import estimate
-from tests.support.cases import Case, compare, config, run_in_threads
+from tests.support.cases import Case, compare, options_of, run_in_threads
 
 SMALL = {"num_classes": 3, "levels": 3, "convolutions": 2, "width": 4}
 
@@ -36,7 +36,7 @@ def classifying() -> nn.Sequential:
 def test_the_paper_s_sizes_have_the_parameters_of_the_usual_implementation():
     """github.com/milesial/Pytorch-UNet: padded, with BatchNorm, transposed convolutions, 3 channels."""
     with torch.device("meta"):
-        model = build(config(["model=unet", "data=shapes", "task=segmentation"]), "model")
+        model = build(options_of(["model=unet", "data=shapes", "task=segmentation"]), "model")
     assert sum(p.numel() for p in model.parameters()) == 31_037_633 + 2 * 65  # of two more classes
 
 

@@ -12,7 +12,7 @@ from pipetrain import models
 from pipetrain.building import make_model
 from pipetrain.errors import ConfigError
 from pipetrain.settings import Settings
-from tests.support.cases import config
+from tests.support.cases import options_of
 
 pytestmark = pytest.mark.slow
 
@@ -38,8 +38,8 @@ def test_every_model_has_a_config_and_each_makes_the_model_of_published_size():
     configs = {path.stem for path in CONF.glob("*.yaml") if not path.stem.startswith(("gpt_", "hf_"))}
     assert configs == {*models.__all__} == {*PUBLISHED, "gpt", "unet"}
     for name, published in PUBLISHED.items():
-        cfg = config(["data=digits", f"model={name}"])
-        assert set(cfg.model) == {"_target_"}  # so that a factory of no arguments can take its place
+        cfg = options_of(["data=digits", f"model={name}"])
+        assert set(cfg["model"]) == {"_target_"}  # so that a factory of no arguments can take its place
         assert Settings.composed(cfg, "1f1b", 2).model == name
         with torch.device("meta"):
             model = make_model(cfg, 0, torch.float32)
@@ -66,7 +66,7 @@ def test_the_forms_for_imagenet_are_torchvision_s(words, parameters):
     name, *options = words.split()
     more = [f"model.{option}" for option in ("imagenet=true", "num_classes=1000", *options)]
     with torch.device("meta"):
-        model = make_model(config([f"model={name}", *more]), 0, torch.float32)
+        model = make_model(options_of([f"model={name}", *more]), 0, torch.float32)
         assert model(torch.empty(2, 3, 224, 224)).shape == (2, 1000)
     assert sum(p.numel() for p in model.parameters()) == parameters
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipetrain.commands.plan import alternatives
 from pipetrain.errors import ConfigError
 from pipetrain.plan import advice as study
 from pipetrain.plan.choosing import advice
@@ -39,7 +40,8 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         study._rows.cache_clear()
         own = [f"++{key}=null" for key in ("bandwidth", "scale", "ranks")]
         own += [f"++costs={tmp_path / 'mine.csv'}", "stages=4", "microbatches=8", *words]
-        return advice({name: (config([f"schedule={name}", *own]), 16, run) for name in names}, 4, free)
+        tried = {name: alternatives(config([f"schedule={name}", *own]), 4 * free) for name in names}
+        return advice({name: (of, 16, run) for name, of in tried.items()}, 4)
 
     return advised
 

@@ -27,7 +27,7 @@ from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import with_recompute
 from pipetrain.settings import Mode, Settings
 from pipetrain.tasks import Regression, Task
-from tests.support.cases import config
+from tests.support.cases import options_of
 from tests.support.edges import Lambda
 from tests.support.models import shared_statistics, tied, with_norm
 from tests.support.profiles import profile_of
@@ -38,12 +38,12 @@ UPDATES, ONE_BATCH = Samples([12, 12, 12], [11]), Samples([12], [11])
 
 
 def settings_of(*overrides: str, ranks: int = 2) -> Settings:
-    cfg = config(["data=digits", "batch_size=12", "microbatches=4", *overrides])
+    cfg = options_of(["data=digits", "batch_size=12", "microbatches=4", *overrides])
     return Settings.composed(cfg, "1f1b", ranks)
 
 
 def schedule_of(name: str) -> Schedule:
-    return make_schedule(config(["data=digits", f"schedule={name}"]))
+    return make_schedule(options_of(["data=digits", f"schedule={name}"]))
 
 
 def plan(

@@ -15,7 +15,7 @@ from pipetrain.plan.memory import WAYS, explained, gpu_bytes, is_out_of_memory, 
 from pipetrain.plan.memory import says_whether_it_fits as says
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.memory import GIB, PARTS, PartBytes
-from tests.support.cases import config, prepared
+from tests.support.cases import options_of, prepared
 from tests.support.refusals import refusal
 
 DIGITS = ["data=digits", "model=mlp", "batch_size=8", "epochs=1"]
@@ -29,7 +29,7 @@ def moments(*totals: tuple[int, ...]) -> dict[int, list[PartBytes]]:
 
 
 def plan_of(schedule: str = "1f1b", *words: str) -> Plan:
-    return prepared(config([*DIGITS, f"schedule={schedule}", *words]), schedule, 2, 16).plan
+    return prepared(options_of([*DIGITS, f"schedule={schedule}", *words]), schedule, 2, 16).plan
 
 
 def most_of(plan: Plan) -> list[float]:

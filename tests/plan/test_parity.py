@@ -26,7 +26,7 @@ from pipetrain.plan.program import Draft
 from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.settings import Settings
 from pipetrain.tasks import Task
-from tests.support.cases import config
+from tests.support.cases import options_of
 from tests.support.models import Join, skipping
 
 INPUTS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
@@ -205,7 +205,7 @@ NUMBERS = torch.rand(2, 6, generator=torch.Generator().manual_seed(0))
 
 def planned(model: nn.Module, cuts: list[int], inputs: Value, *options: str) -> tuple[Plan, Network]:
     overrides = [f"partition={cuts}", "batch_size=4", "microbatches=2", *options]
-    settings = Settings.composed(config(["data=digits", *overrides]), "1f1b", len(cuts) + 1)
+    settings = Settings.composed(options_of(["data=digits", *overrides]), "1f1b", len(cuts) + 1)
     example = ValueSpec.in_batch(inputs)
     network = network_of(model, example, settings.precision == "bf16")
     return make_plan(Draft.of(settings, one_f_one_b), network.spare(), example, Samples([4], [2])), network

@@ -24,7 +24,7 @@ from pipetrain.schedule.actions import Schedule
 from pipetrain.schedule.memory import Items
 from pipetrain.schedule.programs import one_f_one_b, pipedream, pipedream_2bw
 from pipetrain.settings import Mode, Settings
-from tests.support.cases import config
+from tests.support.cases import options_of
 from tests.support.profiles import Skip, bytes_of, layer, table_of
 from tests.support.refusals import refusal
 
@@ -229,7 +229,7 @@ def test_what_does_not_fit_is_none_and_a_limit_spreads_layers_over_more_ranks():
 def auto(schedule: Schedule, weights: int, *words: str, ranks: int = 3, s_per_byte: float = 1e-3) -> Plan:
     """Plan layers that take 1 s forward and 2 s back, the last of which has all the weights."""
     table = table_of([layer(str(n), output_bytes=8) for n in range(4)], trained=[0, 0, 0, weights])
-    cfg = config(["partition=profile", "replicas=auto", "batch_size=12", "microbatches=12", *words])
+    cfg = options_of(["partition=profile", "replicas=auto", "batch_size=12", "microbatches=12", *words])
     draft = Draft.of(Settings.composed(cfg, "1f1b", ranks), schedule)
     times = replace(table.times, s_per_byte=s_per_byte)
     return make_plan(draft, list(table.layers), table.inputs, Samples([12] * 4, [1]), times)
@@ -297,6 +297,6 @@ def test_replicas_are_chosen_where_no_stage_for_each_rank_can_be():
     ],
 )
 def test_where_replicas_cannot_be_chosen_they_are_refused(words: list[str], says: str) -> None:
-    cfg = config(["partition=profile", "replicas=auto", *words])
+    cfg = options_of(["partition=profile", "replicas=auto", *words])
     name = "fbp" if "schedule=fbp" in words else "1f1b"
     assert says in refusal(lambda: Draft.of(Settings.composed(cfg, name, 3), make_schedule(cfg)))

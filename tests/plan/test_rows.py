@@ -17,7 +17,7 @@ from pipetrain.plan.memory import peaks_by_rank
 from pipetrain.plan.paper import planned
 from pipetrain.plan.plan import Plan
 from pipetrain.plan.rows import read_rows, write_rows
-from tests.support.cases import config
+from tests.support.cases import options_of
 
 HEAD = "name,forward_ms,backward_ms\n"
 # Two data, a skip over the third layer, and a state that nothing makes.
@@ -48,7 +48,7 @@ def plan_of(
         "stages=2",
         "microbatches=4",
     )
-    cfg = config([*own, f"schedule={schedule}", *words])
+    cfg = options_of([*own, f"schedule={schedule}", *words])
     return planned(cfg, schedule, batches)
 
 

@@ -14,7 +14,7 @@ from pipetrain.plan.program import Draft
 from pipetrain.plan.text import describe
 from pipetrain.settings import Settings
 from tests.schedule.theory import theory
-from tests.support.cases import SCHEDULES, config
+from tests.support.cases import SCHEDULES, options_of
 from tests.support.plans import IMAGE, figures, planned
 from tests.support.profiles import profile_of
 
@@ -115,7 +115,7 @@ def test_codecs_and_what_they_make_of_each_cut_are_said():
 
 def by_profile(*words: str) -> str:
     """Six layers of 1, 1, 1, 1, 1 and 3 s, twice that backward; 4 microbatches; messages for nothing."""
-    cfg = config(["data=digits", "model=mlp", "partition=profile", "stages=2", *words])
+    cfg = options_of(["data=digits", "model=mlp", "partition=profile", "stages=2", *words])
     read = Settings.composed(cfg, "1f1b", None)
     model, same = (make_model(cfg, 0, read.dtype) for _ in range(2))
     measured = profile_of(same, IMAGE.of(Size(16)), [1, 1, 1, 1, 1, 3])

@@ -10,7 +10,7 @@ from pipetrain.building import build
 from pipetrain.errors import ConfigError
 from published.amoebanet import NORMAL, REDUCTION, Cell, Halving, amoebanet
 from published.experiments.torchgpipe_amoebanet import WORDS
-from tests.support.cases import Case, compare, config, run_in_threads
+from tests.support.cases import Case, compare, options_of, run_in_threads
 
 # Of torchgpipe 0.0.7's tables: (normal cells, filters): layers, parameters for 1000 classes, rounded to 10^n.
 PUBLISHED = {
@@ -38,7 +38,7 @@ def test_the_published_sizes_have_their_parameters(monkeypatch):
         for (cells, filters), (layers, parameters, rounded) in PUBLISHED.items():
             model = amoebanet(1000, cells, filters)
             assert (len(model), round(count(model), -rounded)) == (layers, parameters)
-        raced = build(config([*WORDS, "model.num_classes=1000"]), "model")
+        raced = build(options_of([*WORDS, "model.num_classes=1000"]), "model")
         assert count(raced) == PUBLISHED[18, 256][1]
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from pipetrain.building import build
 from published.experiments.torchgpipe_unet import MASKS, unet_instancenorm
-from tests.support.cases import Case, compare, config, run_in_threads
+from tests.support.cases import Case, compare, options_of, run_in_threads
 
 
 def normed() -> nn.Sequential:
@@ -19,7 +19,7 @@ def test_torchgpipe_s_u_net_has_its_241_layers_and_parameters():
     with torch.device("meta"):
         model = unet_instancenorm()
         assert model(torch.empty(2, 3, 192, 192)).shape == (2, 1, 192, 192)
-        raced = build(config([*MASKS, "data=shapes"]), "model")
+        raced = build(options_of([*MASKS, "data=shapes"]), "model")
     assert (len(model), sum(p.numel() for p in model.parameters())) == (241, 232_687_328)
     assert sum(p.numel() for p in raced.parameters()) == 232_687_328
     names = list(model._modules)

@@ -30,7 +30,7 @@ from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, StageStats
-from tests.support.cases import config, prepared
+from tests.support.cases import config, options_of, prepared
 from tests.support.disk import full_disk
 from tests.support.figures import figures
 from tests.support.traces import as_measured
@@ -38,7 +38,7 @@ from tests.support.traces import as_measured
 PICTURE = as_png(simulate(lower(one_f_one_b(2, 1, 2)), 2))
 WORDS = ["data=digits", "model._target_=tests.support.models.with_norm", "schedule=pipedream", "epochs=3"]
 WORDS += ["microbatches=2", "batch_size=12", "partition=[4]", "seed=5", "window=2"]
-ABOUT = replace(prepared(config([*WORDS, "run_dir=here"]), "pipedream", 2, 44).about, device="2 x cpu")
+ABOUT = replace(prepared(options_of([*WORDS, "run_dir=here"]), "pipedream", 2, 44).about, device="2 x cpu")
 PROGRAM = ABOUT.plan.window.program
 COSTS = Costs({(s, op): n for s in (0, 1) for op, n in ((Op.F, 0.01), (Op.B, 0.02))})
 
@@ -183,7 +183,7 @@ def test_the_loggers_may_leave_tensorboard_out_and_nobody_knows_what_an_action_c
 def test_of_several_ranks_of_a_stage_each_is_in_its_chart_and_the_log_names_them(folder, caplog):
     caplog.set_level(logging.INFO, logger="pipetrain")
     words = [*WORDS, "run_dir=here", "replicas=[2,1]"]
-    about = prepared(config(words), "pipedream", 3, 44).about
+    about = prepared(options_of(words), "pipedream", 3, 44).about
     recorder = begun(folder, about=about)
     did = [{0: StageStats(4, 1.0)}, {0: StageStats(4, 2.0)}, {1: StageStats(4, 0.5)}]
     stages = {0: StageStats(4, 1.5), 1: StageStats(4, 0.5, 1.5)}

@@ -10,7 +10,7 @@ from pipetrain.arguments import read_optimizer
 from pipetrain.building import make_optimizer
 from pipetrain.errors import ConfigError
 from pipetrain.runtime.optimizer import prove_optimizer, trial_optimizer
-from tests.support.cases import config
+from tests.support.cases import options_of
 from tests.support.refusals import changed, refusal
 
 LINEAR = nn.Linear(2, 2)
@@ -124,9 +124,11 @@ def test_a_function_that_chooses_by_shape_is_given_the_true_ones(kind):
 def test_it_is_tried_with_weights_and_gradients_such_as_the_model_s():
     embedding, spectrum = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3, dtype=torch.complex64)
     for model, fused in ((embedding, False), (spectrum, False), (LINEAR, True)):
-        factory = prove_optimizer(make_optimizer(config(["data=digits", "optim.weight_decay=0"])), model, 2)
+        factory = prove_optimizer(
+            make_optimizer(options_of(["data=digits", "optim.weight_decay=0"])), model, 2
+        )
         assert bool(factory(model.named_parameters()).defaults["fused"]) == fused
-    says = refusal(lambda: prove_optimizer(make_optimizer(config(["data=digits"])), embedding, 2))
+    says = refusal(lambda: prove_optimizer(make_optimizer(options_of(["data=digits"])), embedding, 2))
     assert says.startswith("optim cannot be built by torch.optim.SGD: ")  # weight decay wants dense gradients
     assert "sparse" in says
     half = nn.Sequential(LINEAR, nn.Linear(2, 2).half())  # which cannot hold large gradients
@@ -145,7 +147,7 @@ class Net(nn.Module):
 
 
 def grouped(*words: str):
-    return prove_optimizer(make_optimizer(config(["data=digits", *words])), Net(), 2)
+    return prove_optimizer(make_optimizer(options_of(["data=digits", *words])), Net(), 2)
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw"])

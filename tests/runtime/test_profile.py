@@ -28,7 +28,7 @@ from pipetrain.runtime.profile import LARGE, SMALL, line, measure, measure_layer
 from pipetrain.runtime.weights import OptimizerFactory
 from pipetrain.settings import Settings
 from tests.support import models
-from tests.support.cases import config
+from tests.support.cases import options_of
 from tests.support.pretended.world import alone
 from tests.support.refusals import refusal
 
@@ -262,8 +262,8 @@ def test_a_layer_that_fails_is_said_in_one_sentence_on_all_ranks(ranks):
 
 def test_conditions_are_what_changes_what_is_measured():
     def conditions_of(*words: str) -> dict:
-        cfg = config(["data=digits", "batch_size=12", "microbatches=4", "model=mlp", *words])
-        return dict(profile_conditions(Settings.composed(cfg, "1f1b", 1), cfg.optim))
+        cfg = options_of(["data=digits", "batch_size=12", "microbatches=4", "model=mlp", *words])
+        return dict(profile_conditions(Settings.composed(cfg, "1f1b", 1), cfg["optim"]))
 
     base = conditions_of("optim.lr=0.3", "seed=4", "schedule=pipedream")
     assert base == conditions_of()

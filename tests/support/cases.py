@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ from pipetrain.checkpoint.progress import EpochRecord, Stats
 from pipetrain.checkpoint.resume import Source, tensors_of
 from pipetrain.checkpoint.writer import Keeper, Writer
 from pipetrain.choices import conf_dir
-from pipetrain.commands.cli import as_hydra
+from pipetrain.commands.cli import as_hydra, values_of
 from pipetrain.data import Augment, Data, Images, load_augment
 from pipetrain.epochs import Epochs
 from pipetrain.network.draws import Seeds, drawing
@@ -86,9 +86,15 @@ def config(overrides: Sequence[str]) -> DictConfig:
     return cfg
 
 
+def options_of(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the values of a configuration, as what it builds reads them."""
+    values: dict[str, Any] = values_of(config(overrides))
+    return values
+
+
 def stages_of(schedule: str, ranks: int) -> int:
     """Return into how many stages `schedule`, as its YAML sets it, cuts a model."""
-    return len(ranks_of(make_schedule(config([f"schedule={schedule}"]))(ranks, 1, ranks)))
+    return len(ranks_of(make_schedule(options_of([f"schedule={schedule}"]))(ranks, 1, ranks)))
 
 
 @lru_cache(maxsize=128)
@@ -97,13 +103,13 @@ def _composed(choices: tuple[str, ...]) -> DictConfig:
         return compose("config", overrides=list(choices))
 
 
-def tiny_data(cfg: DictConfig, train: int, ignored: Sequence[int] = ()) -> Data:
+def tiny_data(cfg: Mapping[str, Any], train: int, ignored: Sequence[int] = ()) -> Data:
     """Random images, the same every time, with a configuration's augmentation and dtype.
 
     The labels of the samples `ignored` do not count.
     """
     generator = torch.Generator().manual_seed(1)
-    dtype = torch.float64 if cfg.dtype == "float64" else torch.float32
+    dtype = torch.float64 if cfg["dtype"] == "float64" else torch.float32
 
     def split(n: int, ignored: Sequence[int], augment: Augment | None) -> Images:
         images = torch.randint(0, 256, (n, 3, 32, 32), dtype=torch.uint8, generator=generator)
@@ -111,10 +117,12 @@ def tiny_data(cfg: DictConfig, train: int, ignored: Sequence[int] = ()) -> Data:
         labels[list(ignored)] = IGNORED
         return Images(images, labels, (0.5,) * 3, (0.25,) * 3, augment, dtype)
 
-    return Data("tiny", split(train, ignored, load_augment(cfg.data)), split(11, (), None), 10)
+    return Data("tiny", split(train, ignored, load_augment(cfg["data"])), split(11, (), None), 10)
 
 
-def prepared(cfg: DictConfig, schedule: str, ranks: int, train: int, ignored: Sequence[int] = ()) -> Run:
+def prepared(
+    cfg: Mapping[str, Any], schedule: str, ranks: int, train: int, ignored: Sequence[int] = ()
+) -> Run:
     """Prepare a run over tiny data."""
     return prepare(cfg, schedule, ranks, tiny_data(cfg, train, ignored))
 
@@ -127,13 +135,13 @@ def make_run(case: Case) -> Run:
 
 
 @lru_cache(maxsize=16)
-def _config(case: Case, model: str = "") -> DictConfig:
+def _config(case: Case, model: str = "") -> dict[str, Any]:
     defaults = ["data=digits", "dtype=float64", "batch_size=12", "epochs=3", "optim.lr=0.05", "warmup=0.3"]
     defaults += ["lr_schedule=cosine", "model._target_=tests.support.models.with_norm"]
     defaults += ["data.augment.flip=true", f"timeout={DEADLINE_S}"]
     twin = model if "." in model else f"models.{model}"
     chosen = [f"model._target_=tests.support.{twin}"] if model else []
-    return config([*defaults, f"schedule={case.schedule}", *case.overrides, *chosen])
+    return options_of([*defaults, f"schedule={case.schedule}", *case.overrides, *chosen])
 
 
 def expected(case: Case, ran: Sequence[Program] = ()) -> reference.Outcome:
@@ -150,7 +158,7 @@ def _delay(case: Case, run: Run) -> reference.Delay:
     """The theory's delays; for a schedule that has none, what the plan's program says."""
     alone = all(len(ranks) == 1 for ranks in run.plan.placement)  # replicas change how many are ahead
     if case.schedule in reference.DELAYS and alone:
-        buffer = _config(case).schedule.get("buffer")
+        buffer = _config(case)["schedule"].get("buffer")
         more = [] if buffer is None else [buffer]
         return reference.DELAYS[case.schedule](run.plan.stages, run.settings.microbatches, *more)
     return _reads(run.plan.window.program)

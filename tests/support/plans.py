@@ -12,7 +12,7 @@ from pipetrain.plan.making import make_plan
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
 from pipetrain.settings import Settings
-from tests.support.cases import config
+from tests.support.cases import options_of
 
 IMAGE = ValueSpec((TensorSpec((3, 32, 32), torch.float32),))
 
@@ -32,7 +32,7 @@ finally:
 
 def planned(schedule: str, stages: int, microbatches: int, batches: int, *overrides: str) -> Plan:
     words = [f"schedule={schedule}", f"stages={stages}", f"microbatches={microbatches}", *overrides]
-    cfg = config(["data=digits", *words])
+    cfg = options_of(["data=digits", *words])
     read = Settings.composed(cfg, schedule, None)
     model = make_model(cfg, read.seed, read.dtype)
     samples = Samples([read.batch_size] * batches, [read.batch_size])

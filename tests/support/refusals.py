@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
+from pipetrain.commands.cli import values_of
 from pipetrain.errors import ConfigError
 from pipetrain.schedule.actions import ScheduleError
 from tests.support.cases import config
@@ -39,10 +40,12 @@ def _composed(*overrides: str) -> DictConfig:
     return config(["data=digits", *overrides])
 
 
-def changed(key: str, value: Any, *overrides: str) -> DictConfig:
+def changed(key: str, value: Any, *overrides: str) -> dict[str, Any]:
+    """The values of a configuration in which one is another."""
     cfg = _composed(*overrides).copy()
     OmegaConf.update(cfg, key, value, merge=False, force_add=True)
-    return cfg
+    values: dict[str, Any] = values_of(cfg)
+    return values
 
 
 def refusal(action: Any) -> str:

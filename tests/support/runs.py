@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from pipetrain.building import make_optimizer, make_schedule, make_task, model_of
@@ -109,7 +109,7 @@ class PassesByNumber:
         return {}
 
 
-def network_for(cfg: DictConfig, settings: Settings, example: ValueSpec) -> Network:
+def network_for(cfg: Mapping[str, Any], settings: Settings, example: ValueSpec) -> Network:
     """Build a configuration's model, for inputs like the example."""
     made, values = model_of(cfg, settings.seed), None
     if not isinstance(made, nn.Module):
@@ -120,7 +120,7 @@ def network_for(cfg: DictConfig, settings: Settings, example: ValueSpec) -> Netw
     return network
 
 
-def prepare(cfg: DictConfig, schedule: str, ranks: int, data: Data) -> Run:
+def prepare(cfg: Mapping[str, Any], schedule: str, ranks: int, data: Data) -> Run:
     """Build a run of a configuration."""
     settings, facts = Settings.composed(cfg, schedule, ranks), data.facts
     sampler = Sampler(
@@ -140,6 +140,6 @@ def prepare(cfg: DictConfig, schedule: str, ranks: int, data: Data) -> Run:
         plan=plan,
         sampler=sampler,
         optimizer=optimizer,
-        lr=cfg.optim.lr,
+        lr=cfg["optim"]["lr"],
         take_network=partial(network_for, cfg, settings, plan.example),
     )

@@ -19,7 +19,7 @@ from pipetrain.data import Data
 from pipetrain.data.dataset import as_split
 from pipetrain.tasks import Accuracy
 from tests.support import hugging_face
-from tests.support.cases import Case, config, run_in_threads
+from tests.support.cases import Case, options_of, run_in_threads
 from tests.support.plain import evaluated, plainly
 from tests.support.runs import prepare
 from tests.users import programs
@@ -197,7 +197,7 @@ def test_the_command_line_trains_it_on_columns_of_a_data_set():
         "optim.momentum=0", "optim.weight_decay=0", "lr_schedule=constant", "batch_size=8", "microbatches=4",
         "epochs=1", "dtype=float64", "device=cpu",
     ]  # fmt: skip
-    runs = [prepare(config(words), "1f1b", 2, data) for _ in range(2)]
+    runs = [prepare(options_of(words), "1f1b", 2, data) for _ in range(2)]
     state, (figures,) = run_in_threads(Case("1f1b", 2), runs=runs)
     chosen = summing().double()
     given = [made.inputs(torch.cat(batch), None) for batch in runs[0].sampler.epoch(0)]

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from pipetrain.building import make_model, make_optimizer, make_schedule
 from pipetrain.choices import conf_dir
 from pipetrain.commands import cli as commands
+from pipetrain.commands.cli import values_of
 from pipetrain.correction import Correction
 from pipetrain.data import load_augment
 from pipetrain.rate import SHAPES
@@ -22,6 +22,7 @@ from pipetrain.runtime.optimizer import prove_optimizer
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
 from pipetrain.settings import Settings
+from pipetrain.targets import make
 from tests.support.cases import config
 
 pytestmark = pytest.mark.slow
@@ -69,7 +70,7 @@ def test_every_group_is_tested_here_and_each_command_s_config_resolves_whole():
 @options("correction")
 def test_each_correction_can_be_made(option):
     cfg = composed(f"correction={option}", "schedule=pipedream")
-    chosen = Settings.composed(cfg, "pipedream", 2).correction
+    chosen = Settings.composed(values_of(cfg), "pipedream", 2).correction
     assert (chosen == Correction()) == (option == "none")
 
 
@@ -79,17 +80,18 @@ def test_each_schedule_makes_a_sound_program_and_comes_before_the_experiment_s(o
     assert cfg.hydra.runtime.choices["schedule"] == option
     assert (cfg.microbatches, cfg.window) == (8, 2)
     for ranks, batches in product((1, 2), (1, 3)):
-        check(lower(make_schedule(cfg)(ranks, batches, 8)), batches, 8)
-    assert config([f"schedule={option}", "optim=adamw"]) == commands.composed(
-        "config", [f"schedule={option}", "optim=adamw"]
-    )
+        check(lower(make_schedule(values_of(cfg))(ranks, batches, 8)), batches, 8)
+    words = [f"schedule={option}", "optim=adamw"]
+    ours, theirs = config(words), commands.composed("config", words)
+    ours.run_dir = theirs.run_dir = "."  # which has the time, if a job has run here
+    assert ours == theirs
 
 
 @options("optim")
 def test_each_optimizer_is_built_with_the_data_set_s_rate(option):
     cfg = composed(f"optim={option}", "data=shapes")
     model = nn.Linear(1, 1)
-    optimizer = prove_optimizer(make_optimizer(cfg), model, 1)(model.named_parameters())
+    optimizer = prove_optimizer(make_optimizer(values_of(cfg)), model, 1)(model.named_parameters())
     assert optimizer.defaults["lr"] == cfg.data.recipe["sgd_lr" if option == "sgd" else "adamw_lr"]
 
 
@@ -99,8 +101,8 @@ def test_each_data_set_can_be_asked_for(option):
     assert cfg.data.name == option
     for part in ("source", "train", "test"):
         if cfg.data.get(part) is not None:
-            assert callable(instantiate(cfg.data[part], _partial_=True))  # found, and not loaded
-    assert (load_augment(cfg.data) is None) == (cfg.data.get("augment") is None)
+            assert callable(make(values_of(cfg.data[part]), later=True))  # found, and not loaded
+    assert (load_augment(values_of(cfg.data)) is None) == (cfg.data.get("augment") is None)
     assert cfg.data.fallback in {None, *OPTIONS["data"]}
     assert cfg.data.recipe.lr_schedule in SHAPES
     assert cfg.epochs == cfg.data.recipe.epochs
@@ -118,11 +120,11 @@ def test_each_codec_is_built_for_the_direction_that_is_named(option):
 def test_each_experiment_is_a_run(option):
     cfg = composed(f"experiment={option}", "placement=null")
     choices = cfg.hydra.runtime.choices
-    read = Settings.composed(cfg, choices["schedule"], 2)
+    read = Settings.composed(values_of(cfg), choices["schedule"], 2)
     with torch.device("meta"):
-        assert len(make_model(cfg, read.seed, read.dtype)) >= 2
-    prove_optimizer(make_optimizer(cfg), nn.Linear(1, 1), 2)
-    check(lower(make_schedule(cfg)(2, 2, read.microbatches)), 2, read.microbatches)
+        assert len(make_model(values_of(cfg), read.seed, read.dtype)) >= 2
+    prove_optimizer(make_optimizer(values_of(cfg)), nn.Linear(1, 1), 2)
+    check(lower(make_schedule(values_of(cfg))(2, 2, read.microbatches)), 2, read.microbatches)
     if option == "quickstart":  # as the README promises
         assert [choices[key] for key in ("model", "data", "schedule")] == ["vgg16", "digits", "1f1b"]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipetrain.building import make_model
 from pipetrain.models.vision import Residual
 from tests.commands.test_train import train_here
-from tests.support.cases import config
+from tests.support.cases import options_of
 
 pytestmark = pytest.mark.slow
 
@@ -82,11 +82,11 @@ def operators(layer: nn.Module) -> int:
 
 @pytest.mark.parametrize(("experiment", "share"), SHARES.items())
 def test_the_cuts_of_oneflow_are_at_the_layer_that_is_nearest_to_its_operator(experiment, share):
-    cfg = config([f"experiment={experiment}"])
+    cfg = options_of([f"experiment={experiment}"])
     with torch.device("meta"):
         model = make_model(cfg, 0, torch.float32)
     ends = [end - 1 for end in accumulate(map(operators, model))]
     first, whole = share
     last = (ends[-1] + LOSS) * first // whole
-    assert cfg.partition == [1 + min(range(len(model) - 1), key=lambda layer: abs(ends[layer] - last))]
-    assert abs(ends[cfg.partition[0] - 1] - last) <= 3
+    assert cfg["partition"] == [1 + min(range(len(model) - 1), key=lambda layer: abs(ends[layer] - last))]
+    assert abs(ends[cfg["partition"][0] - 1] - last) <= 3

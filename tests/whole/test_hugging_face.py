@@ -11,7 +11,7 @@ from pipetrain.data import declared_example, load_data
 from pipetrain.errors import ConfigError
 from pipetrain.network.tensors import made_up
 from pipetrain.network.values import Size
-from tests.support.cases import config, prepared
+from tests.support.cases import options_of, prepared
 
 pytest.importorskip("transformers")
 
@@ -35,13 +35,13 @@ def small(name: str, *words: str) -> list[str]:
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted((conf_dir() / "model").glob("hf_*.yaml"))])
 def test_takes_an_input_of_its_data(name):
-    cfg = config(small(name))
-    example = declared_example(cfg.data, torch.float32) or load_data(cfg.data).facts.example
+    cfg = options_of(small(name))
+    example = declared_example(cfg["data"], torch.float32) or load_data(cfg["data"]).facts.example
     assert build(cfg, "model")(*map(made_up, example.of(Size(2)).specs)).logits.shape[0] == 2
 
 
 def test_the_vocabulary_and_the_length_are_those_of_the_data():
-    model = build(config(small("hf_gpt2", "data.block=24", "data.vocabulary=70")), "model")
+    model = build(options_of(small("hf_gpt2", "data.block=24", "data.vocabulary=70")), "model")
     assert model.transformer.wpe.weight.shape == (24, 16)
     assert model.lm_head.weight.shape == (70, 16)
 
@@ -64,7 +64,7 @@ def test_the_vocabulary_and_the_length_are_those_of_the_data():
 )
 def test_wrong_values_are_refused(words, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        build(config(small("hf_vit", words)), "model")
+        build(options_of(small("hf_vit", words)), "model")
 
 
 @pytest.mark.slow
@@ -72,4 +72,4 @@ def test_another_size_of_image_is_refused():
     with pytest.raises(
         ConfigError, match=r"Input image size \(32\*32\) doesn't match model \(16\*16\); make"
     ):
-        prepared(config(small("hf_vit", "model.config.image_size=16", "batch_size=8")), "1f1b", 2, 8)
+        prepared(options_of(small("hf_vit", "model.config.image_size=16", "batch_size=8")), "1f1b", 2, 8)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipetrain.commands.cli import composed
+from pipetrain.commands.cli import composed, values_of
 from pipetrain.plan.paper import planned
 from pipetrain.schedule.memory import GIB, totals
 from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
@@ -69,7 +69,7 @@ def plan(overrides: Sequence[str], balance: Sequence[int], counts: Sequence[int]
     for m, mode in ((m, mode) for m in counts for mode in MODES):
         more = [f"microbatches={m}", f"recompute={mode}", "schedule=gpipe"]
         with torch.device("meta"):
-            of = planned(composed("plan", [*overrides, *words, *more]), "gpipe", 1)
+            of = planned(values_of(composed("plan", [*overrides, *words, *more])), "gpipe", 1)
         of_ranks = of.memory(of.timeline())
         result[mode].append(max(max(totals(rank, ("activations", "messages"))) for rank in of_ranks))
         result["parameters"] = sum(layer.params for layer in of.layers)

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.data import DataMissing, obtain_data
+from pipetrain.commands.obtain import obtain_data
+from pipetrain.data import DataMissing
 from pipetrain.data.loader import even
 from pipetrain.errors import ConfigError
 from tests.support.cases import config
