@@ -37,7 +37,6 @@ from pipetrain.plan.memory import optimizer_state
 from pipetrain.plan.parity import parity, prove_loss, prove_stages
 from pipetrain.plan.plan import Plan, Samples, prove_targets
 from pipetrain.plan.program import Draft
-from pipetrain.plan.text import describe
 from pipetrain.records.bar import Bar
 from pipetrain.rules import PATH
 from pipetrain.runtime.batches import Batches, OfLoader, OfNumbers
@@ -214,7 +213,7 @@ class Training:
             }
             prove_same(links, "the plan", {**plan.pipeline, "program": digest(plan.window.program), **layers})
             level(links, "the tensors of the layers", plan.foreign)
-        return replace(plan, text=describe)
+        return plan
 
     def _known(self, reader: Reader | Sampled | None, inputs: ValueSpec, samples: int) -> ValueSpec:
         """Return the inputs with the whole numbers of the first batch, on which sizes may depend."""

@@ -121,7 +121,7 @@ def show_plan(cfg: DictConfig, batches: int) -> None:
                 with Path(str(cfg.out)).open("w", newline="") as file:
                     write_rows(plan, file)
             else:
-                as_figure(run, Path(str(cfg.out)), title(plan), plan.unit_of_time, span, plan.memory(run))
+                as_figure(run, Path(str(cfg.out)), title(plan), plan.unit_of_time, span, plan.memory())
         except OSError as error:
             raise ConfigError(f"out={cfg.out} cannot be written: {error}") from error
     room = gpu_bytes(plan.settings.device)

@@ -26,7 +26,6 @@ from pipetrain.schedule.actions import ScheduleError
 from pipetrain.schedule.draw import aligned, counted
 from pipetrain.schedule.memory import GIB
 from pipetrain.schedule.policy import ForwardBackward
-from pipetrain.schedule.timeline import Timeline
 from pipetrain.settings import AUTO, Mode
 
 WORK = 3  # forwards that a microbatch takes, with its backward
@@ -45,7 +44,6 @@ class Candidate:
 
     name: str
     plan: Plan
-    run: Timeline
     peak: int
     seconds: float
     lost: tuple[Loss | None, Loss | None]
@@ -62,8 +60,8 @@ class Candidate:
         best, asked = best_of(studied), studied.get(joined("+".join(cfg.get("correction") or [NONE])))
         if best is not None and best is not asked:
             cfg = {**cfg, "correction": shipped("correction", "auto")}
-        plan, run, peak = _fitting(cfg, name, batches)
-        return cls(name, plan, run, peak, _seconds(plan, run), (best, asked), words)
+        plan, peak = _fitting(cfg, name, batches)
+        return cls(name, plan, peak, _seconds(plan), (best, asked), words)
 
     @property
     def late(self) -> int:
@@ -100,31 +98,30 @@ class Candidate:
         return shlex.join(words)
 
 
-def _fitting(cfg: Mapping[str, Any], name: str, batches: int) -> tuple[Plan, Timeline, int]:
+def _fitting(cfg: Mapping[str, Any], name: str, batches: int) -> tuple[Plan, int]:
     """Return a schedule's plan with as little recomputation as fits memory_limit=, or without if none does.
 
-    Beside it its timeline, and the bytes of the fullest rank. Raises ConfigError and ScheduleError.
+    Beside it the bytes of the fullest rank. Raises ConfigError and ScheduleError.
     """
     limit = POSITIVE.read("memory_limit", cfg["memory_limit"], null=True) or inf
-    first = _played(planned({**cfg, "memory_limit": None}, name, batches))
+    first = _with_peak(planned({**cfg, "memory_limit": None}, name, batches))
     if first[-1] <= limit * GIB:
         return first
     for recompute in (AUTO, *TRIED) if cfg["recompute"] == AUTO else ():
         with suppress(ConfigError, ScheduleError):
-            other = _played(planned({**cfg, "recompute": recompute}, name, batches))
+            other = _with_peak(planned({**cfg, "recompute": recompute}, name, batches))
             if other[-1] <= limit * GIB:
                 return other
     return first
 
 
-def _played(plan: Plan) -> tuple[Plan, Timeline, int]:
-    run = plan.timeline()
-    return plan, run, max(peaks_by_rank(plan.memory(run)))
+def _with_peak(plan: Plan) -> tuple[Plan, int]:
+    return plan, max(peaks_by_rank(plan.memory()))
 
 
-def _seconds(plan: Plan, run: Timeline) -> float:
+def _seconds(plan: Plan) -> float:
     """Return the time of an update, with the share of the updates that a correction makes synchronous."""
-    batch = run.makespan / max(plan.windows)
+    batch = plan.timeline().makespan / max(plan.windows)
     if share := plan.settings.correction.flushed:
         batch += share * (plan.timeline(1).makespan - batch)
     return batch if plan.costs else batch / (WORK * plan.settings.microbatches)
@@ -180,7 +177,7 @@ def _row(one: Candidate, beside: Candidate | None, limit: float | None) -> list[
     fits = f"recompute {', '.join(modes)}" if modes else "yes"
     best, asked = one.lost
     return [
-        *(one.name, str(one.plan.settings.microbatches), time, speed, f"{one.run.bubble:.1%}"),
+        *(one.name, str(one.plan.settings.microbatches), time, speed, f"{one.plan.timeline().bubble:.1%}"),
         f"{one.peak / 2**20:.1f}",
         *([fits if one.peak <= limit * GIB else "no"] if limit else []),
         str(one.late),

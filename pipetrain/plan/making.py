@@ -20,6 +20,7 @@ from pipetrain.plan.memory import refuse_above
 from pipetrain.plan.plan import Plan, Samples, cast_spec, given_to_task
 from pipetrain.plan.program import Draft, modes_of, prove, recomputing, refuse_ties
 from pipetrain.plan.replicas import Way, choose_replicas, longest_part
+from pipetrain.plan.text import describe
 from pipetrain.schedule.actions import splits
 from pipetrain.schedule.simulate import Deadlock
 from pipetrain.settings import AUTO, PROFILE, Mode, Settings
@@ -78,7 +79,7 @@ def make_plan(
     made = uncut.made.get(str(draft.settings.replicas)) if lengths == [draft.shown] else None
     plan = replace(made or uncut.plan(draft, lengths), ways=ways)
     if settings.memory_limit is not None and settings.partition != PROFILE:
-        refuse_above(settings.memory_limit, plan.memory(plan.timeline()))
+        refuse_above(settings.memory_limit, plan.memory())
     return plan
 
 
@@ -125,6 +126,7 @@ class _Uncut:
             modes=modes,
             costs=stage_costs if self.timed else None,
             choices=choices,
+            text=describe,
         )
 
     def way(self, draft: Draft) -> Way:

@@ -50,10 +50,10 @@ class Plan:
     windows: ProvenWindows  # of training, by the number of batches
     evaluations: ProvenWindows
     modes: Sequence[Mode]  # of recomputation, of each stage
+    text: Callable[[Plan], str] = field(compare=False, repr=False)  # how it prints
     costs: Costs | None = None  # from a profile
     choices: Mapping[str, Choice] = field(default_factory=dict)  # the cuts of each strategy, by a profile
     ways: Mapping[str, Way | None] = field(default_factory=dict)  # with replicas=auto, see `choose_replicas`
-    text: Callable[[Plan], str] = field(default=repr, compare=False, repr=False)  # how it prints
 
     _timelines: dict[int, Timeline] = field(default_factory=dict, init=False, compare=False, repr=False)
     _looks: dict[int, list[Looks]] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -175,11 +175,12 @@ class Plan:
         mine = (slice for slice, on in zip(self.cut.slices, self.placement, strict=True) if rank in on)
         return [number for slice in mine for number in range(slice.start, slice.end)]
 
-    def memory(self, run: Timeline) -> Memory:
-        """Return what the stages hold after each action of a timeline."""
+    def memory(self) -> Memory:
+        """Return what the stages hold after each action of the `timeline`."""
         coded = not isinstance(self.settings.codecs.forward, Identity)
         copied = [n for n, slice in enumerate(self.cut.slices) if coded or slice.copies_output]
-        return over_time(run, self.table.stage_sizes(self.cut, self.modes), self.settings.buffer_size, copied)
+        sizes = self.table.stage_sizes(self.cut, self.modes)
+        return over_time(self.timeline(), sizes, self.settings.buffer_size, copied)
 
     def graph_bytes(self, stage: int) -> int:
         """Return what the CUDA graphs of a stage hold, at most, beside what passes without them do."""
@@ -209,8 +210,9 @@ class Plan:
             self._looks[batches] = looks_of(window.simulation, window.posts, self.silent)
         return self._looks[batches]
 
-    def stage_times(self, run: Timeline) -> list[StageTimes]:
-        """Return the predicted times of each stage, by its `timeline`; of replicas the means."""
+    def stage_times(self) -> list[StageTimes]:
+        """Return the predicted times of each stage, by the `timeline`; of replicas the means."""
+        run = self.timeline()
         waited, bubbles = run.waits(repeated=self.settings.window is not None), run.bubble_per_rank
         return [
             StageTimes(

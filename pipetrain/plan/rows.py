@@ -163,7 +163,7 @@ def write_rows(plan: Plan, file: TextIO) -> None:
     a microbatch, busy and batch of a batch: in ms, and without times in the plan's own unit.
     """
     run, costs, batches = plan.timeline(), plan.stage_costs, max(plan.windows)
-    stage_bytes, recompute, bubbles = plan.memory(run), plan.recompute, run.bubble_per_rank
+    stage_bytes, recompute, bubbles = plan.memory(), plan.recompute, run.bubble_per_rank
     ranks, backward = peaks_by_rank(stage_bytes), {Op.I, Op.W} if splits(plan.window.program) else {Op.B}
     scale, unit = (1e3, "_ms") if plan.costs else (1.0, "")
 

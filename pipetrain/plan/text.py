@@ -42,7 +42,7 @@ def describe(
     for name, stages in plan.cut.shared.items():
         head += f"{name} is trained as one by stages {', '.join(map(str, stages))}\n"
     run = plan.timeline()
-    stage_bytes = plan.memory(run)
+    stage_bytes = plan.memory()
     picture = as_text(run, width, plan.unit_of_time, span, title(plan))
     predicted = [_predicted(plan, run)] if plan.choices else []
     sizes = [_memory(plan, stage_bytes, room)] if stage_bytes else []

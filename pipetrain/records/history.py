@@ -92,8 +92,8 @@ class History:
         self.held: Sequence[PeakBytes] = ()  # what each rank held in one window, once measured
         self._by_rank: dict[int, Sequence[Stats]] = {}  # what each rank did in an epoch of this process
         self.simulated = about.plan.timeline()
-        self.predicted = about.plan.stage_times(self.simulated)
-        self.predicted_memory = about.plan.memory(self.simulated)
+        self.predicted = about.plan.stage_times()
+        self.predicted_memory = about.plan.memory()
         self._predicted_peaks = [of["total"] for of in peaks(self.predicted_memory)]
 
     @property

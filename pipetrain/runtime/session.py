@@ -171,7 +171,7 @@ class Session:
         except ActionFailed as error:
             if not is_out_of_memory(error.__cause__):
                 raise
-            stage_bytes = self.plan.memory(self.plan.timeline())
+            stage_bytes = self.plan.memory()
             raise explained(error, stage_bytes, self._links.world.rank, device) from error.__cause__
         source.finish(order.batches)
 
@@ -270,7 +270,7 @@ def make_engine(
 
     def capture() -> None:
         chosen, room = plan.settings.cuda_graphs, gpu_bytes(links.device.type, links.sharing)
-        held = peaks_by_rank(plan.memory(plan.timeline()))[rank] if chosen and room else 0
+        held = peaks_by_rank(plan.memory())[rank] if chosen and room else 0
         for index, stage in stages.items() if chosen else ():
             why, graphs = plan.not_captured(index), plan.graph_bytes(index)
             if isinstance(stage, GraphedStage):

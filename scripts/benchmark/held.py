@@ -89,7 +89,7 @@ def stage_peaks(links: Links, job: Job) -> list[tuple[int, int, int]]:
             engine.watcher = meter = Meter(stages, links.device)
         order = order_of(plan, max(plan.windows), links.world.rank)
         engine.train(order, BatchFeed(job, links.device, copies=True), job.microbatches)
-    predicted = peaks(plan.memory(plan.timeline()))
+    predicted = peaks(plan.memory())
     return [(stage, nbytes, predicted[stage]["total"]) for stage, nbytes in meter.close().stages.items()]
 
 

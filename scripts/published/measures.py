@@ -101,7 +101,7 @@ def predicted(
     run, size = plan.timeline(), settings.full
     return {
         "seconds": run.makespan / (1 if profile else settings.ranks),
-        "peaks": [of["total"] for of in peaks(plan.memory(run))],
+        "peaks": [of["total"] for of in peaks(plan.memory())],
         "layers": len(plan.layers),
         "parameters": sum(layer.params for layer in plan.layers),
         "routes": [

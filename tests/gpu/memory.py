@@ -137,6 +137,6 @@ def _measure(links: Links, case: Case) -> Held:
         [(record.activations, record.versions) for _, record in records],
         [tuple(plan.peaks(stage))[:2] for stage, _ in records],
         meter.peak - before if isinstance(meter, ByAction) else 0,
-        max(totals(plan.memory(plan.timeline())[links.world.rank])),
+        max(totals(plan.memory()[links.world.rank])),
         meter.needed if isinstance(meter, ByAction) else 0,
     )

@@ -33,7 +33,7 @@ def plan_of(schedule: str = "1f1b", *words: str) -> Plan:
 
 
 def most_of(plan: Plan) -> list[float]:
-    return [peak / GIB for peak in peaks_by_rank(plan.memory(plan.timeline()))]
+    return [peak / GIB for peak in peaks_by_rank(plan.memory())]
 
 
 def test_the_fullest_rank_holds_what_its_stages_do_at_one_moment_and_that_is_said():
@@ -71,7 +71,7 @@ def test_an_error_out_of_memory_says_what_was_there_and_what_was_predicted(monke
     plan, cuda = plan_of(), torch.device("cuda")
     monkeypatch.setattr(module, "gpu_bytes", lambda device: 80 * GIB)
     failed = ActionFailed("rank 1, stage 1, action 1F0@0: OutOfMemoryError: CUDA out of memory", 1)
-    said = str(explained(failed, plan.memory(plan.timeline()), 1, cuda))
+    said = str(explained(failed, plan.memory(), 1, cuda))
     predicted = f"rank 1 was predicted to hold {most_of(plan)[1]:.4g}"
     assert said == f"{failed}; there are 80 GiB, and {predicted}: to hold less, {WAYS}"
 

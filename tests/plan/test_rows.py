@@ -87,11 +87,11 @@ def test_of_a_stage_with_replicas_a_row_has_the_means_and_the_fullest(tmp_path):
     head = "name,forward_ms,backward_ms,activation_bytes,parameter_bytes\n"
     words = ("stages=null", "replicas=[2,1]", "microbatches=3", "partition=[1]")
     plan = plan_of(tmp_path, head + "a,1,2,1000,400\nb,1,2,1000,400\n", *words)
-    rows, run = rows_of(plan), plan.timeline()
+    rows = rows_of(plan)
     assert [row["rank"] for row in rows] == ["0-1", "2"]
     assert columns(rows, "busy_ms", "batch_ms") == [[4.5, 9], [12, 12]]
     assert columns(rows, "rank_bubble") == [pytest.approx([1 - 4.5 / 12, 0.25])]
-    first, second, last = peaks_by_rank(plan.memory(run))
+    first, second, last = peaks_by_rank(plan.memory())
     assert columns(rows, "rank_bytes") == [[first, last]]
     assert second < first
 

@@ -122,7 +122,7 @@ def test_a_resumed_run_of_three_epochs_in_its_files_in_tensorboard_and_in_the_lo
     totals |= {"samples_per_s": 15.0, "epoch_s": 8 / 3, "train_samples": 44, "test_samples": 11}
     totals |= {"bytes_per_epoch": 1500, "codec_s_per_epoch": 0.25, "total_s": 9.0, "data_note": data.note}
     assert {key: summary[key] for key in totals} == totals
-    planned = about.plan.stage_times(about.plan.timeline())
+    planned = about.plan.stage_times()
     of_stages: dict[str, Any] = {"layers": [4, 6], "peak_in_flight": [2, 1], "peak_versions": [2, 1]}
     of_stages |= {"max_staleness": [1, 0], "bytes_sent": [3000, 1500], "raw_bytes": [6000, 1500]}
     of_stages |= {"ratio": [2.0, 1.0], "codec_s": [0.75, 0.0], "busy_fraction": [4.5 / 8, 1.5 / 8]}

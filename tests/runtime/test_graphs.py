@@ -272,7 +272,7 @@ def test_a_stage_that_cannot_be_captured_runs_as_it_does_without_and_a_line_says
 def test_stages_are_captured_where_they_fit_and_a_line_says_which_do_not(recorded, caplog):
     case = holding("Scales")
     plan = make_run(case).plan
-    room = peaks_by_rank(plan.memory(plan.timeline()))[0] + plan.graph_bytes(0)
+    room = peaks_by_rank(plan.memory())[0] + plan.graph_bytes(0)
     with caplog.at_level("INFO", "pipetrain"), patch.object(session, "gpu_bytes", lambda *_: room):
         run_in_threads(case)
     assert recorded == {0: True, 1: False}

@@ -17,7 +17,7 @@ def planned(schedule: str, *words: str, batches: int = 1) -> Plan:
 
 
 def predicted(plan):
-    return plan.stage_times(plan.timeline())
+    return plan.stage_times()
 
 
 def test_without_costs_shares_of_time_follow_the_work_and_seconds_are_not_known():

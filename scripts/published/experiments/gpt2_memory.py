@@ -70,7 +70,7 @@ def plan(overrides: Sequence[str], balance: Sequence[int], counts: Sequence[int]
         more = [f"microbatches={m}", f"recompute={mode}", "schedule=gpipe"]
         with torch.device("meta"):
             of = planned(values_of(composed("plan", [*overrides, *words, *more])), "gpipe", 1)
-        of_ranks = of.memory(of.timeline())
+        of_ranks = of.memory()
         result[mode].append(max(max(totals(rank, ("activations", "messages"))) for rank in of_ranks))
         result["parameters"] = sum(layer.params for layer in of.layers)
     return result

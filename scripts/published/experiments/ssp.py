@@ -148,7 +148,7 @@ def plan_of(model: str, layers: Sequence[LayerTime], schedule: str, *words: str)
         costs = table.costs(plan.cut, plan.modes, False, full, plan.placement)
         batch_s = replace(plan, costs=costs).timeline().makespan / max(plan.windows)
         seconds[str(speed)] = batch_s * IMAGENET / batch
-    return {"seconds": seconds, "peaks": [of["total"] for of in peaks(plan.memory(plan.timeline()))]}
+    return {"seconds": seconds, "peaks": [of["total"] for of in peaks(plan.memory())]}
 
 
 # Shown
