@@ -46,17 +46,29 @@ def _start(listener: socket.socket) -> None:
     select.select([listener], [], [])
     alive, _ = os.pipe()  # the server ends as the other end is closed, however this process ends
     fds = listener.fileno(), alive
-    code = f"import sys; sys.path = {sys.path}; "
-    code += f"from multiprocessing.forkserver import main; main(*{fds}, {PRELOADED})"
+    code = f"import sys; sys.path = {sys.path}; from tests.support import server; server.serve(*{fds})"
     util.spawnv_passfds(sys.executable.encode(), [sys.executable, "-c", code], fds)  # type: ignore[attr-defined]
     listener.close()
     os.close(alive)
 
 
+def serve(listener: int, alive: int) -> None:
+    util.register_after_fork(forkserver._forkserver, _print_there)  # type: ignore[attr-defined]
+    forkserver.main(listener, alive, PRELOADED)  # type: ignore[attr-defined]
+
+
+def _print_there(server: Any) -> None:
+    """What a forked process prints is of the test that started it: it goes to the stderr that came for it."""
+    if server._forkserver_alive_fd is not None:
+        os.dup2(server._forkserver_alive_fd, 1)
+        os.dup2(server._forkserver_alive_fd, 2)
+        server._forkserver_alive_fd = None
+
+
 def joined(address: str) -> None:
-    """Let the context's processes be forked by the server at an address, whose end is not this process's."""
+    """Let the context's processes be forked by the server at an address, which ends without this process."""
     server = forkserver._forkserver  # type: ignore[attr-defined]
     server._forkserver_address = address
-    server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+    server._forkserver_alive_fd = 2  # sent with each request, in place of what would keep the server alive
     server.ensure_running = lambda: None
     forkserver.ensure_running = server.ensure_running
