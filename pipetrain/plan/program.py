@@ -134,10 +134,7 @@ class Draft:
         return max(whole, self.least)
 
     def prove(self) -> Draft:
-        """Return it with a window, proven for stages that each send to the next, as most plans have it.
-
-        Raises ScheduleError and ConfigError.
-        """
+        """Return it with a window, proven for stages in a row. Raises ScheduleError and ConfigError."""
         batches = max(self.least, min(self.settings.window or self.shown, self.batches))
         return replace(self, proven=prove_window(self, batches, make_program(self, None, batches), None))
 
@@ -236,10 +233,8 @@ def prove(
         return lower(forward_only(draft.placement, batches), cut.edges)
 
     evaluation = evaluating(evaluated)
-    programs = {batches: make(batches) for batches in lengths}
+    programs = {batches: _sound(draft, batches, make(batches), cut) for batches in lengths}
     every = [evaluation, *programs.values()]
-    for batches, program in programs.items():
-        _refuse_unsound(draft, batches, program, cut)
     with _explained(draft.settings, any(map(has_norms, every)), cut):
         bounds = [edge_bounds(one, cut.edges, draft.settings.buffer_size, cut.ties) for one in every]
         bounded = cut.bounded(widest(bounds))
@@ -253,16 +248,15 @@ def prove(
 
 def prove_window(draft: Draft, batches: int, program: Program, cut: Cut | None) -> Window:
     """Return a program's window, by its cut's bounds, if it is cut. Raises ScheduleError and ConfigError."""
-    _refuse_unsound(draft, batches, program, cut)
     with _explained(draft.settings, has_norms(program), cut):
-        return _played(draft, batches, program, cut)
+        return _played(draft, batches, _sound(draft, batches, program, cut), cut)
 
 
-def _refuse_unsound(draft: Draft, batches: int, program: Program, cut: Cut | None) -> None:
-    """Refuse a program that is wrong, or that the engine cannot run. Raises ScheduleError and ConfigError."""
+def _sound(draft: Draft, batches: int, program: Program, cut: Cut | None) -> Program:
+    """Return a program that is right, and that the engine can run. Raises ScheduleError and ConfigError."""
     settings, (routes, ties) = draft.settings, _joins(cut)
     if draft.proves(program, cut):
-        return
+        return program
     _refuse_unlike_rates(settings, program, ties)
     if settings.compile and splits(program):
         raise ConfigError(
@@ -270,6 +264,7 @@ def _refuse_unsound(draft: Draft, batches: int, program: Program, cut: Cut | Non
             f"out, or choose a schedule without I and W"
         )
     check(program, batches, settings.microbatches, routes, has_norms(program), ties)
+    return program
 
 
 def _refuse_unlike_rates(settings: Settings, program: Program, ties: Ties) -> None:

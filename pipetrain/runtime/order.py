@@ -40,7 +40,6 @@ Ends = Callable[[int, int], bool]
 """(batches, begun) -> whether the window, `begun` of whose batches have begun, ends after `batches`.
 
 Every rank calls it with the same numbers of batches, in order."""
-Home = Callable[[int, int], int]
 Decide = Callable[["Order", Mailbox], Iterator[Action | Wait]]
 """Yields a policy's actions for the stage and the size of an order."""
 
@@ -57,7 +56,7 @@ class Order:
     def __init__(
         self,
         actions: Sequence[Action],
-        home: Home,
+        home: Callable[[int, int], int],
         batches: int = 1,
         microbatches: int = 1,
         ends: Ends | None = None,
