@@ -122,6 +122,8 @@ def load_augment(data: Mapping[str, Any]) -> Augment | None:
 
 
 def _make(data: Mapping[str, Any], part: str, kind: type[T]) -> T:
+    if not isinstance(data[part], Mapping) or "_target_" not in data[part]:
+        raise ConfigError(f"data.{part} needs a _target_: the dotted name of what makes it")
     try:
         result = make(data[part], later=True)()
     except ConfigError:
