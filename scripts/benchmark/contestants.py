@@ -19,14 +19,6 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmark.report import Row, Series, failed_row, timed_row
@@ -41,10 +33,10 @@ from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
 
 TORCHS = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "zb_h1": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "zb_h1": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
 }
 """Of torch.distributed.pipelining, by ours of the same order. The last two split a backward by the graph."""
 
@@ -331,9 +323,11 @@ def torch_pipeline(schedule: str, job: Job, links: Links, batches: int, name: st
     Each stage runs once alone first: on a GPU, what runs for the first time while a receive is posted may
     wait for it for good.
     """
+    from torch.distributed import pipelining  # takes a second to import
+
     plan, last, device = job.plan, job.plan.stages - 1, links.device
-    innermost, kind = plan.numerics.channels_last, TORCHS[schedule]
-    several = issubclass(kind, PipelineScheduleMulti)
+    innermost, kind = plan.numerics.channels_last, getattr(pipelining, TORCHS[schedule])
+    several = issubclass(kind, pipelining.schedules.PipelineScheduleMulti)
     parts: dict[int, nn.Module] = {}
     for stage in (stage for stage, ranks in enumerate(plan.placement) if links.world.rank in ranks):
         part: nn.Module = job.stage(stage).to(device)
@@ -350,7 +344,10 @@ def torch_pipeline(schedule: str, job: Job, links: Links, batches: int, name: st
         outputs.backward(torch.ones_like(outputs))
         part.zero_grad()
     group = _own_group(links)
-    stages = [PipelineStage(part, stage, plan.stages, device, group=group) for stage, part in parts.items()]
+    stages = [
+        pipelining.PipelineStage(part, stage, plan.stages, device, group=group)
+        for stage, part in parts.items()
+    ]
     # Gradients are divided by the number of microbatches, so that an update is the batch's mean, as ours.
     runs = kind(stages if several else stages[0], job.microbatches, loss_fn=loss_of, scale_grads=True)
 

@@ -135,7 +135,7 @@ def run_ranks(
     However this is left, by an exception too, the processes are gone.
     """
     context: Any = multiprocessing.get_context(method)
-    context.set_forkserver_preload(["torch._dynamo", "benchmark.contestants"])
+    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.pipelining", "benchmark.contestants"])
     end, (here, there) = monotonic() + deadline, context.Pipe(duplex=False)
     listener = threading.Thread(target=_hear, args=(here, say))
     with tempfile.TemporaryDirectory() as folder:

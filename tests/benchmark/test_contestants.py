@@ -12,7 +12,7 @@ from benchmark.tasks import Task, prepare
 from benchmark.worlds import run_world
 from tests.support.deadlines import DEADLINE_S
 
-GPT = models.SMALL["gpt"].extended("dtype=float64", "microbatches=4")
+GPT = models.SMALL["gpt"].extended("model.depth=2", "dtype=float64", "microbatches=4")
 CNN = Task(
     ("model._target_=tests.benchmark.test_contestants.small_cnn", "memory_format=channels_last")
 ).extended("dtype=float64", "microbatches=4", "batch_size=8")

@@ -15,7 +15,7 @@ from typing import Any
 TORCHRUN = "torch.distributed.run"
 PRELOADED = ["torch._dynamo", TORCHRUN, "sklearn.datasets", "pipetrain.commands.train", "matplotlib.figure"]
 PRELOADED += ["matplotlib.backends.backend_agg", "torch.utils.tensorboard", "benchmark.contestants"]
-PRELOADED += ["tests.support.jobs"]
+PRELOADED += ["torch.distributed.pipelining", "tests.support.jobs"]
 PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "bert")]
 PRELOADED += ["tests.support.quick", "tests.support.warm"]  # the last
 

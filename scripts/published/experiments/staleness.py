@@ -11,8 +11,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from scipy.stats import t as student
-
 from comparison.table import Table
 from pipetrain.data import cifar10
 from published.record import Chart, Check, Findings, How, Line, Record, Results, Step
@@ -164,7 +162,9 @@ HEAD = ["pipeline", "stages", "rate", "last", "gap", "updates to its loss", "wei
 
 def half(values: Sequence[float]) -> float:
     """Return half the width of the 95 % interval of a mean."""
-    return float(student.ppf(0.975, len(values) - 1)) * stdev(values) / sqrt(len(values))
+    from scipy.special import stdtrit  # takes a while to import
+
+    return float(stdtrit(len(values) - 1, 0.975)) * stdev(values) / sqrt(len(values))
 
 
 def rows_of(results: Results) -> list[Row]:

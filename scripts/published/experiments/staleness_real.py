@@ -42,7 +42,14 @@ ON_CIFAR = ("Muon, 1f1b", "Muon, pipedream_2bw, msnag", "Muon, pipedream_2bw, hy
 def steps(quick: bool) -> dict[str, Step]:
     """Train by each method, seed by seed; of two seeds all methods come before the third."""
     if quick:
-        words = [*DIGITS, *RECIPE, "model.width=2", "epochs=1", "data.train_limit=128", "data.test_limit=64"]
+        words = [
+            "data=digits",
+            "model=mlp",
+            *RECIPE,
+            "data.train_limit=128",
+            "data.test_limit=64",
+            "epochs=1",
+        ]
         return {f"digits: {ON_CIFAR[1]}: 0": _step([*words, *METHODS[ON_CIFAR[1]]], 0, 1)}
     return {
         f"{data}: {name}: {seed}": _step([*words, *RECIPE, *METHODS[name]], seed, RANKS)

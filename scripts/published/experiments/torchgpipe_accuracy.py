@@ -30,7 +30,7 @@ WITHOUT = ["model=vgg11", "model.width=8", "model.batchnorm=false", "dtype=float
 def steps(quick: bool) -> dict[str, Step]:
     """Train one epoch without BatchNorm, and all seeds with it."""
     data = [*RECIPE, *(TINY if quick else [*CIFAR, *SIZES])]
-    own = {f"seed {seed}": (seed, WITH) for seed in range(1 if quick else 3)}
+    own = {f"seed {seed}": (seed, ["model=mlp"] if quick else WITH) for seed in range(1 if quick else 3)}
     kinds = own if quick else {BARE: (0, WITHOUT), **own}
     return {
         f"{name}: {key}": Step(learned, {"overrides": [*data, *model, *way], "seed": seed, "nproc": ranks})

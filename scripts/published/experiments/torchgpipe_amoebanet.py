@@ -24,10 +24,10 @@ WORDS = ["model._target_=published.amoebanet.amoebanet", "optim.momentum=0", "op
 FULL = {"words": [*WORDS, "model.num_classes=1000"], "side": 224}
 NARROW = {"words": [*WORDS, "model.filters=64"], "side": 96, "samples": 2, "layers": LAYERS}
 TINY = {
-    "words": [*WORDS, "model.cells=3", "model.filters=8"],
-    "side": 64,
+    "words": ["model=mlp", "model.width=4", *WORDS[1:]],
+    "side": 32,
     "samples": 2,
-    "layers": 9,
+    "layers": 6,
     "counts": [1, 4],
 }
 AGAIN = "recompute=always"

@@ -29,7 +29,7 @@ from published.record import Chart, Check, Figure, Findings, How, Line, Record, 
 
 WORDS = [f"model._target_={__name__}.flat_resnet101", "model.num_classes=1000"]
 FULL = {"overrides": WORDS, "side": 224, "layers": 370, "most": 8}  # partitions that are planned, at most
-TINY = {"overrides": ["model=vgg11", "model.width=4"], "side": 32, "layers": 9, "most": 4}
+TINY = {"overrides": ["model=mlp", "model.width=4"], "side": 32, "layers": 6, "most": 2}
 AGAIN = "recompute=always"
 SAMPLES, M, BASE = 2, 4, 59  # of a microbatch; microbatches that are run; those of the record's one process
 LAYERS, PARAMETERS = 370, 44_549_160

@@ -33,8 +33,8 @@ MASKS = [
 ]
 SHAPES = ["data=shapes", "+data.source.train=8", "+data.source.test=8"]
 FULL = {"narrow": ["model.width=16"], "side": 192, "trained": 96, "layers": 241, "partitions": [1, 2, 4]}
-SMALL = ["model.depth=2", "model.convolutions=1", "model.width=4"]
-TINY = {"narrow": SMALL, "side": 16, "trained": 16, "layers": 29, "partitions": [1, 2]}
+SMALL = ["model.depth=1", "model.convolutions=1", "model.width=4"]
+TINY = {"narrow": SMALL, "side": 16, "trained": 16, "layers": 17, "partitions": [1, 2]}
 AGAIN = "recompute=always"
 M, BATCH, BASE, IMAGES = 4, 8, 40, 16  # BASE: microbatches of one process; IMAGES: of one, where planned
 LAYERS, PARAMETERS = 241, 232_687_328
