@@ -62,6 +62,25 @@ class Mode(StrEnum):
     ALWAYS = "always"
 
 
+def modes_of(recompute: str | Sequence[str], stages: int) -> list[Mode]:
+    """Return the mode of each stage for a value of recompute=; auto is never. Raises ConfigError."""
+    if not isinstance(recompute, str):
+        if len(recompute) != stages:
+            raise ConfigError(
+                f"recompute=[{','.join(recompute)}] has modes of {len(recompute)} stages, and there are "
+                f"{stages}: give one for each, or one of {', '.join(RECOMPUTE)}"
+            )
+        return [Mode(mode) for mode in recompute]
+    if recompute == "except_last":
+        return [Mode.ALWAYS] * (stages - 1) + [Mode.NEVER]
+    return [Mode.NEVER if recompute == AUTO else Mode(recompute)] * stages
+
+
+def recomputing(modes: Sequence[Mode]) -> list[int]:
+    """Return the stages that recompute their forwards."""
+    return [stage for stage, mode in enumerate(modes) if mode is not Mode.NEVER]
+
+
 def cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -25,10 +25,10 @@ from pipetrain.codec import Identity
 from pipetrain.errors import ConfigError
 from pipetrain.plan.costs import Table
 from pipetrain.plan.estimate import Layer
-from pipetrain.plan.program import Draft, make_program, modes_of
+from pipetrain.plan.program import Draft, make_program
 from pipetrain.schedule.actions import Op, Placement, replicated
 from pipetrain.schedule.memory import GIB, Items, counts, held_bytes
-from pipetrain.settings import AUTO, PROFILE, STRATEGIES, Mode
+from pipetrain.settings import AUTO, PROFILE, STRATEGIES, Mode, modes_of
 
 LISTED = 40  # layers in a sentence
 

@@ -18,12 +18,12 @@ from pipetrain.plan.cut import cut_layers, cuts_that_may_be, refuse_cuts, shared
 from pipetrain.plan.estimate import Layer, estimates, with_gradients
 from pipetrain.plan.memory import refuse_above
 from pipetrain.plan.plan import Plan, Samples, cast_spec, given_to_task
-from pipetrain.plan.program import Draft, modes_of, prove, recomputing, refuse_ties
+from pipetrain.plan.program import Draft, prove, refuse_ties
 from pipetrain.plan.replicas import Way, choose_replicas, longest_part
 from pipetrain.plan.text import describe
 from pipetrain.schedule.actions import splits
 from pipetrain.schedule.simulate import Deadlock
-from pipetrain.settings import AUTO, PROFILE, Mode, Settings
+from pipetrain.settings import AUTO, PROFILE, Mode, Settings, modes_of, recomputing
 from pipetrain.tasks import Task
 
 Uses = Callable[[ValueSpec], Sequence[bool]]

@@ -45,7 +45,7 @@ from pipetrain.schedule.replicas import spread_program
 from pipetrain.schedule.simulate import SHOWN, Cost, Deadlock, simulate
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import joined, with_delays, with_norms, with_recompute, with_ties
-from pipetrain.settings import AUTO, RECOMPUTE, Mode, Settings
+from pipetrain.settings import AUTO, Settings
 
 TOGETHER = "keep the layers that share it in one stage by partition="
 DRAFTED = 2  # batches: the second tells whether weights are read late
@@ -385,22 +385,3 @@ def refuse_ties(draft: Draft, cut: Cut) -> None:
         f"{name} is a weight of stages {' and '.join(map(str, stages))}, which step it alike, and {why}, or "
         f"{TOGETHER}"
     )
-
-
-def modes_of(recompute: str | Sequence[str], stages: int) -> list[Mode]:
-    """Return the mode of each stage for a value of recompute=; auto is never. Raises ConfigError."""
-    if not isinstance(recompute, str):
-        if len(recompute) != stages:
-            raise ConfigError(
-                f"recompute=[{','.join(recompute)}] has modes of {len(recompute)} stages, and there are "
-                f"{stages}: give one for each, or one of {', '.join(RECOMPUTE)}"
-            )
-        return [Mode(mode) for mode in recompute]
-    if recompute == "except_last":
-        return [Mode.ALWAYS] * (stages - 1) + [Mode.NEVER]
-    return [Mode.NEVER if recompute == AUTO else Mode(recompute)] * stages
-
-
-def recomputing(modes: Sequence[Mode]) -> list[int]:
-    """Return the stages that recompute their forwards."""
-    return [stage for stage, mode in enumerate(modes) if mode is not Mode.NEVER]
