@@ -2,7 +2,7 @@
 FROM python:3.11-slim
 ENV PIP_NO_CACHE_DIR=1
 WORKDIR /checkout
-COPY setup.cfg pyproject.toml constraints.txt README.md LICENSE ./
+COPY setup.cfg pyproject.toml constraints.txt README.md LICENSE NOTICE ./
 COPY conf conf
 COPY pipetrain pipetrain
 RUN pip install -c constraints.txt .

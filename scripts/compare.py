@@ -6,9 +6,13 @@ python scripts/compare.py --experiment zero-bubble    # a published record, besi
 """
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+if lacking := [name for name in ("jinja2", "scipy") if find_spec(name) is None]:
+    sys.exit(f"compare: {' and '.join(lacking)} not installed: pip install 'pipetrain[compare]'")
 
 from published.cli import main
 

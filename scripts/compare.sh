@@ -6,6 +6,6 @@
 
 set -euo pipefail
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/environment.sh"
-use_environment run || exit
+use_environment compare || exit
 [[ ${1-} == -* ]] || set -- -- "$@"
 exec "$python" "$checkout/scripts/compare.py" --schedules layer_dist pipedream --models vgg16 resnet18 "$@"

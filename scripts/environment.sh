@@ -1,7 +1,7 @@
 # Finds the Python environment that pipetrain runs in, or makes it. Sourced by launch.sh and the scripts.
 #
 #     source scripts/environment.sh
-#     use_environment run || exit     # or test: the tools that check the code as well
+#     use_environment run || exit     # or compare: what scripts/compare.py needs as well; or test: the tools that check the code
 #     "$python" -m pipetrain
 #
 # An environment that is active and already has pipetrain is taken as it is. Otherwise there is a .venv in the
@@ -17,7 +17,7 @@ made=$venv/pipetrain.made
 
 say() { echo "pipetrain: $*" >&2; }
 
-# use_environment run|test: sets `python`, an interpreter that has what running or testing needs.
+# use_environment run|compare|test: sets `python`, an interpreter that has what this needs.
 use_environment() {
     python=python3
     if ! _has_all "$1"; then
@@ -32,10 +32,11 @@ use_environment() {
     export PYTHONPATH=$checkout${PYTHONPATH:+:$PYTHONPATH}
 }
 
-# _has_all run|test: whether `python` finds the packages, the current folder not counted.
+# _has_all run|compare|test: whether `python` finds the packages, the current folder not counted.
 _has_all() {
-    local modules=(pipetrain torch hydra tensorboard numpy tqdm matplotlib sklearn scipy jinja2 safetensors)
-    [[ $1 == run ]] || modules+=(hypothesis importlinter mypy pdoc pytest ruff xdist)
+    local modules=(pipetrain torch hydra tensorboard numpy tqdm matplotlib safetensors)
+    [[ $1 == run ]] || modules+=(jinja2 scipy)
+    [[ $1 != test ]] || modules+=(hypothesis importlinter mypy pdoc pytest ruff xdist)
     "$python" -P -c 'import sys; from importlib.util import find_spec
 sys.exit(not all(map(find_spec, sys.argv[1:])))' "${modules[@]}" >/dev/null 2>&1
 }
@@ -59,11 +60,11 @@ _set_up() {
         return 1
     fi
     if [[ -e $made ]]; then : >"$made"; fi
-    [[ $1 == run ]] || extra='[test]'
+    [[ $1 == run ]] || extra="[$1]"
     say "installing PyTorch and the rest into .venv: some minutes the first time, gigabytes where it comes with CUDA"
     (cd -- "$checkout" && "$python" -m pip install -q -c constraints.txt -e ".$extra") \
         && _has_all "$1" || _failed "pip install" || return
-    if [[ -e $made ]]; then printf '%s\n' "run $sum" ${extra:+"test $sum"} >"$made"; fi
+    if [[ -e $made ]]; then printf '%s\n' "run $sum" ${extra:+"compare $sum"} "$1 $sum" >"$made"; fi
     say ".venv is ready"
 }
 

@@ -87,7 +87,7 @@ def test_the_image_of_docker_has_what_its_files_say():
     setup = ConfigParser()
     setup.read(CHECKOUT / "setup.cfg")
     needed = [
-        setup["metadata"]["license_files"],
+        *setup["metadata"]["license_files"].split(),
         "README.md",
         "setup.cfg",
         "pyproject.toml",

@@ -33,7 +33,7 @@ from tests.support.processes import (
     said,
 )
 
-NEEDED = ("safetensors", "tqdm", "tensorboard", "matplotlib", "sklearn", "scipy")
+NEEDED = ("safetensors", "tqdm", "tensorboard", "matplotlib")
 OVER_NCCL = str(Path(__file__).with_name("over_nccl.py"))
 EPOCHS, KILLED, STOPPED = 8, 2, 5  # of a run; after which a rank is killed, and all are stopped
 WAIT_S = 25  # that a rank may wait for another: it says so before torchrun kills it

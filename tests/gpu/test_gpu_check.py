@@ -53,7 +53,7 @@ REHEARSED = [
 ]
 REHEARSED += ["held", "no-waits", "tight", "float64", "race"]
 OPTIONS = ["--device", "cpu", "--quick", "--out", "found", "--only"]
-NOT_NEEDED = ["safetensors", "tqdm", "tensorboard", "matplotlib", "sklearn", "scipy"]
+NOT_NEEDED = ["safetensors", "tqdm", "tensorboard", "matplotlib", "scipy"]
 
 
 @pytest.mark.processes

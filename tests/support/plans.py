@@ -24,7 +24,7 @@ try:
     plan.main()
 finally:
     unwanted = ("pipetrain.runtime", "pipetrain.checkpoint")
-    unwanted += ("torch._dynamo", "sklearn", "torchvision")
+    unwanted += ("torch._dynamo", "torchvision")
     print([name for name in sys.modules if name.startswith(unwanted)], file=sys.stderr)
 """
 """A program that is the command, and names what it should not have loaded."""

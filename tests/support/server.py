@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any
 
 TORCHRUN = "torch.distributed.run"
-PRELOADED = ["torch._dynamo", TORCHRUN, "sklearn.datasets", "pipetrain.commands.train", "matplotlib.figure"]
+PRELOADED = ["torch._dynamo", TORCHRUN, "pipetrain.commands.train", "matplotlib.figure"]
 PRELOADED += ["matplotlib.backends.backend_agg", "torch.utils.tensorboard", "benchmark.contestants"]
 PRELOADED += ["torch.distributed.pipelining", "tests.support.jobs"]
 PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "bert")]
