@@ -17,11 +17,8 @@ if TYPE_CHECKING:
     from pipetrain.errors import ChannelError as ChannelError
     from pipetrain.errors import ConfigError as ConfigError
     from pipetrain.errors import TrainingStopped as TrainingStopped
-    from pipetrain.fitting import fit as fit
-    from pipetrain.network.chain import Pop as Pop
-    from pipetrain.network.chain import Stash as Stash
-    from pipetrain.pipeline import Pipeline as Pipeline
-    from pipetrain.pipeline import schedules as schedules
+    from pipetrain.model.chain import Pop as Pop
+    from pipetrain.model.chain import Stash as Stash
     from pipetrain.schedule.actions import Action as Action
     from pipetrain.schedule.actions import Op as Op
     from pipetrain.schedule.actions import ScheduleError as ScheduleError
@@ -33,12 +30,15 @@ if TYPE_CHECKING:
     from pipetrain.tasks import Regression as Regression
     from pipetrain.tasks import Segmentation as Segmentation
     from pipetrain.tasks import Task as Task
+    from pipetrain.trainer.fit import fit as fit
+    from pipetrain.trainer.pipeline import Pipeline as Pipeline
+    from pipetrain.trainer.pipeline import schedules as schedules
 
 _NAMES = {
     "errors": "ActionFailed ChannelError ConfigError TrainingStopped",
-    "fitting": "fit",
-    "network.chain": "Pop Stash",
-    "pipeline": "Pipeline schedules",
+    "trainer.fit": "fit",
+    "model.chain": "Pop Stash",
+    "trainer.pipeline": "Pipeline schedules",
     "schedule.actions": "Action Op ScheduleError",
     "tasks": "Classification LanguageModelling Mean Metric ModelLoss Regression Segmentation Task",
 }

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipetrain.network.values import TensorSpec
+from pipetrain.model.specs import TensorSpec
 from pipetrain.rules import BOOL, number, one_of
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

@@ -185,7 +185,7 @@ class Hybrid(Correction):
 
 @dataclass(frozen=True)
 class Auto(Correction):
-    """What a study found best for the optimizer, the schedule and the stages, see plan/advice.py.
+    """What a study found best for the optimizer, the schedule and the stages, see plan/staleness_advice.py.
 
     `updates`: of the training, as Hybrid needs them, which it may choose.
     """

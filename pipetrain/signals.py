@@ -20,8 +20,8 @@ from threading import Event, Thread
 from types import FrameType
 from typing import Any, Literal
 
-from pipetrain.ending import INTERRUPTED, TERMINATED, leave, terminate
 from pipetrain.errors import ChannelError
+from pipetrain.exit import INTERRUPTED, TERMINATED, leave, terminate
 
 Asked = Literal["", "save", "stop", "interrupt"]
 ORDER: list[Asked] = ["", "save", "stop", "interrupt"]  # by rising priority

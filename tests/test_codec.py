@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipetrain.codec import Codec, Codecs, Half, Identity, Int8, NotFinite, TopK, TopKInt8, on_wire
 from pipetrain.errors import ConfigError
-from pipetrain.network.values import TensorSpec, specs_of
+from pipetrain.model.specs import TensorSpec, specs_of
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 DTYPES = [FP64, FP32, FP16, BF16]

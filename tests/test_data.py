@@ -9,13 +9,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from pipetrain.choices import conf_dir
 from pipetrain.commands.cli import values_of
+from pipetrain.config.choices import conf_dir
 from pipetrain.data import Data, Images, declared_example, load_augment, load_data
 from pipetrain.data.augment import Augment
-from pipetrain.data.sets import Draw, Tensors
+from pipetrain.data.splits import Draw, Tensors
 from pipetrain.errors import ConfigError
-from pipetrain.network.values import TensorSpec, Value, ValueSpec
+from pipetrain.model.specs import TensorSpec, Value, ValueSpec
 
 CONFIGS = sorted(path.stem for path in (conf_dir() / "data").glob("*.yaml"))
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.values import TensorSpec, Value, ValueSpec
+from pipetrain.model.specs import TensorSpec, Value, ValueSpec
 from pipetrain.tasks import (
     Accuracy,
     Classification,
@@ -25,7 +25,7 @@ from pipetrain.tasks import (
     Task,
     trial,
 )
-from pipetrain.tasks.tally import Tally
+from pipetrain.tasks.running_sums import Tally
 from pipetrain.tasks.trial import prove_task
 
 IGNORED = -100

@@ -25,8 +25,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pipetrain.checkpoint.progress import Progress
-from pipetrain.documents import DamagedCheckpoint, OtherFormat, read_as, read_json, refuse_device
+from pipetrain.checkpoint.epoch_record import Progress
+from pipetrain.typed_json import DamagedCheckpoint, OtherFormat, read_as, read_json, refuse_device
 from pipetrain.version import __version__
 
 CHECKPOINTS, MANIFEST, PARTIAL = "checkpoints", "manifest.json", ".partial"

@@ -21,11 +21,11 @@ from pipetrain.checkpoint.files import (
     read_manifest,
     read_whole,
 )
-from pipetrain.checkpoint.tensors import MODEL, Loaded, NamedTensors, open_plain, read_files
-from pipetrain.documents import DamagedCheckpoint, read_as
+from pipetrain.checkpoint.tensor_files import MODEL, Loaded, NamedTensors, open_plain, read_files
 from pipetrain.errors import ChannelError, ConfigError, TrainingStopped, one_line
-from pipetrain.network.model import state_names
-from pipetrain.network.places import named_tensors
+from pipetrain.model.requirements import state_names
+from pipetrain.model.tensor_access import named_tensors
+from pipetrain.typed_json import DamagedCheckpoint, read_as
 
 AUTO = "auto"
 PIPELINE = {"cuts", "placement", "recompute"}

@@ -1,6 +1,6 @@
 """Writes checkpoints between two windows, in the background, for fit and for Pipeline.save alike.
 
-The first rank of each stage writes its file, see checkpoint/state.py; rank 0 adds the manifest. Training
+The first rank of each stage writes its file, see checkpoint/rank_state.py; rank 0 adds the manifest. Training
 waits only for the copy to host memory. Beside it each rank reports what it wrote, or why it could not; rank 0
 reports the outcome, and each rank then removes its part of a failed checkpoint. Earlier checkpoints stay as
 they are.
@@ -22,7 +22,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pipetrain.checkpoint.early import EarlyEnd
+from pipetrain.checkpoint.early_stop import EarlyEnd
+from pipetrain.checkpoint.epoch_record import Progress, best_update
 from pipetrain.checkpoint.files import (
     CHECKPOINTS,
     PARTIAL,
@@ -35,11 +36,10 @@ from pipetrain.checkpoint.files import (
     remove_unfinished,
     write_part,
 )
-from pipetrain.checkpoint.progress import Progress, best_update
-from pipetrain.checkpoint.state import snapshot
+from pipetrain.checkpoint.rank_state import snapshot
 from pipetrain.errors import ChannelError, TrainingStopped
-from pipetrain.runtime.links import Links
-from pipetrain.runtime.ranks import Ranks
+from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.ranks import Ranks
 from pipetrain.runtime.session import Session
 from pipetrain.schedule.timeline import StageStats
 from pipetrain.signals import Signals

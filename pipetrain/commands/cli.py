@@ -27,10 +27,10 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipetrain.choices import conf_dir, names_of, nearest
-from pipetrain.commands.usage import usage
-from pipetrain.ending import unread
+from pipetrain.commands.help_text import usage
+from pipetrain.config.choices import conf_dir, names_of, nearest
 from pipetrain.errors import ConfigError, one_line
+from pipetrain.exit import unread
 from pipetrain.rules import PATH
 from pipetrain.targets import Unresolved
 

@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pipetrain.checkpoint.epoch_record import best_update
 from pipetrain.checkpoint.files import CHECKPOINTS, folder_name, write_tensors
-from pipetrain.checkpoint.progress import best_update
 from pipetrain.checkpoint.resume import Source, saved_in
-from pipetrain.checkpoint.tensors import EMA, SINGLE
-from pipetrain.ending import guarded
+from pipetrain.checkpoint.tensor_files import EMA, SINGLE
 from pipetrain.errors import ConfigError, one_line
+from pipetrain.exit import guarded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -39,15 +39,15 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser, parse_args, run
 from yaml import YAMLError, safe_load
 
-from pipetrain import placing
 from pipetrain.commands.cli import composed, in_order, values_of
+from pipetrain.commands.help_text import completion
 from pipetrain.commands.start import refuse_few_layers
-from pipetrain.commands.usage import completion
-from pipetrain.ending import ENDED, FAILED, guarded, leave
+from pipetrain.config import placement as placing
+from pipetrain.config.placement import RULES
+from pipetrain.config.settings import Settings, cores, share_of_cores
 from pipetrain.errors import ConfigError
-from pipetrain.placing import RULES
+from pipetrain.exit import ENDED, FAILED, guarded, leave
 from pipetrain.rules import decoded, whole
-from pipetrain.settings import Settings, cores, share_of_cores
 from pipetrain.signals import LIMIT
 from pipetrain.version import __version__
 

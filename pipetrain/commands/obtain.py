@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from pipetrain.choices import conf_dir, names_of
 from pipetrain.commands.cli import values_of
+from pipetrain.config.choices import conf_dir, names_of
 from pipetrain.data import Data, DataMissing, load_data
 from pipetrain.errors import ConfigError
 

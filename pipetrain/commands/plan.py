@@ -29,11 +29,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from pipetrain.choices import conf_dir
 from pipetrain.commands.cli import compose, values_of
-from pipetrain.ending import guarded, unread
+from pipetrain.config.choices import conf_dir
+from pipetrain.config.placement import RULES, places_of, processes, spans
 from pipetrain.errors import ConfigError
-from pipetrain.placing import RULES, places_of, processes, spans
+from pipetrain.exit import guarded, unread
 from pipetrain.rules import BOOL, COUNT, PATH, POSITIVE, whole
 from pipetrain.schedule.actions import Placement, ScheduleError, most_open, ranks_of
 from pipetrain.schedule.draw import aligned, counted
@@ -102,11 +102,11 @@ def show(cfg: DictConfig, said: _Said) -> None:
 
 def show_plan(cfg: DictConfig, batches: int) -> None:
     """Print the plan of a window of a configuration and, with `out`, draw its timeline."""
-    from pipetrain.plan.memory import gpu_bytes  # imports torch
-    from pipetrain.plan.paper import planned
-    from pipetrain.plan.rows import write_rows
+    from pipetrain.plan.csv_tables import write_rows
+    from pipetrain.plan.memory_fit import gpu_bytes  # imports torch
+    from pipetrain.plan.paper_plan import planned
     from pipetrain.plan.text import describe, title
-    from pipetrain.schedule.figure import as_figure
+    from pipetrain.schedule.plot import as_figure
 
     plan = planned(values_of(cfg), str(HydraConfig.get().runtime.choices["schedule"]), batches)
     span, rows = _span(cfg), str(cfg.out).endswith(".csv")
@@ -154,10 +154,10 @@ def _span(cfg: DictConfig) -> tuple[int, int] | None:
 def show_replicas(cfg: DictConfig) -> None:
     """Print cuts and replicas for the layers of costs=. Raises ConfigError."""
     from pipetrain.plan.costs import Table  # imports torch
-    from pipetrain.plan.paper import state_of
+    from pipetrain.plan.csv_tables import read_rows
+    from pipetrain.plan.paper_plan import state_of
     from pipetrain.plan.replica_choice import describe_replicas
-    from pipetrain.plan.replicas import LayerSums, Machines, Planner
-    from pipetrain.plan.rows import read_rows
+    from pipetrain.plan.replica_partition import LayerSums, Machines, Planner
 
     if unused := [key for key in ("out", "span", "compare", "advise") if cfg[key] not in (None, False)]:
         raise ConfigError(f"{unused[0]}= shows a plan with a schedule: leave it out, or ranks=")
@@ -182,7 +182,7 @@ def show_replicas(cfg: DictConfig) -> None:
 
 def show_advice(cfg: DictConfig, said: _Said) -> None:
     """Print the schedules of `compare=` or all by a model's costs, and which to take. Raises ConfigError."""
-    from pipetrain.plan.choosing import advice  # imports torch
+    from pipetrain.plan.schedule_choice import advice  # imports torch
 
     words = HydraConfig.get().overrides.task
     if named := [word for word in words if word.startswith("schedule=")]:

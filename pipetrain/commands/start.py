@@ -21,13 +21,13 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from pipetrain import models
-from pipetrain.building import build
+from pipetrain.config.build import build
 from pipetrain.errors import ChannelError, ConfigError, Refused, one_line
-from pipetrain.network.values import named_layers
-from pipetrain.plan.balance import prove_layers
-from pipetrain.runtime.meeting import SILENCE_S, START_S, make_group, this_attempt
-from pipetrain.runtime.ranks import Ranks, World
-from pipetrain.runtime.together import prove_same
+from pipetrain.model.specs import named_layers
+from pipetrain.plan.partition import prove_layers
+from pipetrain.runtime.comm.collective_guard import prove_same
+from pipetrain.runtime.comm.ranks import Ranks, World
+from pipetrain.runtime.comm.rendezvous import SILENCE_S, START_S, make_group, this_attempt
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.signals import Signals
 

@@ -10,12 +10,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipetrain.ending import guarded
 from pipetrain.errors import ConfigError
+from pipetrain.exit import guarded
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.draw import counted
-from pipetrain.schedule.figure import as_stack
+from pipetrain.schedule.plot import as_stack
 from pipetrain.schedule.timeline import Timeline, TracedWindow
 
 TRACE = "trace.json"

@@ -27,29 +27,29 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from pipetrain.building import make_optimizer, make_schedule, make_task, model_of
 from pipetrain.checkpoint.resume import AUTO, Source, find_source, read_source
 from pipetrain.commands.cli import as_mapping, compose, contained, quoted, values_of
 from pipetrain.commands.obtain import obtain_data, with_fallback
 from pipetrain.commands.start import Start, refuse_few_layers
+from pipetrain.config.build import make_optimizer, make_schedule, make_task, model_of
+from pipetrain.config.settings import PROFILE, Mode, Settings, share_of_cores
 from pipetrain.data import Data, DataFacts, load_augment, load_data
-from pipetrain.data.loader import Sampled, Sampler, even
-from pipetrain.documents import read_as
-from pipetrain.ending import FAILED, REFUSED, guarded, leave
+from pipetrain.data.sampling import Sampled, Sampler, even
 from pipetrain.errors import ConfigError, Refused, one_line
-from pipetrain.fitting import train_epochs
-from pipetrain.passes import TrainingPasses
-from pipetrain.pipeline import Pipeline
-from pipetrain.records import folder
-from pipetrain.records.sweep import SweptRun, end_sweep
+from pipetrain.exit import FAILED, REFUSED, guarded, leave
+from pipetrain.records import run_folder as folder
+from pipetrain.records.sweep_table import SweptRun, end_sweep
 from pipetrain.records.trackers import check_loggers
+from pipetrain.runtime.comm.ranks import World
+from pipetrain.runtime.comm.rendezvous import START_S
 from pipetrain.runtime.device import choose_device, keep_freed_memory
-from pipetrain.runtime.meeting import START_S
-from pipetrain.runtime.ranks import World
 from pipetrain.schedule.actions import ScheduleError
-from pipetrain.settings import PROFILE, Mode, Settings, share_of_cores
 from pipetrain.signals import Signals
 from pipetrain.tasks import Task
+from pipetrain.trainer.fit import train_epochs
+from pipetrain.trainer.passes import TrainingPasses
+from pipetrain.trainer.pipeline import Pipeline
+from pipetrain.typed_json import read_as
 
 log = logging.getLogger("pipetrain")
 
@@ -183,7 +183,7 @@ def read(cfg: DictConfig, start: Start) -> Settings:
     make_task(options)
     make_optimizer(options)
     load_augment(options["data"])
-    choose_device(start.world, settings.device)
+    choose_device(start.world.local_rank, settings.device)
     return settings
 
 

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import torch
 
 from pipetrain.data.augment import Augment
-from pipetrain.data.dataset import as_split
-from pipetrain.data.loader import Sampler, loaded
-from pipetrain.data.sets import Data, DataFacts, DataMissing, Draw, Images, Split
+from pipetrain.data.sampling import Sampler, loaded
+from pipetrain.data.splits import Data, DataFacts, DataMissing, Draw, Images, Split
+from pipetrain.data.user_data import as_split
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.model.specs import TensorSpec, ValueSpec
 from pipetrain.rules import COUNT
 from pipetrain.targets import NotMade, make
 

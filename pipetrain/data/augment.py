@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from pipetrain.data.sets import Draw
+from pipetrain.data.splits import Draw
 from pipetrain.rules import BOOL, whole
 
 Words = NDArray[np.uint64]

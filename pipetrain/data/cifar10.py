@@ -26,7 +26,7 @@ from urllib.error import URLError
 import torch
 from torch import Tensor
 
-from pipetrain.data.sets import Data, DataMissing, Images
+from pipetrain.data.splits import Data, DataMissing, Images
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.rules import POSITIVE, text
 

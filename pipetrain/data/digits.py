@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipetrain.data.augment import draw
-from pipetrain.data.sets import Data, Images
+from pipetrain.data.splits import Data, Images
 
 FILE = Path(__file__).with_name("digits.csv.gz")  # a line for each sample: 64 pixels from 0 to 16, the label
 TEST_EVERY = 5  # one sample in five of each class is a test sample: 360 of the 1,797

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from pipetrain.data.augment import draws
-from pipetrain.data.sets import Data, Draw
+from pipetrain.data.splits import Data, Draw
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.rules import COUNT
 

@@ -17,8 +17,8 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from pipetrain.data.parts import parts_of
-from pipetrain.network.packing import State, from_bytes, from_json, state_of, to_bytes, to_json
+from pipetrain.data.loader_facts import parts_of
+from pipetrain.model.packing import State, from_bytes, from_json, state_of, to_bytes, to_json
 
 log = logging.getLogger("pipetrain")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor
 
-from pipetrain.data.sets import Data, Tensors
+from pipetrain.data.splits import Data, Tensors
 
 
 def regression(

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipetrain.data.sets import Data, Draw
+from pipetrain.data.splits import Data, Draw
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.rules import COUNT, SHARE
 

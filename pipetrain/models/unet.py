@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from pipetrain.model.chain import Pop, Stash
 from pipetrain.models.layers import NormalConvolution, NormalTransposed, before_relu, stack
-from pipetrain.network.chain import Pop, Stash
 from pipetrain.rules import whole
 
 

@@ -21,18 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.codec import Codecs
+from pipetrain.config.settings import Mode, Settings
 from pipetrain.correction import Correction
-from pipetrain.documents import read_as
 from pipetrain.errors import ConfigError
-from pipetrain.network.network import INPUT, ValueId
-from pipetrain.network.values import Size, TensorSpec, ValueSpec, name_of
+from pipetrain.model.network import INPUT, ValueId
+from pipetrain.model.specs import Size, TensorSpec, ValueSpec, name_of
+from pipetrain.plan.cost_estimate import Layer, origin
 from pipetrain.plan.cut import Cut, copies_input, entering, requires_grad
-from pipetrain.plan.estimate import Layer, origin
-from pipetrain.plan.observed import Kept
+from pipetrain.plan.operation_costs import Kept
 from pipetrain.schedule.actions import Op, Placement
 from pipetrain.schedule.memory import Items
 from pipetrain.schedule.timeline import Costs, Kind
-from pipetrain.settings import Mode, Settings
+from pipetrain.typed_json import read_as
 
 VERSION = 5
 ANEW = "make one with partition=profile"
@@ -49,7 +49,7 @@ class LayerTime:
     forward_s: float
     recorded_s: float  # a forward whose backward is split
     kept_s: float  # a forward that keeps dear results, and
-    again_s: float  # the one that takes them, see runtime/recompute.py
+    again_s: float  # the one that takes them, see runtime/stage/recompute.py
     backward_s: float  # for the gradients of inputs and parameters
     input_s: float  # its half for the inputs, with what is not put off; 0 if none of them needs a gradient
     weight_s: float  # the other half

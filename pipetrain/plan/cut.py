@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from pipetrain.errors import ConfigError
-from pipetrain.network.network import INPUT, Network, Slice, Tensors, ValueId
-from pipetrain.network.places import names_by_id, places, tensors_in
-from pipetrain.network.values import Gradients, Size, TensorSpec, ValueSpec
-from pipetrain.plan.estimate import Layer, origin
+from pipetrain.model.network import INPUT, Network, Slice, Tensors, ValueId
+from pipetrain.model.specs import Gradients, Size, TensorSpec, ValueSpec
+from pipetrain.model.tensor_access import names_by_id, places, tensors_in
+from pipetrain.plan.cost_estimate import Layer, origin
 from pipetrain.schedule.actions import Edge, Tie
 
 Estimates = Mapping[Size, list[Layer]]  # of a microbatch -> the layers as estimated for it
@@ -86,7 +86,7 @@ class Cut:
 
     @cached_property
     def bounds(self) -> dict[Edge, int]:
-        """The bound of each edge between ranks, in one fixed order; see schedule/bounds.py."""
+        """The bound of each edge between ranks, in one fixed order; see schedule/buffer_bounds.py."""
         bounded = [(route, route.bounds) for route in self.routes if route.bounds is not None]
         return {
             edge: n for route, of in bounded for edge, n in zip((route.edge, route.way_back), of, strict=True)

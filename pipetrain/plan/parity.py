@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.chain import Chain
-from pipetrain.network.draws import Beginning
-from pipetrain.network.network import Network, Part, evaluating, run_parts
-from pipetrain.network.places import named_tensors, names_by_id, places, replace, standing_in
-from pipetrain.network.tensors import TOLERANCE, Results, difference, graph_of, results
-from pipetrain.network.values import Value, as_tuple, cast_floats, on_each
-from pipetrain.plan.estimate import fake_mode
+from pipetrain.model.chain import Chain
+from pipetrain.model.network import Network, Part, evaluating, run_parts
+from pipetrain.model.random_numbers import Beginning
+from pipetrain.model.specs import Value, as_tuple, cast_floats, on_each
+from pipetrain.model.tensor_access import named_tensors, names_by_id, places, replace, standing_in
+from pipetrain.model.trial_tensors import TOLERANCE, Results, difference, graph_of, results
+from pipetrain.plan.cost_estimate import fake_mode
 from pipetrain.plan.plan import Plan
 from pipetrain.tasks import Task
 from pipetrain.tasks.trial import part_of, pieces_differ

@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 from pipetrain.codec import Identity
+from pipetrain.config.settings import UNLIKE_GRAPHS, Mode, Settings
 from pipetrain.errors import ConfigError
-from pipetrain.network.numerics import Numerics
-from pipetrain.network.values import Size, Value, ValueSpec, cast_floats
-from pipetrain.plan.balance import Choice
+from pipetrain.model.numerics import Numerics
+from pipetrain.model.specs import Size, Value, ValueSpec, cast_floats
+from pipetrain.plan.cost_estimate import Layer
 from pipetrain.plan.costs import Table
 from pipetrain.plan.cut import Cut
-from pipetrain.plan.estimate import Layer
+from pipetrain.plan.partition import Choice
 from pipetrain.plan.program import Draft, ProvenWindows, Window, window_lengths
-from pipetrain.plan.replicas import Way
+from pipetrain.plan.replica_partition import Way
 from pipetrain.schedule.actions import Edge, Op, Placement, Tie, asks_for
-from pipetrain.schedule.looks import Looks, looks_of
+from pipetrain.schedule.early_stops import Looks, looks_of
 from pipetrain.schedule.lower import Link, links
 from pipetrain.schedule.memory import Memory, over_time
 from pipetrain.schedule.policy import Bounds
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, StageTimes, Timeline
-from pipetrain.settings import UNLIKE_GRAPHS, Mode, Settings
 from pipetrain.tasks import Task
 from pipetrain.tasks.trial import prove_task
 

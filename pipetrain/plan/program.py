@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from itertools import chain, combinations, pairwise
 from typing import Any
 
+from pipetrain.config.settings import AUTO, Settings
 from pipetrain.correction import Auto, Correction
 from pipetrain.errors import ConfigError
 from pipetrain.plan.cut import Cut
@@ -33,19 +34,18 @@ from pipetrain.schedule.actions import (
     reads_old,
     splits,
 )
-from pipetrain.schedule.bounds import edge_bounds, widest
+from pipetrain.schedule.buffer_bounds import edge_bounds, widest
 from pipetrain.schedule.check import check
 from pipetrain.schedule.draw import counted
-from pipetrain.schedule.fixed import FixedProgram
 from pipetrain.schedule.lower import Lowering, edges, lower
 from pipetrain.schedule.policy import Bounds, ForwardBackward
-from pipetrain.schedule.posts import Posts, make_posts
+from pipetrain.schedule.posting_order import Posts, make_posts
+from pipetrain.schedule.program_file import FixedProgram
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.replicas import spread_program
 from pipetrain.schedule.simulate import SHOWN, Cost, Deadlock, simulate
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import joined, with_delays, with_norms, with_recompute, with_ties
-from pipetrain.settings import AUTO, Settings
 
 TOGETHER = "keep the layers that share it in one stage by partition="
 DRAFTED = 2  # batches: the second tells whether weights are read late

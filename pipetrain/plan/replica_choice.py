@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import inf
 
 from pipetrain.errors import ConfigError
-from pipetrain.plan.replicas import Planner
+from pipetrain.plan.replica_partition import Planner
 from pipetrain.schedule.draw import aligned, counted
 from pipetrain.schedule.memory import GIB
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 
+from pipetrain.config.placement import span
+from pipetrain.config.settings import PROFILE, Mode
 from pipetrain.correction import Correction
-from pipetrain.placing import span
-from pipetrain.plan.memory import says_whether_it_fits
+from pipetrain.plan.memory_fit import says_whether_it_fits
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.actions import Op, has_norms, splits
 from pipetrain.schedule.draw import aligned, as_text, counted
 from pipetrain.schedule.memory import GIB, PARTS, Memory, peaks
 from pipetrain.schedule.timeline import Timeline
-from pipetrain.settings import PROFILE, Mode
 
 
 def describe(

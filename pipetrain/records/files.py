@@ -10,7 +10,7 @@ from io import FileIO, StringIO
 from pathlib import Path
 from typing import Any, TextIO
 
-from pipetrain.ending import unread
+from pipetrain.exit import unread
 
 log = logging.getLogger("pipetrain")
 

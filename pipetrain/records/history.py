@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipetrain.checkpoint.progress import EpochRecord, Stats, best_epoch
-from pipetrain.data.sets import DataFacts
+from pipetrain.checkpoint.epoch_record import EpochRecord, Stats, best_epoch
+from pipetrain.config.settings import Settings
+from pipetrain.data.splits import DataFacts
 from pipetrain.plan.plan import Plan
-from pipetrain.records.stages import StageRecord, stage_times, straggler
-from pipetrain.runtime.meter import PeakBytes
+from pipetrain.records.stage_table import StageRecord, stage_times, straggler
+from pipetrain.runtime.stage.memory_meter import PeakBytes
 from pipetrain.schedule.draw import aligned
 from pipetrain.schedule.memory import peaks
 from pipetrain.schedule.timeline import total
-from pipetrain.settings import Settings
 from pipetrain.tasks import Task
 
 MOST_ROWS = 40  # of the table of epochs

@@ -15,24 +15,24 @@ from typing import Any
 import torch
 import yaml
 
-from pipetrain.checkpoint.progress import EpochRecord, Stats
+from pipetrain.checkpoint.epoch_record import EpochRecord, Stats
+from pipetrain.config.placement import spans
 from pipetrain.errors import NotRecorded
-from pipetrain.placing import spans
-from pipetrain.plan.memory import says_whether_it_fits
+from pipetrain.plan.memory_fit import says_whether_it_fits
 from pipetrain.plan.text import choices, describe
-from pipetrain.records import folder
-from pipetrain.records.bar import Bar
+from pipetrain.records import run_folder as folder
 from pipetrain.records.files import Files, as_csv
-from pipetrain.records.folder import RunFolder
 from pipetrain.records.history import About, History, epoch_table
-from pipetrain.records.stages import launching, stage_table
+from pipetrain.records.progress_bar import Bar
+from pipetrain.records.run_folder import RunFolder
+from pipetrain.records.stage_table import launching, stage_table
 from pipetrain.records.tracer import Trace, about_trace
 from pipetrain.records.trackers import Trackers
-from pipetrain.runtime.meter import PeakBytes
+from pipetrain.runtime.stage.memory_meter import PeakBytes
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Program, format_program
 from pipetrain.schedule.draw import counted
-from pipetrain.schedule.figure import as_png
+from pipetrain.schedule.plot import as_png
 
 log = logging.getLogger("pipetrain")
 

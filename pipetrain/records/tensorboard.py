@@ -18,8 +18,8 @@ import matplotlib.image
 from torch.utils.tensorboard.summary import hparams
 from torch.utils.tensorboard.writer import SummaryWriter
 
-from pipetrain.records.folder import clear
 from pipetrain.records.history import Epoch
+from pipetrain.records.run_folder import clear
 
 HYPER_PARAMETERS = [
     "data", "model", "schedule", "stages", "batch_size", "microbatches", "buffer_size",

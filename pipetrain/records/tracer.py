@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from pipetrain.network.values import Size
+from pipetrain.model.specs import Size
 from pipetrain.records.history import About
 from pipetrain.runtime.clock import Observe
-from pipetrain.runtime.links import Links
+from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.schedule.actions import Op, parse_action
 from pipetrain.schedule.timeline import Row, Span, Timeline, TracedWindow
 

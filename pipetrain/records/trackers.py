@@ -21,8 +21,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pipetrain.checkpoint.progress import EpochRecord
-from pipetrain.choices import chosen
+from pipetrain.checkpoint.epoch_record import EpochRecord
+from pipetrain.config.choices import chosen
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.records.history import Epoch
 

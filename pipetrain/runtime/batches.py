@@ -18,13 +18,13 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from pipetrain.data.loader import Sampled, loaded
-from pipetrain.data.loading import Form, Reader
+from pipetrain.data.reader import Form, Reader
+from pipetrain.data.sampling import Sampled, loaded
 from pipetrain.errors import TrainingStopped
-from pipetrain.network.values import Size, TensorSpec, Value, ValueSpec, as_tuple
+from pipetrain.model.specs import Size, TensorSpec, Value, ValueSpec, as_tuple
 from pipetrain.plan.plan import Plan
+from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.runtime.feed import Sources, TargetRows, cut
-from pipetrain.runtime.links import Links
 from pipetrain.tasks import Task, counted_for
 
 log = logging.getLogger("pipetrain")

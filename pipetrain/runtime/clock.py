@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from pipetrain.runtime.channel import Channel
-from pipetrain.runtime.stage import Stage
+from pipetrain.runtime.comm.channel import Channel
+from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import COMMUNICATION, Action
 from pipetrain.schedule.timeline import Row, Span, StageStats, add_stats
 

@@ -10,19 +10,18 @@ from contextlib import suppress
 import torch
 
 from pipetrain.errors import ConfigError
-from pipetrain.runtime.ranks import World
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
 _ALLOCATOR = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
-def choose_device(world: World, device: str) -> torch.device:
+def choose_device(local_rank: int, device: str) -> torch.device:
     """Return the device for `device` = auto, cpu or cuda. Raises ConfigError if there is no GPU."""
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("device=cuda needs a GPU that torch can use, and there is none; use device=auto")
-    return torch.device("cuda", world.local_rank % torch.cuda.device_count())
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def gpu_of(device: torch.device) -> list[str]:

@@ -15,16 +15,16 @@ import torch
 from torch.profiler import record_function
 
 from pipetrain.errors import ActionFailed, ChannelError, TrainingStopped
-from pipetrain.network.draws import EVALUATION, Seeds, drawing
-from pipetrain.network.network import Tensors
+from pipetrain.model.network import Tensors
+from pipetrain.model.random_numbers import EVALUATION, Seeds, drawing
 from pipetrain.runtime.clock import Clock, Observe, Stopwatch, Times
 from pipetrain.runtime.feed import Feed
 from pipetrain.runtime.mailbox import Mailbox
-from pipetrain.runtime.meter import Meter
 from pipetrain.runtime.order import Order
+from pipetrain.runtime.reductions import WAITING, Sums
 from pipetrain.runtime.rehearsal import Rehearsal
-from pipetrain.runtime.stage import Stage
-from pipetrain.runtime.sums import WAITING, Sums
+from pipetrain.runtime.stage.memory_meter import Meter
+from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import RECEIVES, SENDS, Action, Op
 from pipetrain.schedule.policy import Bounds, Wait
 from pipetrain.schedule.timeline import Row, StageStats

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipetrain.network.values import Size, Value, ValueSpec, as_tuple, on_each
+from pipetrain.model.specs import Size, Value, ValueSpec, as_tuple, on_each
 from pipetrain.tasks import counted_for
 
 Weight = Callable[[Value], Tensor | float]

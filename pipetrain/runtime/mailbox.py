@@ -19,15 +19,15 @@ from torch import Tensor
 
 from pipetrain.codec import Codec, Codecs, Identity, NotFinite, on_wire
 from pipetrain.errors import TrainingStopped
-from pipetrain.network.network import Tensors, ValueId
-from pipetrain.network.values import Size, TensorSpec, are_like, specs_of
+from pipetrain.model.network import Tensors, ValueId
+from pipetrain.model.specs import Size, TensorSpec, are_like, specs_of
 from pipetrain.plan.cut import Cut, divide, merge
-from pipetrain.runtime.channel import Channel
+from pipetrain.runtime.comm.channel import Channel
+from pipetrain.runtime.comm.message import Message
 from pipetrain.runtime.feed import Feed
-from pipetrain.runtime.message import Message
 from pipetrain.schedule.actions import Action, Edge, Op, Placement
 from pipetrain.schedule.policy import Wait
-from pipetrain.schedule.posts import Sum
+from pipetrain.schedule.posting_order import Sum
 
 _Way = tuple[Edge, Sequence[ValueId]]  # and what travels on it
 Slot = tuple[Edge, int, tuple[int, ...]]

@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.mailbox import Mailbox
-from pipetrain.runtime.microbatch import Saving
+from pipetrain.runtime.stage.microbatch import Saving
 from pipetrain.schedule.actions import (
     NO_PEER,
     RECEIVES,
@@ -32,7 +32,7 @@ from pipetrain.schedule.actions import (
     shortened,
 )
 from pipetrain.schedule.policy import Wait
-from pipetrain.schedule.posts import Post, Sum
+from pipetrain.schedule.posting_order import Post, Sum
 
 SHORT = 2  # batches in which a window does all that it ever does, such as keeping an old version
 

@@ -24,35 +24,35 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipetrain.config.rate import LearningRate
+from pipetrain.config.settings import Settings
 from pipetrain.errors import ActionFailed, ConfigError, one_line
-from pipetrain.network.chain import Chain
-from pipetrain.network.draws import Beginning
-from pipetrain.network.network import Network, ValueId
-from pipetrain.network.numerics import Numerics
-from pipetrain.network.tensors import made_up_samples
-from pipetrain.network.values import Size, TensorSpec, ValueSpec
+from pipetrain.model.chain import Chain
+from pipetrain.model.network import Network, ValueId
+from pipetrain.model.numerics import Numerics
+from pipetrain.model.random_numbers import Beginning
+from pipetrain.model.specs import Size, TensorSpec, ValueSpec
+from pipetrain.model.trial_tensors import made_up_samples
+from pipetrain.plan.cost_estimate import Layer
 from pipetrain.plan.costs import SECONDS, Facts, LayerTime, Profile
 from pipetrain.plan.cut import cut_layers
-from pipetrain.plan.estimate import Layer
-from pipetrain.rate import LearningRate
-from pipetrain.runtime.channel import Channel
 from pipetrain.runtime.clock import Clock
+from pipetrain.runtime.comm.channel import Channel
+from pipetrain.runtime.comm.message import Message
+from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.feed import Repeated
-from pipetrain.runtime.finite import StopOnNaN
-from pipetrain.runtime.links import Links
 from pipetrain.runtime.mailbox import Mailbox
-from pipetrain.runtime.message import Message
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.rehearsal import LoopbackChannel
-from pipetrain.runtime.stage import Stage
-from pipetrain.runtime.weights import OptimizerFactory
+from pipetrain.runtime.stage.finite import StopOnNaN
+from pipetrain.runtime.stage.stage import Stage
+from pipetrain.runtime.stage.weights import OptimizerFactory
 from pipetrain.schedule.actions import Action, Op, Predicted, ranks_of
 from pipetrain.schedule.lower import Lowering, edges, lower
 from pipetrain.schedule.lower import links as links_of
 from pipetrain.schedule.policy import Bounds
 from pipetrain.schedule.timeline import Row
-from pipetrain.settings import Settings
 
 log = logging.getLogger("pipetrain")
 

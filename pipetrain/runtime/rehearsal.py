@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipetrain.network.draws import Beginning
-from pipetrain.network.places import refill, standing_in
-from pipetrain.network.values import Size, Value, as_tuple, on_each
-from pipetrain.runtime.channel import Channel
+from pipetrain.model.random_numbers import Beginning
+from pipetrain.model.specs import Size, Value, as_tuple, on_each
+from pipetrain.model.tensor_access import refill, standing_in
+from pipetrain.runtime.comm.channel import Channel
+from pipetrain.runtime.comm.message import Message
 from pipetrain.runtime.feed import Feed, Repeated
 from pipetrain.runtime.mailbox import Mailbox
-from pipetrain.runtime.message import Message
-from pipetrain.runtime.stage import Stage
+from pipetrain.runtime.stage.stage import Stage
 
 Play = Callable[[Feed, Mailbox], bool]
 """Runs a few batches of a window; returns whether stages told norms in it."""

@@ -10,36 +10,36 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
+from pipetrain.config.rate import LearningRate
+from pipetrain.config.settings import Mode
 from pipetrain.errors import ActionFailed, ConfigError
-from pipetrain.network.chain import network_of
-from pipetrain.network.model import materialise
-from pipetrain.network.network import Network
-from pipetrain.network.values import Size
+from pipetrain.model.chain import network_of
+from pipetrain.model.network import Network
+from pipetrain.model.requirements import materialise
+from pipetrain.model.specs import Size
 from pipetrain.plan.cut import homes
-from pipetrain.plan.memory import explained, gpu_bytes, is_out_of_memory, peaks_by_rank, says_no_room
+from pipetrain.plan.memory_fit import explained, gpu_bytes, is_out_of_memory, peaks_by_rank, says_no_room
 from pipetrain.plan.plan import Plan
-from pipetrain.rate import LearningRate
-from pipetrain.runtime.batch_loss import BatchLoss
 from pipetrain.runtime.batches import Batches
-from pipetrain.runtime.buffers import Buffers
-from pipetrain.runtime.channel import Channel
+from pipetrain.runtime.buffer_average import Leveller
 from pipetrain.runtime.clock import Clock, Observe
+from pipetrain.runtime.comm.channel import Channel
+from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.runtime.engine import Engine, Take, Tick
 from pipetrain.runtime.feed import WindowFeed
-from pipetrain.runtime.finite import SkipOnNaN, StopOnNaN
-from pipetrain.runtime.graphs import GraphedStage
-from pipetrain.runtime.level import Leveller
-from pipetrain.runtime.links import Links
 from pipetrain.runtime.mailbox import Coding, Mailbox
-from pipetrain.runtime.microbatch import Observer
 from pipetrain.runtime.order import Ends, Order, order_of
 from pipetrain.runtime.rehearsal import LoopbackChannel, Rehearsal, rehearses
-from pipetrain.runtime.stage import Stage
-from pipetrain.runtime.statistics import BatchStatistics
-from pipetrain.runtime.weights import OptimizerFactory
-from pipetrain.runtime.whole import WholeModel
+from pipetrain.runtime.stage.batchnorm import BatchStatistics
+from pipetrain.runtime.stage.buffers import Buffers
+from pipetrain.runtime.stage.cuda_graphs import GraphedStage
+from pipetrain.runtime.stage.finite import SkipOnNaN, StopOnNaN
+from pipetrain.runtime.stage.loss_comparison import BatchLoss
+from pipetrain.runtime.stage.microbatch import Observer
+from pipetrain.runtime.stage.stage import Stage
+from pipetrain.runtime.stage.weights import OptimizerFactory
+from pipetrain.runtime.whole_model import WholeModel
 from pipetrain.schedule.actions import ALL, Edge
-from pipetrain.settings import Mode
 from pipetrain.tasks import Task
 
 log = logging.getLogger("pipetrain")

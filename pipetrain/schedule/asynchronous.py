@@ -18,7 +18,7 @@ from functools import lru_cache
 from math import inf
 
 from pipetrain.schedule.actions import Program, ScheduleError, most_open
-from pipetrain.schedule.greedy import WorkTimes
+from pipetrain.schedule.list_scheduler import WorkTimes
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.periodic import Offsets, offsets
 from pipetrain.schedule.programs.order import newest, require, v_placement, versioned

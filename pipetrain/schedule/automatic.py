@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from pipetrain.schedule.actions import Op, Program, Schedule, ScheduleError, most_open
-from pipetrain.schedule.greedy import ListScheduler, Preference, WorkTimes
+from pipetrain.schedule.list_scheduler import ListScheduler, Preference, WorkTimes
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import one_f_one_b, v_half, v_min, zb_h1, zb_h2, zbv
 from pipetrain.schedule.programs.order import newest, require, v_placement, versioned

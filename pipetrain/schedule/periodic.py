@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import combinations
 
 from pipetrain.schedule.actions import Op
-from pipetrain.schedule.greedy import WorkTimes
+from pipetrain.schedule.list_scheduler import WorkTimes
 from pipetrain.schedule.programs.order import Work
 
 Node = tuple[Op, int]  # (F, I or W, stage)

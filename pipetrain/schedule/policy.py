@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from pipetrain.schedule.actions import COMMUNICATION, SENDS, Action, Edge, Op, Program
-from pipetrain.schedule.bounds import free_skips
+from pipetrain.schedule.buffer_bounds import free_skips
 from pipetrain.schedule.lower import Lowering
 from pipetrain.schedule.programs.order import require
 from pipetrain.schedule.simulate import BufferSize, Cost, unit_cost

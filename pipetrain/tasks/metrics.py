@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pipetrain.network.values import Value, as_tuple, leaves_of, scores_of
+from pipetrain.model.specs import Value, as_tuple, leaves_of, scores_of
 
 MetricFunction = Callable[[Value, Value], Tensor | float]
 """(outputs, targets) -> the mean over the samples of a microbatch."""

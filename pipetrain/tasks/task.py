@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipetrain.errors import ConfigError, TrainingStopped
-from pipetrain.network.values import Value, ValueSpec, as_tuple, scores_of, specs_of
+from pipetrain.model.specs import Value, ValueSpec, as_tuple, scores_of, specs_of
 from pipetrain.tasks.metrics import Accuracy, Mean, MeanIoU, Metric, MetricFunction, Perplexity, SquaredError
-from pipetrain.tasks.tally import Tally
+from pipetrain.tasks.running_sums import Tally
 
 LossFunction = Callable[[Value, Value], Tensor]
 """(outputs, targets) -> the mean loss over the targets that count, a scalar."""

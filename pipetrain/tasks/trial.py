@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.network.draws import Beginning, SameDraws
-from pipetrain.network.network import Network
-from pipetrain.network.values import Value, ValueSpec, as_tuple, differentiable, leaves_of, on_each, specs_of
+from pipetrain.model.network import Network
+from pipetrain.model.random_numbers import Beginning, SameDraws
+from pipetrain.model.specs import Value, ValueSpec, as_tuple, differentiable, leaves_of, on_each, specs_of
 from pipetrain.tasks.metrics import Metric
-from pipetrain.tasks.tally import Tally
+from pipetrain.tasks.running_sums import Tally
 from pipetrain.tasks.task import IGNORED, ModelLoss, Task, WeightFunction, counted_for
 
 MOST_TRIED = 2**25  # numbers in the made outputs of a trial

@@ -19,7 +19,7 @@ from benchmark.report import Row
 from benchmark.tasks import Scale, Task, prepare
 from benchmark.worlds import Say
 from pipetrain.plan.costs import Profile
-from pipetrain.runtime.links import Links
+from pipetrain.runtime.comm.process_groups import Links
 
 RANKS, BATCHES = 2, 6  # batches of a turn, and of a window that is a whole pass
 SCHEDULES = (

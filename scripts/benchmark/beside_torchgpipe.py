@@ -24,9 +24,9 @@ from benchmark.allocated import Allocated
 from benchmark.contestants import Ours, Theirs, Ways, race
 from benchmark.tasks import Job, Task, prepare
 from benchmark.worlds import Say, run_world
-from pipetrain.network.chain import Pop, Stash
-from pipetrain.network.values import as_tuple
-from pipetrain.runtime.links import Links
+from pipetrain.model.chain import Pop, Stash
+from pipetrain.model.specs import as_tuple
+from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.timeline import Row
 

@@ -24,11 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmark.report import Row, Series, failed_row, timed_row
 from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import CPU, Place, Say, WorldFailed, fitted, run_world
-from pipetrain.rate import LearningRate
-from pipetrain.runtime.channel import Channel
+from pipetrain.config.rate import LearningRate
 from pipetrain.runtime.clock import Observe
+from pipetrain.runtime.comm.channel import Channel
+from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.runtime.feed import Repeated, Target
-from pipetrain.runtime.links import Links
 from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
 

@@ -20,7 +20,7 @@ from benchmark.report import Row
 from benchmark.tasks import Scale
 from benchmark.worlds import Say, run_world, titled
 from pipetrain import Pipeline
-from pipetrain.runtime.links import Links
+from pipetrain.runtime.comm.process_groups import Links
 
 RANKS, MICROBATCHES = 4, 4
 BUILT, STEPPED = "built", "after a step"

@@ -9,11 +9,11 @@ from benchmark.contestants import BatchFeed
 from benchmark.report import Row, failed_row
 from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import Say, WorldFailed, fitted, run_world, titled
-from pipetrain.rate import LearningRate
-from pipetrain.runtime.links import Links
-from pipetrain.runtime.meter import Meter
+from pipetrain.config.rate import LearningRate
+from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
+from pipetrain.runtime.stage.memory_meter import Meter
 from pipetrain.schedule.memory import peaks
 
 WINDOWS = 2  # the second one is measured: it has the optimizer's state from its start

@@ -19,7 +19,7 @@ from benchmark.contestants import TORCHS, Builders, Theirs, Ways, ours, plain, r
 from benchmark.report import Row
 from benchmark.tasks import Scale, Task, prepare
 from benchmark.worlds import CPU, Place, Say, WorldFailed
-from pipetrain.runtime.links import Links
+from pipetrain.runtime.comm.process_groups import Links
 
 RANKS = 2
 BATCHES, WINDOW = 4, 12  # of a turn; of an asynchronous window

@@ -24,7 +24,7 @@ from benchmark.schedules import with_costs
 from benchmark.tasks import Scale, Task, prepare
 from benchmark.worlds import Say, fitted
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.links import Links
+from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.timeline import Costs
 

@@ -29,13 +29,13 @@ from benchmark.paced import PRODUCTS, Paced, naps, task_of
 from benchmark.report import Row
 from benchmark.tasks import Job, Scale, prepare
 from benchmark.worlds import Say
+from pipetrain.config.settings import recomputing
 from pipetrain.plan.plan import Plan
 from pipetrain.plan.program import prove
-from pipetrain.runtime.links import Links
+from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.schedule.actions import SENDS, Op
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, Kind
-from pipetrain.settings import recomputing
 
 WINDOW = 4  # batches
 LONG = f", {WINDOW} batches a window"

@@ -16,21 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain import tasks
-from pipetrain.building import make_model, make_optimizer, make_schedule, make_task
 from pipetrain.commands.cli import composed, values_of
+from pipetrain.config.build import make_model, make_optimizer, make_schedule, make_task
+from pipetrain.config.settings import Settings
 from pipetrain.data import load_data
-from pipetrain.network.chain import network_of
-from pipetrain.network.values import Size, ValueSpec, named_layers
+from pipetrain.model.chain import network_of
+from pipetrain.model.specs import Size, ValueSpec, named_layers
 from pipetrain.plan.costs import Profile
-from pipetrain.plan.making import Measure, make_plan
-from pipetrain.plan.memory import optimizer_state
+from pipetrain.plan.make_plan import Measure, make_plan
+from pipetrain.plan.memory_fit import optimizer_state
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
-from pipetrain.runtime.links import Links
-from pipetrain.runtime.optimizer import prove_optimizer
+from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.runtime.profile import measure
-from pipetrain.runtime.weights import OptimizerFactory
-from pipetrain.settings import Settings
+from pipetrain.runtime.stage.optimizer_trial import prove_optimizer
+from pipetrain.runtime.stage.weights import OptimizerFactory
 
 LR = 1e-3  # low: the same random batch again and again must not blow up
 

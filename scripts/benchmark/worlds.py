@@ -30,9 +30,9 @@ from torch.distributed.distributed_c10d import Store
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from pipetrain.plan.plan import Plan
+from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.ranks import World
 from pipetrain.runtime.device import keep_freed_memory
-from pipetrain.runtime.links import Links
-from pipetrain.runtime.ranks import World
 
 TIMEOUT_S = 300.0  # of any wait between ranks
 LAST_WORDS_S = 5.0  # before a deadline, for a rank's stack

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from comparison.figures import Metric, spread
 from comparison.runs import Outcome
-from pipetrain.records.sweep import figures_of
+from pipetrain.records.sweep_table import figures_of
 
 MEANING = (
     "epochs, seconds: until the first epoch that reaches it, evaluations included; speedup: those seconds of "

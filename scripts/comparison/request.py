@@ -20,8 +20,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from pipetrain.choices import conf_dir
 from pipetrain.commands.cli import composed
+from pipetrain.config.choices import conf_dir
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.rules import COUNT, whole
 

@@ -18,7 +18,7 @@ from typing import Any
 from comparison import measured
 from comparison.figures import Metric, duration, metric_of, spread
 from comparison.runs import Outcome, Summary
-from pipetrain.records.sweep import figures_of
+from pipetrain.records.sweep_table import figures_of
 
 FILES = ("table.md", "runs.csv")
 LATEX = "table.tex"

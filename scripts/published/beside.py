@@ -16,7 +16,7 @@ from benchmark.replicas import Idle
 from benchmark.report import progress
 from benchmark.tasks import Task, prepare
 from benchmark.worlds import Say, WorldFailed, run_world, titled
-from pipetrain.runtime.links import Links
+from pipetrain.runtime.comm.process_groups import Links
 from published.measures import Race, partition
 from published.record import Chart, Check, Figure, How, Line
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
+from pipetrain.config.rate import Rate
 from pipetrain.correction import Correction
 from pipetrain.data import Draw, Sampler, Split
-from pipetrain.rate import Rate
 from pipetrain.schedule.actions import Op, Program, Schedule, compute_program
 from published.stacked import Optimizer
 

@@ -23,17 +23,17 @@ from benchmark.tasks import Scale, Task, compose_task, prepare
 from benchmark.worlds import Say, run_world, titled
 from comparison.request import Method, Spec
 from comparison.runs import Runs, claim
-from pipetrain.building import make_model, make_schedule, make_task
-from pipetrain.network.values import Size, TensorSpec, ValueSpec
+from pipetrain.config.build import make_model, make_schedule, make_task
+from pipetrain.config.settings import Settings
+from pipetrain.model.specs import Size, TensorSpec, ValueSpec
 from pipetrain.plan.costs import Profile
-from pipetrain.plan.making import make_plan
-from pipetrain.plan.paper import state_of
+from pipetrain.plan.csv_tables import Rows, read_rows
+from pipetrain.plan.make_plan import make_plan
+from pipetrain.plan.paper_plan import state_of
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
-from pipetrain.plan.rows import Rows, read_rows
-from pipetrain.runtime.links import Links
+from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.schedule.memory import peaks
-from pipetrain.settings import Settings
 
 PROFILES = Path(__file__).with_name("profiles")
 """What PipeDream's authors measured of each layer of a model, on a V100."""

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipetrain.building import make_correction
+from pipetrain.config.build import make_correction
+from pipetrain.config.parameter_groups import KINDS
+from pipetrain.config.rate import learning_rate
 from pipetrain.data import Images, Split, cifar10, digits, text
-from pipetrain.groups import KINDS
 from pipetrain.models import gpt
-from pipetrain.rate import learning_rate
 from pipetrain.schedule.actions import Schedule, most_open, most_versions
 from pipetrain.schedule.asynchronous import AsynchronousV
 from pipetrain.schedule.lower import lower

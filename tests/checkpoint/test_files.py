@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pipetrain.checkpoint import files
+from pipetrain.checkpoint.epoch_record import Progress
 from pipetrain.checkpoint.files import (
     Manifest,
     Position,
@@ -22,9 +23,8 @@ from pipetrain.checkpoint.files import (
     remove_unfinished,
     write_part,
 )
-from pipetrain.checkpoint.progress import Progress
-from pipetrain.checkpoint.tensors import read_files
-from pipetrain.documents import DamagedCheckpoint, OtherFormat
+from pipetrain.checkpoint.tensor_files import read_files
+from pipetrain.typed_json import DamagedCheckpoint, OtherFormat
 from tests.support.damage import forge, put
 from tests.support.figures import figures
 

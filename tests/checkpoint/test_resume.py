@@ -22,13 +22,13 @@ from pipetrain.checkpoint.resume import (
     refuse_finished,
     refuse_other,
 )
-from pipetrain.checkpoint.tensors import MODEL, names_of, read_files
+from pipetrain.checkpoint.tensor_files import MODEL, names_of, read_files
 from pipetrain.commands.cli import as_mapping, contained, values_of
 from pipetrain.commands.train import conditions_of, with_cuts_of
-from pipetrain.documents import DamagedCheckpoint
+from pipetrain.config.settings import Settings
 from pipetrain.errors import ConfigError
-from pipetrain.records.folder import RunFolder, claim, lengthens
-from pipetrain.settings import Settings
+from pipetrain.records.run_folder import RunFolder, claim, lengthens
+from pipetrain.typed_json import DamagedCheckpoint
 from tests.support import cases
 from tests.support.cases import Case, Epochs, Saved, compare, config, make_run, run_in_threads, state_of
 from tests.support.damage import forge, put

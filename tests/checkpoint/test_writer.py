@@ -21,8 +21,8 @@ from pipetrain.checkpoint import files, writer
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, read_whole
 from pipetrain.checkpoint.writer import Files, Writer
 from pipetrain.errors import ChannelError
-from pipetrain.runtime.meeting import make_group
-from pipetrain.runtime.ranks import Ranks, World
+from pipetrain.runtime.comm.ranks import Ranks, World
+from pipetrain.runtime.comm.rendezvous import make_group
 from tests.support.cases import SavingRanks
 from tests.support.deadlines import DEADLINE_S
 from tests.support.processes import checkpoints

@@ -12,9 +12,9 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from pipetrain.commands.cli import as_hydra, compose, contained, values_of
+from pipetrain.config.settings import Settings
 from pipetrain.errors import ConfigError
-from pipetrain.network.values import TensorSpec
-from pipetrain.settings import Settings
+from pipetrain.model.specs import TensorSpec
 from tests.support.cases import config
 from tests.support.processes import finished
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import pipetrain
-from pipetrain import settings
 from pipetrain.checkpoint.files import CHECKPOINTS
 from pipetrain.commands import launcher
+from pipetrain.config import settings
 from pipetrain.schedule import chrome
 from pipetrain.signals import ONE_S
 from tests.support.processes import (
@@ -140,7 +140,7 @@ def test_a_wrong_nproc_is_refused(monkeypatch, capsys):
 
 LOSES = """
 import signal, subprocess
-from pipetrain import settings
+from pipetrain.config import settings
 from pipetrain.commands import launcher
 
 lost = []

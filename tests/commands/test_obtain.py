@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipetrain.commands.obtain import obtain_data
 from pipetrain.data import DataMissing
-from pipetrain.data.loader import even
+from pipetrain.data.sampling import even
 from pipetrain.errors import ConfigError
 from tests.support.cases import config
 

@@ -15,7 +15,8 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from pipetrain.commands import plan as command
-from pipetrain.plan import choosing, memory
+from pipetrain.plan import memory_fit as memory
+from pipetrain.plan import schedule_choice as choosing
 from tests.support.cases import SCHEDULES
 from tests.support.plans import ALONE, figures, planned
 

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from pipetrain.commands import start as module
 from pipetrain.commands.start import Start, refuse_few_layers
 from pipetrain.errors import ChannelError, ConfigError, Refused
-from pipetrain.runtime.ranks import World
+from pipetrain.runtime.comm.ranks import World
 from pipetrain.signals import Signals
 from tests.support.processes import DEADLINE_S, SMALL, ended, lines_of, running
 

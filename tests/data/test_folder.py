@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from pipetrain.data.folder import load
-from pipetrain.data.sets import Draw
+from pipetrain.data.splits import Draw
 from pipetrain.errors import ConfigError
 
 PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}

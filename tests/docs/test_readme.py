@@ -19,19 +19,19 @@ from hydra.core.global_hydra import GlobalHydra
 from torch import Tensor
 
 from benchmark import cli
-from pipetrain.building import make_codec
-from pipetrain.choices import conf_dir
 from pipetrain.codec import Codec
 from pipetrain.commands import plan
+from pipetrain.config.build import make_codec
+from pipetrain.config.choices import conf_dir
+from pipetrain.config.settings import Settings
 from pipetrain.data import cifar10, digits, folder
-from pipetrain.network.values import TensorSpec, ValueSpec
-from pipetrain.plan.balance import choose_cuts
-from pipetrain.plan.estimate import estimate
+from pipetrain.model.specs import TensorSpec, ValueSpec
+from pipetrain.plan.cost_estimate import estimate
+from pipetrain.plan.partition import choose_cuts
 from pipetrain.schedule.draw import as_text
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.schedule.simulate import simulate
-from pipetrain.settings import Settings
 from published.cli import read
 from tests.comparison.support import asked
 from tests.gpu import cli as gpu

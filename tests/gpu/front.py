@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pipetrain.checkpoint.files import CHECKPOINTS
-from pipetrain.runtime.links import Links
+from pipetrain.runtime.comm.process_groups import Links
 from tests.gpu.rows import SKIPPED, Row, Setting, judged
 from tests.gpu.speed import no_compiler
 from tests.gpu.training import NEAR, exactly

@@ -18,11 +18,11 @@ from torch import Tensor
 from benchmark.contestants import BatchFeed
 from benchmark.held import NEAR, WINDOWS, Case, job_of
 from benchmark.worlds import fitted
-from pipetrain.rate import LearningRate
-from pipetrain.runtime.links import Links
-from pipetrain.runtime.meter import Meter
+from pipetrain.config.rate import LearningRate
+from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
+from pipetrain.runtime.stage.memory_meter import Meter
 from pipetrain.schedule.actions import Action
 from pipetrain.schedule.memory import totals
 from tests.gpu.rows import MIB, Row, Setting, judged

@@ -16,7 +16,7 @@ from typing import Any
 from benchmark.report import gpu, machine
 from benchmark.worlds import Place, Say, Work, WorldFailed, run_world
 from comparison.table import markdown_table
-from pipetrain.runtime.links import Links
+from pipetrain.runtime.comm.process_groups import Links
 
 PASS, FAIL, SKIPPED, SEEN = "pass", "**FAIL**", "skipped", ""
 TIMEOUT_S = 60.0  # of any wait between ranks

@@ -22,7 +22,7 @@ from benchmark.models import LAUNCHING, PAIRS, REHEARSED, WINDOW, on_gpu
 from benchmark.report import Series, ratio
 from benchmark.tasks import Task, prepare
 from benchmark.worlds import Say, titled
-from pipetrain.runtime.links import Links
+from pipetrain.runtime.comm.process_groups import Links
 from tests.gpu.rows import SKIPPED, Row, Setting, judged
 
 PLAIN, WANTED = "plain loop", 0.97

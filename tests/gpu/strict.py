@@ -15,8 +15,8 @@ from unittest.mock import patch
 
 import torch
 
+from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.runtime.engine import Engine
-from pipetrain.runtime.links import Links
 from pipetrain.runtime.rehearsal import LoopbackChannel
 from tests.gpu.rows import Row, Setting
 from tests.gpu.training import (

@@ -19,16 +19,19 @@ from torch import Tensor, nn
 
 from pipetrain import ActionFailed, ChannelError, ConfigError, TrainingStopped
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime import buckets, finite, graphs, links, rehearsal
-from pipetrain.runtime.channel import Channel
+from pipetrain.runtime import rehearsal
+from pipetrain.runtime.comm import gradient_buckets as buckets
+from pipetrain.runtime.comm import process_groups as links
+from pipetrain.runtime.comm.channel import Channel
 from pipetrain.runtime.feed import WindowFeed
-from pipetrain.runtime.finite import StopOnNaN
-from pipetrain.runtime.graphs import FixedWeights, GraphedStage, GraphMemory, Pass
-from pipetrain.runtime.objective import Counted, Objective
+from pipetrain.runtime.reductions import Sums
 from pipetrain.runtime.session import Session
-from pipetrain.runtime.stage import Stage
-from pipetrain.runtime.sums import Sums
-from pipetrain.runtime.weights import Weights
+from pipetrain.runtime.stage.cuda_graphs import FixedWeights, GraphedStage, GraphMemory, Pass
+from pipetrain.runtime.stage.finite import StopOnNaN
+from pipetrain.runtime.stage.objective import Counted, Objective
+from pipetrain.runtime.stage.stage import Stage, finite
+from pipetrain.runtime.stage.stage import cuda_graphs as graphs
+from pipetrain.runtime.stage.weights import Weights
 from tests.gpu.test_pretended import (
     CLIPPED,
     EVEN,

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pipetrain import Pipeline, TrainingStopped, fit
-from pipetrain.data.loading import Reader
-from pipetrain.network.values import Size
-from pipetrain.runtime import buckets
+from pipetrain.data.reader import Reader
+from pipetrain.model.specs import Size
 from pipetrain.runtime.batches import OfLoader
-from pipetrain.runtime.buffers import Buffers
-from pipetrain.runtime.ranks import World
+from pipetrain.runtime.comm import gradient_buckets as buckets
+from pipetrain.runtime.comm.ranks import World
+from pipetrain.runtime.stage.buffers import Buffers
 from pipetrain.schedule.actions import UPDATE
 from pipetrain.tasks import Classification, Regression
 from tests.support.cases import SCHEDULES, Case, Ran, compare, make_run, run_in_threads

@@ -12,7 +12,7 @@ import torch
 from benchmark.worlds import Say, fitted
 from pipetrain.records.tracer import about_trace
 from pipetrain.runtime.clock import Clock
-from pipetrain.runtime.links import Links
+from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import COMMUNICATION, RECEIVES, SENDS
 from pipetrain.schedule.timeline import TracedWindow

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from benchmark.worlds import Say, fitted
 from pipetrain.errors import TrainingStopped
-from pipetrain.runtime import buckets
-from pipetrain.runtime.links import Links
+from pipetrain.runtime.comm import gradient_buckets as buckets
+from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.schedule.actions import Program
 from tests.gpu.rows import SKIPPED, Row, Setting, judged
 from tests.gpu.speed import no_compiler

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from benchmark.contestants import Ours
 from benchmark.tasks import Task, prepare
 from benchmark.worlds import Say, WorldFailed, fitted
-from pipetrain.network.values import TensorSpec
-from pipetrain.runtime.links import Links
-from pipetrain.runtime.message import Message
+from pipetrain.model.specs import TensorSpec
+from pipetrain.runtime.comm.message import Message
+from pipetrain.runtime.comm.process_groups import Links
 from tests.gpu.rows import MIB, Row, Setting, judged
 from tests.support.cases import Case, make_run
 from tests.support.models import flat, is_planned

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipetrain.building import build
+from pipetrain.config.build import build
 from pipetrain.errors import ConfigError
+from pipetrain.model.chain import Chain
+from pipetrain.model.specs import Size, TensorSpec, ValueSpec
 from pipetrain.models import gpt
-from pipetrain.network.chain import Chain
-from pipetrain.network.values import Size, TensorSpec, ValueSpec
+from pipetrain.plan.cost_estimate import estimate
 from pipetrain.plan.cut import refuse_cuts, shared_weights
-from pipetrain.plan.estimate import estimate
 from tests.support.cases import options_of
 
 SMALL = {"depth": 2, "heads": 2, "width": 8, "sequence": 16, "vocabulary": 11}

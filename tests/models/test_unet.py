@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from pipetrain.building import build
+from pipetrain.config.build import build
 from pipetrain.errors import ConfigError
+from pipetrain.model.chain import Stash
+from pipetrain.model.specs import Size, TensorSpec, ValueSpec
 from pipetrain.models import unet
 from pipetrain.models.unet import Concatenate
-from pipetrain.network.chain import Stash
-from pipetrain.network.values import Size, TensorSpec, ValueSpec
-from pipetrain.plan.estimate import estimate
+from pipetrain.plan.cost_estimate import estimate
 from tests.support.cases import Case, compare, options_of, run_in_threads
 
 SMALL = {"num_classes": 3, "levels": 3, "convolutions": 2, "width": 4}

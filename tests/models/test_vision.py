@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pipetrain import models
-from pipetrain.building import make_model
+from pipetrain.config.build import make_model
+from pipetrain.config.settings import Settings
 from pipetrain.errors import ConfigError
-from pipetrain.settings import Settings
 from tests.support.cases import options_of
 
 pytestmark = pytest.mark.slow

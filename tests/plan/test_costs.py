@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipetrain.codec import Codecs, Half
-from pipetrain.network.network import INPUT
-from pipetrain.network.numerics import Numerics
-from pipetrain.network.tensors import storage_of
-from pipetrain.network.values import Size, TensorSpec, ValueSpec
-from pipetrain.placing import places_of
+from pipetrain.config.placement import places_of
+from pipetrain.config.settings import Mode
+from pipetrain.model.network import INPUT
+from pipetrain.model.numerics import Numerics
+from pipetrain.model.specs import Size, TensorSpec, ValueSpec
+from pipetrain.model.trial_tensors import storage_of
 from pipetrain.plan import costs
+from pipetrain.plan.cost_estimate import Layer, estimate
 from pipetrain.plan.costs import NO_TIME, Profile, Table, by_work, read_profile, refuse_other_layers
 from pipetrain.plan.cut import cut_layers
-from pipetrain.plan.estimate import Layer, estimate
-from pipetrain.plan.memory import known_state, optimizer_state
+from pipetrain.plan.memory_fit import known_state, optimizer_state
 from pipetrain.schedule.actions import NO_PEER, Action, Op
 from pipetrain.schedule.memory import Items
 from pipetrain.schedule.timeline import Costs
-from pipetrain.settings import Mode
 from tests.support.profiles import Skip, bytes_of, layer, prices_of, profile, table_of
 from tests.support.refusals import refusal
 

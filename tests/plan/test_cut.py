@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from torch import Tensor, nn
 
-from pipetrain.network.chain import Chain, Pop, Stash
-from pipetrain.network.network import INPUT, ValueId
-from pipetrain.network.values import Size, TensorSpec, ValueSpec
+from pipetrain.model.chain import Chain, Pop, Stash
+from pipetrain.model.network import INPUT, ValueId
+from pipetrain.model.specs import Size, TensorSpec, ValueSpec
+from pipetrain.plan.cost_estimate import estimate
 from pipetrain.plan.cut import Route, copies_output, cut_layers, cuts_that_may_be, divide, merge, refuse_cuts
-from pipetrain.plan.estimate import estimate
 from tests.support.chains import ENTRY, EXAMPLE, Into, apart, cut_chains, stage_of, steady
 from tests.support.edges import Lambda
 from tests.support.models import Join

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout, mse_loss, rrelu
 
 from pipetrain import ConfigError, Pipeline, Pop, Stash
+from pipetrain.config.settings import Settings
+from pipetrain.model.chain import network_of
+from pipetrain.model.network import Network
+from pipetrain.model.specs import Value, ValueSpec
+from pipetrain.model.trial_tensors import GRADIENT, difference
 from pipetrain.models import gpt
-from pipetrain.network.chain import network_of
-from pipetrain.network.network import Network
-from pipetrain.network.tensors import GRADIENT, difference
-from pipetrain.network.values import Value, ValueSpec
-from pipetrain.plan.making import make_plan
+from pipetrain.plan.make_plan import make_plan
 from pipetrain.plan.parity import prove_loss, prove_stages
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
 from pipetrain.schedule.programs import one_f_one_b
-from pipetrain.settings import Settings
 from pipetrain.tasks import Task
 from tests.support.cases import options_of
 from tests.support.models import Join, skipping

@@ -10,7 +10,7 @@ import pytest
 from pipetrain.commands.plan import show_replicas
 from pipetrain.errors import ConfigError
 from pipetrain.plan.replica_choice import describe_replicas
-from pipetrain.plan.replicas import Machines, Planner
+from pipetrain.plan.replica_partition import Machines, Planner
 from tests.plan.test_replicas import sums_of
 from tests.support.cases import config
 

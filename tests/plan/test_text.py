@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from pipetrain.building import make_model, make_schedule
-from pipetrain.network.values import Size
-from pipetrain.plan.making import make_plan
+from pipetrain.config.build import make_model, make_schedule
+from pipetrain.config.settings import Settings
+from pipetrain.model.specs import Size
+from pipetrain.plan.make_plan import make_plan
 from pipetrain.plan.plan import Samples
 from pipetrain.plan.program import Draft
 from pipetrain.plan.text import describe
-from pipetrain.settings import Settings
 from tests.schedule.theory import theory
 from tests.support.cases import SCHEDULES, options_of
 from tests.support.plans import IMAGE, figures, planned

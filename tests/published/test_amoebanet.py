@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipetrain.building import build
+from pipetrain.config.build import build
 from pipetrain.errors import ConfigError
 from published.amoebanet import NORMAL, REDUCTION, Cell, Halving, amoebanet
 from published.experiments.torchgpipe_amoebanet import WORDS

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from pipetrain.groups import KINDS
+from pipetrain.config.parameter_groups import KINDS
 from published import stacked
 from published.emulation import Emulation, Feed, Pipeline
 from published.stacked import SGD, AdamW, Muon, Optimizer

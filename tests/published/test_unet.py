@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pipetrain.building import build
+from pipetrain.config.build import build
 from published.experiments.torchgpipe_unet import MASKS, unet_instancenorm
 from tests.support.cases import Case, compare, options_of, run_in_threads
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from omegaconf import OmegaConf
 
-from pipetrain.choices import conf_dir
+from pipetrain.config.choices import conf_dir
 from pipetrain.records.files import Console, Files, LogFile
 from tests.support.disk import full_disk
 

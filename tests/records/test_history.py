@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from pipetrain.records.history import History, epoch_table
-from pipetrain.records.stages import stage_table
-from pipetrain.runtime.meter import PeakBytes
+from pipetrain.records.stage_table import stage_table
+from pipetrain.runtime.stage.memory_meter import PeakBytes
 from pipetrain.schedule.timeline import StageStats
 from tests.support.cases import Case, make_run
 from tests.support.figures import figures

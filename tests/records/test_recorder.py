@@ -20,13 +20,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pipetrain.commands.cli import as_mapping, contained
 from pipetrain.errors import NotRecorded
 from pipetrain.records import recorder as module
-from pipetrain.records.folder import RunFolder
 from pipetrain.records.recorder import Recorder
+from pipetrain.records.run_folder import RunFolder
 from pipetrain.records.tracer import Trace
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Op
-from pipetrain.schedule.figure import as_png
 from pipetrain.schedule.lower import lower
+from pipetrain.schedule.plot import as_png
 from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, StageStats

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipetrain.checkpoint.progress import EpochRecord
+from pipetrain.checkpoint.epoch_record import EpochRecord
 from pipetrain.commands.cli import as_mapping
 from pipetrain.errors import ConfigError
 from pipetrain.records import trackers as module

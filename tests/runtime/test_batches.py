@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipetrain.data.loading import Form
-from pipetrain.network.values import Size, ValueSpec, specs_of
+from pipetrain.data.reader import Form
+from pipetrain.model.specs import Size, ValueSpec, specs_of
 from pipetrain.runtime.batches import UNTAKEN, OfLoader, turns
-from pipetrain.runtime.ranks import World
+from pipetrain.runtime.comm.ranks import World
 from pipetrain.tasks import Classification
 
 FORM = Form(ValueSpec.in_batch(torch.zeros(2, 1)), ValueSpec.in_batch(torch.zeros(2, dtype=torch.int64)))

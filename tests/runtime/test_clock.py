@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipetrain.runtime.clock import Clock, Stopwatch
-from pipetrain.runtime.watch import Deadline
+from pipetrain.runtime.comm.transfer_watch import Deadline
 from pipetrain.schedule.actions import parse_program
 from pipetrain.schedule.timeline import Row
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pipetrain.errors import ConfigError
+from pipetrain.runtime.comm.ranks import World
 from pipetrain.runtime.device import choose_device, keep_freed_memory
-from pipetrain.runtime.ranks import World
 
 ALONE = World()
 
@@ -18,19 +18,19 @@ ALONE = World()
 def test_each_rank_has_a_gpu_of_its_machine_and_one_that_is_not_there_is_refused(with_gpus, monkeypatch):
     with_gpus(2)
     worlds = [World(rank=4 + local, size=8, local_rank=local, local_size=4) for local in range(4)]
-    assert [choose_device(world, "auto").index for world in worlds] == [0, 1, 0, 1]
-    assert [choose_device(ALONE, asked).type for asked in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+    assert [choose_device(world.local_rank, "auto").index for world in worlds] == [0, 1, 0, 1]
+    assert [choose_device(0, asked).type for asked in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for rank in range(2):  # as mpirun's, whose wrapper sets these alone
         monkeypatch.setenv("RANK", str(6 + rank))
         monkeypatch.setenv("WORLD_SIZE", "8")
         assert World.current() == World(6 + rank, 8, local_rank=6 + rank, local_size=0)
-        assert choose_device(World.current(), "auto").index == rank
+        assert choose_device(World.current().local_rank, "auto").index == rank
     with_gpus(0)
-    assert [choose_device(ALONE, asked).type for asked in ("auto", "cpu")] == ["cpu", "cpu"]
+    assert [choose_device(0, asked).type for asked in ("auto", "cpu")] == ["cpu", "cpu"]
     with pytest.raises(ConfigError, match=r"device=cuda needs a GPU that torch can use, .*; use device=auto"):
-        choose_device(ALONE, "cuda")
+        choose_device(0, "cuda")
 
 
 def faults() -> tuple[str, int]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipetrain.network.values import Size
+from pipetrain.model.specs import Size
 from pipetrain.runtime.feed import Sources, TargetRows, WindowFeed
 from pipetrain.tasks import Classification
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pipetrain.codec import Codec, Codecs, Half, Int8, TopK, TopKInt8
 from pipetrain.errors import TrainingStopped
-from pipetrain.network.values import specs_of
+from pipetrain.model.specs import specs_of
+from pipetrain.runtime.comm.message import Message
 from pipetrain.runtime.mailbox import Coding
-from pipetrain.runtime.message import Message
 from tests.support.cases import Case, run_in_threads
 from tests.support.codecs import Signs
 from tests.support.jobs import exchange_coded

@@ -10,7 +10,7 @@ import pytest
 from pipetrain.runtime.order import Order
 from pipetrain.schedule.actions import ALL, RECEIVES, Action, Op
 from pipetrain.schedule.lower import edges, lower
-from pipetrain.schedule.posts import Sum, make_posts
+from pipetrain.schedule.posting_order import Sum, make_posts
 from pipetrain.schedule.programs import gpipe, zbv
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.transforms import with_norms

@@ -16,17 +16,18 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_planned
 
 from pipetrain import Pipeline
-from pipetrain.network.chain import Chain
-from pipetrain.network.numerics import Numerics
-from pipetrain.network.values import Size, TensorSpec, ValueSpec
+from pipetrain.config.settings import Settings
+from pipetrain.model.chain import Chain
+from pipetrain.model.numerics import Numerics
+from pipetrain.model.specs import Size, TensorSpec, ValueSpec
+from pipetrain.plan.cost_estimate import estimate
 from pipetrain.plan.costs import SECONDS, LayerTime, Profile, profile_conditions
-from pipetrain.plan.estimate import estimate
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime import clock, profile, split
-from pipetrain.runtime import stage as stage_module
+from pipetrain.runtime import clock, profile
 from pipetrain.runtime.profile import LARGE, SMALL, line, measure, measure_layers
-from pipetrain.runtime.weights import OptimizerFactory
-from pipetrain.settings import Settings
+from pipetrain.runtime.stage.stage import split_backward as split
+from pipetrain.runtime.stage.stage import stage as stage_module
+from pipetrain.runtime.stage.weights import OptimizerFactory
 from tests.support import models
 from tests.support.cases import options_of
 from tests.support.pretended.world import alone

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import SequentialLR, StepLR
 from pipetrain import Pipeline
 from pipetrain.runtime import session
 from pipetrain.runtime.engine import Engine
-from pipetrain.runtime.weights import Weights
+from pipetrain.runtime.stage.weights import Weights
 from pipetrain.schedule.actions import COMPUTE, RECEIVES, UPDATE, Action, Op
 from tests.support.cases import SCHEDULES, Case, LocalLinks, make_run, run_in_threads
 from tests.support.deadlines import DEADLINE_S

@@ -1,8 +1,9 @@
 """Runs a lowered program in any order that its waits allow: a second judge of what `simulate` says.
 
 It has no times. Each turn does one thing that can be done, chosen at random: the next action of a rank, or
-the transfer of a message for which a receive is posted. Channels keep to the words of runtime/channel.py,
-and every value that an action uses must be there and be the right one. Stages have no replicas.
+the transfer of a message for which a receive is posted. Channels keep to the words of
+runtime/comm/channel.py, and every value that an action uses must be there and be the right one. Stages have
+no replicas.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pipetrain.schedule import automatic
 from pipetrain.schedule.actions import Op, Program, asks_for, most_open
 from pipetrain.schedule.automatic import FIXED, ZeroBubbleAuto
 from pipetrain.schedule.check import check
-from pipetrain.schedule.greedy import WorkTimes
+from pipetrain.schedule.list_scheduler import WorkTimes
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs.order import v_placement
 from pipetrain.schedule.simulate import Cost, simulate, unit_cost

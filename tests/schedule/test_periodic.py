@@ -7,7 +7,7 @@ import pytest
 
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.check import check
-from pipetrain.schedule.greedy import WorkTimes
+from pipetrain.schedule.list_scheduler import WorkTimes
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.periodic import offsets
 from pipetrain.schedule.programs.order import newest, v_placement, versioned

@@ -23,24 +23,24 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from pipetrain.building import make_schedule
-from pipetrain.checkpoint.early import EarlyEnd
+from pipetrain.checkpoint.early_stop import EarlyEnd
+from pipetrain.checkpoint.epoch_record import EpochRecord, Stats
 from pipetrain.checkpoint.files import read_whole
-from pipetrain.checkpoint.progress import EpochRecord, Stats
 from pipetrain.checkpoint.resume import Source, tensors_of
 from pipetrain.checkpoint.writer import Keeper, Writer
-from pipetrain.choices import conf_dir
 from pipetrain.commands.cli import as_hydra, values_of
+from pipetrain.config.build import make_schedule
+from pipetrain.config.choices import conf_dir
 from pipetrain.data import Augment, Data, Images, load_augment
-from pipetrain.epochs import Epochs
-from pipetrain.network.draws import Seeds, drawing
+from pipetrain.model.random_numbers import Seeds, drawing
 from pipetrain.records.tracer import Trace
 from pipetrain.runtime import engine
-from pipetrain.runtime.ranks import World
-from pipetrain.runtime.stage import Stage
+from pipetrain.runtime.comm.ranks import World
+from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import Op, Program, Tie, ranks_of
 from pipetrain.signals import Asked, Signals
 from pipetrain.tasks import IGNORED
+from pipetrain.trainer.epochs import Epochs
 from tests.support import reference
 from tests.support.deadlines import DEADLINE_S
 from tests.support.local import LocalChannel, Wire, in_threads

@@ -9,11 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipetrain.network.chain import Chain, Pop, Stash
-from pipetrain.network.network import INPUT, ValueId
-from pipetrain.network.values import Size, TensorSpec, ValueSpec
+from pipetrain.model.chain import Chain, Pop, Stash
+from pipetrain.model.network import INPUT, ValueId
+from pipetrain.model.specs import Size, TensorSpec, ValueSpec
+from pipetrain.plan.cost_estimate import Layer, estimate
 from pipetrain.plan.cut import Cut
-from pipetrain.plan.estimate import Layer, estimate
 from tests.support.models import Pair
 
 steady = settings(derandomize=True, deadline=None, max_examples=40)

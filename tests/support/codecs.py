@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.codec import Codec
-from pipetrain.network.values import TensorSpec
+from pipetrain.model.specs import TensorSpec
 
 
 class Same(Codec):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipetrain.checkpoint.progress import EpochRecord
+from pipetrain.checkpoint.epoch_record import EpochRecord
 from pipetrain.schedule.timeline import StageStats
 
 

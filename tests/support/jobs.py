@@ -15,12 +15,12 @@ from torch.distributed.distributed_c10d import Store
 
 from pipetrain.codec import Codecs
 from pipetrain.errors import ChannelError, Refused
-from pipetrain.network.values import TensorSpec, specs_of
-from pipetrain.runtime.links import Links
+from pipetrain.model.specs import TensorSpec, specs_of
+from pipetrain.runtime.comm.message import Message
+from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.ranks import Ranks, World
+from pipetrain.runtime.comm.rendezvous import make_group
 from pipetrain.runtime.mailbox import Coding
-from pipetrain.runtime.meeting import make_group
-from pipetrain.runtime.message import Message
-from pipetrain.runtime.ranks import Ranks, World
 from pipetrain.schedule.actions import ALL
 from tests.support.cases import Case, Listener, Ran, compare, make_run, state_of
 from tests.support.deadlines import DEADLINE_S

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipetrain.rate import Rate
+from pipetrain.config.rate import Rate
 
 Named = Mapping[str, Tensor]
 BETA, TINY = 0.999, 1e-12

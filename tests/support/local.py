@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils import _python_dispatch
 
 from pipetrain.errors import ChannelError
-from pipetrain.runtime.message import Message, failed
-from pipetrain.runtime.watch import Deadline
+from pipetrain.runtime.comm.message import Message, failed
+from pipetrain.runtime.comm.transfer_watch import Deadline
 from pipetrain.schedule.actions import Edge, Placement, Tie
 from pipetrain.schedule.lower import Link
 from tests.support.deadlines import DEADLINE_S

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_planned
 from torch.utils.checkpoint import checkpoint
 
-from pipetrain.network.chain import Pop, Stash
+from pipetrain.model.chain import Pop, Stash
 
 CLASSES = 10
 

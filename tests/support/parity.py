@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from pipetrain import Pipeline
-from pipetrain.network.values import Size, Value, as_tuple, on_each
+from pipetrain.model.specs import Size, Value, as_tuple, on_each
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.ranks import World
+from pipetrain.runtime.comm.ranks import World
 from pipetrain.tasks import Task
 from tests.support.reference import DELAYS, Reference, copied
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from pipetrain.network.chain import Chain
-from pipetrain.network.network import Part, Slice, ValueId
-from pipetrain.network.values import ValueSpec
+from pipetrain.model.chain import Chain
+from pipetrain.model.network import Part, Slice, ValueId
+from pipetrain.model.specs import ValueSpec
 
 
 def part_of(module: nn.Module, enters: int = 1, leaves: int = 1, before: int = 0, **known: Any) -> Part:

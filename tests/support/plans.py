@@ -6,12 +6,12 @@ import re
 
 import torch
 
-from pipetrain.building import make_model, make_schedule
-from pipetrain.network.values import TensorSpec, ValueSpec
-from pipetrain.plan.making import make_plan
+from pipetrain.config.build import make_model, make_schedule
+from pipetrain.config.settings import Settings
+from pipetrain.model.specs import TensorSpec, ValueSpec
+from pipetrain.plan.make_plan import make_plan
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
-from pipetrain.settings import Settings
 from tests.support.cases import options_of
 
 IMAGE = ValueSpec((TensorSpec((3, 32, 32), torch.float32),))

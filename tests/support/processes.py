@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, folders, read_whole
-from pipetrain.documents import DamagedCheckpoint
+from pipetrain.typed_json import DamagedCheckpoint
 from tests.support.deadlines import DEADLINE_S
 from tests.support.server import TORCHRUN as TORCHRUN
 from tests.support.server import context

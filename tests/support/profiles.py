@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipetrain.network.network import INPUT, ValueId
-from pipetrain.network.values import TensorSpec, ValueSpec
-from pipetrain.plan.balance import Doing, Prices
+from pipetrain.config.settings import Mode
+from pipetrain.model.network import INPUT, ValueId
+from pipetrain.model.specs import TensorSpec, ValueSpec
+from pipetrain.plan.cost_estimate import Layer, estimate
 from pipetrain.plan.costs import LayerTime, Profile, Table
-from pipetrain.plan.estimate import Layer, estimate
-from pipetrain.plan.observed import Kept
+from pipetrain.plan.operation_costs import Kept
+from pipetrain.plan.partition import Doing, Prices
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.memory import Items
-from pipetrain.settings import Mode
 
 
 def layer(name: str = "layer", forward_s: float = 1, backward_s: float = 2, **others: Any) -> LayerTime:

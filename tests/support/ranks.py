@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipetrain import pipeline
-from pipetrain.runtime.links import Links
-from pipetrain.runtime.ranks import World
+from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.ranks import World
+from pipetrain.trainer import pipeline
 from tests.support.deadlines import DEADLINE_S
 from tests.support.server import context
 

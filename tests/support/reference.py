@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from pipetrain.config.rate import Rate
 from pipetrain.correction import (
     Correction,
     GapAware,
@@ -30,12 +31,11 @@ from pipetrain.correction import (
     StepsAhead,
 )
 from pipetrain.data import Draw
-from pipetrain.network.chain import Pop, Stash, network_of
-from pipetrain.network.draws import Seeds, drawing
-from pipetrain.network.values import Size, Value, as_tuple, named_layers
+from pipetrain.model.chain import Pop, Stash, network_of
+from pipetrain.model.random_numbers import Seeds, drawing
+from pipetrain.model.specs import Size, Value, as_tuple, named_layers
 from pipetrain.plan.cut import cut_layers, homes
 from pipetrain.plan.plan import Plan
-from pipetrain.rate import Rate
 from pipetrain.schedule.actions import has_norms
 from pipetrain.tasks import Task
 from tests.support.late import Late

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from pipetrain import ConfigError, Pipeline, ScheduleError, TrainingStopped
 from pipetrain.errors import ChannelError
-from pipetrain.runtime.links import Links
-from pipetrain.runtime.ranks import World
+from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.ranks import World
 from pipetrain.schedule.programs import one_f_one_b
 
 Program = Callable[[int], object]
@@ -218,7 +218,7 @@ APART: dict[str, tuple[Program, str, str]] = {
 
 def told(program: Program, rank: int) -> str:
     """Return what a program is told; anything but one sentence of ours, or of the loader, is an error."""
-    from pipetrain import pipeline
+    from pipetrain.trainer import pipeline
 
     pipeline._open.clear()
     try:

@@ -10,32 +10,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.building import make_optimizer, make_schedule, make_task, model_of
 from pipetrain.checkpoint.writer import Keeper
+from pipetrain.config.build import make_optimizer, make_schedule, make_task, model_of
+from pipetrain.config.rate import LearningRate
+from pipetrain.config.settings import Settings
 from pipetrain.data import Data, DataFacts, Sampler
-from pipetrain.data.loader import Sampled, even
-from pipetrain.epochs import Epochs
-from pipetrain.network import factory
-from pipetrain.network.chain import network_of
-from pipetrain.network.model import prove_model
-from pipetrain.network.network import Network
-from pipetrain.network.values import ValueSpec
-from pipetrain.plan.making import make_plan
-from pipetrain.plan.memory import optimizer_state
+from pipetrain.data.sampling import Sampled, even
+from pipetrain.model import factory
+from pipetrain.model.chain import network_of
+from pipetrain.model.network import Network
+from pipetrain.model.requirements import prove_model
+from pipetrain.model.specs import ValueSpec
+from pipetrain.plan.make_plan import make_plan
+from pipetrain.plan.memory_fit import optimizer_state
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
-from pipetrain.rate import LearningRate
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.runtime.batches import Batches, OfNumbers
-from pipetrain.runtime.links import Links
-from pipetrain.runtime.optimizer import prove_optimizer
+from pipetrain.runtime.comm.collective_guard import Together
+from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.runtime.session import Session, make_stages
-from pipetrain.runtime.together import Together
-from pipetrain.runtime.weights import OptimizerFactory
-from pipetrain.runtime.windows import Windows
-from pipetrain.settings import Settings
+from pipetrain.runtime.stage.optimizer_trial import prove_optimizer
+from pipetrain.runtime.stage.weights import OptimizerFactory
 from pipetrain.tasks import Task
+from pipetrain.trainer.epochs import Epochs
+from pipetrain.trainer.windows import Windows
 
 
 @dataclass(frozen=True)

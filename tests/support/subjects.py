@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipetrain.model.specs import Value, as_tuple
 from pipetrain.models import unet
-from pipetrain.network.values import Value, as_tuple
 from pipetrain.tasks import Classification, LanguageModelling, Segmentation, Task
 from tests.support import hugging_face
 from tests.support.hugging_face import VOCABULARY

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pipetrain.network.network import INPUT, Part, Slice, ValueId, run_parts
-from pipetrain.network.tracing.dataflow import is_random
-from pipetrain.network.tracing.trace import trace
-from pipetrain.network.tracing.traced import Traced
-from pipetrain.network.values import TensorSpec, ValueSpec
+from pipetrain.model.network import INPUT, Part, Slice, ValueId, run_parts
+from pipetrain.model.specs import TensorSpec, ValueSpec
+from pipetrain.model.tracing.dataflow import is_random
+from pipetrain.model.tracing.trace import trace
+from pipetrain.model.tracing.traced_network import Traced
 
 
 def example(*shapes: tuple[int, ...], names: tuple[str, ...] | None = None) -> ValueSpec:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipetrain.network.values import Value
+from pipetrain.model.specs import Value
 from pipetrain.tasks import Accuracy, Mean, MeanIoU, Metric, Perplexity, SquaredError, Task
-from pipetrain.tasks.tally import Accumulator
+from pipetrain.tasks.running_sums import Accumulator
 
 N, CLASSES = 23, 6
 PARTS = (1, 9, 4, 7, 2)

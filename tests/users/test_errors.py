@@ -82,7 +82,7 @@ def test_a_program_ends_by_its_own_traceback_whose_last_line_is_our_sentence(ran
         said, other = ranks(shown, program)
         assert f"in {program.__name__}" in said
         assert sentence in said.splitlines()[-1]
-        assert files(said) == [MINE, MINE, "ending.py"]
+        assert files(said) == [MINE, MINE, "exit.py"]
         assert other == ""  # all ranks raise it, and one says it
     for said in ranks(shown, wrong_program):
         assert 'raise KeyError("my program")' in said
@@ -118,7 +118,7 @@ def caught() -> tuple[str, str]:
 def test_a_mistake_in_a_layer_is_shown_where_it_is_and_the_ranks_that_lost_it_show_nothing(ranks):
     lost, failed = ranks(shown, wrong_layer)
     assert 'raise KeyError("my layer")' in failed
-    assert files(failed) == [MINE, MINE, MINE, "ending.py"]  # the layer, and the program
+    assert files(failed) == [MINE, MINE, MINE, "exit.py"]  # the layer, and the program
     assert lost == ""
     assert failed.splitlines()[-1].endswith(
         "ActionFailed: rank 1, stage 1, action 1F0@0: KeyError: 'my layer'"

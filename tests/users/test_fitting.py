@@ -23,9 +23,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from pipetrain import Pipeline, fit
-from pipetrain.checkpoint import early
-from pipetrain.epochs import Epochs
+from pipetrain.checkpoint import early_stop as early
 from pipetrain.records.recorder import Recorder
+from pipetrain.trainer.epochs import Epochs
 from tests.support.processes import checkpoints
 from tests.support.ranks import Ranks
 from tests.users.programs import batch, ended, mlp, sgd

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from pipetrain import Pipeline
 from pipetrain.data import Data
-from pipetrain.data.dataset import as_split
+from pipetrain.data.user_data import as_split
 from pipetrain.tasks import Accuracy
 from tests.support import hugging_face
 from tests.support.cases import Case, options_of, run_in_threads

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipetrain.errors import ConfigError, TrainingStopped
-from pipetrain.network.values import Size
+from pipetrain.model.specs import Size
 from tests.support.cases import Case, Saved, compare, make_run, run_in_threads
 
 pytestmark = pytest.mark.slow

@@ -11,17 +11,17 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from pipetrain.building import make_model, make_optimizer, make_schedule
-from pipetrain.choices import conf_dir
 from pipetrain.commands import cli as commands
 from pipetrain.commands.cli import values_of
+from pipetrain.config.build import make_model, make_optimizer, make_schedule
+from pipetrain.config.choices import conf_dir
+from pipetrain.config.rate import SHAPES
+from pipetrain.config.settings import Settings
 from pipetrain.correction import Correction
 from pipetrain.data import load_augment
-from pipetrain.rate import SHAPES
-from pipetrain.runtime.optimizer import prove_optimizer
+from pipetrain.runtime.stage.optimizer_trial import prove_optimizer
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
-from pipetrain.settings import Settings
 from pipetrain.targets import make
 from tests.support.cases import config
 

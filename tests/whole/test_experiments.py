@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetrain.building import make_model
+from pipetrain.config.build import make_model
 from pipetrain.models.vision import Residual
 from tests.commands.test_train import train_here
 from tests.support.cases import options_of

@@ -1,6 +1,6 @@
 """The house: its floors, which test file shows a module, what a wheel holds, and what scripts leave alone.
 
-Tests mirror the package: `network/chain.py` has `network/test_chain.py`, and a package may have one file for
+Tests mirror the package: `model/chain.py` has `model/test_chain.py`, and a package may have one file for
 all that is in it. `python -m tests.whole.test_house` prints the table.
 """
 
@@ -18,31 +18,31 @@ APART = {"benchmark", "comparison", "docs", "gpu", "published", "support", "user
 """Folders whose tests are of no one module."""
 SEEN_IN = {
     "__init__": "docs/test_api_docs",
-    "checkpoint/state": "checkpoint/test_dcp",
-    "errors": "test_ending",
-    "fitting": "users/test_fitting",
+    "checkpoint/rank_state": "checkpoint/test_dcp",
+    "errors": "test_exit",
+    "trainer/fit": "users/test_fitting",
     "models/layers": "models/test_vision",
-    "network/network": "network/test_chain",
-    "network/products": "runtime/test_split",
-    "network/tensors": "plan/test_estimate",
-    "network/values": "network/test_chain",
-    "plan/paper": "plan/test_rows",
+    "model/network": "model/test_chain",
+    "model/matrix_products": "runtime/stage/test_split_backward",
+    "model/trial_tensors": "plan/test_cost_estimate",
+    "model/specs": "model/test_chain",
+    "plan/paper_plan": "plan/test_csv_tables",
     "plan/program": "plan/test_plan",
-    "plan/observed": "plan/test_estimate",
+    "plan/operation_costs": "plan/test_cost_estimate",
     "records/tensorboard": "records/test_recorder",
-    "runtime/buffers": "runtime/test_recompute",
-    "runtime/microbatch": "runtime/test_stage",
-    "runtime/objective": "runtime/test_stage",
+    "runtime/stage/buffers": "runtime/stage/test_recompute",
+    "runtime/stage/microbatch": "runtime/stage/test_stage",
+    "runtime/stage/objective": "runtime/stage/test_stage",
     "runtime/session": "whole/test_equivalence",
-    "runtime/whole": "whole/test_any_module",
-    "schedule/figure": "schedule/test_draw",
-    "schedule/fixed": "schedule/test_programs",
-    "schedule/greedy": "schedule/test_automatic",
+    "runtime/whole_model": "whole/test_any_module",
+    "schedule/plot": "schedule/test_draw",
+    "schedule/program_file": "schedule/test_programs",
+    "schedule/list_scheduler": "schedule/test_automatic",
     "schedule/timeline": "schedule/test_simulate",
     "schedule/waits": "schedule/test_simulate",
     "signals": "whole/test_stops",
-    "passes": "users/test_fitting",
-    "training": "test_pipeline",
+    "trainer/passes": "users/test_fitting",
+    "trainer/training": "trainer/test_pipeline",
 }
 """Modules without a test file of their own: what shows them."""
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipetrain.building import build
-from pipetrain.choices import conf_dir
+from pipetrain.config.build import build
+from pipetrain.config.choices import conf_dir
 from pipetrain.data import declared_example, load_data
 from pipetrain.errors import ConfigError
-from pipetrain.network.tensors import made_up
-from pipetrain.network.values import Size
+from pipetrain.model.specs import Size
+from pipetrain.model.trial_tensors import made_up
 from tests.support.cases import options_of, prepared
 
 pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipetrain import ConfigError, Pipeline
 from pipetrain.checkpoint.files import VERSION, stage_file, write_part
-from pipetrain.checkpoint.tensors import read_files
+from pipetrain.checkpoint.tensor_files import read_files
 from tests.support.damage import forge, put
 from tests.support.released import INPUTS, KEPT, TARGETS, training
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipetrain.errors import ConfigError
-from pipetrain.runtime import buckets
+from pipetrain.runtime.comm import gradient_buckets as buckets
 from pipetrain.schedule.actions import ScheduleError
 from tests.support.cases import SCHEDULES, Case, compare, make_run, run_in_threads
 

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipetrain.schedule.actions import Action, Edge, Op, Program, ScheduleError, ranks_of
-from pipetrain.schedule.bounds import edge_bounds
+from pipetrain.schedule.buffer_bounds import edge_bounds
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import compute_only, edges, lower
 from pipetrain.schedule.policy import ForwardBackward, play

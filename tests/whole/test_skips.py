@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from pipetrain.network.network import ValueId
+from pipetrain.model.network import ValueId
 from tests.support.cases import Case, Saved, compare, make_run, run_in_threads
 from tests.support.models import STASHED
 

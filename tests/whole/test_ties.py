@@ -20,7 +20,7 @@ from pipetrain.schedule.actions import (
     ranks_of,
     shortened,
 )
-from pipetrain.schedule.bounds import edge_bounds
+from pipetrain.schedule.buffer_bounds import edge_bounds
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import compute_only, lower
 from pipetrain.schedule.programs import (

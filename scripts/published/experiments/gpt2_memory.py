@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pipetrain.commands.cli import composed, values_of
-from pipetrain.plan.paper import planned
+from pipetrain.plan.paper_plan import planned
 from pipetrain.schedule.memory import GIB, totals
 from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
 

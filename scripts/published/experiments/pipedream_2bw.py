@@ -12,7 +12,7 @@ from typing import Any
 from benchmark.contestants import Builders, Theirs, Ways, ours, plain
 from benchmark.models import WHOLE
 from benchmark.tasks import Task, prepare
-from pipetrain.runtime.links import Links
+from pipetrain.runtime.comm.process_groups import Links
 from published.measures import Race, held, raced, trained
 from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pipetrain.plan.costs import Table
 from pipetrain.plan.replica_choice import joined
-from pipetrain.plan.replicas import LayerSums, Machines, Planner
+from pipetrain.plan.replica_partition import LayerSums, Machines, Planner
 from published.measures import profile_of
 from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
 

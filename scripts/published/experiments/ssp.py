@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from benchmark.contestants import Builders, Contestant, Ours
 from benchmark.held import MODELS as SMALL
 from benchmark.tasks import prepare
-from pipetrain.network.values import Size
+from pipetrain.model.specs import Size
 from pipetrain.plan.costs import SECONDS, LayerTime, Profile
-from pipetrain.runtime.links import Links
+from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.memory import peaks
 from pipetrain.schedule.programs import ssp

@@ -11,7 +11,7 @@ from benchmark.held import NEAR, stage_peaks
 from benchmark.report import progress
 from benchmark.tasks import Task, prepare
 from benchmark.worlds import Say, run_world
-from pipetrain.runtime.links import Links
+from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.schedule.memory import GIB
 from published.measures import predicted
 from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipetrain.model.chain import Pop, Stash
 from pipetrain.models import resnet101
 from pipetrain.models.layers import stack
 from pipetrain.models.vision import Residual
-from pipetrain.network.chain import Pop, Stash
 from published.beside import (
     BESIDE,
     PLAIN,

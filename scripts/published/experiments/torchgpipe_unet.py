@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from pipetrain.model.chain import Pop, Stash
 from pipetrain.models.layers import NormalConvolution, before_relu
 from pipetrain.models.unet import Concatenate
-from pipetrain.network.chain import Pop, Stash
 from published.beside import (
     BESIDE,
     THEIRS,

@@ -11,7 +11,7 @@ from benchmark.contestants import Builders, Contestant, Ours
 from benchmark.paced import Paced
 from benchmark.schedules import WAYS, WINDOW, Way, bound, prepared
 from pipetrain.commands.cli import composed
-from pipetrain.runtime.links import Links
+from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.schedule.actions import most_open, ranks_of
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.simulate import simulate

@@ -21,8 +21,10 @@ from torch import Tensor
 from torch.distributed import GroupMember
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pipetrain.runtime import links, ranks, watch
-from pipetrain.runtime.watch import Deadline
+from pipetrain.runtime.comm import process_groups as links
+from pipetrain.runtime.comm import ranks
+from pipetrain.runtime.comm import transfer_watch as watch
+from pipetrain.runtime.comm.transfer_watch import Deadline
 from tests.support.pretended.nccl import Clock, Group, Nccl, Waits, Work
 from tests.support.pretended.streams import here
 from tests.support.pretended.tensors import is_tagged

@@ -13,15 +13,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from pipetrain.epochs import Epochs
 from pipetrain.plan.plan import Plan
+from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.ranks import World
 from pipetrain.runtime.engine import Engine
-from pipetrain.runtime.links import Links
-from pipetrain.runtime.ranks import World
 from pipetrain.runtime.rehearsal import Rehearsal
 from pipetrain.runtime.session import Session
-from pipetrain.runtime.windows import Windows
 from pipetrain.schedule.actions import Action
+from pipetrain.trainer.epochs import Epochs
+from pipetrain.trainer.windows import Windows
 from tests.support.cases import Case, Listener, Ran, drawing_in_turn, make_run, state_of
 from tests.support.deadlines import DEADLINE_S
 from tests.support.local import in_threads

@@ -1,0 +1,211 @@
+"""The state of one rank as tensors by name, and back: its stages, random numbers and codecs' residuals.
+
+The same state for torch.distributed.checkpoint, with the names of plain PyTorch: `model.NAME` of the model's
+state_dict, `state.NAME.KEY` of the optimizer's state of a parameter, and `updates`. Each rank gives the
+tensors of its stages; a tensor of several ranks is written once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipetrain.checkpoint.files import rank_file, stage_file
+from pipetrain.checkpoint.resume import Source
+from pipetrain.checkpoint.tensor_files import ATTRIBUTE, EMA, MODEL, OPTIMIZER, NamedTensors, names_of
+from pipetrain.model.numerics import numbers_of
+from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.session import Session, owing
+from pipetrain.runtime.stage.correction_state import KEPT
+from pipetrain.runtime.stage.stage import Stage
+from pipetrain.runtime.stage.weights import OptimizerFactory
+from pipetrain.schedule.actions import Edge
+
+
+def snapshot(session: Session, links: Links, random: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return copies, in host memory, of a rank's state between two windows, by file.
+
+    A stage is in that of its first rank. `random`: further random states. Raises TypeError for an optimizer
+    whose state cannot be saved.
+    """
+    session.level()
+    for stage in session.stages.values():
+        stage.check()
+    files = {stage_file(n): state_of(stage) for n, stage in session.stages.items() if session.speaks(n)}
+    rank, device = links.world.rank, links.device
+    own = {f"random/{rank}/cpu": torch.get_rng_state(), **random}
+    if device.type == "cuda":
+        own[f"random/{rank}/cuda"] = torch.cuda.get_rng_state(device)
+    residuals = {
+        f"{_prefix(session, rank, edge, number)}{'x'.join(map(str, shape))}": _copy(residual)
+        for (edge, number, shape), residual in session.engine.coding.residuals.items()
+    }
+    name = next(iter(files), rank_file(rank))
+    return files | {name: files.get(name, {}) | own | residuals}
+
+
+def state_of(stage: Stage) -> dict[str, Tensor]:
+    """Return copies, in host memory, of a stage's state between two windows.
+
+    Keys use the layer names of the whole model: `model/NAME` for parameters and buffers (complex ones as
+    pairs of real numbers), `optimizer/NAME/NUMBER` for the optimizer's state, `ema/NAME` for the moving
+    average of the weights, `attribute/STAGE/PATH/NUMBER` for attributes. What several stages share is in the
+    state of the first of them.
+    """
+    weights = stage.weights
+    tensors = {MODEL + name: numbers_of(tensor.detach()) for name, tensor in stage.named()}
+    tensors |= {OPTIMIZER + path: tensor for path, tensor in weights.optimizer_state().items()}
+    tensors |= {EMA + name: numbers_of(tensor) for name, tensor in weights.average().items()}
+    for path, tree in stage.attributes.changed().items():
+        tensors |= {f"{ATTRIBUTE}{stage.index}/{path}/{number}": t for number, t in enumerate(tree)}
+    return {
+        path: _copy(tensor) for path, tensor in tensors.items() if _weight_of(path) not in stage.elsewhere
+    }
+
+
+def restore(source: Source, session: Session, links: Links) -> None:
+    """Load a rank's stages, the seed and, for the same pipeline, its residuals. All ranks call it."""
+    session.level()  # what replicas keep apart is of before
+    tensors = source.tensors()
+    session.engine.seed = source.manifest.config.get("seed", session.engine.seed)
+    alike = source.manifest.pipeline["cuts"] == session.plan.pipeline["cuts"]
+    with source.used():
+        for stage in session.stages.values():
+            stage.attributes.restore(_attributes(tensors, stage.index if alike else None))
+            _load(stage, tensors, source.manifest.position.update)
+    if source.manifest.pipeline == session.plan.pipeline:
+        session.engine.coding.residuals = {
+            (edge, number, tuple(tensors[name].shape)): tensors[name].clone().to(links.device)
+            for edge, number in owing(session.plan, links.world.rank)
+            for name in tensors  # of any shape: of sizes that come later too
+            if name.startswith(_prefix(session, links.world.rank, edge, number))
+        }
+
+
+def _attributes(tensors: NamedTensors, stage: int | None) -> dict[str, list[list[Tensor]]]:
+    """Return what stages, or this one, have saved of attributes: by path, for each stage that has."""
+    found: dict[str, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+    names = names_of(tensors, ATTRIBUTE if stage is None else f"{ATTRIBUTE}{stage}/")
+    for name in sorted(names, key=lambda name: int(name.rpartition("/")[2])):
+        of, path = name.split("/", 1) if stage is None else (str(stage), name)
+        found[path.rpartition("/")[0]][of].append(tensors[f"{ATTRIBUTE}{of}/{path}"])
+    return {path: list(by_stage.values()) for path, by_stage in found.items()}
+
+
+@torch.no_grad()
+def _load(stage: Stage, tensors: NamedTensors, updates: int) -> None:
+    """Restore from `state_of`, of this stage or of other stages that held these layers."""
+    for name, tensor in stage.named():
+        numbers_of(tensor.data).copy_(tensors[MODEL + name])
+    mine = stage.weights.live.keys()
+    paths = [path for path in names_of(tensors, OPTIMIZER) if path.rpartition("/")[0] in mine]
+    state = {path: tensors[OPTIMIZER + path].clone() for path in paths}
+    stage.weights.load_optimizer_state(state, updates)
+    stage.weights.load_average({name: tensors[EMA + name] for name in mine if EMA + name in tensors})
+
+
+def _weight_of(path: str) -> str:
+    kind, _, name = path.partition("/")
+    return name.rpartition("/")[0] if kind + "/" == OPTIMIZER else name
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+
+
+def restore_random(source: Source, links: Links) -> None:
+    """Restore this rank's random state, if a rank of its number has saved one.
+
+    That of rank 0 decides how a DataLoader shuffles, so this comes before the first batch is read.
+    """
+    tensors, rank = source.tensors(), links.world.rank
+    with source.used():
+        if f"random/{rank}/cpu" in tensors:
+            torch.set_rng_state(tensors[f"random/{rank}/cpu"])
+        if links.device.type == "cuda" and f"random/{rank}/cuda" in tensors:
+            torch.cuda.set_rng_state(tensors[f"random/{rank}/cuda"], links.device)
+
+
+def _prefix(session: Session, rank: int, edge: Edge, number: int) -> str:
+    """Return what begins the names of a rank's residuals of a tensor; those of replicas name the rank."""
+    replica = "" if session.speaks(edge[0]) else f"{rank}/"
+    return f"residual/{replica}{edge[0]}-{edge[1]}/{number}/"
+
+
+# torch.distributed.checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class StatefulPart:
+    """A Stateful of torch.distributed.checkpoint, which overwrites what `state_dict` returns in place."""
+
+    state_dict: Callable[[], Any]
+    load_state_dict: Callable[[Any], None]
+
+
+def parts_of(
+    session: Session, keys: Mapping[str, str], optimizer: OptimizerFactory
+) -> dict[str, StatefulPart]:
+    """Return what to save or load. `keys`: the tensor behind each entry of the model's state_dict.
+
+    Before the first update the optimizer's state has the form that an update would give it.
+    """
+    stages = session.stages.values()
+    live = [(stage.weights, name, p) for stage in stages for name, p in stage.weights.live.items()]
+
+    def model() -> dict[str, Tensor]:
+        own = {name: tensor.detach() for stage in stages for name, tensor in stage.named()}
+        return {key: own[name] for key, name in keys.items() if name in own}
+
+    @torch.no_grad()
+    def load_model(tensors: Mapping[str, Tensor]) -> None:
+        loaded = {keys[key]: tensor for key, tensor in tensors.items()}
+        for stage in stages:
+            for name, tensor in stage.named():  # stages that share a weight have a copy each
+                tensor.data.copy_(loaded.get(name, tensor))
+            stage.weights.load_average({})
+
+    def state() -> dict[str, dict[str, Any]]:
+        by_name: dict[str, dict[str, Any]] = {}
+        for weights, name, parameter in live:
+            known = weights.optimizer.state.get(parameter) if weights.optimizer else None
+            if not weights.updates and not known:
+                known = _fresh_state(optimizer, name, parameter)
+            known = {**(known or {}), **weights.late.known(parameter)}
+            by_name[name] = {key: value for key, value in known.items() if value is not None}
+        return {name: values for name, values in by_name.items() if values}
+
+    def load_state(by_name: Mapping[str, Mapping[str, Any]]) -> None:
+        for weights, name, parameter in live:
+            for key, value in by_name.get(name, {}).items():
+                copied = value.clone() if isinstance(value, Tensor) else value
+                if key in KEPT:
+                    weights.late.state.setdefault(parameter, {})[key] = copied
+                else:
+                    weights.optimizer.state[parameter][key] = copied  # type: ignore[union-attr]
+
+    def updates() -> Tensor:
+        return torch.tensor(session.updates)
+
+    def load_updates(number: Tensor) -> None:
+        for stage in stages:
+            stage.weights.updates = int(number)
+
+    return {
+        "model": StatefulPart(model, load_model),
+        "state": StatefulPart(state, load_state),
+        "updates": StatefulPart(updates, load_updates),
+    }
+
+
+def _fresh_state(optimizer: OptimizerFactory, name: str, parameter: Tensor) -> dict[str, Any]:
+    twin = nn.Parameter(torch.zeros_like(parameter))
+    twin.grad = torch.zeros_like(parameter)
+    stepped = optimizer([(name, twin)])
+    stepped.step()
+    return dict(stepped.state.get(twin, {}))

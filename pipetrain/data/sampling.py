@@ -1,0 +1,147 @@
+"""The samples of each update, and their loading at the first and the last stage.
+
+A batch is one update; it is divided into `microbatches` pieces. The order depends only on the seed and the
+epoch, so every schedule has the same updates, and each rank that needs samples (the first stage inputs, the
+last targets) computes the same lists without communication.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from pipetrain.data.augment import key
+from pipetrain.data.splits import Draw, Split
+from pipetrain.errors import ConfigError, TrainingStopped
+from pipetrain.model.specs import Size, Value
+
+
+class Sampler:
+    """The samples of each update of each epoch, divided into microbatches.
+
+    `batch_sizes`: the samples of each update of an epoch. Raises ConfigError for a last batch with fewer
+    samples than microbatches, and if `drop_last` leaves nothing.
+    """
+
+    def __init__(
+        self, samples: int, batch_size: int, microbatches: int, seed: int, drop_last: bool = False
+    ) -> None:
+        whole, rest = divmod(samples, batch_size)
+        if drop_last and not whole:
+            raise ConfigError(
+                f"data.drop_last=true leaves nothing of {samples} samples at batch_size={batch_size}: "
+                "set data.drop_last=false or a smaller batch_size"
+            )
+        if not drop_last and 0 < rest < microbatches:
+            raise ConfigError(
+                f"the last batch has {rest} of {samples} samples, fewer than microbatches={microbatches}: "
+                "set data.drop_last=true, another batch_size or fewer microbatches"
+            )
+        self.batch_sizes = [batch_size] * whole
+        if rest and not drop_last:
+            self.batch_sizes.append(rest)
+        self._samples, self._microbatches = samples, microbatches
+        self._seed = seed
+
+    def epoch(self, epoch: int) -> list[list[Tensor]]:
+        """Return for each update of an epoch (from 0) its microbatches' sample ids, int64 [n] each."""
+        generator = torch.Generator().manual_seed(key(self._seed, epoch) >> 1)
+        order = torch.randperm(self._samples, generator=generator)
+        batches = torch.split(order[: sum(self.batch_sizes)], self.batch_sizes)
+        return [list(torch.tensor_split(ids, self._microbatches)) for ids in batches]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Samples by number, in an order that every rank knows, so that no batch travels between them.
+
+    `split`: None on ranks that need no sample. `sizes`: the samples of each batch. With a `sampler` they are
+    shuffled and augmented, else taken in order, each batch as one microbatch, as an evaluation does. `seed`:
+    of the augmentation. `classes`: that targets tell apart, None if unknown or none.
+    """
+
+    split: Split | None
+    sizes: list[int]
+    sampler: Sampler | None
+    seed: int
+    workers: int
+    timeout: float
+    classes: int | None = None
+
+    def epoch(self, epoch: int) -> list[list[Tensor]]:
+        """Return for each batch of an epoch (from 0) its microbatches' sample ids, int64 [n] each."""
+        if self.sampler is not None:
+            return self.sampler.epoch(epoch)
+        return [[ids] for ids in torch.split(torch.arange(sum(self.sizes)), self.sizes)]
+
+    def draw(self, epoch: int) -> Draw | None:
+        return None if self.sampler is None else Draw(self.seed, epoch)
+
+    def first(self) -> tuple[Value, Value]:
+        assert self.split is not None
+        ids = torch.arange(self.sizes[0])
+        return self.split.inputs(ids, self.draw(0)), self.split.targets(ids, self.draw(0))
+
+
+def even(samples: int, most: int) -> list[int]:
+    """Divide samples into the fewest pieces of at most `most`, whose sizes differ by at most 1."""
+    return [size.samples for size in Size(samples).pieces(math.ceil(samples / most))]
+
+
+def _same(microbatch: Any) -> Any:
+    return microbatch
+
+
+@dataclass(frozen=True)
+class _Microbatches(Dataset[Value]):
+    """A data set whose items are whole microbatches, so that no work is done sample by sample."""
+
+    read: Callable[[Tensor], Value]
+    ids: Sequence[Tensor]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, number: int) -> Value:
+        return self.read(self.ids[number])
+
+
+def loaded(
+    read: Callable[[Tensor], Value], ids: Sequence[Tensor], workers: int = 0, timeout: float = 60.0
+) -> Iterator[Value]:
+    """Yield what `read` returns for each microbatch, in the order of `ids` (int64 [n] each).
+
+    `workers`: processes that prepare them ahead, from the first microbatch to the last, or until the iterator
+    is closed. PyTorch's global random state is not used. Raises TrainingStopped if a worker dies, fails, or
+    takes over `timeout` seconds; without workers errors are raised unchanged.
+    """
+    loader: DataLoader[Value] = DataLoader(
+        _Microbatches(read, ids),
+        batch_size=None,
+        collate_fn=_same,
+        num_workers=workers,
+        timeout=timeout if workers else 0,
+        # The loader draws a seed for its workers; from the global generator, this would change dropout.
+        generator=torch.Generator(),
+    )
+    yielded = 0
+    try:
+        for batch in loader:
+            yield batch
+            yielded += 1
+    except Exception as error:
+        if not workers:
+            raise
+        traceback.clear_frames(error.__traceback__)  # they reference the iterator, which keeps workers alive
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise TrainingStopped(
+            f"the data workers ({workers}) failed at microbatch {yielded} of {len(ids)}: {reason[-1]}; "
+            "data.workers=0 makes the samples in the training process"
+        ) from error

@@ -1,0 +1,191 @@
+"""A data set of the user's own as a `Split`: tensors, a map-style Dataset, or a Hugging Face data set.
+
+The rank of the first stage reads the inputs of a sample and that of the last its targets, in processes of
+their own. Both must see the same augmentation. So the global random generators are seeded for each item by
+the run's seed, the epoch and the sample's number, and restored afterwards.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from copy import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
+
+from pipetrain.data.augment import draw as draw_words
+from pipetrain.data.augment import key
+from pipetrain.data.splits import Draw, Split, Tensors, checksum
+from pipetrain.errors import ConfigError, one_line
+from pipetrain.model.random_numbers import Beginning
+from pipetrain.model.specs import Value, ValueSpec, as_tuple
+
+_HALVES = ("inputs", "targets")
+_READ_FIRST = 8  # samples that are read before the start, twice
+_SUMMED = 64  # samples that the checksum reads, at most
+
+Columns = Mapping[str, str | Sequence[str] | Mapping[str, str]]
+
+
+def as_split(
+    data: object, what: str, columns: Columns | None = None, dtype: torch.dtype = torch.float32
+) -> Split:
+    """Return what a user gives as a data set as a `Split`; `what` names it in errors ("data.train").
+
+    `data`: a Split; a pair (inputs, targets), each a tensor or a NumPy array [n, ...] or a tuple or dict of
+    them; a TensorDataset of two tensors; or anything with a length and items by number, each a pair (inputs,
+    targets) of tensors, numbers, NumPy arrays, tuples or dicts of these. `columns`: where items are dicts, as
+    those of Hugging Face, the columns that are the inputs and the targets; several make a tuple, a mapping a
+    dict. `dtype`: of what are Python's floats.
+    Raises ConfigError, also for a sample that cannot be read or has another shape, when it is read.
+    """
+    if isinstance(data, Split):
+        return data
+    if isinstance(data, TensorDataset):
+        data = data.tensors
+    if isinstance(data, tuple | list) and len(data) == 2 and all(map(_is_of_tensors, data)):
+        inputs, targets = (_value(part) for part in data)
+        if len({len(t) if t.dim() else 0 for t in (*as_tuple(inputs), *as_tuple(targets))}) != 1:
+            raise ConfigError(f"{what} holds tensors of several lengths: give a row of each for each sample")
+        return Tensors(inputs, targets)
+    if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        raise ConfigError(
+            f"{what} is a {type(data).__name__}, which has no length and no samples by number: give a "
+            "map-style Dataset, or pass a loader of your own to pipetrain.Pipeline"
+        )
+    return DatasetSplit(data, what, columns or {}, dtype)
+
+
+def _is_of_tensors(part: object) -> bool:
+    parts = part.values() if isinstance(part, dict) else part if isinstance(part, tuple) and part else [part]
+    return all(isinstance(t, Tensor | np.ndarray) for t in parts)
+
+
+class DatasetSplit:
+    """A map-style Dataset as a split: item i is sample i, which is read whenever it is needed."""
+
+    def __init__(self, dataset: Any, what: str, columns: Columns, dtype: torch.dtype) -> None:
+        self._dataset = dataset
+        self._what = what
+        self._dtype = dtype
+        self._length = len(dataset)
+        if columns and set(columns) != set(_HALVES):
+            raise ConfigError(
+                f"data.columns must name the columns of inputs and of targets; got {', '.join(columns)}: set "
+                "data.columns={inputs: NAME, targets: NAME}"
+            )
+        self._columns = columns and [columns[half] for half in _HALVES]
+        first = enumerate(self._read(torch.tensor([0]), None)[0])
+        self._forms = [ValueSpec.like(self._value(0, half, part)) for half, part in first]
+        # A data set with a random generator of its own would give one rank other inputs than another.
+        for number in range(min(self._length, _READ_FIRST)):
+            if self._sum(number) != self._sum(number):
+                raise ConfigError(
+                    f"{what}: sample {number} differs from one reading to the next: draw random numbers from "
+                    "the global generators of torch, numpy or random, which are seeded for each sample"
+                )
+
+    def __len__(self) -> int:
+        return self._length
+
+    def inputs(self, ids: Tensor, draw: Draw | None) -> Value:
+        return self._microbatch(0, ids, draw)
+
+    def targets(self, ids: Tensor, draw: Draw | None) -> Value:
+        return self._microbatch(1, ids, draw)
+
+    def first(self, n: int) -> DatasetSplit:
+        cut = copy(self)
+        cut._length = min(n, self._length)
+        return cut
+
+    def checksum(self) -> int:
+        """Return the CRC-32 of the type, the length and at most 64 evenly spaced samples."""
+        kind, count = type(self._dataset), min(self._length, _SUMMED)
+        evenly = (index * (self._length - 1) // max(count - 1, 1) for index in range(count))
+        return checksum([], kind.__module__, kind.__qualname__, self._length, *map(self._sum, evenly))
+
+    def _sum(self, number: int) -> int:
+        ids = torch.tensor([number])
+        return checksum([t for half in (0, 1) for t in as_tuple(self._microbatch(half, ids, None))])
+
+    def _microbatch(self, half: int, ids: Tensor, draw: Draw | None) -> Value:
+        """Return the inputs (0) or the targets (1) of samples, [n, ...] each."""
+        form, rows = self._forms[half], []
+        for number, pair in zip(ids.tolist(), self._read(ids, draw), strict=True):
+            rows.append(value := self._value(number, half, pair[half]))
+            if (spec := ValueSpec.like(value)).specs != form.specs:
+                raise ConfigError(
+                    f"{self._what}: the {_HALVES[half]} of sample {number} are {spec}, and of sample 0 "
+                    f"{form}: all samples must have one shape and dtype"
+                )
+        columns = zip(*map(as_tuple, rows), strict=True)
+        microbatch: Value = form.pack(tuple(default_collate(list(column)) for column in columns))
+        return microbatch
+
+    def _read(self, ids: Tensor, draw: Draw | None) -> list[tuple[object, object]]:
+        """Return inputs and targets of samples as the data set gives them, each under a seed of its own."""
+        stream = 0 if draw is None else key(draw.seed, draw.epoch)
+        seeds = draw_words(stream, ids.numpy().astype(np.uint64)).tolist()
+        read = []
+        with Beginning().again():
+            for number, seed in zip(ids.tolist(), seeds, strict=True):
+                torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed those of a GPU too
+                np.random.seed(seed % 2**32)
+                random.seed(seed)
+                read.append(self._pair(number))
+        return read
+
+    def _pair(self, number: int) -> tuple[object, object]:
+        what = f"{self._what}: sample {number}"
+        try:
+            item = self._dataset[number]
+            if self._columns:
+                inputs, targets = (_taken(item, column) for column in self._columns)
+                return inputs, targets
+        except Exception as error:  # a user's code may raise anything
+            raise ConfigError(f"{what} cannot be read ({type(error).__name__}: {one_line(error)})") from error
+        if isinstance(item, tuple | list) and len(item) == 2:
+            return item[0], item[1]
+        columns = f" of {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
+        raise ConfigError(
+            f"{what} must be (inputs, targets); got a {type(item).__name__}{columns}: return two values from "
+            f"its __getitem__, or name its columns with data.columns={{inputs: NAME, targets: NAME}}"
+        )
+
+    def _value(self, number: int, half: int, part: object) -> Value:
+        try:
+            return _value(part, self._dtype)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"{self._what}: the {_HALVES[half]} of sample {number} are a {type(part).__name__}, and must "
+                f"be a tensor, a number, a NumPy array or a tuple of these ({one_line(error)})"
+            ) from error
+
+
+def _taken(item: Any, column: str | Sequence[str] | Mapping[str, str]) -> object:
+    if isinstance(column, str):
+        return item[column]
+    if isinstance(column, Mapping):
+        return {name: _taken(item, of) for name, of in column.items()}
+    return tuple(_taken(item, of) for of in column)
+
+
+def _value(part: Any, dtype: torch.dtype = torch.float32) -> Value:
+    """Return tensors in host memory; Python's floats, which have no dtype, become `dtype`."""
+    if isinstance(part, Mapping):
+        return {str(name): _tensor(element, dtype) for name, element in part.items()}
+    if isinstance(part, tuple):
+        return as_tuple([_tensor(element, dtype) for element in part])
+    return _tensor(part, dtype)
+
+
+def _tensor(part: Any, dtype: torch.dtype) -> Tensor:
+    tensor = torch.as_tensor(part)
+    if tensor.is_floating_point() and not isinstance(part, Tensor | np.ndarray):
+        tensor = torch.as_tensor(part, dtype=torch.promote_types(tensor.dtype, dtype))
+    return tensor.detach().cpu()

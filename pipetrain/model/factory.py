@@ -1,0 +1,175 @@
+"""A model whose function is called on every rank, though no rank holds all of its parameters.
+
+While the function runs, a parameter goes to the meta device as soon as a module registers it, as with
+accelerate's `init_empty_weights`; buffers and other tensors are made as always. For the numbers of some of
+them the function is called once more: these, and those that they are computed of, then stay in memory.
+
+What draws numbers for a parameter is seeded by the run's seed, the place of the parameter among all that are
+registered, and how often it was drawn before. So the numbers depend on neither cuts nor ranks.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from pipetrain.errors import ConfigError, one_line
+from pipetrain.model.random_numbers import Beginning, seed_of
+from pipetrain.model.tensor_access import named_tensors, on_meta
+from pipetrain.model.trial_tensors import strided
+
+Factory = Callable[[], nn.Module]
+_WAY_OUT = "or let every rank make the whole model, by Pipeline(model) or build=whole"
+_COPIES = {"aten::clone", "aten::_to_copy"}  # as of deepcopy and Module.to
+
+Key = tuple[int, ...]
+"""The number of a registered parameter, and which of its copies: (3, 0) is the first copy of parameter 3.
+
+What is computed of it otherwise has the same key.
+"""
+
+
+def build(factory: Factory, seed: int) -> tuple[nn.Module, Initial]:
+    """Return a factory's model, its parameters on the meta device, and their numbers. Raises ConfigError."""
+    call = _Call(seed, kept=())
+    model = call.of(factory)
+    return model, Initial(factory, seed, model, call)
+
+
+class _Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A call of a factory that keeps some parameters.
+
+    `sources`: which other keys what has a key is computed of; `digest`: a checksum of what was done to all.
+    """
+
+    def __init__(self, seed: int, kept: Collection[Key]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sources: dict[Key, set[Key]] = defaultdict(set)
+        self.digest = 0
+        self._seed = seed
+        self._kept = kept
+        self._keys = WeakKeyDictionary[torch.UntypedStorage, Key]()
+        self._registered = 0
+        self._copies: Counter[Key] = Counter()
+        self._draws: Counter[Key] = Counter()
+        self._last: Key = ()
+        self._own = False  # whether this class makes tensors itself
+
+    def of(self, factory: Factory) -> nn.Module:
+        hook = register_module_parameter_registration_hook(self._register)
+        try:
+            with Beginning().again(), self:
+                random.seed(self._seed)
+                np.random.seed(self._seed % 2**32)
+                model = factory()
+        except ConfigError:
+            raise
+        except Exception as error:  # a factory may raise anything
+            raise ConfigError(
+                f"{getattr(factory, '__qualname__', factory)}, which was called to make the model, failed: "
+                f"{type(error).__name__}: {one_line(error)}; if it needs the numbers of parameters, let it "
+                f"do without, {_WAY_OUT}"
+            ) from error
+        finally:
+            hook.remove()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"the model's factory must return an nn.Module, not {type(model).__name__}")
+        return model
+
+    def key_of(self, tensor: Tensor) -> Key | None:
+        return self._keys.get(tensor.untyped_storage())
+
+    def _register(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        if type(parameter) is not nn.Parameter:
+            return
+        key, before = (self._registered,), self.key_of(parameter)
+        self._registered += 1
+        self.sources[key] |= set() if before is None else {before}
+        if key not in self._kept and not parameter.is_meta:
+            self._own = True
+            # In place of it also where the factory has it already.
+            torch.utils.swap_tensors(parameter, on_meta(parameter))  # type: ignore[no-untyped-call]
+            self._own = False
+        self._keys[parameter.untyped_storage()] = key
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        keys = [key for key in map(self.key_of, strided(args, kwargs)) if key is not None]
+        if self._own:
+            return func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._seed_generator(kwargs.get("generator"), keys)
+        if not keys:
+            if kwargs.get("device") == torch.device("meta"):  # as of a parameter
+                kwargs["device"] = torch.device("cpu")
+            return func(*args, **kwargs)
+        plain = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, bool | int | float)]
+        self.digest = zlib.crc32(f"{keys}{func}{plain}".encode(), self.digest)
+        result_key = keys[0]
+        for key in keys if func._schema.is_mutable else [result_key]:
+            self.sources[key].update(keys)
+        if func._schema.name in _COPIES:
+            result_key = (*keys[0], self._copies[keys[0]])
+            self._copies[keys[0]] += 1
+            self.sources[result_key].add(keys[0])
+        if result_key not in self._kept or any(key not in self._kept for key in keys):
+            args, kwargs = tree_map_only(
+                Tensor, lambda t: t if self.key_of(t) is None else on_meta(t), (args, kwargs)
+            )
+        result = func(*args, **kwargs)
+        for tensor in strided(result):
+            self._keys.setdefault(tensor.untyped_storage(), result_key)
+        return result
+
+    def _seed_generator(self, generator: torch.Generator | None, keys: list[Key]) -> None:
+        """Seed what is drawn next, for a parameter, or behind what was drawn for one."""
+        self._last = keys[0] if keys else self._last
+        seed = seed_of(self._seed, self._last, self._draws[self._last])
+        (generator or torch.default_generator).manual_seed(seed)
+        self._draws[self._last] += 1
+
+
+class Initial:
+    """The initial numbers of a factory's model: its Values.
+
+    `digest`: a checksum of how they are made, equal on ranks whose factories did the same.
+    """
+
+    def __init__(self, factory: Factory, seed: int, model: nn.Module, call: _Call) -> None:
+        self._factory = factory
+        self._seed = seed
+        self._sources = call.sources
+        tensors = named_tensors(model).items()
+        self._keys = {name: call.key_of(tensor) or () for name, tensor in tensors if tensor.is_meta}
+        self.digest = call.digest
+
+    def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
+        wanted = [name for name in names if name in self._keys]
+        if not wanted:
+            return {}
+        kept = dict.fromkeys(self._keys[name] for name in wanted)
+        todo = [*kept]
+        for key in todo:  # grows
+            todo += [source for source in self._sources.get(key, ()) if source not in kept]
+            kept |= dict.fromkeys(todo)
+        numbers = named_tensors(_Call(self._seed, kept).of(self._factory))
+        for name in wanted:
+            if name not in numbers or numbers[name].is_meta:
+                raise ConfigError(
+                    f"{name} of the model has no numbers when the function that makes the model is called "
+                    f"again: let it make all that it uses each time, and the same, {_WAY_OUT}"
+                )
+        return {name: numbers[name].detach() for name in wanted}

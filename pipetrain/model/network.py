@@ -1,0 +1,175 @@
+"""A model as layers in their order, and the values that travel between them.
+
+A value is a tensor that a layer makes. Most are used by the next layer alone; one that is used later (a skip
+connection, a mask) travels straight from the stage that makes it to those that need it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from pipetrain.model.specs import Gradients, Value, ValueSpec
+
+INPUT = -1  # in place of a layer: the data
+Tensors = tuple[Tensor, ...]
+
+
+class ValueId(NamedTuple):
+    """A value: tensor `number` of those that a layer returns, or of the model's inputs (layer INPUT)."""
+
+    layer: int
+    number: int
+
+
+See = Callable[[str, Tensors], None]
+"""Called with a layer's name and what it returned."""
+
+
+class Values(Protocol):
+    """Where the numbers of a model's tensors come from."""
+
+    def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return tensors by name, in host memory; the model's own may be left out. Raises ConfigError."""
+
+
+_ONE_TENSOR = ValueSpec(())
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Layers `start` to `end` (exclusive) of a model, with the values that enter and leave them, ascending.
+
+    `enters_grad` and `leaves_grad` tell which of these have gradients; None, where that is unknown, stands
+    for every one that can have one. `copies_input`: a layer modifies what enters; `copies_output`: one keeps
+    what leaves. `drawing`: the layers that draw random numbers; `form`: of what the first one takes, in a
+    Chain.
+    """
+
+    start: int
+    end: int
+    enters: tuple[ValueId, ...]
+    leaves: tuple[ValueId, ...]
+    enters_grad: Gradients | None = None
+    leaves_grad: Gradients | None = None
+    copies_input: bool = False
+    copies_output: bool = False
+    drawing: frozenset[int] = frozenset()
+    form: ValueSpec = _ONE_TENSOR
+
+
+class Part(nn.Module, ABC):
+    """A slice as one module: `forward(*enters)` returns the tuple of tensors `leaves`.
+
+    Before a layer that draws random numbers it calls draws.begin. Parameters and buffers have the names that
+    they have in the model. `training`: whether it runs for training, in which modules have the user's modes.
+    """
+
+    def __init__(self, slice: Slice, evaluated: Slice | None = None) -> None:
+        super().__init__()
+        self._slice = slice
+        self._evaluated = evaluated or slice
+
+    @property
+    def slice(self) -> Slice:
+        """What enters and leaves; in an evaluation there may be other numbers of tensors."""
+        return self._slice if self.training else self._evaluated
+
+    @abstractmethod
+    def observed(self, tensors: Tensors, see: See) -> Tensors:
+        """Run forward, with `see` after each layer."""
+
+    @abstractmethod
+    def pack(self, outputs: Tensors) -> Any:
+        """Return what the last part has returned as the model returns it."""
+
+
+def run_parts(
+    parts: Iterable[Part],
+    inputs: Sequence[Tensor],
+    enters: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> Tensors:
+    """Return what the last part returns; `enters` makes of what the others have made what a part gets."""
+    values = {ValueId(INPUT, number): tensor for number, tensor in enumerate(inputs)}
+    outputs: Tensors = ()
+    for part in parts:
+        outputs = part(*(enters(values[value]) for value in part.slice.enters))
+        values |= zip(part.slice.leaves, outputs, strict=True)
+    return outputs
+
+
+@contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Put modules, and all below them, into evaluation mode, and in the end each into the mode it had.
+
+    Modes are the user's: a BatchNorm in eval() keeps its statistics in training, as in one process.
+    """
+    before = {module: module.training for root in modules for module in root.modules()}
+    for root in modules:
+        root.eval()
+    try:
+        yield
+    finally:
+        for module, mode in before.items():
+            if module.training != mode:
+                module.train(mode)  # by its own method, which may do more
+        for module, mode in before.items():  # one that is in two places may have another by now
+            module.training = mode
+
+
+class Network(ABC):
+    """A model to be cut into stages. `modules`: of each layer, a module with the tensors that it uses."""
+
+    model: nn.Module
+    names: Sequence[str]
+    modules: Sequence[nn.Module]
+    shared_buffers_are_read_only: bool = False
+    way_out: str
+    """What to do where its layers compute something else than the model."""
+    kept: Sequence[str] = ()
+    """The attributes that a forward of the model changes, and one of its layers does not."""
+    values: Values | None = None
+    """The numbers that its tensors shall have; None: those that they have."""
+
+    @abstractmethod
+    def takes(self, index: int, specs: Sequence[ValueSpec]) -> tuple[ValueId, ...]:
+        """Return what a layer takes; `specs`: of the model's input and of each earlier layer's output."""
+
+    @abstractmethod
+    def call(self, index: int, tensors: Tensors, specs: Sequence[ValueSpec]) -> Value:
+        """Run one layer with the tensors that it takes. The last one returns what the model does."""
+
+    @abstractmethod
+    def run(self, inputs: ValueSpec, tensors: Tensors) -> Any:
+        """Run the model as it was given; `inputs`: their form."""
+
+    @abstractmethod
+    def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:
+        """Return some layers as one module; `evaluated`: the slice in an evaluation, if it differs."""
+
+    @abstractmethod
+    def twin(self) -> Network:
+        """Return a copy, which may be changed. Raises what deepcopy of the model does."""
+
+    def labels(self, number: int, ignored: int) -> tuple[int, bool]:
+        """Return which label in input `number` the loss in the model ignores, by default `ignored`.
+
+        And whether it leaves out the first of each sequence, as a causal language model does.
+        """
+        return ignored, False
+
+    def spare(self) -> Network:
+        """Return what planning may run: a copy if layers can keep something of a run, and can be copied."""
+        return self
+
+    def computes_as_cut(self, training: bool) -> bool:
+        """Return whether a changed model computes what its layers do.
+
+        `training`: in both modes; else in evaluation. Raises ConfigError.
+        """
+        return False

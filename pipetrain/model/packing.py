@@ -1,0 +1,188 @@
+"""Trees of values as JSON data and a list of tensors, as a checkpoint holds them.
+
+A tree is of tensors, arrays, numbers, strings, bytes, lists, tuples, sets, dicts, generators of random
+numbers, and objects with attributes. Each tensor is replaced by its index in the list, and by how it lies in
+memory where that is not as usual: products and sums round otherwise in another layout. Some things are known
+by a name.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from pipetrain.model.specs import name_of
+from pipetrain.model.trial_tensors import laid_out, layout_of
+
+_LISTS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "deque": deque, "Size": tuple}
+ABSENT: Any = object()
+"""What is known by the name of another stage's, or is an object that is not there to be filled."""
+
+
+def to_bytes(tree: Any) -> Tensor:
+    """Return JSON data as bytes, uint8 [n]."""
+    return torch.frombuffer(bytearray(json.dumps(tree), "utf-8"), dtype=torch.uint8)
+
+
+def from_bytes(tensor: Tensor) -> Any:
+    """Return the JSON data of `to_bytes`."""
+    return json.loads(bytes(tensor.tolist()))
+
+
+def to_json(value: Any) -> Any:
+    """Return a tree as JSON data, with the numbers of its tensors, which are few. Raises TypeError."""
+    tensors: list[Tensor] = []
+    tree = packed(value, tensors, torch.empty(0))
+    return [tree, [[name_of(tensor.dtype), tensor.tolist()] for tensor in tensors]]
+
+
+def from_json(data: Any) -> Any:
+    """Return the tree of `to_json`."""
+    tree, tensors = data
+    made = [torch.tensor(numbers, dtype=getattr(torch, dtype)) for dtype, numbers in tensors]
+    return unpacked(tree, made, Tensor.clone)
+
+
+def packed(value: Any, tensors: list[Tensor], like: Tensor, names: Mapping[int, str] | None = None) -> Any:
+    """Return a tree as JSON data, and append its tensors, complex ones as pairs, to `tensors`.
+
+    A tensor usually lies as `like` if it has its shape, else contiguous. `names`: of what is known, by id;
+    without it generators and objects are refused, since they are only filled where they are. Raises TypeError
+    for other values; such attributes of an object are left out.
+    """
+    known = names or {}
+
+    def inner(items: Iterable[Any]) -> list[Any]:
+        return [packed(item, tensors, like, names) for item in items]
+
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if id(value) in known:
+        return {"named": known[id(value)]}
+    if isinstance(value, Tensor):
+        kind, value = "complex" if value.is_complex() else "tensor", value.detach().resolve_conj()
+        tensors.append(torch.view_as_real(value) if value.is_complex() else value)
+        number, layout = len(tensors) - 1, layout_of(value, like)
+        return {kind: [number, *layout] if layout else number}
+    if isinstance(value, np.ndarray):
+        tensors.append(torch.from_numpy(value.copy()))
+        return {"array": len(tensors) - 1}
+    if names is not None and (state := state_of(value)):
+        return {"generator": packed(state.get(), tensors, like)}
+    if (kind := type(value).__name__) in _LISTS and isinstance(value, _LISTS[kind]):
+        return {kind: inner(value)}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": dict(zip(value, inner(value.values()), strict=True))}
+    if isinstance(value, dict):
+        return {"items": [inner(pair) for pair in value.items()]}
+    if names is not None and _has_attributes(value):
+        content: dict[str, Any] = {}
+        for key, item in vars(value).items():
+            with suppress(TypeError):
+                content[key] = packed(item, tensors, like, {**known, id(value): ""})
+        return {"object": content}
+    raise TypeError(f"values of type {type(value).__name__}")
+
+
+def unpacked(
+    tree: Any,
+    tensors: Sequence[Tensor],
+    placed: Callable[[Tensor], Tensor],
+    named: Mapping[str, Any] | None = None,
+    now: Any = None,
+) -> Any:
+    """Return the tree of `packed`; `placed` copies a tensor that lies as usual.
+
+    `named`: what is known; what a dict has of others is left out. `now`: what is there, whose containers and
+    objects stay, with other content. ABSENT: a list or a dict of what is not there too.
+    """
+    if not isinstance(tree, dict):
+        return tree
+
+    def inner(items: Iterable[Any], there: Iterable[Any] = ()) -> list[Any]:
+        nows = iter(there)
+        return [unpacked(item, tensors, placed, named, next(nows, None)) for item in items]
+
+    ((kind, content),) = tree.items()
+    if kind == "named":
+        return (named or {}).get(content, ABSENT)
+    if kind == "bytes":
+        return bytes.fromhex(content)
+    if kind == "array":
+        return tensors[content].clone().numpy()
+    if kind == "generator":
+        if (state := state_of(now)) is None:
+            return ABSENT
+        state.set(unpacked(content, tensors, Tensor.clone))
+        return now
+    if kind == "object":
+        if not _has_attributes(now):
+            return ABSENT
+        own = vars(now)
+        values = inner(content.values(), map(own.get, content))
+        own.update({key: value for key, value in zip(content, values, strict=True) if value is not ABSENT})
+        return now
+    if kind in _LISTS:
+        values = inner(content, now if isinstance(now, list | tuple | deque) else ())
+        if any(value is ABSENT for value in values):
+            return ABSENT
+        made = _LISTS[kind](values)
+    elif kind in ("dict", "items"):
+        was = now if isinstance(now, dict) else {}
+        keys = list(content) if kind == "dict" else inner(key for key, _ in content)
+        trees = content.values() if kind == "dict" else [item for _, item in content]
+        values = inner(trees, map(was.get, keys))
+        made = {key: value for key, value in zip(keys, values, strict=True) if key is not ABSENT}
+        if any(value is ABSENT for value in made.values()):
+            return ABSENT
+    else:
+        number, *layout = content if isinstance(content, list) else [content]
+        value = placed(torch.view_as_complex(tensors[number]) if kind == "complex" else tensors[number])
+        return laid_out(value, layout) if layout else value
+    if isinstance(now, dict | list | set | deque) and isinstance(made, dict) == isinstance(now, dict):
+        now.clear()
+        (now.extend if isinstance(now, list | deque) else now.update)(made)
+        return now
+    return made
+
+
+class State(NamedTuple):
+    """How to get and to set what an object goes on from."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+
+
+def state_of(generator: Any) -> State | None:
+    """Return the state of a generator of random numbers; None of what is none."""
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return State(lambda: bits.state, partial(setattr, bits, "state"))
+    if isinstance(generator, torch.Generator | np.random.RandomState) or generator is np.random:
+        return State(generator.get_state, generator.set_state)
+    if isinstance(generator, random.Random) or generator is random:
+        return State(generator.getstate, generator.setstate)
+    return None
+
+
+def _has_attributes(value: Any) -> bool:
+    """Return whether an object is made of its attributes, as those of a program's own classes are."""
+    package = type(value).__module__.partition(".")[0]
+    own = package != "torch" and package not in sys.stdlib_module_names and not isinstance(value, nn.Module)
+    return hasattr(value, "__dict__") and (own or isinstance(value, Optimizer | LRScheduler))

@@ -1,0 +1,179 @@
+"""The model as a user gives it: what is refused, what is read of it, and the numbers that it begins with.
+
+Each weight version is a parameter of its own. What one process would do with the user's own parameters beyond
+that, such as a hook, is refused here, because no comparison of outputs and gradients can see all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from pipetrain.errors import ConfigError
+from pipetrain.model.network import Network
+from pipetrain.model.specs import differentiable, name_of
+from pipetrain.model.tensor_access import in_place_of, named_tensors, names_by_id, replace, tensors_in
+from pipetrain.model.trial_tensors import storage_of
+
+
+def prove_model(model: object, needs: str, dtype: torch.dtype | None) -> None:
+    """Refuse a model that cannot train as in one process; cast it to `dtype`, if any. Raises ConfigError."""
+    if not isinstance(model, nn.Module) or (isinstance(model, nn.Sequential) and not len(model)):
+        what = "an empty nn.Sequential" if isinstance(model, nn.Module) else type(model).__name__
+        raise ConfigError(f"{needs} an nn.Module, not {what}")
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            raise ConfigError(
+                f"{name or 'the model'} is a DistributedDataParallel, which adds up gradients by itself: "
+                f"give the module in it, its .module, and replicas= adds them up"
+            )
+    _refuse_parameters(model)
+    if dtype is not None:
+        _cast(model, dtype)
+
+
+def _refuse_parameters(model: nn.Module) -> None:
+    """Refuse parameters that would be trained otherwise than in one process."""
+    addresses: dict[object, str] = {}
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            raise ConfigError(
+                f"parameter {name} of the model is a {type(parameter).__name__}, and each weight "
+                f"version would be a plain nn.Parameter: make it one"
+            )
+        address = storage_of(parameter), parameter.storage_offset()
+        if (first := addresses.setdefault(address, name)) != name and parameter.numel():
+            raise ConfigError(
+                f"parameters {first} and {name} of the model share memory: use one nn.Parameter for both"
+            )
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"parameter {name} of the model has a hook, which would not be called: each weight version "
+                f"has a gradient of its own; put the hook on the layer's output"
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("the model has no parameter to train: let one require a gradient")
+    state_names(model)
+
+
+def state_names(model: nn.Module) -> dict[str, str]:
+    """Return the parameter or buffer behind each state_dict entry. Raises ConfigError for other values."""
+    names = names_by_id(model)
+    state = model.state_dict(keep_vars=True)
+    for key, value in state.items():
+        if id(value) not in names:
+            raise ConfigError(
+                f"the model keeps {key} in its state_dict, which is no parameter or buffer and would not be "
+                f"in a checkpoint: make it a buffer"
+            )
+    return {key: names[id(value)] for key, value in state.items()}
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert weights and buffers to the run's dtype (complex ones to its complex form), but never round.
+
+    In place, so that sharing is kept. (nn.Module.to drops imaginary parts and separates shared buffers.)
+    """
+    for name, tensor in named_tensors(model).items():
+        if differentiable(tensor):
+            tensor.data = cast_exactly(
+                name, tensor.data, dtype.to_complex() if tensor.is_complex() else dtype
+            )
+
+
+def cast_exactly(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a model's tensor as another dtype. Raises ConfigError if that rounds it."""
+    if tensor.dtype == dtype:
+        return tensor
+    cast = tensor.to(dtype)
+    if tensor.is_meta:  # whose numbers are not known yet
+        exact = torch.promote_types(tensor.dtype, dtype) == dtype
+    else:
+        exact = torch.allclose(cast.to(tensor.dtype), tensor, rtol=0, atol=0, equal_nan=True)
+    if not exact:
+        raise ConfigError(
+            f"{name} of the model is {name_of(tensor.dtype)}, and dtype={name_of(dtype)} would round it: "
+            f"choose dtype={name_of(tensor.real.dtype)}, or let the factory make it {name_of(dtype)}"
+        )
+    return cast
+
+
+def own_dtype(model: object) -> torch.dtype | None:
+    """Return the dtype of all floating-point parameters; None if they have several, or less than float32."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    dtypes = {p.dtype for p in parameters if p.is_floating_point()} or {torch.float32}
+    return dtypes.pop() if dtypes in ({torch.float32}, {torch.float64}) else None
+
+
+def tensor_attributes(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors in attributes, and in collections there, that are no weights or buffers."""
+    known = {id(tensor) for tensor in named_tensors(model).values()}
+    return {
+        f"{name}.{key}{keystr(path)}".lstrip("."): leaf
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        for path, leaf in tree_flatten_with_path(value)[0]
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and id(leaf) not in known
+    }
+
+
+@torch.no_grad()
+def materialise(network: Network, layers: Iterable[int], more: Iterable[str] = ()) -> None:
+    """Give layers of a network, by number, and tensors named `more`, the numbers of its `values`, if any.
+
+    Tensors on the meta device are replaced in every place where the model or a layer keeps them, so that what
+    is shared stays shared; others are overwritten. The network has no `values` any more. Raises ConfigError
+    for numbers that would be rounded.
+    """
+    values, network.values = network.values, None
+    if values is None:
+        return
+    tensors = named_tensors(network.model)
+    names = names_by_id(network.model)
+    used = (name for index in layers for name in tensors_in(network.modules[index], names))
+    numbers = values.tensors(list(dict.fromkeys([*used, *more])))
+    others: dict[int, Tensor] = {}
+    for name in list(numbers):
+        old, new = tensors[name], cast_exactly(name, numbers.pop(name), tensors[name].dtype)
+        if old.is_meta:
+            alike = new.stride() == old.stride()
+            laid = new if alike else torch.empty_like(old, device=new.device).copy_(new)
+            others[id(old)] = in_place_of(old, laid)
+        else:
+            old.data.copy_(new)
+    replace((network.model, *network.modules), others)
+
+
+def give_memory(model: nn.Module) -> list[str]:
+    """Give memory to tensors on the meta device; return their names.
+
+    They get the numbers of rank 0, as all tensors do, where that has them: it is so after another Pipeline of
+    the model that was collected there. Raises ConfigError for a model on another device than the CPU.
+    """
+    empty = []
+    others: dict[int, Tensor] = {}
+    for name, tensor in named_tensors(model).items():
+        if tensor.is_meta:
+            empty.append(name)
+            others[id(tensor)] = in_place_of(tensor, torch.zeros_like(tensor, device="cpu"))
+        elif tensor.device.type != "cpu":
+            raise ConfigError(
+                f"{name} of the model is on {tensor.device}: build the model on the CPU, and Pipeline moves "
+                f"the stages of each rank to its device"
+            )
+    replace([model], others)
+    return empty
+
+
+def refuse_without_numbers(names: Sequence[str]) -> None:
+    """Refuse a model of which rank 0 has no numbers. Raises ConfigError."""
+    if names:
+        raise ConfigError(
+            f"{names[0]} of the model is on the meta device and has no values: give the function that makes "
+            f"the model in place of it, Pipeline(lambda: ...); or where another Pipeline has trained it, "
+            f"call its collect(), on all ranks, before its close()"
+        )

@@ -1,0 +1,295 @@
+"""A traced model as a network: its layers, what each takes, and slices of it as modules.
+
+The modules hold the very parameters and buffers of the user's model, under their names there. Their code is
+that of torch.fx, of a function of tensors: weights are arguments of it too, so that another version can be
+put in their place, and the generators are seeded before a layer that draws. Training and evaluation have
+graphs of their own, which are cut at the same places; the values that cross there may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from copy import copy, deepcopy
+from functools import cache
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_unflatten
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from pipetrain.model import random_numbers as draws
+from pipetrain.model.network import INPUT, Network, Part, See, Slice, Tensors, ValueId
+from pipetrain.model.specs import Value, ValueSpec
+from pipetrain.model.tensor_access import named_tensors
+from pipetrain.model.tracing.dataflow import Dataflow, is_random, is_size
+from pipetrain.model.tracing.export import WAY_OUT, adapted, as_arguments
+from pipetrain.model.tracing.operations import Constant, Input, ModelTensor, Operations, Region
+
+
+class Traced(Network):
+    """Any nn.Module, as traced by torch.export. Layers return tuples; see trace.py for how it is made."""
+
+    modules: list[Part]
+    way_out = f"its trace holds only operations of torch's, and writes of buffers: {WAY_OUT}"
+    shared_buffers_are_read_only = True  # what is written and read elsewhere too keeps layers together
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modes: Mapping[bool, tuple[Dataflow, Sequence[int]]],
+        names: Sequence[str],
+        again: Callable[[bool], Operations],
+    ) -> None:
+        self.model, self._again = model, again
+        self.names = names
+        self.kept = modes[True][0].operations.kept
+        self.modes = {training: Layers(*flow_and_cuts) for training, flow_and_cuts in modes.items()}
+        both = zip(*(mode.tensors for mode in self.modes.values()), strict=True)
+        self.placed = _placed(model, [dict.fromkeys(trained + evaluated) for trained, evaluated in both])
+        """The names of the tensors of each layer; one without use has a place too."""
+        self.modules = [self.part(self.alone(n), self.alone(n, False)) for n in range(len(names))]
+
+    def alone(self, index: int, training: bool = True) -> Slice:
+        return self.modes[training].slices[index]
+
+    def takes(self, index: int, specs: Sequence[ValueSpec]) -> tuple[ValueId, ...]:
+        return self.modules[index].slice.enters
+
+    def call(self, index: int, tensors: Tensors, specs: Sequence[ValueSpec]) -> Value:
+        result: Tensors = self.modules[index](*tensors)
+        return self.pack(result) if index == len(self.names) - 1 else result
+
+    def run(self, inputs: ValueSpec, tensors: Tensors) -> Any:
+        args, kwargs = as_arguments(inputs, tensors)
+        with adapted(self.model, inputs):
+            return self.model(*args, **kwargs)
+
+    def computes_as_cut(self, training: bool) -> bool:
+        modes = [(mode, of.flow.operations) for mode, of in self.modes.items() if training or not mode]
+        return all(self._again(mode).described() == operations.described() for mode, operations in modes)
+
+    def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:
+        return TracedPart(self, slice, evaluated)
+
+    def twin(self) -> Traced:
+        twin = copy(self)
+        twin.model, twin.modules = deepcopy((self.model, self.modules))  # at once, for they share tensors
+        return twin
+
+    def pack(self, outputs: Tensors) -> Any:
+        """Return the tensors of the last layer as the model returns them."""
+        tensors, operations = iter(outputs), self.modes[True].flow.operations
+        flat = [next(tensors) if isinstance(out, fx.Node) else out for out in operations.outputs]
+        return tree_unflatten(flat, operations.tree)
+
+    def labels(self, number: int, ignored: int) -> tuple[int, bool]:
+        return self.modes[True].flow.labels(number, ignored)
+
+    def __deepcopy__(self, memo: object) -> Traced:
+        return self  # copies of a part share it
+
+
+class TracedPart(Part):
+    """Layers of a traced model, with code of their own for training and for evaluation."""
+
+    def __init__(self, network: Traced, slice: Slice, evaluated: Slice | None = None) -> None:
+        super().__init__(slice, evaluated)
+        self._network = network
+        names = chain(*network.placed[slice.start : slice.end])
+        self._places = {name: _hold(self, network.model, name) for name in names}
+        """By name the registry, which copies have of their own, and the key in it."""
+
+    def forward(self, *tensors: Tensor) -> Tensors:
+        return self._run(self.slice, tensors)
+
+    def _run(self, slice: Slice, tensors: Sequence[Tensor]) -> Tensors:
+        first = tensors[0] if tensors else next(self.parameters(), None)
+        device = torch.device("cpu") if first is None else first.device
+        code = self._network.modes[self.training].code(slice, device)
+        registries = map(self._places.__getitem__, code.tensors)
+        return code.function(*tensors, *(registry[key] for registry, key in registries))
+
+    def observed(self, tensors: Tensors, see: See) -> Tensors:
+        network, values = self._network, dict(zip(self.slice.enters, tensors, strict=True))
+        for index in range(self.slice.start, self.slice.end):
+            layer = network.alone(index, self.training)
+            outputs = self._run(layer, [values[value] for value in layer.enters])
+            see(network.names[index], outputs)
+            values |= {ValueId(index, number): tensor for number, tensor in enumerate(outputs)}
+        return tuple(values[value] for value in self.slice.leaves)
+
+    def pack(self, outputs: Tensors) -> Any:
+        return self._network.pack(outputs)
+
+
+def _placed(model: nn.Module, used: Sequence[Collection[str]]) -> list[list[str]]:
+    """Return the tensors of each layer; one that none uses is where the one before it in the model is."""
+    placed, last = [list(names) for names in used], 0
+    for name in named_tensors(model):
+        last = next((index for index, names in enumerate(used) if name in names), last)
+        if name not in used[last]:
+            placed[last].append(name)
+    return placed
+
+
+def _hold(root: nn.Module, model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Register a model's tensor below `root` under its name; return the registry with its key."""
+    path, _, key = name.rpartition(".")
+    for part in path.split(".") if path else ():
+        root = root._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
+    owner = model.get_submodule(path)
+    registry, attributes = ("_parameters" if key in owner._parameters else "_buffers"), vars(root)
+    attributes[registry][key] = getattr(owner, registry)[key]
+    if key in owner._non_persistent_buffers_set:
+        root._non_persistent_buffers_set.add(key)
+    return attributes[registry], key
+
+
+# The layers of one mode
+
+
+class Code(NamedTuple):
+    """A function of the tensors that enter and of `held` ones on a device; it returns a tuple."""
+
+    function: Callable[..., tuple[Tensor, ...]]
+    tensors: tuple[str, ...]  # by name, behind the inputs
+
+
+class Layers:
+    """The layers of a model that is cut before the items at `cuts`. `values`: what travels between them.
+
+    Of each layer: `nodes`, its operations and those that it makes again, in order; `slices`, what it takes
+    and makes; `held`, the parameters and buffers that it uses.
+    """
+
+    def __init__(self, flow: Dataflow, cuts: Sequence[int]) -> None:
+        self.flow = flow
+        outputs = [output for output in flow.operations.outputs if isinstance(output, fx.Node)]
+        parts = [flow.items[start:end] for start, end in pairwise([0, *cuts, len(flow.items)])]
+        needs = [_needs(flow, part, outputs if part is parts[-1] else []) for part in parts]
+        self.nodes = [sorted(nodes, key=flow.order.__getitem__) for nodes, _, _ in needs]
+        self.tensors = [list(dict.fromkeys(names)) for _, _, names in needs]
+        sources = ((node, node.meta.get("source")) for node in flow.order)
+        numbers = {
+            node: ValueId(INPUT, source.number) for node, source in sources if isinstance(source, Input)
+        }
+        self.values = {value: node for node, value in numbers.items()}
+        self.slices: list[Slice] = []
+        for index, (_, taken, _) in enumerate(needs):
+            later = {node for _, others, _ in needs[index + 1 :] for node in others}
+            makes = outputs if index == len(cuts) else [node for node in parts[index] if node in later]
+            enters = tuple(sorted(numbers[node] for node in taken))
+            leaves = tuple(ValueId(index, number) for number in range(len(makes)))
+            self.slices.append(Slice(index, index + 1, enters, leaves))
+            self.values |= zip(leaves, makes, strict=True)
+            numbers |= zip(makes, leaves, strict=True)
+        self.code = cache(self._code)
+
+    def _code(self, slice: Slice, device: torch.device) -> Code:
+        """Return the code of some layers, from the values that enter to those that leave."""
+        graph, enters = fx.Graph(), [self.values[value] for value in slice.enters]
+        leaves = [self.values[value] for value in slice.leaves]
+        copies = {node: graph.placeholder(f"x{number}") for number, node in enumerate(enters)}
+        nodes = [(index, node) for index in range(slice.start, slice.end) for node in self.nodes[index]]
+        used = dict.fromkeys([*(each for _, node in nodes for each in node.all_input_nodes), *leaves])
+        sources = [(node, node.meta.get("source")) for node in used]
+        tensors = {node: source.name for node, source in sources if isinstance(source, ModelTensor)}
+        others = {node: source.tensor for node, source in sources if isinstance(source, Constant)}
+        copies |= {node: graph.placeholder(node.name) for node in tensors}
+        copies |= {node: graph.get_attr(node.name) for node in others}
+        _add_sizes(graph, [node for node in used if is_size(node)], enters, copies)
+
+        def argument(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return copies[value]
+            return device if isinstance(value, torch.device) else value
+
+        seeded = set[int]()
+        for index, node in nodes:
+            if node in copies:
+                continue
+            if is_random(node) and index not in seeded:
+                graph.call_function(draws.begin, (index,))
+                seeded.add(index)
+            args: Any
+            args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), argument)
+            target: Any = node.target
+            region = node.meta.get("region", Region())
+            if region != Region():
+                target, args = in_region, (node.target, *region, *args)
+            copies[node] = graph.call_function(target, args, kwargs)
+        graph.output(tuple(copies[leaf] for leaf in leaves))
+        constants = {node.name: tensor.to(device) for node, tensor in others.items()}
+        return Code(fx.GraphModule(constants, graph).forward, tuple(tensors.values()))
+
+
+def _needs(
+    flow: Dataflow, items: list[fx.Node], outputs: list[fx.Node]
+) -> tuple[list[fx.Node], list[fx.Node], list[str]]:
+    """Return the operations of a layer, the values of others that it takes, and the tensors that it holds."""
+    nodes, taken, tensors = dict.fromkeys(items), dict[fx.Node, None](), list[str]()
+    todo = [*(each for item in items for each in item.all_input_nodes), *outputs]
+    sized = any(map(is_size, todo))
+    for node in todo:  # grows
+        source = node.meta.get("source")
+        if isinstance(source, ModelTensor):
+            tensors.append(source.name)
+        elif isinstance(source, Input) or (node in flow.position and node not in nodes):
+            taken[node] = None
+        elif source is None and node not in nodes and not is_size(node):
+            nodes[node] = None
+            todo += node.all_input_nodes
+            sized = sized or any(map(is_size, node.all_input_nodes))
+    if sized and not any(map(_samples_in, taken)):
+        taken[next(node for node in flow.order if isinstance(node.meta.get("source"), Input))] = None
+    return list(nodes), list(taken), tensors
+
+
+def _samples_in(node: fx.Node) -> tuple[int, int, Any] | None:
+    """Return a dimension of a value that has samples, how many numbers for each, and what stands for them."""
+    for dimension, size in enumerate(getattr(node.meta["val"], "shape", ())):
+        if isinstance(size, torch.SymInt) and len(size.node.expr.free_symbols) == 1:
+            (symbol,) = size.node.expr.free_symbols
+            if (each := size.node.expr / symbol).is_Integer:
+                return dimension, int(each), symbol
+    return None
+
+
+def _add_sizes(
+    graph: fx.Graph, sizes: Sequence[fx.Node], enters: Sequence[fx.Node], copies: dict[fx.Node, Any]
+) -> None:
+    """Compute sizes of the number of samples, which the first of the tensors that enter tells."""
+    if not sizes:
+        return
+    node, (dimension, each, symbol) = next((node, where) for node in enters if (where := _samples_in(node)))
+    read: Any = fx.Proxy(graph.call_function(torch.ops.aten.sym_size.int, (copies[node], dimension)))
+    samples = {symbol: read // each if each > 1 else read}
+    for node in sizes:
+        value = node.meta["val"]
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            value = sympy_interp(PythonReferenceAnalysis, samples, value.node.expr)
+        copies[node] = value.node if isinstance(value, fx.Proxy) else value
+
+
+def in_region(
+    function: Callable[..., Any],
+    grad: bool | None,
+    autocast: bool | None,
+    dtype: torch.dtype | None,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run an operation in its region, under autocast on the device of its first tensor."""
+    device = next((arg.device.type for arg in args if isinstance(arg, Tensor)), "cpu")
+    if grad is None and not autocast and not torch.is_autocast_enabled(device):
+        return function(*args, **kwargs)
+    with (
+        nullcontext() if grad is None else torch.set_grad_enabled(grad),
+        nullcontext() if autocast is None else torch.autocast(device, dtype, enabled=autocast),
+    ):
+        return function(*args, **kwargs)

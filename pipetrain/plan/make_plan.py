@@ -1,0 +1,192 @@
+"""Makes a plan: costs, cut, programs, proof; each is made once, and every rank makes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from pipetrain.config.settings import AUTO, PROFILE, Mode, Settings, modes_of, recomputing
+from pipetrain.errors import ConfigError
+from pipetrain.model.chain import network_of
+from pipetrain.model.network import Network
+from pipetrain.model.numerics import Numerics
+from pipetrain.model.specs import Size, TensorSpec, ValueSpec
+from pipetrain.plan.cost_estimate import Layer, estimates, with_gradients
+from pipetrain.plan.costs import Profile, Table, by_work, refuse_other_layers
+from pipetrain.plan.cut import cut_layers, cuts_that_may_be, refuse_cuts, shared_weights
+from pipetrain.plan.memory_fit import refuse_above
+from pipetrain.plan.partition import Choice, choose_cuts, cut_by_times, prove_layers
+from pipetrain.plan.plan import Plan, Samples, cast_spec, given_to_task
+from pipetrain.plan.program import Draft, prove, refuse_ties
+from pipetrain.plan.replica_partition import Way, choose_replicas, longest_part
+from pipetrain.plan.text import describe
+from pipetrain.schedule.actions import splits
+from pipetrain.schedule.simulate import Deadlock
+from pipetrain.tasks import Task
+
+Uses = Callable[[ValueSpec], Sequence[bool]]
+"""Returns which outputs of a model the loss uses, of the first batch."""
+Measure = Callable[[list[Layer], ValueSpec, Numerics], Profile]
+"""Measures a model's layers, as they were estimated for an input as each sample has it."""
+
+
+def make_plan(
+    draft: Draft,
+    model: nn.Module | Network | list[Layer],
+    example: ValueSpec,
+    samples: Samples | None,
+    profile: Profile | Measure | None = None,
+    state_of: Callable[[str, TensorSpec], float] = lambda name, spec: 0,
+    task: Task | None = None,
+    uses: Uses | None = None,
+) -> Plan:
+    """Cut the model, and make and check every program. Raises ConfigError and ScheduleError.
+
+    `model`: changed here, and not to be trained afterwards; or its layers, if there is none. `example`: of
+    the input; `samples`: None for a first batch of the settings' size, after which others may come;
+    `profile`: its times, or what measures them, without which partition=profile is a draft: cut by flops,
+    whatever the memory_limit; `state_of`: the bytes of the optimizer's state of a parameter; `task`: of which
+    there are targets; `uses`: None: all outputs. A rank that is predicted to hold more than memory_limit= is
+    refused; the cuts of partition=profile keep to it, by what was measured.
+    """
+    if draft.settings.partition == PROFILE and profile is None:
+        draft = replace(draft, settings=replace(draft.settings, partition="flops", memory_limit=None))
+    settings = draft.settings
+    example = cast_spec("inputs", example, settings.data_dtype)
+    known = samples or Samples.like(settings)
+    cutting = model if isinstance(model, list) else network_of(model, example, settings.precision == "bf16")
+    network = None if isinstance(cutting, list) else cutting
+    sizes = known.microbatches(settings.microbatches), [*map(Size, known.evaluation)]
+    numerics, trained, evaluated = estimates(settings, cutting, example, *sizes)
+    layers = trained[settings.full]
+    if uses is not None:
+        used = uses(given_to_task(layers[-1].output, numerics, settings.dtype))
+        trained = {size: with_gradients(of, used) for size, of in trained.items()}
+        layers = trained[settings.full]
+    if callable(profile):
+        if settings.replicas != AUTO:
+            prove_layers(len(draft.placement), [layer.name for layer in layers])
+        profile = profile(layers, example, numerics)
+    table = _table(settings, layers, example, network is not None, profile, state_of, task)
+    evaluations, timed = len(known.evaluation), profile is not None
+    uncut = _Uncut(network, trained, evaluated, example, samples, evaluations, numerics, table, timed)
+    ways: dict[str, Way | None] = {}
+    if settings.replicas == AUTO:
+        draft, ways = choose_replicas(draft, table, cuts_that_may_be(network, layers), uncut.way)
+    lengths = samples.windows(settings.window) if samples else [draft.shown]
+    made = uncut.made.get(str(draft.settings.replicas)) if lengths == [draft.shown] else None
+    plan = replace(made or uncut.plan(draft, lengths), ways=ways)
+    if settings.memory_limit is not None and settings.partition != PROFILE:
+        refuse_above(settings.memory_limit, plan.memory())
+    return plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Uncut:
+    """What is known of a model before it is cut, see `make_plan`. `network`: None for layers without one."""
+
+    network: Network | None
+    trained: Mapping[Size, list[Layer]]  # for each size of a microbatch
+    evaluated: Mapping[Size, list[Layer]]
+    example: ValueSpec
+    samples: Samples | None
+    evaluations: int  # the microbatches of one
+    numerics: Numerics
+    table: Table
+    timed: bool  # by a profile
+    made: dict[str, Plan] = field(default_factory=dict)  # the plans of ways, by their replicas
+
+    def plan(self, draft: Draft, lengths: Sequence[int]) -> Plan:
+        """Cut the model for a draft, and prove windows of these lengths. Raises as `make_plan` does."""
+        table, open_ = self.table, self.samples is None
+        cuts, modes, choices = _cuts(draft, lengths, self.network, table)
+        shared = shared_weights(self.network, cuts) if self.network else {}
+        cut = cut_layers(self.trained, cuts, self.example, shared, open_)
+        refuse_ties(draft, cut)
+        stage_costs = table.costs(cut, modes, splits(draft.program), draft.settings.full, draft.placement)
+        known = self.evaluations, stage_costs, recomputing(modes), open_
+        try:
+            bounded, windows, evaluations = prove(draft, cut, lengths, *known)
+        except ConfigError as error:
+            if not (open_ and isinstance(error.__cause__, Deadlock) and draft.shown > draft.least):
+                raise
+            bounded, windows, evaluations = prove(draft, cut, [draft.least], *known)  # a shorter one may do
+        return Plan(
+            draft=draft,
+            samples=self.samples,
+            numerics=self.numerics,
+            example=self.example,
+            table=table,
+            cut=bounded,
+            evaluation_cut=cut_layers(self.evaluated, cuts, self.example, any_size=open_),
+            windows=windows,
+            evaluations=evaluations,
+            modes=modes,
+            costs=stage_costs if self.timed else None,
+            choices=choices,
+            text=describe,
+        )
+
+    def way(self, draft: Draft) -> Way:
+        """Return what a draft takes in a window that is like others."""
+        plan = self.made[str(draft.settings.replicas)] = self.plan(draft, [draft.shown])
+        run, replicas = plan.timeline(), [*map(len, draft.settings.places)]
+        batch_s = run.makespan / max(plan.windows)
+        return Way(replicas, plan.cuts, batch_s, longest_part(run, plan.stage_costs))
+
+
+def _table(
+    settings: Settings,
+    layers: Sequence[Layer],
+    example: ValueSpec,
+    has_loss: bool,
+    profile: Profile | None,
+    state_of: Callable[[str, TensorSpec], float],
+    task: Task | None,
+) -> Table:
+    """Return the costs of the layers, by a profile or else by their work. Raises ConfigError."""
+    dtype, outputs = settings.data_dtype, layers[-1].output
+    # As a cross-entropy saves:
+    loss = sum(spec.numel * (dtype or spec.dtype).itemsize for spec in outputs.specs) if has_loss else 0
+    classes = task and task.classes_of(outputs)
+    if profile is not None:
+        refuse_other_layers(profile, layers)
+    return Table(
+        layers,
+        example.of(settings.full),
+        profile or by_work(layers, settings.ranks),
+        codecs=settings.codecs,
+        state_of=state_of,
+        loss=loss,
+        targets=8 * outputs.specs[0].numel // classes if classes else loss,  # labels, or numbers as outputs
+        averaged=settings.ema is not None,
+        correction=settings.correction,
+        on_gpu=settings.on_gpu,
+    )
+
+
+def _cuts(
+    draft: Draft, lengths: Sequence[int], network: Network | None, table: Table
+) -> tuple[list[int], list[Mode], dict[str, Choice]]:
+    """Choose the first layers of stages 1, 2, ..., and what each stage recomputes. Raises ConfigError."""
+    settings, where, layers = draft.settings, draft.placement, table.layers
+    choices: dict[str, Choice] = {}
+    modes = modes_of(settings.recompute, len(where))
+    if settings.partition == PROFILE:
+        choices = cut_by_times(draft, max(lengths), table, cuts_that_may_be(network, layers))
+        cuts, modes = choices[PROFILE].cuts, [stage.mode for stage in choices[PROFILE].stages]
+    else:
+        cuts = choose_cuts(settings.partition, layers, where)
+    refuse_cuts(network, layers, cuts)
+    _refuse_drawing(settings, layers)
+    return cuts, modes, choices
+
+
+def _refuse_drawing(settings: Settings, layers: Sequence[Layer]) -> None:
+    if settings.cuda_graphs is True and (drawing := [layer.name for layer in layers if layer.draws]):
+        raise ConfigError(
+            f"layer {drawing[0]} draws random numbers, which cuda_graphs would repeat: leave cuda_graphs "
+            f"out, or set its dropout to 0"
+        )

@@ -1,0 +1,88 @@
+"""Plans on paper: those of options of which nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from pipetrain.config.build import make_model, make_optimizer, make_schedule, make_task
+from pipetrain.config.parameter_groups import groups_of, optimizer_of
+from pipetrain.config.settings import AUTO, PROFILE, Settings
+from pipetrain.data import declared_example, load_data
+from pipetrain.errors import ConfigError
+from pipetrain.model.chain import network_of
+from pipetrain.model.specs import TensorSpec
+from pipetrain.plan.costs import profile_conditions, read_profile
+from pipetrain.plan.csv_tables import read_rows
+from pipetrain.plan.make_plan import make_plan
+from pipetrain.plan.memory_fit import known_state, optimizer_state
+from pipetrain.plan.plan import Plan, Samples
+from pipetrain.plan.program import Draft
+from pipetrain.plan.staleness_advice import settled
+from pipetrain.rules import COUNT, PATH, POSITIVE
+
+
+def planned(cfg: Mapping[str, Any], schedule: str, batches: int) -> Plan:
+    """Plan a window of a configuration whose schedule has this name. Raises ConfigError.
+
+    On paper nothing is measured: without a file partition=profile is the draft that a run begins with.
+    """
+    if cfg["costs"] is not None:
+        return _planned_by_rows(cfg, schedule, batches)
+    settings = replace(Settings.composed(cfg, schedule, _ranks(cfg)), window=None)
+    samples = Samples([settings.batch_size] * batches, [settings.full.samples])
+    model = make_model(cfg, settings.seed, settings.dtype)
+    example = declared_example(cfg["data"], settings.dtype)
+    example = example or load_data(cfg["data"], settings.dtype).facts.example
+    network = network_of(model, example.cast(settings.dtype), settings.precision == "bf16")
+    profile = None
+    if settings.profile is not None:
+        profile = read_profile(settings.profile, profile_conditions(settings, cfg["optim"]))
+    elif settings.replicas == AUTO:
+        raise ConfigError("replicas=auto needs measured times: give partition.profile=FILE of an earlier run")
+    draft = _settled(Draft.of(settings, make_schedule(cfg)), cfg)
+    return make_plan(draft, network, example, samples, profile, state_of(cfg, model), make_task(cfg))
+
+
+def _planned_by_rows(cfg: Mapping[str, Any], schedule: str, batches: int) -> Plan:
+    """Plan a window of the layers of costs=FILE, each microbatch a sample. Raises ConfigError."""
+    path, cfg = PATH.read("costs", cfg["costs"]), {**cfg, "batch_size": cfg["microbatches"]}
+    if cfg["partition"] == "flops":  # the default; there are times for all
+        cfg["partition"] = PROFILE
+    settings = replace(Settings.composed(cfg, schedule, _ranks(cfg)), window=None, model=path.stem)
+    if settings.profile is not None:
+        raise ConfigError("costs= and partition.profile= both give times: leave one of them out")
+    speed, scale = (POSITIVE.read(key, cfg[key], null=True) for key in ("bandwidth", "scale"))
+    if settings.replicas == AUTO and not speed:
+        raise ConfigError("replicas=auto weighs messages and sums of gradients too: give bandwidth=GB/s")
+    rows = read_rows(path, 1e-9 / speed if speed else 0.0, scale or 1.0)
+    samples = Samples([settings.batch_size] * batches, [1])
+    draft = _settled(Draft.of(settings, make_schedule(cfg)), cfg)
+    return make_plan(draft, rows.layers, rows.data, samples, rows.profile, state_of(cfg))
+
+
+def _settled(draft: Draft, cfg: Mapping[str, Any]) -> Draft:
+    optimizer, stages = str(cfg["optim"].get("_target_")), len(draft.placement)
+    return replace(draft, settings=settled(draft.settings, optimizer, stages))
+
+
+def _ranks(cfg: Mapping[str, Any]) -> int | None:
+    """Return the ranks for replicas=auto; of other pipelines the options say how many there are."""
+    if cfg["replicas"] == AUTO and cfg["ranks"] is None:
+        raise ConfigError("replicas=auto chooses for a number of ranks: give ranks=N")
+    return COUNT.read("ranks", cfg["ranks"]) if cfg["replicas"] == AUTO else None
+
+
+def state_of(cfg: Mapping[str, Any], model: nn.Module | None = None) -> Callable[[str, TensorSpec], int]:
+    """Return what tells the bytes of the configured optimizer's state of a parameter, as in this model."""
+    optim = make_optimizer(cfg)
+    groups = groups_of(optim, model) if model else []
+    if any(group.function for group in groups):
+        return optimizer_state(partial(optimizer_of, optim.forms[-1], groups))
+    if (kept := known_state(optim.name, optim.options)) is not None:
+        return lambda name, spec: kept * spec.nbytes
+    return optimizer_state(optim.forms[-1])

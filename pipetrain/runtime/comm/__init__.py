@@ -1,0 +1,1 @@
+"""Communication: the ranks, their process groups, and what travels between them."""

@@ -1,0 +1,178 @@
+"""What the ranks of a Pipeline do together, how an error of one becomes that of all, and what must be alike.
+
+Settings and programs are compared, and tensors are taken from rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pipetrain.config.parameter_groups import title
+from pipetrain.config.rate import LearningRate
+from pipetrain.config.settings import Settings
+from pipetrain.errors import ChannelError, ConfigError, Refused, TrainingStopped, of_all, one_line, unsaid
+from pipetrain.exit import EXPECTED
+from pipetrain.model.specs import bytes_of, specs_of
+from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.ranks import Ranks
+from pipetrain.schedule.actions import Program, format_program
+
+COMPARED_UPDATES = (0, 1, 2, 3, 10)  # whose learning rates are compared
+
+
+class Together:
+    """The ranks of a run, until an error of what they do together. `ended`: called after that."""
+
+    def __init__(self, links: Links, ended: Callable[[], None]) -> None:
+        self.links = links
+        self._ended = ended
+        self.stopped = ""
+        """The error that ended it."""
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Run a part of what all ranks do together: after an error this rank leaves them for good."""
+        try:
+            yield
+        except KeyboardInterrupt as stop:
+            raise stop from None  # not from a connection that another rank has closed, at the same Ctrl-C
+        except Exception as error:
+            try:
+                if not isinstance(error, ChannelError):
+                    self.links.check()  # what has ended the transfers is the cause of what follows from it
+                raise
+            except Exception as cause:
+                self.stopped = one_line(cause) or type(cause).__name__
+                self._ended()
+                rank, why = self.links.first_error(self.stopped)
+                self.links.abandon(self.stopped)
+                if isinstance(cause, ChannelError) and rank != self.links.world.rank:
+                    raise unsaid(ChannelError(f"{self.stopped}; rank {rank} stopped: {why}")) from None
+                raise
+
+    def on_first(self, what: str, read: Callable[[], Any]) -> Any:
+        """Return on every rank what `read` returns on rank 0, or raise its error on all."""
+        result, error = attempt(read) if self.links.world.rank == 0 else (None, None)
+        with self():
+            result, failure = self.links.tell(what, [result, failure_of(error)])
+        raise_failure(error, failure, 0)
+        return result
+
+    def on_all(self, what: str, make: Callable[[], Any]) -> Any:
+        """Return what `make` returns on each rank, or raise its error on all, which one rank says."""
+        made, error = attempt(make)
+        if error is not None and self.stopped:
+            raise error  # of what the ranks did together
+        try:
+            with self():
+                failures = self.links.gather(what, failure_of(error))
+        except ChannelError:
+            raise_failure(error, None, 0)
+            raise
+        for rank, failure in enumerate(failures):
+            if failure:
+                if isinstance(error, EXPECTED) and rank != self.links.world.rank:
+                    error = unsaid(error)
+                raise_failure(error, failure, rank)
+        return made
+
+    def abandon(self, error: BaseException | None) -> None:
+        """Leave the other ranks, which may not come to close it together, after an error of the program."""
+        if self.links.world.size > 1 and not self.stopped:
+            self.stopped = one_line(error) if isinstance(error, Exception) else "interrupted"
+            self.links.abandon(self.stopped)
+
+    def refuse_ended(self) -> None:
+        """Refuse to go on after an error. Raises TrainingStopped."""
+        if self.stopped:
+            raise TrainingStopped(
+                f"this Pipeline has ended with an error: {self.stopped}; start the program again, from a "
+                f"checkpoint if there is one"
+            )
+
+
+Failure = tuple[str, bool]
+"""An error of one rank as the others are told: a sentence, and whether it refuses what was given."""
+
+
+def attempt(read: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """Return what `read` returns, or what it raises."""
+    try:
+        return read(), None
+    except Exception as error:  # a loader may raise anything
+        return None, error
+
+
+def failure_of(error: Exception | None) -> Failure | None:
+    """Return what the other ranks are told of an error."""
+    if error is None:
+        return None
+    return one_line(error) or type(error).__name__, isinstance(error, ConfigError)
+
+
+def raise_failure(error: Exception | None, failure: Failure | None, rank: int) -> None:
+    """Raise the error of a `rank` on it, and on the others what it has told of it, if it failed."""
+    if error is not None:
+        raise error
+    if failure is not None:
+        text, refused = failure
+        raise unsaid((ConfigError if refused else TrainingStopped)(f"rank {rank} stopped: {text}"))
+
+
+def conditions(
+    settings: Settings, optimizer: Optimizer, program: Program, rate: LearningRate
+) -> dict[str, Any]:
+    """Return what must be the same on all ranks: settings, program, rates, the optimizer with its options."""
+    values: dict[str, Any] = {"optimizer": title(optimizer)}
+    for number, group in enumerate(optimizer.param_groups):
+        of = f"optimizer.{number}" if number else "optimizer"
+        values |= {f"{of}.{key}": value for key, value in group.items() if key != "params"}
+    with suppress(Exception):  # a user's function may end before
+        for update in COMPARED_UPDATES:
+            if rate.fraction is not None:
+                values[f"lr_schedule({update})"] = rate.fraction(update)
+    return {**settings.shared(), **values, "program": digest(program)}
+
+
+def digest(program: Program) -> int:
+    """Return a checksum of a program."""
+    return zlib.crc32(format_program(program).encode())
+
+
+def prove_same(ranks: Ranks, what: str, mine: Mapping[str, Any]) -> None:
+    """Refuse ranks that have different values under a name. Raises Refused, on all of them alike."""
+    first, *others = ranks.gather(what, {key: json.dumps(v, default=_in_words) for key, v in mine.items()})
+    for rank, theirs in enumerate(others, start=1):
+        for name in first | theirs:
+            expected, other = (texts.get(name, "nothing") for texts in (first, theirs))
+            if expected != other:
+                refusal = Refused(
+                    f"rank {rank} has {name}={other}, and rank 0 has {expected}: give all ranks the same "
+                    f"arguments, code and files"
+                )
+                raise of_all(refusal, ranks.world.rank)
+
+
+def _in_words(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor | np.generic) else type(value).__name__
+
+
+def level(links: Ranks, what: str, tensors: Mapping[str, Tensor]) -> None:
+    """Give tensors in host memory the numbers that they have on rank 0.
+
+    Raises ConfigError, on all ranks alike, if they have other names or forms.
+    """
+    prove_same(links, what, {f"tensor {name}": str(specs_of([t])[0]) for name, t in tensors.items()})
+    own = [t.data for t in tensors.values() if t.device.type == "cpu"]
+    checksums = links.gather(what, [zlib.crc32(bytes_of(t).numpy().data) for t in own])
+    for tensor, *sums in zip(own, *checksums, strict=True):
+        if len(set(sums)) > 1:
+            links.copy_from_first(what, tensor)

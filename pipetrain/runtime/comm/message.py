@@ -1,0 +1,79 @@
+"""What travels between two ranks, and the errors of those who wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch.distributed as dist
+
+from pipetrain.errors import ChannelError
+from pipetrain.model.specs import TensorSpec
+from pipetrain.schedule.actions import Edge, Tie
+from pipetrain.schedule.lower import Link
+
+
+@dataclass(frozen=True)
+class Message:
+    """The tensors of one microbatch on one link of an edge.
+
+    `specs`: as they travel; `ranks`: source and destination rank; `plain`: the specs before encoding.
+    """
+
+    src: int
+    dst: int
+    mb: int
+    specs: tuple[TensorSpec, ...]
+    ranks: tuple[int, int]
+    plain: tuple[TensorSpec, ...] = ()
+
+    @cached_property
+    def edge(self) -> Edge:
+        return (self.src, self.dst)
+
+    @cached_property
+    def link(self) -> Link:
+        return self.edge, self.ranks
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs)
+
+    @cached_property
+    def plain_bytes(self) -> int:
+        return sum(spec.nbytes for spec in self.plain)
+
+    @property
+    def name(self) -> str:
+        """What it is, with the stages of a skip, which are not neighbours."""
+        what = f"the {'activation' if self.src < self.dst else 'gradient'} of microbatch {self.mb}"
+        return what if abs(self.src - self.dst) == 1 else f"{what} (stage {self.src} to {self.dst})"
+
+
+Failed = Callable[[str], ChannelError]
+"""Makes the error of a wait: of a connection that is lost, and why, or with "" of its deadline."""
+
+
+def failed(receives: Sequence[Message], sends: Sequence[Message], timeout: float, why: str) -> ChannelError:
+    """Return the error of a wait for any of these messages. See Failed."""
+    first = (*receives, *sends)[0]
+    me, peer = first.ranks[::-1] if receives else first.ranks
+    if why:
+        return ChannelError(f"rank {me} lost rank {peer} at {first.name}: {why}")
+    what = [f"{message.name} from rank {message.ranks[0]}" for message in receives]
+    what += [f"rank {message.ranks[1]} to take {message.name}" for message in sends]
+    return ChannelError(f"rank {me} waited {timeout:g} s for {' or for '.join(what)}")
+
+
+def failed_sum(tie: Tie, group: Any, timeout: float, why: str) -> ChannelError:
+    """Return the error of a wait for the sum over the ranks of a tie. See Failed."""
+    what = "the gradients of shared weights" if tie else "the gradient norms"
+    if len(tie) == 1:
+        what = f"the gradients of the replicas of stage {tie[0]}"
+    me, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+    others = ", ".join(str(rank) for rank in ranks if rank != me)
+    whom = f"one of ranks {others}" if len(ranks) > 2 else f"rank {others}"
+    late = f"rank {me} waited {timeout:g} s for {what} of {whom}"
+    return ChannelError(f"rank {me} lost {whom} at {what}: {why}" if why else late)

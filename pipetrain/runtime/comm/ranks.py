@@ -1,0 +1,346 @@
+"""The ranks of a run: how many there are, and what they tell each other beside the stages' messages.
+
+What they tell is JSON and tensors: nothing that is received is unpickled or run. Every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipetrain.errors import ChannelError, Refused, cause_of, of_all
+from pipetrain.model.specs import TensorSpec, bytes_of
+
+HEAD = 504  # bytes of a text that its first message carries
+LAST_WORD_S = 2.0  # that a rank may take to hear which other one is lost
+ENDED = json.dumps(["close() or the end of its program", None])  # a rank's last text
+ROUNDS = 32  # messages to and fro to compare two clocks
+_Sent = tuple[Any, Any]  # what is to be waited for, with what must stay until then
+_WORDS, _TENSORS = 2**30, 2**30 + 1  # gloo keeps tags apart, and counts small ones in monitored_barrier
+_ASIDE = 2**29  # and more
+LONG_S = 30 * 86400.0  # of waiting for a rank whose end would be noticed
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The rank of a process among the others, as set by torchrun; a single process without it."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1  # ranks on this machine; 0: unknown
+
+    @classmethod
+    def current(cls) -> World:
+        """Return the world of the process group, if there is one, else that of torchrun."""
+        if dist.is_initialized():
+            rank, size = dist.get_rank(), dist.get_world_size()
+        else:
+            rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1 if size == 1 else 0))
+        return cls(rank, size, int(os.environ.get("LOCAL_RANK", rank)), local_size)
+
+
+class Ranks:
+    """All ranks of a run, over gloo. `timeout`: seconds that a wait for the others may take.
+
+    Its methods raise ChannelError if another rank does not come, or is lost. `beside`: see `aside`.
+    """
+
+    def __init__(self, world: World, timeout: float, group: Any = None, beside: int = 0) -> None:
+        self.world = world
+        self._timeout = timeout
+        self._all = group
+        self._beside, self._asides = beside, 0
+        self._tag = _ASIDE + beside if beside else _WORDS
+        self._limit_s = LONG_S if beside else None  # of waiting for a text, if not that of the group
+        self._heads: dict[int, tuple[Any, bytearray]] = {}  # of each rank's next text: a posted receive
+        self._announced: list[_Sent] = []  # to be waited for
+
+    def aside(self) -> Ranks:
+        """Return the ranks for another thread, which waits for one while it lives. All ranks call it."""
+        self._asides += 1
+        return Ranks(self.world, self._timeout, self._all, self._asides)
+
+    def gather(self, what: str, item: Any) -> list[Any]:
+        """Return each rank's `item` as JSON has it: lists for tuples, keys that are strings.
+
+        The others tell rank 0, which tells them all: a collective of gloo takes several times as long.
+        """
+        text = json.dumps([what, item])
+        if self.world.size == 1:
+            return [json.loads(text)[1]]
+        if self.world.rank:
+            with self._trying(f"exchange {what} with rank 0"):
+                sent = self._post_text(text, 0)
+                texts = json.loads(self._take_text(0))
+                _wait_for(sent, self._limit_s)
+            if isinstance(texts, str):  # what rank 0 knows of a rank that is lost
+                raise ChannelError(texts)
+        else:
+            texts = [text, *(self._hear(what, rank) for rank in range(1, self.world.size))]
+            there = [rank for rank, text in enumerate(texts) if rank and text != ENDED]
+            with self._trying(f"tell the others {what}"):
+                _wait_for(self._post_to(there, json.dumps(texts)), self._limit_s)
+        return self._items(what, texts, self.world.size)
+
+    def _items(self, what: str, texts: Sequence[str], ranks: int) -> list[Any]:
+        """Return what the first `ranks` say at `what`. Raises ChannelError if one is elsewhere."""
+        received = [json.loads(text) for text in texts]
+        for rank, (theirs, _) in enumerate(received):
+            if theirs != what or len(texts) != ranks:
+                raise ChannelError(
+                    f"rank {self.world.rank} waits for {what}, and rank {rank} is at {theirs}: let all ranks "
+                    f"call the same methods in the same order"
+                )
+        return [theirs for _, theirs in received]
+
+    def _hear(self, what: str, rank: int) -> str:
+        """Return a rank's text; if the rank is lost, the others are told which one it is."""
+        try:
+            with self._trying(f"hear {what} from rank {rank}"):
+                return self._take_text(rank)
+        except ChannelError as error:
+            for other in set(range(1, self.world.size)) - {rank}:
+                with suppress(RuntimeError):  # it is lost too, or does not come
+                    _wait_for(self._post_text(json.dumps(str(error)), other), LAST_WORD_S)
+            raise
+
+    def say_end(self) -> None:
+        """Tell the ranks that still wait for this one that it leaves them, and no error did it."""
+        for rank in [0] if self.world.rank else range(1, self.world.size):
+            with suppress(Exception):  # it has ended too
+                text = ENDED if self.world.rank else json.dumps([ENDED])
+                _wait_for(self._post_text(text, rank), LAST_WORD_S)
+
+    def _post_to(self, ranks: Collection[int], text: str) -> list[_Sent]:
+        return [one for rank in ranks for one in self._post_text(text, rank)]
+
+    def _post_text(self, text: str, rank: int) -> list[_Sent]:
+        content = text.encode()
+        head = struct.pack("q", len(content)) + content[:HEAD].ljust(HEAD)
+        parts = [bytearray(part) for part in (head, content[HEAD:]) if part]
+        tensors = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
+        return [(dist.isend(tensor, rank, group=self._all, tag=self._tag), tensor) for tensor in tensors]
+
+    def _take_text(self, rank: int) -> str:
+        """Wait for a rank's next text, and post the receive of the one after it, which may come early."""
+        posted, head = self._heads.pop(rank) if rank in self._heads else self._post_head(rank)
+        _wait_for([(posted, head)], self._limit_s)
+        (size,) = struct.unpack_from("q", head)
+        rest = bytearray(max(0, size - HEAD))
+        if rest:
+            dist.recv(torch.frombuffer(rest, dtype=torch.uint8), rank, group=self._all, tag=self._tag)
+        if not self._beside:
+            with suppress(RuntimeError):  # it was the last word of a rank that has left
+                self._heads[rank] = self._post_head(rank)
+        return (head[8:] + rest)[:size].decode()
+
+    def _post_head(self, rank: int) -> tuple[Any, bytearray]:
+        head = bytearray(8 + HEAD)
+        tensor = torch.frombuffer(head, dtype=torch.uint8)
+        return dist.irecv(tensor, rank, group=self._all, tag=self._tag), head
+
+    def announce(self, what: str, item: Any = None, ends: bool = False) -> Any:
+        """Return on every rank the `item` of rank 0, which goes on without waiting for the others.
+
+        `ends`: it waits until they have it, as it may leave them afterwards.
+        """
+        texts = [json.dumps([what, item])]
+        if self.world.rank:
+            with self._trying(f"hear {what} from rank 0"):
+                texts = json.loads(self._take_text(0))
+        elif self.world.size > 1:
+            with self._trying(f"tell the others {what}"):
+                _wait_for(self._announced)
+                self._announced = self._post_to(range(1, self.world.size), json.dumps(texts))
+                if ends:
+                    _wait_for(self._announced)
+                    self._announced = []
+        (item,) = self._items(what, texts, 1)
+        return item
+
+    def tell(self, what: str, item: Any = None, source: int = 0) -> Any:
+        """Return on every rank the `item` of rank `source`, as JSON has it."""
+        return self.gather(what, item if self.world.rank == source else None)[source]
+
+    def agree(self, doing: str, refusal: str = "", limit_s: float | None = None) -> None:
+        """Wait for all ranks, of which none may refuse; raises Refused on every rank alike.
+
+        A rank that refuses may call it in place of the next call of the others. `doing`: what the ranks wait
+        to do, such as "get ready". The error names ranks that do not come.
+        """
+        limit_s = self._timeout if limit_s is None else limit_s
+        if self.world.size > 1:
+            with self._trying(f"meet the others to {doing}"):
+                try:
+                    dist.monitored_barrier(self._all, timedelta(seconds=limit_s), wait_all_ranks=True)
+                except RuntimeError as error:
+                    if missing := re.search(r"[Rr]anks? ([\d, ]+) failed to pass", str(error)):
+                        ranks = [int(rank) for rank in missing[1].split(",")]
+                        raise came_too_late(self.world.rank, limit_s, ranks, doing) from error
+                    raise
+        for rank, why in enumerate(self.gather("the start", refusal)):
+            if why:
+                raise of_all(Refused(f"rank {rank}: {why}" if rank else why), self.world.rank)
+
+    def most(self, what: str, mine: int) -> int:
+        highest: int = max(self.gather(what, mine))
+        return highest
+
+    def copy_from_first(self, what: str, tensor: Tensor) -> None:
+        """Overwrite a tensor in host memory with that of rank 0."""
+        if self.world.size == 1:
+            return
+        values = tensor.contiguous()
+        with self._trying(f"receive {what}"):
+            dist.broadcast(values.flatten().view(torch.uint8), 0, group=self._all)
+        tensor.copy_(values)
+
+    def post_tensor(self, what: str, tensor: Tensor, rank: int, stream: int = 0) -> Callable[[], Tensor]:
+        """Start to send a tensor in host memory to a rank, beside the messages of the stages.
+
+        The tensors of one `stream` are taken in order. Returns what waits until it is sent.
+        """
+        return self._begun(dist.isend, f"send {what} to rank {rank}", tensor.contiguous(), rank, stream)
+
+    def expect_tensor(self, what: str, spec: TensorSpec, rank: int, stream: int = 0) -> Callable[[], Tensor]:
+        """Post the receive of a tensor that a rank posts; returns what waits for it and returns it."""
+        tensor = torch.empty(spec.shape, dtype=spec.dtype)
+        return self._begun(dist.irecv, f"receive {what} from rank {rank}", tensor, rank, stream)
+
+    def _begun(
+        self, begin: Callable[..., Any], doing: str, tensor: Tensor, rank: int, stream: int
+    ) -> Callable[[], Tensor]:
+        """Begin a transfer; return what waits for its end and returns the tensor."""
+        with self._trying(doing):
+            work = begin(tensor, rank, group=self._all, tag=_TENSORS + stream)
+
+        def wait() -> Tensor:
+            with self._trying(doing):
+                work.wait()
+            return tensor
+
+        return wait
+
+    def to_first(self, what: str, tensors: Sequence[Tensor], owner: int) -> list[Tensor]:
+        """Return on rank 0, in host memory, the tensors that their `owner` gives; none on the others."""
+        own = [tensor.cpu() for tensor in tensors]
+        if owner == 0:
+            return own
+        forms = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in own]
+        forms = self.tell(f"the forms of {what}", forms, owner)
+        received: list[Tensor] = []
+        for tensor in own:
+            self.post_tensor(what, bytes_of(tensor.detach()), 0)()
+        for shape, dtype in forms if self.world.rank == 0 else ():
+            spec = TensorSpec(tuple(shape), getattr(torch, dtype))
+            numbers = self.expect_tensor(what, TensorSpec((spec.nbytes,), torch.uint8), owner)()
+            received.append(numbers.view(spec.dtype).reshape(spec.shape))
+        return received
+
+    def clock_offset(self, now: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
+        """Return what to add to this rank's `now()` to get rank 0's, and the bound of its error, in seconds.
+
+        All ranks must call it. As in NTP, rank 0's answer is assumed to be midway between question and
+        answer; the round with the shortest round trip counts, and half of that is the error.
+        """
+        rounds = [(0.0, 0.0)] if self.world.rank == 0 else []
+        with self._trying("compare its clock with rank 0's"):
+            for rank in range(1, self.world.size):
+                for _ in range(ROUNDS):
+                    asked, token = now(), torch.zeros(1, dtype=torch.float64)
+                    if self.world.rank == 0:
+                        dist.recv(token, rank, group=self._all)
+                        dist.send(token.fill_(now()), rank, group=self._all)
+                    elif self.world.rank == rank:
+                        dist.send(token, 0, group=self._all)
+                        dist.recv(token, 0, group=self._all)
+                        answered = now()
+                        rounds.append(((answered - asked) / 2, token.item() - (asked + answered) / 2))
+        error, offset = min(rounds)
+        return offset, error
+
+    def check(self) -> None:
+        """Raise the error that has ended all transfers, if one has."""
+
+    @contextmanager
+    def _trying(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except ChannelError:
+            raise
+        except RuntimeError as error:
+            self.check()
+            raise ChannelError(
+                f"rank {self.world.rank} could not {doing}: {cause_of(error)}; look at what the other ranks "
+                f"say, or give them longer than {self._timeout:g} s with timeout="
+            ) from error
+
+
+class Listeners:
+    """Threads that hear that another rank has stopped, and why, or that it is lost.
+
+    All tell rank 0, which tells the others: so all name the rank that was the first. `ranks`: of these
+    threads alone, see `Ranks.aside`; `lost`: called with the rank and why.
+    """
+
+    def __init__(self, ranks: Ranks, lost: Callable[[int, str], None]) -> None:
+        self._ranks, self._lost = ranks, lost
+        self._peers = [0] if ranks.world.rank else [*range(1, ranks.world.size)]
+        self.told = False
+        """Whether all know how this run ends."""
+        self._threads = [Thread(target=self._listen, args=(peer,), daemon=True) for peer in self._peers]
+        for thread in self._threads:
+            thread.start()
+
+    def say(self, rank: int, why: str) -> None:
+        """Say, at once, why a rank has stopped; with "" that this one has come to a good end."""
+        self.told = True
+        for peer in set(self._peers) - {rank}:
+            with suppress(RuntimeError):  # who is lost hears nothing
+                _wait_for(self._ranks._post_text(json.dumps([rank, why]), peer), LAST_WORD_S)
+
+    def join(self) -> None:
+        """Wait for the threads: one that comes out of C++ while Python ends would abort the process."""
+        for thread in self._threads:
+            thread.join(LAST_WORD_S)
+
+    def _listen(self, peer: int) -> None:
+        try:
+            rank, why = json.loads(self._ranks._take_text(peer))
+        except RuntimeError as error:
+            rank, why = peer, cause_of(error)
+        if why and not self.told:
+            self.told = True
+            if peer:
+                self.say(rank, why)
+            self._lost(rank, why)
+
+
+def _wait_for(sent: Sequence[_Sent], limit_s: float | None = None) -> None:
+    for work, _ in sent:
+        work.wait(*([] if limit_s is None else [timedelta(seconds=limit_s)]))
+
+
+def came_too_late(rank: int, limit_s: float, whom: Collection[int] | str, doing: str) -> ChannelError:
+    """Return the error of a rank that has waited for others."""
+    if not isinstance(whom, str):
+        whom = f"rank{'s' * (len(whom) > 1)} {', '.join(map(str, sorted(whom)))}"
+    return ChannelError(
+        f"rank {rank} waited {limit_s:g} s for {whom} to {doing}; look at what the others say, or give them "
+        f"longer with timeout="
+    )

@@ -1,0 +1,184 @@
+"""How the ranks of a run find each other, in torchrun's store.
+
+The store outlives the ranks that torchrun restarts. Each of its agents counts its own restarts: a node that
+was replaced begins with 0 again. So the ranks agree on an attempt. Each one counts its starts in the store,
+and rank 0 answers the newest start of every other with its own number, under which all of them meet: no key
+of an earlier attempt is read. Every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import cache
+from threading import Event, Thread
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from pipetrain.errors import ChannelError, cause_of
+from pipetrain.runtime.comm.ranks import World, came_too_late
+
+log = logging.getLogger("pipetrain")
+
+START_S = 300.0  # that the ranks' imports may take
+SILENCE_S = 10.0  # between two lines about what takes long
+POLL_S = 0.02
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+LOOPBACK = 127  # first byte of its addresses
+ELSEWHERE = "192.0.2.1"  # of RFC 5737, in no network: the default route leads there
+
+
+def choose_interface(world: World) -> None:
+    """Let gloo and NCCL listen only on the network of torchrun's address; existing settings are kept.
+
+    That is the loopback if all ranks are on this machine. The default is the network of this machine's host
+    name, which may be an unneeded one, or a loopback that other machines cannot reach.
+    """
+    master = os.environ.get("MASTER_ADDR", "")
+    if world.size == world.local_size or master == "localhost" or master.startswith("127."):
+        name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    else:
+        name = _interface_towards(master) if master else None
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # = for an exact match
+
+
+def _interface_towards(host: str) -> str | None:
+    """Return the name of the interface that leads to a host, as Linux tells it; None if unknown."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        mine = _own_address(host)
+        if mine[0] == LOOPBACK:  # a machine's own name often stands for it
+            mine = _own_address(ELSEWHERE)
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                request = struct.pack("256s", name.encode())
+                if fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24] == mine:
+                    return name
+    return None
+
+
+def _own_address(host: str) -> bytes:
+    """Return this machine's address on the route to a host, without sending anything. Raises OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return socket.inet_aton(probe.getsockname()[0])
+
+
+class Attempt:
+    """A start of all ranks by torchrun, whose `store` outlives it."""
+
+    def __init__(self, world: World, store: Store) -> None:
+        self._world = world
+        self._store = PrefixStore("pipetrain", store)
+        self._start = self._store.add(f"starts of rank {world.rank}", 1)
+        self._met: Store | None = None
+
+    def meet(self, limit_s: float) -> Store:
+        """Return this attempt's store once all ranks have come. Raises ChannelError."""
+        store, rank = self._store, self._world.rank
+        if self._met is None:
+            number = self._start
+            with _meeting(rank):
+                if rank == 0:
+                    self._lead(store, limit_s)
+                else:
+                    key = f"attempt of rank {rank}, start {self._start}"
+                    self._until(lambda: store.check([key]), limit_s, "rank 0")
+                    number = int(store.get(key))
+                    store.set(f"attempt {number}/rank {rank}", "")
+                    self._until(lambda: store.check([f"attempt {number}/all"]), limit_s, "all ranks")
+            self._met = PrefixStore(f"attempt {number}", store)
+        return self._met
+
+    def _lead(self, store: Store, limit_s: float) -> None:
+        missing, answered = set(range(1, self._world.size)), Counter[int]()
+
+        def all_came() -> bool:
+            for rank in sorted(missing):
+                start = store.add(f"starts of rank {rank}", 0)
+                if start > answered[rank]:  # it may be one of an earlier attempt, which nobody waits for
+                    store.set(f"attempt of rank {rank}, start {start}", str(self._start))
+                    answered[rank] = start
+                if store.check([f"attempt {self._start}/rank {rank}"]):
+                    missing.discard(rank)
+            return not missing
+
+        self._until(all_came, limit_s, missing)
+        store.set(f"attempt {self._start}/all", "")
+
+    def _until(self, come: Callable[[], bool], limit_s: float, whom: Collection[int] | str) -> None:
+        """Poll the store, not within C++, so that a signal is handled."""
+        end = time.monotonic() + limit_s
+        while not come():
+            if time.monotonic() > end:
+                raise came_too_late(self._world.rank, limit_s, whom, "start")
+            time.sleep(POLL_S)
+
+
+@cache
+def this_attempt(world: World) -> Attempt:
+    """Return the attempt that this process belongs to. Raises ChannelError."""
+    with _meeting(world.rank):
+        return Attempt(world, _torchrun_store(world))
+
+
+@contextmanager
+def _meeting(rank: int) -> Iterator[None]:
+    """Say which rank could not use the store by which the ranks meet. Raises ChannelError."""
+    try:
+        yield
+    except ChannelError:
+        raise
+    except RuntimeError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ChannelError(
+            f"rank {rank} could not meet the others at {where}: {cause_of(error)}; look at what rank 0 says"
+        ) from error
+
+
+def _torchrun_store(world: World) -> Store:
+    """Connect to torchrun's store, without the prefix of its agent's count; alone, one of this process."""
+    if world.size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    store = _connected(world)
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _connected(world: World) -> Store:
+    """Connect to the store of the environment; without torchrun rank 0 keeps it. Raises RuntimeError."""
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    come = Event()
+
+    def remind() -> None:
+        while not come.wait(SILENCE_S):
+            log.warning("pipetrain: rank %d still waits to meet the others at %s", world.rank, where)
+
+    Thread(target=remind, daemon=True).start()
+    try:
+        store: Store = next(rendezvous("env://", timeout=timedelta(seconds=START_S)))[0]
+        return store
+    finally:
+        come.set()
+
+
+def make_group(world: World, store: Store, limit: timedelta) -> None:
+    """Make the process group of all ranks, over gloo. Raises ChannelError."""
+    choose_interface(world)
+    hook = sys.excepthook
+    with _meeting(world.rank):
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
+    sys.excepthook = hook  # torch puts one in its place, which names the rank

@@ -1,0 +1,173 @@
+"""Threads that look after transfers: that one is finished, and that one never will be.
+
+With gloo a receive that has arrived is not complete until a thread waits for it. So a `Watch` has one thread
+per edge, which waits for its transfers in order; all transfers are posted from the engine's thread.
+
+With NCCL the device's stream waits for messages and the host goes on, until it waits for the device: for
+ever, if a message never comes. `Deadline` has a thread that sees how long the host has been at one action or
+one wait, and ends all transfers. The stream then goes on, and the host raises the error. If it cannot, a
+thread prints the error and ends the process.
+
+None of these threads calls CUDA: one on which no device is set would make a context on the first one, and to
+ask an event holds Python's lock, and may wait for the context's, which a host that synchronises can hold. So
+the host asks, and says what it is at.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import timedelta
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipetrain.runtime.comm.message import Failed
+from pipetrain.schedule.lower import Link
+
+LONG = timedelta(days=30)  # the engine's thread has the deadline
+RAISED_S = 5.0  # in which the host must raise the error; else it waits for the device for ever
+_Queue = SimpleQueue[tuple[Sequence[dist.Work], Future[None]] | None]
+
+
+class Watch:
+    """Watches the transfers of some links until `close`."""
+
+    def __init__(self, links: Iterable[Link]) -> None:
+        self._queues: dict[Link, _Queue] = {link: SimpleQueue() for link in links}
+        for queue in self._queues.values():
+            Thread(target=_follow, args=(queue,), daemon=True).start()
+
+    def add(self, link: Link, works: Sequence[dist.Work]) -> Future[None]:
+        """Return a future that is done when all these works are, or has the error of one."""
+        done: Future[None] = Future()
+        self._queues[link].put((works, done))
+        return done
+
+    def close(self) -> None:
+        """End the threads, after all that was added."""
+        for queue in self._queues.values():
+            queue.put(None)
+
+
+def _follow(queue: _Queue) -> None:
+    while (one := queue.get()) is not None:
+        works, done = one
+        try:
+            for work in works:
+                work.wait(LONG)
+            done.set_result(None)
+        except BaseException as error:  # raised by the engine's thread
+            done.set_exception(error)
+
+
+class Deadline:
+    """The deadline of what the device's stream waits for, which the host keeps as it goes.
+
+    `end`: ends all transfers; `broken`: whether the connection to another rank has failed.
+    """
+
+    def __init__(
+        self,
+        timeout: float,
+        end: Callable[[], object] = lambda: None,
+        broken: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._timeout, self._end, self._broken = timeout, end, broken
+        self._awaited: list[Failed] = []  # since the last event
+        # The events behind what the stream waits for, as far as it is not known to have passed them.
+        self._open: deque[tuple[Any, Failed]] = deque()
+        self._since: float | None = None  # when the host began what it is at; None: to wait for no device
+        self._thread: Thread | None = None
+        self._error: Exception | None = None
+        self._raised = Event()
+        self._closed = False
+
+    # What the host says
+
+    def begin(self) -> None:
+        """Begin an action, in which the host may have to wait for the device, until the next mark."""
+        self._since = time.monotonic()
+
+    def add(self, failed: Failed) -> None:
+        """Let the stream wait for something; `failed` makes the error that names it."""
+        self._awaited.append(failed)
+
+    def mark(self, event: Any) -> None:
+        """End an action; the stream has passed what it waits for when it has passed this torch.cuda.Event."""
+        self._open.extend((event, failed) for failed in self._awaited)
+        self._awaited.clear()
+        while self._open and self._open[0][0].query():
+            self._open.popleft()
+        self._since = None
+        if self._thread is None and self._open:
+            self._thread = Thread(target=self._run, daemon=True, name="deadline of messages")
+            self._thread.start()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Let the host wait for the device outside of actions. Raises the error of what did not come."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self._since = None
+        self.check()
+
+    def settle(self) -> None:
+        """Wait until the stream has passed all that it waits for. Raises the error of what did not come."""
+        if self._awaited:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self.mark(event)
+        while self._open:
+            with self.waiting():
+                self._open[0][0].synchronize()
+            self._open.popleft()
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error that has ended the transfers, if one has."""
+        if self._error is not None:
+            self._raised.set()
+            raise self._error
+
+    def close(self) -> None:
+        """End the thread: nobody waits for messages any longer."""
+        self._closed = True
+
+    # The threads
+
+    def fail(self, error: Exception) -> None:
+        """End all transfers for an error, the first of which counts."""
+        if self._error is None and not self._closed:
+            self._error = error
+            for target in (self._end, self._outlast):
+                Thread(target=target, daemon=True, name="end of transfers").start()
+
+    def _outlast(self) -> None:
+        """End the process if a device holds the host up, so that it does not come to raise the error."""
+        while not (self._raised.wait(RAISED_S) or self._closed):
+            if self._since is not None:
+                os.write(2, f"pipetrain: {self._error}\n".encode())
+                os._exit(1)
+
+    def _run(self) -> None:
+        while self._error is None and not self._closed:
+            time.sleep(min(1.0, self._timeout / 20))
+            self._look(time.monotonic())
+
+    def _look(self, now: float) -> None:
+        since = self._since
+        for _, failed in [*self._open][:1]:
+            if since is not None and now - since > self._timeout:
+                self.fail(failed(""))
+            elif self._broken():
+                self.fail(failed("the connection has failed"))

@@ -1,0 +1,175 @@
+"""The sums over ranks before an update: of replicas' gradients, those of shared weights, and norms.
+
+Each replica of a stage has the gradient of its own microbatches. REDUCE adds them up to that of the batch, as
+each microbatch's loss is a share of the batch's already. The batch's last backward on a rank tells what it
+has finished, in buckets, and REDUCE the rest. Behind it the first replica speaks for the stage.
+
+Each stage has its own copy of a weight that layers in several stages share. Before an update the stages add
+up their gradients of it. So every copy makes the same step, with the same optimizer state, and the copies
+stay equal to the last bit. A rank tells the others one sum for all its stages, and goes on until an update
+needs what the others tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from pipetrain.runtime.comm.gradient_buckets import (
+    buckets_of,
+    counts_of,
+    finishing,
+    flat,
+    parts_of,
+    set_gradients,
+)
+from pipetrain.runtime.mailbox import Mailbox
+from pipetrain.runtime.stage.stage import Stage
+from pipetrain.schedule.actions import ALL, Action, Op, Placement, Tie
+
+WAITING = frozenset({Op.TIE, Op.NORM, Op.STEP})  # for what other ranks tell
+_Key = tuple[Tie, int]  # with the version that an update makes
+
+
+class Sums:
+    """The sums over stages in one window."""
+
+    def __init__(self, stages: Mapping[int, Stage], mail: Mailbox) -> None:
+        self._stages, self._channel = stages, mail.channel
+        self._placement, self._rank = mail.placement, mail.rank
+        self._names: dict[Tie, list[str]] = {tie: [] for tie in mail.cut.ties}  # of weights, alike everywhere
+        for name, tie in sorted(mail.cut.shared.items()):
+            self._names[tie].append(name)
+        self._buckets = {  # by stage with replicas
+            index: buckets_of(stage.weights.live)
+            for index, stage in stages.items()
+            if len(self._placement[index]) > 1
+        }
+        self._early: set[int] = set()  # the stages whose buckets have been told
+        self._shares: dict[_Key, dict[int, Tensor]] = {}  # by stage
+        self._sums: dict[_Key, Tensor] = {}  # of a tie whose stages are all here
+        self._unheard: dict[_Key, None] = {}  # told, in order
+        self.norms: dict[int, Tensor] = {}
+        """By version the norm of the whole gradient, where stages tell theirs."""
+
+    @contextmanager
+    def ending(self, action: Action) -> Iterator[None]:
+        """Tell the buckets that the last backward of a batch on this rank, in this context, finishes."""
+        full = self._buckets.get(action.stage, [])[:-1]
+        if not full or self._stages[action.stage].weights.weighs:  # which is done at the end
+            yield
+            return
+        stage, tell = self._stages[action.stage], partial(self._channel.tell, (action.stage,), early=True)
+        leaves = dict(zip(stage.weights.live, stage.weights.leaves(action.read), strict=True))
+        stage.adds_at_once = False  # each gradient is whole as soon as autograd has added it
+        with finishing([{name: leaves[name] for name in bucket} for bucket in full], tell):
+            yield
+        stage.adds_at_once = True
+        self._early.add(action.stage)
+
+    def reduce(self, action: Action) -> None:
+        """End a stage's batch; tell the other replicas, if there are some, the rest of its gradient."""
+        stage, tie = self._stages[action.stage], (action.stage,)
+        stage.reduce()
+        if action.stage not in self._buckets:
+            return
+        *full, rest = self._buckets[action.stage]
+        for bucket in () if action.stage in self._early else full:  # there was no backward
+            self._channel.tell(tie, torch.cat(flat(bucket)), early=True)
+        self._early.discard(action.stage)
+        ranks = self._placement[action.stage]
+        more = stage.tells(ranks.index(self._rank), len(ranks))
+        if told := [*flat(rest), *counts_of(stage.weights.live, stage.leaves_out), *more]:
+            self._unheard[tie, action.version] = None
+            self._channel.tell(tie, torch.cat(told))
+
+    def _hear_replicas(self, index: int) -> None:
+        """Wait for the sums of a stage's gradient, which become the gradient."""
+        stage, parts = self._stages[index], dict[str, Tensor]()
+        counts = len(stage.weights.live) or int(stage.leaves_out is not None)
+        for bucket in self._buckets[index]:
+            numbers = self._channel.hear((index,))
+            part, more = parts_of(bucket, numbers)
+            parts |= part
+            stage.hear(numbers[: len(numbers) - len(more[counts:])])
+        set_gradients(stage.weights.live, parts, more[:counts], copies=False)
+        stage.hears(more[counts:])
+
+    def tell_tied(self, action: Action) -> None:
+        stage = self._stages[action.stage]
+        for tie in self._ties(action):
+            weights = self._weights(tie, stage)
+            gradient = torch.cat([*flat(weights), *counts_of(weights, stage.leaves_out)])
+            self._tell(tie, action, gradient if self._speaks(action.stage) else torch.zeros_like(gradient))
+
+    def tell_norm(self, action: Action) -> None:
+        """Tell a stage's norm, at a place of its own: the sum is the same on every rank, to the last bit."""
+        square = self._stages[action.stage].gradient_norm().double() ** 2
+        numbers = square.new_zeros(len(self._placement))
+        if self._speaks(action.stage):
+            numbers[action.stage] = square
+        self._tell(ALL, action, numbers)
+
+    def _speaks(self, stage: int) -> bool:
+        return self._placement[stage][0] == self._rank
+
+    def _tell(self, tie: Tie, action: Action, numbers: Tensor) -> None:
+        """Tell the other ranks of a tie, together with the last stage of it on this rank."""
+        key = tie, action.version
+        shares = self._shares.setdefault(key, {})
+        shares[action.stage] = numbers
+        self._unheard[key] = None
+        here = self._here(tie)
+        if len(shares) < len(here):
+            return
+        del self._shares[key]
+        total = sum((shares[stage] for stage in here[1:]), shares[here[0]])
+        if all(ranks == (self._rank,) for ranks in self._ranks(tie)):
+            self._sums[key] = total
+        else:
+            self._channel.tell(tie, total)
+
+    def hear(self, action: Action, waits: Callable[[], None]) -> None:
+        """Wait for what an action needs of other stages, once; `waits` is called before."""
+        ties: list[Tie] = [(action.stage,)]
+        if action.op is not Op.TIE:
+            ties += self._ties(action)
+        if action.op is Op.STEP:
+            ties.append(ALL)
+        left = [(tie, action.version) for tie in ties if (tie, action.version) in self._unheard]
+        for key in left:
+            waits()
+            del self._unheard[key]
+            if key[0] == (action.stage,):
+                self._hear_replicas(action.stage)
+                continue
+            sums = self._sums.pop(key) if key in self._sums else self._channel.hear(key[0])
+            if key[0] == ALL:
+                self.norms[action.version] = sums.sum().sqrt()
+                continue
+            for stage in map(self._stages.__getitem__, self._here(key[0])):
+                weights = self._weights(key[0], stage)
+                set_gradients(weights, *parts_of(weights, sums))
+                stage.hear(sums)
+
+    def tensors(self) -> Iterator[tuple[Sequence[int], Tensor]]:
+        """Yield the tensors that wait for others, with the stages of their sum."""
+        for (tie, _), shares in self._shares.items():
+            yield from (((stage,), numbers) for stage, numbers in shares.items() if tie)
+        yield from ((tie, sums) for (tie, _), sums in self._sums.items() if tie)
+
+    def _ties(self, action: Action) -> list[Tie]:
+        return [tie for tie in self._names if action.stage in tie]
+
+    def _here(self, tie: Tie) -> list[int]:
+        return [stage for stage in tie or range(len(self._placement)) if stage in self._stages]
+
+    def _ranks(self, tie: Tie) -> Placement:
+        return [self._placement[stage] for stage in tie] if tie else self._placement
+
+    def _weights(self, tie: Tie, stage: Stage) -> dict[str, Tensor]:
+        return {name: stage.weights.live[name] for name in self._names[tie]}

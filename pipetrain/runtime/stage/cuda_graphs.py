@@ -1,0 +1,330 @@
+"""CUDA graphs of a stage's passes: one launch in place of hundreds.
+
+The plan proves how many microbatches a stage has in flight at most, each in a slot, and how many weight
+versions. For each slot and each version's storage, the forward and the backward of a microbatch are captured
+once and replayed from then on: inputs, targets and gradients are copied to where the graphs expect them.
+
+What a pass allocates and a later one of its microbatch needs lies in the memory pool of its slot: what a
+forward saves, and what the first half of a split backward leaves. In a slot one microbatch is open at a time,
+so its passes of all versions share pool, inputs, targets and outputs. What the last pass of a microbatch
+allocates is over when that is, so the last passes of all slots share one pool. The gradients that go back are
+copied, within the graph, to where those of all slots lie, and from there before another pass is replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from pipetrain.errors import one_line
+from pipetrain.model.network import Tensors
+from pipetrain.model.numerics import signed
+from pipetrain.model.random_numbers import Beginning
+from pipetrain.model.specs import ValueSpec, as_tuple
+from pipetrain.model.tensor_access import Held, attributes_of
+from pipetrain.runtime.feed import Target
+from pipetrain.runtime.stage.microbatch import WHOLE, Batch, Microbatch, Saving, around
+from pipetrain.runtime.stage.objective import Counted
+from pipetrain.runtime.stage.stage import Stage
+from pipetrain.runtime.stage.weights import Weights
+from pipetrain.schedule.actions import Predicted, Read
+
+_RECORDED = -1  # the microbatch of a pass that is captured
+Example = tuple[Tensors, Target | None, Saving]  # a microbatch's inputs and target, and how it is run
+
+
+@dataclass(slots=True)
+class GraphMemory:
+    """A pool of graphs that may overwrite each other's memory, and tensors that they have in common."""
+
+    pool: Any
+    tensors: dict[str, Tensors] = field(default_factory=dict)
+
+    def place(self, name: str, like: Tensors) -> Tensors:
+        """Return where tensors of this name lie; `like`: such as will."""
+        if name not in self.tensors:
+            self.tensors[name] = tuple(torch.empty_like(t, requires_grad=False) for t in like)
+        return self.tensors[name]
+
+    def copied(self, name: str, tensors: Tensors) -> Tensors:
+        _copy(self.place(name, tensors), tensors)
+        return self.tensors[name]
+
+
+@dataclass(slots=True)
+class Pass:
+    """A microbatch's forward and backward, captured over one slot's memory and one version's storage.
+
+    `recorded`: what the last stage counts, which each replay overwrites.
+    """
+
+    slot: int
+    inputs: Tensors
+    target: Tensors
+    recorded: Counted | None
+    outputs: Tensors
+    grads: Tensors
+    back: Tensors
+    forward: Any  # torch.cuda.CUDAGraph
+    backward: Any
+    weight: Any  # the second half of a backward that is split, else None
+    saving: Saving
+
+    def fits(self, x: Tensors, target: Tensors) -> bool:
+        pairs = ((x, self.inputs), (target, self.target))
+        return all([(t.shape, t.dtype) for t in a] == [(t.shape, t.dtype) for t in b] for a, b in pairs)
+
+    def counted(self, target: Target | None) -> Counted | None:
+        """Return what the last stage counts, copied."""
+        counted = self.recorded
+        if counted is None or target is None:
+            return None
+        sums = {name: some.clone() for name, some in counted.sums.items()}
+        return Counted(target.share, counted.loss.clone(), target.weight, target.samples, sums)
+
+
+class FixedWeights(Weights):
+    """Weights whose gradients, and the storage of whose versions, stay where they are after `fix`.
+
+    CUDA graphs compute at the addresses of their capture. The leaves of all versions then have one gradient,
+    to which graphs add. It is 0 before a batch.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._fixed: dict[str, Tensor] = {}  # gradients
+        self._graded: set[str] = set()  # weights that have had a gradient so far, in rehearsals too
+        super().__init__(*arguments, **options)
+
+    def fix(self, versions: int) -> dict[int, dict[str, nn.Parameter]]:
+        """Let all stay from now on, with storage for so many versions; return leaves by its address."""
+        self._fixed = {name: torch.zeros_like(p.data) for name, p in self.live.items()}
+        self._versions = {self.newest: self._fresh_leaves()}
+        self._accumulating = self._versions[self.newest]
+        own = [p.data for p in self.live.values()]
+        while len(self._spare) < versions - 1:
+            self._spare.append([torch.empty_like(t) for t in own])
+        by_address = {}
+        for storage in (own, *self._spare):
+            leaves = self._fresh_leaves()
+            for leaf, data in zip(leaves.values(), storage, strict=True):
+                leaf.data = data
+            by_address[_address(storage)] = leaves
+        return by_address
+
+    @property
+    def fixed(self) -> bool:
+        return bool(self._fixed)
+
+    def unfix(self) -> None:
+        self._fixed, self._spare = {}, []
+        self._versions = {self.newest: self._fresh_leaves()}
+        self._accumulating = self._versions[self.newest]
+
+    def storage(self, read: Read) -> int:
+        return _address(self._versions[read].values())
+
+    @contextmanager
+    def only(self, leaves: dict[str, nn.Parameter]) -> Iterator[None]:
+        before = self._versions
+        self._versions = {0: leaves}
+        try:
+            yield
+        finally:
+            self._versions = before
+
+    def accumulate_on(self, read: Read) -> None:
+        if not self._fixed:
+            super().accumulate_on(read)
+
+    def reduce(self) -> None:
+        for name in self._graded if self._fixed else ():
+            self.live[name].grad = self._fixed[name]
+        if not self._fixed:
+            super().reduce()
+            self._graded.update(self.gradients())  # in place: a rehearsal puts attributes back
+
+    def step(self, *arguments: Any) -> None:
+        super().step(*arguments)
+        if self._fixed:
+            torch._foreach_zero_(list(self._fixed.values()))
+
+    def _fresh_leaves(self) -> dict[str, nn.Parameter]:
+        leaves = super()._fresh_leaves()
+        for name, gradient in self._fixed.items():
+            leaves[name].grad = gradient
+        return leaves
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_([*map(signed, targets)], [*map(signed, sources)])
+
+
+def _address(storage: Iterable[Tensor]) -> int:
+    return next((t.data_ptr() for t in storage), 0)
+
+
+class GraphedStage(Stage):
+    """A stage whose passes are captured after a rehearsal, and replayed for microbatches like those of it."""
+
+    weights: FixedWeights
+    _weights = FixedWeights
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._free: list[int] = []  # slots
+        self._passes: dict[tuple[int, int], Pass] = {}  # by slot, and by the storage of a weight version
+        # The last microbatch before `capture`, in a list, as a rehearsal puts attributes back; None after it.
+        self._example: list[Example] | None = []
+        self._replayed: dict[int, Pass] = {}
+        self._known: Held | None = None  # of the capture
+        self._replays = False  # in this window: a program may have changed attributes since
+
+    def forward(
+        self, mb: int, x: Tensors, read: Read, target: Target | None = None, saving: Saving = WHOLE
+    ) -> Tensors:
+        x = tuple(self.numerics.arrange(t.detach()) for t in x)
+        aims = as_tuple(target.value) if target is not None else ()
+        eager = any(observer.needs_outputs() for observer in self.observers)
+        replays = self._replays and self._free and not eager
+        one = self._passes.get((self._free[-1], self.weights.storage(read))) if replays else None
+        weighs = target is None or target.weight
+        if one is None or one.saving != saving or not one.fits(x, aims) or not weighs:
+            if self.rehearses and self._example is not None:
+                self._example[:] = [(x, target, saving)]
+            return super().forward(mb, x, read, target, saving)
+        self._free.pop()
+        _copy((*one.inputs, *one.target), (*x, *aims))
+        opened = self._open[mb] = Microbatch(mb, (), read, saving)
+        with around(self.observers, opened):
+            one.forward.replay()
+        opened.counted = one.counted(target)
+        self._replayed[mb] = one
+        # Free again after the backward: where no gradient comes back, these may still be on their way.
+        return one.outputs if one.grads else tuple(t.clone() for t in one.outputs)
+
+    def backward(self, mb: int, grads: Tensors, read: Read) -> Tensors:
+        if (one := self._replayed.pop(mb, None)) is None:
+            return super().backward(mb, grads, read)
+        self._give(one, self._close(mb, read), grads)
+        self._free.append(one.slot)
+        return self._back(one)
+
+    def backward_input(self, mb: int, grads: Tensors, read: Read) -> Tensors:
+        if (one := self._replayed.get(mb)) is None:
+            return super().backward_input(mb, grads, read)
+        self._give(one, self._open[mb], grads)
+        return self._back(one) if one.weight is not None else ()
+
+    def backward_weight(self, mb: int, read: Read) -> None:
+        if (one := self._replayed.pop(mb, None)) is None:
+            super().backward_weight(mb, read)
+            return
+        self._close(mb, read)
+        (one.weight or one.backward).replay()
+        self._free.append(one.slot)
+
+    def _adding(self) -> AbstractContextManager[None]:
+        """In a graph a kernel costs no launch, and each slot's memory would keep the gradients."""
+        return nullcontext() if self.weights.fixed else super()._adding()
+
+    def _give(self, one: Pass, opened: Microbatch, grads: Tensors) -> None:
+        if opened.counted is not None:
+            one.grads[0].fill_(opened.counted.share)
+        else:
+            _copy(one.grads, grads)  # none where no weight is before
+
+    def _back(self, one: Pass) -> Tensors:
+        one.backward.replay()
+        return tuple(t.clone() for t in one.back)  # another slot's backward overwrites it
+
+    @property
+    def captured(self) -> bool:
+        return bool(self._passes)
+
+    def capture(self, slots: int, versions: int, why: str = "") -> str:
+        """Capture the passes of so many open microbatches and weight versions.
+
+        Where that cannot be, or is not to be (`why`), say why and leave the stage as it was.
+        """
+        example, self._example = self._example, None
+        assert example, f"stage {self.index} is captured once, after a rehearsal"
+        if why:
+            return why
+        before, generators = self._held(), Beginning()
+        hooks = [(m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in self.module.modules()]
+        last, *own = [GraphMemory(torch.cuda.graph_pool_handle()) for _ in range(1 + slots)]
+        observers, self.observers = self.observers, []  # in a pass on a GPU they look at nothing
+        try:
+            with torch.cuda.stream(torch.cuda.current_stream()):  # which a capture that fails does not leave
+                for storage, leaves in self.weights.fix(versions).items():
+                    with self.weights.only(leaves):
+                        for slot, memory in enumerate(own):
+                            how = memory, last, versions > 1, example[0]
+                            self._passes[slot, storage] = self._captured(slot, *how)
+            if any(map(any, hooks)) or before.changed() or generators.drawn():
+                why = "layers have hooks, or do more than change tensors in place, which a replay would not"
+        except Exception as error:
+            why = f"layers or loss do what a graph cannot, such as to look at a number: {one_line(error)}"
+        self.observers = observers
+        if why:
+            self._passes, self._open, self._batch = {}, {}, Batch()
+            self.weights.unfix()
+        else:
+            self._free, self._known = list(range(slots)), before
+        return why
+
+    def _held(self) -> Held:
+        """Return what the passes may depend on beside tensors: what layers and the task hold."""
+        of_task = vars(self.objective.task) if self.objective else {}
+        losses = [value for value in of_task.values() if isinstance(value, nn.Module)]
+        return Held([*attributes_of(*self.module.children(), *losses), ("", of_task)])
+
+    def begin_window(self, predicted: Sequence[Predicted] = ()) -> None:
+        super().begin_window(predicted)
+        self._replays = self._known is not None and not self._known.changed()
+
+    def _captured(self, slot: int, own: GraphMemory, last: GraphMemory, several: bool, like: Example) -> Pass:
+        """Capture the passes of a slot over its `own` memory and that of `last` passes.
+
+        `several`: weight versions, whose outputs lie in one place; `like`: such as will come.
+        """
+        x, target, saving = like
+        mine, aims = own.copied("inputs", x), cast(Tensors, ())
+        if target is not None:
+            aims = own.copied("targets", as_tuple(target.value))
+            target = replace(target, value=ValueSpec.like(target.value).pack(aims))
+        first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with _capturing(first, own.pool):
+            outputs = super().forward(_RECORDED, mine, 0, target, saving)
+            if several:
+                outputs = own.copied("outputs", outputs)
+        one = self._open[_RECORDED]
+        needed = [t for t, need in zip(one.outputs, self.needed(one.outputs), strict=True) if need]
+        grads = (own if saving.split else last).place("gradients", tuple(needed))  # which W may need too
+        third = torch.cuda.CUDAGraph() if one.deferred is not None else None
+        with _capturing(second, (own if third else last).pool):
+            back = (super().backward_input if third else super().backward)(_RECORDED, grads, 0)
+            back = last.copied("back", back)
+        if third:
+            with _capturing(third, last.pool):
+                super().backward_weight(_RECORDED, 0)
+        self._batch = Batch()
+        return Pass(slot, mine, aims, one.counted, outputs, grads, back, first, second, third, saving)
+
+
+@contextmanager
+def _capturing(graph: Any, pool: Any) -> Iterator[None]:
+    # thread_local: other threads look at events meanwhile.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")  # before the wait of a host would spoil the capture
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)

@@ -1,0 +1,233 @@
+"""Numbers that are not finite: they stop the training, or leave out the update.
+
+On a CPU each activation and gradient is checked before it is sent, and each loss and weight's gradient before
+the update. To find the layer, the forward runs again, layer by layer, with the same weights but other random
+numbers. On a GPU one reduction checks the gradient of a batch. Its result comes to the host with the losses,
+later, as nothing waits for the device within a window. The device leaves out an update, see Weights.step,
+and the host counts it when the numbers have come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipetrain.errors import TrainingStopped
+from pipetrain.model.network import INPUT, Tensors
+from pipetrain.model.numerics import numbers_of
+from pipetrain.model.specs import as_tuple, differentiable
+from pipetrain.runtime.stage.buffers import Buffers, Copies
+from pipetrain.runtime.stage.microbatch import Batch, Microbatch, Observer
+from pipetrain.runtime.stage.objective import Counted
+from pipetrain.runtime.stage.stage import Stage
+
+LOWER = "try a lower optim.lr, or a warmup"
+CLEAN = "look for NaN and infinite numbers there"
+WEIGH = "give weight=, a function of the targets that says what they count for"
+
+
+def not_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Return 1 if a number of tensors is not finite, else 0, as torch.amp.GradScaler finds it."""
+    bad = torch.zeros((), dtype=torch.float32, device=tensors[0].device)  # whatever the default is
+    narrow = [t for t in tensors if t.dtype is torch.bfloat16 and t.numel()]
+    found = [t for t in tensors if t.dtype is not torch.bfloat16]
+    if narrow:  # of which the CUDA kernel knows nothing: their largest numbers tell as much
+        found += torch._foreach_norm(narrow, math.inf, torch.float32)
+    torch._amp_foreach_non_finite_check_and_unscale_(found, bad, torch.ones_like(bad))
+    return bad
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all numbers of real, detached tensors are finite. On a GPU the host waits for them."""
+    if tensors and tensors[0].is_cuda:
+        return not not_finite(tensors).item()
+    return all(map(_finite_in_host_memory, tensors))
+
+
+def _finite_in_host_memory(tensor: Tensor) -> bool:
+    """By NumPy, so there is no kernel, and 15 times as fast as torch.isfinite."""
+    if tensor.dtype is torch.bfloat16:  # unknown to NumPy; infinities and NaN have all exponent bits set
+        return not bool((tensor.view(torch.int16).numpy() & 0x7F80 == 0x7F80).any())
+    return bool(np.isfinite(tensor.numpy()).all())
+
+
+def _numbers(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [numbers_of(t.detach()) for t in tensors]
+
+
+def origin(stage: Stage, microbatch: Microbatch) -> tuple[str, str]:
+    """Return where a forward's outputs in host memory stopped being finite, "" if unknown; and a way out."""
+    for value, tensor in zip(stage.module.slice.enters, microbatch.inputs, strict=True):
+        if not all_finite(_numbers([tensor])):
+            if value.layer == INPUT:
+                return "what came from the data", CLEAN
+            return f"what came from layer {value.layer}, in an earlier stage", LOWER
+    first: list[str] = []
+
+    def see(name: str, outputs: Tensors) -> None:
+        if not first and not all_finite(_numbers(outputs)):
+            first.append(f"layer {name}")
+
+    with (
+        stage.weights.installed(microbatch.read),
+        stage.buffers.replaced(stage.buffers.copies()),
+        stage.numerics.context(stage.device),
+        torch.no_grad(),
+    ):
+        stage.module.observed(microbatch.inputs, see)
+    target = microbatch.target
+    if not first and target is not None and not all_finite(_numbers(as_tuple(target.value))):
+        return "the targets, what came from the data", CLEAN
+    return next(iter(first), ""), LOWER
+
+
+class Awaiting(Observer):
+    """Looks at numbers of a GPU when they have come to the host."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        # What looks at the numbers, these in host memory, and the torch.cuda.Event of their arrival.
+        self._coming: deque[tuple[Callable[[list[float]], None], Tensor, Any]] = deque()
+
+    def check(self, wait: bool) -> None:
+        while self._coming and (wait or self._coming[0][-1].query()):
+            look, numbers, arrived = self._coming.popleft()
+            arrived.synchronize()
+            look(numbers.tolist())
+
+    def _await(self, look: Callable[[list[float]], None], numbers: Tensor) -> None:
+        if not numbers.is_cuda:
+            look(numbers.tolist())
+            return
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        self._coming.append((look, host, arrived))
+
+
+class StopOnNaN(Awaiting):
+    """Stops the training at a number of a stage that is not finite; in a forward, names the layer too."""
+
+    def around_forward(self, microbatch: Microbatch) -> None:
+        target = microbatch.target
+        if target is not None and target.share and not target.weight and not self._stage.rehearses:
+            raise TrainingStopped(
+                f"in the batch of microbatch {microbatch.mb}, update {self._stage.weights.updates}, none of "
+                f"the targets counts: leave it out of the data, or set on_nan=skip, which leaves out the "
+                f"update"
+            )
+
+    def after_forward(self, microbatch: Microbatch, outputs: Tensors, made: Tensors) -> None:
+        objective = self._stage.objective
+        if self._fine([t for t in outputs if objective or t.requires_grad]):  # not, say, a mask of -inf
+            return
+        what = f"the activation of microbatch {microbatch.mb} is not finite"
+        where, way_out = origin(self._stage, microbatch)
+        if objective is not None:
+            what = f"the loss of microbatch {microbatch.mb} is {outputs[0].item()}"
+            if not where and objective.task.counts_samples and bool(outputs[0].isnan()):
+                where, way_out = "the loss itself, as where no target counts", WEIGH
+        self._stop(f"{what} (first in {where})" if where else what, way_out=way_out)
+
+    def after_backward(self, microbatch: Microbatch, back: Tensors) -> None:
+        if not self._fine(back):
+            self._stop(f"the gradient of microbatch {microbatch.mb} is not finite")
+
+    def after_reduce(self, batch: Batch) -> None:
+        gradients = {name: numbers_of(grad) for name, grad in self._stage.weights.gradients().items()}
+        losses = [] if batch.losses is None else [batch.losses.detach()]
+        if batch.mbs and any(t.is_cuda for t in (*losses, *gradients.values())):
+            bad = not_finite([*gradients.values()] or losses).reshape(1)
+            look = partial(self._look, batch.mbs if losses else [], self._stage.weights.updates)
+            self._await(look, torch.cat([*losses, bad]))
+            self.check(wait=False)
+            return
+        for name, grad in reversed(gradients.items()):  # a backward begins at the last one
+            if not all_finite([grad]):
+                self._stop(f"the gradient of {name} is not finite")
+
+    def _look(self, mbs: Sequence[int], update: int, numbers: list[float]) -> None:
+        *losses, bad = numbers
+        for mb, loss in zip(mbs, losses, strict=True):
+            if not math.isfinite(loss):
+                self._stop(f"the loss of microbatch {mb} is {loss}", update)
+        if bad:
+            self._stop("the gradient is not finite", update)
+
+    def _fine(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether tensors in host memory are finite.
+
+        On a GPU each check would be kernels, and the numbers would come when the weights have changed.
+        """
+        if self._stage.rehearses:
+            return True
+        numbers = _numbers([t for t in tensors if differentiable(t)])
+        return any(t.is_cuda for t in numbers) or all_finite(numbers)
+
+    def _stop(self, what: str, update: int | None = None, way_out: str = LOWER) -> None:
+        """Stop the training for what was found at an update, by default the next one."""
+        if self._stage.rehearses:
+            return
+        updates = self._stage.weights.updates
+        update = updates if update is None else update
+        when = f"{updates - update} updates later" if updates > update else "before the update"
+        raise TrainingStopped(
+            f"{what} at stage {self._stage.index}, update {update}: stopped {when}; {way_out}"
+        )
+
+
+class SkipOnNaN(Awaiting):
+    """Leaves out an update whose gradient is not finite, with its changes of the `buffers`, and counts on."""
+
+    def __init__(self, stage: Stage, buffers: Buffers) -> None:
+        super().__init__(stage)
+        self._buffers = buffers
+        self._before: dict[int, Copies] = {}  # each forward
+        self._uncounted: list[Counted] = []  # of the batch that is to be stepped
+
+    def around_forward(self, microbatch: Microbatch) -> None:
+        self._before[microbatch.mb] = self._buffers.copies()
+
+    def after_reduce(self, batch: Batch) -> None:
+        gradients = [numbers_of(gradient) for gradient in self._stage.weights.gradients().values()]
+        # Without any the buffers tell.
+        before = self._before[batch.mbs[0]] if batch.mbs and not gradients else []
+        batch.skipped = self._is_bad(gradients, before)
+        self._uncounted, batch.counted = batch.counted, []
+
+    def hear(self, batch: Batch, numbers: Tensor) -> None:
+        assert batch.skipped is not None
+        batch.skipped = torch.maximum(batch.skipped, self._is_bad([numbers], []))
+
+    def before_step(self, batch: Batch) -> None:
+        """If a batch is left out, go back to the buffers before it, in later forwards too."""
+        assert batch.skipped is not None
+        if batch.mbs:
+            before = self._before[batch.mbs[0]]
+            for mb in batch.mbs:
+                del self._before[mb]
+            self._buffers.restore_if(batch.skipped, before, [*self._before.values()])
+        losses = [] if batch.losses is None else [batch.losses.detach()]
+        counted, self._uncounted = self._uncounted, []
+        self._await(partial(self._count, counted), torch.cat([*losses, batch.skipped.reshape(1)]))
+
+    def _is_bad(self, numbers: Sequence[Tensor], before: Copies) -> Tensor:
+        """Return 1 if numbers are not finite, or buffers no longer are; in a rehearsal 0."""
+        bad = [not_finite(numbers)] if numbers else [torch.zeros((), device=self._stage.device)]
+        bad += [(now.isfinite() != old.isfinite()).any().float() for now, old in before]
+        return reduce(torch.maximum, bad) * (not self._stage.rehearses)
+
+    def _count(self, counted: Sequence[Counted], numbers: list[float]) -> None:
+        *losses, skipped = numbers
+        self._stage.skipped += bool(skipped)
+        if self._stage.objective is not None and losses:
+            pairs = zip(counted, losses, strict=True)
+            self._stage.objective.count_all([one for one, loss in pairs if math.isfinite(loss)])

@@ -1,0 +1,98 @@
+"""An optimizer's state of each parameter, as tensors for a checkpoint.
+
+The state may be any tree that can be packed, see packing.py: its JSON is a tensor of bytes, which the tensors
+of the tree follow.
+
+Some optimizers (such as schedule-free ones) also keep state in the options of a parameter group. Options that
+the optimizer or the program has changed since the start are saved; others may differ in a resumed run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pipetrain.model.packing import from_bytes, packed, to_bytes, unpacked
+
+_BESIDE = "correction"  # no optimizer's own key
+
+
+class OptimizerState:
+    """The state of an optimizer, by parameter; `optimizer` has not stepped yet.
+
+    `beside`: what a correction keeps of each parameter, which is stored with it. `by_us`: the options of a
+    group that we set.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        beside: dict[Tensor, dict[str, Any]] | None = None,
+        by_us: Collection[str] = ("params", "lr"),
+    ) -> None:
+        self._optimizer, self._beside = optimizer, {} if beside is None else beside
+        self._by_us = by_us
+        self._groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        self._began_with = {key: copy.deepcopy(self._options(group)) for key, group in self._groups.items()}
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in group.items() if key not in self._by_us}
+
+    def of(self, parameter: Tensor) -> list[Tensor]:
+        """Return a parameter's state; complex tensors as pairs. Raises TypeError if it cannot be stored."""
+        options, before = self._options(self._groups[id(parameter)]), self._began_with[id(parameter)]
+        changed = {k: v for k, v in options.items() if k not in before or not _same(v, before[k])}
+        tensors: list[Tensor] = []
+        state = dict(self._optimizer.state.get(parameter, {}))
+        if beside := self._beside.get(parameter):
+            state[_BESIDE] = beside
+        tree = packed([state, changed], tensors, parameter)
+        return [to_bytes(tree), *tensors]
+
+    def restore(self, parameter: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Set the state of a parameter from the tensors of `of`."""
+        tree, *values = tensors
+        group = self._groups[id(parameter)]
+        placed = partial(_placed, parameter)
+        saved, changed = from_bytes(tree)["list"]
+        options = copy.deepcopy(self._began_with[id(parameter)]) | self._options(
+            unpacked(changed, values, placed)
+        )
+        for key in self._options(group).keys() - options.keys():
+            del group[key]
+        for key, value in options.items():
+            now = group.get(key)
+            if isinstance(now, Tensor) and isinstance(value, Tensor):
+                value = value.to(now.device)
+            group[key] = value
+        # As in torch.optim, the step count stays on the host, unless a kernel reads it.
+        host = () if group.get("capturable") or group.get("fused") else ("step",)
+        state = {
+            key: unpacked(item, values, Tensor.clone if key in host else placed)
+            for key, item in saved.get("items") or saved["dict"].items()
+        }
+        if beside := state.pop(_BESIDE, None):
+            self._beside[parameter] = beside
+        self._optimizer.state[parameter] = state
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    return bool(a == b)
+
+
+def _placed(parameter: Tensor, value: Tensor) -> Tensor:
+    """Copy state to the parameter's device, and into its memory format if it has its shape.
+
+    A copy, as two stages of a rank that share a weight read the same tensors of a checkpoint.
+    """
+    if value.shape != parameter.shape:
+        return value.to(parameter.device, copy=True)
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)

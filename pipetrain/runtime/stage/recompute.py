@@ -1,0 +1,135 @@
+"""Recomputation: a forward saves nothing for its backward, and runs a second time before it.
+
+The second forward has the same inputs, weight version, buffers and random numbers, so its results are the
+same to the last bit. Its changes of buffers are dropped, so that statistics count once.
+
+Selective recomputation keeps the results of dear operations: products and convolutions with a weight, about
+half of what a network saves and most of its work. The second forward takes them and computes only norms,
+activations and attention (Korthikanti et al. 2022, arXiv 2205.05198). A result that a later layer overwrites
+is not kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from pipetrain.model.matrix_products import DEAR, Watching
+from pipetrain.model.numerics import numbers_of
+from pipetrain.model.random_numbers import Beginning
+from pipetrain.model.specs import differentiable
+from pipetrain.model.trial_tensors import storage_of
+from pipetrain.runtime.stage.buffers import Copies
+
+
+class Recompute:
+    """What a forward leaves for its recomputation. `buffers`: before it; `keep`: dear results."""
+
+    def __init__(self, buffers: Copies, keep: bool) -> None:
+        self.buffers = buffers
+        self.kept: deque[Tensor | None] = deque()
+        """Dear results, in the order of their operations; None: it was overwritten."""
+        self._keeps = keep
+        self._beginning = Beginning()
+        self._sums: list[Tensor] = []
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*(copied for _, copied in self.buffers), *(t for t in self.kept if t is not None)]
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Let a forward save nothing but dear results."""
+        results = _Results()
+        nothing = saved_tensors_hooks(lambda tensor: None, _no_backward)
+        with nothing, _Dear(results) if self._keeps else nullcontext():
+            yield
+        self.kept = deque(None if seen._version else result for result, seen in results.noted)
+
+    def end(self, outputs: Sequence[Tensor]) -> None:
+        """End the first forward, the loss included. `outputs`: to be compared with those of the second."""
+        self._beginning.end()
+        self._sums = _sums(outputs)
+
+    def equals(self, outputs: Sequence[Tensor]) -> bool:
+        """Return whether the second forward has the outputs of the first, if these were noted.
+
+        A GPU may add numbers in another order each time.
+        """
+        pairs = zip(self._sums, _sums(outputs), strict=True) if self._sums else ()
+        apart = 1e-3 if outputs and outputs[0].is_cuda else 0.0
+        return all(torch.allclose(a, b, rtol=apart, atol=0.0, equal_nan=True) for a, b in pairs)
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Let a forward draw the same random numbers, and take the dear results."""
+        with self._beginning.again(), _Dear(_Results(self.kept)) if self._keeps else nullcontext():
+            yield
+
+
+def _no_backward(packed: None) -> Tensor:
+    raise RuntimeError(
+        "a layer differentiates its own forward, and a stage that recomputes saves nothing in its first one: "
+        "choose recompute=never for this stage"
+    )
+
+
+def _sums(outputs: Sequence[Tensor]) -> list[Tensor]:
+    numbers = [numbers_of(t.detach()) for t in outputs if differentiable(t)]
+    return [t.abs().sum(dtype=torch.float64) for t in numbers]
+
+
+class _Dear(Watching):
+    """Runs operations with a weight under another mode, which sees the products that they consist of."""
+
+    def __init__(self, results: _Results) -> None:
+        super().__init__()
+        self._results = results
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if func in DEAR and any(isinstance(t, nn.Parameter) for t in tree_leaves((args, kwargs))):
+            with self._results:
+                output = func(*args, **kwargs)
+            self._results.handed_on(output.detach())  # with the same version counter
+            return output
+        return func(*args, **kwargs)
+
+
+class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the results of products and convolutions or, where some are `kept`, takes them instead.
+
+    What a layer gets may be another view of a result, with a version counter of its own. So each result is
+    noted with what the layer got: nothing has written to it as long as its version is 0.
+    """
+
+    def __init__(self, kept: deque[Tensor | None] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+        self._of_operation: list[Tensor] = []  # results, of the operation that runs
+        self.noted: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        dear = func.overloadpacket in flop_registry
+        if dear and self._kept and (kept := self._kept.popleft()) is not None:
+            return kept
+        result = func(*args, **(kwargs or {}))
+        if dear and self._kept is None:
+            self._of_operation.append(result.detach())  # without a graph
+        return result
+
+    def handed_on(self, output: Tensor) -> None:
+        for result in self._of_operation:
+            same = storage_of(result) == storage_of(output)
+            self.noted.append((result, output if same else result))
+        self._of_operation = []

@@ -1,0 +1,400 @@
+"""One stage: a slice of the model, its weights, and the tensors saved for the backward of open microbatches.
+
+A stage knows no ranks or messages. The program bounds its memory: the peak of `in_flight` is the number of
+activations that `simulate` predicts. Observers check numbers, keep statistics of batches, or leave out
+updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
+
+from pipetrain.config.rate import LearningRate
+from pipetrain.correction import Correction
+from pipetrain.errors import TrainingStopped
+from pipetrain.model import random_numbers as draws
+from pipetrain.model.network import INPUT, Part, Tensors, evaluating
+from pipetrain.model.numerics import Numerics
+from pipetrain.model.specs import Value, as_tuple, leaves_of, needs_grad, requires_grad
+from pipetrain.runtime.feed import Target
+from pipetrain.runtime.stage.attribute_state import attributes_of
+from pipetrain.runtime.stage.buffers import Buffers
+from pipetrain.runtime.stage.microbatch import WHOLE, Batch, Microbatch, Observer, Saving, around
+from pipetrain.runtime.stage.objective import Objective, weighted
+from pipetrain.runtime.stage.recompute import Recompute
+from pipetrain.runtime.stage.split_backward import Deferred, differentiate
+from pipetrain.runtime.stage.weights import OptimizerFactory, Weights
+from pipetrain.schedule.actions import Predicted, Read
+from pipetrain.tasks import Task
+from pipetrain.tasks.running_sums import Tally
+
+
+class Stage:
+    """Slice `index` of a model. The last stage has the task; the others pass their outputs on.
+
+    `module.slice` says what enters and leaves it. `selective`: a forward that is to be recomputed keeps dear
+    results, see recompute.py. `clip_grad_norm`: the largest norm of a batch's gradient. `names`: of
+    parameters in the model, where they differ, as for a weight that an earlier layer has too. `elsewhere`:
+    the names in the model of tensors that are in the state of an earlier stage. `model`: of which a loss may
+    read this stage's weights.
+    """
+
+    _weights: type[Weights] = Weights
+
+    def __init__(
+        self,
+        index: int,
+        module: Part,
+        optimizer: OptimizerFactory,
+        rate: LearningRate,
+        *,
+        device: str = "cpu",
+        task: Task | None = None,
+        numerics: Numerics | None = None,
+        compile: bool = False,
+        selective: bool = False,
+        ema: float | None = None,
+        correction: Correction | None = None,
+        clip_grad_norm: float | None = None,
+        names: Mapping[str, str] | None = None,
+        elsewhere: Collection[str] = (),
+        model: nn.Module | None = None,
+    ) -> None:
+        self.index = index
+        self.names = names or {}
+        self.elsewhere = elsewhere
+        self.numerics = numerics or Numerics()
+        self.numerics.arrange_weights(module)
+        self.module = module
+        self._layers: Callable[..., Value] = module
+        if compile:
+            draws.leave_to_python()
+            self._layers = torch.compile(module, dynamic=False)  # specialised to the shapes that occur
+        self.device = device
+        self.weights = self._weights(module, optimizer, rate, ema, self.names, correction, model)
+        of_updates = self.weights.optimizer, self.weights.rates.scheduler
+        self.attributes = attributes_of(module, *of_updates, dict(self.named()))
+        self.buffers = Buffers(module)
+        self.objective = Objective(task, module.pack, self.numerics.autocast) if task is not None else None
+        self.observers: list[Observer] = []
+        self.rehearses = False
+        """Whether numbers are made up, so that none is refused."""
+        self.adds_at_once = True
+        """Whether a GPU adds small gradients at a backward's end."""
+        self._updates = True  # weights; in some rehearsals not
+        self.skipped = 0
+        """The updates that were left out since this was last read."""
+        self._clip = clip_grad_norm
+        self._selective = selective
+        self._proves = True  # whether the next recomputation is held against its forward
+        self._open: dict[int, Microbatch] = {}
+        self._batch = Batch()  # whose gradient is being made
+        self._reduced = Batch()  # that is to be stepped
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield parameters and buffers by their names in the model."""
+        for name, tensor in chain(self.module.named_parameters(), self.module.named_buffers()):
+            yield self.names.get(name, name), tensor
+
+    @property
+    def captured(self) -> bool:
+        """Whether CUDA graphs of its passes are replayed."""
+        return False
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._open)
+
+    def open_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that open microbatches hold themselves, beside what autograd saves."""
+        return chain.from_iterable(one.tensors() for one in self._open.values())
+
+    # Forward
+
+    def forward(
+        self, mb: int, x: Tensors, read: Read, target: Target | None = None, saving: Saving = WHOLE
+    ) -> Tensors:
+        """Run microbatch `mb` with these weights, and save what its backward needs.
+
+        Returns the detached outputs; nothing at the last stage, which computes the loss of the target
+        instead. Raises TrainingStopped, as observers do.
+        """
+        requires = zip(x, requires_grad(self.module.slice.enters_grad, x), strict=True)
+        x = tuple([self.numerics.arrange(t.detach()).requires_grad_(require) for t, require in requires])
+        one = self._open[mb] = Microbatch(mb, x, read, saving, target)
+        if saving.recomputed:
+            one.recompute = Recompute(self.buffers.copies(), self._selective)
+        with self.weights.installed(read):  # a loss may read weights too
+            with around(self.observers, one), one.recompute.forward() if one.recompute else nullcontext():
+                result = self._recorded(one)
+            outputs = result if self.objective is None else (self.objective.loss(result, target),)
+        for observer in self.observers:
+            observer.after_forward(one, outputs, result)
+        if self.objective is not None:
+            one.counted = self.objective.counted(outputs[0], result, target)
+        if one.recompute is None:
+            one.outputs = outputs
+        else:
+            one.recompute.end(outputs if self._proves else ())
+            self._proves = False
+        return self._handed_on(mb, outputs) if self.objective is None else ()
+
+    def recompute(self, mb: int, read: Read) -> None:
+        """Run a forward again, with the weights, buffers and random numbers of the first time.
+
+        Metrics and observers do not see it. For the first microbatch of a window it raises TrainingStopped
+        if the outputs are others.
+        """
+        one = self._open[mb]
+        recompute, one.recompute = one.recompute, None
+        assert recompute is not None and one.read == read
+        with (
+            self.weights.installed(read),
+            self.buffers.replaced(recompute.buffers),
+            recompute.recomputing(),
+        ):
+            outputs = self._recorded(one)
+            if self.objective is not None:
+                outputs = (self.objective.loss(outputs, one.target),)
+        if not recompute.equals(outputs):
+            raise TrainingStopped(
+                f"stage {self.index} made other outputs when it ran the forward of microbatch {mb} again: "
+                f"its layers must depend on inputs, weights, buffers and the random numbers of torch, NumPy "
+                f"or Python alone; choose recompute=never"
+            )
+        one.outputs = outputs
+
+    @torch.no_grad()
+    def predict(self, x: Tensors, target: Target | None = None) -> Tensors:
+        """Evaluate with the newest weights, or their moving average, and the running statistics.
+
+        The last stage counts, or without targets returns the model's outputs.
+        """
+        with evaluating(self.module), self.weights.averaged():
+            outputs = self._call(tuple(self.numerics.arrange(t) for t in x))
+            if self.objective is None:
+                return self._handed_on(0, outputs)
+            if target is None:
+                return leaves_of(self.objective.model_output(outputs))
+            self.objective.evaluate(outputs, target)
+            return ()
+
+    def _recorded(self, one: Microbatch) -> Tensors:
+        """Run the layers; if the backward is split, put off the gradients of weights."""
+        if one.recompute is None and one.saving.split and any(t.requires_grad for t in one.inputs):
+            one.deferred = Deferred(self.weights.leaves(one.read))
+            with one.deferred:
+                return self._call(one.inputs)
+        return self._call(one.inputs)
+
+    def _call(self, x: Tensors) -> Tensors:
+        if self.module.slice.copies_input:
+            x = tuple(t.clone() for t in x)
+        if not self.numerics.autocast:
+            return as_tuple(self._layers(*x))
+        with self.numerics.context(self.device):
+            outputs = as_tuple(self._layers(*x))
+        if self.objective is not None:
+            return outputs
+        data = {number for number, value in enumerate(self.module.slice.leaves) if value.layer == INPUT}
+        return tuple(t if number in data else self.numerics.narrow(t) for number, t in enumerate(outputs))
+
+    def _handed_on(self, mb: int, outputs: Tensors) -> Tensors:
+        """Return the outputs to send, copied where the layers may keep or change them."""
+        slice, sent = self.module.slice, []
+        planned = requires_grad(slice.leaves_grad, outputs)
+        for number, (t, require) in enumerate(zip(outputs, planned, strict=True)):
+            if t.requires_grad and not require:
+                raise self._unplanned(mb, f"output {number} depends on weights")
+            sent.append(t.detach() if require and not slice.copies_output else t.detach().clone())
+        return tuple(sent)
+
+    def _unplanned(self, mb: int, what: str) -> TrainingStopped:
+        return TrainingStopped(
+            f"{what} in microbatch {mb} of stage {self.index}, and the plan, made for the first batch, says "
+            f"otherwise: which of its inputs a layer uses, which outputs the loss uses, and which of them "
+            f"depend on weights, must not change from one microbatch to another; let the loss add "
+            f"0 * output.sum() of others, or keep the layer in one stage with those beside it, by partition="
+        )
+
+    # Backward
+
+    def backward(self, mb: int, grads: Tensors, read: Read) -> Tensors:
+        """Run the whole backward of a microbatch and add to the gradients of its weights.
+
+        `grads`: one gradient per output that needs one (none at the last stage); returns one per input that
+        needs one (none at the first). Raises TrainingStopped, as observers do.
+        """
+        one = self._close(mb, read)
+        self.weights.accumulate_on(read)
+        with self._adding():
+            return self._differentiate(one, grads, differentiate)
+
+    def backward_input(self, mb: int, grads: Tensors, read: Read) -> Tensors:
+        """Run the first half of a backward: the gradients of the inputs, for which the stage before waits.
+
+        Without any, as on the first stage, the second half is all of it.
+        """
+        one = self._open[mb]
+        assert one.saving.split and one.read == read
+        if one.deferred is None:
+            one.grads = grads
+            return ()
+        back = self._differentiate(one, grads, partial(one.deferred.input_half, self.weights.leaves(read)))
+        one.inputs, one.outputs, one.target = (), (), None
+        return back
+
+    def backward_weight(self, mb: int, read: Read) -> None:
+        deferred = self._open[mb].deferred
+        if deferred is None:
+            self.backward(mb, self._open[mb].grads, read)
+            return
+        self._close(mb, read)
+        self.weights.accumulate_on(read)
+        with self._adding():
+            deferred.weight_half()
+
+    def _adding(self) -> AbstractContextManager[None]:
+        """Return a context that adds gradients; on a CPU a second copy costs more than many launches."""
+        return self.weights.adding_at_once() if self.adds_at_once and self.device != "cpu" else nullcontext()
+
+    def _close(self, mb: int, read: Read) -> Microbatch:
+        one = self._open.pop(mb)
+        assert one.read == read, f"microbatch {mb} ran forward over {one.read}, not {read}"
+        self._batch.mbs.append(mb)
+        if one.counted is not None:
+            self._batch.counted.append(one.counted)
+        return one
+
+    def needed(self, outputs: Tensors) -> Sequence[bool]:
+        return needs_grad(self.module.slice.leaves_grad, outputs)
+
+    def _differentiate(self, one: Microbatch, grads: Tensors, run: Callable[[Any, Any], None]) -> Tensors:
+        """Run a backward; return the gradients that the stage before needs."""
+        if self.objective is not None and one.counted is not None:
+            grads = grads or (self.objective.gradient(one.outputs[0], one.counted.share),)
+        outputs = [t for t, need in zip(one.outputs, self.needed(one.outputs), strict=True) if need]
+        pairs = [(t, grad) for t, grad in zip(outputs, grads, strict=True) if t.requires_grad]
+        if pairs:
+            with self.weights.installed(one.read), self.buffers.in_backward():
+                run(*map(list, zip(*pairs, strict=True)))
+        needs = needs_grad(self.module.slice.enters_grad, one.inputs)
+        for number, (t, need) in enumerate(zip(one.inputs, needs, strict=True)):
+            if need != (t.grad is not None):
+                count = "no" if need else "a"
+                raise self._unplanned(one.mb, f"{count} gradient reaches input {number}")
+        back = tuple(t.grad for t in one.inputs if t.grad is not None)
+        for observer in self.observers:
+            observer.after_backward(one, back)
+        return back
+
+    # Update
+
+    def reduce(self) -> None:
+        """Give the batch's gradient to the optimizer. Raises TrainingStopped, as observers do."""
+        self.weights.reduce()
+        batch, self._batch = self._batch, Batch()
+        self._reduced = batch
+        if self.objective is not None and batch.counted:
+            batch.losses = weighted(batch.counted)
+        for observer in self.observers:
+            observer.after_reduce(batch)
+        if self.objective is not None:
+            self.objective.count(batch.losses, batch.counted)
+
+    @property
+    def leaves_out(self) -> Tensor | None:
+        """Whether the update of the batch that was reduced is to be left out, as Batch says it."""
+        return self._reduced.skipped
+
+    def hear(self, numbers: Tensor) -> None:
+        """Let observers look at numbers of other stages on which the batch's update depends."""
+        for observer in self.observers:
+            observer.hear(self._reduced, numbers)
+
+    def tells(self, replica: int, replicas: int) -> list[Tensor]:
+        """Return what observers tell those of other replicas of the batch that was reduced."""
+        told = (observer.tells(self._reduced, replica, replicas) for observer in self.observers)
+        return [numbers for numbers in told if numbers is not None]
+
+    def hears(self, numbers: Tensor) -> None:
+        """Give observers the sum of what those of all replicas told."""
+        for observer in self.observers:
+            observer.hears(self._reduced, numbers)
+
+    def gradient_norm(self) -> Tensor:
+        """Return the norm of the batch's gradient; a weight of several stages counts at the first of them."""
+        return self.weights.gradient_norm(self.device, without=self.elsewhere)
+
+    def step(
+        self, keep: bool, norm: Tensor | None = None, delay: int = 0, predicted: Sequence[Predicted] = ()
+    ) -> None:
+        """Update the weights; `keep` the previous version for later actions, and make what is `predicted`.
+
+        The gradient, `delay` updates late, is clipped by `norm`, that of the whole model, or None for that of
+        this stage.
+        """
+        if self._clip is not None:
+            by = self.gradient_norm() if norm is None else norm
+            self.hear(by)
+            clip_grads_with_norm_(self.weights.live.values(), self._clip, by)
+        batch, self._reduced = self._reduced, Batch()
+        for observer in self.observers:
+            observer.before_step(batch)
+        self.weights.step(keep, batch.skipped, delay, predicted, self._updates)
+
+    # Between windows
+
+    def check(self, wait: bool = True) -> None:
+        """Raise an error that observers know by now or, with `wait`, of all that the device has to do."""
+        for observer in self.observers:
+            observer.check(wait)
+
+    def begin_window(self, predicted: Sequence[Predicted] = ()) -> None:
+        """Start counting versions from 0, and make what is `predicted`. No microbatch may be open."""
+        assert not self._open, f"microbatches {sorted(self._open)} outlived their window"
+        self.check(wait=False)
+        # On a GPU the host would wait for the outcome: there the rehearsal does.
+        self._proves = self.device == "cpu" or self.rehearses
+        self.weights.begin_window(predicted)
+
+    def changing(self, training: bool) -> tuple[list[Tensor], list[Tensor], list[Any]]:
+        """Return what windows change: what updates do, buffers, and containers, but attributes of layers."""
+        self.check()
+        containers = [vars(owner) for owner in (self, self.objective) if owner is not None]
+        if not training:
+            return [], [], containers
+        tensors, more = self.weights.changing()
+        return tensors, [*self.module.buffers()], [*containers, *more]
+
+    def begin_rehearsal(self, updates: bool) -> None:
+        """Count what is made up elsewhere, until what `changing` returned is put back."""
+        self.rehearses, self._updates, self._batch = True, updates, Batch()
+        if self.objective is not None:
+            self.objective.start_counting()
+
+    @property
+    def counts(self) -> Objective:
+        assert self.objective is not None, f"stage {self.index} is not the last"
+        return self.objective
+
+    def peek_trained(self) -> Tally:
+        """Return the tally of training. Raises TrainingStopped for a bad loss."""
+        self.check()
+        return self.counts.trained.peek()
+
+    def take_trained(self) -> Tally:
+        """Return and reset the tally of training. Raises TrainingStopped for a bad loss."""
+        self.check()
+        return self.counts.trained.take()
+
+    def take_evaluated(self) -> Tally:
+        return self.counts.evaluated.take()

@@ -1,0 +1,176 @@
+"""The program's model, while the ranks train its tensors.
+
+Each rank has the tensors of its stages. The model's other tensors would show old numbers and take memory. So
+they are on the meta device, where computing with them is an error, until `collect` brings the numbers of all
+ranks to rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import cycle, islice
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from pipetrain.errors import ConfigError
+from pipetrain.model.model_guard import Unchanged
+from pipetrain.model.network import Network, Values
+from pipetrain.model.requirements import cast_exactly, state_names
+from pipetrain.model.tensor_access import in_place_of, named_tensors, on_meta, replace
+from pipetrain.plan.cut import homes
+from pipetrain.plan.plan import Plan
+from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.stage.stage import Stage
+
+
+def owners(network: Network, plan: Plan) -> dict[str, int]:
+    """Return the rank of the first stage that holds each tensor, by its name in the model."""
+    return {name: plan.firsts[stage] for name, stage in homes(network, plan.cuts).items()}
+
+
+class WholeModel:
+    """A model and the tensors of its stages. `values`: those that it begins with in place of its own."""
+
+    def __init__(self, model: nn.Module, links: Links, values: Values | None) -> None:
+        self.values = values
+        self.keys = state_names(model)
+        """The name of the tensor behind each entry of the state_dict."""
+        self.lent = False
+        """Whether stages have its tensors."""
+        self.unchanged: Unchanged | None = None
+        """What must not change of it from then on."""
+        self._model = model
+        self._links = links
+        first: dict[int, str] = {}  # of all names that a tensor has
+        self._names = {name: first.setdefault(id(tensor), name) for name, tensor in _all_named(model)}
+        self._all = list(named_tensors(model))
+        self._owners: dict[str, int] = {}
+        self._stages: list[Stage] = []
+        self._collected = False  # whether rank 0 has all numbers
+        self._guard: RemovableHandle | None = None  # against a call of it where it has no numbers
+        self._swapped: list[tuple[Tensor, Tensor]] = []  # what the stages need, and what was collected
+
+    def lend(self, network: Network, stages: Iterable[Stage], owners: dict[str, int]) -> None:
+        """Let these stages have their tensors, and release all others."""
+        self._stages, self._owners, self.values, self.lent = list(stages), owners, None, True
+        self._swapped, self._collected = [], False
+        own, tensors = self._own(), named_tensors(self._model)
+        others = {id(t): own[name] if name in own else on_meta(t) for name, t in tensors.items()}
+        replace(network.modules, others)
+        self._replace(others)
+        if self._links.world.size > 1:
+            self._guard = self._model.register_forward_pre_hook(_refuse_without_numbers)
+        self.unchanged = Unchanged(self._model, network)
+
+    def _replace(self, others: Mapping[int, Tensor]) -> None:
+        replace([self._model], others, *(self.unchanged.held.content if self.unchanged else ()))
+
+    def collect(self) -> nn.Module:
+        """Put the tensors of all ranks into the model on rank 0, in host memory; return the model."""
+        tensors = self._tensors(self._all)  # on ranks but 0 none: it is only noted that rank 0 has them
+        self.take_back()
+        now = named_tensors(self._model)
+        others = {name: new for name, new in tensors.items() if new is not now[name]}
+        self._swapped = [(now[name], in_place_of(now[name], new)) for name, new in others.items()]
+        self._replace({id(old): new for old, new in self._swapped})
+        self._collected = True
+        return self._model
+
+    def state_dict(self, ema: bool = False) -> dict[str, Tensor]:
+        """Return the state_dict in host memory on rank 0; empty on the others. All ranks call it.
+
+        `ema`: with the moving average of the weights.
+        """
+        tensors = self._tensors(set(self.keys.values()), ema)
+        for name, tensor in tensors.items():
+            if self._owners.get(name, 0) == 0:  # these are the stages' own
+                tensors[name] = tensor.detach().clone()
+        return {key: tensors[name] for key, name in self.keys.items() if tensors}
+
+    def take_back(self) -> None:
+        """Let the stages have their tensors again, before they train."""
+        if self._swapped:
+            self._put_own()
+        self._swapped = []
+        self._collected = False
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let the stages have their tensors for a while, in which these do not change."""
+        self._put_own()
+        try:
+            yield
+        finally:
+            self._replace({id(own): collected for own, collected in self._swapped})
+
+    def end(self, failed: bool) -> None:
+        """Leave the model on rank 0 as collected, and elsewhere without numbers; one process has all."""
+        rank, size = self._links.world.rank, self._links.world.size
+        if self._guard is not None:
+            self._guard.remove()
+        if self.lent and size == 1 and not failed:
+            self.collect()
+        elif self.lent and size > 1 and not (self._collected and rank == 0):
+            self._replace({id(t): on_meta(t) for t in named_tensors(self._model).values()})
+
+    def _put_own(self) -> None:
+        self._replace({id(collected): own for own, collected in self._swapped})
+
+    def _tensors(self, names: Collection[str], ema: bool = False) -> dict[str, Tensor]:
+        """Return tensors by their names in the model, in host memory, on rank 0; none on the others."""
+        if not self.lent:  # nothing has been trained
+            return self._initial(names) if not self._links.world.rank else {}
+        with self.suspended():
+            own = self._own(ema)
+        collected: dict[str, Tensor] = {}
+        for owner in range(self._links.world.size):
+            of = [name for name in self._owners if name in names and self._owners[name] == owner]
+            tensors = [own[name] for name in of] if owner == self._links.world.rank else []
+            collected |= zip(of, self._links.to_first("the model", tensors, owner), strict=False)
+        return {name: collected[name] for name in names if name in collected}
+
+    def _initial(self, names: Collection[str]) -> dict[str, Tensor]:
+        tensors = {name: tensor for name, tensor in named_tensors(self._model).items() if name in names}
+        values = self.values.tensors(names) if self.values is not None else {}
+        return {
+            name: cast_exactly(name, values[name], mine.dtype) if name in values else mine
+            for name, mine in tensors.items()
+        }
+
+    def _own(self, ema: bool = False) -> dict[str, Tensor]:
+        own: dict[str, Tensor] = {}
+        for stage in self._stages:
+            with stage.weights.averaged() if ema else nullcontext():
+                for name, tensor in _all_named(stage.module):
+                    if name in self._names:  # not one that a layer has made as it ran
+                        own.setdefault(self._names[name], tensor)
+        return own
+
+
+def _refuse_without_numbers(model: nn.Module, inputs: object) -> None:
+    """Refuse a program's call of a model whose tensors other ranks have. Raises ConfigError."""
+    if any(tensor.is_meta for tensor in named_tensors(model).values()):
+        raise ConfigError(
+            "the model is without its weights, which the ranks of its stages have: pipe.collect(), on all "
+            "ranks, puts them into that of rank 0, and pipe.predict(loader) yields outputs for new data"
+        )
+
+
+def _all_named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def brought(
+    outputs: Sequence[tuple[Tensor, ...]], batches: int, links: Links, owners: Sequence[int]
+) -> list[tuple[Tensor, ...]]:
+    """Return on rank 0, in host memory, the outputs for so many batches, which `owners` have in turn."""
+    by_owner = []
+    for owner in owners:
+        own = [tensor for of in outputs for tensor in of] if owner == links.world.rank else []
+        by_owner.append(iter(links.to_first("the outputs", own, owner)))
+    size = links.tell("the tensors of an output", len(outputs[0]) if outputs else 0, owners[0])
+    turns = islice(cycle(by_owner), 0 if links.world.rank else batches)
+    return [tuple(islice(tensors, size)) for tensors in turns]

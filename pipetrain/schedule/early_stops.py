@@ -1,0 +1,72 @@
+"""Where each rank looks whether a window ends before a batch, in a training with replicas.
+
+The first rank of stage 0 decides that. The others look before they begin anything of the batch, once they
+have received or summed up what comes of an action that it began after its decision. So no look waits. To
+begin is to run, to post, to read inputs after those of the last forward, or to have room for a receive.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+
+from pipetrain.schedule.actions import RECEIVES, SENDS, UPDATE, Action, Edge, Op
+from pipetrain.schedule.lower import Lowering
+from pipetrain.schedule.posting_order import Posts, Sum
+from pipetrain.schedule.timeline import Timeline
+
+Looks = list[tuple[int, int]]
+
+
+def looks_of(run: Timeline, posts: Posts, silent: Collection[Edge | int]) -> list[Looks]:
+    """Return, by rank, (position, n): before this action it looks whether the window ends after n batches.
+
+    `silent`: edges whose messages are empty, and stages without weights, which have nothing to sum up.
+    """
+    lowering, known = Lowering.of([row.actions for row in run.rows]), _known(run, silent)
+    leader, looks = lowering.ranks[0][0], list[Looks]([] for _ in run.rows)
+    begins = [_begins(run, rank, posts, lowering) for rank in range(len(run.rows))]
+    for batch, at in enumerate(map(list, zip(*begins, strict=True))):
+        at[leader] = min(known[rank][position] for rank, position in enumerate(at)) - 1
+        for rank, position in enumerate(at if at[leader] >= 0 else ()):
+            looks[rank].append((position, batch))
+    return looks
+
+
+def _known(run: Timeline, silent: Collection[Edge | int]) -> list[list[int]]:
+    """Return, by rank and position, how many actions of the first rank have begun when it is reached."""
+    program = [row.actions for row in run.rows]
+    ranks, clocks, known = Lowering.of(program).ranks, [0] * len(program), [[0] for _ in program]
+    told = dict[tuple[Edge | int, int], int]()  # by message, and by update of a stage
+    for rank in run.order:
+        action = program[rank][len(known[rank]) - 1]
+        key = (action.stage, action.version) if action.op in UPDATE else (action.edge, action.mb)
+        clocks[rank] += rank == ranks[0][0]
+        if action.op in SENDS:
+            told[key] = clocks[rank]
+        elif action.op is Op.REDUCE:  # the first one, to which all replicas have come; what follows waits
+            told.setdefault(key, max(clocks[of] for of in ranks[action.stage]))
+        elif (action.op in RECEIVES or action.op in UPDATE) and key[0] not in silent:
+            clocks[rank] = max(clocks[rank], told[key])
+        known[rank].append(clocks[rank])
+    return known
+
+
+def _begins(run: Timeline, rank: int, posts: Posts, lowering: Lowering) -> list[int]:
+    """Return, by batch, the position at which a rank begins it or a later one."""
+
+    def batch(one: Action | Sum) -> int:
+        updates = isinstance(one, Sum) or one.op in UPDATE
+        return one.version - 1 if updates else one.mb // run.microbatches  # type: ignore[union-attr]
+
+    actions, positions, before = run.rows[rank].actions, list[int](), defaultdict[object, list[int]](list)
+    begins = [(at, batch(one)) for at, one in (*posts.on(rank), *enumerate(actions))]
+    for at, action in enumerate(actions):
+        if action.op in RECEIVES or action.op is Op.F:
+            link = action.edge, action.op is Op.F or lowering.rank(action.peer, action.mb)
+            ahead = 1 if action.op is Op.F else posts.ahead
+            begins.append((before[link][-ahead] if len(before[link]) >= ahead else 0, batch(action)))
+            before[link].append(at)
+    for at, number in sorted(begins):
+        positions += [at] * (number + 1 - len(positions))
+    return positions

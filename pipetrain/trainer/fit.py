@@ -1,0 +1,290 @@
+"""Epochs, records, checkpoints, stops and restarts of a training, for a program and for the command line."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import count
+from pathlib import Path
+from threading import current_thread, main_thread
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore
+
+from pipetrain.checkpoint.early_stop import LOST, EarlyEnd
+from pipetrain.checkpoint.resume import (
+    AUTO,
+    find_source,
+    read_source,
+    refuse_finished,
+    refuse_other,
+    transformers_config,
+)
+from pipetrain.checkpoint.writer import Keeper, Writer
+from pipetrain.config.settings import Settings
+from pipetrain.data.loader_facts import has_length
+from pipetrain.data.reader import Loader, refuse_loader
+from pipetrain.data.splits import DataFacts
+from pipetrain.errors import ChannelError, ConfigError, of_all
+from pipetrain.exit import brief, terminate
+from pipetrain.plan.memory_fit import gpu_bytes
+from pipetrain.plan.program import window_lengths
+from pipetrain.records import run_folder as folder
+from pipetrain.records.history import About
+from pipetrain.records.recorder import Recorder
+from pipetrain.records.run_folder import METRICS, RAN, SUMMARY, TRACE, UPDATES, RunFolder
+from pipetrain.records.trackers import check_loggers, read_loggers
+from pipetrain.rules import COUNT, PATH
+from pipetrain.signals import Signals, name_of, status_after
+from pipetrain.trainer.epochs import AfterEpoch, Epochs
+from pipetrain.trainer.passes import TrainingPasses
+from pipetrain.trainer.pipeline import Pipeline
+from pipetrain.trainer.training import Training
+from pipetrain.trainer.windows import Windows
+
+log = logging.getLogger("pipetrain")
+
+_trainings = count()
+
+
+@brief
+def fit(
+    pipe: Pipeline,
+    train: Loader,
+    test: Loader | None = None,
+    epochs: int | None = None,
+    run_dir: str | Path | None = None,
+    resume: str | Path | None = None,
+    checkpoint: Mapping[str, Any] | int | None = 1,
+    loggers: Sequence[str] | Mapping[str, Mapping[str, Any]] = ("tensorboard",),
+    log_every: int = 10,
+    trace: bool | int = False,
+    name: str = "",
+    after_epoch: AfterEpoch = lambda row: None,
+    max_updates: int | None = None,
+) -> list[dict[str, float]]:
+    """Train epochs of a loader, each with an evaluation after it; return a row of figures for each epoch.
+
+    Every rank gets the rows: epoch, train_loss and train_METRIC, val_loss and val_METRIC, lr, samples_per_s,
+    seconds. While it trains rank 0 shows the progress, and then the times of the stages beside the plan's.
+
+    - `train`, `test`: loaders as of Pipeline.train and Pipeline.evaluate, with a length. Without `test`
+      nothing is evaluated, and no epoch is the best.
+    - `epochs`: by default 1, or as many as `max_updates` needs.
+    - `run_dir`: the folder of all records and checkpoints, which all ranks share: metrics.csv, summary.json,
+      plan.txt, TensorBoard's events, checkpoints. None: there are none.
+    - `resume`: "auto", to go on from the newest whole checkpoint in `run_dir`, if there is one, as a program
+      does that torchrun has restarted; or the folder of a checkpoint, or of a run.
+    - `checkpoint`: the epochs between two checkpoints; or `{"every": 100, "unit": "updates", "keep": 2}`;
+      None: only when a signal asks for one.
+    - `loggers`: names of conf/logger, or their options by name.
+    - `log_every`: updates to a row of updates.csv.
+    - `trace`: whether to write trace.json, or of how many windows.
+    - `name`: of the data, for the records.
+    - `after_epoch`: called on every rank with an epoch's row; "stop" ends the training, as after the last
+      epoch. A training that goes on calls it first with the rows of the epochs before.
+    - `max_updates`: of the whole training, which ends there amid an epoch too: with an evaluation, a row of
+      the epoch so far, and a checkpoint, from which a longer one goes on with the epoch.
+
+    SIGTERM and Ctrl-C save, and end the training after the window that runs: then `pipe.stopping` is true
+    (Ctrl-C raises KeyboardInterrupt once it is saved). SIGUSR1 saves and goes on. Raises ConfigError, before
+    anything is written, for wrong values; for the rest see Pipeline.train.
+    """
+    windows = trace and trace is not True and COUNT.read("trace", trace)
+    options = {
+        "epochs": 1 if epochs is None else epochs,
+        "max_updates": max_updates,
+        "log_every": log_every,
+        **_checkpoints(checkpoint),
+        "trace": {"windows": windows} if windows else bool(trace),
+        "resume": resume,
+    }
+    training = pipe._training
+    asked = training.settings.changed(options)
+    batches = _batches_in(training, train, "train", training.settings.microbatches)
+    evaluated = 0 if test is None else _batches_in(training, test, "test")
+    if asked.max_updates and epochs is None:
+        options["epochs"] = -(-asked.max_updates // batches)
+    if resume is not None and run_dir is None:
+        raise ConfigError("resume= goes on in a run's folder: give run_dir= too")
+    if run_dir is not None and current_thread() is not main_thread():
+        raise ConfigError("run_dir= needs a program's main thread, which alone hears signals: call fit there")
+    with ExitStack() as held:
+        run_folder = None
+        if run_dir is not None:
+            path = PATH.read("run_dir", run_dir)
+            run_folder = held.enter_context(_opened(training, path, asked.resume, loggers))
+        # The first batch decides the plan; a signal to the group is to spare the data workers that it starts.
+        with Signals(training.rank).handled() if run_folder else nullcontext():
+            passes = TrainingPasses(training, train, test, batches, run_folder)
+        with training.together():
+            settings = training.settings.changed(options)
+            kind, full = type(getattr(train, "dataset", train)).__name__, settings.batch_size
+            data = DataFacts(name or kind, batches * full, evaluated * full, "", "", [])
+            return train_epochs(training, passes, settings, data, run_folder, after_epoch=after_epoch)
+
+
+def _checkpoints(checkpoint: Mapping[str, Any] | int | None) -> dict[str, Any]:
+    """Return the options of checkpoints. Raises ConfigError for one that there is not."""
+    options = checkpoint if isinstance(checkpoint, Mapping) else {"every": checkpoint}
+    if unknown := options.keys() - {"every", "unit", "keep"}:
+        raise ConfigError(f"checkpoint has no {min(unknown)}: it has every, unit and keep")
+    return {f"checkpoint.{key}": value for key, value in options.items()}
+
+
+@contextmanager
+def _opened(
+    training: Training,
+    path: Path,
+    resume: str | None,
+    loggers: Sequence[str] | Mapping[str, Mapping[str, Any]],
+) -> Iterator[RunFolder]:
+    """Lock a run's folder on rank 0; find the checkpoint to go on from. Raises ConfigError, on all ranks."""
+    path, chosen = path.expanduser().absolute(), read_loggers(loggers)
+    with ExitStack() as held:
+
+        def find() -> list[Any]:
+            check_loggers(chosen)
+            held.enter_context(folder.claim(path, resume is not None, resume is not None))
+            source = find_source(resume, path) if resume is not None else None
+            if source is None:
+                folder.clear(path)
+                return [None, uuid.uuid4().hex]
+            return [str(source.folder), source.manifest.run]
+
+        newest, run = training.together.on_first("the run's folder", find)
+        source = None if newest is None else read_source(Path(newest))
+        yield RunFolder(path, run, source, {"logger": chosen})
+
+
+def _batches_in(training: Training, loader: Loader, name: str, microbatches: int = 1) -> int:
+    """Return the number of batches of rank 0's loader. Raises ConfigError, on all ranks."""
+
+    def count() -> int:
+        refuse_loader(loader, training.links.world.size, microbatches)
+        batches = len(loader) if has_length(loader) else 0  # type: ignore[arg-type]
+        if not batches:
+            raise ConfigError(
+                f"the {name} loader has no batch or no length, by which fit knows when an epoch ends: give "
+                f"one with len(), or train in a loop of your own by pipe.train(loader)"
+            )
+        return batches
+
+    batches: int = training.together.on_first(f"the length of the {name} loader", count)
+    return batches
+
+
+def train_epochs(
+    training: Training,
+    passes: TrainingPasses,
+    settings: Settings,
+    data: DataFacts,
+    run_folder: RunFolder | None,
+    ready: Callable[[], None] = lambda: None,
+    after_epoch: AfterEpoch = lambda row: None,
+) -> list[dict[str, float]]:
+    """Train to the end, or until stopped; return the rows of all epochs.
+
+    Calls `ready` when nothing is left that could refuse the training.
+    """
+    about, source = _about(training, passes, settings, data), passes.source
+    with ExitStack() as ending:
+        keeper = _keeper(training, about, run_folder) if run_folder else None
+        if keeper is not None:  # until all records are written
+            ending.enter_context(keeper.signals.handled())
+            ending.enter_context(keeper.early.watching())
+        recorder = None if training.rank else _recorder(about, run_folder, ending)
+        windows = Windows(training.begun, training.together, keeper.signals.take if keeper else lambda: "")
+        epochs = Epochs(windows, training.links, passes, about, recorder, keeper, after_epoch)
+        if source is not None:
+            with source.used():
+                epochs.restore(source)
+        ready()
+        finished = _run(epochs, keeper)
+        lost = keeper.not_saved if keeper else None
+        orphaned = 0
+        if keeper and not finished:
+            orphaned = training.links.most("whether torchrun's store is lost", int(keeper.early.lost))
+        if recorder and finished and lost != epochs.updates:
+            recorder.close()
+        elif recorder:
+            recorder.stop(lost)
+        training.stopping = training.stopping or not finished
+        training.metrics = epochs.metrics() or training.metrics
+        if run_folder and epochs.stopped_by == "interrupt":
+            raise KeyboardInterrupt(f"interrupted; {run_folder.saved_so_far()}")
+        if run_folder and orphaned:
+            raise of_all(ChannelError(f"{LOST}; {run_folder.saved_so_far()}"), training.rank)
+        return epochs.rows()
+
+
+def _about(training: Training, passes: TrainingPasses, settings: Settings, data: DataFacts) -> About:
+    """Return what the records say of the training, with all of its windows proven."""
+    plan, device, at = training.begun.plan, training.links.device, passes.start
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    ranks, room = f"{training.links.world.size} x {kind}", gpu_bytes(device.type, training.links.sharing)
+    about = About(settings, plan, training.task, data, passes.batches, training.asked.lr, ranks, room)
+    for epoch, done in ((1, 0), (about.epochs, 0), (at.epoch + 1, at.batch)):
+        for length in window_lengths(about.batches_of(epoch), settings.window, done):
+            plan.training(length)
+    return about
+
+
+def _run(epochs: Epochs, keeper: Keeper | None) -> bool:
+    """Run the epochs; return False if a signal has stopped them."""
+    try:
+        with keeper.signals.losing() if keeper else nullcontext():
+            return epochs.run()
+    except ChannelError as error:
+        if keeper and keeper.signals.saved and (by := keeper.signals.stopped_by):  # another rank has left
+            terminate(f"{error}, after {name_of(by)}; {keeper.signals.saved()}", status_after(by))
+        raise
+    finally:
+        if keeper:
+            keeper.signals.drained.set()
+            keeper.writer.leave()
+
+
+def _keeper(training: Training, about: About, run_folder: RunFolder) -> Keeper:
+    """Return what saves checkpoints, and hears signals. Raises ConfigError for another run's checkpoint."""
+    settings, path, source = about.settings, run_folder.path, run_folder.source
+    samples = {"batches": about.batches, "batch_size": settings.batch_size}
+    conditions = {**training.conditions, **samples, **run_folder.conditions}
+    if source is not None:
+        # A run that was killed just before its end may have a checkpoint with all epochs done.
+        ending = settings.resume == AUTO and source.manifest.pipeline == about.plan.pipeline
+        refuse_other(source, conditions)
+        done = source.manifest.position.batches(about.batches)
+        refuse_finished(source, done, about.updates, ending)
+        if training.rank == 0:  # these records will be written again
+            records, update = [METRICS, UPDATES, SUMMARY], source.manifest.position.update
+            folder.clear(path, records if done == about.updates else [*records, TRACE, RAN])
+            log.info("pipetrain: going on from %s, after update %d", source.folder, update)
+    store = PrefixStore(f"fit {next(_trainings)}", training.links.store)
+    seed = training.begun.engine.seed
+    signals = Signals(training.rank, run_folder.saved_so_far)
+    return Keeper(
+        writer=Writer(path, training.links, settings.checkpoint_keep),
+        signals=signals,
+        early=EarlyEnd(signals, store, about.plan.firsts[0] == training.rank),
+        every=settings.checkpoint_every,
+        unit=settings.checkpoint_unit,
+        run=run_folder.run,
+        conditions=conditions,
+        config={"seed": seed, **transformers_config(training.model), **run_folder.config},
+    )
+
+
+def _recorder(about: About, run_folder: RunFolder | None, ending: ExitStack) -> Recorder:
+    """Return rank 0's recorder; `ending` ends it."""
+    if not (log.handlers or logging.getLogger().handlers):  # a program that has set up no logging
+        log.addHandler(logging.StreamHandler())
+        ending.callback(log.handlers.clear)
+        ending.callback(log.setLevel, log.level)
+        log.setLevel(log.level or logging.INFO)  # unless the program has chosen one
+    recorder = Recorder(about, run_folder)
+    ending.callback(recorder.leave)
+    return recorder

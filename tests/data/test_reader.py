@@ -1,0 +1,224 @@
+"""What rank 0 reads of a loader: sizes first, batches later."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from pipetrain import ConfigError
+from pipetrain.data.loader_facts import known_sizes
+from pipetrain.data.reader import BadBatch, Form, NamedTargets, Reader, pair, unlabelled
+from pipetrain.model.specs import Size, TensorSpec, ValueSpec, as_tuple
+
+DATA = TensorDataset(torch.arange(22.0).reshape(22, 1), torch.arange(22))
+
+
+class Doubling(DataLoader):  # type: ignore[type-arg]
+    """Gives each batch twice, and does not say so."""
+
+    def __iter__(self):
+        return (batch for batch in super().__iter__() for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("loader", "sizes"),
+    [
+        (DataLoader(DATA, batch_size=8), [8, 8, 6]),
+        (DataLoader(DATA, batch_size=8, shuffle=True, drop_last=True), [8, 8]),
+        (DataLoader(DATA, batch_size=8, sampler=SubsetRandomSampler(range(9))), [8, 1]),
+        (DataLoader(DATA, batch_sampler=[[0, 1], [2]]), None),
+        (DataLoader(DATA, batch_size=8, sampler=range(22)), None),
+        (DataLoader(DATA, batch_size=8, collate_fn=lambda samples: default_collate(samples)), None),
+        (DataLoader(DATA, batch_size=None), None),
+        (Doubling(DATA, batch_size=8), None),
+        ([*DataLoader(DATA)], None),
+    ],
+)
+def test_only_torchs_own_sampler_tells_sizes_without_being_read(loader, sizes):
+    assert known_sizes(loader) == (sizes and [*map(Size, sizes)])
+    if sizes is not None:
+        assert [len(x) for x, _ in loader] == sizes
+
+
+def streamed(loader):
+    yield from loader
+
+
+@pytest.mark.parametrize("of", [lambda loader: loader, list, streamed])
+@pytest.mark.parametrize("window", [1, 2, 3, None])
+def test_windows_cover_the_pass_in_order_and_without_length_there_is_no_whole_one(of, window):
+    reader = Reader(of(DataLoader(DATA, batch_size=8)), "batch")
+    if window is None and of is streamed:
+        with pytest.raises(ConfigError, match=r"a loader without length .* give train\(loader, window=...\)"):
+            reader.window(window)
+        return
+    assert len(reader.first()[0]) == 8
+    labels, windows = [], []
+    while sizes := reader.window(window):
+        windows.append([size.samples for size in sizes])
+        labels += [label for size in sizes for label in reader.take(size)[1].tolist()]
+    assert labels == list(range(22))
+    assert windows == {1: [[8], [8], [6]], 2: [[8, 8], [6]], 3: [[8, 8, 6]], None: [[8, 8, 6]]}[window]
+
+
+@pytest.mark.parametrize("window", [1, 2, None])
+def test_passes_draw_what_loops_draw(window):
+    """A sampler draws at its end too, so a pass that stops at its last batch changes the next one's order."""
+    orders = []
+    for read in (lambda loader: (y for _, y in loader), partial(taken, window)):
+        loader = DataLoader(DATA, 11, shuffle=True, generator=torch.Generator().manual_seed(3))
+        orders.append([torch.cat([*read(loader)]).tolist() for _ in range(3)])
+    assert orders[0] == orders[1]
+
+
+def taken(window, loader):
+    """The targets of a pass in windows."""
+    reader = Reader(loader, "batch")
+    while sizes := reader.window(window):
+        yield from (reader.take(size)[1] for size in sizes)
+
+
+class Short:
+    """Says three batches, and ends earlier or later."""
+
+    def __init__(self, gives: int) -> None:
+        self._gives = gives
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self):
+        return iter([next(iter(DataLoader(DATA, 4)))] * self._gives)
+
+
+@pytest.mark.parametrize(
+    ("loader", "gives"), [(Short(2), 2), (Short(3), None), (Short(4), 4), (Doubling(DATA, batch_size=8), 6)]
+)
+def test_a_loader_that_does_not_give_what_it_says_is_named_once_and_what_it_gives_is_taken(
+    loader, gives, caplog
+):
+    reader = Reader(loader, "batch")
+    read = 0
+    while sizes := reader.window(1):
+        read += len(sizes)
+        reader.take(*sizes)
+    assert not reader.window(1)
+    lines = [record.getMessage() for record in caplog.records]
+    assert read == (gives or 3)
+    assert len(lines) == (gives is not None)
+    assert all(f"the loader gave {gives} batches in this pass, and its len() is 3" in line for line in lines)
+
+
+@pytest.mark.parametrize("window", [1, 2, None])
+@pytest.mark.parametrize(
+    ("loader", "says"),
+    [
+        (
+            DataLoader(DATA, 2, sampler=DistributedSampler(DATA, 2, 0)),
+            r"the loader's DistributedSampler gives each rank a share of the samples, and rank 0 alone reads "
+            r"the loader, for all 2 ranks: give one of all samples",
+        ),
+        (DataLoader(DATA, 7), r"a batch of 1 sample cannot be cut into microbatches=2: leave it out"),
+        (DATA, "the loader is a Dataset"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_before_the_first_window(loader, says, window):
+    """However the others read: an error in a window would be a lost rank."""
+    with pytest.raises(ConfigError, match=says):
+        Reader(loader, "batch", ranks=2, microbatches=2).window(window)
+
+
+def test_where_one_process_reads_or_nothing_is_trained_a_loop_would_do_it_too():
+    assert Reader(DataLoader(DATA, 2, sampler=DistributedSampler(DATA, 2, 0)), "batch").window(1) == [Size(2)]
+    assert Reader(DataLoader(DATA, 7), "batch").window(None) == [*map(Size, (7, 7, 7, 1))]
+
+
+def test_a_pass_that_goes_on_leaves_out_what_the_whole_one_did():
+    """The first batch says whether targets may not count, and a later one has none."""
+    labels = torch.zeros(16, dtype=torch.int64)
+    labels[[0, *range(8, 12)]] = -100
+    samples = torch.arange(16.0).reshape(16, 1)
+
+    def reader() -> Reader:
+        loader = DataLoader(list(zip(samples, labels, strict=True)), batch_size=4)  # type: ignore[arg-type]
+        return Reader(loader, "batch", weight=lambda targets: (targets != -100).sum())
+
+    for done in (0, 1):
+        going_on = reader()
+        assert going_on.skip(done, window=None) == done
+        assert going_on.window(None) == [Size(4)] * (3 - done)
+        assert going_on.take(Size(4))[0][0] == 4 * done
+    labels[0] = 0  # now the first batch says that all count: a streamed window has the empty one too
+    for window, left in ((None, [Size(4), Size(4)]), (1, [Size(4)])):
+        going_on = reader()
+        assert going_on.skip(2, window) == 2
+        assert going_on.window(window) == left[:window]
+
+
+RAGGED = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    ("batch", "sentence"),
+    [
+        (torch.ones(4), "batch 7 must be a pair (inputs, targets); it is a Tensor of 4"),
+        ({"x": 1}, "batch 7 must be a pair (inputs, targets); it is a dict of x: let the loader give"),
+        ((torch.ones(4), 3), "must be a tensor [n, ...], or a tuple or a dict of them; got int"),
+        ((torch.ones(4), torch.ones(3)), "batch 7 has 4 inputs and 3 targets: each sample needs one"),
+        (((torch.ones(4), torch.ones(5)), torch.ones(4)), "batch 7 has 4 inputs and 5 inputs"),
+        ((torch.ones(0), torch.ones(0)), "batch 7 has no sample"),
+        ((torch.ones(4), torch.ones(())), "got a number"),
+        ((torch.ones(4), torch.ones(4).to_sparse()), "the targets of batch 7 must be a tensor [n, ...]"),
+        ((torch.ones(4).to_sparse(), torch.ones(4)), "got a sparse one: make it dense"),
+        ((torch.ones(4, device="meta"), torch.ones(4)), "got one on the device meta, without numbers"),
+        ((RAGGED, torch.ones(2)), "got a nested one: pad it"),
+    ],
+)
+def test_what_is_no_batch_is_refused(batch, sentence):
+    with pytest.raises(BadBatch) as caught:
+        pair(batch, "batch 7")
+    assert sentence in str(caught.value)
+
+
+def test_a_prediction_takes_the_inputs_with_targets_or_without():
+    a, b, y = torch.ones(4, 2), torch.ones(4, 3), torch.ones(4)
+    for inputs, batches in ((a, [a, [a], (a, y)]), ((a, b), [(a, b), [a, b], ([a, b], y)])):
+        form = Form(ValueSpec.in_batch(inputs), ValueSpec.in_batch(y))
+        for batch in batches:
+            value, targets = unlabelled(batch, "batch", form, None)
+            assert as_tuple(value) == as_tuple(inputs)
+            assert targets.tolist() == [0] * 4
+    with pytest.raises(BadBatch, match=r"batch has inputs float32\[3\] a sample"):
+        unlabelled((b, y), "batch", Form(ValueSpec.in_batch(a), ValueSpec.in_batch(y)), None)
+
+
+def test_a_form_survives_json_and_refuses_another_and_lists_are_tuples():
+    form = Form(
+        ValueSpec((TensorSpec((3, 2), torch.float64), TensorSpec((), torch.int64)), single=False),
+        ValueSpec((TensorSpec((), torch.bool),)),
+    )
+    assert Form.from_json(form.to_json()) == form
+    given = [torch.ones(5, 3, 2).double(), torch.arange(5)]  # as a DataLoader makes them
+    mine, targets = pair([given, torch.ones(5, dtype=torch.bool)], "batch")
+    assert isinstance(mine, tuple)
+    form.refuse_other(mine, targets, "batch 1")
+    with pytest.raises(BadBatch, match=r"batch 1 has targets float32\[\] a sample, and .* were bool\[\]"):
+        form.refuse_other(mine, torch.ones(5), "batch 1")
+
+
+def test_a_dict_may_have_its_inputs_in_another_order_later():
+    x, z, y = torch.ones(4, 2), torch.zeros(4, 2), torch.arange(4)
+    reader = Reader([{"x": x, "z": z, "y": y}, {"z": z, "y": y, "x": x}], "batch", named=NamedTargets("y"))
+    assert reader.window(2) == [Size(4)] * 2
+    for _ in range(2):
+        inputs, targets = reader.take(Size(4))
+        assert ([*inputs], inputs["x"].sum(), targets.tolist()) == (["x", "z"], 8, [0, 1, 2, 3])

@@ -1,0 +1,76 @@
+"""What ranks agree on, and what they send beside the stages' messages."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipetrain.errors import ChannelError
+from pipetrain.runtime.comm.ranks import Ranks, World
+from tests.support.jobs import agreements
+from tests.support.ranks import run_world
+
+
+@pytest.mark.processes
+def test_ranks_agree_or_all_refuse_with_one_sentence():
+    first, *others = run_world(agreements, 3)
+    assert all(other[:-1] == first[:-1] for other in others)
+    assert first == [
+        "agreed",
+        "rank 2: it has no GPU",
+        "the first of two",
+        "rank 0 waited 1 s for rank 2 to get ready; look at what the others say, or give them longer with "
+        "timeout=",
+    ]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_targets_that_reach_no_rank_are_a_lost_rank_s(monkeypatch, at_once):
+    def fail(*given: object, **named: object) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    work = SimpleNamespace(wait=fail)
+    monkeypatch.setattr(dist, "isend", fail if at_once else lambda *given, **named: work)
+    with pytest.raises(ChannelError, match=r"rank 0 could not send targets to rank 1: .*reset by peer"):
+        Ranks(World(0, 2), 1).post_tensor("targets", torch.zeros(1), 1)()
+
+
+def test_rank_0_announces_without_a_wait_and_the_receive_of_what_comes_next_is_posted(monkeypatch):
+    sent, posted, waited = list[torch.Tensor](), list[torch.Tensor](), list[int]()
+
+    def isend(tensor: torch.Tensor, *rest: object, **named: object) -> SimpleNamespace:
+        sent.append(tensor)
+        return SimpleNamespace(wait=partial(waited.append, len(sent)))
+
+    def irecv(tensor: torch.Tensor, *rest: object, **named: object) -> SimpleNamespace:
+        number = len(posted)
+        posted.append(tensor)
+        return SimpleNamespace(wait=lambda: tensor.copy_(sent[number]))
+
+    def gone(*tensor: object, **named: object) -> SimpleNamespace:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "isend", isend)
+    monkeypatch.setattr(dist, "irecv", irecv)
+    first, other = Ranks(World(0, 2), 1), Ranks(World(1, 2), 1)
+    assert first.announce("the next window", [1]) == [1]
+    assert not waited
+    first.announce("the next window", [2])
+    assert waited == [1]  # what was announced before
+    assert [other.announce("the next window") for _ in range(2)] == [[1], [2]]
+    assert len(posted) == 3
+    monkeypatch.setattr(dist, "irecv", gone)
+    first.announce("the next window", [5])
+    assert other.announce("the next window") == [5]  # the last word of a rank that has left
+    monkeypatch.setattr(dist, "irecv", irecv)
+    waited.clear()
+    first.announce("another", [3], ends=True)
+    assert waited == [3, 4]  # nobody misses the last one where rank 0 leaves
+    first.announce("another", [4])
+    assert waited == [3, 4]  # each once: gloo waits for a second message
+    with pytest.raises(ChannelError, match="is at another"):
+        other.announce("the next window")

@@ -1,0 +1,63 @@
+"""The buffers of replicas: weighted means of what each has seen, and sums of what each has counted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipetrain.runtime.buffer_average import Leveller
+
+
+class Kept(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("count", torch.tensor(5))
+        self.register_buffer("flag", torch.tensor(True))
+
+
+def test_means_are_weighted_by_samples_and_counters_add_up() -> None:
+    told: list[Tensor] = []
+    replicas = []
+    for _ in range(2):
+        links: Any = SimpleNamespace(
+            placement=[(0, 1)], add_up=lambda tie, numbers: told.append(numbers) or numbers
+        )
+        module = Kept()
+        stages: Any = {0: SimpleNamespace(module=module, observers=[])}
+        replicas.append((module, Leveller(stages, links), links))
+    for index, (module, leveller, _) in enumerate(replicas):
+        leveller.before_window()
+        module.mean += torch.tensor([1.0, 10.0]) * (index + 1)
+        module.count += index + 1
+        leveller.count(0, 30 if index else 10)
+        leveller.level()  # which tells what this replica has
+    for module, leveller, links in replicas:
+        module.count.fill_(5)
+        leveller.before_window()
+        module.count += 1  # is what the sum below says instead
+        links.add_up = lambda tie, numbers: sum(told[:2])
+        leveller.level()
+        torch.testing.assert_close(module.mean, torch.tensor([1.75, 17.5]))
+        assert (int(module.count), bool(module.flag)) == (8, True)
+    before = len(told)
+    for _, leveller, _ in replicas:
+        leveller.level()  # nothing was trained since
+    assert len(told) == before
+
+
+def test_a_replica_without_samples_does_not_make_an_infinity_nan() -> None:
+    """As a mask has them. A short window may have fewer microbatches than replicas."""
+    told: list[Tensor] = []
+    links: Any = SimpleNamespace(
+        placement=[(0, 1)], add_up=lambda tie, numbers: told.append(numbers) or numbers
+    )
+    module = Kept()
+    module.mean.fill_(-torch.inf)
+    leveller = Leveller({0: SimpleNamespace(module=module, observers=[])}, links)  # type: ignore[dict-item]
+    leveller.before_window()
+    leveller.level()
+    assert told[0].tolist() == [0] * 4
