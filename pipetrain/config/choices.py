@@ -50,7 +50,7 @@ def _words(name: str) -> set[str]:
 
 def conf_dir() -> Path:
     """Return the folder of the YAML files: inside an installed package, or beside it in a checkout."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     return next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
 
 
