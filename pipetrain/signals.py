@@ -23,10 +23,10 @@ from typing import Any, Literal
 from pipetrain.errors import ChannelError
 from pipetrain.exit import INTERRUPTED, TERMINATED, leave, terminate
 
-Asked = Literal["", "save", "stop", "interrupt"]
-ORDER: list[Asked] = ["", "save", "stop", "interrupt"]  # by rising priority
+StopRequest = Literal["", "save", "stop", "interrupt"]
+ORDER: list[StopRequest] = ["", "save", "stop", "interrupt"]  # by rising priority
 STOPS = ("stop", "interrupt")
-SIGNALS: dict[int, Asked] = {signal.SIGTERM: "stop", signal.SIGINT: "interrupt", signal.SIGUSR1: "save"}
+SIGNALS: dict[int, StopRequest] = {signal.SIGTERM: "stop", signal.SIGINT: "interrupt", signal.SIGUSR1: "save"}
 AGAIN = "; Ctrl-C again ends it at once"
 STOPPING = "saving when the pipeline is drained, then stopping"
 _LEADS_TO: dict[int, str] = {
@@ -36,8 +36,8 @@ _LEADS_TO: dict[int, str] = {
 }
 LIMIT, LIMIT_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30.0  # seconds after which torchrun kills, and its default
 MARGIN_S = 5.0  # of these for leaving
-ONE_S = 1.0  # within which what comes is the same Ctrl-C
-ACT_S = 5.0  # that what a signal started may take to its end
+DEBOUNCE_S = 1.0  # within which what comes is the same Ctrl-C
+HANDLER_LIMIT_S = 5.0  # that what a signal started may take to its end
 
 
 class Interrupted:
@@ -49,7 +49,7 @@ class Interrupted:
     def again(self, number: int) -> bool:
         """Note a signal; return whether it follows a Ctrl-C."""
         if self._first is not None:
-            return time.monotonic() - self._first > ONE_S
+            return time.monotonic() - self._first > DEBOUNCE_S
         if number == signal.SIGINT:
             self._first = time.monotonic()
         return False
@@ -60,7 +60,7 @@ class Signals:
 
     `updated`: whether an update has been made, which is lost if it is not saved; before that a signal to
     stop ends the process at once. `drained`: nothing is under way between the ranks any more, so what is left
-    is to save, to write and to end. `asked`: the most that was asked for. `stopped_by`: the first signal to
+    is to save, to write and to end. `request`: the most that was asked for. `stopped_by`: the first signal to
     stop, if any.
     """
 
@@ -68,7 +68,7 @@ class Signals:
         self._rank = rank
         self.saved = saved
         self._interrupted = Interrupted()
-        self.asked: Asked = ""
+        self.request: StopRequest = ""
         self.stopped_by = 0
         self.updated = False
         self._lost = False
@@ -79,7 +79,7 @@ class Signals:
         """Handle the signals while the block runs."""
         before = _replace(SIGNALS, _do_nothing)
         try:
-            with hearing(self.hear), self.losing():
+            with listening(self.on_signal), self.losing():
                 yield
         finally:
             _put_back(before)
@@ -92,10 +92,10 @@ class Signals:
         except ChannelError:
             self._lost = True
             if not (self.updated or self.drained.is_set()):
-                time.sleep(ONE_S)  # it may be on its way to this rank
+                time.sleep(DEBOUNCE_S)  # it may be on its way to this rank
             raise
 
-    def hear(self, number: int) -> None:
+    def on_signal(self, number: int) -> None:
         """Act on a signal, in a thread of its own."""
         if number not in SIGNALS or (self._lost and number == signal.SIGTERM):  # torchrun's, at a lost rank
             return
@@ -111,14 +111,14 @@ class Signals:
                 limit_s = float(os.environ.get(LIMIT, LIMIT_S))
                 self.stopped_by = self.stopped_by or number
                 Thread(target=self.outlast, args=(number, max(0.0, limit_s - MARGIN_S)), daemon=True).start()
-            if self.asked not in STOPS:  # the first signal to stop says how the run ends
-                self.asked = max(self.asked, asks, key=ORDER.index)
+            if self.request not in STOPS:  # the first signal to stop says how the run ends
+                self.request = max(self.request, asks, key=ORDER.index)
             say(f"rank {self._rank} got {name_of(number)}: {_LEADS_TO[number]}")
 
-    def take(self) -> Asked:
+    def take(self) -> StopRequest:
         """Return, once, what this rank was asked for."""
-        asked, self.asked = self.asked, ""
-        return asked
+        request, self.request = self.request, ""
+        return request
 
     def _end(self, number: int, again: bool) -> None:
         """End the process at once. Rank 0 says so: where it refuses a run, torchrun ends the others."""
@@ -151,11 +151,11 @@ class Stopping:
         self._rank = rank
         self._before: dict[int, Any] = {}  # handlers
         self._interrupted = Interrupted()
-        self.asked = False
+        self.request = False
         """Whether this rank has been asked to stop."""
 
-    def take(self) -> Asked:
-        return "stop" if self.asked else ""
+    def take(self) -> StopRequest:
+        return "stop" if self.request else ""
 
     def listen(self) -> None:
         if not self._before:
@@ -170,10 +170,10 @@ class Stopping:
             self.close()
             os.kill(os.getpid(), number)
             return
-        if not self.asked:
+        if not self.request:
             again = AGAIN if number == signal.SIGINT else ""
             say(f"rank {self._rank} got {name_of(number)}: pipe.stopping is true after this window{again}")
-        self.asked = True
+        self.request = True
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None: ...
@@ -194,28 +194,28 @@ def _put_back(handlers: dict[int, Any]) -> None:
 
 
 @contextmanager
-def hearing(act: Callable[[int], None]) -> Iterator[None]:
+def listening(act: Callable[[int], None]) -> Iterator[None]:
     """Call `act` with the number of each signal that has a handler, in a thread, while the block runs."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     before = signal.set_wakeup_fd(write)
-    thread = Thread(target=_hear, args=(read, act), daemon=True)
+    thread = Thread(target=_listen, args=(read, act), daemon=True)
     thread.start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
         os.close(write)
-        thread.join(ACT_S)  # one that comes out of C++ while Python ends would abort the process
+        thread.join(HANDLER_LIMIT_S)  # one that comes out of C++ while Python ends would abort the process
 
 
-def _hear(heard: int, act: Callable[[int], None]) -> None:
+def _listen(heard: int, act: Callable[[int], None]) -> None:
     with open(heard, "rb", buffering=0) as numbers:
         while number := numbers.read(1):
             act(number[0])
 
 
-def _let_go() -> None:
+def _reset_in_child() -> None:
     """Leave the signals to the parent in a forked process, such as a data worker, which it still needs.
 
     A service manager sends SIGTERM to every process. This one is ended by its parent's alone.
@@ -239,7 +239,7 @@ def _obey(parent: int, numbers: Sequence[int]) -> None:
     os._exit(0)
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_reset_in_child)
 
 
 def say(sentence: str) -> None:

@@ -26,7 +26,7 @@ from pipetrain.tasks import (
     trial,
 )
 from pipetrain.tasks.running_sums import Tally
-from pipetrain.tasks.trial import prove_task
+from pipetrain.tasks.trial import try_task
 
 IGNORED = -100
 PARTS = (1, 4, 2)
@@ -198,12 +198,12 @@ FOUR, NUMBERS = spec(4), randn(7, 2)
     ],
 )
 def test_a_task_that_is_right_is_let_through(task, outputs, targets):
-    prove_task(task, outputs, "head", targets, None)
+    try_task(task, outputs, "head", targets, None)
 
 
 def refused(task: Task, outputs: ValueSpec, targets: Value, classes: int | None = None) -> str:
     with pytest.raises(ConfigError) as error:
-        prove_task(task, outputs, "head", targets, classes)
+        try_task(task, outputs, "head", targets, classes)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -240,7 +240,7 @@ def test_a_loss_whose_parts_do_not_make_up_the_whole_is_refused(loss, outputs, t
         "of 7 samples and made-up outputs the loss as one batch and in microbatches differ by "
     )
     assert said.endswith("a function of the targets that says what they count for; or set microbatches=1")
-    prove_task(Task(loss), outputs, "head", targets, None, microbatches=1)
+    try_task(Task(loss), outputs, "head", targets, None, microbatches=1)
 
 
 def test_a_loss_that_is_another_at_each_call_is_refused_by_that_cause():
@@ -263,14 +263,14 @@ def test_a_mask_of_which_each_half_of_the_batch_has_as_much_is_seen():
     mask = torch.tensor([3.0, 1, 2, 0, 0, 2, 1, 3])
     said = refused(Task(masked), spec(2), (randn(8, 2), mask))
     assert "of 8 samples and made-up outputs the loss as one batch and in microbatches differ by" in said
-    prove_task(
+    try_task(
         Task(masked, weight=lambda targets: targets[1].sum()), spec(2), "head", (randn(8, 2), mask), None
     )
 
 
 def test_a_loss_of_pairs_is_right_where_microbatches_have_whole_pairs():
     pairs = Task(lambda outputs, targets: (outputs.view(-1, 2, 2).diff(dim=1) - 1).square().mean())
-    prove_task(pairs, spec(2), "head", randn(16, 2), None)
+    try_task(pairs, spec(2), "head", randn(16, 2), None)
 
 
 OF_A_METRIC = "metric {} of task cross_entropy cannot take the model's"
@@ -318,13 +318,13 @@ def test_a_function_that_is_no_mean_over_samples_is_refused_as_a_metric():
     said = refused(crossed(Mean("f1", f1)), spec(2), wanted)
     assert said.startswith("metric f1 of 7 samples is not what those of its parts add up to: a function must")
     right = Mean("right", lambda outputs, targets: (outputs.argmax(1) == targets).double().mean())
-    prove_task(crossed(right), spec(2), "head", wanted, None)
+    try_task(crossed(right), spec(2), "head", wanted, None)
 
 
 def test_of_what_was_not_counted_there_is_no_metric():
     """Neither of the first samples, where that may be by chance, nor of all."""
     task = Task(functional.mse_loss, [Own(torch.zeros(2))])
-    prove_task(task, spec(4), "head", randn(7, 4), None)
+    try_task(task, spec(4), "head", randn(7, 4), None)
     assert math.isnan(task.values(Tally())["own"])
     assert math.isnan(task.values(tally(1.0, own=[0.0, 0.0]))["own"])
 
@@ -338,5 +338,5 @@ def test_a_large_model_s_task_is_proven_on_few_samples(monkeypatch):
         return outputs.mean() + 0 * targets.sum()
 
     monkeypatch.setattr(trial, "MOST_TRIED", 2**10)
-    prove_task(Task(loss), spec(2**8), "head", torch.zeros(7), None)
+    try_task(Task(loss), spec(2**8), "head", torch.zeros(7), None)
     assert seen[0] == (4, 2**8)

@@ -64,7 +64,7 @@ class EarlyEnd:
             connection.recv(1)  # the store never speaks first
         if self._watched:
             self.lost = True
-            self.signals.asked = max(self.signals.asked, "stop", key=ORDER.index)
+            self.signals.request = max(self.signals.request, "stop", key=ORDER.index)
             if self.leads:
                 say(f"{LOST}: {STOPPING}")
 
@@ -81,7 +81,7 @@ class EarlyEnd:
         store, key = self.store, f"window {self._windows} ends"
         left_s = (time.monotonic() - self._began) / begun * (self._batches - batches)
         try:
-            if self.signals.asked in STOPS:
+            if self.signals.request in STOPS:
                 store.set(ASKED, "")
             if self.leads and left_s > MOST_LEFT_S and store.check([ASKED]):
                 store.set(key, str(batches))

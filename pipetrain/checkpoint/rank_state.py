@@ -33,10 +33,10 @@ def snapshot(session: Session, links: Links, random: Mapping[str, Tensor]) -> di
     A stage is in that of its first rank. `random`: further random states. Raises TypeError for an optimizer
     whose state cannot be saved.
     """
-    session.level()
+    session.average_buffers()
     for stage in session.stages.values():
         stage.check()
-    files = {stage_file(n): state_of(stage) for n, stage in session.stages.items() if session.speaks(n)}
+    files = {stage_file(n): state_of(stage) for n, stage in session.stages.items() if session.is_leader(n)}
     rank, device = links.world.rank, links.device
     own = {f"random/{rank}/cpu": torch.get_rng_state(), **random}
     if device.type == "cuda":
@@ -70,7 +70,7 @@ def state_of(stage: Stage) -> dict[str, Tensor]:
 
 def restore(source: Source, session: Session, links: Links) -> None:
     """Load a rank's stages, the seed and, for the same pipeline, its residuals. All ranks call it."""
-    session.level()  # what replicas keep apart is of before
+    session.average_buffers()  # what replicas keep apart is of before
     tensors = source.tensors()
     session.engine.seed = source.manifest.config.get("seed", session.engine.seed)
     alike = source.manifest.pipeline["cuts"] == session.plan.pipeline["cuts"]
@@ -133,7 +133,7 @@ def restore_random(source: Source, links: Links) -> None:
 
 def _prefix(session: Session, rank: int, edge: Edge, number: int) -> str:
     """Return what begins the names of a rank's residuals of a tensor; those of replicas name the rank."""
-    replica = "" if session.speaks(edge[0]) else f"{rank}/"
+    replica = "" if session.is_leader(edge[0]) else f"{rank}/"
     return f"residual/{replica}{edge[0]}-{edge[1]}/{number}/"
 
 
@@ -176,7 +176,7 @@ def parts_of(
             known = weights.optimizer.state.get(parameter) if weights.optimizer else None
             if not weights.updates and not known:
                 known = _fresh_state(optimizer, name, parameter)
-            known = {**(known or {}), **weights.late.known(parameter)}
+            known = {**(known or {}), **weights.correction_state.known(parameter)}
             by_name[name] = {key: value for key, value in known.items() if value is not None}
         return {name: values for name, values in by_name.items() if values}
 
@@ -185,7 +185,7 @@ def parts_of(
             for key, value in by_name.get(name, {}).items():
                 copied = value.clone() if isinstance(value, Tensor) else value
                 if key in KEPT:
-                    weights.late.state.setdefault(parameter, {})[key] = copied
+                    weights.correction_state.state.setdefault(parameter, {})[key] = copied
                 else:
                     weights.optimizer.state[parameter][key] = copied  # type: ignore[union-attr]
 

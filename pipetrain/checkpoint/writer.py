@@ -117,7 +117,7 @@ class Writer:
                 final = str(self._publish(unfinished, manifest, parts))
             except OSError as error:
                 failure = str(error)
-        failure, final = self._aside.tell(f"whether {name} is whole", [failure, final])
+        failure, final = self._aside.broadcast(f"whether {name} is whole", [failure, final])
         if failure:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise TrainingStopped(failure)
@@ -154,7 +154,7 @@ def save_now(
 
     All ranks must call it. Raises TrainingStopped on all if one of them cannot write.
     """
-    run: str = links.tell("the name of what is saved", uuid.uuid4().hex)
+    run: str = links.broadcast("the name of what is saved", uuid.uuid4().hex)
     position = Position(update=session.updates)
     progress = Progress(stages={stage: StageStats() for stage in range(session.plan.stages)})
     writer = Writer(folder, links, keep)

@@ -24,8 +24,8 @@ from pipetrain import models
 from pipetrain.config.build import build
 from pipetrain.errors import ChannelError, ConfigError, Refused, one_line
 from pipetrain.model.specs import named_layers
-from pipetrain.plan.partition import prove_layers
-from pipetrain.runtime.comm.collective_guard import prove_same
+from pipetrain.plan.partition import require_layers
+from pipetrain.runtime.comm.collective_guard import compare_ranks
 from pipetrain.runtime.comm.ranks import Ranks, World
 from pipetrain.runtime.comm.rendezvous import SILENCE_S, START_S, make_group, this_attempt
 from pipetrain.schedule.actions import ScheduleError
@@ -82,34 +82,34 @@ class Start:
         limit_s = START_S + sum(time for time in times if isinstance(time, int | float))
         self.doing = "let all ranks start"
         self._meet(limit_s)
-        return self.agree(
+        return self.broadcast_word(
             "start", word, {"pipetrain": code_fingerprint(), "command line": self._words, **content}
         )
 
-    def agree(self, doing: str, item: Any = None, same: Mapping[str, Any] | None = None) -> Any:
+    def broadcast_word(self, doing: str, item: Any = None, same: Mapping[str, Any] | None = None) -> Any:
         """Return rank 0's `item` once all ranks have come with the `same`. Raises Refused, ChannelError."""
         self.doing = f"let all ranks {doing}"
         ranks = self._meet(START_S)
-        ranks.agree(doing)
-        prove_same(ranks, f"what they have to {doing}", same or {})
-        return ranks.tell(f"what they need to {doing}", item)
+        ranks.barrier_or_raise(doing)
+        compare_ranks(ranks, f"what they have to {doing}", same or {})
+        return ranks.broadcast(f"what they need to {doing}", item)
 
     def refuse(self, error: ConfigError | ScheduleError) -> NoReturn:
         """End all ranks by an error of this one, before they train. Raises Refused, or the error."""
-        error = self.tell_refusal(error, START_S if self.world.rank else REFUSED_S)
+        error = self.as_refused(error, START_S if self.world.rank else REFUSED_S)
         if isinstance(error, Refused):
             # When a rank has left torchrun ends the others, and rank 0 is to say why.
             self.signals.drained.set()
             with suppress(ChannelError):
-                self._meet(REFUSED_S).tell("the end")
+                self._meet(REFUSED_S).broadcast("the end")
         raise error
 
-    def tell_refusal(self, error: ConfigError | ScheduleError, limit_s: float) -> ConfigError | ScheduleError:
+    def as_refused(self, error: ConfigError | ScheduleError, limit_s: float) -> ConfigError | ScheduleError:
         """Return an error of this rank as Refused, if all ranks hear it, which they do before they train."""
         self.doing = ""  # the folder with the log is gone
         if self.world.size > 1 and not self.trains.is_set() and not isinstance(error, Refused):
             try:
-                self._meet(limit_s).agree("start", refusal=one_line(error), limit_s=limit_s)
+                self._meet(limit_s).barrier_or_raise("start", refusal=one_line(error), limit_s=limit_s)
             except ChannelError:
                 pass
             except Refused as refused:
@@ -140,7 +140,7 @@ def refuse_few_layers(cfg: Mapping[str, Any], stages: int) -> None:
     model = cfg["model"]
     if isinstance(model, Mapping) and str(model.get("_target_")).startswith(f"{models.__name__}."):
         with torch.device("meta"):
-            prove_layers(stages, [name for name, _ in named_layers(build(cfg, "model"))])
+            require_layers(stages, [name for name, _ in named_layers(build(cfg, "model"))])
 
 
 def code_fingerprint() -> str:

@@ -98,7 +98,7 @@ def run_command(world: World, signals: Signals) -> int:
             if leads:
                 discard_folder(*before)
             if HydraConfig.get().mode == RunMode.MULTIRUN:
-                error = start.tell_refusal(error, START_S)
+                error = start.as_refused(error, START_S)
                 if isinstance(error, Refused) or (world.size == 1 and not start.trains.is_set()):
                     refusals.append(str(error))
         note(one_line(error) or type(error).__name__)
@@ -253,7 +253,7 @@ def follow(composed: DictConfig, start: Start) -> None:
     if source is not None:
         cfg = with_cuts_of(cfg, source, settings)
     if word.saves:
-        folder.prove_shared(Path(word.run_dir))
+        folder.require_shared(Path(word.run_dir))
     train(cfg, word, None, source, start)
 
 
@@ -274,7 +274,7 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
     model = model_of(options, settings.seed)
     gc.enable()
     gc.collect()  # also the Pipeline of a job of a sweep that was refused
-    start.agree("build the model")
+    start.broadcast_word("build the model")
     pipe = Pipeline(
         model,
         task,
@@ -290,7 +290,9 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
     ends = {*placement[0], *placement[-1]}  # the others need no sample
     if data is None and (settings.replicas == AUTO or start.world.rank in ends):
         data = load_data(options["data"], settings.dtype)
-    start.agree("read the data set", same={"data set": data.fingerprint if data else facts.fingerprint})
+    start.broadcast_word(
+        "read the data set", same={"data set": data.fingerprint if data else facts.fingerprint}
+    )
     start.doing = "plan the run"
     own = settings.seed, settings.workers, settings.timeout, data.classes if data else None
     samples = (
@@ -302,7 +304,7 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
     passes = TrainingPasses(training, *samples, len(sampler.batch_sizes), run_folder)
 
     def ready() -> None:
-        start.agree("begin to train")
+        start.broadcast_word("begin to train")
         start.trains.set()
 
     try:

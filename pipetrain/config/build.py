@@ -19,7 +19,7 @@ from pipetrain.config.choices import chosen, nearest
 from pipetrain.correction import Correction, together
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.model import factory
-from pipetrain.model.requirements import prove_model
+from pipetrain.model.requirements import require_module
 from pipetrain.model.specs import specs_of
 from pipetrain.rules import BOOL, POSITIVE, Misfit, decoded
 from pipetrain.schedule.actions import Schedule
@@ -175,7 +175,7 @@ def make_model(cfg: Mapping[str, Any], seed: int, dtype: torch.dtype) -> nn.Modu
     """Return the model, for build=stages without its numbers, to plan with. Raises ConfigError."""
     model = model_of(cfg, seed)
     model = model if isinstance(model, nn.Module) else factory.build(model, seed)[0]
-    prove_model(model, f"{cfg['model']['_target_']} must return", dtype)
+    require_module(model, f"{cfg['model']['_target_']} must return", dtype)
     return model
 
 

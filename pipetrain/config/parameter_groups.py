@@ -38,7 +38,7 @@ class Kind(NamedTuple):
     names: Callable[[nn.Module], set[str]]
 
 
-class Several(Optimizer):
+class ChainedOptimizer(Optimizer):
     """Optimizers of different parameters, as one: with the groups and the state of all."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
@@ -55,7 +55,7 @@ class Several(Optimizer):
 
 def title(optimizer: Optimizer) -> str:
     """Return the names of an optimizer's class, or of its parts' classes."""
-    parts = optimizer.parts if isinstance(optimizer, Several) else [optimizer]
+    parts = optimizer.parts if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return " + ".join(type(part).__name__ for part in parts)
 
 
@@ -73,7 +73,7 @@ def optimizer_of(
     if shared:
         alone = all(group.function for group in groups)
         parts.insert(0, function(members[rest] if alone else shared))
-    return parts[0] if len(parts) == 1 else Several(parts)
+    return parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
 
 
 # As they are written

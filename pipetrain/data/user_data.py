@@ -21,7 +21,7 @@ from pipetrain.data.augment import draw as draw_words
 from pipetrain.data.augment import key
 from pipetrain.data.splits import Draw, Split, Tensors, checksum
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.model.random_numbers import Beginning
+from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import Value, ValueSpec, as_tuple
 
 _HALVES = ("inputs", "targets")
@@ -132,7 +132,7 @@ class DatasetSplit:
         stream = 0 if draw is None else key(draw.seed, draw.epoch)
         seeds = draw_words(stream, ids.numpy().astype(np.uint64)).tolist()
         read = []
-        with Beginning().again():
+        with RngSnapshot().replayed():
             for number, seed in zip(ids.tolist(), seeds, strict=True):
                 torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed those of a GPU too
                 np.random.seed(seed % 2**32)

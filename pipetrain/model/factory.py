@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.model.random_numbers import Beginning, seed_of
+from pipetrain.model.random_numbers import RngSnapshot, seed_of
 from pipetrain.model.tensor_access import named_tensors, on_meta
 from pipetrain.model.trial_tensors import strided
 
@@ -69,7 +69,7 @@ class _Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def of(self, factory: Factory) -> nn.Module:
         hook = register_module_parameter_registration_hook(self._register)
         try:
-            with Beginning().again(), self:
+            with RngSnapshot().replayed(), self:
                 random.seed(self._seed)
                 np.random.seed(self._seed % 2**32)
                 model = factory()

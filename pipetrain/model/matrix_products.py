@@ -36,7 +36,7 @@ LOWERED = {  # those that compute in the lower precision under autocast
     *(getattr(F, name) for name in _CONVOLUTIONS),
     *overloads(*(getattr(_ATEN, name) for name in ("linear", "convolution", *_PRODUCTS, *_CONVOLUTIONS))),
 }
-DEAR = {
+EXPENSIVE = {
     *LOWERED,
     F.bilinear,
     F.embedding,

@@ -21,7 +21,7 @@ _REGISTERED = re.compile(r"(?<![^.])_(parameters|buffers|modules)\.(?=[^.]*$)")
 log = logging.getLogger("pipetrain")
 
 
-class Unchanged:
+class ModelGuard:
     """What must not change of a model: its parameters, which of them it trains, and its layers.
 
     Of one that is traced the buffers, the hooks and all submodules too, and what it computes: where anything

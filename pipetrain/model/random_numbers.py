@@ -86,7 +86,7 @@ class drawing:
             self._forward.before.restore()
 
 
-class Beginning:
+class RngSnapshot:
     """The states of all generators as a forward begins, so that another can draw the same numbers.
 
     `begin` seeds torch's generators for layers that are known to draw; these states are for all others, and
@@ -116,9 +116,9 @@ class Beginning:
             np.random.set_state(self._numpy)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def replayed(self) -> Iterator[None]:
         """Go back to these states; afterwards the generators go on as if nothing had drawn again."""
-        now, running = Beginning(), _running.get()
+        now, running = RngSnapshot(), _running.get()
         now._python = self._python and now._python
         self._restore()
         try:

@@ -20,7 +20,7 @@ from pipetrain.model.tensor_access import in_place_of, named_tensors, names_by_i
 from pipetrain.model.trial_tensors import storage_of
 
 
-def prove_model(model: object, needs: str, dtype: torch.dtype | None) -> None:
+def require_module(model: object, needs: str, dtype: torch.dtype | None) -> None:
     """Refuse a model that cannot train as in one process; cast it to `dtype`, if any. Raises ConfigError."""
     if not isinstance(model, nn.Module) or (isinstance(model, nn.Sequential) and not len(model)):
         what = "an empty nn.Sequential" if isinstance(model, nn.Module) else type(model).__name__

@@ -26,7 +26,7 @@ from pipetrain.errors import ConfigError, one_line
 from pipetrain.model.chain import Chain
 from pipetrain.model.network import INPUT, Network, Tensors, ValueId, evaluating
 from pipetrain.model.numerics import Numerics
-from pipetrain.model.random_numbers import Beginning
+from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import Packing, Size, TensorSpec, ValueSpec, differentiable, leaves_of, specs_of
 from pipetrain.model.tensor_access import named_tensors, names_by_id, places, standing_in, tensors_in
 from pipetrain.model.trial_tensors import graph_of, made_up_samples, quiet, storage_of
@@ -87,7 +87,7 @@ def estimate(
     network = model if isinstance(model, Network) else Chain(model)
     trial = _Trial(network, numerics or Numerics(), training)
     mode = nullcontext() if training else evaluating(network.model, *network.modules)
-    with quiet(), Beginning().again(), mode:
+    with quiet(), RngSnapshot().replayed(), mode:
         for seed in (torch.default_generator.manual_seed, random.seed, np.random.seed):
             seed(0)  # so that every rank plans alike
         try:

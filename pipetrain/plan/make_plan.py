@@ -17,9 +17,9 @@ from pipetrain.plan.cost_estimate import Layer, estimates, with_gradients
 from pipetrain.plan.costs import Profile, Table, by_work, refuse_other_layers
 from pipetrain.plan.cut import cut_layers, cuts_that_may_be, refuse_cuts, shared_weights
 from pipetrain.plan.memory_fit import refuse_above
-from pipetrain.plan.partition import Choice, choose_cuts, cut_by_times, prove_layers
+from pipetrain.plan.partition import Choice, choose_cuts, cut_by_times, require_layers
 from pipetrain.plan.plan import Plan, Samples, cast_spec, given_to_task
-from pipetrain.plan.program import Draft, prove, refuse_ties
+from pipetrain.plan.program import Draft, refuse_ties, verify
 from pipetrain.plan.replica_partition import Way, choose_replicas, longest_part
 from pipetrain.plan.text import describe
 from pipetrain.schedule.actions import splits
@@ -67,7 +67,7 @@ def make_plan(
         layers = trained[settings.full]
     if callable(profile):
         if settings.replicas != AUTO:
-            prove_layers(len(draft.placement), [layer.name for layer in layers])
+            require_layers(len(draft.placement), [layer.name for layer in layers])
         profile = profile(layers, example, numerics)
     table = _table(settings, layers, example, network is not None, profile, state_of, task)
     evaluations, timed = len(known.evaluation), profile is not None
@@ -108,11 +108,11 @@ class _Uncut:
         stage_costs = table.costs(cut, modes, splits(draft.program), draft.settings.full, draft.placement)
         known = self.evaluations, stage_costs, recomputing(modes), open_
         try:
-            bounded, windows, evaluations = prove(draft, cut, lengths, *known)
+            bounded, windows, evaluations = verify(draft, cut, lengths, *known)
         except ConfigError as error:
             if not (open_ and isinstance(error.__cause__, Deadlock) and draft.shown > draft.least):
                 raise
-            bounded, windows, evaluations = prove(draft, cut, [draft.least], *known)  # a shorter one may do
+            bounded, windows, evaluations = verify(draft, cut, [draft.least], *known)  # a shorter one may do
         return Plan(
             draft=draft,
             samples=self.samples,

@@ -50,7 +50,7 @@ def peaks_by_rank(stage_bytes: Memory) -> list[int]:
     return [max(totals(of_rank), default=0) for of_rank in stage_bytes]
 
 
-def says_whether_it_fits(stage_bytes: Memory, room: int) -> str:
+def fit_sentence(stage_bytes: Memory, room: int) -> str:
     """Return a sentence that compares the fullest rank with the `room` bytes of each rank's GPU."""
     rank, peak = _fullest(stage_bytes)
     compared = (
@@ -59,7 +59,7 @@ def says_whether_it_fits(stage_bytes: Memory, room: int) -> str:
     return compared if peak <= room else f"{compared} and is likely to run out: to hold less, {WAYS}"
 
 
-def says_no_room(graphs: int, held: int, room: int) -> str:
+def no_room_sentence(graphs: int, held: int, room: int) -> str:
     """Return why CUDA graphs of so many bytes are not captured beside what a rank holds, or nothing."""
     needed = f"they would take {_gib(graphs)} GiB beside {_gib(held)}, and there are {_gib(room)} GiB"
     return f"{needed}: choose more stages, or fewer microbatches in flight" if graphs + held > room else ""

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from pipetrain.model.matrix_products import DEAR, Watching, overloads
+from pipetrain.model.matrix_products import EXPENSIVE, Watching, overloads
 from pipetrain.model.network import ValueId
 from pipetrain.model.trial_tensors import storage_of, strided
 
@@ -148,7 +148,7 @@ class SavedWatch(Watching):
         trained = [t for t in operands if id(t) in self._weights or id(t._base) in self._weights]
         # As Deferred.put_off has it:
         alone = len(trained) == len(operands) or all(t.dim() < 2 for t in trained)
-        if func not in DEAR or self._within or alone:
+        if func not in EXPENSIVE or self._within or alone:
             return func(*args, **kwargs)
         self._within = True
         try:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.model.chain import Chain
 from pipetrain.model.network import Network, Part, evaluating, run_parts
-from pipetrain.model.random_numbers import Beginning
+from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import Value, as_tuple, cast_floats, on_each
 from pipetrain.model.tensor_access import named_tensors, names_by_id, places, replace, standing_in
 from pipetrain.model.trial_tensors import TOLERANCE, Results, difference, graph_of, results
@@ -39,7 +39,7 @@ COARSE = 5e-2  # relative, in half precision; a module may choose another kernel
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def prove_stages(plan: Plan, network: Network, inputs: Value) -> None:
+def compare_stages(plan: Plan, network: Network, inputs: Value) -> None:
     """Refuse stages that do not make what the model does of two samples. Raises ConfigError.
 
     `inputs`: of the first batch, in host memory. Outputs, gradients and buffers are compared, in training and
@@ -68,7 +68,7 @@ def prove_stages(plan: Plan, network: Network, inputs: Value) -> None:
         for container, key, buffer in held:
             container[key] = copies[id(buffer)]
         mode = nullcontext() if training else evaluating(*modules)
-        with Beginning().again(), mode, plan.numerics.context("cpu"):
+        with RngSnapshot().replayed(), mode, plan.numerics.context("cpu"):
             return results(lambda: run([t.clone() for t in tensors]), modules, training, names)
 
     with standing_in(both, {}):
@@ -92,7 +92,7 @@ def prove_stages(plan: Plan, network: Network, inputs: Value) -> None:
                 )
 
 
-def prove_loss(plan: Plan, network: Network, task: Task, inputs: Value, targets: Value) -> bool:
+def compare_loss(plan: Plan, network: Network, task: Task, inputs: Value, targets: Value) -> bool:
     """Refuse a loss that depends on more than the model's outputs and its stage has. Raises ConfigError.
 
     Return whether it could be computed, of an own one.
@@ -115,7 +115,7 @@ def prove_loss(plan: Plan, network: Network, task: Task, inputs: Value, targets:
     kept, read = ({id(t): like(t) for t in named_tensors(model).values()} for _ in range(2))
     few = [_some_of(value, 2, plan) for value in (inputs, targets)]
     try:
-        with Beginning().again(), standing_in(model, kept), mode or nullcontext():
+        with RngSnapshot().replayed(), standing_in(model, kept), mode or nullcontext():
             tensors, wanted = as_tuple(on_each(few[0], like)), on_each(few[1], like)
             if traced:
                 outputs = network.run(plan.example, tensors)

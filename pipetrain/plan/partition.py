@@ -39,7 +39,7 @@ def choose_cuts(partition: str | Sequence[int], layers: Sequence[Layer], where: 
     `where`: the ranks of each stage. Raises ConfigError, with the list of layers, if there are too few, a
     stage would be empty or a cut is outside the model.
     """
-    stages, listed = len(where), prove_layers(len(where), [layer.name for layer in layers])
+    stages, listed = len(where), require_layers(len(where), [layer.name for layer in layers])
     if partition == "even":
         return [round(len(layers) * stage / stages) for stage in range(1, stages)]
     if isinstance(partition, str):
@@ -83,7 +83,7 @@ def balance(weights: Sequence[float], where: Placement) -> list[int]:
     return min((_refined(start, until, where) for start in [equal, *starts]), key=itemgetter(0))[1]
 
 
-def prove_layers(stages: int, names: Sequence[str]) -> str:
+def require_layers(stages: int, names: Sequence[str]) -> str:
     """Return the list of a model's layers. Raises ConfigError if there are too few."""
     numbered = [f"{i} {name}" for i, name in enumerate(names)]
     few = numbered if len(names) <= LISTED else [*numbered[:LISTED], "...", numbered[-1]]
@@ -212,7 +212,7 @@ class Choice(NamedTuple):
     held_bytes: int
 
 
-class Doing(NamedTuple):
+class StageWork(NamedTuple):
     """What a schedule has a stage do in a mode: how often each action a batch, and what items it may hold."""
 
     actions: Mapping[Op, float]
@@ -228,7 +228,7 @@ class Prices:
     """
 
     table: Table
-    stages: Sequence[Mapping[Mode, Doing]]
+    stages: Sequence[Mapping[Mode, StageWork]]
 
     def of(self, stage: int, start: int, end: int, mode: Mode) -> Priced:
         doing, sizes = self.stages[stage][mode], self.table.sizes(start, end, mode)
@@ -269,8 +269,8 @@ def prices_of(draft: Draft, batches: int, table: Table) -> Prices:
     settings = draft.settings
     count, copied = len(draft.placement), not isinstance(settings.codecs.forward, Identity)
 
-    def doing(recompute: Collection[int] = ()) -> dict[int, Doing]:
-        by_stage: dict[int, Doing] = {}
+    def doing(recompute: Collection[int] = ()) -> dict[int, StageWork]:
+        by_stage: dict[int, StageWork] = {}
         program = make_program(draft, None, batches, recompute=recompute)
         several = replicated(program)
         for actions in program:
@@ -281,7 +281,7 @@ def prices_of(draft: Draft, batches: int, table: Table) -> Prices:
                 each = {op: number / batches for op, number in often.items()}
                 # Of replicas the first has most microbatches.
                 items, replicas = {now[stage] for now in moments}, len(draft.placement[stage])
-                by_stage.setdefault(stage, Doing(each, items, replicas))
+                by_stage.setdefault(stage, StageWork(each, items, replicas))
         return by_stage
 
     plain, asked = doing(), [[mode] for mode in modes_of(settings.recompute, count)]
@@ -289,7 +289,7 @@ def prices_of(draft: Draft, batches: int, table: Table) -> Prices:
         # torch.compile leaves no operations to choose from.
         asked = [[mode for mode in Mode if mode != "selective" or not settings.compile]] * count
     again = doing(range(count)) if any(modes != [Mode.NEVER] for modes in asked) else plain
-    stages: list[dict[Mode, Doing]] = []
+    stages: list[dict[Mode, StageWork]] = []
     for stage, modes in enumerate(asked):
         chosen = modes if Op.R in again[stage].actions else [Mode.NEVER]
         stages.append({mode: (plain if mode is Mode.NEVER else again)[stage] for mode in chosen})

@@ -23,14 +23,14 @@ from pipetrain.plan.partition import Choice
 from pipetrain.plan.program import Draft, ProvenWindows, Window, window_lengths
 from pipetrain.plan.replica_partition import Way
 from pipetrain.schedule.actions import Edge, Op, Placement, Tie, asks_for
-from pipetrain.schedule.early_stops import Looks, looks_of
+from pipetrain.schedule.early_stops import StopPoints, stop_points_of
 from pipetrain.schedule.lower import Link, links
 from pipetrain.schedule.memory import Memory, over_time
 from pipetrain.schedule.policy import Bounds
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, StageTimes, Timeline
 from pipetrain.tasks import Task
-from pipetrain.tasks.trial import prove_task
+from pipetrain.tasks.trial import try_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,9 @@ class Plan:
     ways: Mapping[str, Way | None] = field(default_factory=dict)  # with replicas=auto, see `choose_replicas`
 
     _timelines: dict[int, Timeline] = field(default_factory=dict, init=False, compare=False, repr=False)
-    _looks: dict[int, list[Looks]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _stop_points: dict[int, list[StopPoints]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def __str__(self) -> str:
         return self.text(self)
@@ -202,13 +204,13 @@ class Plan:
             self._timelines[n] = run(buffer_size=self.cut.bounds, routes=self.cut.edges, ties=self.cut.ties)
         return self._timelines[n]
 
-    def looks(self, batches: int) -> list[Looks]:
-        """Return where ranks look whether a window of training ends early, with replicas: see `looks_of`."""
-        if batches not in self._looks:
+    def stop_points(self, batches: int) -> list[StopPoints]:
+        """Return where ranks look whether a window of training ends early: see `stop_points_of`."""
+        if batches not in self._stop_points:
             window = self.training(batches)
             assert window.posts is not None, "a policy has no replicas"
-            self._looks[batches] = looks_of(window.simulation, window.posts, self.silent)
-        return self._looks[batches]
+            self._stop_points[batches] = stop_points_of(window.simulation, window.posts, self.silent)
+        return self._stop_points[batches]
 
     def stage_times(self) -> list[StageTimes]:
         """Return the predicted times of each stage, by the `timeline`; of replicas the means."""
@@ -257,18 +259,18 @@ def given_to_task(outputs: ValueSpec, numerics: Numerics, dtype: torch.dtype) ->
     return replace(outputs, specs=tuple(specs))
 
 
-def prove_targets(
+def check_targets(
     plan: Plan, task: Task, targets: Value, classes: int | None = None, after_forward: bool = False
 ) -> None:
     """Refuse targets [n, ...] that would be rounded, and a task that cannot use them. Raises ConfigError.
 
-    `classes`: of the data set, None if unknown; `after_forward`: see `prove_task`.
+    `classes`: of the data set, None if unknown; `after_forward`: see `try_task`.
     """
     dtype = plan.settings.data_dtype
     cast_spec("targets", ValueSpec.in_batch(targets), dtype)
     targets, m, last = cast_floats(targets, dtype), plan.settings.microbatches, plan.layers[-1]
     given = given_to_task(last.output, plan.numerics, plan.settings.dtype)
-    prove_task(task, given, last.name, targets, classes, m, after_forward)
+    try_task(task, given, last.name, targets, classes, m, after_forward)
 
 
 def cast_spec(what: str, example: ValueSpec, dtype: torch.dtype | None) -> ValueSpec:

@@ -69,10 +69,10 @@ class ProvenWindows(dict[int, Window]):
     """
 
     def __init__(
-        self, known: Mapping[int, Window], prove: Callable[[int], Window], examples: bool = False
+        self, known: Mapping[int, Window], verify: Callable[[int], Window], examples: bool = False
     ) -> None:
         super().__init__(known)
-        self._prove = prove
+        self._prove = verify
         self._examples = examples
 
     def of(self, batches: int) -> Window:
@@ -100,7 +100,7 @@ class Draft:
     program: Program
     placement: Placement
     least: int = 1
-    proven: Window | None = field(default=None, compare=False, repr=False)  # see `prove`
+    proven: Window | None = field(default=None, compare=False, repr=False)  # see `verify`
 
     @classmethod
     def of(cls, settings: Settings, schedule: Schedule) -> Draft:
@@ -133,13 +133,13 @@ class Draft:
         whole = min(self.settings.window or SHOWN, SHOWN) if self.reads_late else 1
         return max(whole, self.least)
 
-    def prove(self) -> Draft:
+    def verify(self) -> Draft:
         """Return it with a window, proven for stages in a row. Raises ScheduleError and ConfigError."""
         batches = max(self.least, min(self.settings.window or self.shown, self.batches))
-        return replace(self, proven=prove_window(self, batches, make_program(self, None, batches), None))
+        return replace(self, proven=verify_window(self, batches, make_program(self, None, batches), None))
 
-    def proves(self, program: Program, cut: Cut | None) -> Window | None:
-        """Return what `prove` has made, if it is a window of this program over such edges."""
+    def verified_before(self, program: Program, cut: Cut | None) -> Window | None:
+        """Return what `verify` has made, if it is a window of this program over such edges."""
         alike = cut is None or ({*cut.bounds.values()} <= {self.settings.buffer_size} and not cut.ties)
         return self.proven if alike and self.proven and self.proven.program == program else None
 
@@ -213,7 +213,7 @@ def _joins(cut: Cut | None) -> tuple[list[Edge] | None, Ties]:
 # The proof
 
 
-def prove(
+def verify(
     draft: Draft,
     cut: Cut,
     lengths: Sequence[int],
@@ -241,12 +241,12 @@ def prove(
         first = {evaluated: _played(draft, evaluated, evaluation, bounded, trains=False)}
         known = {n: _played(draft, n, program, bounded) for n, program in programs.items()}
 
-    windows = ProvenWindows(known, lambda n: prove_window(draft, n, make(n), bounded), examples)
+    windows = ProvenWindows(known, lambda n: verify_window(draft, n, make(n), bounded), examples)
     played = ProvenWindows(first, lambda n: _played(draft, n, evaluating(n), bounded, trains=False))
     return bounded, windows, played
 
 
-def prove_window(draft: Draft, batches: int, program: Program, cut: Cut | None) -> Window:
+def verify_window(draft: Draft, batches: int, program: Program, cut: Cut | None) -> Window:
     """Return a program's window, by its cut's bounds, if it is cut. Raises ScheduleError and ConfigError."""
     with _explained(draft.settings, has_norms(program), cut):
         return _played(draft, batches, _sound(draft, batches, program, cut), cut)
@@ -255,7 +255,7 @@ def prove_window(draft: Draft, batches: int, program: Program, cut: Cut | None) 
 def _sound(draft: Draft, batches: int, program: Program, cut: Cut | None) -> Program:
     """Return a program that is right, and that the engine can run. Raises ScheduleError and ConfigError."""
     settings, (routes, ties) = draft.settings, _joins(cut)
-    if draft.proves(program, cut):
+    if draft.verified_before(program, cut):
         return program
     _refuse_unlike_rates(settings, program, ties)
     if settings.compile and splits(program):
@@ -279,7 +279,7 @@ def _refuse_unlike_rates(settings: Settings, program: Program, ties: Ties) -> No
 
 def _played(draft: Draft, batches: int, program: Program, cut: Cut | None, trains: bool = True) -> Window:
     """Return the window of a sound program. Raises Deadlock."""
-    if window := draft.proves(program, cut):
+    if window := draft.verified_before(program, cut):
         return window
     settings, policy, (routes, ties) = draft.settings, draft.policy if trains else None, _joins(cut)
     bounds = cut.bounds if cut else dict.fromkeys(edges(program), settings.buffer_size)

@@ -7,7 +7,7 @@ import math
 from pipetrain.config.placement import span
 from pipetrain.config.settings import PROFILE, Mode
 from pipetrain.correction import Correction
-from pipetrain.plan.memory_fit import says_whether_it_fits
+from pipetrain.plan.memory_fit import fit_sentence
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.actions import Op, has_norms, splits
 from pipetrain.schedule.draw import aligned, as_text, counted
@@ -136,7 +136,7 @@ def _memory(plan: Plan, stage_bytes: Memory, room: int | None) -> str:
         a = "stage" if plan.settings.partition == PROFILE else "rank"
         note += f"memory_limit {plan.settings.memory_limit * 1024:.1f} MiB a {a}\n"
     if room is not None:
-        note += f"{says_whether_it_fits(stage_bytes, room)}\n"
+        note += f"{fit_sentence(stage_bytes, room)}\n"
     graphs = [sum(map(plan.graph_bytes, of_rank)) / 2**20 for of_rank in stage_bytes]
     if room is not None and plan.settings.cuda_graphs:
         note += f"CUDA graphs take up to {max(graphs):.1f} MiB more, where they fit\n"

@@ -18,7 +18,7 @@ import yaml
 from pipetrain.checkpoint.epoch_record import EpochRecord, Stats
 from pipetrain.config.placement import spans
 from pipetrain.errors import NotRecorded
-from pipetrain.plan.memory_fit import says_whether_it_fits
+from pipetrain.plan.memory_fit import fit_sentence
 from pipetrain.plan.text import choices, describe
 from pipetrain.records import run_folder as folder
 from pipetrain.records.files import Files, as_csv
@@ -107,7 +107,7 @@ class Recorder:
             f"{settings.seed}{where}",
         ]
         if about.room is not None:
-            lines.append(says_whether_it_fits(self._history.predicted_memory, about.room))
+            lines.append(fit_sentence(self._history.predicted_memory, about.room))
         if settings.compile:
             lines.append("the first microbatches compile the stages, which takes minutes")
         for line in lines:

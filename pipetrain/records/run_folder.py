@@ -144,7 +144,7 @@ def _close_locks() -> None:
 os.register_at_fork(after_in_child=_close_locks)
 
 
-def prove_shared(folder: Path) -> None:
+def require_shared(folder: Path) -> None:
     """Refuse a folder that rank 0 has claimed and this rank does not see. Raises ConfigError."""
     end = time.monotonic() + LATE_S
     while not (folder / LOCK).exists():

@@ -30,7 +30,7 @@ from pipetrain.tasks import Task, counted_for
 log = logging.getLogger("pipetrain")
 
 EVALUATED_AT_ONCE = 16  # batches of a loader in a window of an evaluation
-UNTAKEN = 256  # tensors on their way; before rank 0 sends more it waits until the first is taken
+MAX_UNWAITED_SENDS = 256  # tensors on their way; before rank 0 sends more it waits until the first is taken
 INPUTS, TARGETS = 0, 1  # streams of tensors from rank 0
 _T = TypeVar("_T")
 
@@ -51,7 +51,7 @@ def counting(samples: Sampled, epoch: int, task: Task, links: Links, last: int) 
             targets = (split.targets(one, draw) for one in torch.split(torch.cat(batch), 1))
             if any(counted_for(task.weight, some) for some in targets):
                 left.append(number)
-    left = links.tell("the batches in which something counts", left, last)
+    left = links.broadcast("the batches in which something counts", left, last)
     skipped = len(batches) - len(left)
     what = f"epoch {epoch + 1}: none of the targets counts in {skipped} of {len(batches)} batches"
     if not left:
@@ -326,5 +326,5 @@ class _Dealer:
     def _send(self, what: str, tensors: Sequence[Tensor], rank: int, stream: int) -> None:
         for tensor in tensors:
             self._sent.append(self._links.post_tensor(what, tensor.cpu(), rank, stream))  # it may be on a GPU
-        while len(self._sent) > UNTAKEN:  # of a whole pass they would be all
+        while len(self._sent) > MAX_UNWAITED_SENDS:  # of a whole pass they would be all
             self._sent.popleft()()

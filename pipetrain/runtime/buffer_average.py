@@ -18,7 +18,7 @@ from pipetrain.runtime.stage.batchnorm import BatchStatistics
 from pipetrain.runtime.stage.stage import Stage
 
 
-class Leveller:
+class BufferAverager:
     """Levels the buffers of this rank's replicas. All ranks call it at the same places."""
 
     def __init__(self, stages: Mapping[int, Stage], links: Links) -> None:
@@ -39,7 +39,7 @@ class Leveller:
         self._samples[index] += samples
 
     @torch.no_grad()
-    def level(self) -> None:
+    def average(self) -> None:
         """Make the replicas' buffers equal, if they have trained since they were."""
         for index, stage in self.stages.items():
             if index not in self._counted:

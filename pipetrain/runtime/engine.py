@@ -94,8 +94,8 @@ class Engine:
             **dict.fromkeys(SENDS, lambda action, window: window.mail.send(action)),
             **dict.fromkeys(RECEIVES, lambda action, window: window.mail.recv(action)),
             Op.REDUCE: lambda action, window: window.sums.reduce(action),
-            Op.TIE: lambda action, window: window.sums.tell_tied(action),
-            Op.NORM: lambda action, window: window.sums.tell_norm(action),
+            Op.TIE: lambda action, window: window.sums.reduce_tied(action),
+            Op.NORM: lambda action, window: window.sums.reduce_norm(action),
             Op.STEP: self._step,
         }
 
@@ -193,7 +193,7 @@ class Engine:
                 if op in RECEIVES:
                     window.feed.prepare()
                 elif op in WAITING:
-                    sums.hear(action, waits)
+                    sums.wait(action, waits)
                 watch.start(action)
                 if watcher or torch.autograd.profiler._is_profiler_enabled:
                     with record_function(str(action)), watcher.during(action) if watcher else nullcontext():

@@ -36,7 +36,7 @@ from pipetrain.schedule.posting_order import Post, Sum
 
 SHORT = 2  # batches in which a window does all that it ever does, such as keeping an old version
 
-Ends = Callable[[int, int], bool]
+StopCheck = Callable[[int, int], bool]
 """(batches, begun) -> whether the window, `begun` of whose batches have begun, ends after `batches`.
 
 Every rank calls it with the same numbers of batches, in order."""
@@ -47,10 +47,10 @@ Decide = Callable[["Order", Mailbox], Iterator[Action | Wait]]
 class Order:
     """A program's list of actions of one rank in one window, of `batches` batches. For single use.
 
-    `home`: returns the rank that runs a (stage, microbatch).
-    `ends` may end the window early; at most `ahead` receives are posted ahead on an edge. With `decide` the
-    list is an example of the decisions, with the same messages. `posts`: where receives and sums are posted,
-    see `make_posts`; without, where they are waited for. `looks`: where it asks `ends`, with replicas.
+    `home`: returns the rank that runs a (stage, microbatch). `stop_check` may end the window early; at most
+    `ahead` receives are posted ahead on an edge. With `decide` the list is an example of the decisions, with
+    the same messages. `posts`: where receives and sums are posted, see `make_posts`; without, where they are
+    waited for. `stop_points`: where it asks `stop_check`, with replicas.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class Order:
         home: Callable[[int, int], int],
         batches: int = 1,
         microbatches: int = 1,
-        ends: Ends | None = None,
+        stop_check: StopCheck | None = None,
         ahead: int = 0,
         decide: Decide | None = None,
         posts: Sequence[Post] = (),
-        looks: Sequence[tuple[int, int]] | None = None,
+        stop_points: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.home, self.batches, self.microbatches = home, batches, microbatches
         self.decide = decide
-        self._ends, self._ahead = ends, ahead
+        self._stop_check, self._ahead = stop_check, ahead
         self._list, self._posts = list(actions), list(posts)
-        self._looks = None if looks is None else deque(looks)
+        self._stop_points = None if stop_points is None else deque(stop_points)
         self._last_uses = last_uses(self._list)
         self._predicted = predictions(self._last_uses)
         self._split = {(a.stage, a.mb) for a in actions if a.op is Op.I}
@@ -116,7 +116,7 @@ class Order:
         peers = [a.peer for a in self.receives() if (a.stage, a.op) == (self.first, Op.RECV_F)]
         asking = (self.first, Op.RECV_F if peers else Op.F, min(peers, default=NO_PEER))
         actions = self._decided(self.decide(self, mail)) if self.decide else self._listed(mail)
-        asks = self._ends is not None and self._looks is None
+        asks = self._stop_check is not None and self._stop_points is None
         for action in actions:
             if not (asks and isinstance(action, Action) and (action.stage, action.op, action.peer) == asking):
                 yield action
@@ -134,7 +134,7 @@ class Order:
             self._look(batches, mb // self.microbatches + 1, mail)
 
     def _look(self, batches: int, begun: int, mail: Mailbox) -> None:
-        if self._ends is not None and batches < self.batches and self._ends(batches, begun):
+        if self._stop_check is not None and batches < self.batches and self._stop_check(batches, begun):
             self.batches = batches
             kept = shortened(self._list, batches, self.microbatches)
             stays = set(kept)
@@ -150,9 +150,9 @@ class Order:
     def _listed(self, mail: Mailbox) -> Iterator[Action]:
         while self._position + 1 < len(self._list):
             self._position += 1
-            while self._looks and self._looks[0][0] <= self._position < len(self._list):
+            while self._stop_points and self._stop_points[0][0] <= self._position < len(self._list):
                 begun = 1 + self._position * self.batches // len(self._list)  # about
-                self._look(self._looks.popleft()[1], begun, mail)
+                self._look(self._stop_points.popleft()[1], begun, mail)
             while self._posted < len(self._posts) and self._posts[self._posted][0] <= self._position:
                 mail.post(self._posts[self._posted][1])
                 self._posted += 1
@@ -168,7 +168,9 @@ class Order:
             yield action
 
 
-def order_of(plan: Plan, batches: int, rank: int, ends: Ends | None = None, trains: bool = True) -> Order:
+def order_of(
+    plan: Plan, batches: int, rank: int, stop_check: StopCheck | None = None, trains: bool = True
+) -> Order:
     """Return the actions of a rank in a window of `batches` batches, of training or else of evaluation."""
     window = plan.training(batches) if trains else plan.evaluation(batches)
     actions, size = window.program[rank], (batches, plan.settings.microbatches if trains else 1)
@@ -180,8 +182,12 @@ def order_of(plan: Plan, batches: int, rank: int, ends: Ends | None = None, trai
         return policy.lowered(*size, mail, routes, bool(order.recomputed))
 
     if window.posts is None:
-        return Order(actions, window.home, *size, ends, max(plan.cut.bounds.values(), default=0), decide)
-    looks = None
-    if ends is not None and plan.replicated:  # in an evaluation no rank is ahead of all others
-        looks = plan.looks(batches)[rank] if trains else []
-    return Order(actions, window.home, *size, ends, window.posts.ahead, None, window.posts.on(rank), looks)
+        return Order(
+            actions, window.home, *size, stop_check, max(plan.cut.bounds.values(), default=0), decide
+        )
+    stop_points = None
+    if stop_check is not None and plan.replicated:  # in an evaluation no rank is ahead of all others
+        stop_points = plan.stop_points(batches)[rank] if trains else []
+    return Order(
+        actions, window.home, *size, stop_check, window.posts.ahead, None, window.posts.on(rank), stop_points
+    )

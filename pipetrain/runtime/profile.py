@@ -30,7 +30,7 @@ from pipetrain.errors import ActionFailed, ConfigError, one_line
 from pipetrain.model.chain import Chain
 from pipetrain.model.network import Network, ValueId
 from pipetrain.model.numerics import Numerics
-from pipetrain.model.random_numbers import Beginning
+from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import Size, TensorSpec, ValueSpec
 from pipetrain.model.trial_tensors import made_up_samples
 from pipetrain.plan.cost_estimate import Layer
@@ -97,7 +97,7 @@ def measure(
         log.info("pipetrain: profiling %d layers, %s at a time", len(layers), size)
     latency_s, s_per_byte = slowest_link(links, settings.buffer_size)
     try:
-        with Beginning().again():
+        with RngSnapshot().replayed():
             mine: Any = measure_layers(network, layers, example, size, numerics, optimizer, device)
     except (ConfigError, RuntimeError) as error:  # a layer failed, or out of memory
         mine = one_line(error)

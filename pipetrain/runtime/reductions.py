@@ -52,7 +52,7 @@ class Sums:
         self._early: set[int] = set()  # the stages whose buckets have been told
         self._shares: dict[_Key, dict[int, Tensor]] = {}  # by stage
         self._sums: dict[_Key, Tensor] = {}  # of a tie whose stages are all here
-        self._unheard: dict[_Key, None] = {}  # told, in order
+        self._started: dict[_Key, None] = {}  # told, in order
         self.norms: dict[int, Tensor] = {}
         """By version the norm of the whole gradient, where stages tell theirs."""
 
@@ -63,10 +63,13 @@ class Sums:
         if not full or self._stages[action.stage].weights.weighs:  # which is done at the end
             yield
             return
-        stage, tell = self._stages[action.stage], partial(self._channel.tell, (action.stage,), early=True)
+        stage, all_reduce = (
+            self._stages[action.stage],
+            partial(self._channel.all_reduce, (action.stage,), early=True),
+        )
         leaves = dict(zip(stage.weights.live, stage.weights.leaves(action.read), strict=True))
         stage.adds_at_once = False  # each gradient is whole as soon as autograd has added it
-        with finishing([{name: leaves[name] for name in bucket} for bucket in full], tell):
+        with finishing([{name: leaves[name] for name in bucket} for bucket in full], all_reduce):
             yield
         stage.adds_at_once = True
         self._early.add(action.stage)
@@ -79,50 +82,52 @@ class Sums:
             return
         *full, rest = self._buckets[action.stage]
         for bucket in () if action.stage in self._early else full:  # there was no backward
-            self._channel.tell(tie, torch.cat(flat(bucket)), early=True)
+            self._channel.all_reduce(tie, torch.cat(flat(bucket)), early=True)
         self._early.discard(action.stage)
         ranks = self._placement[action.stage]
-        more = stage.tells(ranks.index(self._rank), len(ranks))
-        if told := [*flat(rest), *counts_of(stage.weights.live, stage.leaves_out), *more]:
-            self._unheard[tie, action.version] = None
-            self._channel.tell(tie, torch.cat(told))
+        more = stage.partial_sums(ranks.index(self._rank), len(ranks))
+        if sent := [*flat(rest), *counts_of(stage.weights.live, stage.leaves_out), *more]:
+            self._started[tie, action.version] = None
+            self._channel.all_reduce(tie, torch.cat(sent))
 
-    def _hear_replicas(self, index: int) -> None:
+    def _wait_for_replicas(self, index: int) -> None:
         """Wait for the sums of a stage's gradient, which become the gradient."""
         stage, parts = self._stages[index], dict[str, Tensor]()
         counts = len(stage.weights.live) or int(stage.leaves_out is not None)
         for bucket in self._buckets[index]:
-            numbers = self._channel.hear((index,))
+            numbers = self._channel.reduced((index,))
             part, more = parts_of(bucket, numbers)
             parts |= part
-            stage.hear(numbers[: len(numbers) - len(more[counts:])])
+            stage.on_sums(numbers[: len(numbers) - len(more[counts:])])
         set_gradients(stage.weights.live, parts, more[:counts], copies=False)
-        stage.hears(more[counts:])
+        stage.on_reduced(more[counts:])
 
-    def tell_tied(self, action: Action) -> None:
+    def reduce_tied(self, action: Action) -> None:
         stage = self._stages[action.stage]
         for tie in self._ties(action):
             weights = self._weights(tie, stage)
             gradient = torch.cat([*flat(weights), *counts_of(weights, stage.leaves_out)])
-            self._tell(tie, action, gradient if self._speaks(action.stage) else torch.zeros_like(gradient))
+            self._start(
+                tie, action, gradient if self._is_leader(action.stage) else torch.zeros_like(gradient)
+            )
 
-    def tell_norm(self, action: Action) -> None:
+    def reduce_norm(self, action: Action) -> None:
         """Tell a stage's norm, at a place of its own: the sum is the same on every rank, to the last bit."""
         square = self._stages[action.stage].gradient_norm().double() ** 2
         numbers = square.new_zeros(len(self._placement))
-        if self._speaks(action.stage):
+        if self._is_leader(action.stage):
             numbers[action.stage] = square
-        self._tell(ALL, action, numbers)
+        self._start(ALL, action, numbers)
 
-    def _speaks(self, stage: int) -> bool:
+    def _is_leader(self, stage: int) -> bool:
         return self._placement[stage][0] == self._rank
 
-    def _tell(self, tie: Tie, action: Action, numbers: Tensor) -> None:
+    def _start(self, tie: Tie, action: Action, numbers: Tensor) -> None:
         """Tell the other ranks of a tie, together with the last stage of it on this rank."""
         key = tie, action.version
         shares = self._shares.setdefault(key, {})
         shares[action.stage] = numbers
-        self._unheard[key] = None
+        self._started[key] = None
         here = self._here(tie)
         if len(shares) < len(here):
             return
@@ -131,30 +136,30 @@ class Sums:
         if all(ranks == (self._rank,) for ranks in self._ranks(tie)):
             self._sums[key] = total
         else:
-            self._channel.tell(tie, total)
+            self._channel.all_reduce(tie, total)
 
-    def hear(self, action: Action, waits: Callable[[], None]) -> None:
+    def wait(self, action: Action, waits: Callable[[], None]) -> None:
         """Wait for what an action needs of other stages, once; `waits` is called before."""
         ties: list[Tie] = [(action.stage,)]
         if action.op is not Op.TIE:
             ties += self._ties(action)
         if action.op is Op.STEP:
             ties.append(ALL)
-        left = [(tie, action.version) for tie in ties if (tie, action.version) in self._unheard]
+        left = [(tie, action.version) for tie in ties if (tie, action.version) in self._started]
         for key in left:
             waits()
-            del self._unheard[key]
+            del self._started[key]
             if key[0] == (action.stage,):
-                self._hear_replicas(action.stage)
+                self._wait_for_replicas(action.stage)
                 continue
-            sums = self._sums.pop(key) if key in self._sums else self._channel.hear(key[0])
+            sums = self._sums.pop(key) if key in self._sums else self._channel.reduced(key[0])
             if key[0] == ALL:
                 self.norms[action.version] = sums.sum().sqrt()
                 continue
             for stage in map(self._stages.__getitem__, self._here(key[0])):
                 weights = self._weights(key[0], stage)
                 set_gradients(weights, *parts_of(weights, sums))
-                stage.hear(sums)
+                stage.on_sums(sums)
 
     def tensors(self) -> Iterator[tuple[Sequence[int], Tensor]]:
         """Yield the tensors that wait for others, with the stages of their sum."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipetrain.model.random_numbers import Beginning
+from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import Size, Value, as_tuple, on_each
 from pipetrain.model.tensor_access import refill, standing_in
 from pipetrain.runtime.comm.channel import Channel
@@ -163,7 +163,7 @@ def put_back(stages: Iterable[Stage], training: bool, updates: bool) -> Iterator
 def attributes_put_back(stages: Iterable[Stage]) -> Iterator[None]:
     """Put back random numbers, and the attributes of layers."""
     with ExitStack() as ending:
-        ending.enter_context(Beginning().again())
+        ending.enter_context(RngSnapshot().replayed())
         for stage in stages:
             ending.enter_context(standing_in(stage.module, {}))
         yield

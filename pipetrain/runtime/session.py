@@ -18,17 +18,17 @@ from pipetrain.model.network import Network
 from pipetrain.model.requirements import materialise
 from pipetrain.model.specs import Size
 from pipetrain.plan.cut import homes
-from pipetrain.plan.memory_fit import explained, gpu_bytes, is_out_of_memory, peaks_by_rank, says_no_room
+from pipetrain.plan.memory_fit import explained, gpu_bytes, is_out_of_memory, no_room_sentence, peaks_by_rank
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.batches import Batches
-from pipetrain.runtime.buffer_average import Leveller
+from pipetrain.runtime.buffer_average import BufferAverager
 from pipetrain.runtime.clock import Clock, Observe
 from pipetrain.runtime.comm.channel import Channel
 from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.runtime.engine import Engine, Take, Tick
 from pipetrain.runtime.feed import WindowFeed
 from pipetrain.runtime.mailbox import Coding, Mailbox
-from pipetrain.runtime.order import Ends, Order, order_of
+from pipetrain.runtime.order import Order, StopCheck, order_of
 from pipetrain.runtime.rehearsal import LoopbackChannel, Rehearsal, rehearses
 from pipetrain.runtime.stage.batchnorm import BatchStatistics
 from pipetrain.runtime.stage.buffers import Buffers
@@ -62,7 +62,7 @@ class Session:
         self.plan, self.stages, self._task, self._links, self._whole = plan, stages, task, links, whole
         self._copies = copies_of(stages)
         self.engine = make_engine(plan, stages, links)
-        self._leveller = Leveller(self.stages, links)
+        self._buffer_averager = BufferAverager(self.stages, links)
         self.last = self.stages.get(plan.stages - 1)
         """The last stage, which counts; None if another rank holds it."""
 
@@ -84,13 +84,13 @@ class Session:
         for group, options in before:
             group.update(options)
 
-    def speaks(self, stage: int) -> bool:
+    def is_leader(self, stage: int) -> bool:
         """Return whether this rank is the first of a stage, which speaks for all replicas."""
         return self.plan.firsts[stage] == self._links.world.rank
 
-    def level(self) -> None:
+    def average_buffers(self) -> None:
         """Make the buffers of a stage's replicas equal. All ranks call it, between windows."""
-        self._leveller.level()
+        self._buffer_averager.average()
 
     def train(
         self,
@@ -98,22 +98,22 @@ class Session:
         batches: Batches,
         tick: Tick = lambda stage: None,
         observe: Observe | None = None,
-        ends: Ends | None = None,
+        stop_check: StopCheck | None = None,
     ) -> int:
-        """Train a window on batches of these `sizes`; return how many: fewer where `ends` ended it early.
+        """Train a window on batches of these `sizes`; return how many: fewer if `stop_check` ended it early.
 
         See Engine.train for `tick` and `observe`.
         """
         m = self.plan.settings.microbatches
-        order = order_of(self.plan, len(sizes), self._links.world.rank, ends)
+        order = order_of(self.plan, len(sizes), self._links.world.rank, stop_check)
         if self._whole is not None:
-            self._whole.take_back()
+            self._whole.restore_stages()
         self._level_copies()
-        self._leveller.before_window()
+        self._buffer_averager.before_window()
         with self._feed(sizes, batches, order) as feed:
             self.engine.train(order, feed, m, tick, observe)
-            for stage, mb in order.forwards(self._leveller.stages):
-                self._leveller.count(stage, feed.size(mb).samples)
+            for stage, mb in order.forwards(self._buffer_averager.stages):
+                self._buffer_averager.count(stage, feed.size(mb).samples)
         return order.batches
 
     def evaluate(
@@ -121,7 +121,7 @@ class Session:
         sizes: Sequence[Size],
         batches: Batches,
         tick: Tick = lambda stage: None,
-        ends: Ends | None = None,
+        stop_check: StopCheck | None = None,
         take: Take | None = None,
     ) -> int:
         """Evaluate batches of these `sizes` with the newest weights; the last stage counts. Return how many.
@@ -129,12 +129,12 @@ class Session:
         Each is one microbatch: a model may look at the whole batch. `take` gets the outputs of a prediction,
         which has no targets.
         """
-        order = order_of(self.plan, len(sizes), self._links.world.rank, ends, trains=False)
+        order = order_of(self.plan, len(sizes), self._links.world.rank, stop_check, trains=False)
         self._level_copies()
-        self.level()
+        self.average_buffers()
         with (
             self._feed(sizes, batches, order, targets=take is None) as feed,
-            nullcontext() if self._whole is None else self._whole.suspended(),
+            nullcontext() if self._whole is None else self._whole.stages_in_place(),
         ):
             self.engine.evaluate(order, feed, tick, take)
         return order.batches
@@ -261,8 +261,8 @@ def make_engine(
 
     def meet(norms: bool) -> None:
         if norms and links.world.size > 1:
-            channel.tell(ALL, torch.zeros(plan.stages, dtype=torch.float64))
-            channel.hear(ALL)
+            channel.all_reduce(ALL, torch.zeros(plan.stages, dtype=torch.float64))
+            channel.reduced(ALL)
         eager = [one for of_rank in links.gather("the rehearsal", uncaptured) for one in of_rank]
         uncaptured.clear()
         if eager and not links.world.rank:
@@ -274,7 +274,7 @@ def make_engine(
         for index, stage in stages.items() if chosen else ():
             why, graphs = plan.not_captured(index), plan.graph_bytes(index)
             if isinstance(stage, GraphedStage):
-                why = says_no_room(graphs, held, room) if room and chosen is not True else ""
+                why = no_room_sentence(graphs, held, room) if room and chosen is not True else ""
                 why = stage.capture(bounds[index].activations, bounds[index].versions, why)
                 if why and chosen is True:
                     raise ConfigError(

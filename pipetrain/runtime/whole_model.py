@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pipetrain.errors import ConfigError
-from pipetrain.model.model_guard import Unchanged
+from pipetrain.model.model_guard import ModelGuard
 from pipetrain.model.network import Network, Values
 from pipetrain.model.requirements import cast_exactly, state_names
 from pipetrain.model.tensor_access import in_place_of, named_tensors, on_meta, replace
@@ -37,9 +37,9 @@ class WholeModel:
         self.values = values
         self.keys = state_names(model)
         """The name of the tensor behind each entry of the state_dict."""
-        self.lent = False
+        self.attached = False
         """Whether stages have its tensors."""
-        self.unchanged: Unchanged | None = None
+        self.guard: ModelGuard | None = None
         """What must not change of it from then on."""
         self._model = model
         self._links = links
@@ -52,9 +52,9 @@ class WholeModel:
         self._guard: RemovableHandle | None = None  # against a call of it where it has no numbers
         self._swapped: list[tuple[Tensor, Tensor]] = []  # what the stages need, and what was collected
 
-    def lend(self, network: Network, stages: Iterable[Stage], owners: dict[str, int]) -> None:
+    def attach_stages(self, network: Network, stages: Iterable[Stage], owners: dict[str, int]) -> None:
         """Let these stages have their tensors, and release all others."""
-        self._stages, self._owners, self.values, self.lent = list(stages), owners, None, True
+        self._stages, self._owners, self.values, self.attached = list(stages), owners, None, True
         self._swapped, self._collected = [], False
         own, tensors = self._own(), named_tensors(self._model)
         others = {id(t): own[name] if name in own else on_meta(t) for name, t in tensors.items()}
@@ -62,15 +62,15 @@ class WholeModel:
         self._replace(others)
         if self._links.world.size > 1:
             self._guard = self._model.register_forward_pre_hook(_refuse_without_numbers)
-        self.unchanged = Unchanged(self._model, network)
+        self.guard = ModelGuard(self._model, network)
 
     def _replace(self, others: Mapping[int, Tensor]) -> None:
-        replace([self._model], others, *(self.unchanged.held.content if self.unchanged else ()))
+        replace([self._model], others, *(self.guard.held.content if self.guard else ()))
 
     def collect(self) -> nn.Module:
         """Put the tensors of all ranks into the model on rank 0, in host memory; return the model."""
         tensors = self._tensors(self._all)  # on ranks but 0 none: it is only noted that rank 0 has them
-        self.take_back()
+        self.restore_stages()
         now = named_tensors(self._model)
         others = {name: new for name, new in tensors.items() if new is not now[name]}
         self._swapped = [(now[name], in_place_of(now[name], new)) for name, new in others.items()]
@@ -89,7 +89,7 @@ class WholeModel:
                 tensors[name] = tensor.detach().clone()
         return {key: tensors[name] for key, name in self.keys.items() if tensors}
 
-    def take_back(self) -> None:
+    def restore_stages(self) -> None:
         """Let the stages have their tensors again, before they train."""
         if self._swapped:
             self._put_own()
@@ -97,7 +97,7 @@ class WholeModel:
         self._collected = False
 
     @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def stages_in_place(self) -> Iterator[None]:
         """Let the stages have their tensors for a while, in which these do not change."""
         self._put_own()
         try:
@@ -110,9 +110,9 @@ class WholeModel:
         rank, size = self._links.world.rank, self._links.world.size
         if self._guard is not None:
             self._guard.remove()
-        if self.lent and size == 1 and not failed:
+        if self.attached and size == 1 and not failed:
             self.collect()
-        elif self.lent and size > 1 and not (self._collected and rank == 0):
+        elif self.attached and size > 1 and not (self._collected and rank == 0):
             self._replace({id(t): on_meta(t) for t in named_tensors(self._model).values()})
 
     def _put_own(self) -> None:
@@ -120,9 +120,9 @@ class WholeModel:
 
     def _tensors(self, names: Collection[str], ema: bool = False) -> dict[str, Tensor]:
         """Return tensors by their names in the model, in host memory, on rank 0; none on the others."""
-        if not self.lent:  # nothing has been trained
+        if not self.attached:  # nothing has been trained
             return self._initial(names) if not self._links.world.rank else {}
-        with self.suspended():
+        with self.stages_in_place():
             own = self._own(ema)
         collected: dict[str, Tensor] = {}
         for owner in range(self._links.world.size):
@@ -163,7 +163,7 @@ def _all_named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def brought(
+def gather_outputs(
     outputs: Sequence[tuple[Tensor, ...]], batches: int, links: Links, owners: Sequence[int]
 ) -> list[tuple[Tensor, ...]]:
     """Return on rank 0, in host memory, the outputs for so many batches, which `owners` have in turn."""
@@ -171,6 +171,6 @@ def brought(
     for owner in owners:
         own = [tensor for of in outputs for tensor in of] if owner == links.world.rank else []
         by_owner.append(iter(links.to_first("the outputs", own, owner)))
-    size = links.tell("the tensors of an output", len(outputs[0]) if outputs else 0, owners[0])
+    size = links.broadcast("the tensors of an output", len(outputs[0]) if outputs else 0, owners[0])
     turns = islice(cycle(by_owner), 0 if links.world.rank else batches)
     return [tuple(islice(tensors, size)) for tensors in turns]

@@ -15,39 +15,39 @@ from pipetrain.schedule.lower import Lowering
 from pipetrain.schedule.posting_order import Posts, Sum
 from pipetrain.schedule.timeline import Timeline
 
-Looks = list[tuple[int, int]]
+StopPoints = list[tuple[int, int]]
 
 
-def looks_of(run: Timeline, posts: Posts, silent: Collection[Edge | int]) -> list[Looks]:
+def stop_points_of(run: Timeline, posts: Posts, silent: Collection[Edge | int]) -> list[StopPoints]:
     """Return, by rank, (position, n): before this action it looks whether the window ends after n batches.
 
     `silent`: edges whose messages are empty, and stages without weights, which have nothing to sum up.
     """
     lowering, known = Lowering.of([row.actions for row in run.rows]), _known(run, silent)
-    leader, looks = lowering.ranks[0][0], list[Looks]([] for _ in run.rows)
+    leader, stop_points = lowering.ranks[0][0], list[StopPoints]([] for _ in run.rows)
     begins = [_begins(run, rank, posts, lowering) for rank in range(len(run.rows))]
     for batch, at in enumerate(map(list, zip(*begins, strict=True))):
         at[leader] = min(known[rank][position] for rank, position in enumerate(at)) - 1
         for rank, position in enumerate(at if at[leader] >= 0 else ()):
-            looks[rank].append((position, batch))
-    return looks
+            stop_points[rank].append((position, batch))
+    return stop_points
 
 
 def _known(run: Timeline, silent: Collection[Edge | int]) -> list[list[int]]:
     """Return, by rank and position, how many actions of the first rank have begun when it is reached."""
     program = [row.actions for row in run.rows]
     ranks, clocks, known = Lowering.of(program).ranks, [0] * len(program), [[0] for _ in program]
-    told = dict[tuple[Edge | int, int], int]()  # by message, and by update of a stage
+    sent = dict[tuple[Edge | int, int], int]()  # by message, and by update of a stage
     for rank in run.order:
         action = program[rank][len(known[rank]) - 1]
         key = (action.stage, action.version) if action.op in UPDATE else (action.edge, action.mb)
         clocks[rank] += rank == ranks[0][0]
         if action.op in SENDS:
-            told[key] = clocks[rank]
+            sent[key] = clocks[rank]
         elif action.op is Op.REDUCE:  # the first one, to which all replicas have come; what follows waits
-            told.setdefault(key, max(clocks[of] for of in ranks[action.stage]))
+            sent.setdefault(key, max(clocks[of] for of in ranks[action.stage]))
         elif (action.op in RECEIVES or action.op in UPDATE) and key[0] not in silent:
-            clocks[rank] = max(clocks[rank], told[key])
+            clocks[rank] = max(clocks[rank], sent[key])
         known[rank].append(clocks[rank])
     return known
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.model.network import Network
-from pipetrain.model.random_numbers import Beginning, SameDraws
+from pipetrain.model.random_numbers import RngSnapshot, SameDraws
 from pipetrain.model.specs import Value, ValueSpec, as_tuple, differentiable, leaves_of, on_each, specs_of
 from pipetrain.tasks.metrics import Metric
 from pipetrain.tasks.running_sums import Tally
@@ -38,7 +38,7 @@ CHANGES = (
 )
 
 
-def prove_task(
+def try_task(
     task: Task,
     outputs: ValueSpec,
     layer: str,
@@ -191,7 +191,7 @@ def pieces_differ(
     `targets`: of the batch, tensors [n, ...]; `leaves`: the names of the tensors whose gradients count. What
     Python or NumPy draw cannot be the same in pieces, so nothing is compared then.
     """
-    n, beginning = len(as_tuple(targets)[0]), Beginning()
+    n, rng = len(as_tuple(targets)[0]), RngSnapshot()
     draws = SameDraws(n)
 
     def sums_of(*ends: int) -> _Sums:
@@ -199,14 +199,14 @@ def pieces_differ(
         total, sums = counted_for(weight_of, targets), _Sums()
         for start, end in pairwise(ends):
             if share := counted_for(weight_of, part_of(targets, start, end)) / total if total else 0.0:
-                with beginning.again(), draws.of(start, end):
+                with rng.replayed(), draws.of(start, end):
                     loss = share * loss_of(start, end)
                     grads = torch.autograd.grad(loss, list(leaves), allow_unused=True)
                     sums[LOSS] = sums.get(LOSS, 0) + loss.detach()
                     for name, grad in zip(leaves.values(), grads, strict=True):
                         if grad is not None:
                             sums[name] = sums.get(name, 0) + grad.to_dense()
-                    if beginning.drawn():
+                    if rng.drawn():
                         return {}
         return sums
 

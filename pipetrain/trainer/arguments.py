@@ -19,11 +19,11 @@ from pipetrain.config.settings import AUTO, PIPELINE_OPTIONS, SEED, Settings
 from pipetrain.data.reader import NamedTargets
 from pipetrain.errors import ConfigError
 from pipetrain.model.factory import Factory, Initial, build
-from pipetrain.model.requirements import own_dtype, prove_model
+from pipetrain.model.requirements import own_dtype, require_module
 from pipetrain.model.specs import Value
 from pipetrain.plan.program import Draft
 from pipetrain.plan.staleness_advice import settled
-from pipetrain.runtime.stage.optimizer_trial import prove_optimizer, trial_optimizer
+from pipetrain.runtime.stage.optimizer_trial import trial_optimizer, try_optimizer
 from pipetrain.runtime.stage.weights import OptimizerFactory
 from pipetrain.schedule.actions import Schedule, parse_program
 from pipetrain.schedule.lower import ADDED
@@ -67,15 +67,15 @@ class Arguments:
     ) -> Arguments:
         """Read the rest of the arguments, and prove the draft. Raises ConfigError and ScheduleError."""
         optim = read_optimizer(optimizer, groups)
-        prove_model(model, "Pipeline needs", draft.settings.weights_dtype)
+        require_module(model, "Pipeline needs", draft.settings.weights_dtype)
         if draft.settings.replicas != AUTO:  # else what is chosen is proven
-            draft = draft.prove()
+            draft = draft.verify()
         if (rank := draft.placement[0][0]) != 0:
             raise ConfigError(
                 f"schedule {draft.settings.schedule} has stage 0 on rank {rank}, and rank 0 reads the "
                 f"batches: let rank 0 have it"
             )
-        factory = prove_optimizer(optim, model, len(draft.placement))
+        factory = try_optimizer(optim, model, len(draft.placement))
         made, named = trial_optimizer(factory, model)
         first = made.param_groups[0]
         lr = float(first.get("lr") or 0.0)

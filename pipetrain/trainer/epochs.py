@@ -31,12 +31,12 @@ from pipetrain.runtime.batches import Batches
 from pipetrain.runtime.clock import Observe
 from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.runtime.engine import Tick
-from pipetrain.runtime.order import Ends
+from pipetrain.runtime.order import StopCheck
 from pipetrain.runtime.stage.memory_meter import Meter, PeakBytes
 from pipetrain.schedule.actions import Action, Op, Program, parse_action
 from pipetrain.schedule.check import check
 from pipetrain.schedule.timeline import Row, of_another
-from pipetrain.signals import STOPS, Asked
+from pipetrain.signals import STOPS, StopRequest
 from pipetrain.tasks.running_sums import Tally
 from pipetrain.trainer.windows import Windows
 
@@ -75,7 +75,7 @@ class Epochs:
         self._windows, self.session = windows, windows.session
         self._after_epoch = after_epoch
         self._enough = False  # it has said so
-        self.stopped_by: Asked = ""
+        self.stopped_by: StopRequest = ""
         self._links = links
         self._passes = passes
         self._about = about
@@ -121,7 +121,7 @@ class Epochs:
         if manifest.pipeline == session.plan.pipeline:
             stats = self._progress.stages
             session.engine.stats = {
-                index: stats[index] if session.speaks(index) else of_another(stats[index])
+                index: stats[index] if session.is_leader(index) else of_another(stats[index])
                 for index in session.stages
             }
         else:  # the statistics are of other stages
@@ -131,7 +131,7 @@ class Epochs:
     def _count_from(self, trained: Tally) -> None:
         """Let the first rank of the last stage go on from what all have counted, as after a resume."""
         if last := self.session.last:
-            mine = trained if self.session.speaks(self.session.plan.stages - 1) else Tally()
+            mine = trained if self.session.is_leader(self.session.plan.stages - 1) else Tally()
             last.counts.trained.restore(mine, last.device)
 
     def run(self) -> bool:
@@ -148,9 +148,9 @@ class Epochs:
         for epoch in range(self._position.epoch, epochs):
             if self._enough:
                 break
-            asked = self._epoch(epoch, tracer)
-            if asked in STOPS and self._position.epoch < epochs:
-                self.stopped_by = asked
+            request = self._epoch(epoch, tracer)
+            if request in STOPS and self._position.epoch < epochs:
+                self.stopped_by = request
                 break
             if tracer and tracer.over:
                 self._trace(tracer)
@@ -171,12 +171,12 @@ class Epochs:
         if self._recorder and trace.windows:
             self._recorder.trace(trace)
 
-    def _epoch(self, epoch: int, tracer: Tracer | None) -> Asked:
+    def _epoch(self, epoch: int, tracer: Tracer | None) -> StopRequest:
         """Train the rest of an epoch and evaluate; return a signal's request."""
         start = time.perf_counter() - self._progress.train_s
-        asked = self._train(epoch, tracer, start)
-        if asked in STOPS:
-            return asked
+        request = self._train(epoch, tracer, start)
+        if request in STOPS:
+            return request
         trained = time.perf_counter()
         if stopped_by := self.evaluate(epoch):
             self._save(trained - start)
@@ -190,12 +190,12 @@ class Epochs:
             self._ask(self.history[-1])
         over = self._enough or epoch + 1 == self._about.epochs
         best = best_epoch(self.history) is self.history[-1]
-        if self._keeper and (self._keeper.due(self._position, over, best) or asked):
+        if self._keeper and (self._keeper.due(self._position, over, best) or request):
             self._save(trained - start if cut else 0.0)
         if cut:  # what the program changes now is not of the epoch's rest
             self._ask(self.history[-1])
         self._position = ended
-        return asked
+        return request
 
     def _reset(self) -> None:
         """Begin the figures of another epoch."""
@@ -205,11 +205,11 @@ class Epochs:
         if self.session.last:
             self.session.last.take_trained()
 
-    def _train(self, epoch: int, tracer: Tracer | None, began: float) -> Asked:
+    def _train(self, epoch: int, tracer: Tracer | None, began: float) -> StopRequest:
         about, first, updates = self._about, self._position.batch, self._position.update
         batches = self._passes.train(epoch, first)
         total, window = about.batches_of(epoch + 1), about.settings.window
-        asked: Asked = ""
+        request: StopRequest = ""
         tick = partial(self._tick, f"epoch {epoch + 1}", total - first)
         batch_s = [figures.train_s / total for figures in self.history[-1:]]
 
@@ -218,11 +218,11 @@ class Epochs:
             return most if total == about.batches else min(most or left, left)  # the loader goes on
 
         @contextmanager
-        def around(sizes: Sequence[Size]) -> Iterator[tuple[Observe | None, Ends | None]]:
+        def around(sizes: Sequence[Size]) -> Iterator[tuple[Observe | None, StopCheck | None]]:
             meter = self._meter(epoch + 1 == about.epochs and first + len(sizes) == total)
             self.session.engine.watcher = meter
             observe = self._observer(tracer.observer(epoch, sizes) if tracer else None)
-            yield observe, self._ends(len(sizes), *batch_s)
+            yield observe, self._stop_check(len(sizes), *batch_s)
             self._trained += 1
             if meter:
                 self._peak_bytes, self.session.engine.watcher = meter.close(), None
@@ -237,15 +237,15 @@ class Epochs:
             self._losses += done.losses
             self._rates += done.rates
             batch, update = self._position.batch + len(done.sizes), self._position.update + len(done.sizes)
-            self._position, asked = Position(epoch, batch, update), done.asked
-            if self._keeper and (not done.over or asked in STOPS):
-                if self._keeper.due(self._position) or asked:
+            self._position, request = Position(epoch, batch, update), done.request
+            if self._keeper and (not done.over or request in STOPS):
+                if self._keeper.due(self._position) or request:
                     self._save(time.perf_counter() - began)
-                if asked in STOPS:
+                if request in STOPS:
                     break
-        return asked
+        return request
 
-    def evaluate(self, epoch: int) -> Asked:
+    def evaluate(self, epoch: int) -> StopRequest:
         """Evaluate all test samples, which the last stage counts; return what ended it early."""
         if not self._about.evaluates:
             return ""
@@ -253,8 +253,10 @@ class Epochs:
         replicas = len(self.session.plan.placement[min(self.session.stages)])
         batch_s = [record.eval_s / max(1, self._about.data.test) for record in self.history[-1:]]
 
-        def around(sizes: Sequence[Size]) -> AbstractContextManager[tuple[None, Ends | None]]:
-            return nullcontext((None, self._ends(len(sizes), *(s * max(sizes).samples for s in batch_s))))
+        def around(sizes: Sequence[Size]) -> AbstractContextManager[tuple[None, StopCheck | None]]:
+            return nullcontext(
+                (None, self._stop_check(len(sizes), *(s * max(sizes).samples for s in batch_s)))
+            )
 
         def ticks(batches: int) -> Tick:
             return partial(self._tick, what, -(-batches // replicas))  # of which the first has the most
@@ -285,7 +287,7 @@ class Epochs:
         """Return each rank's record. Raises ChannelError."""
         return RankRecords.gather(self._links, what, mine, self.session.plan.placement[-1])
 
-    def _ends(self, batches: int, batch_s: float | None = None) -> Ends | None:
+    def _stop_check(self, batches: int, batch_s: float | None = None) -> StopCheck | None:
         """Return the callback that may end a window early; `batch_s`: seconds per batch in the last epoch."""
         if self._keeper is None:
             return None

@@ -103,11 +103,11 @@ def fit(
         "resume": resume,
     }
     training = pipe._training
-    asked = training.settings.changed(options)
+    request = training.settings.changed(options)
     batches = _batches_in(training, train, "train", training.settings.microbatches)
     evaluated = 0 if test is None else _batches_in(training, test, "test")
-    if asked.max_updates and epochs is None:
-        options["epochs"] = -(-asked.max_updates // batches)
+    if request.max_updates and epochs is None:
+        options["epochs"] = -(-request.max_updates // batches)
     if resume is not None and run_dir is None:
         raise ConfigError("resume= goes on in a run's folder: give run_dir= too")
     if run_dir is not None and current_thread() is not main_thread():
@@ -116,11 +116,11 @@ def fit(
         run_folder = None
         if run_dir is not None:
             path = PATH.read("run_dir", run_dir)
-            run_folder = held.enter_context(_opened(training, path, asked.resume, loggers))
+            run_folder = held.enter_context(_opened(training, path, request.resume, loggers))
         # The first batch decides the plan; a signal to the group is to spare the data workers that it starts.
         with Signals(training.rank).handled() if run_folder else nullcontext():
             passes = TrainingPasses(training, train, test, batches, run_folder)
-        with training.together():
+        with training.guard():
             settings = training.settings.changed(options)
             kind, full = type(getattr(train, "dataset", train)).__name__, settings.batch_size
             data = DataFacts(name or kind, batches * full, evaluated * full, "", "", [])
@@ -155,7 +155,7 @@ def _opened(
                 return [None, uuid.uuid4().hex]
             return [str(source.folder), source.manifest.run]
 
-        newest, run = training.together.on_first("the run's folder", find)
+        newest, run = training.guard.on_first("the run's folder", find)
         source = None if newest is None else read_source(Path(newest))
         yield RunFolder(path, run, source, {"logger": chosen})
 
@@ -173,7 +173,7 @@ def _batches_in(training: Training, loader: Loader, name: str, microbatches: int
             )
         return batches
 
-    batches: int = training.together.on_first(f"the length of the {name} loader", count)
+    batches: int = training.guard.on_first(f"the length of the {name} loader", count)
     return batches
 
 
@@ -197,7 +197,7 @@ def train_epochs(
             ending.enter_context(keeper.signals.handled())
             ending.enter_context(keeper.early.watching())
         recorder = None if training.rank else _recorder(about, run_folder, ending)
-        windows = Windows(training.begun, training.together, keeper.signals.take if keeper else lambda: "")
+        windows = Windows(training.begun, training.guard, keeper.signals.take if keeper else lambda: "")
         epochs = Epochs(windows, training.links, passes, about, recorder, keeper, after_epoch)
         if source is not None:
             with source.used():
@@ -226,7 +226,7 @@ def _about(training: Training, passes: TrainingPasses, settings: Settings, data:
     plan, device, at = training.begun.plan, training.links.device, passes.start
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     ranks, room = f"{training.links.world.size} x {kind}", gpu_bytes(device.type, training.links.sharing)
-    about = About(settings, plan, training.task, data, passes.batches, training.asked.lr, ranks, room)
+    about = About(settings, plan, training.task, data, passes.batches, training.request.lr, ranks, room)
     for epoch, done in ((1, 0), (about.epochs, 0), (at.epoch + 1, at.batch)):
         for length in window_lengths(about.batches_of(epoch), settings.window, done):
             plan.training(length)

@@ -62,7 +62,7 @@ class TrainingPasses:
                 with source.used():
                     self._states.restore(tensors[LOADERS])
 
-        self._training.together.on_first("the loaders' states", restore)
+        self._training.guard.on_first("the loaders' states", restore)
         restore_random(source, self._training.links)
         if self.start.batch and EPOCH_RANDOM in tensors and not self._training.rank:
             torch.set_rng_state(tensors[EPOCH_RANDOM])

@@ -54,7 +54,7 @@ from pipetrain.tasks import LossFunction, Metric, Task
 from pipetrain.tasks.metrics import MetricFunction
 from pipetrain.trainer.arguments import Arguments, read_draft, read_model, read_targets, read_task
 from pipetrain.trainer.training import Training
-from pipetrain.trainer.windows import Done, Windows
+from pipetrain.trainer.windows import WindowResult, Windows
 
 log = logging.getLogger("pipetrain")
 PREDICTED_AT_ONCE = 8  # batches of a window of a prediction, whose outputs are kept until its end
@@ -133,11 +133,11 @@ class Pipeline:
         model, record = read_model(model, seed)
         keywords = {"microbatches": microbatches, "window": window, "dtype": dtype, **options}
         draft = read_draft(schedule, settings, keywords, model, World.current().size)
-        asked = Arguments.read(model, draft, optimizer, param_groups, lr_schedule)
+        request = Arguments.read(model, draft, optimizer, param_groups, lr_schedule)
         if draft.settings.threads is not None:
             torch.set_num_threads(draft.settings.threads)
         self._signals = Stopping(self, World.current().rank)
-        self._training = Training(model, record, task, named, asked, weights, seed)
+        self._training = Training(model, record, task, named, request, weights, seed)
         self._passes = 0  # of train
         _open.add(self)
         if sample is not None:
@@ -205,9 +205,9 @@ class Pipeline:
         """
         training = self._training
         window = COUNT.read("window", window, null=True) or training.settings.window
-        samples, began, rate = 0, time.perf_counter(), self.metrics.get("learning_rate", training.asked.lr)
+        samples, began, rate = 0, time.perf_counter(), self.metrics.get("learning_rate", training.request.lr)
         self._passes += 1
-        with training.together():
+        with training.guard():
             training.take(Stage.take_trained)  # what steps, or a pass that was left, have counted
         for done in self._trained(loader, f"the training (pass {self._passes})", window):
             samples += sum(size.samples for size in done.sizes)
@@ -228,7 +228,7 @@ class Pipeline:
         that does not flush, which needs several batches at once, and TrainingStopped as `train` does.
         """
         training = self._training
-        if training.asked.draft.reads_late:
+        if training.request.draft.reads_late:
             raise ConfigError(
                 f"schedule {training.settings.schedule} is asynchronous, and a step of one batch would drain "
                 f"it: use `for loss in pipe.train(loader)`, or a schedule that flushes, such as 1f1b"
@@ -238,16 +238,16 @@ class Pipeline:
             return done.losses[0]
         return math.nan
 
-    def _trained(self, loader: Loader, what: str, window: int | None) -> Iterator[Done]:
+    def _trained(self, loader: Loader, what: str, window: int | None) -> Iterator[WindowResult]:
         """Train a pass of which the program looks at each window."""
         training = self._training
         batches, ticks = training.batches(loader, trains=True), training.ticks("training")
         for done in self._windows().train(what, batches, lambda done: window, ticks):
-            training.stopping = done.asked == "stop"
+            training.stopping = done.request == "stop"
             yield done
 
     def _windows(self) -> Windows:
-        return Windows(self._training.begun, self._training.together, self._signals.take)
+        return Windows(self._training.begun, self._training.guard, self._signals.take)
 
     def evaluate(self, loader: Loader) -> dict[str, float]:
         """Return the mean loss and the metrics over a loader, on every rank.
@@ -256,7 +256,7 @@ class Pipeline:
         Raises ConfigError for a loader without batches, and TrainingStopped for a bad batch.
         """
         training, what = self._training, "the evaluation"
-        with training.together():
+        with training.guard():
             training.take(Stage.take_evaluated)  # what an evaluation that failed has counted
         batches, ticks = training.batches(loader), training.ticks("evaluation")
         self._windows().evaluate(what, batches, batches.evaluated_at_once, ticks)
@@ -307,10 +307,10 @@ class Pipeline:
         keep = COUNT.read("keep", keep, null=True)
         path, training = PATH.read("folder", folder).expanduser().absolute(), self._training
         session = training.begun
-        with training.together():
+        with training.guard():
             session.engine.synchronize()
         config = {"seed": session.engine.seed, **transformers_config(training.model)}
-        with training.whole.suspended():
+        with training.whole.stages_in_place():
             return save_now(path, session, training.links, training.conditions, config, keep)
 
     def load(self, folder: str | Path) -> None:
@@ -330,17 +330,17 @@ class Pipeline:
                 log.warning("pipetrain: %s has no whole checkpoint, so nothing is loaded", path)
             return str(found.folder) if found else None
 
-        newest = training.together.on_first("the checkpoint to load", find)
+        newest = training.guard.on_first("the checkpoint to load", find)
         if newest is None:
             return
         source = read_source(Path(newest))
         refuse_other(source, training.conditions)
         restore_random(source, training.links)
-        if not training.whole.lent:
+        if not training.whole.attached:
             training.whole.values = weights_of(source, training.model)
             training.source = source  # the rest follows at the first batch
         else:
-            training.whole.take_back()
+            training.whole.restore_stages()
             restore(source, training.begun, training.links)
 
     def dcp(self) -> dict[str, StatefulPart]:
@@ -350,16 +350,16 @@ class Pipeline:
         """
         training, session = self._training, self._training.begun
         session.engine.synchronize()
-        session.level()
-        training.whole.take_back()
-        return parts_of(session, training.whole.keys, training.asked.optimizer)
+        session.average_buffers()
+        training.whole.restore_stages()
+        return parts_of(session, training.whole.keys, training.request.optimizer)
 
     def __enter__(self) -> Pipeline:
         return self
 
     def __exit__(self, *error: object) -> None:
         if isinstance(error[1], BaseException):
-            self._training.together.abandon(error[1])
+            self._training.guard.abandon(error[1])
         self.close()
 
     def close(self) -> None:

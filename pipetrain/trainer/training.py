@@ -33,13 +33,19 @@ from pipetrain.plan.cost_estimate import estimate_short
 from pipetrain.plan.costs import Profile, profile_conditions, read_profile
 from pipetrain.plan.make_plan import Measure, Uses, make_plan
 from pipetrain.plan.memory_fit import optimizer_state
-from pipetrain.plan.parity import parity, prove_loss, prove_stages
-from pipetrain.plan.plan import Plan, Samples, prove_targets
+from pipetrain.plan.parity import compare_loss, compare_stages, parity
+from pipetrain.plan.plan import Plan, Samples, check_targets
 from pipetrain.plan.program import Draft
 from pipetrain.records.progress_bar import Bar
 from pipetrain.rules import PATH
 from pipetrain.runtime.batches import Batches, OfLoader, OfNumbers
-from pipetrain.runtime.comm.collective_guard import Together, conditions, digest, level, prove_same
+from pipetrain.runtime.comm.collective_guard import (
+    CollectiveGuard,
+    broadcast_from_rank0,
+    compare_ranks,
+    conditions,
+    digest,
+)
 from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.runtime.comm.ranks import World
 from pipetrain.runtime.device import choose_device
@@ -73,29 +79,29 @@ class Training:
         record: Initial | None,
         task: Task,
         named: NamedTargets | None,
-        asked: Arguments,
+        request: Arguments,
         weights: str | Path | None,
         seed: int | None,
     ) -> None:
-        self.model, self.task, self.asked, self.settings = model, task, asked, asked.draft.settings
+        self.model, self.task, self.request, self.settings = model, task, request, request.draft.settings
         self._named = named
-        self.links = _meet(World.current(), asked.draft)
+        self.links = _meet(World.current(), request.draft)
         self.bar = Bar()
         self.session: Session | None = None
         self._updates = 0  # where an error has ended the session
         self.source: Source | None = None  # what was loaded before the first batch
-        self.together = Together(self.links, self._ended)
-        with self.together():
+        self.guard = CollectiveGuard(self.links, self._ended)
+        with self.guard():
             initial = self._agree(record, weights)
             if seed is None:
-                seed = self.links.tell("the seed", torch.initial_seed() % 2**31)
+                seed = self.links.broadcast("the seed", torch.initial_seed() % 2**31)
                 self.settings = replace(self.settings, seed=seed)
         self._form: Form | None = None
         self.stopping = False  # as agreed after the last window
         self.metrics: dict[str, float] = {}  # of the last pass that was trained
         self.closed = False
         self._apart = ""  # why microbatches would train otherwise than a batch
-        self.conditions = tensors_of(model) | {"optimizer": title(asked.made)}
+        self.conditions = tensors_of(model) | {"optimizer": title(request.made)}
         self.whole = WholeModel(model, self.links, initial)
 
     @property
@@ -120,7 +126,7 @@ class Training:
         """Refuse to go on after `close` (ConfigError), or an error of what all ranks do (TrainingStopped)."""
         if self.closed:
             raise ConfigError("this Pipeline has been closed: call close() last, or make another one")
-        self.together.refuse_ended()
+        self.guard.refuse_ended()
 
     # The start
 
@@ -131,13 +137,13 @@ class Training:
         """
         links, model = self.links, self.model
         drawn = {"how the model's factory makes its parameters": record.digest} if record else {}
-        asked, draft = self.asked, self.asked.draft
-        given = conditions(draft.settings, asked.made, draft.program, asked.rate)
-        prove_same(links, "the settings", given | drawn)
+        request, draft = self.request, self.request.draft
+        given = conditions(draft.settings, request.made, draft.program, request.rate)
+        compare_ranks(links, "the settings", given | drawn)
         if draft.settings.replicas != AUTO:  # whose links are those of the plan
             links.open(links_of(edges(draft.program), draft.placement))
-        refuse_without_numbers(links.tell("the model", [] if record else give_memory(model)))
-        level(links, "the model", named_tensors(model) | tensor_attributes(model))
+        refuse_without_numbers(links.broadcast("the model", [] if record else give_memory(model)))
+        broadcast_from_rank0(links, "the model", named_tensors(model) | tensor_attributes(model))
         return record if weights is None else open_weights(PATH.read("weights", weights), model)
 
     def begin(self, reader: Reader | Sampled | None, known: Samples | None = None) -> None:
@@ -145,7 +151,7 @@ class Training:
 
         `known`: the sizes of all batches, else others may come.
         """
-        first = self.together.on_first("the first batch", partial(_first, reader))
+        first = self.guard.on_first("the first batch", partial(_first, reader))
         if first is None:
             raise of_all(ConfigError(NO_BATCH), self.rank)
         (data, samples, shortest), model, settings = first, self.model, self.settings
@@ -165,7 +171,7 @@ class Training:
                 estimate_short(network.spare(), plan.example.of(Size(1)), plan.numerics)
             return network, plan
 
-        network, plan = self.together.on_all("the plan", planned)
+        network, plan = self.guard.on_all("the plan", planned)
         if network.kept and not self.rank:
             log.warning(
                 "pipetrain: the model's forward sets %s: a traced model does not run these statements in "
@@ -173,16 +179,16 @@ class Training:
                 ", ".join(network.kept),
             )
         prove = partial(_prove_task, plan, self.task, network, reader)
-        self._apart = self.together.on_first("the task", prove)
+        self._apart = self.guard.on_first("the task", prove)
         self.settings, self._form = plan.settings, form
-        with self.together():
+        with self.guard():
             self.links.placement = plan.placement  # of which only a draft was known with replicas=auto
             self.links.open(plan.links, plan.ties)
             owned = owners(network, plan)
-            optimizer, rate = self.asked.optimizer, self.asked.rate
+            optimizer, rate = self.request.optimizer, self.request.rate
             stages = make_stages(plan, network, self.task, optimizer, rate, self.links)
             self.session = Session(plan, stages, self.task, self.links, self.whole)
-        self.whole.lend(network, self.session.stages.values(), owned)
+        self.whole.attach_stages(network, self.session.stages.values(), owned)
         if self.source is not None:
             restore(self.source, self.session, self.links)
 
@@ -193,26 +199,28 @@ class Training:
 
         `settings`: with the batch's size; `samples`: the sizes of all batches, None: others may come.
         """
-        asked, links, together = self.asked, self.links, self.together
+        request, links, guard = self.request, self.links, self.guard
         profile: Profile | Measure | None = None
         if settings.partition == PROFILE:
-            known = profile_conditions(settings, asked.optim)
+            known = profile_conditions(settings, request.optim)
             if settings.profile is not None:
                 read = partial(read_profile, settings.profile, known)
-                profile = Profile.from_json(together.on_first("the profile", lambda: read().to_json()))
+                profile = Profile.from_json(guard.on_first("the profile", lambda: read().to_json()))
             else:
-                measured = links, settings, known, twin_of(network), asked.optimizer
-                profile = together()(partial(measure, *measured))
-        state_of, draft = optimizer_state(asked.optimizer), replace(asked.draft, settings=settings)
+                measured = links, settings, known, twin_of(network), request.optimizer
+                profile = guard()(partial(measure, *measured))
+        state_of, draft = optimizer_state(request.optimizer), replace(request.draft, settings=settings)
         plan = make_plan(draft, network.spare(), inputs, samples, profile, state_of, self.task, uses)
-        with together():
+        with guard():
             kinds = [type(module).__name__ for module in network.modules]
             layers = {
                 f"layer {one.name}": [kind, *one.weights, str(one.output), f"operations {one.operations:x}"]
                 for kind, one in zip(kinds, plan.layers, strict=True)
             }
-            prove_same(links, "the plan", {**plan.pipeline, "program": digest(plan.window.program), **layers})
-            level(links, "the tensors of the layers", plan.foreign)
+            compare_ranks(
+                links, "the plan", {**plan.pipeline, "program": digest(plan.window.program), **layers}
+            )
+            broadcast_from_rank0(links, "the tensors of the layers", plan.foreign)
         return plan
 
     def _known(self, reader: Reader | Sampled | None, inputs: ValueSpec, samples: int) -> ValueSpec:
@@ -223,7 +231,7 @@ class Training:
                 known[number] = torch.zeros((samples, *spec.shape), dtype=spec.dtype)
                 if first := reader and reader.first():
                     known[number].copy_(as_tuple(first[0])[number][:samples])
-                with self.together():
+                with self.guard():
                     self.links.copy_from_first("the first batch", known[number])
         return replace(inputs, known=known)
 
@@ -231,7 +239,7 @@ class Training:
         """Return which of the model's outputs the loss of the first batch uses."""
         task, of, dtype = spare(self.task, self.model), cast(Any, reader), self.settings.data_dtype
         read = partial(used_outputs, task, outputs)
-        return self.together.on_first("the loss", lambda: read(cast_floats(of.first()[1], dtype)))  # type: ignore[no-any-return]
+        return self.guard.on_first("the loss", lambda: read(cast_floats(of.first()[1], dtype)))  # type: ignore[no-any-return]
 
     def begin_by_number(self, train: Sampled, test: Sampled) -> None:
         """Plan for samples by number; prove the task on both."""
@@ -239,9 +247,9 @@ class Training:
 
         def prove() -> None:
             _, targets = test.first()
-            prove_targets(self.begun.plan, spare(self.task, self.model), targets, test.classes)
+            check_targets(self.begun.plan, spare(self.task, self.model), targets, test.classes)
 
-        self.together.on_first("the task", prove)
+        self.guard.on_first("the task", prove)
         self._refuse_apart()
 
     # Passes
@@ -278,8 +286,8 @@ class Training:
             self._refuse_apart()
 
         def begin(reader: Reader) -> None:
-            if self.whole.unchanged:
-                self.whole.unchanged.refuse_changes(trains)
+            if self.whole.guard:
+                self.whole.guard.refuse_changes(trains)
             if done:
                 reader.skip(done, self.settings.window)
 
@@ -295,10 +303,10 @@ class Training:
 
     def values(self, what: str, take: Callable[[Stage], Tally], **more: float) -> dict[str, float]:
         """Return what the last stage has counted, and `more` of its first rank, on every rank."""
-        with self.together():
+        with self.guard():
             mine = self.take(take)
-            told = self.links.gather(what, mine and [asdict(mine), more])
-        (tallies, (more, *_)) = zip(*(told[rank] for rank in self.begun.plan.placement[-1]), strict=True)
+            received = self.links.gather(what, mine and [asdict(mine), more])
+        (tallies, (more, *_)) = zip(*(received[rank] for rank in self.begun.plan.placement[-1]), strict=True)
         tally = summed([read_as(Tally, one, what) for one in tallies])
         return {"loss": tally.mean_loss, **self.task.values(tally), **more}
 
@@ -320,17 +328,17 @@ class Training:
     def settle(self, what: str) -> None:
         """Let all ranks end what they do, to tell their tensors."""
         self.refuse_ended()
-        with self.together():
+        with self.guard():
             if self.session is not None:
                 self.session.engine.synchronize()
-                self.session.level()
-            self.links.tell(what)
+                self.session.average_buffers()
+            self.links.broadcast(what)
 
     def close(self) -> None:
         """Leave the process groups. All ranks call it."""
         if not self.closed:
             self.whole.end(failed=self.session is None)
-            if not self.together.stopped:
+            if not self.guard.stopped:
                 self.links.close()
         self.closed = True
 
@@ -361,7 +369,7 @@ def _prove_task(plan: Plan, task: Task, network: Network, reader: Any) -> str:
     """Prove a task, and the stages, on the first batch; return why microbatches would train otherwise."""
     inputs, targets = reader.first()
     task = spare(task, network.model)
-    after_forward = prove_loss(plan, network, task, inputs, targets)
-    prove_stages(plan, network, inputs)
-    prove_targets(plan, task, targets, getattr(reader, "classes", None), after_forward)
+    after_forward = compare_loss(plan, network, task, inputs, targets)
+    compare_stages(plan, network, inputs)
+    check_targets(plan, task, targets, getattr(reader, "classes", None), after_forward)
     return parity(plan, network, task, inputs, targets)

@@ -21,14 +21,20 @@ from pipetrain.errors import ConfigError, of_all
 from pipetrain.model.specs import Size
 from pipetrain.runtime.batches import Batches
 from pipetrain.runtime.clock import Observe
-from pipetrain.runtime.comm.collective_guard import Failure, Together, attempt, failure_of, raise_failure
+from pipetrain.runtime.comm.collective_guard import (
+    CollectiveGuard,
+    Failure,
+    attempt,
+    failure_of,
+    raise_failure,
+)
 from pipetrain.runtime.engine import Tick
-from pipetrain.runtime.order import Ends
+from pipetrain.runtime.order import StopCheck
 from pipetrain.runtime.session import Session
-from pipetrain.runtime.whole_model import brought
-from pipetrain.signals import ORDER, Asked
+from pipetrain.runtime.whole_model import gather_outputs
+from pipetrain.signals import ORDER, StopRequest
 
-AT_ONCE_S = 0.5  # windows run for at most this long without a word, where nobody looks at losses
+MAX_UNSYNCED_S = 0.5  # windows run for at most this long without a word, where nobody looks at losses
 AHEAD_S = 0.005  # rank 0 reads ahead for at most this long, as all ranks wait meanwhile
 MOST_AHEAD = 64  # windows that are read ahead, whose batches rank 0 has in memory
 NO_BATCH = "the loader has no batch: give one that has, and that can be read again"
@@ -37,7 +43,7 @@ Length = Callable[[int], int | None]
 """The batches of the next window, after so many of the pass: 0 for no window, None for all that are left."""
 Until = Callable[[int], int]
 """The batches until somebody looks, after so many of the pass; as many may be read ahead."""
-Around = Callable[[Sequence[Size]], AbstractContextManager[tuple[Observe | None, Ends | None]]]
+Around = Callable[[Sequence[Size]], AbstractContextManager[tuple[Observe | None, StopCheck | None]]]
 """Encloses a window of batches of these sizes; gives what observes it, and what may end it early."""
 Ticks = Callable[[int], Tick]
 """Returns what shows the progress of a window of so many batches."""
@@ -57,11 +63,11 @@ class WindowWord:
     error: Exception | None
     losses: list[float]
     rates: list[float]
-    asked: Asked
+    request: StopRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class WindowResult:
     """What ran between two words, on every rank alike: the size of each batch, each update's loss and rate.
 
     `early`: whether a window ended early. `over`: whether nothing is left of the pass, if that is known.
@@ -70,7 +76,7 @@ class Done:
     sizes: list[Size]
     losses: list[float]
     rates: list[float]
-    asked: Asked
+    request: StopRequest
     early: bool
     over: bool
 
@@ -119,21 +125,21 @@ def alone(sizes: Sequence[Size]) -> AbstractContextManager[tuple[None, None]]:
 class Windows:
     """Runs the passes of a session, window by window. All ranks make the same calls.
 
-    `heard`: returns, once, what signals have asked this rank for. `at_once_s`: see AT_ONCE_S.
+    `take_request`: returns, once, what signals have asked this rank for. `max_unsynced_s`: see AT_ONCE_S.
     """
 
     def __init__(
         self,
         session: Session,
-        together: Together,
-        heard: Callable[[], Asked] = lambda: "",
-        at_once_s: float = AT_ONCE_S,
+        guard: CollectiveGuard,
+        take_request: Callable[[], StopRequest] = lambda: "",
+        max_unsynced_s: float = MAX_UNSYNCED_S,
     ) -> None:
         self.session = session
-        self._together, self._links = together, together.links
-        self._heard = heard
-        self._at_once_s = at_once_s
-        self._window_s = at_once_s  # of the last windows that were trained
+        self._guard, self._links = guard, guard.links
+        self._take_request = take_request
+        self._max_unsynced_s = max_unsynced_s
+        self._window_s = max_unsynced_s  # of the last windows that were trained
 
     def train(
         self,
@@ -144,7 +150,7 @@ class Windows:
         around: Around = alone,
         until: Until | None = None,
         updates: int | None = None,
-    ) -> Iterator[Done]:
+    ) -> Iterator[WindowResult]:
         """Train a pass; without `until` somebody looks after each window. `updates`: of all passes, if known.
 
         Raises ConfigError for a pass without batches, BadBatch for a batch with fewer samples than
@@ -152,8 +158,8 @@ class Windows:
         """
 
         def run(sizes: list[Size]) -> int:
-            with around(sizes) as (observe, ends):
-                return self.session.train(sizes, batches, ticks(len(sizes)), observe, ends)
+            with around(sizes) as (observe, stop_check):
+                return self.session.train(sizes, batches, ticks(len(sizes)), observe, stop_check)
 
         first, correction = self.session.updates, self.session.plan.settings.correction
 
@@ -165,16 +171,16 @@ class Windows:
 
     def evaluate(
         self, what: str, batches: Batches, window: int | None, ticks: Ticks, around: Around = alone
-    ) -> Asked:
+    ) -> StopRequest:
         """Evaluate a pass, which the last stage counts; return what signals asked for if it ended early."""
 
         def run(sizes: list[Size]) -> int:
-            with around(sizes) as (_, ends):
-                return self.session.evaluate(sizes, batches, ticks(len(sizes)), ends)
+            with around(sizes) as (_, stop_check):
+                return self.session.evaluate(sizes, batches, ticks(len(sizes)), stop_check)
 
         for done in self._run(_Pass(what, batches, lambda done: window, lambda done: 0), run):
             if done.early:
-                return done.asked
+                return done.request
         return ""
 
     def predict(
@@ -185,23 +191,23 @@ class Windows:
 
         def run(sizes: list[Size]) -> int:
             made = self.session.predict(sizes, batches, ticks(len(sizes)))
-            outputs[:] = brought(made, len(sizes), self._links, self.session.plan.placement[-1])
+            outputs[:] = gather_outputs(made, len(sizes), self._links, self.session.plan.placement[-1])
             return len(sizes)
 
         for done in self._run(_Pass(what, batches, lambda done: window), run):
             yield from [None] * len(done.sizes) if self._links.world.rank else outputs
 
-    def _run(self, this: _Pass, run: Callable[[list[Size]], int]) -> Iterator[Done]:
+    def _run(self, this: _Pass, run: Callable[[list[Size]], int]) -> Iterator[WindowResult]:
         """Run a pass. `run` runs a window of batches of such sizes, and returns how many it has run."""
         done, reads_ahead = 0, this.until is not None
         began = time.perf_counter()  # of reading these windows
-        word = self._say(this, done)
+        word = self._exchange(this, done)
         while windows := self._following(word):
             sizes, ran, early = list[Size](), 0, False
             for window in windows:
                 if early or (this.trains and self._too_small(window)):
                     break
-                with self._together():
+                with self._guard():
                     batches = run(window)
                 sizes += window[:batches]
                 early = batches < len(window)
@@ -211,9 +217,9 @@ class Windows:
                 if this.trains:
                     self._window_s = (time.perf_counter() - began) / ran
                 began = time.perf_counter()
-                word = self._say(this, done, reads_ahead, hears=this.trains or early)
+                word = self._exchange(this, done, reads_ahead, reports=this.trains or early)
                 over = reads_ahead and not (word.windows or word.failure)
-                yield Done(sizes, word.losses, word.rates, word.asked, early, over)
+                yield WindowResult(sizes, word.losses, word.rates, word.request, early, over)
             if ran < len(windows) and not early:  # and the updates before it were seen
                 raise of_all(BadBatch(self._too_small(windows[ran])), self._links.world.rank)
             if not reads_ahead:
@@ -228,27 +234,33 @@ class Windows:
             raise of_all(ConfigError(NO_BATCH), self._links.world.rank)
         return word.windows
 
-    def _say(self, this: _Pass, done: int, reads: bool = True, hears: bool = False) -> WindowWord:
-        """Exchange a word; rank 0 `reads` which batches come next. `hears`: also losses and signals."""
+    def _exchange(self, this: _Pass, done: int, reads: bool = True, reports: bool = False) -> WindowWord:
+        """Exchange a word; rank 0 `reads` which batches come next. `reports`: also losses and signals."""
         last = self.session.last
         windows, error = self._read(this, done) if reads else (None, None)
-        with self._together():
+        with self._guard():
             with self.session.engine.deadline.waiting():
-                losses = last.counts.take_losses() if hears and last else []
-            rates = self.session.take_rates() if hears else []
-            mine = [_as_json(windows), failure_of(error), losses, rates, self._heard() if hears else ""]
+                losses = last.counts.take_losses() if reports and last else []
+            rates = self.session.take_rates() if reports else []
+            mine = [
+                _as_json(windows),
+                failure_of(error),
+                losses,
+                rates,
+                self._take_request() if reports else "",
+            ]
             words = self._links.gather(f"the next window of {this.what}", mine)
         sizes, failure, *_ = words[0]
         parts = [words[rank][2] for rank in self.session.plan.placement[-1]]
         losses = [*map(sum, zip(*parts, strict=True))]  # each replica has its share
-        rates = next((told for *_, told, _ in words if told), [])
-        asked: Asked = max((asked for *_, asked in words), key=ORDER.index)
-        return WindowWord(_from_json(sizes), failure, error, losses, rates, asked)
+        rates = next((received for *_, received, _ in words if received), [])
+        request: StopRequest = max((request for *_, request in words), key=ORDER.index)
+        return WindowWord(_from_json(sizes), failure, error, losses, rates, request)
 
     def _announce(self, this: _Pass, done: int) -> WindowWord:
         """Let rank 0 say which batches come next, and begin with them without waiting for the others."""
         windows, error = self._read(this, done)
-        with self._together():
+        with self._guard():
             mine = [_as_json(windows), failure_of(error)]
             what = f"the next window of {this.what}"
             refused = this.trains and any(map(self._too_small, windows or ()))
@@ -257,7 +269,7 @@ class Windows:
 
     def _read(self, this: _Pass, done: int) -> tuple[list[list[Size]] | None, Exception | None]:
         """Read the next windows on rank 0; return also the error of it."""
-        most = min(MOST_AHEAD, max(1, int(self._at_once_s / max(self._window_s, 1e-6))))
+        most = min(MOST_AHEAD, max(1, int(self._max_unsynced_s / max(self._window_s, 1e-6))))
         return (None, None) if self._links.world.rank else attempt(lambda: this.next(done, most))
 
 

@@ -31,7 +31,7 @@ from benchmark.tasks import Job, Scale, prepare
 from benchmark.worlds import Say
 from pipetrain.config.settings import recomputing
 from pipetrain.plan.plan import Plan
-from pipetrain.plan.program import prove
+from pipetrain.plan.program import verify
 from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.schedule.actions import SENDS, Op
 from pipetrain.schedule.simulate import simulate
@@ -84,7 +84,7 @@ def with_costs(plan: Plan, costs: Costs) -> Plan:
     plan = replace(plan, costs=costs, choices={})
     if not plan.by_costs:
         return plan
-    cut, windows, evaluations = prove(
+    cut, windows, evaluations = verify(
         plan.draft, plan.cut, [*plan.windows], 1, costs, recomputing(plan.modes)
     )
     return replace(plan, cut=cut, windows=windows, evaluations=evaluations)

@@ -29,7 +29,7 @@ from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
 from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.runtime.profile import measure
-from pipetrain.runtime.stage.optimizer_trial import prove_optimizer
+from pipetrain.runtime.stage.optimizer_trial import try_optimizer
 from pipetrain.runtime.stage.weights import OptimizerFactory
 
 LR = 1e-3  # low: the same random batch again and again must not blow up
@@ -109,7 +109,7 @@ def prepare(
     samples, targets = _batch(task, cfg, settings)
     sizes = Samples([len(samples)] * window, [len(samples)])
     draft, objective = Draft.of(settings, make_schedule(cfg)), make_task(cfg)
-    optimizer = prove_optimizer(make_optimizer(cfg), spare, len(draft.placement))
+    optimizer = try_optimizer(make_optimizer(cfg), spare, len(draft.placement))
     example = ValueSpec.in_batch(samples)
     profile: Measure | Profile | None = None if isinstance(times, Links) else times
     if isinstance(times, Links):

@@ -156,13 +156,13 @@ def test_onto_other_replicas_it_ends_the_same(tmp_path):
 
 def test_what_replicas_have_apart_at_a_load_is_of_before(tmp_path, monkeypatch):
     def trained_and_loaded(epochs: Epochs, run: Run) -> dict[str, Tensor]:
-        epochs.session._leveller.before_window()
+        epochs.session._buffer_averager.before_window()
         for stage in epochs.session.stages.values():
             for buffer in stage.module.buffers():
                 buffer += 1
         (source,) = checkpoints(tmp_path)
         epochs.restore(Source(source, read_whole(source)))
-        epochs.session.level()
+        epochs.session.average_buffers()
         return state_of(epochs, run)
 
     monkeypatch.setattr(cases, "state_of", trained_and_loaded)
@@ -252,7 +252,7 @@ def test_a_run_that_is_asked_to_stop_saves_at_that_window_and_goes_on_later(
     at, epochs_done, position, plain, tmp_path
 ):
     """At the end of the last epoch's training too: its evaluation is left for later."""
-    _, some = run_in_threads(PLAIN, saved=Saved(tmp_path, every=None, at=at, asked="stop"))
+    _, some = run_in_threads(PLAIN, saved=Saved(tmp_path, every=None, at=at, request="stop"))
     assert len(some) == epochs_done
     (source,) = checkpoints(tmp_path)
     assert read_whole(source).position == position
@@ -440,10 +440,10 @@ def test_a_run_that_chose_its_replicas_keeps_them_on_as_many_ranks(ranks, placem
     source = source_of()
     pipeline = {**source.manifest.pipeline, "placement": placement} | ({"ranks": ranks} if ranks else {})
     source = replace(source, manifest=replace(source.manifest, pipeline=pipeline))
-    asked, count = config(["partition=profile", "replicas=auto"]), len(ranks or placement)
-    kept = with_cuts_of(asked, source, Settings(ranks=count, replicas="auto"))
+    request, count = config(["partition=profile", "replicas=auto"]), len(ranks or placement)
+    kept = with_cuts_of(request, source, Settings(ranks=count, replicas="auto"))
     assert (kept.partition, kept.replicas) == ([1], replicas)
-    other = with_cuts_of(asked, source, Settings(ranks=4, replicas="auto"))
+    other = with_cuts_of(request, source, Settings(ranks=4, replicas="auto"))
     assert (other.partition, other.replicas) == ("profile", "auto")
 
 

@@ -18,7 +18,7 @@ from pipetrain.checkpoint.files import CHECKPOINTS
 from pipetrain.commands import launcher
 from pipetrain.config import settings
 from pipetrain.schedule import chrome
-from pipetrain.signals import ONE_S
+from pipetrain.signals import DEBOUNCE_S
 from tests.support.processes import (
     FAULTY,
     LAUNCHER,
@@ -187,7 +187,7 @@ def interrupt_twice(process: Started) -> None:
     os.kill(process.pid, signal.SIGINT)
     for _ in range(2):  # each rank says it
         await_line(process, "Ctrl-C again ends it at once")
-    time.sleep(ONE_S + 0.1)
+    time.sleep(DEBOUNCE_S + 0.1)
     os.kill(process.pid, signal.SIGINT)
 
 

@@ -34,7 +34,7 @@ def alone() -> Start:
 def test_alone_there_is_nobody_to_tell(alone):
     cfg = OmegaConf.create({"run_dir": "${now:}", "seed": 0, "timeout": 3})
     assert alone.begin(cfg, {"run": "a"}) == {"run": "a"}
-    assert alone.agree("get ready", 1) == 1
+    assert alone.broadcast_word("get ready", 1) == 1
     assert alone.run_dir is None
     with pytest.raises(ConfigError, match="too small") as refusal:
         alone.refuse(ConfigError("too small"))
@@ -76,24 +76,24 @@ def test_a_refusing_rank_is_deaf_to_torchrun_before_the_others_may_leave(monkeyp
     """With twelve ranks on two cores the first that left had rank 0 ended before it said why."""
     monkeypatch.setattr(module, "this_attempt", lambda world: None)
     start, waited = Start(World(0, 2), [], Signals(0)), []
-    start._ranks = SimpleNamespace(tell=lambda what: waited.append(start.signals.drained.is_set()))
+    start._ranks = SimpleNamespace(broadcast=lambda what: waited.append(start.signals.drained.is_set()))
     with pytest.raises(Refused, match="too small"):
         start.refuse(Refused("too small"))
     assert waited == [True]
 
 
 def test_a_refusal_is_heard_by_all_ranks_until_they_train(monkeypatch):
-    def agree(doing: str, refusal: str, limit_s: float) -> None:
+    def barrier_or_raise(doing: str, refusal: str, limit_s: float) -> None:
         raise {"too small": Refused, "too late": ChannelError}[refusal](f"rank 1: {refusal}")
 
     monkeypatch.setattr(module, "this_attempt", lambda world: None)
     start = Start(World(0, 2), [], Signals(0))
-    start._ranks = SimpleNamespace(agree=agree)
-    heard, alone = (start.tell_refusal(ConfigError(why), 1) for why in ("too small", "too late"))
+    start._ranks = SimpleNamespace(barrier_or_raise=barrier_or_raise)
+    heard, alone = (start.as_refused(ConfigError(why), 1) for why in ("too small", "too late"))
     assert (type(heard), str(heard)) == (Refused, "rank 1: too small")
     assert (type(alone), str(alone)) == (ConfigError, "too late")
     start.trains.set()
-    assert not isinstance(start.tell_refusal(ConfigError("too small"), 1), Refused)
+    assert not isinstance(start.as_refused(ConfigError("too small"), 1), Refused)
 
 
 def test_more_stages_than_layers_are_refused_by_the_configuration_alone():

@@ -19,7 +19,7 @@ from pipetrain.model.chain import network_of
 from pipetrain.model.specs import TensorSpec, Value, ValueSpec
 from pipetrain.plan.cost_estimate import estimate
 from pipetrain.plan.cut import refuse_cuts
-from pipetrain.runtime.stage.optimizer_trial import prove_optimizer
+from pipetrain.runtime.stage.optimizer_trial import try_optimizer
 from pipetrain.tasks import Classification, LanguageModelling, Regression, Segmentation, Task
 from tests.support.cases import options_of
 from tests.support.refusals import ARGUMENTS, TARGETS, WORDS, changed, outcome, refusal
@@ -148,7 +148,7 @@ def test_metrics_by_name_are_functions_or_classes_and_replace_the_task_s():
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "model": lambda cfg: make_model(cfg, 0, torch.float32),
     "schedule": make_schedule,
-    "optim": lambda cfg: prove_optimizer(make_optimizer(cfg), nn.Linear(2, 2), 1),
+    "optim": lambda cfg: try_optimizer(make_optimizer(cfg), nn.Linear(2, 2), 1),
     "task": make_task,
 }
 L1 = "+loss._target_=torch.nn.L1Loss"

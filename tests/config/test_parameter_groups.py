@@ -10,12 +10,12 @@ from torch import nn
 
 from pipetrain import Pipeline
 from pipetrain.config.build import Optim, make_optimizer
-from pipetrain.config.parameter_groups import Several, title
+from pipetrain.config.parameter_groups import ChainedOptimizer, title
 from pipetrain.model.specs import TensorSpec
 from pipetrain.muon import Muon
 from pipetrain.plan.memory_fit import optimizer_state
 from pipetrain.plan.paper_plan import state_of
-from pipetrain.runtime.stage.optimizer_trial import prove_optimizer
+from pipetrain.runtime.stage.optimizer_trial import try_optimizer
 from pipetrain.trainer.arguments import read_optimizer
 from tests.support.cases import Case, compare, options_of, run_in_threads
 from tests.support.refusals import refusal
@@ -41,8 +41,8 @@ def muon(*words: str) -> Optim:
 def parts_of(optim: Optim, model: nn.Module) -> dict[str, set[str]]:
     """The parameters of each part."""
     names = {id(p): name for name, p in model.named_parameters()}
-    optimizer = prove_optimizer(optim, model, 2)([*model.named_parameters()])
-    assert isinstance(optimizer, Several)
+    optimizer = try_optimizer(optim, model, 2)([*model.named_parameters()])
+    assert isinstance(optimizer, ChainedOptimizer)
     return {
         type(part).__name__: {names[id(p)] for group in part.param_groups for p in group["params"]}
         for part in optimizer.parts
@@ -62,7 +62,7 @@ def test_muon_has_hidden_matrices_and_kernels_and_adamw_what_else_there_is_or_a_
 def test_a_program_gives_a_group_an_optimizer_by_its_name():
     groups = {"all_but_hidden": {"_target_": "torch.optim.AdamW", "lr": 0.25}}
     groups |= {"slow": {"params": "up.weight", "lr": 0.125}}
-    factory = prove_optimizer(read_optimizer(lambda p: Muon(p, lr=0.5), groups), Net(), 2)
+    factory = try_optimizer(read_optimizer(lambda p: Muon(p, lr=0.5), groups), Net(), 2)
     optimizer = factory([*Net().named_parameters()])
     assert title(optimizer) == "Muon + AdamW"
     assert sorted((group["lr"], len(group["params"])) for group in optimizer.param_groups) == [
@@ -75,7 +75,7 @@ def test_a_program_gives_a_group_an_optimizer_by_its_name():
 def test_a_step_is_that_of_each_part_and_the_state_is_one():
     model, twin = Net(), Net()
     twin.load_state_dict(model.state_dict())
-    optimizer = prove_optimizer(muon("optim.lr=0.5"), model, 2)([*model.named_parameters()])
+    optimizer = try_optimizer(muon("optim.lr=0.5"), model, 2)([*model.named_parameters()])
     hidden = {twin.mix.weight, twin.up.weight, twin.down.weight}
     others = torch.optim.AdamW([p for p in twin.parameters() if p not in hidden], 0.001, weight_decay=0.01)
     plain = [Muon([*hidden], lr=0.5, weight_decay=0.01), others]
@@ -92,7 +92,7 @@ def test_a_step_is_that_of_each_part_and_the_state_is_one():
 
 def test_paper_knows_the_state_of_each_part():
     spec = TensorSpec((30, 20), torch.float32)
-    cfg, factory = options_of(["data=digits", "optim=muon"]), prove_optimizer(muon(), Net(), 2)
+    cfg, factory = options_of(["data=digits", "optim=muon"]), try_optimizer(muon(), Net(), 2)
     for state in (state_of(cfg, Net()), optimizer_state(factory)):
         assert [state(name, spec) / spec.nbytes for name in ("up.weight", "words.weight")] == [1, 2]
 
@@ -168,4 +168,4 @@ OTHERS = "optim.groups.all_but_hidden"
     ],
 )
 def test_what_cannot_be_is_refused(words, says):
-    assert refusal(lambda: prove_optimizer(muon(*words), Net(), 2)).startswith(says)
+    assert refusal(lambda: try_optimizer(muon(*words), Net(), 2)).startswith(says)

@@ -330,8 +330,8 @@ FAULTS = {
     ),
     "a number of the host is copied at each tie": Fault(
         Sums,
-        "tell_tied",
-        lambda tell: lambda self, action: (torch.tensor([1.0], device="cuda"), tell(self, action)),
+        "reduce_tied",
+        lambda reduce: lambda self, action: (torch.tensor([1.0], device="cuda"), reduce(self, action)),
         case("1f1b", *SHORT, TIED, "partition=[3]"),
         "torch.tensor of numbers of the host",
     ),
@@ -372,17 +372,17 @@ FAULTS = {
     ),
     "a sum is posted when its share is told": Fault(
         Channel,
-        "tell",
-        lambda tell: lambda self, tie, numbers: (tell(self, tie, numbers), self.begin(tie)),
+        "all_reduce",
+        lambda reduce: lambda self, tie, numbers: (reduce(self, tie, numbers), self.begin(tie)),
         SHARED,
         "rank 0 waits for its transfers at a kernel",
     ),
     "replicas begin their buckets when they are told": Fault(
         Channel,
-        "tell",
-        lambda tell: (
+        "all_reduce",
+        lambda reduce: (
             lambda self, tie, numbers, early=False: (
-                tell(self, tie, numbers, early),
+                reduce(self, tie, numbers, early),
                 early and self.begin(tie),
             )
         ),

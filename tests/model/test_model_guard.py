@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError
-from pipetrain.model.model_guard import Unchanged
+from pipetrain.model.model_guard import ModelGuard
 from pipetrain.model.tensor_access import named_tensors, on_meta, replace
 from pipetrain.model.tracing.trace import trace
 from pipetrain.model.tracing.traced_network import Traced
@@ -57,12 +57,12 @@ CHANGES = {
 }
 
 
-def cut(model: nn.Module, meta: int = 0) -> Unchanged:
+def cut(model: nn.Module, meta: int = 0) -> ModelGuard:
     """As on a rank that has some of the tensors; every `meta`th is without numbers."""
     network = trace(model, example((4,)))
     tensors = list(named_tensors(model).values())[::meta] if meta else ()
     replace([model], {id(tensor): on_meta(tensor) for tensor in tensors})
-    return Unchanged(model, network)
+    return ModelGuard(model, network)
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipetrain.model.requirements import own_dtype, prove_model, tensor_attributes
+from pipetrain.model.requirements import own_dtype, require_module, tensor_attributes
 from tests.support.refusals import refusal
 
 
@@ -45,7 +45,7 @@ def parallel() -> nn.Sequential:
 
 
 def taken(model: nn.Module, dtype: torch.dtype | None = torch.float32) -> nn.Module:
-    prove_model(model, "a model must be", dtype)
+    require_module(model, "a model must be", dtype)
     return model
 
 

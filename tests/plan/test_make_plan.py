@@ -17,7 +17,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.model.specs import Size, TensorSpec, ValueSpec
 from pipetrain.plan import program as programs
 from pipetrain.plan.make_plan import make_plan
-from pipetrain.plan.plan import Plan, Samples, prove_targets
+from pipetrain.plan.plan import Plan, Samples, check_targets
 from pipetrain.plan.program import Draft, window_lengths
 from pipetrain.schedule.actions import Action, Op, Program, Schedule, has_norms, parse_program
 from pipetrain.schedule.automatic import ZeroBubbleAuto
@@ -122,7 +122,7 @@ def test_a_plan_of_the_first_batch_alone_shows_a_window_until_the_first_is_asked
 def test_what_is_proven_of_a_draft_is_not_proven_again_for_the_same_program(monkeypatch, words, model, again):
     proven: list[int] = []
     monkeypatch.setattr(programs, "check", lambda program, batches, *more: proven.append(batches))
-    draft = Draft.of(settings_of("partition=even", "window=1", *words.split()), one_f_one_b).prove()
+    draft = Draft.of(settings_of("partition=even", "window=1", *words.split()), one_f_one_b).verify()
     made = make_plan(draft, model(), IMAGE, ONE_BATCH)
     assert (made.window is draft.proven, proven) == (not again, [1, *again])
     made.training(2)
@@ -323,6 +323,6 @@ def test_inputs_and_targets_that_the_run_s_dtype_would_round_are_refused():
     assert said.startswith("the inputs are float64[3, 32, 32] + int64[4] a sample, and with dtype=float32")
     made = plan(model=nn.Sequential(FLAT, nn.Linear(48, 4), nn.Linear(4, 2)))
     with pytest.raises(ConfigError, match=r"the targets are float64\[2\] a sample, .* would be rounded"):
-        prove_targets(made, Regression(), torch.zeros(4, 2, dtype=torch.float64))
+        check_targets(made, Regression(), torch.zeros(4, 2, dtype=torch.float64))
     bf16 = plan("precision=bf16", model=nn.Sequential(FLAT, nn.Linear(48, 2), nn.Sigmoid()))
-    prove_targets(bf16, Task(nn.BCELoss()), torch.zeros(4, 2))  # which takes outputs and targets of one dtype
+    check_targets(bf16, Task(nn.BCELoss()), torch.zeros(4, 2))  # which takes outputs and targets of one dtype

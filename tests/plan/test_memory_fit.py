@@ -12,7 +12,7 @@ import pipetrain
 from pipetrain.errors import ActionFailed
 from pipetrain.plan import memory_fit as module
 from pipetrain.plan.memory_fit import WAYS, explained, gpu_bytes, is_out_of_memory, peaks_by_rank
-from pipetrain.plan.memory_fit import says_whether_it_fits as says
+from pipetrain.plan.memory_fit import fit_sentence as says
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.memory import GIB, PARTS, PartBytes
 from tests.support.cases import options_of, prepared

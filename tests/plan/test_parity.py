@@ -21,7 +21,7 @@ from pipetrain.model.specs import Value, ValueSpec
 from pipetrain.model.trial_tensors import GRADIENT, difference
 from pipetrain.models import gpt
 from pipetrain.plan.make_plan import make_plan
-from pipetrain.plan.parity import prove_loss, prove_stages
+from pipetrain.plan.parity import compare_loss, compare_stages
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
 from pipetrain.schedule.programs import one_f_one_b
@@ -211,8 +211,8 @@ def planned(model: nn.Module, cuts: list[int], inputs: Value, *options: str) -> 
     return make_plan(Draft.of(settings, one_f_one_b), network.spare(), example, Samples([4], [2])), network
 
 
-def prove(model: nn.Module, cuts: list[int], inputs: Value = NUMBERS, *options: str) -> None:
-    prove_stages(*planned(model, cuts, inputs, *options), inputs)
+def verify(model: nn.Module, cuts: list[int], inputs: Value = NUMBERS, *options: str) -> None:
+    compare_stages(*planned(model, cuts, inputs, *options), inputs)
 
 
 class Says(nn.Module):
@@ -251,8 +251,8 @@ def exchanging(what: Callable[[Tensor], object], when: bool | None = None) -> nn
 )
 def test_what_layers_exchange_across_a_cut_is_refused_and_within_a_stage_it_is_not(make, says):
     with pytest.raises(ConfigError, match=f"over stages the model would not compute in {says}"):
-        prove(make(), [2])
-    prove(make(), [1])
+        verify(make(), [2])
+    verify(make(), [1])
 
 
 def tied() -> nn.Sequential:
@@ -282,7 +282,7 @@ def test_a_model_whose_layers_return_all_is_the_same_over_stages_and_stays_as_it
     model = make()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     random = torch.get_rng_state()
-    prove(model, cuts, inputs)
+    verify(model, cuts, inputs)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
     assert all(p.grad is None for p in model.parameters())
@@ -317,7 +317,7 @@ class Around(nn.Module):
 
 def prove_loss_of(model: nn.Module, cuts: list[int], term: Callable[[], Any]) -> None:
     plan, network = planned(model, cuts, NUMBERS)
-    prove_loss(plan, network, Task(lambda outputs, y: mse_loss(outputs, y) + term()), NUMBERS, NUMBERS)
+    compare_loss(plan, network, Task(lambda outputs, y: mse_loss(outputs, y) + term()), NUMBERS, NUMBERS)
 
 
 @pytest.mark.parametrize("most", [1e10, 0.0], ids=["cheap", "dear"])
@@ -413,16 +413,16 @@ def test_what_no_trace_holds_is_refused_and_the_model_is_as_it_was(function, say
     with pytest.raises(
         ConfigError, match=f"in {says}.*its trace holds only operations of torch's, .*: make the"
     ):
-        prove(model, [])
+        verify(model, [])
     assert model.training
     assert model.before is None
     torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
 
 
 def test_stages_are_compared_in_the_precision_of_the_run():
-    prove(Model(asks_for_a_dtype), [])
+    verify(Model(asks_for_a_dtype), [])
     with pytest.raises(ConfigError, match=r"in training .*: output 0 differs"):
-        prove(Model(asks_for_a_dtype), [], NUMBERS, "precision=bf16")
+        verify(Model(asks_for_a_dtype), [], NUMBERS, "precision=bf16")
 
 
 def refused() -> str:

@@ -16,7 +16,7 @@ from pipetrain.config.settings import STRATEGIES, Mode
 from pipetrain.errors import ConfigError
 from pipetrain.model.specs import TensorSpec, ValueSpec
 from pipetrain.plan.cost_estimate import Layer
-from pipetrain.plan.partition import Doing, Prices, balance, balance_times, best_cuts, choose_cuts
+from pipetrain.plan.partition import Prices, StageWork, balance, balance_times, best_cuts, choose_cuts
 from pipetrain.schedule.actions import Op, Placement
 from pipetrain.schedule.memory import GIB, Items
 from tests.support.profiles import Skip, layer, prices_of, table_of
@@ -211,7 +211,7 @@ def test_a_memory_limit_moves_a_cut_and_says_how_small_it_may_be():
 def test_a_stage_recomputes_as_little_as_fits():
     """Saved whole it holds 2 microbatches of 1000 bytes; recomputed, one, and of each what enters."""
     made = prices_of(table_of([layer("a", 1, 2, output_bytes=10)], [1000], inputs=10), [0], [2])
-    again = Doing({Op.F: 4, Op.R: 2, Op.B: 4}, [Items(saved=1, before_r=1)])
+    again = StageWork({Op.F: 4, Op.R: 2, Op.B: 4}, [Items(saved=1, before_r=1)])
     made = replace(made, stages=[{**made.stages[0], Mode.ALWAYS: again}])
     for limit, mode, batch_s in ((math.inf, "never", 4 * 3), (1500, "always", 4 * (3 + 0.5))):
         (stage,) = made.choice([], limit).stages

@@ -256,9 +256,9 @@ def test_a_run_takes_the_replicas_with_which_its_schedule_is_fastest():
 
 def test_the_way_that_is_taken_is_planned_once(monkeypatch):
     proven: list[list[int]] = []
-    prove = making.prove
+    verify = making.verify
     monkeypatch.setattr(
-        making, "prove", lambda draft, *how: proven.append(draft.settings.replicas) or prove(draft, *how)
+        making, "prove", lambda draft, *how: proven.append(draft.settings.replicas) or verify(draft, *how)
     )
     taken = auto(one_f_one_b, 60_000).settings.replicas
     assert (taken, proven.count(taken), len(proven) > 2) == ([2, 1], 1, True)

@@ -14,7 +14,7 @@ import pytest
 
 from pipetrain.errors import ConfigError
 from pipetrain.records import run_folder as folder
-from pipetrain.records.run_folder import LOCK, Before, claim, clear, discard, prove_shared, rename_after
+from pipetrain.records.run_folder import LOCK, Before, claim, clear, discard, rename_after, require_shared
 from tests.support.deadlines import DEADLINE_S
 
 
@@ -96,9 +96,9 @@ def test_a_folder_is_called_after_the_data_set_really_used_unless_it_has_a_name_
 def test_a_rank_that_does_not_see_the_folder_refuses(tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "LATE_S", 0.1)
     take(tmp_path / "here")
-    prove_shared(tmp_path / "here")
+    require_shared(tmp_path / "here")
     with pytest.raises(ConfigError, match=r"\S+ does not see \S+, which rank 0 has written: "):
-        prove_shared(tmp_path / "elsewhere")
+        require_shared(tmp_path / "elsewhere")
 
 
 def test_a_refused_run_leaves_what_was_there_and_takes_what_it_made(tmp_path):

@@ -11,7 +11,7 @@ import torch
 
 from pipetrain.data.reader import Form
 from pipetrain.model.specs import Size, ValueSpec, specs_of
-from pipetrain.runtime.batches import UNTAKEN, OfLoader, turns
+from pipetrain.runtime.batches import MAX_UNWAITED_SENDS, OfLoader, turns
 from pipetrain.runtime.comm.ranks import World
 from pipetrain.tasks import Classification
 
@@ -60,7 +60,7 @@ def test_the_tensors_of_a_long_window_are_not_all_kept():
     batches = OfLoader(links.of(0), reader(*[[1, 2, 3]] * 1000), FORM, Classification(), lambda of: None)
     inputs, targets, _, finish, _ = batches.open([Size(3)] * 1000, 2, [0, 0] * 1000, [1, 1] * 1000)
     assert [len(some) for some in inputs] == [2, 1] * 1000
-    assert (len(links.waited), targets) == (1000 - UNTAKEN, None)
+    assert (len(links.waited), targets) == (1000 - MAX_UNWAITED_SENDS, None)
     finish(1000)
     assert len(links.waited) == 1000
 

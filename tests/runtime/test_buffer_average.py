@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.runtime.buffer_average import Leveller
+from pipetrain.runtime.buffer_average import BufferAverager
 
 
 class Kept(nn.Module):
@@ -28,24 +28,24 @@ def test_means_are_weighted_by_samples_and_counters_add_up() -> None:
         )
         module = Kept()
         stages: Any = {0: SimpleNamespace(module=module, observers=[])}
-        replicas.append((module, Leveller(stages, links), links))
+        replicas.append((module, BufferAverager(stages, links), links))
     for index, (module, leveller, _) in enumerate(replicas):
         leveller.before_window()
         module.mean += torch.tensor([1.0, 10.0]) * (index + 1)
         module.count += index + 1
         leveller.count(0, 30 if index else 10)
-        leveller.level()  # which tells what this replica has
+        leveller.average()  # which tells what this replica has
     for module, leveller, links in replicas:
         module.count.fill_(5)
         leveller.before_window()
         module.count += 1  # is what the sum below says instead
         links.add_up = lambda tie, numbers: sum(told[:2])
-        leveller.level()
+        leveller.average()
         torch.testing.assert_close(module.mean, torch.tensor([1.75, 17.5]))
         assert (int(module.count), bool(module.flag)) == (8, True)
     before = len(told)
     for _, leveller, _ in replicas:
-        leveller.level()  # nothing was trained since
+        leveller.average()  # nothing was trained since
     assert len(told) == before
 
 
@@ -57,7 +57,7 @@ def test_a_replica_without_samples_does_not_make_an_infinity_nan() -> None:
     )
     module = Kept()
     module.mean.fill_(-torch.inf)
-    leveller = Leveller({0: SimpleNamespace(module=module, observers=[])}, links)  # type: ignore[dict-item]
+    leveller = BufferAverager({0: SimpleNamespace(module=module, observers=[])}, links)  # type: ignore[dict-item]
     leveller.before_window()
-    leveller.level()
+    leveller.average()
     assert told[0].tolist() == [0] * 4

@@ -21,7 +21,7 @@ from tests.support.jobs import exchange_coded
 from tests.support.ranks import in_world
 
 
-class Ends:
+class StopCheck:
     """Both ends of stage 0 on rank 0 and stage 1 on rank 1."""
 
     def __init__(self, codecs: Codecs, channels_last: bool = False) -> None:
@@ -46,7 +46,7 @@ def test_a_message_arrives_in_its_own_dtype_and_layout_and_whole_numbers_as_they
     for codec in (Half(), Int8("channel"), TopK(0.5), TopKInt8(0.5)):
         for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
             x = torch.randn(2, 3, 4, 5).to(dtype).contiguous(memory_format=torch.channels_last)
-            arrived = Ends(Codecs(forward=codec), channels_last=True).up(index, x, mask)
+            arrived = StopCheck(Codecs(forward=codec), channels_last=True).up(index, x, mask)
             assert specs_of(arrived) == specs_of([index, x, mask])
             assert torch.equal(arrived[0], index)
             assert torch.equal(arrived[2], mask)
@@ -57,7 +57,7 @@ def test_a_message_arrives_in_its_own_dtype_and_layout_and_whole_numbers_as_they
 
 @pytest.mark.parametrize(("bad", "codec"), [(math.inf, TopK()), (math.nan, Int8()), (-math.inf, Half())])
 def test_what_is_not_finite_is_refused_with_the_message_s_name(bad, codec):
-    ends = Ends(Codecs(codec, codec))
+    ends = StopCheck(Codecs(codec, codec))
     says = "the activation of microbatch 7 from stage 0 to stage 1 has an infinity or NaN, which codec"
     with pytest.raises(TrainingStopped, match=f"^{says} .* or codec.forward=identity"):
         ends.up(torch.tensor([1.0, bad]), mb=7)
@@ -76,7 +76,7 @@ numbers = st.lists(st.lists(st.integers(-1000, 1000), min_size=6, max_size=6), m
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(codec=st.sampled_from(FED_BACK), sent=numbers, dtype=st.sampled_from([*KEPT]))
 def test_what_arrives_adds_up_to_what_was_meant_but_for_the_residual(codec, sent, dtype):
-    ends = Ends(Codecs(forward=codec))
+    ends = StopCheck(Codecs(forward=codec))
     xs = [torch.tensor(x, dtype=dtype) / 8 for x in sent]
     arrived = [ends.up(x)[0].double() for x in xs]
     (residual,) = ends.codings[0].residuals.values()
@@ -88,7 +88,7 @@ def test_what_arrives_adds_up_to_what_was_meant_but_for_the_residual(codec, sent
 
 
 def test_residuals_are_of_an_edge_a_tensor_and_a_shape():
-    ends = Ends(Codecs(TopK(0.5), TopK(0.5)))
+    ends = StopCheck(Codecs(TopK(0.5), TopK(0.5)))
     ends.up(torch.tensor([4.0, 1.0]), torch.tensor([2.0, 8.0]))
     ends.up(torch.tensor([4.0, 1.0, 2.0, 8.0]), torch.zeros(0))
     ends.down(torch.tensor([16.0, 3.0]))

@@ -25,7 +25,7 @@ from pipetrain.schedule.actions import (
     shortened,
 )
 from pipetrain.schedule.check import check
-from pipetrain.schedule.early_stops import looks_of
+from pipetrain.schedule.early_stops import stop_points_of
 from pipetrain.schedule.lower import edges, lower
 from pipetrain.schedule.posting_order import Sum, make_posts
 from pipetrain.schedule.programs import pipedream
@@ -106,7 +106,7 @@ def test_whoever_looks_knows_what_was_decided_and_has_begun_nothing_that_is_left
         return
     run = simulate(program, m, buffer_size=bound)
     posts = make_posts(run, dict.fromkeys(edges(program), bound))
-    leader, looks = ranks_of(program)[0][0], looks_of(run, posts, silent)
+    leader, looks = ranks_of(program)[0][0], stop_points_of(run, posts, silent)
     assert len({tuple(batch for _, batch in own) for own in looks}) == 1
     for at in zip(*looks, strict=True):
         batch, positions = at[0][1], [position for position, _ in at]
@@ -127,7 +127,7 @@ def test_whoever_looks_knows_what_was_decided_and_has_begun_nothing_that_is_left
 def test_a_window_may_end_before_each_batch_but_the_first_ones(places: Placement, bound: int) -> None:
     program = lower(spread_program(pipedream, places, 14, 2))
     run = simulate(program, 2, buffer_size=bound)
-    looks = looks_of(run, make_posts(run, dict.fromkeys(edges(program), bound)), ())[0]
+    looks = stop_points_of(run, make_posts(run, dict.fromkeys(edges(program), bound)), ())[0]
     first = looks[0][1]
     assert first <= 4
     assert [batch for _, batch in looks] == [*range(first, 14)]

@@ -38,7 +38,7 @@ from pipetrain.runtime import engine
 from pipetrain.runtime.comm.ranks import World
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import Op, Program, Tie, ranks_of
-from pipetrain.signals import Asked, Signals
+from pipetrain.signals import Signals, StopRequest
 from pipetrain.tasks import IGNORED
 from pipetrain.trainer.epochs import Epochs
 from tests.support import reference
@@ -242,11 +242,11 @@ class LocalRanks:
     def most(self, what: str, mine: int) -> int:
         return max(self.gather(what, mine))
 
-    def tell(self, what: str, item: object = None, source: int = 0) -> object:
+    def broadcast(self, what: str, item: object = None, source: int = 0) -> object:
         return self.gather(what, item)[source]
 
     def announce(self, what: str, item: object = None, ends: bool = False) -> object:
-        return self.tell(what, item)
+        return self.broadcast(what, item)
 
 
 class LocalLinks(LocalRanks):
@@ -264,8 +264,8 @@ class LocalLinks(LocalRanks):
 
     def add_up(self, tie: Tie, numbers: Tensor) -> Tensor:
         channel = self._adding = self._adding or self.channel(1)
-        channel.tell(("between windows", *tie), numbers)  # type: ignore[arg-type]
-        return channel.hear(("between windows", *tie))  # type: ignore[arg-type]
+        channel.all_reduce(("between windows", *tie), numbers)  # type: ignore[arg-type]
+        return channel.reduced(("between windows", *tie))  # type: ignore[arg-type]
 
     def abandon(self, why: str) -> None: ...
 
@@ -296,11 +296,11 @@ class SavingRanks(LocalRanks):
 class FixedSignals(Signals):
     """Hears no signals: asks for `asked` after so many windows."""
 
-    def __init__(self, at: int, asked: Asked) -> None:
+    def __init__(self, at: int, asked: StopRequest) -> None:
         super().__init__(0, str)
         self.windows_left, self.will_ask = at, asked
 
-    def take(self) -> Asked:
+    def take(self) -> StopRequest:
         self.windows_left -= 1
         return self.will_ask if self.windows_left == 0 else ""
 
@@ -328,7 +328,7 @@ class Saved:
     unit: str = "updates"
     keep: int = 1000
     at: int = 0
-    asked: Asked = ""
+    asked: StopRequest = ""
     ends: tuple[int, int] = (0, 0)
     config: dict[str, Any] = field(default_factory=dict)
 

@@ -79,8 +79,8 @@ def overfill(world: World, store: Store) -> str:
     channel = links.channel(2)
     channel._timeout = 1.0
     if world.rank == 1:
-        channel.tell(ALL, torch.ones(2, dtype=torch.float64))
-        said = _complaint(partial(channel.hear, ALL))
+        channel.all_reduce(ALL, torch.ones(2, dtype=torch.float64))
+        said = _complaint(partial(channel.reduced, ALL))
         store.wait(["done"])
         return said
     for mb in range(2):
@@ -98,7 +98,10 @@ def leave_with_references(world: World, store: Store) -> tuple[str, str]:
     links.announce("the next window") if first else None
     referred_to = [list(end.posted) for end in channel._ends.values()], links._heads.copy(), links._all
     if first:
-        said = _complaint(partial(channel.recv, _message(0, 4, False))), _complaint(partial(links.tell, "it"))
+        said = (
+            _complaint(partial(channel.recv, _message(0, 4, False))),
+            _complaint(partial(links.broadcast, "it")),
+        )
         store.set("seen", "1")
         links.abandon("it has lost rank 1")
     else:
@@ -143,8 +146,8 @@ def watch(world: World, store: Store) -> list[str]:
     store.set("taken", "1")
     channel.wait([third], [])
     said.append(_complaint(lambda: channel.recv(third)))
-    channel.tell(ALL, torch.ones(2, dtype=torch.float64))
-    said.append(_complaint(partial(channel.hear, ALL)))
+    channel.all_reduce(ALL, torch.ones(2, dtype=torch.float64))
+    said.append(_complaint(partial(channel.reduced, ALL)))
     return said
 
 
@@ -207,7 +210,7 @@ def agreements(world: World, store: Store) -> list[str]:
 
 def _agreed(ranks: Ranks, **words: Any) -> str:
     try:
-        ranks.agree("get ready", **words)
+        ranks.barrier_or_raise("get ready", **words)
         return "agreed"
     except (Refused, ChannelError) as error:
         return str(error)

@@ -36,7 +36,7 @@ class LocalChannel:
         self.deadline = Deadline(timeout)
         self._expected: dict[Link, deque[Message]] = {}
         self._told: Counter[Tie] = Counter()
-        self._heard: Counter[Tie] = Counter()
+        self._take_request: Counter[Tie] = Counter()
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
         for message in messages:
@@ -99,7 +99,7 @@ class LocalChannel:
     def buffers(self) -> list[tuple[Sequence[int], Tensor]]:
         return []  # it keeps references to the tensors of others
 
-    def tell(self, tie: Tie, numbers: Tensor, early: bool = False) -> None:
+    def broadcast(self, tie: Tie, numbers: Tensor, early: bool = False) -> None:
         with self._wire.changed:
             self._wire.told[tie, self._told[tie]][self._rank] = numbers
             self._told[tie] += 1
@@ -109,8 +109,8 @@ class LocalChannel:
         """A sum begins when it is told."""
 
     def hear(self, tie: Tie) -> Tensor:
-        told, start = self._wire.told[tie, self._heard[tie]], time.monotonic()
-        self._heard[tie] += 1
+        told, start = self._wire.told[tie, self._take_request[tie]], time.monotonic()
+        self._take_request[tie] += 1
         placement = self._wire.placement
         stages = [stage for stage in tie if stage in range(len(placement))] or range(len(placement))
         ranks = {rank for stage in stages for rank in placement[stage]}

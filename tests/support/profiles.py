@@ -15,7 +15,7 @@ from pipetrain.model.specs import TensorSpec, ValueSpec
 from pipetrain.plan.cost_estimate import Layer, estimate
 from pipetrain.plan.costs import LayerTime, Profile, Table
 from pipetrain.plan.operation_costs import Kept
-from pipetrain.plan.partition import Doing, Prices
+from pipetrain.plan.partition import Prices, StageWork
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.memory import Items
 
@@ -95,13 +95,13 @@ def prices_of(
     """The prices of stages that each send to the next, and hold so many microbatches."""
     last = len(placement) - 1
 
-    def doing(stage: int) -> Doing:
+    def doing(stage: int) -> StageWork:
         before = stage > 0 and placement[stage - 1] != placement[stage]
         behind = stage < last and placement[stage + 1] != placement[stage]
         ops = [Op.F, *([Op.I, Op.W] if split else [Op.B])]
         ops += [Op.RECV_F, Op.SEND_B] * before + [Op.SEND_F, Op.RECV_B] * behind
         items = Items(open_ones[stage], weights=1, gradients=1, inputs=1, grads=1)
-        return Doing({**dict.fromkeys(ops, microbatches), Op.STEP: 1}, [items])
+        return StageWork({**dict.fromkeys(ops, microbatches), Op.STEP: 1}, [items])
 
     return Prices(table, [{Mode.NEVER: doing(stage)} for stage in range(last + 1)])
 

@@ -80,7 +80,7 @@ class Loop:
     """Trains a model, microbatch by microbatch with delayed weights.
 
     `loss_of`(weights, *more of a piece) is its mean loss; `rate`: of an update, as a fraction of the peak;
-    `clip`: the most that the norm of the gradients of each of the lists `together` may be; `average` follows
+    `clip`: the most that the norm of the gradients of each of the lists `guard` may be; `average` follows
     the weights; `skip`: an update whose gradient is not finite is left out, with all that its batch changed.
     """
 
@@ -89,7 +89,7 @@ class Loop:
     loss_of: Callable[..., Tensor]
     rate: Rate = lambda update: 1.0
     clip: float | None = None
-    together: Sequence[Sequence[nn.Parameter]] = ()
+    guard: Sequence[Sequence[nn.Parameter]] = ()
     average: AveragedModel | None = None
     skip: bool = False
     replicas: Replicas | None = None
@@ -189,7 +189,7 @@ class Loop:
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(buffers[name])
         else:
-            for parameters in self.together if self.clip is not None else ():
+            for parameters in self.guard if self.clip is not None else ():
                 nn.utils.clip_grad_norm_(parameters, self.clip)
             self._update(delays)
         if self.late:
@@ -278,13 +278,13 @@ class Reference:
             (whole,) = cut_layers({Size(1): plan.layers}, [], plan.example).slices
             self._part = network_of(model, plan.example).part(whole)
             self._takes = [made.number for made in whole.enters]
-        together: dict[int, list[nn.Parameter]] = {}
+        guard: dict[int, list[nn.Parameter]] = {}
         for name, parameter in model.named_parameters():
             stage = 0 if has_norms(plan.window.program) else self._stages[name][1]
-            together.setdefault(stage, []).append(parameter)
+            guard.setdefault(stage, []).append(parameter)
         decay, clip = plan.settings.ema, plan.settings.clip_grad_norm
         self.average = decay and AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
-        lists, skip = [*together.values()], plan.settings.on_nan == "skip"
+        lists, skip = [*guard.values()], plan.settings.on_nan == "skip"
         counts, self.replicas = [len(ranks) for ranks in plan.placement], None
         if max(counts) > 1:
             stages = homes(network_of(model, plan.example), plan.cuts)

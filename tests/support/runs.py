@@ -19,7 +19,7 @@ from pipetrain.data.sampling import Sampled, even
 from pipetrain.model import factory
 from pipetrain.model.chain import network_of
 from pipetrain.model.network import Network
-from pipetrain.model.requirements import prove_model
+from pipetrain.model.requirements import require_module
 from pipetrain.model.specs import ValueSpec
 from pipetrain.plan.make_plan import make_plan
 from pipetrain.plan.memory_fit import optimizer_state
@@ -28,10 +28,10 @@ from pipetrain.plan.program import Draft
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.runtime.batches import Batches, OfNumbers
-from pipetrain.runtime.comm.collective_guard import Together
+from pipetrain.runtime.comm.collective_guard import CollectiveGuard
 from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.runtime.session import Session, make_stages
-from pipetrain.runtime.stage.optimizer_trial import prove_optimizer
+from pipetrain.runtime.stage.optimizer_trial import try_optimizer
 from pipetrain.runtime.stage.weights import OptimizerFactory
 from pipetrain.tasks import Task
 from pipetrain.trainer.epochs import Epochs
@@ -84,7 +84,7 @@ def epochs_of(
     test = Sampled(data.test if data else None, run.evaluation_sizes, None, *own)
     passes = PassesByNumber(train, test, run.task, links, run.plan)
     windows = Windows(
-        session, Together(links, lambda: None), keeper.signals.take if keeper else lambda: "", 0.0
+        session, CollectiveGuard(links, lambda: None), keeper.signals.take if keeper else lambda: "", 0.0
     )
     return Epochs(windows, links, passes, run.about, recorder, keeper)
 
@@ -114,7 +114,7 @@ def network_for(cfg: Mapping[str, Any], settings: Settings, example: ValueSpec) 
     made, values = model_of(cfg, settings.seed), None
     if not isinstance(made, nn.Module):
         made, values = factory.build(made, settings.seed)
-    prove_model(made, "the model must be", settings.dtype)
+    require_module(made, "the model must be", settings.dtype)
     network = network_of(made, example.cast(settings.dtype), settings.precision == "bf16")
     network.values = values
     return network
@@ -130,7 +130,7 @@ def prepare(cfg: Mapping[str, Any], schedule: str, ranks: int, data: Data) -> Ru
     network = network_for(cfg, settings, facts.example)
     task = make_task(cfg)
     draft = Draft.of(settings, make_schedule(cfg))
-    optimizer = prove_optimizer(make_optimizer(cfg), network.model, len(draft.placement))
+    optimizer = try_optimizer(make_optimizer(cfg), network.model, len(draft.placement))
     plan = make_plan(draft, network, facts.example, samples, None, optimizer_state(optimizer), task)
     return Run(
         settings=settings,

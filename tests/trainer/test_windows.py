@@ -15,11 +15,11 @@ from pipetrain.correction import Correction
 from pipetrain.data.reader import BadBatch, Reader
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.model.specs import Size
-from pipetrain.runtime.comm.collective_guard import Together
+from pipetrain.runtime.comm.collective_guard import CollectiveGuard
 from pipetrain.runtime.comm.ranks import World
 from pipetrain.runtime.comm.transfer_watch import Deadline
 from pipetrain.trainer import windows as module
-from pipetrain.trainer.windows import Done, Windows
+from pipetrain.trainer.windows import WindowResult, Windows
 from tests.support.cases import LocalLinks
 from tests.support.local import Wire, in_threads
 
@@ -100,7 +100,7 @@ class Rank:
     """The windows of one rank alone."""
 
     def __init__(
-        self, monkeypatch: Any, at_once_s: float = 0.0, ends: int = 0, asked: Sequence[str] = ()
+        self, monkeypatch: Any, max_unsynced_s: float = 0.0, ends: int = 0, request: Sequence[str] = ()
     ) -> None:
         self.clock = clock = SimpleNamespace(now=0.0)
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
@@ -108,17 +108,21 @@ class Rank:
         links: Any = LocalLinks(World(0, 1), Wire([(0,), (1,)]), Barrier(1), [None])
         session: Any = Fake(self.log, clock, ends)
         session.plan.placement = [(0,), (0,)]
-        heard = iter(asked)
-        self.windows = Windows(session, Together(links, lambda: None), lambda: next(heard, ""), at_once_s)  # type: ignore[arg-type,return-value]
+        heard = iter(request)
+        self.windows = Windows(
+            session, CollectiveGuard(links, lambda: None), lambda: next(heard, ""), max_unsynced_s
+        )  # type: ignore[arg-type,return-value]
 
-    def train(self, *batches: Any, window: int = 1, until: Any = None, read_s: float = 0.0) -> Iterator[Done]:
+    def train(
+        self, *batches: Any, window: int = 1, until: Any = None, read_s: float = 0.0
+    ) -> Iterator[WindowResult]:
         source: Any = Source(self.log, *batches, clock=self.clock, read_s=read_s)
         return self.windows.train("a pass", source, lambda done: window, ticks, until=until)
 
 
 def test_nothing_is_read_before_who_looks_at_the_losses_has_seen_them(monkeypatch):
     """A loop that is left early leaves no update behind that it did not see, nor a batch that is lost."""
-    rank = Rank(monkeypatch, at_once_s=100.0)
+    rank = Rank(monkeypatch, max_unsynced_s=100.0)
     for done in rank.train(4, 5, 6):
         rank.log.append(f"saw {done.losses}")
         if done.losses == [5]:
@@ -128,7 +132,7 @@ def test_nothing_is_read_before_who_looks_at_the_losses_has_seen_them(monkeypatc
 
 def test_where_nobody_looks_as_many_windows_run_between_two_words_as_take_half_a_second(monkeypatch):
     """A window takes a second here. The first one is alone: how long it takes is not known."""
-    rank = Rank(monkeypatch, at_once_s=3.0)
+    rank = Rank(monkeypatch, max_unsynced_s=3.0)
     words = [
         ([size.samples for size in done.sizes], done.losses, done.over)
         for done in rank.train(*range(2, 10), until=lambda done: EVERYTHING)
@@ -143,11 +147,11 @@ def test_where_nobody_looks_as_many_windows_run_between_two_words_as_take_half_a
 
 def test_a_slow_loader_is_not_read_ahead_while_all_ranks_wait(monkeypatch):
     """A stop is heard soon, and data workers go on beside the training."""
-    rank = Rank(monkeypatch, at_once_s=100.0)
+    rank = Rank(monkeypatch, max_unsynced_s=100.0)
     for _ in rank.train(*[4] * 4, until=lambda done: EVERYTHING, read_s=0.2):
         pass
     assert rank.log == ["read 1", "train 1"] * 4 + ["read 0"]
-    slow, some = Rank(monkeypatch, at_once_s=100.0), []
+    slow, some = Rank(monkeypatch, max_unsynced_s=100.0), []
     for done in slow.train(*[4] * 7, until=lambda done: EVERYTHING, read_s=0.002):
         some.append(len(done.sizes))
     assert some == [1, 3, 3]
@@ -198,7 +202,7 @@ def test_however_fast_windows_are_read_and_trained_they_train_what_a_loop_reads(
     plain, expected = made()
     orders = [[label for _, labels in plain for label in labels.tolist()] for _ in range(2)]
     for read_s, train_s in ((0.0, 0.0), (0.2, 1.0), (0.0, 0.06), (0.002, 0.0)):
-        rank, (read, generator) = Rank(monkeypatch, at_once_s=0.5), made()
+        rank, (read, generator) = Rank(monkeypatch, max_unsynced_s=0.5), made()
         rank.windows.session.train_s = train_s  # type: ignore[attr-defined]
         for order in orders:
             source: Any = Read(read, rank.clock, read_s)
@@ -212,7 +216,7 @@ def test_however_fast_windows_are_read_and_trained_they_train_what_a_loop_reads(
 
 def test_a_word_comes_where_somebody_looks(monkeypatch):
     """After every fifth batch of windows of two, the end of a window that reaches it."""
-    rank = Rank(monkeypatch, at_once_s=100.0)
+    rank = Rank(monkeypatch, max_unsynced_s=100.0)
     passed = rank.train(*[4] * 14, window=2, until=lambda done: 5 - done % 5)
     assert [len(done.sizes) for done in passed] == [2, 4, 4, 4]
 
@@ -220,7 +224,7 @@ def test_a_word_comes_where_somebody_looks(monkeypatch):
 @pytest.mark.parametrize("until", [None, lambda done: EVERYTHING])
 def test_an_error_of_the_loader_comes_after_the_updates_before_it(monkeypatch, until):
     """However far ahead it is read."""
-    passed, seen = Rank(monkeypatch, at_once_s=100.0).train(4, 5, KeyError("third"), 7, until=until), []
+    passed, seen = Rank(monkeypatch, max_unsynced_s=100.0).train(4, 5, KeyError("third"), 7, until=until), []
     with pytest.raises(KeyError, match="third"):
         seen.extend(loss for done in passed for loss in done.losses)
     assert seen == [4, 5]
@@ -228,7 +232,7 @@ def test_an_error_of_the_loader_comes_after_the_updates_before_it(monkeypatch, u
 
 @pytest.mark.parametrize("until", [None, lambda done: EVERYTHING])
 def test_a_batch_that_cannot_be_cut_is_refused_after_the_updates_before_it(monkeypatch, until):
-    passed, seen = Rank(monkeypatch, at_once_s=100.0).train(4, 5, 6, 1, 7, until=until), []
+    passed, seen = Rank(monkeypatch, max_unsynced_s=100.0).train(4, 5, 6, 1, 7, until=until), []
     with pytest.raises(BadBatch, match="a batch of 1 sample cannot be cut into microbatches=2"):
         seen.extend(loss for done in passed for loss in done.losses)
     assert seen == [4, 5, 6]
@@ -240,12 +244,12 @@ def test_a_pass_without_batches_is_refused(monkeypatch):
 
 
 def test_what_signals_ask_for_is_heard_after_windows_alone(monkeypatch):
-    rank = Rank(monkeypatch, asked=["", "save", "stop"])
-    assert [done.asked for done in rank.train(4, 5, 6)] == ["", "save", "stop"]
+    rank = Rank(monkeypatch, request=["", "save", "stop"])
+    assert [done.request for done in rank.train(4, 5, 6)] == ["", "save", "stop"]
 
 
 def test_a_window_that_ends_early_ends_what_runs_at_once(monkeypatch):
-    rank = Rank(monkeypatch, at_once_s=100.0, ends=1)
+    rank = Rank(monkeypatch, max_unsynced_s=100.0, ends=1)
     done = next(rank.train(*[4] * 9, window=3, until=lambda done: EVERYTHING))
     assert (done.sizes, done.early) == ([Size(4)], True)
 
@@ -255,19 +259,19 @@ def test_all_ranks_hear_the_losses_of_the_last_stage_what_one_was_asked_for_and_
 ):
     barrier, board, seen = Barrier(2), [None] * 2, dict[int, list[Any]]()
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
-    asked = [iter(["", "save"]), iter(["stop", ""])]
+    request = [iter(["", "save"]), iter(["stop", ""])]
 
     def work(rank: int) -> None:
         log: list[str] = []
         links: Any = LocalLinks(World(rank, 2), Wire([(0,), (1,)]), barrier, board)
         session: Any = Fake(log, SimpleNamespace(now=0.0))
         session.last = session.last if rank else None
-        windows = Windows(session, Together(links, lambda: None), lambda: next(asked[rank], ""), 0.0)  # type: ignore[arg-type,return-value]
+        windows = Windows(session, CollectiveGuard(links, lambda: None), lambda: next(request[rank], ""), 0.0)  # type: ignore[arg-type,return-value]
         source: Any = Source(log, 4, 5, ConfigError("no more"))
         heard: list[Any] = seen.setdefault(rank, [])
         try:
             for done in windows.train("a pass", source, lambda done: 1, ticks):
-                heard.append((done.losses, done.rates, done.asked))
+                heard.append((done.losses, done.rates, done.request))
         except (ConfigError, TrainingStopped) as error:
             heard += [str(error), log]
 

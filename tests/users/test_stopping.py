@@ -69,7 +69,7 @@ def as_usual() -> list[list[int]]:
             os.kill(os.getpid(), signal.SIGTERM)
             got.append([*called])
             assert not pipe.stopping
-            with patch.object(signals, "ONE_S", -1.0):
+            with patch.object(signals, "DEBOUNCE_S", -1.0):
                 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
                     os.kill(os.getpid(), number)
             got.append([*called])

@@ -19,7 +19,7 @@ from pipetrain.config.rate import SHAPES
 from pipetrain.config.settings import Settings
 from pipetrain.correction import Correction
 from pipetrain.data import load_augment
-from pipetrain.runtime.stage.optimizer_trial import prove_optimizer
+from pipetrain.runtime.stage.optimizer_trial import try_optimizer
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
 from pipetrain.targets import make
@@ -91,7 +91,7 @@ def test_each_schedule_makes_a_sound_program_and_comes_before_the_experiment_s(o
 def test_each_optimizer_is_built_with_the_data_set_s_rate(option):
     cfg = composed(f"optim={option}", "data=shapes")
     model = nn.Linear(1, 1)
-    optimizer = prove_optimizer(make_optimizer(values_of(cfg)), model, 1)(model.named_parameters())
+    optimizer = try_optimizer(make_optimizer(values_of(cfg)), model, 1)(model.named_parameters())
     assert optimizer.defaults["lr"] == cfg.data.recipe["sgd_lr" if option == "sgd" else "adamw_lr"]
 
 
@@ -123,7 +123,7 @@ def test_each_experiment_is_a_run(option):
     read = Settings.composed(values_of(cfg), choices["schedule"], 2)
     with torch.device("meta"):
         assert len(make_model(values_of(cfg), read.seed, read.dtype)) >= 2
-    prove_optimizer(make_optimizer(values_of(cfg)), nn.Linear(1, 1), 2)
+    try_optimizer(make_optimizer(values_of(cfg)), nn.Linear(1, 1), 2)
     check(lower(make_schedule(values_of(cfg))(2, 2, read.microbatches)), 2, read.microbatches)
     if option == "quickstart":  # as the README promises
         assert [choices[key] for key in ("model", "data", "schedule")] == ["vgg16", "digits", "1f1b"]

@@ -97,7 +97,7 @@ def limits(monkeypatch) -> Queue[float]:
     given: Queue[float] = Queue()
     monkeypatch.setattr(module, "terminate", leaves)
     monkeypatch.setattr(module, "leave", lambda status: leaves("", status))
-    monkeypatch.setattr(module, "ONE_S", -1.0)
+    monkeypatch.setattr(module, "DEBOUNCE_S", -1.0)
     monkeypatch.setattr(Signals, "outlast", lambda _, number, limit_s: given.put(limit_s))
     return given
 
@@ -121,7 +121,7 @@ def test_a_rank_that_is_to_save_has_so_long_and_is_told_which_signal_it_was(
     monkeypatch.delenv(LIMIT, raising=False)
     for name, value in limit.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(module, "say", lambda said: known.append((rank.asked, rank.stopped_by, said)))
+    monkeypatch.setattr(module, "say", lambda said: known.append((rank.request, rank.stopped_by, said)))
     for number in (signal.SIGUSR1, TERM):
         rank.hear(number)
     assert limits.get(timeout=DEADLINE_S) == left_s
@@ -153,7 +153,7 @@ def test_what_has_nothing_to_save_or_is_interrupted_twice_ends_at_once(limits, r
     *first, last = numbers
     for number in first:
         rank.hear(number)
-        with patch.object(module, "ONE_S", DEADLINE_S):  # torchrun passes the same one on
+        with patch.object(module, "DEBOUNCE_S", DEADLINE_S):  # torchrun passes the same one on
             rank.hear(number)
     if first:  # and it saves
         rank.drained.set()
@@ -218,12 +218,12 @@ def test_a_forked_process_is_ended_by_its_parent_s_sigterm_alone_and_the_parent_
     """A service manager sends it to every process, and the parent still needs its data workers."""
     parent, heard = Signals(0), []
     parent.hear = heard.append
-    (waits, begun), (asked, asks) = os.pipe(), os.pipe()
+    (waits, begun), (request, asks) = os.pipe(), os.pipe()
     with parent.handled():
         if not (child := os.fork()):
             for _ in range(2):
                 os.write(begun, b"!")
-                os.read(asked, 1)
+                os.read(request, 1)
             time.sleep(DEADLINE_S)
             os._exit(1)
         os.read(waits, 1)

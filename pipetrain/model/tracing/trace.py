@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn.utils.parametrize import ParametrizationList
 
 from pipetrain.errors import ConfigError
-from pipetrain.model.random_numbers import Beginning
+from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import ValueSpec
 from pipetrain.model.tensor_access import origin, standing_in
 from pipetrain.model.tracing.dataflow import Dataflow
@@ -32,7 +32,7 @@ def trace(model: nn.Module, example: ValueSpec, autocast: bool = False) -> Trace
     tensors are used as they are, and its modes, values and the random generators do not change. Raises
     ConfigError with the place and a way out for a model that cannot be traced or cut.
     """
-    before, operations = Beginning(), partial(operations_of, model, example, autocast)
+    before, operations = RngSnapshot(), partial(operations_of, model, example, autocast)
     _refuse_unseen_hooks(model, lambda: [operations(mode).described() for mode in (True, False)])
     trained, evaluated = (Dataflow(operations(training)) for training in (True, False))
     if before.drawn():

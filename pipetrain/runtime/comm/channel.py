@@ -182,7 +182,7 @@ class Channel:
 
     # Sums over ranks
 
-    def tell(self, tie: Tie, numbers: Tensor, early: bool = False) -> None:
+    def all_reduce(self, tie: Tie, numbers: Tensor, early: bool = False) -> None:
         """Give numbers to be added up over the ranks of a tie; the sums of a tie are heard in this order.
 
         `early`: they are the first ones of several sums, see `begin`.
@@ -206,7 +206,7 @@ class Channel:
                 if not first:
                     return
 
-    def hear(self, tie: Tie) -> Tensor:
+    def reduced(self, tie: Tie) -> Tensor:
         """Wait for the first sum of a tie that has been told and not heard; return it."""
         if not self._pending[tie][0][1]:
             self.begin(tie)
@@ -222,7 +222,7 @@ class Channel:
         for tie, pending in self._pending.items():
             yield from ((tie, numbers) for numbers, *_ in pending if tie)
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Drop the process groups and the messages."""
         self._ends, self._sums = {}, {}
         self._pending.clear()

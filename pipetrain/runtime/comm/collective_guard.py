@@ -28,7 +28,7 @@ from pipetrain.schedule.actions import Program, format_program
 COMPARED_UPDATES = (0, 1, 2, 3, 10)  # whose learning rates are compared
 
 
-class Together:
+class CollectiveGuard:
     """The ranks of a run, until an error of what they do together. `ended`: called after that."""
 
     def __init__(self, links: Links, ended: Callable[[], None]) -> None:
@@ -62,7 +62,7 @@ class Together:
         """Return on every rank what `read` returns on rank 0, or raise its error on all."""
         result, error = attempt(read) if self.links.world.rank == 0 else (None, None)
         with self():
-            result, failure = self.links.tell(what, [result, failure_of(error)])
+            result, failure = self.links.broadcast(what, [result, failure_of(error)])
         raise_failure(error, failure, 0)
         return result
 
@@ -147,7 +147,7 @@ def digest(program: Program) -> int:
     return zlib.crc32(format_program(program).encode())
 
 
-def prove_same(ranks: Ranks, what: str, mine: Mapping[str, Any]) -> None:
+def compare_ranks(ranks: Ranks, what: str, mine: Mapping[str, Any]) -> None:
     """Refuse ranks that have different values under a name. Raises Refused, on all of them alike."""
     first, *others = ranks.gather(what, {key: json.dumps(v, default=_in_words) for key, v in mine.items()})
     for rank, theirs in enumerate(others, start=1):
@@ -165,12 +165,12 @@ def _in_words(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor | np.generic) else type(value).__name__
 
 
-def level(links: Ranks, what: str, tensors: Mapping[str, Tensor]) -> None:
+def broadcast_from_rank0(links: Ranks, what: str, tensors: Mapping[str, Tensor]) -> None:
     """Give tensors in host memory the numbers that they have on rank 0.
 
     Raises ConfigError, on all ranks alike, if they have other names or forms.
     """
-    prove_same(links, what, {f"tensor {name}": str(specs_of([t])[0]) for name, t in tensors.items()})
+    compare_ranks(links, what, {f"tensor {name}": str(specs_of([t])[0]) for name, t in tensors.items()})
     own = [t.data for t in tensors.values() if t.device.type == "cpu"]
     checksums = links.gather(what, [zlib.crc32(bytes_of(t).numpy().data) for t in own])
     for tensor, *sums in zip(own, *checksums, strict=True):

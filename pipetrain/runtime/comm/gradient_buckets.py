@@ -38,7 +38,9 @@ def buckets_of(weights: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 @contextmanager
-def finishing(buckets: Sequence[Mapping[str, Tensor]], tell: Callable[[Tensor], None]) -> Iterator[None]:
+def finishing(
+    buckets: Sequence[Mapping[str, Tensor]], all_reduce: Callable[[Tensor], None]
+) -> Iterator[None]:
     """Tell each bucket of leaves once the backward in this context has finished it and those before it.
 
     Buckets that it does not reach are told at its end. Raises TrainingStopped if it adds to a leaf twice.
@@ -53,7 +55,7 @@ def finishing(buckets: Sequence[Mapping[str, Tensor]], tell: Callable[[Tensor], 
                 "times: give torch.utils.checkpoint use_reentrant=False, or leave replicas out"
             )
         while left and not any(id(one) in unfinished for one in left[0].values()):
-            tell(torch.cat(flat(left.popleft())))
+            all_reduce(torch.cat(flat(left.popleft())))
 
     leaves = [leaf for bucket in buckets for leaf in bucket.values()]
     hooks = [leaf.register_post_accumulate_grad_hook(finish) for leaf in leaves]  # type: ignore[no-untyped-call]
@@ -63,7 +65,7 @@ def finishing(buckets: Sequence[Mapping[str, Tensor]], tell: Callable[[Tensor], 
         for hook in hooks:
             hook.remove()
     for bucket in left:
-        tell(torch.cat(flat(bucket)))
+        all_reduce(torch.cat(flat(bucket)))
 
 
 def flat(weights: Mapping[str, Tensor]) -> list[Tensor]:

@@ -178,7 +178,7 @@ class Links(Ranks):
             self.gather("the end", None)
             self._listeners.say(self.world.rank, "")
         else:
-            self.say_end()
+            self.send_end()
         self._leave_groups()
 
     def abandon(self, why: str) -> None:
@@ -187,7 +187,7 @@ class Links(Ranks):
         Over NCCL they are told `why`; over gloo they see that the connection is closed.
         """
         with suppress(Exception):  # the error that was the cause counts
-            if self._listeners and not self._listeners.told:
+            if self._listeners and not self._listeners.announced:
                 self._listeners.say(self.world.rank, why)
             if self._all is not None and self._cut():
                 for group in self._in_use() if self._listeners else ():
@@ -253,7 +253,7 @@ class Links(Ranks):
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if not (self._listeners or hasattr(sys, "last_value")):  # or an error has ended it, and was printed
-            self.say_end()
+            self.send_end()
         self.abandon("its program has ended")
 
     def _leave_groups(self) -> None:
@@ -268,7 +268,7 @@ class Links(Ranks):
         self._announced.clear()
         self._all = None
         for channel in self._channels:
-            channel.let_go()
+            channel.close()
         self.deadline.close()
         if self._listeners:
             self._listeners.join()

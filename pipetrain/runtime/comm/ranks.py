@@ -91,7 +91,7 @@ class Ranks:
             if isinstance(texts, str):  # what rank 0 knows of a rank that is lost
                 raise ChannelError(texts)
         else:
-            texts = [text, *(self._hear(what, rank) for rank in range(1, self.world.size))]
+            texts = [text, *(self._receive(what, rank) for rank in range(1, self.world.size))]
             there = [rank for rank, text in enumerate(texts) if rank and text != ENDED]
             with self._trying(f"tell the others {what}"):
                 _wait_for(self._post_to(there, json.dumps(texts)), self._limit_s)
@@ -108,7 +108,7 @@ class Ranks:
                 )
         return [theirs for _, theirs in received]
 
-    def _hear(self, what: str, rank: int) -> str:
+    def _receive(self, what: str, rank: int) -> str:
         """Return a rank's text; if the rank is lost, the others are told which one it is."""
         try:
             with self._trying(f"hear {what} from rank {rank}"):
@@ -119,7 +119,7 @@ class Ranks:
                     _wait_for(self._post_text(json.dumps(str(error)), other), LAST_WORD_S)
             raise
 
-    def say_end(self) -> None:
+    def send_end(self) -> None:
         """Tell the ranks that still wait for this one that it leaves them, and no error did it."""
         for rank in [0] if self.world.rank else range(1, self.world.size):
             with suppress(Exception):  # it has ended too
@@ -173,11 +173,11 @@ class Ranks:
         (item,) = self._items(what, texts, 1)
         return item
 
-    def tell(self, what: str, item: Any = None, source: int = 0) -> Any:
+    def broadcast(self, what: str, item: Any = None, source: int = 0) -> Any:
         """Return on every rank the `item` of rank `source`, as JSON has it."""
         return self.gather(what, item if self.world.rank == source else None)[source]
 
-    def agree(self, doing: str, refusal: str = "", limit_s: float | None = None) -> None:
+    def barrier_or_raise(self, doing: str, refusal: str = "", limit_s: float | None = None) -> None:
         """Wait for all ranks, of which none may refuse; raises Refused on every rank alike.
 
         A rank that refuses may call it in place of the next call of the others. `doing`: what the ranks wait
@@ -242,7 +242,7 @@ class Ranks:
         if owner == 0:
             return own
         forms = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in own]
-        forms = self.tell(f"the forms of {what}", forms, owner)
+        forms = self.broadcast(f"the forms of {what}", forms, owner)
         received: list[Tensor] = []
         for tensor in own:
             self.post_tensor(what, bytes_of(tensor.detach()), 0)()
@@ -301,7 +301,7 @@ class Listeners:
     def __init__(self, ranks: Ranks, lost: Callable[[int, str], None]) -> None:
         self._ranks, self._lost = ranks, lost
         self._peers = [0] if ranks.world.rank else [*range(1, ranks.world.size)]
-        self.told = False
+        self.announced = False
         """Whether all know how this run ends."""
         self._threads = [Thread(target=self._listen, args=(peer,), daemon=True) for peer in self._peers]
         for thread in self._threads:
@@ -309,7 +309,7 @@ class Listeners:
 
     def say(self, rank: int, why: str) -> None:
         """Say, at once, why a rank has stopped; with "" that this one has come to a good end."""
-        self.told = True
+        self.announced = True
         for peer in set(self._peers) - {rank}:
             with suppress(RuntimeError):  # who is lost hears nothing
                 _wait_for(self._ranks._post_text(json.dumps([rank, why]), peer), LAST_WORD_S)
@@ -324,8 +324,8 @@ class Listeners:
             rank, why = json.loads(self._ranks._take_text(peer))
         except RuntimeError as error:
             rank, why = peer, cause_of(error)
-        if why and not self.told:
-            self.told = True
+        if why and not self.announced:
+            self.announced = True
             if peer:
                 self.say(rank, why)
             self._lost(rank, why)

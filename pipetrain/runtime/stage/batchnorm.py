@@ -74,7 +74,7 @@ class BatchStatistics(Observer):
                 averages = isinstance(norm, _NormBase) and norm.momentum is None
                 self._running[id(mean)] = _Running(mean, variance, calls, averages)
         self._calls: dict[int, _Calls] = {}  # by microbatch
-        self._heard: dict[int, list[list[Moments]]] | None = None  # of all replicas, by norm and call
+        self._take_request: dict[int, list[list[Moments]]] | None = None  # of all replicas, by norm and call
 
     @property
     def buffers(self) -> set[int]:
@@ -92,7 +92,7 @@ class BatchStatistics(Observer):
 
     def before_step(self, batch: Batch) -> None:
         """Move the running statistics by a batch, unless its update is left out."""
-        by_norm, self._heard = self._heard or self._by_call(batch), None
+        by_norm, self._take_request = self._take_request or self._by_call(batch), None
         for mb in batch.mbs:
             del self._calls[mb]
         for key, running in self._running.items():
@@ -110,7 +110,7 @@ class BatchStatistics(Observer):
             for key in self._running
         }
 
-    def tells(self, batch: Batch, replica: int, replicas: int) -> Tensor | None:
+    def partial_sums(self, batch: Batch, replica: int, replicas: int) -> Tensor | None:
         """Return the moments of the microbatches here, in float64, between places for the other replicas'."""
         places = list[Tensor]()
         for calls in self._by_call(batch).values():
@@ -121,7 +121,7 @@ class BatchStatistics(Observer):
                 places += [own if place == replica else torch.zeros_like(own) for place in range(replicas)]
         return torch.cat(places) if places else None
 
-    def hears(self, batch: Batch, numbers: Tensor) -> None:
+    def on_reduced(self, batch: Batch, numbers: Tensor) -> None:
         by_norm, at = self._by_call(batch), 0
         replicas = len(numbers) // max(1, sum(2 * len(c[0].mean) + 1 for of in by_norm.values() for c in of))
         for calls in by_norm.values():
@@ -130,7 +130,7 @@ class BatchStatistics(Observer):
                 rows = numbers[at : at + replicas * (2 * channels + 1)].view(replicas, -1)
                 at += rows.numel()
                 parts[:] = [Moments(row[:channels], row[channels:-1], row[-1], momentum) for row in rows]
-        self._heard = by_norm
+        self._take_request = by_norm
 
     @torch.no_grad()
     def _move(self, running: _Running, parts: Sequence[Moments], skipped: Tensor | None) -> None:

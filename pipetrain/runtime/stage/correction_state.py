@@ -23,7 +23,7 @@ KEPT = (STEP, SQUARE)
 DECAY = 0.999  # of the mean of squared steps
 
 
-class LateWeights:
+class CorrectionState:
     """The state of a correction for some weights, by name.
 
     `groups`: of their optimizer; `rates`: returns each one's rate of an update, as a share of its peak.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from pipetrain.errors import one_line
 from pipetrain.model.network import Tensors
 from pipetrain.model.numerics import signed
-from pipetrain.model.random_numbers import Beginning
+from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import ValueSpec, as_tuple
 from pipetrain.model.tensor_access import Held, attributes_of
 from pipetrain.runtime.feed import Target
@@ -256,7 +256,7 @@ class GraphedStage(Stage):
         assert example, f"stage {self.index} is captured once, after a rehearsal"
         if why:
             return why
-        before, generators = self._held(), Beginning()
+        before, generators = self._held(), RngSnapshot()
         hooks = [(m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in self.module.modules()]
         last, *own = [GraphMemory(torch.cuda.graph_pool_handle()) for _ in range(1 + slots)]
         observers, self.observers = self.observers, []  # in a pass on a GPU they look at nothing

@@ -203,7 +203,7 @@ class SkipOnNaN(Awaiting):
         batch.skipped = self._is_bad(gradients, before)
         self._uncounted, batch.counted = batch.counted, []
 
-    def hear(self, batch: Batch, numbers: Tensor) -> None:
+    def on_sums(self, batch: Batch, numbers: Tensor) -> None:
         assert batch.skipped is not None
         batch.skipped = torch.maximum(batch.skipped, self._is_bad([numbers], []))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipetrain.errors import TrainingStopped
 from pipetrain.model.network import Tensors
-from pipetrain.model.random_numbers import Beginning
+from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import ValueSpec, as_tuple, cast_floats
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.stage.finite import WEIGH, Awaiting
@@ -56,7 +56,7 @@ class BatchLoss(Awaiting):
         if not self._compares or len(kept) < len(batch.mbs) or len(several) < 2:
             return
         try:
-            with Beginning().again():
+            with RngSnapshot().replayed():
                 loss = partial(self._loss, self._stage.counts.task.copied())
                 whole, *parts, again = map(loss, [several, *([one] for one in several), several[-1:]])
                 share = sum(part * target.share for part, (_, target) in zip(parts, several, strict=True))

@@ -96,6 +96,6 @@ class Meter:
         tensors += [*weights.stored(), *stage.open_tensors(), *messages]
         gradients = [t.grad for t in (*weights.live.values(), *weights.stored())]
         state = [*weights.optimizer.state.values()] if weights.optimizer else []
-        state += weights.late.state.values()
+        state += weights.correction_state.state.values()
         storages = [tensor.untyped_storage() for tensor in strided(tensors, gradients, state)]
         return sum(({id(one): one.nbytes() for one in storages} | self._saved[number]).values())

@@ -83,14 +83,14 @@ class Observer:
     def after_reduce(self, batch: Batch) -> None:
         """Look at a batch's gradient and losses; `batch.skipped` leaves the update out."""
 
-    def hear(self, batch: Batch, numbers: Tensor) -> None:
+    def on_sums(self, batch: Batch, numbers: Tensor) -> None:
         """Look at numbers of other stages on which the update depends."""
 
-    def tells(self, batch: Batch, replica: int, replicas: int) -> Tensor | None:
+    def partial_sums(self, batch: Batch, replica: int, replicas: int) -> Tensor | None:
         """Return numbers of a batch to be added up with those of the stage's other replicas."""
         return None
 
-    def hears(self, batch: Batch, numbers: Tensor) -> None:
+    def on_reduced(self, batch: Batch, numbers: Tensor) -> None:
         """Take the sum of what the replicas told."""
 
     def before_step(self, batch: Batch) -> None:

@@ -27,7 +27,7 @@ SIZES = (1.0, 1e4, 1e-2)  # of the trial's gradients, which reveal clipping by a
 _Parameters = list[tuple[str, nn.Parameter]]
 
 
-def prove_optimizer(optim: Optim, model: nn.Module, stages: int) -> OptimizerFactory:
+def try_optimizer(optim: Optim, model: nn.Module, stages: int) -> OptimizerFactory:
     """Return a stage's factory, of the first form that works. Raises ConfigError."""
     groups = groups_of(optim, model)
     for form, true in product(optim.forms, (False, True)):

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from pipetrain.model.matrix_products import DEAR, Watching
+from pipetrain.model.matrix_products import EXPENSIVE, Watching
 from pipetrain.model.numerics import numbers_of
-from pipetrain.model.random_numbers import Beginning
+from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import differentiable
 from pipetrain.model.trial_tensors import storage_of
 from pipetrain.runtime.stage.buffers import Copies
@@ -39,7 +39,7 @@ class Recompute:
         self.kept: deque[Tensor | None] = deque()
         """Dear results, in the order of their operations; None: it was overwritten."""
         self._keeps = keep
-        self._beginning = Beginning()
+        self._rng = RngSnapshot()
         self._sums: list[Tensor] = []
 
     @property
@@ -51,13 +51,13 @@ class Recompute:
         """Let a forward save nothing but dear results."""
         results = _Results()
         nothing = saved_tensors_hooks(lambda tensor: None, _no_backward)
-        with nothing, _Dear(results) if self._keeps else nullcontext():
+        with nothing, _SavesExpensive(results) if self._keeps else nullcontext():
             yield
         self.kept = deque(None if seen._version else result for result, seen in results.noted)
 
     def end(self, outputs: Sequence[Tensor]) -> None:
         """End the first forward, the loss included. `outputs`: to be compared with those of the second."""
-        self._beginning.end()
+        self._rng.end()
         self._sums = _sums(outputs)
 
     def equals(self, outputs: Sequence[Tensor]) -> bool:
@@ -72,7 +72,7 @@ class Recompute:
     @contextmanager
     def recomputing(self) -> Iterator[None]:
         """Let a forward draw the same random numbers, and take the dear results."""
-        with self._beginning.again(), _Dear(_Results(self.kept)) if self._keeps else nullcontext():
+        with self._rng.replayed(), _SavesExpensive(_Results(self.kept)) if self._keeps else nullcontext():
             yield
 
 
@@ -88,7 +88,7 @@ def _sums(outputs: Sequence[Tensor]) -> list[Tensor]:
     return [t.abs().sum(dtype=torch.float64) for t in numbers]
 
 
-class _Dear(Watching):
+class _SavesExpensive(Watching):
     """Runs operations with a weight under another mode, which sees the products that they consist of."""
 
     def __init__(self, results: _Results) -> None:
@@ -96,7 +96,7 @@ class _Dear(Watching):
         self._results = results
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if func in DEAR and any(isinstance(t, nn.Parameter) for t in tree_leaves((args, kwargs))):
+        if func in EXPENSIVE and any(isinstance(t, nn.Parameter) for t in tree_leaves((args, kwargs))):
             with self._results:
                 output = func(*args, **kwargs)
             self._results.handed_on(output.detach())  # with the same version counter

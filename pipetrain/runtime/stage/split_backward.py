@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.utils import checkpoint
 
-from pipetrain.model.matrix_products import DEAR, LOWERED, Watching
+from pipetrain.model.matrix_products import EXPENSIVE, LOWERED, Watching
 
 _CAST = {torch.float32, torch.float16, torch.bfloat16}  # by autocast
 
@@ -93,7 +93,7 @@ class Deferred(Watching):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func is torch.einsum and len(args) == 2 and isinstance(args[1], list | tuple):
             args = (args[0], *args[1])
-        result = self._put_off(func, args, kwargs) if func in DEAR else None
+        result = self._put_off(func, args, kwargs) if func in EXPENSIVE else None
         return func(*args, **kwargs) if result is None else result
 
     def _put_off(

@@ -315,20 +315,20 @@ class Stage:
         """Whether the update of the batch that was reduced is to be left out, as Batch says it."""
         return self._reduced.skipped
 
-    def hear(self, numbers: Tensor) -> None:
+    def on_sums(self, numbers: Tensor) -> None:
         """Let observers look at numbers of other stages on which the batch's update depends."""
         for observer in self.observers:
-            observer.hear(self._reduced, numbers)
+            observer.on_sums(self._reduced, numbers)
 
-    def tells(self, replica: int, replicas: int) -> list[Tensor]:
+    def partial_sums(self, replica: int, replicas: int) -> list[Tensor]:
         """Return what observers tell those of other replicas of the batch that was reduced."""
-        told = (observer.tells(self._reduced, replica, replicas) for observer in self.observers)
-        return [numbers for numbers in told if numbers is not None]
+        sums = (observer.partial_sums(self._reduced, replica, replicas) for observer in self.observers)
+        return [numbers for numbers in sums if numbers is not None]
 
-    def hears(self, numbers: Tensor) -> None:
+    def on_reduced(self, numbers: Tensor) -> None:
         """Give observers the sum of what those of all replicas told."""
         for observer in self.observers:
-            observer.hears(self._reduced, numbers)
+            observer.on_reduced(self._reduced, numbers)
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of the batch's gradient; a weight of several stages counts at the first of them."""
@@ -344,7 +344,7 @@ class Stage:
         """
         if self._clip is not None:
             by = self.gradient_norm() if norm is None else norm
-            self.hear(by)
+            self.on_sums(by)
             clip_grads_with_norm_(self.weights.live.values(), self._clip, by)
         batch, self._reduced = self._reduced, Batch()
         for observer in self.observers:

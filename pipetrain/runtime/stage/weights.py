@@ -33,7 +33,7 @@ from pipetrain.correction import Correction
 from pipetrain.model.numerics import numbers_of
 from pipetrain.model.tensor_access import places
 from pipetrain.plan.costs import SMALL_GRADIENT
-from pipetrain.runtime.stage.correction_state import LateWeights
+from pipetrain.runtime.stage.correction_state import CorrectionState
 from pipetrain.runtime.stage.learning_rates import Rates
 from pipetrain.runtime.stage.optimizer_state import OptimizerState
 from pipetrain.schedule.actions import Predicted, Read
@@ -101,10 +101,14 @@ class Weights:
         self.optimizer = optimizer([*self.live.items()]) if self.live else None
         groups = self.optimizer.param_groups if self.optimizer else []
         self.rates = Rates(self.optimizer, rate, self.live.get(rate.shown))
-        self.late = LateWeights(self.live, groups, self.rates.fractions, correction or Correction())
+        self.correction_state = CorrectionState(
+            self.live, groups, self.rates.fractions, correction or Correction()
+        )
         """What the correction knows of them."""
         by_us = {"params"} if rate.fraction is None else {"params", "lr"}
-        self._state = OptimizerState(self.optimizer, self.late.state, by_us) if self.optimizer else None
+        self._state = (
+            OptimizerState(self.optimizer, self.correction_state.state, by_us) if self.optimizer else None
+        )
         self._ema = ema
         self._unmoved = set(self.live)  # weights that have had no gradient so far
         self._average: dict[str, nn.Parameter] = {}  # by name; empty before the first step
@@ -124,7 +128,7 @@ class Weights:
     @property
     def weighs(self) -> bool:
         """Whether a gradient is changed before its update."""
-        return self.late.correction.weighs
+        return self.correction_state.correction.weighs
 
     def leaves(self, read: Read) -> list[Tensor]:
         return list(self._versions[read].values())
@@ -176,7 +180,7 @@ class Weights:
         """Make what is predicted by the newest version, which the live parameters have."""
         for read in reads:
             data = self._copied() if self.live else []
-            self.late.advance(data, read.ahead, self.updates)
+            self.correction_state.advance(data, read.ahead, self.updates)
             leaves = self._fresh_leaves()
             for leaf, values in zip(leaves.values(), data, strict=True):
                 leaf.data = values
@@ -204,7 +208,7 @@ class Weights:
         gradients = {name: leaf.grad for name, leaf in self._accumulating.items() if leaf.grad is not None}
         leaves = {name: self._accumulating[name] for name in gradients}
         if self._accumulating is not self._versions[self.newest]:
-            self.late.weigh(leaves)
+            self.correction_state.weigh(leaves)
         for name, gradient in gradients.items():
             others = self.live[name].grad
             self.live[name].grad = gradient if others is None else others + gradient
@@ -264,9 +268,9 @@ class Weights:
             self._move()
         if self.optimizer is not None:
             self.rates.prepare(self.updates)
-            factor = self.late.correction.rate(self.updates, delay)
+            factor = self.correction_state.correction.rate(self.updates, delay)
             if updates:
-                with self.late.following(self.updates, skip), self.rates.corrected(factor):
+                with self.correction_state.following(self.updates, skip), self.rates.corrected(factor):
                     self._step(self.optimizer, skip)
             self.optimizer.zero_grad()  # as a program does
             for parameter in self.live.values():
@@ -326,12 +330,12 @@ class Weights:
 
     def load_optimizer_state(self, state: Mapping[str, Tensor], updates: int) -> None:
         self.updates = updates
-        self.late.state.clear()
+        self.correction_state.state.clear()
         for name, p in self.live.items():
             count = sum(path.rpartition("/")[0] == name for path in state)
             if count and self._state is not None:
                 self._state.restore(p, [state[f"{name}/{number}"] for number in range(count)])
-        self.late.complete()
+        self.correction_state.complete()
         self.rates.note()
 
     def average(self) -> dict[str, Tensor]:
@@ -354,7 +358,7 @@ class Weights:
         """Return the tensors, and the lists, dicts and sets, that windows change."""
         tensors: list[Tensor] = [*self.live.values(), *self._average.values()]
         containers: list[Any] = [vars(self), self._versions, self._spare, self._unmoved, self._average]
-        late = self.late.state
+        late = self.correction_state.state
         tensors += [t for t in tree_leaves(list(late.values())) if isinstance(t, Tensor)]
         containers += [late, *late.values(), vars(self.rates), self.rates.used]
         if self.optimizer is not None:

@@ -72,11 +72,11 @@ def test_where_the_stream_waits_a_sum_begins_where_the_program_says_or_else_when
     channel._add_up = lambda numbers, group: begun.append(int(numbers)) or _Done()
     channel.ordered = ordered
     for tie, number in [(ALL, 1), ((0, 1), 2), ((0, 1), 3), ((0, 1), 4)]:
-        channel.tell(tie, torch.tensor(number))
+        channel.all_reduce(tie, torch.tensor(number))
     assert begun == ([] if ordered else [1, 2, 3, 4])
     channel.begin((0, 1))
     channel.begin((0, 1))
-    assert [int(channel.hear(tie)) for tie in [(0, 1)] * 3 + [ALL]] == [2, 3, 4, 1]
+    assert [int(channel.reduced(tie)) for tie in [(0, 1)] * 3 + [ALL]] == [2, 3, 4, 1]
     assert begun == ([2, 3, 4, 1] if ordered else [1, 2, 3, 4])
 
 
@@ -88,15 +88,15 @@ def test_early_sums_begin_as_they_are_told_where_the_program_says_so_and_the_one
         for number in (first, first + 1):
             if number - first == begins_at:
                 channel.begin((0,), early=True)
-            channel.tell((0,), torch.tensor(number), early=True)
+            channel.all_reduce((0,), torch.tensor(number), early=True)
         if begins_at == 2:
             assert begun == [1, 2, 3]
             channel.begin((0,), early=True)
-        channel.tell((0,), torch.tensor(first + 2))
+        channel.all_reduce((0,), torch.tensor(first + 2))
         assert begun == [*range(1, first + (2 if begins_at < 9 else 0))]
         channel.begin((0,))
         assert begun == [*range(1, first + 3)]
-    assert [int(channel.hear((0,))) for _ in range(9)] == begun
+    assert [int(channel.reduced((0,))) for _ in range(9)] == begun
 
 
 def test_the_deadline_of_what_a_stream_waits_for_is_kept_with_what_names_it():

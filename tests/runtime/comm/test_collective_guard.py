@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from pipetrain.config.rate import LearningRate
 from pipetrain.config.settings import Settings
 from pipetrain.errors import ChannelError, TrainingStopped
-from pipetrain.runtime.comm.collective_guard import Together, conditions, level
+from pipetrain.runtime.comm.collective_guard import CollectiveGuard, broadcast_from_rank0, conditions
 from pipetrain.runtime.comm.process_groups import Links
 from pipetrain.runtime.comm.ranks import World
 from pipetrain.schedule.programs import gpipe, one_f_one_b
@@ -47,7 +47,7 @@ def test_only_tensors_that_differ_travel():
         return [item, item if isinstance(item, dict) else [item[0], 1]]
 
     links: Any = SimpleNamespace(gather=gather, copy_from_first=lambda what, tensor: copied.append(tensor))
-    level(links, "the model", tensors)
+    broadcast_from_rank0(links, "the model", tensors)
     assert [len(tensor) for tensor in copied] == [3]
 
 
@@ -58,7 +58,7 @@ def test_ctrl_c_is_not_told_as_a_connection_that_another_rank_has_closed_at_the_
         finally:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt) as stop, Together(SimpleNamespace(), lambda: None)():
+    with pytest.raises(KeyboardInterrupt) as stop, CollectiveGuard(SimpleNamespace(), lambda: None)():
         lost_and_interrupted()
     assert stop.value.__suppress_context__
 
@@ -70,13 +70,13 @@ def test_what_has_ended_the_transfers_is_the_cause_of_what_follows_from_it_and_w
     told = list[str]()
     links: Any = SimpleNamespace(check=check, abandon=told.append, first_error=lambda why: (0, why))
     links.world = World(0, 2)
-    together = Together(links, lambda: told.append("ended"))
-    with pytest.raises(ChannelError, match="lost rank 1"), together():
+    guard = CollectiveGuard(links, lambda: told.append("ended"))
+    with pytest.raises(ChannelError, match="lost rank 1"), guard():
         raise TrainingStopped("the loss is nan")  # of what an aborted receive left
-    assert told == ["ended", together.stopped]
-    assert together.stopped == "rank 0 lost rank 1: it has run out of memory"
+    assert told == ["ended", guard.stopped]
+    assert guard.stopped == "rank 0 lost rank 1: it has run out of memory"
     links.check = lambda: None
-    with pytest.raises(TrainingStopped, match="is nan"), together():
+    with pytest.raises(TrainingStopped, match="is nan"), guard():
         raise TrainingStopped("the loss is nan")
     assert told[2:] == ["ended", "the loss is nan"]
 
@@ -85,7 +85,7 @@ def test_of_ranks_that_an_error_has_ended_the_first_says_it_and_one_that_lost_it
     def ended(rank: int, error: Exception) -> Exception:
         links: Any = SimpleNamespace(check=lambda: None, abandon=lambda why: None, store=store)
         links.world, links.first_error = World(rank, 3), partial(Links.first_error, links)
-        with pytest.raises(type(error)) as caught, Together(links, lambda: None)():
+        with pytest.raises(type(error)) as caught, CollectiveGuard(links, lambda: None)():
             raise error
         return caught.value
 

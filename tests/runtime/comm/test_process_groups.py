@@ -115,7 +115,7 @@ def test_groups_that_share_no_rank_connect_at_the_same_time(program, rounds):
 # Errors of a rank over NCCL
 
 
-class Ends(nn.Module):
+class StopCheck(nn.Module):
     """Ends rank 1 in a window of training, and copies its input elsewhere."""
 
     def __init__(self, how: str) -> None:
@@ -134,7 +134,7 @@ class Ends(nn.Module):
 
 
 def ending(how: str) -> nn.Sequential:
-    return nn.Sequential(*flat(), nn.Linear(12, 12), Ends(how), nn.Linear(12, 10))
+    return nn.Sequential(*flat(), nn.Linear(12, 12), StopCheck(how), nn.Linear(12, 10))
 
 
 def ends(how: str, ranks: int = 3) -> list[str]:

@@ -80,7 +80,7 @@ def met(attempts: list[Attempt], limit_s: float = DEADLINE_S) -> list[dist.Store
         return list(threads.map(meet, attempts))
 
 
-def together(stores: list[dist.Store]) -> bool:
+def guard(stores: list[dist.Store]) -> bool:
     """Whether what rank 0 says is heard by all, and was not there before."""
     before = stores[0].check(["said"])
     stores[0].set("said", "here")
@@ -94,8 +94,8 @@ def test_ranks_that_started_a_different_number_of_times_meet_and_a_restart_reads
     for _ in range(3):
         for rank in died:
             Attempt(World(rank, 3), raw)
-    assert together(met(started(raw, 3)))
-    assert together(met(started(raw, 3)))
+    assert guard(met(started(raw, 3)))
+    assert guard(met(started(raw, 3)))
 
 
 def test_the_count_of_an_agent_is_no_part_of_a_key(monkeypatch):
@@ -104,7 +104,7 @@ def test_the_count_of_an_agent_is_no_part_of_a_key(monkeypatch):
     stores = iter([dist.PrefixStore("/worker/attempt_3", raw), dist.PrefixStore("/worker/attempt_0", raw)])
     monkeypatch.setattr(meeting, "rendezvous", lambda *_, **__: iter([(next(stores), 0, 2)]))
     worlds = [World(rank, 2) for rank in range(2)]
-    assert together(met([Attempt(world, meeting._torchrun_store(world)) for world in worlds]))
+    assert guard(met([Attempt(world, meeting._torchrun_store(world)) for world in worlds]))
 
 
 def test_a_rank_that_does_not_start_is_named():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingWarmRestarts, MultiStepLR
 
-from pipetrain.config.parameter_groups import Several
+from pipetrain.config.parameter_groups import ChainedOptimizer
 from pipetrain.runtime.stage.attribute_state import AttributeState
 from pipetrain.runtime.stage.optimizer_state import OptimizerState
 
@@ -114,7 +114,7 @@ def wrapped(parameters: Any) -> torch.optim.Optimizer:
 
 def several(parameters: Any) -> torch.optim.Optimizer:
     first, *others = parameters
-    return Several([Noisy([first]), Own(others)])
+    return ChainedOptimizer([Noisy([first]), Own(others)])
 
 
 def owners(optimizer: Any) -> dict[str, Any]:

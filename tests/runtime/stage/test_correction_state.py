@@ -8,19 +8,21 @@ from torch import nn
 
 from pipetrain.config.rate import LearningRate
 from pipetrain.correction import Correction, GapAware, MomentumAhead, StepsAhead
-from pipetrain.runtime.stage.correction_state import DECAY, RATE, SQUARE, STEP, LateWeights
+from pipetrain.runtime.stage.correction_state import DECAY, RATE, SQUARE, STEP, CorrectionState
 from pipetrain.runtime.stage.weights import Weights
 from pipetrain.schedule.actions import Predicted
 
 GROUP = {"momentum": 0.5}
 
 
-def late(correction: Correction, rates: list[float]) -> tuple[LateWeights, nn.Parameter]:
+def late(correction: Correction, rates: list[float]) -> tuple[CorrectionState, nn.Parameter]:
     p = nn.Parameter(torch.ones(2))
-    return LateWeights({"w": p}, [{"params": [p], **GROUP}], lambda update: [rates[update]], correction), p
+    return CorrectionState(
+        {"w": p}, [{"params": [p], **GROUP}], lambda update: [rates[update]], correction
+    ), p
 
 
-def moved(of: LateWeights, p: nn.Parameter, update: int, by: float) -> None:
+def moved(of: CorrectionState, p: nn.Parameter, update: int, by: float) -> None:
     with of.following(update):
         p.data += by
 
@@ -53,14 +55,14 @@ def test_the_typical_step_is_a_mean_at_the_peak_rate():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64], ids=str)
 def test_typical_steps_of_any_dtype_have_squares_and_a_gradient_of_0_stays_it(dtype):
     p = nn.Parameter(torch.zeros(2, dtype=dtype))
-    of = LateWeights({"w": p}, [{"params": [p], **GROUP}], lambda update: [1.0], GapAware())
+    of = CorrectionState({"w": p}, [{"params": [p], **GROUP}], lambda update: [1.0], GapAware())
     leaf = nn.Parameter(p.data.clone())
     with of.following(0):
         p.data[0] += 2**-13  # whose square float16 does not have
     leaf.grad = torch.tensor([1.0, 0.0], dtype=dtype)
     of.weigh({"w": leaf})
     torch.testing.assert_close(leaf.grad, torch.tensor([0.5, 0.0], dtype=dtype))
-    kept, form = of.known(p), LateWeights({"w": p}, [], lambda update: [1.0], GapAware()).known(p)
+    kept, form = of.known(p), CorrectionState({"w": p}, [], lambda update: [1.0], GapAware()).known(p)
     assert {key: t.dtype for key, t in kept.items()} == {key: t.dtype for key, t in form.items()}
 
 
@@ -93,14 +95,14 @@ def test_a_load_keeps_what_is_asked_for_and_a_weight_that_was_frozen_goes_on_fro
     then, plain = weights(StepsAhead()), weights(Correction())
     for of in (then, plain):
         of.load_optimizer_state(first.optimizer_state(), 1)
-    assert [[*state] for state in then.late.state.values()] == [[STEP], [STEP, RATE]]
+    assert [[*state] for state in then.correction_state.state.values()] == [[STEP], [STEP, RATE]]
     then.begin_window([Predicted(0, 1)])
     leaves = then.leaves(Predicted(0, 1))
     assert leaves[0].equal(frozen)
     assert leaves[1].equal(trained - 0.5)
     step(then)
-    assert then.late.state[frozen][STEP].tolist() == [[0, 0], [0, 0]]
-    assert not plain.late.state  # a step that gets older would be saved again
+    assert then.correction_state.state[frozen][STEP].tolist() == [[0, 0], [0, 0]]
+    assert not plain.correction_state.state  # a step that gets older would be saved again
 
 
 def test_what_was_saved_before_the_first_update_predicts_nothing():

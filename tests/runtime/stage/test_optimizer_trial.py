@@ -8,7 +8,7 @@ from torch import nn
 
 from pipetrain.config.build import make_optimizer
 from pipetrain.errors import ConfigError
-from pipetrain.runtime.stage.optimizer_trial import prove_optimizer, trial_optimizer
+from pipetrain.runtime.stage.optimizer_trial import trial_optimizer, try_optimizer
 from pipetrain.trainer.arguments import read_optimizer
 from tests.support.cases import options_of
 from tests.support.refusals import changed, refusal
@@ -20,7 +20,7 @@ HERE = "tests.runtime.test_optimizer."
 def made(target: str, model: nn.Module = LINEAR, stages: int = 2, **options: object):
     """Make an optimizer of one's own."""
     cfg = changed("optim", {"_target_": target, "_partial_": True, "lr": 0.1, **options})
-    return prove_optimizer(make_optimizer(cfg), model, stages)
+    return try_optimizer(make_optimizer(cfg), model, stages)
 
 
 class Clips(torch.optim.SGD):
@@ -51,14 +51,14 @@ def test_a_rate_by_the_number_of_a_parameter_is_refused_with_what_to_write_by_na
         return torch.optim.SGD([{"params": [p], "lr": 0.5**n} for n, p in enumerate(parameters)], 0.1)
 
     model = nn.Sequential(LINEAR, nn.Linear(2, 2))
-    says = refusal(lambda: prove_optimizer(read_optimizer(slower, None), model, 2))
+    says = refusal(lambda: try_optimizer(read_optimizer(slower, None), model, 2))
     assert "lets the step of one parameter depend on others, or on how many there are before it" in says
     assert says.endswith("and param_groups= (optim.groups) gives options by name")
     groups = {"mine": {"params": "1.weight", "lr": 0.25}}
-    factory = prove_optimizer(read_optimizer(lambda p: torch.optim.SGD(p, 0.1), groups), model, 2)
+    factory = try_optimizer(read_optimizer(lambda p: torch.optim.SGD(p, 0.1), groups), model, 2)
     taken = {group["lr"]: len(group["params"]) for group in factory(model.named_parameters()).param_groups}
     assert taken == {0.25: 1, 0.1: 3}
-    assert prove_optimizer(read_optimizer(slower, None), model, 1)
+    assert try_optimizer(read_optimizer(slower, None), model, 1)
 
 
 def test_an_optimizer_whose_step_looks_at_all_parameters_is_refused_over_several_stages():
@@ -97,7 +97,7 @@ class Sharp(torch.optim.SGD):
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, Sharp])
 def test_one_whose_step_needs_a_closure_is_refused_by_that(kind):
     with pytest.raises(ConfigError, match=f"^the step of {kind.__name__} needs a closure, which computes"):
-        prove_optimizer(read_optimizer(lambda p: kind(p, lr=0.1), None), LINEAR, 1)
+        try_optimizer(read_optimizer(lambda p: kind(p, lr=0.1), None), LINEAR, 1)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.SGD])
@@ -113,22 +113,20 @@ def test_a_function_that_chooses_by_shape_is_given_the_true_ones(kind):
     width, where = (10**6, "meta") if kind is torch.optim.SGD else (3, "cpu")
     with torch.device(where):
         model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 2))
-    factory = prove_optimizer(read_optimizer(by_shape, None), model, 1)
+    factory = try_optimizer(read_optimizer(by_shape, None), model, 1)
     found = trial_optimizer(factory, model)[0].param_groups
     shapes = {group["lr"]: [tuple(p.shape) for p in group["params"]] for group in found}
     assert shapes == {0.25: [(width, width), (width,)], 0.5: [(2, width), (2,)]}
     with pytest.raises(ConfigError, match=r"optim cannot be built by .*: nothing is large"):  # on one of two
-        prove_optimizer(read_optimizer(by_shape, None), model, 2)
+        try_optimizer(read_optimizer(by_shape, None), model, 2)
 
 
 def test_it_is_tried_with_weights_and_gradients_such_as_the_model_s():
     embedding, spectrum = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3, dtype=torch.complex64)
     for model, fused in ((embedding, False), (spectrum, False), (LINEAR, True)):
-        factory = prove_optimizer(
-            make_optimizer(options_of(["data=digits", "optim.weight_decay=0"])), model, 2
-        )
+        factory = try_optimizer(make_optimizer(options_of(["data=digits", "optim.weight_decay=0"])), model, 2)
         assert bool(factory(model.named_parameters()).defaults["fused"]) == fused
-    says = refusal(lambda: prove_optimizer(make_optimizer(options_of(["data=digits"])), embedding, 2))
+    says = refusal(lambda: try_optimizer(make_optimizer(options_of(["data=digits"])), embedding, 2))
     assert says.startswith("optim cannot be built by torch.optim.SGD: ")  # weight decay wants dense gradients
     assert "sparse" in says
     half = nn.Sequential(LINEAR, nn.Linear(2, 2).half())  # which cannot hold large gradients
@@ -147,7 +145,7 @@ class Net(nn.Module):
 
 
 def grouped(*words: str):
-    return prove_optimizer(make_optimizer(options_of(["data=digits", *words])), Net(), 2)
+    return try_optimizer(make_optimizer(options_of(["data=digits", *words])), Net(), 2)
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw"])
@@ -175,11 +173,11 @@ def test_a_parameter_is_of_the_first_group_that_takes_it(optim):
 def test_a_function_of_a_program_has_groups_too_and_its_mistakes_are_said_as_python_says_them():
     model, groups = Net(), {"a": {"params": ".*bias", "weight_decay": 0}}
     for chosen, wanted in ((None, [(6, 0.01)]), (groups, [(3, 0.01), (3, 0)])):
-        factory = prove_optimizer(read_optimizer(lambda p: torch.optim.AdamW(p, 3e-4), chosen), model, 2)
+        factory = try_optimizer(read_optimizer(lambda p: torch.optim.AdamW(p, 3e-4), chosen), model, 2)
         found = factory(model.named_parameters()).param_groups
         assert [(len(g["params"]), g["weight_decay"]) for g in found] == wanted
     with pytest.raises(ConfigError, match=r"^optim cannot be built by .* unexpected keyword argument 'lrr'$"):
-        prove_optimizer(read_optimizer(lambda p: torch.optim.SGD(p, lrr=1), None), LINEAR, 2)
+        try_optimizer(read_optimizer(lambda p: torch.optim.SGD(p, lrr=1), None), LINEAR, 2)
 
 
 A, NORMS = "optim.groups.a", "optim.groups.norms_and_biases"

@@ -183,7 +183,7 @@ def watched(rehearsed: Sequence[Counter[int]] = ()) -> Iterator[None]:
     with (
         patch.object(Engine, "_run", watch),
         patch.object(Session, "train", begin),
-        patch.object(Windows, "_say", look),
+        patch.object(Windows, "_exchange", look),
         patch.object(Rehearsal, "before", unwatched),
     ):
         yield
