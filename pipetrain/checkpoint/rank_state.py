@@ -19,7 +19,7 @@ from pipetrain.checkpoint.files import rank_file, stage_file
 from pipetrain.checkpoint.resume import Source
 from pipetrain.checkpoint.tensor_files import ATTRIBUTE, EMA, MODEL, OPTIMIZER, NamedTensors, names_of
 from pipetrain.model.numerics import numbers_of
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.session import Session, owing
 from pipetrain.runtime.stage.correction_state import KEPT
 from pipetrain.runtime.stage.stage import Stage
@@ -27,7 +27,9 @@ from pipetrain.runtime.stage.weights import OptimizerFactory
 from pipetrain.schedule.actions import Edge
 
 
-def snapshot(session: Session, links: Links, random: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+def snapshot(
+    session: Session, groups: ProcessGroups, random: Mapping[str, Tensor]
+) -> dict[str, dict[str, Tensor]]:
     """Return copies, in host memory, of a rank's state between two windows, by file.
 
     A stage is in that of its first rank. `random`: further random states. Raises TypeError for an optimizer
@@ -37,7 +39,7 @@ def snapshot(session: Session, links: Links, random: Mapping[str, Tensor]) -> di
     for stage in session.stages.values():
         stage.check()
     files = {stage_file(n): state_of(stage) for n, stage in session.stages.items() if session.is_leader(n)}
-    rank, device = links.world.rank, links.device
+    rank, device = groups.world.rank, groups.device
     own = {f"random/{rank}/cpu": torch.get_rng_state(), **random}
     if device.type == "cuda":
         own[f"random/{rank}/cuda"] = torch.cuda.get_rng_state(device)
@@ -68,7 +70,7 @@ def state_of(stage: Stage) -> dict[str, Tensor]:
     }
 
 
-def restore(source: Source, session: Session, links: Links) -> None:
+def restore(source: Source, session: Session, groups: ProcessGroups) -> None:
     """Load a rank's stages, the seed and, for the same pipeline, its residuals. All ranks call it."""
     session.average_buffers()  # what replicas keep apart is of before
     tensors = source.tensors()
@@ -80,10 +82,10 @@ def restore(source: Source, session: Session, links: Links) -> None:
             _load(stage, tensors, source.manifest.position.update)
     if source.manifest.pipeline == session.plan.pipeline:
         session.engine.coding.residuals = {
-            (edge, number, tuple(tensors[name].shape)): tensors[name].clone().to(links.device)
-            for edge, number in owing(session.plan, links.world.rank)
+            (edge, number, tuple(tensors[name].shape)): tensors[name].clone().to(groups.device)
+            for edge, number in owing(session.plan, groups.world.rank)
             for name in tensors  # of any shape: of sizes that come later too
-            if name.startswith(_prefix(session, links.world.rank, edge, number))
+            if name.startswith(_prefix(session, groups.world.rank, edge, number))
         }
 
 
@@ -118,17 +120,17 @@ def _copy(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
 
 
-def restore_random(source: Source, links: Links) -> None:
+def restore_random(source: Source, groups: ProcessGroups) -> None:
     """Restore this rank's random state, if a rank of its number has saved one.
 
     That of rank 0 decides how a DataLoader shuffles, so this comes before the first batch is read.
     """
-    tensors, rank = source.tensors(), links.world.rank
+    tensors, rank = source.tensors(), groups.world.rank
     with source.used():
         if f"random/{rank}/cpu" in tensors:
             torch.set_rng_state(tensors[f"random/{rank}/cpu"])
-        if links.device.type == "cuda" and f"random/{rank}/cuda" in tensors:
-            torch.cuda.set_rng_state(tensors[f"random/{rank}/cuda"], links.device)
+        if groups.device.type == "cuda" and f"random/{rank}/cuda" in tensors:
+            torch.cuda.set_rng_state(tensors[f"random/{rank}/cuda"], groups.device)
 
 
 def _prefix(session: Session, rank: int, edge: Edge, number: int) -> str:

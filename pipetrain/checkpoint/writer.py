@@ -38,7 +38,7 @@ from pipetrain.checkpoint.files import (
 )
 from pipetrain.checkpoint.rank_state import snapshot
 from pipetrain.errors import ChannelError, TrainingStopped
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.comm.ranks import Ranks
 from pipetrain.runtime.session import Session
 from pipetrain.schedule.timeline import StageStats
@@ -145,7 +145,7 @@ class Writer:
 def save_now(
     folder: Path,
     session: Session,
-    links: Links,
+    groups: ProcessGroups,
     conditions: Mapping[str, Any],
     config: Mapping[str, Any],
     keep: int | None,
@@ -154,12 +154,12 @@ def save_now(
 
     All ranks must call it. Raises TrainingStopped on all if one of them cannot write.
     """
-    run: str = links.broadcast("the name of what is saved", uuid.uuid4().hex)
+    run: str = groups.broadcast("the name of what is saved", uuid.uuid4().hex)
     position = Position(update=session.updates)
     progress = Progress(stages={stage: StageStats() for stage in range(session.plan.stages)})
-    writer = Writer(folder, links, keep)
+    writer = Writer(folder, groups, keep)
     manifest = Manifest(run, position, conditions, session.plan.pipeline, config, progress)
-    writing = writer.save(manifest, partial(snapshot, session, links, {}))
+    writing = writer.save(manifest, partial(snapshot, session, groups, {}))
     writer.close()
     return writing.result()
 
@@ -201,7 +201,7 @@ class Keeper:
     def save(
         self,
         session: Session,
-        links: Links,
+        groups: ProcessGroups,
         position: Position,
         progress: Progress,
         random: Mapping[str, Tensor],
@@ -212,8 +212,8 @@ class Keeper:
         """
         pipeline = session.plan.pipeline
         manifest = Manifest(self.run, position, self.conditions, pipeline, self.config, progress)
-        writing = self.writer.save(manifest, partial(snapshot, session, links, random))
-        writing.add_done_callback(partial(self._note, position.update, links.world.rank))
+        writing = self.writer.save(manifest, partial(snapshot, session, groups, random))
+        writing.add_done_callback(partial(self._note, position.update, groups.world.rank))
 
     def _note(self, update: int, rank: int, writing: Future[Path]) -> None:
         failure = writing.exception()

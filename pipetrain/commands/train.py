@@ -286,7 +286,7 @@ def train(cfg: DictConfig, word: Word, data: Data | None, source: Source | None,
     )
     del model
     training = pipe._training
-    placement = training.links.placement
+    placement = training.groups.placement
     ends = {*placement[0], *placement[-1]}  # the others need no sample
     if data is None and (settings.replicas == AUTO or start.world.rank in ends):
         data = load_data(options["data"], settings.dtype)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 from pipetrain.checkpoint.epoch_record import Stats
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.stage.memory_meter import PeakBytes
 from pipetrain.schedule.timeline import StageStats, of_replicas
 from pipetrain.tasks.running_sums import Tally, summed
@@ -43,9 +43,9 @@ class RankRecords(NamedTuple):
     last: list[RankRecord]
 
     @classmethod
-    def gather(cls, links: Links, what: str, mine: RankRecord, last: Sequence[int]) -> RankRecords:
+    def gather(cls, groups: ProcessGroups, what: str, mine: RankRecord, last: Sequence[int]) -> RankRecords:
         """Return the records of all, on every rank. `last`: the last stage's ranks. Raises ChannelError."""
-        gathered = enumerate(links.gather(what, asdict(mine)))
+        gathered = enumerate(groups.gather(what, asdict(mine)))
         ranks = [read_as(RankRecord, one, f"{what} of rank {rank}") for rank, one in gathered]
         return cls(ranks, [ranks[rank] for rank in last])
 

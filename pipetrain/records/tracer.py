@@ -18,7 +18,7 @@ import torch
 from pipetrain.model.specs import Size
 from pipetrain.records.history import About
 from pipetrain.runtime.clock import Observe
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.schedule.actions import Op, parse_action
 from pipetrain.schedule.timeline import Row, Span, Timeline, TracedWindow
 
@@ -37,9 +37,9 @@ class Trace:
 class Tracer:
     """One rank's trace of the first windows. All ranks make the same calls."""
 
-    def __init__(self, about: About, links: Links) -> None:
+    def __init__(self, about: About, groups: ProcessGroups) -> None:
         self._about = about
-        self._links = links
+        self._groups = groups
         self._actions = 0  # of the longest rank
         self._cut = ""
         self._windows: list[tuple[int, list[int], Row]] = []  # epoch, samples of microbatches, spans
@@ -73,7 +73,7 @@ class Tracer:
             return moment + first + drift * (moment - began)
 
         mine = [_as_json(row, shift) for *_, row in self._windows]
-        ranks = self._links.gather("the trace", {"rows": mine, "error_s": max(error, other_error)})
+        ranks = self._groups.gather("the trace", {"rows": mine, "error_s": max(error, other_error)})
         m = self._about.settings.microbatches
         return Trace(
             [
@@ -85,7 +85,7 @@ class Tracer:
         )
 
     def _compare_clocks(self) -> tuple[float, float, float]:
-        return perf_counter(), *self._links.clock_offset()
+        return perf_counter(), *self._groups.clock_offset()
 
 
 def about_trace(about: About, trace: Trace) -> dict[str, Any]:

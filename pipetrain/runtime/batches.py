@@ -23,7 +23,7 @@ from pipetrain.data.sampling import Sampled, loaded
 from pipetrain.errors import TrainingStopped
 from pipetrain.model.specs import Size, TensorSpec, Value, ValueSpec, as_tuple
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.feed import Sources, TargetRows, cut
 from pipetrain.tasks import Task, counted_for
 
@@ -35,7 +35,9 @@ INPUTS, TARGETS = 0, 1  # streams of tensors from rank 0
 _T = TypeVar("_T")
 
 
-def counting(samples: Sampled, epoch: int, task: Task, links: Links, last: int) -> list[list[Tensor]]:
+def counting(
+    samples: Sampled, epoch: int, task: Task, groups: ProcessGroups, last: int
+) -> list[list[Tensor]]:
     """Return the batches of an epoch in which something counts, alike on all ranks: see Sampled.epoch.
 
     `last`: the rank of the last stage, which reads samples of a batch until one counts. Raises
@@ -45,18 +47,18 @@ def counting(samples: Sampled, epoch: int, task: Task, links: Links, last: int) 
     if task.counts_samples or draw is None:
         return batches
     left: list[int] = []
-    if links.world.rank == last:
+    if groups.world.rank == last:
         assert split is not None, "the rank of the last stage needs the samples"
         for number, batch in enumerate(batches):
             targets = (split.targets(one, draw) for one in torch.split(torch.cat(batch), 1))
             if any(counted_for(task.weight, some) for some in targets):
                 left.append(number)
-    left = links.broadcast("the batches in which something counts", left, last)
+    left = groups.broadcast("the batches in which something counts", left, last)
     skipped = len(batches) - len(left)
     what = f"epoch {epoch + 1}: none of the targets counts in {skipped} of {len(batches)} batches"
     if not left:
         raise TrainingStopped(f"{what}: there is nothing to learn")
-    if skipped and links.world.rank == 0:
+    if skipped and groups.world.rank == 0:
         log.warning("pipetrain: %s, which are skipped", what)
     return [batches[number] for number in left]
 
@@ -109,15 +111,15 @@ class OfNumbers:
         self,
         samples: Sampled,
         task: Task,
-        links: Links,
+        groups: ProcessGroups,
         plan: Plan,
         epoch: int = 0,
         done: int = 0,
     ) -> None:
-        batches = counting(samples, epoch, task, links, plan.firsts[-1])[done:]
+        batches = counting(samples, epoch, task, groups, plan.firsts[-1])[done:]
         self._sizes = [Size(sum(map(len, batch))) for batch in batches]
         self._announced = 0
-        self._task, self._rank, draw = task, links.world.rank, samples.draw(epoch)
+        self._task, self._rank, draw = task, groups.world.rank, samples.draw(epoch)
         window = plan.settings.window if plan.draft.reads_late else 1
         numbers = turns([*map(len, batches)], window if samples.sampler else None, done)
 
@@ -175,13 +177,13 @@ class OfLoader:
 
     def __init__(
         self,
-        links: Links,
+        groups: ProcessGroups,
         reader: Reader | None,
         form: Form,
         task: Task,
         begin: Callable[[Reader], object],
     ) -> None:
-        self._links = links
+        self._groups = groups
         self._reader = reader
         self._form = form
         self._task = task
@@ -197,12 +199,12 @@ class OfLoader:
     def open(
         self, sizes: Sequence[Size], microbatches: int, first: Sequence[int], last: Sequence[int] | None
     ) -> Sources:
-        rank, pieces = self._links.world.rank, [size.pieces(microbatches) for size in sizes]
+        rank, pieces = self._groups.world.rank, [size.pieces(microbatches) for size in sizes]
         if self._reader is None:
             inputs = self._inputs_of(pieces, first) if rank in first else None
             rows = self._rows_of(pieces, last) if last and rank in last else None
             return Sources(inputs, rows, ahead=False)
-        dealer = _Dealer(self._links, self._reader, self._task, pieces, first, last)
+        dealer = _Dealer(self._groups, self._reader, self._task, pieces, first, last)
         targets = dealer.targets() if last and rank in last else None
         return Sources(dealer.inputs(), targets, dealer.deal, dealer.finish)
 
@@ -212,12 +214,12 @@ class OfLoader:
         mine = (
             size
             for size, rank in zip(chain.from_iterable(sizes), first, strict=True)
-            if rank == self._links.world.rank
+            if rank == self._groups.world.rank
         )
         return _awaited(self._expect("inputs", self._form.inputs.of(size), INPUTS) for size in mine)
 
     def _rows_of(self, sizes: Sequence[Sequence[Size]], last: Sequence[int]) -> Iterator[TargetRows]:
-        ranks, own = iter(last), self._links.world.rank
+        ranks, own = iter(last), self._groups.world.rank
         dealt = ([(size, next(ranks)) for size in batch] for batch in sizes)
         return _awaited(self._expect_rows(batch) for batch in dealt if own in {rank for _, rank in batch})
 
@@ -226,16 +228,16 @@ class OfLoader:
 
         `batch`: the size of each microbatch, and its rank.
         """
-        rows = Size(sum(size.samples for size, rank in batch if rank == self._links.world.rank))
+        rows = Size(sum(size.samples for size, rank in batch if rank == self._groups.world.rank))
         targets = self._expect("targets", self._form.targets.of(rows), TARGETS)
         if len({rank for _, rank in batch}) == 1:
             return lambda: TargetRows(targets())
         spec = TensorSpec((len(batch),), torch.float64)
-        weights = self._links.expect_tensor("the weights of a batch", spec, 0, TARGETS)
+        weights = self._groups.expect_tensor("the weights of a batch", spec, 0, TARGETS)
         return lambda: TargetRows(targets(), weights().tolist())
 
     def _expect(self, what: str, form: ValueSpec, stream: int) -> Callable[[], Value]:
-        waits = [self._links.expect_tensor(f"the {what} of a batch", spec, 0, stream) for spec in form.specs]
+        waits = [self._groups.expect_tensor(f"the {what} of a batch", spec, 0, stream) for spec in form.specs]
         return lambda: form.pack(tuple(wait() for wait in waits))
 
 
@@ -254,14 +256,14 @@ class _Dealer:
 
     def __init__(
         self,
-        links: Links,
+        groups: ProcessGroups,
         reader: Reader,
         task: Task,
         sizes: Sequence[Sequence[Size]],
         first: Sequence[int],
         last: Sequence[int] | None,
     ) -> None:
-        self._links, self._reader, self._task = links, reader, task
+        self._groups, self._reader, self._task = groups, reader, task
         self._sent: deque[Callable[[], Tensor]] = deque()  # each waits until a tensor is taken
         self._begun = 0  # batches
         self._sizes, self._first = iter(sizes), iter(first)
@@ -298,7 +300,7 @@ class _Dealer:
         self._begun += 1
         inputs, targets = self._reader.take(Size(sum(size.samples for size in sizes)))
         for value in cut(inputs, sizes):
-            if (rank := next(self._first)) == self._links.world.rank:
+            if (rank := next(self._first)) == self._groups.world.rank:
                 self._inputs.append(value)
             else:
                 self._send("inputs", as_tuple(value), rank, INPUTS)
@@ -317,7 +319,7 @@ class _Dealer:
                 own = [as_tuple(value) for value, of in zip(values, ranks, strict=True) if of == rank]
                 parts[rank] = form.pack(tuple(map(torch.cat, zip(*own, strict=True))))
         for rank, part in parts.items():
-            if rank == self._links.world.rank:
+            if rank == self._groups.world.rank:
                 self._targets.append(TargetRows(part, weights))
                 continue
             more = [] if weights is None else [torch.tensor(weights, dtype=torch.float64)]
@@ -325,6 +327,8 @@ class _Dealer:
 
     def _send(self, what: str, tensors: Sequence[Tensor], rank: int, stream: int) -> None:
         for tensor in tensors:
-            self._sent.append(self._links.post_tensor(what, tensor.cpu(), rank, stream))  # it may be on a GPU
+            self._sent.append(
+                self._groups.post_tensor(what, tensor.cpu(), rank, stream)
+            )  # it may be on a GPU
         while len(self._sent) > MAX_UNWAITED_SENDS:  # of a whole pass they would be all
             self._sent.popleft()()

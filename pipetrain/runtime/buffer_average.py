@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.model.numerics import numbers_of
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.stage.batchnorm import BatchStatistics
 from pipetrain.runtime.stage.stage import Stage
 
@@ -21,10 +21,10 @@ from pipetrain.runtime.stage.stage import Stage
 class BufferAverager:
     """Levels the buffers of this rank's replicas. All ranks call it at the same places."""
 
-    def __init__(self, stages: Mapping[int, Stage], links: Links) -> None:
-        several = {index: of for index, of in stages.items() if len(links.placement[index]) > 1}
+    def __init__(self, stages: Mapping[int, Stage], groups: ProcessGroups) -> None:
+        several = {index: of for index, of in stages.items() if len(groups.placement[index]) > 1}
         self.stages = {index: of for index, of in several.items() if any(_numbers(of))}
-        self._links = links
+        self._groups = groups
         self._samples = dict.fromkeys(self.stages, 0)  # since they were equal
         self._counted: dict[int, list[Tensor]] = {}  # counters as they then were
 
@@ -51,7 +51,7 @@ class BufferAverager:
             weighted = [t.double() * samples if samples else torch.zeros_like(t).double() for t in means]
             counted = [(now - old).double() for now, old in zip(counters, before, strict=True)]
             own = [(weighted + counted)[0].new_full((1,), samples), *weighted, *counted]
-            sums = self._links.add_up((index,), torch.cat([t.flatten() for t in own]))
+            sums = self._groups.add_up((index,), torch.cat([t.flatten() for t in own]))
             each = torch.split(sums, [t.numel() for t in own])
             total, *parts = (part.view_as(t) for part, t in zip(each, own, strict=True))
             for tensor, part in zip(means, parts, strict=False):

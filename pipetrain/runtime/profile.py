@@ -39,7 +39,7 @@ from pipetrain.plan.cut import cut_layers
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.comm.channel import Channel
 from pipetrain.runtime.comm.message import Message
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.feed import Repeated
 from pipetrain.runtime.mailbox import Mailbox
@@ -78,7 +78,7 @@ MEASURED = {  # what is run of each microbatch, in order, and of which time it i
 
 
 def measure(
-    links: Links,
+    groups: ProcessGroups,
     settings: Settings,
     conditions: Facts,
     network: Network,
@@ -92,10 +92,10 @@ def measure(
     `network`: one that is not trained afterwards, in host memory; `layers`: its estimates; `example`: of the
     input. Raises ConfigError, on all ranks, for a layer that fails on any, and ChannelError.
     """
-    began, size, device = time.perf_counter(), settings.full, links.device
-    if links.world.rank == 0:
+    began, size, device = time.perf_counter(), settings.full, groups.device
+    if groups.world.rank == 0:
         log.info("pipetrain: profiling %d layers, %s at a time", len(layers), size)
-    latency_s, s_per_byte = slowest_link(links, settings.buffer_size)
+    latency_s, s_per_byte = slowest_link(groups, settings.buffer_size)
     try:
         with RngSnapshot().replayed():
             mine: Any = measure_layers(network, layers, example, size, numerics, optimizer, device)
@@ -103,11 +103,11 @@ def measure(
         mine = one_line(error)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    of_ranks = links.gather("the times of the layers", mine)
+    of_ranks = groups.gather("the times of the layers", mine)
     for failure in of_ranks:
         if isinstance(failure, str):
             raise ConfigError(failure)
-    if links.world.rank == 0:
+    if groups.world.rank == 0:
         log.info("profiled in %.1f s", time.perf_counter() - began)
     machine = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -237,7 +237,7 @@ def _times(stages: int, rows: Sequence[Row]) -> list[list[float]]:
 # Messages
 
 
-def slowest_link(links: Links, buffer_size: int) -> tuple[float, float]:
+def slowest_link(groups: ProcessGroups, buffer_size: int) -> tuple[float, float]:
     """Measure a pair of neighbouring ranks at a time; return the slowest one's times, on every rank.
 
     As of a straight pipeline: whatever the placement is, or will be with replicas=auto.
@@ -245,17 +245,17 @@ def slowest_link(links: Links, buffer_size: int) -> tuple[float, float]:
     These are the seconds of a message beside its bytes, and of a byte; 0 if there are no messages. Raises
     ChannelError.
     """
-    if links.world.size == 1:
+    if groups.world.size == 1:
         return 0.0, 0.0
-    pairs = [*pairwise(range(links.world.size))]
-    links.open([(edge, edge) for pair in pairs for edge in (pair, pair[::-1])])
-    channel = links.channel(buffer_size)
+    pairs = [*pairwise(range(groups.world.size))]
+    groups.open([(edge, edge) for pair in pairs for edge in (pair, pair[::-1])])
+    channel = groups.channel(buffer_size)
     mine = [
-        [_one_way(channel, links, pair, nbytes) for nbytes in (SMALL, LARGE)]
+        [_one_way(channel, groups, pair, nbytes) for nbytes in (SMALL, LARGE)]
         for pair in pairs
-        if links.world.rank in pair
+        if groups.world.rank in pair
     ]
-    times = [of_pair for own in links.gather("the times of messages", mine) for of_pair in own]
+    times = [of_pair for own in groups.gather("the times of messages", mine) for of_pair in own]
     return line(*max(times, key=lambda of_pair: of_pair[1]))
 
 
@@ -265,15 +265,15 @@ def line(small_s: float, large_s: float) -> tuple[float, float]:
     return max(0.0, small_s - SMALL * s_per_byte), s_per_byte
 
 
-def _one_way(channel: Channel, links: Links, pair: tuple[int, int], nbytes: int) -> float:
+def _one_way(channel: Channel, groups: ProcessGroups, pair: tuple[int, int], nbytes: int) -> float:
     """Return half the median round trip; the other end, which only answers, measures about the same."""
     here, there = pair
     specs = (TensorSpec((nbytes,), torch.uint8),)
     forth = [Message(here, there, i, specs, (here, there)) for i in range(COLD_TRIPS + TRIPS)]
     back = [Message(there, here, i, specs, (there, here)) for i in range(COLD_TRIPS + TRIPS)]
-    leads = links.world.rank == here
+    leads = groups.world.rank == here
     # A posted receive is a kernel that runs, for which the first use of another kernel may wait.
-    payload = [torch.zeros(nbytes, dtype=torch.uint8, device=links.device)]
+    payload = [torch.zeros(nbytes, dtype=torch.uint8, device=groups.device)]
     channel.expect(back if leads else forth)
     seconds = []
     for out, answer in zip(forth, back, strict=True):

@@ -24,7 +24,7 @@ from pipetrain.runtime.batches import Batches
 from pipetrain.runtime.buffer_average import BufferAverager
 from pipetrain.runtime.clock import Clock, Observe
 from pipetrain.runtime.comm.channel import Channel
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.engine import Engine, Take, Tick
 from pipetrain.runtime.feed import WindowFeed
 from pipetrain.runtime.mailbox import Coding, Mailbox
@@ -56,13 +56,13 @@ class Session:
         plan: Plan,
         stages: dict[int, Stage],
         task: Task,
-        links: Links,
+        groups: ProcessGroups,
         whole: WholeModel | None = None,
     ) -> None:
-        self.plan, self.stages, self._task, self._links, self._whole = plan, stages, task, links, whole
+        self.plan, self.stages, self._task, self._groups, self._whole = plan, stages, task, groups, whole
         self._copies = copies_of(stages)
-        self.engine = make_engine(plan, stages, links)
-        self._buffer_averager = BufferAverager(self.stages, links)
+        self.engine = make_engine(plan, stages, groups)
+        self._buffer_averager = BufferAverager(self.stages, groups)
         self.last = self.stages.get(plan.stages - 1)
         """The last stage, which counts; None if another rank holds it."""
 
@@ -86,7 +86,7 @@ class Session:
 
     def is_leader(self, stage: int) -> bool:
         """Return whether this rank is the first of a stage, which speaks for all replicas."""
-        return self.plan.firsts[stage] == self._links.world.rank
+        return self.plan.firsts[stage] == self._groups.world.rank
 
     def average_buffers(self) -> None:
         """Make the buffers of a stage's replicas equal. All ranks call it, between windows."""
@@ -105,7 +105,7 @@ class Session:
         See Engine.train for `tick` and `observe`.
         """
         m = self.plan.settings.microbatches
-        order = order_of(self.plan, len(sizes), self._links.world.rank, stop_check)
+        order = order_of(self.plan, len(sizes), self._groups.world.rank, stop_check)
         if self._whole is not None:
             self._whole.restore_stages()
         self._level_copies()
@@ -129,7 +129,7 @@ class Session:
         Each is one microbatch: a model may look at the whole batch. `take` gets the outputs of a prediction,
         which has no targets.
         """
-        order = order_of(self.plan, len(sizes), self._links.world.rank, stop_check, trains=False)
+        order = order_of(self.plan, len(sizes), self._groups.world.rank, stop_check, trains=False)
         self._level_copies()
         self.average_buffers()
         with (
@@ -159,20 +159,20 @@ class Session:
         self, sizes: Sequence[Size], batches: Batches, order: Order, targets: bool = True
     ) -> Iterator[WindowFeed]:
         """Yield the microbatches of a window; of an error for want of memory, say what was predicted."""
-        dtype, device, last = self.plan.settings.data_dtype, self._links.device, self.plan.stages - 1
+        dtype, device, last = self.plan.settings.data_dtype, self._groups.device, self.plan.stages - 1
         microbatches, mbs = order.microbatches, range(len(sizes) * order.microbatches)
         first, end = ([order.home(stage, mb) for mb in mbs] for stage in (0, last))
         source = batches.open(sizes, microbatches, first, end if targets else None)
         begun = max(ranks.index(rank) for ranks in (first, end) for rank in set(ranks))
         source.deal(begun // microbatches + 1)  # each rank has one microbatch, for a rehearsal
-        enter, leave = ([mb for mb in mbs if ranks[mb] == self._links.world.rank] for ranks in (first, end))
+        enter, leave = ([mb for mb in mbs if ranks[mb] == self._groups.world.rank] for ranks in (first, end))
         try:
             yield WindowFeed(sizes, microbatches, source, enter, leave, self._task.weight, device, dtype)
         except ActionFailed as error:
             if not is_out_of_memory(error.__cause__):
                 raise
             stage_bytes = self.plan.memory()
-            raise explained(error, stage_bytes, self._links.world.rank, device) from error.__cause__
+            raise explained(error, stage_bytes, self._groups.world.rank, device) from error.__cause__
         source.finish(order.batches)
 
 
@@ -189,19 +189,19 @@ def make_stages(
     task: Task,
     optimizer: OptimizerFactory,
     rate: LearningRate,
-    links: Links,
+    groups: ProcessGroups,
 ) -> dict[int, Stage]:
     """Make this rank's stages of a whole model, by number, on its device.
 
     They get the `values` of the network, if it has some; the rest of it does not.
     """
     settings, network = plan.settings, network_of(model, plan.example)
-    layers = plan.layers_on(links.world.rank)
+    layers = plan.layers_on(groups.world.rank)
     materialise(network, layers, {name for layer in layers for name in plan.layers[layer].borrows})
-    mine = [index for index, rank in enumerate(plan.placement) if links.world.rank in rank]
+    mine = [index for index, rank in enumerate(plan.placement) if groups.world.rank in rank]
     home = homes(network, plan.cuts)
     known = {id(p): name for name, p in network.model.named_parameters()}
-    wanted = settings.cuda_graphs and links.device.type == "cuda"
+    wanted = settings.cuda_graphs and groups.device.type == "cuda"
     stages: dict[int, Stage] = {}
     for index in mine:
         part = network.part(plan.cut.slices[index], plan.evaluation_cut.slices[index])
@@ -211,11 +211,11 @@ def make_stages(
         kind = GraphedStage if wanted and not plan.not_captured(index) else Stage
         stages[index] = stage = kind(
             index,
-            part.to(links.device),
+            part.to(groups.device),
             optimizer,
             rate,
-            device=links.device.type,
-            task=task.to(links.device) if index == plan.stages - 1 else None,
+            device=groups.device.type,
+            task=task.to(groups.device) if index == plan.stages - 1 else None,
             numerics=plan.numerics,
             compile=settings.compile,
             selective=plan.modes[index] is Mode.SELECTIVE,
@@ -241,11 +241,11 @@ def observers_of(stage: Stage, skips: bool = False, by_batch: bool = False) -> l
 
 
 def make_engine(
-    plan: Plan, stages: Mapping[int, Stage], links: Links, channel: Channel | None = None
+    plan: Plan, stages: Mapping[int, Stage], groups: ProcessGroups, channel: Channel | None = None
 ) -> Engine:
     """Make the engine for a rank's stages, over `channel` or else a new one, with the plan's codecs."""
     channels_last, bounds = plan.numerics.channels_last, {stage: plan.peaks(stage) for stage in stages}
-    channel, rank = channel or links.channel(plan.cut.bounds, channels_last), links.world.rank
+    channel, rank = channel or groups.channel(plan.cut.bounds, channels_last), groups.world.rank
 
     def mailbox(over: Channel, training: bool) -> Mailbox:
         if not training:
@@ -253,23 +253,23 @@ def make_engine(
         return Mailbox(over, plan.cut, plan.placement, rank, Coding(plan.settings.codecs, channels_last))
 
     def loopback(training: bool) -> Mailbox:
-        how = plan.cut.bounds, plan.settings.timeout, links.device, links.staged, channels_last
+        how = plan.cut.bounds, plan.settings.timeout, groups.device, groups.staged, channels_last
         ties = dict.fromkeys([ALL, *plan.ties])
         return mailbox(LoopbackChannel(dict.fromkeys(plan.links), *how, ties), training)
 
     uncaptured: list[str] = []  # why stages of this rank are
 
     def meet(norms: bool) -> None:
-        if norms and links.world.size > 1:
+        if norms and groups.world.size > 1:
             channel.all_reduce(ALL, torch.zeros(plan.stages, dtype=torch.float64))
             channel.reduced(ALL)
-        eager = [one for of_rank in links.gather("the rehearsal", uncaptured) for one in of_rank]
+        eager = [one for of_rank in groups.gather("the rehearsal", uncaptured) for one in of_rank]
         uncaptured.clear()
-        if eager and not links.world.rank:
+        if eager and not groups.world.rank:
             log.info("pipetrain: not all passes are CUDA graphs (cuda_graphs=auto): %s", eager[0])
 
     def capture() -> None:
-        chosen, room = plan.settings.cuda_graphs, gpu_bytes(links.device.type, links.sharing)
+        chosen, room = plan.settings.cuda_graphs, gpu_bytes(groups.device.type, groups.sharing)
         held = peaks_by_rank(plan.memory())[rank] if chosen and room else 0
         for index, stage in stages.items() if chosen else ():
             why, graphs = plan.not_captured(index), plan.graph_bytes(index)
@@ -291,9 +291,9 @@ def make_engine(
         mailbox(channel, True),
         mailbox(channel, False),
         plan.peaks,
-        Clock(links.device),
+        Clock(groups.device),
         plan.settings.seed,
-        Rehearsal(loopback, meet, capture) if rehearses(links.device) else None,
+        Rehearsal(loopback, meet, capture) if rehearses(groups.device) else None,
     )
 
 

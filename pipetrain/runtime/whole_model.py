@@ -21,7 +21,7 @@ from pipetrain.model.requirements import cast_exactly, state_names
 from pipetrain.model.tensor_access import in_place_of, named_tensors, on_meta, replace
 from pipetrain.plan.cut import homes
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.stage.stage import Stage
 
 
@@ -33,7 +33,7 @@ def owners(network: Network, plan: Plan) -> dict[str, int]:
 class WholeModel:
     """A model and the tensors of its stages. `values`: those that it begins with in place of its own."""
 
-    def __init__(self, model: nn.Module, links: Links, values: Values | None) -> None:
+    def __init__(self, model: nn.Module, groups: ProcessGroups, values: Values | None) -> None:
         self.values = values
         self.keys = state_names(model)
         """The name of the tensor behind each entry of the state_dict."""
@@ -42,7 +42,7 @@ class WholeModel:
         self.guard: ModelGuard | None = None
         """What must not change of it from then on."""
         self._model = model
-        self._links = links
+        self._groups = groups
         first: dict[int, str] = {}  # of all names that a tensor has
         self._names = {name: first.setdefault(id(tensor), name) for name, tensor in _all_named(model)}
         self._all = list(named_tensors(model))
@@ -60,7 +60,7 @@ class WholeModel:
         others = {id(t): own[name] if name in own else on_meta(t) for name, t in tensors.items()}
         replace(network.modules, others)
         self._replace(others)
-        if self._links.world.size > 1:
+        if self._groups.world.size > 1:
             self._guard = self._model.register_forward_pre_hook(_refuse_without_numbers)
         self.guard = ModelGuard(self._model, network)
 
@@ -107,7 +107,7 @@ class WholeModel:
 
     def end(self, failed: bool) -> None:
         """Leave the model on rank 0 as collected, and elsewhere without numbers; one process has all."""
-        rank, size = self._links.world.rank, self._links.world.size
+        rank, size = self._groups.world.rank, self._groups.world.size
         if self._guard is not None:
             self._guard.remove()
         if self.attached and size == 1 and not failed:
@@ -121,14 +121,14 @@ class WholeModel:
     def _tensors(self, names: Collection[str], ema: bool = False) -> dict[str, Tensor]:
         """Return tensors by their names in the model, in host memory, on rank 0; none on the others."""
         if not self.attached:  # nothing has been trained
-            return self._initial(names) if not self._links.world.rank else {}
+            return self._initial(names) if not self._groups.world.rank else {}
         with self.stages_in_place():
             own = self._own(ema)
         collected: dict[str, Tensor] = {}
-        for owner in range(self._links.world.size):
+        for owner in range(self._groups.world.size):
             of = [name for name in self._owners if name in names and self._owners[name] == owner]
-            tensors = [own[name] for name in of] if owner == self._links.world.rank else []
-            collected |= zip(of, self._links.to_first("the model", tensors, owner), strict=False)
+            tensors = [own[name] for name in of] if owner == self._groups.world.rank else []
+            collected |= zip(of, self._groups.to_first("the model", tensors, owner), strict=False)
         return {name: collected[name] for name in names if name in collected}
 
     def _initial(self, names: Collection[str]) -> dict[str, Tensor]:
@@ -164,13 +164,13 @@ def _all_named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def gather_outputs(
-    outputs: Sequence[tuple[Tensor, ...]], batches: int, links: Links, owners: Sequence[int]
+    outputs: Sequence[tuple[Tensor, ...]], batches: int, groups: ProcessGroups, owners: Sequence[int]
 ) -> list[tuple[Tensor, ...]]:
     """Return on rank 0, in host memory, the outputs for so many batches, which `owners` have in turn."""
     by_owner = []
     for owner in owners:
-        own = [tensor for of in outputs for tensor in of] if owner == links.world.rank else []
-        by_owner.append(iter(links.to_first("the outputs", own, owner)))
-    size = links.broadcast("the tensors of an output", len(outputs[0]) if outputs else 0, owners[0])
-    turns = islice(cycle(by_owner), 0 if links.world.rank else batches)
+        own = [tensor for of in outputs for tensor in of] if owner == groups.world.rank else []
+        by_owner.append(iter(groups.to_first("the outputs", own, owner)))
+    size = groups.broadcast("the tensors of an output", len(outputs[0]) if outputs else 0, owners[0])
+    turns = islice(cycle(by_owner), 0 if groups.world.rank else batches)
     return [tuple(islice(tensors, size)) for tensors in turns]

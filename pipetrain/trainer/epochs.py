@@ -29,7 +29,7 @@ from pipetrain.records.recorder import Recorder
 from pipetrain.records.tracer import Tracer
 from pipetrain.runtime.batches import Batches
 from pipetrain.runtime.clock import Observe
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.engine import Tick
 from pipetrain.runtime.order import StopCheck
 from pipetrain.runtime.stage.memory_meter import Meter, PeakBytes
@@ -65,7 +65,7 @@ class Epochs:
     def __init__(
         self,
         windows: Windows,
-        links: Links,
+        groups: ProcessGroups,
         passes: Passes,
         about: About,
         recorder: Recorder | None = None,
@@ -76,7 +76,7 @@ class Epochs:
         self._after_epoch = after_epoch
         self._enough = False  # it has said so
         self.stopped_by: StopRequest = ""
-        self._links = links
+        self._groups = groups
         self._passes = passes
         self._about = about
         self._recorder = recorder
@@ -112,7 +112,7 @@ class Epochs:
         history = [record.named(names) for record in manifest.progress.history if record.epoch <= epoch]
         self._progress = replace(manifest.progress, history=history)
         self._position = manifest.position.placed(self._about.batches)
-        restore(source, session, self._links)
+        restore(source, session, self._groups)
         if self._keeper:
             self._keeper.seen = self._position.update
         self._count_from(self._progress.trained)
@@ -136,14 +136,14 @@ class Epochs:
 
     def run(self) -> bool:
         """Train and evaluate all epochs; return False if stopped. Raises ChannelError and TrainingStopped."""
-        tracer = Tracer(self._about, self._links) if self._about.settings.trace else None
+        tracer = Tracer(self._about, self._groups) if self._about.settings.trace else None
         epochs = self._about.epochs
         if self._recorder:
             self._recorder.begin(self.history, self._again)
         with self.session.keeping_options():  # which it has changed before
             for record in self.history:  # what it knows of them it may have forgotten in a restart
                 self._ask(record)
-        self._links.gather("the start of the epochs", None)  # so that no rank's time is that of its start
+        self._groups.gather("the start of the epochs", None)  # so that no rank's time is that of its start
         self._started = time.perf_counter() - self._progress.elapsed_s
         for epoch in range(self._position.epoch, epochs):
             if self._enough:
@@ -164,7 +164,7 @@ class Epochs:
     def _ask(self, record: EpochRecord) -> None:
         """Ask the program whether an epoch was the last one; one rank's word is enough."""
         enough = self._after_epoch(record.as_told()) == STOP
-        self._enough = bool(self._links.most("whether epochs are enough", int(enough))) or self._enough
+        self._enough = bool(self._groups.most("whether epochs are enough", int(enough))) or self._enough
 
     def _trace(self, tracer: Tracer) -> None:
         trace = tracer.collect(stopped=self._position.epoch < self._about.epochs)
@@ -279,13 +279,13 @@ class Epochs:
             losses=ranks.losses,
         )
         self._count_from(progress.trained)
-        rates = {} if self._links.world.rank else {RATES: torch.tensor(self._rates, dtype=torch.float64)}
+        rates = {} if self._groups.world.rank else {RATES: torch.tensor(self._rates, dtype=torch.float64)}
         more = {**self._passes.random(self._position.batch), **rates}
-        self._keeper.save(session, self._links, self._position, progress, more)
+        self._keeper.save(session, self._groups, self._position, progress, more)
 
     def _gather(self, what: str, mine: RankRecord) -> RankRecords:
         """Return each rank's record. Raises ChannelError."""
-        return RankRecords.gather(self._links, what, mine, self.session.plan.placement[-1])
+        return RankRecords.gather(self._groups, what, mine, self.session.plan.placement[-1])
 
     def _stop_check(self, batches: int, batch_s: float | None = None) -> StopCheck | None:
         """Return the callback that may end a window early; `batch_s`: seconds per batch in the last epoch."""
@@ -303,7 +303,7 @@ class Epochs:
         measured = self._trained == 1 or (last and not self._trained)
         if not measured or any(stage.captured for stage in stages.values()):
             return None
-        return Meter(stages, self._links.device)
+        return Meter(stages, self._groups.device)
 
     def _observer(self, traced: Observe | None) -> Observe | None:
         """Return what looks at a window, for which the host waits for the device; None if nothing does."""
@@ -339,7 +339,7 @@ class Epochs:
         mine = RankRecord(stats, trained, self._losses, evaluated, train_s, eval_s, ran, self._peak_bytes)
         self._ran, self._peak_bytes = [], None
         ranks = self._gather(f"the figures of epoch {epoch + 1}", mine)
-        if self._links.world.rank == 0:
+        if self._groups.world.rank == 0:
             windows = zip(*(rank.ran for rank in ranks.all), strict=True)
             self._prove(epoch, [[list(map(parse_action, actions)) for actions in ran] for ran in windows])
         trained, evaluated, evaluates = ranks.trained, ranks.evaluated, self._about.evaluates

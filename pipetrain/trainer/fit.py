@@ -164,7 +164,7 @@ def _batches_in(training: Training, loader: Loader, name: str, microbatches: int
     """Return the number of batches of rank 0's loader. Raises ConfigError, on all ranks."""
 
     def count() -> int:
-        refuse_loader(loader, training.links.world.size, microbatches)
+        refuse_loader(loader, training.groups.world.size, microbatches)
         batches = len(loader) if has_length(loader) else 0  # type: ignore[arg-type]
         if not batches:
             raise ConfigError(
@@ -198,7 +198,7 @@ def train_epochs(
             ending.enter_context(keeper.early.watching())
         recorder = None if training.rank else _recorder(about, run_folder, ending)
         windows = Windows(training.begun, training.guard, keeper.signals.take if keeper else lambda: "")
-        epochs = Epochs(windows, training.links, passes, about, recorder, keeper, after_epoch)
+        epochs = Epochs(windows, training.groups, passes, about, recorder, keeper, after_epoch)
         if source is not None:
             with source.used():
                 epochs.restore(source)
@@ -207,7 +207,7 @@ def train_epochs(
         lost = keeper.not_saved if keeper else None
         orphaned = 0
         if keeper and not finished:
-            orphaned = training.links.most("whether torchrun's store is lost", int(keeper.early.lost))
+            orphaned = training.groups.most("whether torchrun's store is lost", int(keeper.early.lost))
         if recorder and finished and lost != epochs.updates:
             recorder.close()
         elif recorder:
@@ -223,9 +223,9 @@ def train_epochs(
 
 def _about(training: Training, passes: TrainingPasses, settings: Settings, data: DataFacts) -> About:
     """Return what the records say of the training, with all of its windows proven."""
-    plan, device, at = training.begun.plan, training.links.device, passes.start
+    plan, device, at = training.begun.plan, training.groups.device, passes.start
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    ranks, room = f"{training.links.world.size} x {kind}", gpu_bytes(device.type, training.links.sharing)
+    ranks, room = f"{training.groups.world.size} x {kind}", gpu_bytes(device.type, training.groups.sharing)
     about = About(settings, plan, training.task, data, passes.batches, training.request.lr, ranks, room)
     for epoch, done in ((1, 0), (about.epochs, 0), (at.epoch + 1, at.batch)):
         for length in window_lengths(about.batches_of(epoch), settings.window, done):
@@ -263,11 +263,11 @@ def _keeper(training: Training, about: About, run_folder: RunFolder) -> Keeper:
             records, update = [METRICS, UPDATES, SUMMARY], source.manifest.position.update
             folder.clear(path, records if done == about.updates else [*records, TRACE, RAN])
             log.info("pipetrain: going on from %s, after update %d", source.folder, update)
-    store = PrefixStore(f"fit {next(_trainings)}", training.links.store)
+    store = PrefixStore(f"fit {next(_trainings)}", training.groups.store)
     seed = training.begun.engine.seed
     signals = Signals(training.rank, run_folder.saved_so_far)
     return Keeper(
-        writer=Writer(path, training.links, settings.checkpoint_keep),
+        writer=Writer(path, training.groups, settings.checkpoint_keep),
         signals=signals,
         early=EarlyEnd(signals, store, about.plan.firsts[0] == training.rank),
         every=settings.checkpoint_every,

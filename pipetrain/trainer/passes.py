@@ -63,7 +63,7 @@ class TrainingPasses:
                     self._states.restore(tensors[LOADERS])
 
         self._training.guard.on_first("the loaders' states", restore)
-        restore_random(source, self._training.links)
+        restore_random(source, self._training.groups)
         if self.start.batch and EPOCH_RANDOM in tensors and not self._training.rank:
             torch.set_rng_state(tensors[EPOCH_RANDOM])
 

@@ -155,12 +155,12 @@ class Pipeline:
         return (self._training.session or self._training.begun).plan
 
     def __repr__(self) -> str:
-        training, settings, world = self._training, self._training.settings, self._training.links.world
+        training, settings, world = self._training, self._training.settings, self._training.groups.world
         state = "closed" if training.closed else counted(self.updates, "update")
         return (
             f"<Pipeline of {type(training.model).__name__}: {settings.schedule}, "
             f"{counted(settings.microbatches, 'microbatch')}, "
-            f"stages on ranks {spans(training.links.placement)}, rank {world.rank} of {world.size}, {state}>"
+            f"stages on ranks {spans(training.groups.placement)}, rank {world.rank} of {world.size}, {state}>"
         )
 
     @property
@@ -170,7 +170,7 @@ class Pipeline:
     @property
     def last_rank(self) -> int:
         """The rank of the last stage, which counts; of replicas the first."""
-        return self._training.links.placement[-1][0]
+        return self._training.groups.placement[-1][0]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -311,7 +311,7 @@ class Pipeline:
             session.engine.synchronize()
         config = {"seed": session.engine.seed, **transformers_config(training.model)}
         with training.whole.stages_in_place():
-            return save_now(path, session, training.links, training.conditions, config, keep)
+            return save_now(path, session, training.groups, training.conditions, config, keep)
 
     def load(self, folder: str | Path) -> None:
         """Go on from the newest checkpoint under a folder, or this one; of any cuts and schedule.
@@ -335,13 +335,13 @@ class Pipeline:
             return
         source = read_source(Path(newest))
         refuse_other(source, training.conditions)
-        restore_random(source, training.links)
+        restore_random(source, training.groups)
         if not training.whole.attached:
             training.whole.values = weights_of(source, training.model)
             training.source = source  # the rest follows at the first batch
         else:
             training.whole.restore_stages()
-            restore(source, training.begun, training.links)
+            restore(source, training.begun, training.groups)
 
     def dcp(self) -> dict[str, StatefulPart]:
         """Return what torch.distributed.checkpoint saves and loads: `dcp.save(pipe.dcp(), checkpoint_id=)`.

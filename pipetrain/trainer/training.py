@@ -46,7 +46,7 @@ from pipetrain.runtime.comm.collective_guard import (
     conditions,
     digest,
 )
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.comm.ranks import World
 from pipetrain.runtime.device import choose_device
 from pipetrain.runtime.engine import Tick
@@ -85,16 +85,16 @@ class Training:
     ) -> None:
         self.model, self.task, self.request, self.settings = model, task, request, request.draft.settings
         self._named = named
-        self.links = _meet(World.current(), request.draft)
+        self.groups = _meet(World.current(), request.draft)
         self.bar = Bar()
         self.session: Session | None = None
         self._updates = 0  # where an error has ended the session
         self.source: Source | None = None  # what was loaded before the first batch
-        self.guard = CollectiveGuard(self.links, self._ended)
+        self.guard = CollectiveGuard(self.groups, self._ended)
         with self.guard():
             initial = self._agree(record, weights)
             if seed is None:
-                seed = self.links.broadcast("the seed", torch.initial_seed() % 2**31)
+                seed = self.groups.broadcast("the seed", torch.initial_seed() % 2**31)
                 self.settings = replace(self.settings, seed=seed)
         self._form: Form | None = None
         self.stopping = False  # as agreed after the last window
@@ -102,11 +102,11 @@ class Training:
         self.closed = False
         self._apart = ""  # why microbatches would train otherwise than a batch
         self.conditions = tensors_of(model) | {"optimizer": title(request.made)}
-        self.whole = WholeModel(model, self.links, initial)
+        self.whole = WholeModel(model, self.groups, initial)
 
     @property
     def rank(self) -> int:
-        return self.links.world.rank
+        return self.groups.world.rank
 
     @property
     def begun(self) -> Session:
@@ -135,15 +135,15 @@ class Training:
 
         `record`: of the factory that made it. Raises Refused and ConfigError.
         """
-        links, model = self.links, self.model
+        groups, model = self.groups, self.model
         drawn = {"how the model's factory makes its parameters": record.digest} if record else {}
         request, draft = self.request, self.request.draft
         given = conditions(draft.settings, request.made, draft.program, request.rate)
-        compare_ranks(links, "the settings", given | drawn)
+        compare_ranks(groups, "the settings", given | drawn)
         if draft.settings.replicas != AUTO:  # whose links are those of the plan
-            links.open(links_of(edges(draft.program), draft.placement))
-        refuse_without_numbers(links.broadcast("the model", [] if record else give_memory(model)))
-        broadcast_from_rank0(links, "the model", named_tensors(model) | tensor_attributes(model))
+            groups.open(links_of(edges(draft.program), draft.placement))
+        refuse_without_numbers(groups.broadcast("the model", [] if record else give_memory(model)))
+        broadcast_from_rank0(groups, "the model", named_tensors(model) | tensor_attributes(model))
         return record if weights is None else open_weights(PATH.read("weights", weights), model)
 
     def begin(self, reader: Reader | Sampled | None, known: Samples | None = None) -> None:
@@ -182,15 +182,15 @@ class Training:
         self._apart = self.guard.on_first("the task", prove)
         self.settings, self._form = plan.settings, form
         with self.guard():
-            self.links.placement = plan.placement  # of which only a draft was known with replicas=auto
-            self.links.open(plan.links, plan.ties)
+            self.groups.placement = plan.placement  # of which only a draft was known with replicas=auto
+            self.groups.open(plan.links, plan.ties)
             owned = owners(network, plan)
             optimizer, rate = self.request.optimizer, self.request.rate
-            stages = make_stages(plan, network, self.task, optimizer, rate, self.links)
-            self.session = Session(plan, stages, self.task, self.links, self.whole)
+            stages = make_stages(plan, network, self.task, optimizer, rate, self.groups)
+            self.session = Session(plan, stages, self.task, self.groups, self.whole)
         self.whole.attach_stages(network, self.session.stages.values(), owned)
         if self.source is not None:
-            restore(self.source, self.session, self.links)
+            restore(self.source, self.session, self.groups)
 
     def _plan(
         self, settings: Settings, network: Network, inputs: ValueSpec, samples: Samples | None, uses: Uses
@@ -199,7 +199,7 @@ class Training:
 
         `settings`: with the batch's size; `samples`: the sizes of all batches, None: others may come.
         """
-        request, links, guard = self.request, self.links, self.guard
+        request, groups, guard = self.request, self.groups, self.guard
         profile: Profile | Measure | None = None
         if settings.partition == PROFILE:
             known = profile_conditions(settings, request.optim)
@@ -207,7 +207,7 @@ class Training:
                 read = partial(read_profile, settings.profile, known)
                 profile = Profile.from_json(guard.on_first("the profile", lambda: read().to_json()))
             else:
-                measured = links, settings, known, twin_of(network), request.optimizer
+                measured = groups, settings, known, twin_of(network), request.optimizer
                 profile = guard()(partial(measure, *measured))
         state_of, draft = optimizer_state(request.optimizer), replace(request.draft, settings=settings)
         plan = make_plan(draft, network.spare(), inputs, samples, profile, state_of, self.task, uses)
@@ -218,9 +218,9 @@ class Training:
                 for kind, one in zip(kinds, plan.layers, strict=True)
             }
             compare_ranks(
-                links, "the plan", {**plan.pipeline, "program": digest(plan.window.program), **layers}
+                groups, "the plan", {**plan.pipeline, "program": digest(plan.window.program), **layers}
             )
-            broadcast_from_rank0(links, "the tensors of the layers", plan.foreign)
+            broadcast_from_rank0(groups, "the tensors of the layers", plan.foreign)
         return plan
 
     def _known(self, reader: Reader | Sampled | None, inputs: ValueSpec, samples: int) -> ValueSpec:
@@ -232,7 +232,7 @@ class Training:
                 if first := reader and reader.first():
                     known[number].copy_(as_tuple(first[0])[number][:samples])
                 with self.guard():
-                    self.links.copy_from_first("the first batch", known[number])
+                    self.groups.copy_from_first("the first batch", known[number])
         return replace(inputs, known=known)
 
     def _uses(self, reader: Reader | Sampled | None, outputs: ValueSpec) -> list[bool]:
@@ -268,7 +268,7 @@ class Training:
         """
         self.refuse_ended()
         if isinstance(source, Sampled):
-            return OfNumbers(source, self.task, self.links, self.begun.plan, epoch, done)
+            return OfNumbers(source, self.task, self.groups, self.begun.plan, epoch, done)
         form = self._form
         if form is not None and not labelled:
             form = replace(form, targets=ValueSpec((TensorSpec((), torch.float32),)))
@@ -276,7 +276,7 @@ class Training:
         reader = None
         if not self.rank:
             m = self.settings.microbatches if trains else 1
-            how = self._named, weight, labelled, self.links.world.size, m
+            how = self._named, weight, labelled, self.groups.world.size, m
             reader = Reader(source, "batch", form, *how)
         if self.session is None:
             self.begin(reader)
@@ -291,7 +291,7 @@ class Training:
             if done:
                 reader.skip(done, self.settings.window)
 
-        return OfLoader(self.links, reader, form, self.task, begin)
+        return OfLoader(self.groups, reader, form, self.task, begin)
 
     def ticks(self, what: str) -> Callable[[int], Tick]:
         """Return what shows rank 0's progress in a window of many batches."""
@@ -305,7 +305,7 @@ class Training:
         """Return what the last stage has counted, and `more` of its first rank, on every rank."""
         with self.guard():
             mine = self.take(take)
-            received = self.links.gather(what, mine and [asdict(mine), more])
+            received = self.groups.gather(what, mine and [asdict(mine), more])
         (tallies, (more, *_)) = zip(*(received[rank] for rank in self.begun.plan.placement[-1]), strict=True)
         tally = summed([read_as(Tally, one, what) for one in tallies])
         return {"loss": tally.mean_loss, **self.task.values(tally), **more}
@@ -332,26 +332,26 @@ class Training:
             if self.session is not None:
                 self.session.engine.synchronize()
                 self.session.average_buffers()
-            self.links.broadcast(what)
+            self.groups.broadcast(what)
 
     def close(self) -> None:
         """Leave the process groups. All ranks call it."""
         if not self.closed:
             self.whole.end(failed=self.session is None)
             if not self.guard.stopped:
-                self.links.close()
+                self.groups.close()
         self.closed = True
 
 
-def _meet(world: World, draft: Draft) -> Links:
+def _meet(world: World, draft: Draft) -> ProcessGroups:
     """Return the ranks that have met, with a line where their messages go through host memory."""
     settings, decides = draft.settings, draft.policy is not None
     how = choose_device(world.local_rank, settings.device), None, settings.timeout, decides
-    links = Links(world, draft.placement, [], *how)
-    if (links.obstacle or links.staged) and world.size > 1 and not world.rank:
-        why = links.obstacle or f"{settings.schedule} decides its order as it runs"
+    groups = ProcessGroups(world, draft.placement, [], *how)
+    if (groups.obstacle or groups.staged) and world.size > 1 and not world.rank:
+        why = groups.obstacle or f"{settings.schedule} decides its order as it runs"
         log.warning("pipetrain: %s, so messages go through host memory over gloo", why)
-    return links
+    return groups
 
 
 def _first(reader: Any) -> list[Any] | None:

@@ -136,7 +136,7 @@ class Windows:
         max_unsynced_s: float = MAX_UNSYNCED_S,
     ) -> None:
         self.session = session
-        self._guard, self._links = guard, guard.links
+        self._guard, self._groups = guard, guard.groups
         self._take_request = take_request
         self._max_unsynced_s = max_unsynced_s
         self._window_s = max_unsynced_s  # of the last windows that were trained
@@ -191,11 +191,11 @@ class Windows:
 
         def run(sizes: list[Size]) -> int:
             made = self.session.predict(sizes, batches, ticks(len(sizes)))
-            outputs[:] = gather_outputs(made, len(sizes), self._links, self.session.plan.placement[-1])
+            outputs[:] = gather_outputs(made, len(sizes), self._groups, self.session.plan.placement[-1])
             return len(sizes)
 
         for done in self._run(_Pass(what, batches, lambda done: window), run):
-            yield from [None] * len(done.sizes) if self._links.world.rank else outputs
+            yield from [None] * len(done.sizes) if self._groups.world.rank else outputs
 
     def _run(self, this: _Pass, run: Callable[[list[Size]], int]) -> Iterator[WindowResult]:
         """Run a pass. `run` runs a window of batches of such sizes, and returns how many it has run."""
@@ -221,7 +221,7 @@ class Windows:
                 over = reads_ahead and not (word.windows or word.failure)
                 yield WindowResult(sizes, word.losses, word.rates, word.request, early, over)
             if ran < len(windows) and not early:  # and the updates before it were seen
-                raise of_all(BadBatch(self._too_small(windows[ran])), self._links.world.rank)
+                raise of_all(BadBatch(self._too_small(windows[ran])), self._groups.world.rank)
             if not reads_ahead:
                 word = self._announce(this, done)
 
@@ -231,7 +231,7 @@ class Windows:
     def _following(self, word: WindowWord) -> list[list[Size]]:
         raise_failure(word.error, word.failure, 0)
         if word.windows is None:
-            raise of_all(ConfigError(NO_BATCH), self._links.world.rank)
+            raise of_all(ConfigError(NO_BATCH), self._groups.world.rank)
         return word.windows
 
     def _exchange(self, this: _Pass, done: int, reads: bool = True, reports: bool = False) -> WindowWord:
@@ -249,7 +249,7 @@ class Windows:
                 rates,
                 self._take_request() if reports else "",
             ]
-            words = self._links.gather(f"the next window of {this.what}", mine)
+            words = self._groups.gather(f"the next window of {this.what}", mine)
         sizes, failure, *_ = words[0]
         parts = [words[rank][2] for rank in self.session.plan.placement[-1]]
         losses = [*map(sum, zip(*parts, strict=True))]  # each replica has its share
@@ -264,13 +264,13 @@ class Windows:
             mine = [_as_json(windows), failure_of(error)]
             what = f"the next window of {this.what}"
             refused = this.trains and any(map(self._too_small, windows or ()))
-            sizes, failure = self._links.announce(what, mine, ends=refused or not windows)
+            sizes, failure = self._groups.announce(what, mine, ends=refused or not windows)
         return WindowWord(_from_json(sizes), failure, error, [], [], "")
 
     def _read(self, this: _Pass, done: int) -> tuple[list[list[Size]] | None, Exception | None]:
         """Read the next windows on rank 0; return also the error of it."""
         most = min(MOST_AHEAD, max(1, int(self._max_unsynced_s / max(self._window_s, 1e-6))))
-        return (None, None) if self._links.world.rank else attempt(lambda: this.next(done, most))
+        return (None, None) if self._groups.world.rank else attempt(lambda: this.next(done, most))
 
 
 def _as_json(windows: list[list[Size]] | None) -> list[list[list[int]]] | None:

@@ -19,7 +19,7 @@ from benchmark.report import Row
 from benchmark.tasks import Scale, Task, prepare
 from benchmark.worlds import Say
 from pipetrain.plan.costs import Profile
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 
 RANKS, BATCHES = 2, 6  # batches of a turn, and of a window that is a whole pass
 SCHEDULES = (
@@ -45,14 +45,14 @@ def suite(scale: Scale, say: Say) -> Iterator[Row]:
         yield from judged([*rows_of_race(f"advice, {name}", RANKS, make, scale, say, of, {})])
 
 
-def by_one_profile(task: Task, batches: int, links: Links) -> Builders:
+def by_one_profile(task: Task, batches: int, groups: ProcessGroups) -> Builders:
     """Return what builds each schedule, with what its plan says by a profile that the first one measures."""
     measured: list[Profile] = []
 
     def build(name: str) -> Contestant:
-        job = prepare(task, name, RANKS, batches, measured[0] if measured else links)
+        job = prepare(task, name, RANKS, batches, measured[0] if measured else groups)
         measured[:] = [job.plan.table.times]
-        racing = Ours(name, job, links, batches)
+        racing = Ours(name, job, groups, batches)
         racing.bound = job.plan.timeline().makespan / racing.window
         return racing
 

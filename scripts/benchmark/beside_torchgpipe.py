@@ -26,7 +26,7 @@ from benchmark.tasks import Job, Task, prepare
 from benchmark.worlds import Say, run_world
 from pipetrain.model.chain import Pop, Stash
 from pipetrain.model.specs import as_tuple
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.timeline import Row
 
@@ -86,7 +86,9 @@ class Device(nn.Module):
 class TorchGPipe(Theirs):
     """torchgpipe at the cut of a job's plan, on rank 0. `forwards`: the start and end of those of a batch."""
 
-    def __init__(self, job: Job, links: Links, batches: int, checkpoint: str, deferred: bool) -> None:
+    def __init__(
+        self, job: Job, groups: ProcessGroups, batches: int, checkpoint: str, deferred: bool
+    ) -> None:
         job.plan.numerics.arrange_weights(job.model)
         slices, m = job.plan.cut.slices, job.microbatches
         how = {"checkpoint": checkpoint, "deferred_batch_norm": deferred, "devices": ["cpu"] * len(slices)}
@@ -101,7 +103,7 @@ class TorchGPipe(Theirs):
             loss.backward()  # type: ignore[no-untyped-call]
             return loss
 
-        super().__init__("torchgpipe", job, batches, job.model, backward, 0 if links.world.rank else 1)
+        super().__init__("torchgpipe", job, batches, job.model, backward, 0 if groups.world.rank else 1)
 
     def peaks(self) -> list[int]:
         """Take a turn, and return the most bytes of each device in it."""
@@ -117,8 +119,8 @@ class TorchGPipe(Theirs):
 class OurRank(Ours):
     """Ours, with `forwards` as those of TorchGPipe; an infinite end where they stand among backwards."""
 
-    def __init__(self, name: str, job: Job, links: Links, batches: int) -> None:
-        super().__init__(name, job, links, batches)
+    def __init__(self, name: str, job: Job, groups: ProcessGroups, batches: int) -> None:
+        super().__init__(name, job, groups, batches)
         self.forwards: list[tuple[float, float]] = []
         self.observe = self._observe
 
@@ -136,13 +138,17 @@ class OurRank(Ours):
         return allocated.peaks()
 
 
-def compete(links: Links, say: Say, task: Task, ways: Ways, how: Any, rounds: int, batches: int) -> Any:
+def compete(
+    groups: ProcessGroups, say: Say, task: Task, ways: Ways, how: Any, rounds: int, batches: int
+) -> Any:
     """Race all; return for each the seconds of batches, forwards, peaks and losses that this rank knows."""
-    ours = {name: prepare(task.extended(*more), way, links.world.size) for name, (way, *more) in ways.items()}
-    all_of_them = [OurRank(name, job, links, batches) for name, job in ours.items()]
-    theirs = [TorchGPipe(prepare(task, "gpipe", links.world.size), links, batches, *how)] if how else []
+    ours = {
+        name: prepare(task.extended(*more), way, groups.world.size) for name, (way, *more) in ways.items()
+    }
+    all_of_them = [OurRank(name, job, groups, batches) for name, job in ours.items()]
+    theirs = [TorchGPipe(prepare(task, "gpipe", groups.world.size), groups, batches, *how)] if how else []
     contestants: list[Any] = [*all_of_them, *theirs]
-    series = race(links, contestants, rounds, say)
+    series = race(groups, contestants, rounds, say)
     return {
         one.name: (series[one.name], one.forwards[-rounds * one.batches :], one.peaks(), one.losses)
         for one in contestants

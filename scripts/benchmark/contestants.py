@@ -27,7 +27,7 @@ from benchmark.worlds import CPU, Place, Say, WorldFailed, fitted, run_world
 from pipetrain.config.rate import LearningRate
 from pipetrain.runtime.clock import Observe
 from pipetrain.runtime.comm.channel import Channel
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.feed import Repeated, Target
 from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
@@ -60,7 +60,7 @@ class Contestant(Protocol):
 Builders = Mapping[str, Callable[[], Contestant]]
 """By name, what builds each contestant of a race on one rank."""
 
-Make = Callable[[Links], Builders]
+Make = Callable[[ProcessGroups], Builders]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,21 +119,21 @@ def rows_of_race(
 
 
 def _race(
-    links: Links, say: Say, make: Make, rounds: int, without: Collection[str]
+    groups: ProcessGroups, say: Say, make: Make, rounds: int, without: Collection[str]
 ) -> tuple[Series, Mapping[str, float]]:
     """Build and race all but those `without` which it goes; return the series, and the bounds."""
     contestants: list[Contestant] = []
-    for name, build in make(links).items():
+    for name, build in make(groups).items():
         if name not in without:
             say(Turn("building", name))
-            links.gather("the start of building", None)
+            groups.gather("the start of building", None)
             contestants.append(build())
-            links.gather("the end of building", None)
+            groups.gather("the end of building", None)
     bounds = {contestant.name: contestant.bound for contestant in contestants}
-    return race(links, contestants, rounds, say), bounds
+    return race(groups, contestants, rounds, say), bounds
 
 
-def race(links: Links, contestants: Sequence[Contestant], rounds: int, say: Say) -> Series:
+def race(groups: ProcessGroups, contestants: Sequence[Contestant], rounds: int, say: Say) -> Series:
     """Return the seconds a batch of each contestant in each round, on every rank alike.
 
     A turn takes from the first rank's start to the last rank's end. The first round, to warm up, is not
@@ -144,20 +144,20 @@ def race(links: Links, contestants: Sequence[Contestant], rounds: int, say: Say)
         first = number % len(contestants)
         for contestant in (*contestants[first:], *contestants[:first]):
             say(Turn(f"round {number + 1}/{rounds}" if number >= 0 else "warm-up", contestant.name))
-            seconds = _turn(links, contestant)
+            seconds = _turn(groups, contestant)
             if number >= 0:
                 series[contestant.name].append(seconds)
     return {contestant.name: series[contestant.name] for contestant in contestants}
 
 
-def _turn(links: Links, contestant: Contestant) -> float:
+def _turn(groups: ProcessGroups, contestant: Contestant) -> float:
     gc.collect()  # nobody pays for what another left behind
-    links.gather("the start of a turn", None)
+    groups.gather("the start of a turn", None)
     start = time.perf_counter()
     contestant.run()
-    if links.device.type == "cuda":
-        torch.cuda.synchronize(links.device)  # a rank that knows no loss has not waited for its GPU
-    starts, ends = zip(*links.gather("a turn's times", (start, time.perf_counter())), strict=True)
+    if groups.device.type == "cuda":
+        torch.cuda.synchronize(groups.device)  # a rank that knows no loss has not waited for its GPU
+    starts, ends = zip(*groups.gather("a turn's times", (start, time.perf_counter())), strict=True)
     seconds: float = (max(ends) - min(starts)) / contestant.batches
     return seconds
 
@@ -180,9 +180,9 @@ class Ours:
     bound = 0.0
 
     def __init__(
-        self, name: str, job: Job, links: Links, batches: int = 1, channel: Channel | None = None
+        self, name: str, job: Job, groups: ProcessGroups, batches: int = 1, channel: Channel | None = None
     ) -> None:
-        plan, links = job.plan, fitted(links, job.plan)
+        plan, groups = job.plan, fitted(groups, job.plan)
         self.name, self.plan, self._microbatches = name, plan, job.microbatches
         self.window = max(plan.windows)
         self._windows = max(1, batches // self.window)
@@ -190,12 +190,12 @@ class Ours:
         self.losses: list[float] = []
         self.observe: Observe | None = None
         """Called with the measured spans of each window."""
-        self._feed = BatchFeed(job, links.device)
-        self._rank = links.world.rank
+        self._feed = BatchFeed(job, groups.device)
+        self._rank = groups.world.rank
         self._stages = make_stages(
-            plan, job.model, job.task, job.optimizer, LearningRate(plan.settings.rate(1)), links
+            plan, job.model, job.task, job.optimizer, LearningRate(plan.settings.rate(1)), groups
         )
-        self._engine = make_engine(plan, self._stages, links, channel)
+        self._engine = make_engine(plan, self._stages, groups, channel)
 
     def run(self) -> None:
         """Train whole windows."""
@@ -210,11 +210,11 @@ Ways = Mapping[str, tuple[str, ...]]
 """By contestant of ours: a schedule, and more overrides of the task."""
 
 
-def ours(links: Links, task: Task, ways: Ways, batches: int = 1, window: int = 1) -> Builders:
+def ours(groups: ProcessGroups, task: Task, ways: Ways, batches: int = 1, window: int = 1) -> Builders:
     """Return what builds contestants of ours that train a task. `window`: of the schedules that set none."""
 
     def build(name: str, schedule: str, *more: str) -> Contestant:
-        return Ours(name, prepare(task.extended(*more), schedule, links.world.size, window), links, batches)
+        return Ours(name, prepare(task.extended(*more), schedule, groups.world.size, window), groups, batches)
 
     return {name: partial(build, name, *way) for name, way in ways.items()}
 
@@ -261,22 +261,22 @@ class Theirs:
 
 
 def plain(
-    name: str, job: Job, links: Links, batches: int, threads: int = 1, parallel: bool = False
+    name: str, job: Job, groups: ProcessGroups, batches: int, threads: int = 1, parallel: bool = False
 ) -> Theirs:
     """Make a plain loop over the whole model, on rank 0 alone or, with `parallel`, shared by all (DDP).
 
     The gradients of a batch's microbatches add up.
     """
-    rank, ranks, pieces = links.world.rank, links.world.size, job.microbatches
-    model: nn.Module = job.model.to(links.device)
+    rank, ranks, pieces = groups.world.rank, groups.world.size, job.microbatches
+    model: nn.Module = job.model.to(groups.device)
     job.plan.numerics.arrange_weights(model)
-    samples = job.plan.numerics.arrange(job.samples.to(links.device))
-    targets = job.targets.to(links.device)
+    samples = job.plan.numerics.arrange(job.samples.to(groups.device))
+    targets = job.targets.to(groups.device)
     if parallel:
         model = DistributedDataParallel(job.model)
         samples, targets = samples.chunk(ranks)[rank], targets.chunk(ranks)[rank]
     batch = list(zip(samples.chunk(pieces), targets.chunk(pieces), strict=True))
-    loss_of = job.task.to(links.device).loss
+    loss_of = job.task.to(groups.device).loss
 
     def backward() -> Tensor:
         losses = []
@@ -317,7 +317,7 @@ class Innermost(nn.Module):
         return y.clone(memory_format=torch.contiguous_format) if self._splits else y.contiguous()
 
 
-def torch_pipeline(schedule: str, job: Job, links: Links, batches: int, name: str = "") -> Theirs:
+def torch_pipeline(schedule: str, job: Job, groups: ProcessGroups, batches: int, name: str = "") -> Theirs:
     """Make torch.distributed.pipelining's schedule of the same order as ours, at the cut of the job's plan.
 
     Each stage runs once alone first: on a GPU, what runs for the first time while a receive is posted may
@@ -325,11 +325,11 @@ def torch_pipeline(schedule: str, job: Job, links: Links, batches: int, name: st
     """
     from torch.distributed import pipelining  # takes a second to import
 
-    plan, last, device = job.plan, job.plan.stages - 1, links.device
+    plan, last, device = job.plan, job.plan.stages - 1, groups.device
     innermost, kind = plan.numerics.channels_last, getattr(pipelining, TORCHS[schedule])
     several = issubclass(kind, pipelining.schedules.PipelineScheduleMulti)
     parts: dict[int, nn.Module] = {}
-    for stage in (stage for stage, ranks in enumerate(plan.placement) if links.world.rank in ranks):
+    for stage in (stage for stage, ranks in enumerate(plan.placement) if groups.world.rank in ranks):
         part: nn.Module = job.stage(stage).to(device)
         plan.numerics.arrange_weights(part)
         parts[stage] = Innermost(part, stage > 0, stage < last, several) if innermost else part
@@ -343,7 +343,7 @@ def torch_pipeline(schedule: str, job: Job, links: Links, batches: int, name: st
         outputs = loss_of(outputs, targets[: job.size.samples]) if stage == last else outputs
         outputs.backward(torch.ones_like(outputs))
         part.zero_grad()
-    group = _own_group(links)
+    group = _own_group(groups)
     stages = [
         pipelining.PipelineStage(part, stage, plan.stages, device, group=group)
         for stage, part in parts.items()
@@ -362,9 +362,9 @@ def torch_pipeline(schedule: str, job: Job, links: Links, batches: int, name: st
 
 
 @cache
-def _own_group(links: Links) -> dist.ProcessGroup:
+def _own_group(groups: ProcessGroups) -> dist.ProcessGroup:
     """Return a group of all ranks for torch's messages, over what ours use, that has been used once."""
-    group = dist.new_group(list(range(links.world.size)), backend=links.backend)
+    group = dist.new_group(list(range(groups.world.size)), backend=groups.backend)
     assert isinstance(group, dist.ProcessGroup)
-    dist.all_reduce(torch.ones(1, device=links.device), group=group)
+    dist.all_reduce(torch.ones(1, device=groups.device), group=group)
     return group

@@ -20,7 +20,7 @@ from benchmark.report import Row
 from benchmark.tasks import Scale
 from benchmark.worlds import Say, run_world, titled
 from pipetrain import Pipeline
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 
 RANKS, MICROBATCHES = 4, 4
 BUILT, STEPPED = "built", "after a step"
@@ -43,10 +43,10 @@ def suite(scale: Scale, say: Say) -> Iterator[Row]:
             yield Row(f"factory, rank {rank}", moment, [peak], "MiB", ratios, met)
 
 
-def measure(links: Links, say: Say, depth: int, width: int) -> tuple[float, dict[str, float]]:
+def measure(groups: ProcessGroups, say: Say, depth: int, width: int) -> tuple[float, dict[str, float]]:
     """Train a tiny model, and then this one, on one rank: the MiB of its weights, and of the peaks beyond."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    os.environ |= dict(zip(names, map(str, (links.world.rank, RANKS) * 2), strict=True))
+    os.environ |= dict(zip(names, map(str, (groups.world.rank, RANKS) * 2), strict=True))
     _train(RANKS, 4)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _mib("VmRSS")

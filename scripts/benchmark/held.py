@@ -10,7 +10,7 @@ from benchmark.report import Row, failed_row
 from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import Say, WorldFailed, fitted, run_world, titled
 from pipetrain.config.rate import LearningRate
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
 from pipetrain.runtime.stage.memory_meter import Meter
@@ -72,23 +72,25 @@ def job_of(case: Case) -> Job:
     return prepare(MODELS[case.model].extended(*case.overrides), case.schedule, case.ranks, BATCHES)
 
 
-def measure(links: Links, say: Say, case: Case) -> list[tuple[int, int, int]]:
+def measure(groups: ProcessGroups, say: Say, case: Case) -> list[tuple[int, int, int]]:
     """Return what `stage_peaks` does of a case."""
     say(str(case))
-    return stage_peaks(links, job_of(case))
+    return stage_peaks(groups, job_of(case))
 
 
-def stage_peaks(links: Links, job: Job) -> list[tuple[int, int, int]]:
+def stage_peaks(groups: ProcessGroups, job: Job) -> list[tuple[int, int, int]]:
     """Return each stage of one rank with its peak, measured and predicted."""
     plan = job.plan
-    links = fitted(links, plan)
-    stages = make_stages(plan, job.model, job.task, job.optimizer, LearningRate(plan.settings.rate(1)), links)
-    engine = make_engine(plan, stages, links)
+    groups = fitted(groups, plan)
+    stages = make_stages(
+        plan, job.model, job.task, job.optimizer, LearningRate(plan.settings.rate(1)), groups
+    )
+    engine = make_engine(plan, stages, groups)
     for number in range(WINDOWS):
         if number + 1 == WINDOWS:
-            engine.watcher = meter = Meter(stages, links.device)
-        order = order_of(plan, max(plan.windows), links.world.rank)
-        engine.train(order, BatchFeed(job, links.device, copies=True), job.microbatches)
+            engine.watcher = meter = Meter(stages, groups.device)
+        order = order_of(plan, max(plan.windows), groups.world.rank)
+        engine.train(order, BatchFeed(job, groups.device, copies=True), job.microbatches)
     predicted = peaks(plan.memory())
     return [(stage, nbytes, predicted[stage]["total"]) for stage, nbytes in meter.close().stages.items()]
 

@@ -19,7 +19,7 @@ from benchmark.contestants import TORCHS, Builders, Theirs, Ways, ours, plain, r
 from benchmark.report import Row
 from benchmark.tasks import Scale, Task, prepare
 from benchmark.worlds import CPU, Place, Say, WorldFailed
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 
 RANKS = 2
 BATCHES, WINDOW = 4, 12  # of a turn; of an asynchronous window
@@ -60,34 +60,34 @@ def _beside_a_loop(
     yield from rows_of_race(title, 1, make, scale, say, against, least, place)
 
 
-def on_two(task: Task, batches: int, window: int, links: Links) -> Builders:
+def on_two(task: Task, batches: int, window: int, groups: ProcessGroups) -> Builders:
     """Return what builds everybody. Synchronous schedules flush after each batch."""
     cores = os.cpu_count() or 1
 
     def alone(name: str, threads: int, parallel: bool) -> Theirs:
-        return plain(name, prepare(task.extended(WHOLE), "1f1b", RANKS), links, batches, threads, parallel)
+        return plain(name, prepare(task.extended(WHOLE), "1f1b", RANKS), groups, batches, threads, parallel)
 
     loops = {"torch DDP": (1, True), f"one process, {cores} threads": (cores, False), ONE_THREAD: (1, False)}
     return {
-        **ours(links, task, WAYS, batches, window),
-        **{f"torch {name}": partial(_torchs, name, name, task, batches, links) for name in TORCHS},
+        **ours(groups, task, WAYS, batches, window),
+        **{f"torch {name}": partial(_torchs, name, name, task, batches, groups) for name in TORCHS},
         **{name: partial(alone, name, *how) for name, how in loops.items()},
     }
 
 
-def _torchs(name: str, schedule: str, task: Task, batches: int, links: Links) -> Theirs:
+def _torchs(name: str, schedule: str, task: Task, batches: int, groups: ProcessGroups) -> Theirs:
     """Build torch's pipeline at the cut that a schedule of ours has."""
-    return torch_pipeline(name, prepare(task, schedule, RANKS), links, batches)
+    return torch_pipeline(name, prepare(task, schedule, RANKS), groups, batches)
 
 
-def in_one(task: Task, batches: int, links: Links) -> Builders:
+def in_one(task: Task, batches: int, groups: ProcessGroups) -> Builders:
     """Return what builds ours in one process, and a plain loop over the same microbatches."""
-    torch.set_float32_matmul_precision("high" if links.device.type == "cuda" else "highest")
+    torch.set_float32_matmul_precision("high" if groups.device.type == "cuda" else "highest")
 
     def loop() -> Theirs:
-        return plain(PLAIN, prepare(task, "1f1b", 1), links, batches)
+        return plain(PLAIN, prepare(task, "1f1b", 1), groups, batches)
 
-    return {PLAIN: loop, **ours(links, task, {"1f1b": ("1f1b",)}, batches)}
+    return {PLAIN: loop, **ours(groups, task, {"1f1b": ("1f1b",)}, batches)}
 
 
 # On a GPU
@@ -139,9 +139,9 @@ def _on_gpu(number: int, ranks: int, scale: Scale, say: Say) -> Iterator[Row]:
         yield from rows_of_race(title, ranks, make, scale, say, against, wanted, place)
 
 
-def on_gpu(task: Task, batches: int, window: int, links: Links) -> Builders:
+def on_gpu(task: Task, batches: int, window: int, groups: ProcessGroups) -> Builders:
     """Return what builds ours on two ranks, beside torch's schedules."""
     torch.set_float32_matmul_precision("high")
-    ways: Ways = {**ON_GPU, **GRAPHED} if links.device.type == "cuda" else ON_GPU
-    rivals = {f"torch {name}": partial(_torchs, name, "1f1b", task, batches, links) for name in RIVALS}
-    return {**ours(links, task, ways, batches, window), **rivals}
+    ways: Ways = {**ON_GPU, **GRAPHED} if groups.device.type == "cuda" else ON_GPU
+    rivals = {f"torch {name}": partial(_torchs, name, "1f1b", task, batches, groups) for name in RIVALS}
+    return {**ours(groups, task, ways, batches, window), **rivals}

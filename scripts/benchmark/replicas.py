@@ -24,7 +24,7 @@ from benchmark.schedules import with_costs
 from benchmark.tasks import Scale, Task, prepare
 from benchmark.worlds import Say, fitted
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.timeline import Costs
 
@@ -69,7 +69,7 @@ def sleeping(
     product_s: float,
     ways: Sequence[list[int]],
     times: Sequence[int] | None,
-    links: Links,
+    groups: ProcessGroups,
 ) -> Builders:
     """Return what builds everybody: replicas of two stages whose products take these times, or as many."""
 
@@ -81,10 +81,10 @@ def sleeping(
         costs = Costs({(stage, op): n * each[stage] for stage in range(2) for op, n in products.items()})
         plan = with_costs(job.plan, costs)
         bound = plan.timeline().makespan / max(plan.windows)
-        stage = next((n for n, ranks in enumerate(plan.placement) if links.world.rank in ranks), None)
+        stage = next((n for n, ranks in enumerate(plan.placement) if groups.world.rank in ranks), None)
         if stage is None:
-            return Idle(str(replicas), plan, bound, links)
-        return Paced(Ours(str(replicas), job, links), each[stage], bound)
+            return Idle(str(replicas), plan, bound, groups)
+        return Paced(Ours(str(replicas), job, groups), each[stage], bound)
 
     return {str(of): partial(build, of) for of in ways}
 
@@ -92,8 +92,8 @@ def sleeping(
 class Idle:
     """A rank that a pipeline does not have: it joins the process groups, and no more."""
 
-    def __init__(self, name: str, plan: Plan, bound: float, links: Links) -> None:
-        fitted(links, plan)
+    def __init__(self, name: str, plan: Plan, bound: float, groups: ProcessGroups) -> None:
+        fitted(groups, plan)
         self.name, self.batches, self.bound = name, max(plan.windows), bound
         self.losses: list[float] = []
 
@@ -101,23 +101,23 @@ class Idle:
         """Do nothing."""
 
 
-def on_two(task: Task, batches: int, links: Links) -> Builders:
+def on_two(task: Task, batches: int, groups: ProcessGroups) -> Builders:
     """Return what builds replicas of the whole model and a pipeline, beside DDP, each with one thread."""
 
     def theirs() -> Contestant:
-        return plain(DDP, prepare(task.extended(WHOLE), "1f1b", 2), links, batches, parallel=True)
+        return plain(DDP, prepare(task.extended(WHOLE), "1f1b", 2), groups, batches, parallel=True)
 
     ways = {"replicas=2": ("1f1b", "replicas=2", "microbatches=2"), "1f1b": ("1f1b", "microbatches=4")}
-    return {DDP: theirs, **planned(task, batches, ways, links)}
+    return {DDP: theirs, **planned(task, batches, ways, groups)}
 
 
-def planned(task: Task, batches: int, ways: Ways, links: Links) -> Builders:
+def planned(task: Task, batches: int, ways: Ways, groups: ProcessGroups) -> Builders:
     """Return what builds contestants of ours, each by a profile; its bound is what the plan says."""
 
     def build(name: str, schedule: str, *words: str) -> Contestant:
         window = 1 if schedule == "1f1b" else batches
-        job = prepare(task.extended("partition=profile", *words), schedule, links.world.size, window, links)
-        racing = Ours(name, job, links, batches)
+        job = prepare(task.extended("partition=profile", *words), schedule, groups.world.size, window, groups)
+        racing = Ours(name, job, groups, batches)
         racing.bound = job.plan.timeline().makespan / racing.window
         return racing
 

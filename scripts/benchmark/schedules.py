@@ -32,7 +32,7 @@ from benchmark.worlds import Say
 from pipetrain.config.settings import recomputing
 from pipetrain.plan.plan import Plan
 from pipetrain.plan.program import verify
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.schedule.actions import SENDS, Op
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, Kind
@@ -121,12 +121,14 @@ def suite(scale: Scale, say: Say) -> Iterator[Row]:
         yield from rows_of_race(f"schedules, {ranks} ranks", ranks, make, scale, say, OTHERS, least)
 
 
-def contestants(microbatches: tuple[int, ...], product_s: float, quick: bool, links: Links) -> Builders:
+def contestants(
+    microbatches: tuple[int, ...], product_s: float, quick: bool, groups: ProcessGroups
+) -> Builders:
     """Return what builds everybody, with what each should take on paper."""
 
     def build(name: str, way: Way, m: int, rival: str = "") -> Contestant:
-        job, one_s = prepared(way, links.world.size, m, product_s)
-        racing: Contestant = torch_pipeline(rival, job, links, 1, name) if rival else Ours(name, job, links)
+        job, one_s = prepared(way, groups.world.size, m, product_s)
+        racing: Contestant = torch_pipeline(rival, job, groups, 1, name) if rival else Ours(name, job, groups)
         return Paced(racing, one_s, bound(job.plan, one_s))
 
     builders: dict[str, Callable[[], Contestant]] = {}
@@ -160,15 +162,15 @@ def jitter_suite(scale: Scale, say: Say) -> Iterator[Row]:
         )
 
 
-def jittered(product_s: float, window: int, rounds: int, links: Links) -> Builders:
+def jittered(product_s: float, window: int, rounds: int, groups: ProcessGroups) -> Builders:
     """Return what builds everybody, with how long the stage sleeps that sleeps longest."""
-    ranks = links.world.size
+    ranks = groups.world.size
     slept = PRODUCTS * max(mean_nap(stage, product_s, window, rounds) for stage in range(ranks))
 
     def sleeping(build: Callable[[], Contestant]) -> Contestant:
-        return Paced(build(), naps(links.world.rank, product_s, SPREAD), slept)
+        return Paced(build(), naps(groups.world.rank, product_s, SPREAD), slept)
 
-    builders = ours(links, task_of(ranks, 1), JITTERED, window=window)
+    builders = ours(groups, task_of(ranks, 1), JITTERED, window=window)
     return {name: partial(sleeping, build) for name, build in builders.items()}
 
 

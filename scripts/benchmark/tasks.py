@@ -27,7 +27,7 @@ from pipetrain.plan.make_plan import Measure, make_plan
 from pipetrain.plan.memory_fit import optimizer_state
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.profile import measure
 from pipetrain.runtime.stage.optimizer_trial import try_optimizer
 from pipetrain.runtime.stage.weights import OptimizerFactory
@@ -96,7 +96,7 @@ def compose_task(task: Task, schedule: str) -> dict[str, Any]:
 
 
 def prepare(
-    task: Task, schedule: str, ranks: int, window: int = 1, times: Links | Profile | None = None
+    task: Task, schedule: str, ranks: int, window: int = 1, times: ProcessGroups | Profile | None = None
 ) -> Job:
     """Plan and prove a task as a training run does. `window`: its batches, where the schedule sets none.
 
@@ -111,8 +111,8 @@ def prepare(
     draft, objective = Draft.of(settings, make_schedule(cfg)), make_task(cfg)
     optimizer = try_optimizer(make_optimizer(cfg), spare, len(draft.placement))
     example = ValueSpec.in_batch(samples)
-    profile: Measure | Profile | None = None if isinstance(times, Links) else times
-    if isinstance(times, Links):
+    profile: Measure | Profile | None = None if isinstance(times, ProcessGroups) else times
+    if isinstance(times, ProcessGroups):
         network = network_of(make_model(cfg, settings.seed, settings.dtype), example)
         profile = partial(measure, times, settings, {}, network, optimizer)
     known = example, sizes, profile, optimizer_state(optimizer), objective

@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.comm.ranks import World
 from pipetrain.runtime.device import keep_freed_memory
 
@@ -65,7 +65,7 @@ class Place:
     timeout: float = TIMEOUT_S
     apart: bool = False
 
-    def __call__(self, world: World, path: str) -> Links:
+    def __call__(self, world: World, path: str) -> ProcessGroups:
         """Join the ranks by links without edges: see `fitted`."""
         device = torch.device(self.device)
         if device.type == "cuda":
@@ -75,25 +75,29 @@ class Place:
                 share_gpu(world.rank)
         keep_freed_memory()  # as a run of ours does, whoever's turn it is
         store = meeting(world, path) if world.size > 1 else None
-        return Links(
+        return ProcessGroups(
             world, [(rank,) for rank in range(world.size)], [], device, store, self.timeout, self.staged
         )
 
 
 CPU = Place()
-_fitted: dict[tuple[tuple[tuple[int, ...], ...], bool], Links] = {}  # by placement, and whether it is staged
+_fitted: dict[
+    tuple[tuple[tuple[int, ...], ...], bool], ProcessGroups
+] = {}  # by placement, and whether it is staged
 
 
-def fitted(links: Links, plan: Plan) -> Links:
+def fitted(groups: ProcessGroups, plan: Plan) -> ProcessGroups:
     """Return links of the same ranks for a plan: with its placement, its edges and its ties.
 
     All ranks call it in the same order.
     """
-    if links.world.size == 1:
-        return links
-    key = _, staged = tuple(plan.placement), links.staged or plan.draft.policy is not None
+    if groups.world.size == 1:
+        return groups
+    key = _, staged = tuple(plan.placement), groups.staged or plan.draft.policy is not None
     if key not in _fitted:
-        _fitted[key] = Links(links.world, plan.placement, [], links.device, None, links._timeout, staged)
+        _fitted[key] = ProcessGroups(
+            groups.world, plan.placement, [], groups.device, None, groups._timeout, staged
+        )
     _fitted[key].open(plan.links, plan.ties)
     return _fitted[key]
 

@@ -16,7 +16,7 @@ from benchmark.replicas import Idle
 from benchmark.report import progress
 from benchmark.tasks import Task, prepare
 from benchmark.worlds import Say, WorldFailed, run_world, titled
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from published.measures import Race, partition
 from published.record import Chart, Check, Figure, How, Line
 
@@ -69,8 +69,8 @@ def raced_beside(
     return results
 
 
-def _beside(links: Links, say: Say, task: Task, entrants: Entrants, rounds: int) -> dict[str, Any]:
-    rank, contestants = links.world.rank, list[Any]()
+def _beside(groups: ProcessGroups, say: Say, task: Task, entrants: Entrants, rounds: int) -> dict[str, Any]:
+    rank, contestants = groups.world.rank, list[Any]()
     ours: type[Ours] = Ours
     if any(who == THEIRS for who, *_ in entrants.values()):
         from benchmark.beside_torchgpipe import OurRank, TorchGPipe  # torchgpipe may not be installed
@@ -81,15 +81,17 @@ def _beside(links: Links, say: Say, task: Task, entrants: Entrants, rounds: int)
         job = prepare(task.extended(partition(balance), *words), schedule, len(balance))
         settings = job.plan.settings
         if who == PLAIN:
-            contestants.append(plain(name, job, links, 1))
+            contestants.append(plain(name, job, groups, 1))
         elif who == THEIRS:
             deferred = settings.batchnorm == "batch"
-            contestants.append(TorchGPipe(job, links, 1, str(settings.recompute), deferred))
+            contestants.append(TorchGPipe(job, groups, 1, str(settings.recompute), deferred))
             contestants[-1].name = name
         else:
             takes_part = rank < len(balance)
-            contestants.append(ours(name, job, links, 1) if takes_part else Idle(name, job.plan, 0.0, links))
-    series = race(links, contestants, rounds, say)
+            contestants.append(
+                ours(name, job, groups, 1) if takes_part else Idle(name, job.plan, 0.0, groups)
+            )
+    series = race(groups, contestants, rounds, say)
     return {
         one.name: (
             series[one.name],

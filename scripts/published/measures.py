@@ -32,7 +32,7 @@ from pipetrain.plan.make_plan import make_plan
 from pipetrain.plan.paper_plan import state_of
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.schedule.memory import peaks
 
 PROFILES = Path(__file__).with_name("profiles")
@@ -73,9 +73,9 @@ def profiled(
     return dict(of_ranks[0])
 
 
-def _profiled(links: Links, say: Say, task: Task) -> dict[str, Any]:
+def _profiled(groups: ProcessGroups, say: Say, task: Task) -> dict[str, Any]:
     say(" ".join(task.overrides))
-    return prepare(task, "gpipe", links.world.size, times=links).plan.table.times.to_json()
+    return prepare(task, "gpipe", groups.world.size, times=groups).plan.table.times.to_json()
 
 
 def predicted(

@@ -99,7 +99,7 @@ def owing(tmp_path_factory) -> Whole:
     ("schedule", "ranks", "words"),
     [
         ("1f1b", 1, ["model._target_=tests.support.models.dropping"]),
-        ("1f1b", 2, ["optim._target_=tests.runtime.test_optimizer.Rich"]),
+        ("1f1b", 2, ["optim._target_=tests.runtime.stage.test_optimizer_trial.Rich"]),
         ("interleaved_1f1b", 2, CODECS),
         ("pipedream", 2, ["ema=0.9"]),
         ("pipedream", 3, ["optim=adamw", *CODECS]),

@@ -44,7 +44,7 @@ def drawn() -> nn.Sequential:
 
 
 def test_weights_depend_on_the_seed_alone_and_a_dtype_converts_them():
-    make = partial(model_of, "model._target_=tests.test_building.drawn")
+    make = partial(model_of, "model._target_=tests.config.test_build.drawn")
     first = make(seed=3)[0].weight
     for generator in (torch.rand, np.random.rand, lambda n: random.random()):
         generator(7)

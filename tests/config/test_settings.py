@@ -30,7 +30,7 @@ def shrinking(update: int, by: float = 2.0) -> float:
 def test_settings_are_what_was_configured(monkeypatch):
     monkeypatch.setenv("WARMUP", "0.25")
     words = ["data=digits", "model=mlp", "partition=[2]", "seed=7", "warmup=${oc.env:WARMUP}"]
-    rate = "lr_schedule._target_=tests.test_settings.shrinking"
+    rate = "lr_schedule._target_=tests.config.test_settings.shrinking"
     read = Settings.composed(options_of([*words, rate, "lr_schedule.by=4"]), "1f1b", 2)
     assert (read.model, read.schedule, read.ranks, read.partition) == ("mlp", "1f1b", 2, [2])
     assert (read.batch_size, read.microbatches, read.window, read.buffer_size) == (64, 4, 1, 2)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pipetrain.checkpoint.files import CHECKPOINTS
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from tests.gpu.rows import SKIPPED, Row, Setting, judged
 from tests.gpu.speed import no_compiler
 from tests.gpu.training import NEAR, exactly
@@ -216,7 +216,7 @@ def kept(setting: Setting) -> Iterator[Row]:
             yield judged(what, why or "as before", "as before", not why)
 
 
-def keep(links: Links, item: tuple[str, str, str]) -> None:
+def keep(groups: ProcessGroups, item: tuple[str, str, str]) -> None:
     """Train, predict as the weights alone do, and twice train on from what was saved, with equal losses."""
     import torch.distributed.checkpoint as dcp
     from torch.nn.functional import cross_entropy
@@ -239,7 +239,7 @@ def keep(links: Links, item: tuple[str, str, str]) -> None:
         assert_close(list(pipe.train(batches)), wanted, rtol=TOLERANCE, atol=0.0)
         dcp.load(pipe.dcp(), checkpoint_id=f"{folder}/dcp")
         assert_close(list(pipe.train(batches)), wanted, rtol=TOLERANCE, atol=0.0)
-    if links.world.rank == 0:
+    if groups.world.rank == 0:
         alone = mlp()
         alone.load_state_dict(state)
         assert_close(outputs, [alone(x).detach() for x, _ in batches], rtol=TOLERANCE, atol=TOLERANCE)
@@ -265,7 +265,7 @@ def bf16_weights(setting: Setting) -> Iterator[Row]:
         yield judged(f"weights in bf16, {name}", figure, f"<= {NEAR:.0%}", not why and apart <= NEAR)
 
 
-def train_in_bf16(links: Links, item: tuple[str, dict[str, Any], str]) -> float:
+def train_in_bf16(groups: ProcessGroups, item: tuple[str, dict[str, Any], str]) -> float:
     """Train on a device and on the CPU; return by how much a loss differs, relative."""
     from torch.nn.functional import cross_entropy
 
@@ -286,7 +286,7 @@ def train_in_bf16(links: Links, item: tuple[str, dict[str, Any], str]) -> float:
     return max(abs(one / other - 1) for one, other in zip(*losses, strict=True))
 
 
-def train_by_pipeline(links: Links, item: tuple[str, Any]) -> None:
+def train_by_pipeline(groups: ProcessGroups, item: tuple[str, Any]) -> None:
     """Train, evaluate and take the weights by Pipeline, and hold them against one process on rank 0."""
     from tests.support import parity, subjects
 

@@ -19,7 +19,7 @@ from benchmark.contestants import BatchFeed
 from benchmark.held import NEAR, WINDOWS, Case, job_of
 from benchmark.worlds import fitted
 from pipetrain.config.rate import LearningRate
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.order import order_of
 from pipetrain.runtime.session import make_engine, make_stages
 from pipetrain.runtime.stage.memory_meter import Meter
@@ -109,34 +109,36 @@ def allocated() -> int:
     return torch.cuda.memory_allocated()
 
 
-def measure(links: Links, case: Case) -> list[Held]:
+def measure(groups: ProcessGroups, case: Case) -> list[Held]:
     """Run a few windows of a case on one rank, the last one measured; return what all ranks held.
 
     All is done twice: the first time libraries take workspaces, which they keep.
     """
-    for _ in range(2 if links.device.type == "cuda" else 1):
-        held = _measure(links, case)
+    for _ in range(2 if groups.device.type == "cuda" else 1):
+        held = _measure(groups, case)
         gc.collect()
     return gathered(held)
 
 
-def _measure(links: Links, case: Case) -> Held:
-    cuda, job = links.device.type == "cuda", job_of(case)
-    plan, links = job.plan, fitted(links, job.plan)
-    feed = BatchFeed(job, links.device, copies=True)
+def _measure(groups: ProcessGroups, case: Case) -> Held:
+    cuda, job = groups.device.type == "cuda", job_of(case)
+    plan, groups = job.plan, fitted(groups, job.plan)
+    feed = BatchFeed(job, groups.device, copies=True)
     before = allocated() if cuda else 0
-    stages = make_stages(plan, job.model, job.task, job.optimizer, LearningRate(plan.settings.rate(1)), links)
-    engine = make_engine(plan, stages, links)
+    stages = make_stages(
+        plan, job.model, job.task, job.optimizer, LearningRate(plan.settings.rate(1)), groups
+    )
+    engine = make_engine(plan, stages, groups)
     for number in range(WINDOWS):
         if cuda and number + 1 == WINDOWS:
-            engine.watcher = ByAction(stages, links.device)
-        engine.train(order_of(plan, max(plan.windows), links.world.rank), feed, job.microbatches)
+            engine.watcher = ByAction(stages, groups.device)
+        engine.train(order_of(plan, max(plan.windows), groups.world.rank), feed, job.microbatches)
     meter = engine.watcher
     records = sorted(engine.stats.items())
     return Held(
         [(record.activations, record.versions) for _, record in records],
         [tuple(plan.peaks(stage))[:2] for stage, _ in records],
         meter.peak - before if isinstance(meter, ByAction) else 0,
-        max(totals(plan.memory()[links.world.rank])),
+        max(totals(plan.memory()[groups.world.rank])),
         meter.needed if isinstance(meter, ByAction) else 0,
     )

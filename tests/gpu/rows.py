@@ -16,7 +16,7 @@ from typing import Any
 from benchmark.report import gpu, machine
 from benchmark.worlds import Place, Say, Work, WorldFailed, run_world
 from comparison.table import markdown_table
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 
 PASS, FAIL, SKIPPED, SEEN = "pass", "**FAIL**", "skipped", ""
 TIMEOUT_S = 60.0  # of any wait between ranks
@@ -85,7 +85,7 @@ class Setting:
 
     def each(
         self,
-        work: Callable[[Links, Any], Any],
+        work: Callable[[ProcessGroups, Any], Any],
         ranks: int,
         items: Sequence[Any],
         within: float = float("inf"),
@@ -126,16 +126,20 @@ class Setting:
 
 
 def _one_by_one(
-    links: Links, say: Say, work: Callable[[Links, Any], Any], items: Sequence[Any], most: float
+    groups: ProcessGroups,
+    say: Say,
+    work: Callable[[ProcessGroups, Any], Any],
+    items: Sequence[Any],
+    most: float,
 ) -> None:
     for number, item in enumerate(items):
         say(str(item))
         if most < float("inf"):  # by a thread that waits for nobody, whatever the host or the device do
             faulthandler.dump_traceback_later(most, exit=True)
-        result = work(links, item)
+        result = work(groups, item)
         if most < float("inf"):
             faulthandler.cancel_dump_traceback_later()
-        if links.world.rank == 0:
+        if groups.world.rank == 0:
             say(pickle.dumps((number, result)))  # tensors do not outlive a pipe
 
 

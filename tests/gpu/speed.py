@@ -22,7 +22,7 @@ from benchmark.models import LAUNCHING, PAIRS, REHEARSED, WINDOW, on_gpu
 from benchmark.report import Series, ratio
 from benchmark.tasks import Task, prepare
 from benchmark.worlds import Say, titled
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from tests.gpu.rows import SKIPPED, Row, Setting, judged
 
 PLAIN, WANTED = "plain loop", 0.97
@@ -78,11 +78,11 @@ def race_beside_torch(setting: Setting) -> Iterator[Row]:
             yield judged(f"{' '.join(task.overrides[:2])}, {name}", figure, f">= {wanted}", share >= wanted)
 
 
-def beside_torch(links: Links, say: Say, task: Task, rounds: int) -> Series:
+def beside_torch(groups: ProcessGroups, say: Say, task: Task, rounds: int) -> Series:
     """Race ours and torch's 1F1B over the ranks of a world."""
-    builders = on_gpu(task, RACED, WINDOW, links)
+    builders = on_gpu(task, RACED, WINDOW, groups)
     chosen = [builders[name]() for name in (*BESIDE, RIVAL) if name in builders]
-    return race(links, chosen, rounds, say)
+    return race(groups, chosen, rounds, say)
 
 
 def no_compiler(setting: Setting) -> str:
@@ -104,7 +104,7 @@ def _against_plain(series: Series, name: str) -> tuple[float, str]:
 
 
 def measure(
-    links: Links,
+    groups: ProcessGroups,
     say: Say,
     tasks: Sequence[tuple[str, int]],
     contestants: Mapping[str, tuple[str, tuple[str, ...]]],
@@ -115,10 +115,10 @@ def measure(
     for model, size in tasks:
         turn = BATCHES.get(size, 2)
         task = Task((f"model={model}", f"batch_size={size}", "microbatches=1"))
-        loop = plain(PLAIN, prepare(task, "1f1b", 1), links, turn)
+        loop = plain(PLAIN, prepare(task, "1f1b", 1), groups, turn)
         ours = [
-            Ours(name, prepare(task.extended(*overrides), schedule, 1, turn), links, turn)
+            Ours(name, prepare(task.extended(*overrides), schedule, 1, turn), groups, turn)
             for name, (schedule, overrides) in contestants.items()
         ]
-        found[model, size] = race(links, [loop, *ours], rounds, titled(say, f"{model}, batch {size}"))
+        found[model, size] = race(groups, [loop, *ours], rounds, titled(say, f"{model}, batch {size}"))
     return found

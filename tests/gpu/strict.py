@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.rehearsal import LoopbackChannel
 from tests.gpu.rows import Row, Setting
@@ -68,7 +68,7 @@ def no_waits(setting: Setting) -> Iterator[Row]:
     yield from against_reference(setting, named, 2, work=without_waits, within=ROW_S)
 
 
-def without_waits(links: Links, case: Case) -> Trained:
+def without_waits(groups: ProcessGroups, case: Case) -> Trained:
     """Train a case; where a window's host waits for the GPU that is an error of the action."""
     run, windows = Engine._run, 0
 
@@ -77,11 +77,11 @@ def without_waits(links: Links, case: Case) -> Trained:
         if not window.trains or isinstance(window.mail.channel, LoopbackChannel):
             return run(engine, window, *rest)
         windows += 1
-        with raising_waits(links.device):
+        with raising_waits(groups.device):
             return run(engine, window, *rest)
 
     with patch.object(Engine, "_run", strictly):
-        trained = train(links, case)
+        trained = train(groups, case)
     assert windows, "no window was seen"
     return trained
 
@@ -125,10 +125,10 @@ def float64(setting: Setting) -> Iterator[Row]:
         yield from against_reference(setting, named, 2, work=in_float64, within=ROW_S)
 
 
-def in_float64(links: Links, case: Case) -> Trained:
+def in_float64(groups: ProcessGroups, case: Case) -> Trained:
     """Train a case where the default dtype is float64."""
     with by_default(torch.float64):
-        return train(links, case)
+        return train(groups, case)
 
 
 @contextmanager

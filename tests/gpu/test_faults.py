@@ -21,7 +21,7 @@ from pipetrain import ActionFailed, ChannelError, ConfigError, TrainingStopped
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime import rehearsal
 from pipetrain.runtime.comm import gradient_buckets as buckets
-from pipetrain.runtime.comm import process_groups as links
+from pipetrain.runtime.comm import process_groups as groups
 from pipetrain.runtime.comm.channel import Channel
 from pipetrain.runtime.feed import WindowFeed
 from pipetrain.runtime.reductions import Sums
@@ -404,7 +404,7 @@ FAULTS = {
         "sends are unfinished",
     ),
     "groups are not used before a window": Fault(
-        links,
+        groups,
         "dist",
         lambda _: Unused(),
         case("1f1b", *EVEN),

@@ -107,18 +107,18 @@ def interrupted(setting):
     raise KeyboardInterrupt
 
 
-def hang(links, say, *given):
-    if links.world.rank == 1:
+def hang(groups, say, *given):
+    if groups.world.rank == 1:
         time.sleep(DEADLINE_S)
 
 
-def count(links, item):
+def count(groups, item):
     """Fail at an item, or stay at it, on the last rank."""
-    if item == "bad" and links.world.rank == links.world.size - 1:
+    if item == "bad" and groups.world.rank == groups.world.size - 1:
         raise ValueError("no more")
-    if item == "hangs" and links.world.rank == links.world.size - 1:
+    if item == "hangs" and groups.world.rank == groups.world.size - 1:
         time.sleep(DEADLINE_S)
-    return links.gather("the items", item)
+    return groups.gather("the items", item)
 
 
 @pytest.fixture
@@ -194,12 +194,12 @@ def test_a_wait_raises_in_windows_of_training_alone(monkeypatch):
     modes, seen = ["default"], []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(Engine, "_run", lambda engine, window: seen.append(modes[-1]))
-    loopback, links = (
+    loopback, groups = (
         LoopbackChannel({}, 2, 60, torch.device("cpu")),
         SimpleNamespace(device=torch.device("cuda")),
     )
 
-    def train(links, case):
+    def train(groups, case):
         for trains, channel in [
             (True, loopback),
             (False, loopback),
@@ -210,7 +210,7 @@ def test_a_wait_raises_in_windows_of_training_alone(monkeypatch):
             Engine._run(None, SimpleNamespace(trains=trains, mail=SimpleNamespace(channel=channel)))
 
     monkeypatch.setattr(strict, "train", train)
-    strict.without_waits(links, None)
+    strict.without_waits(groups, None)
     assert seen == ["default", "default", "error", "default", "error"]
     assert modes[-1] == "default"
 

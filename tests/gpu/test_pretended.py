@@ -386,8 +386,8 @@ def test_inputs_that_a_loader_has_on_the_gpu_go_to_other_ranks_through_host_memo
     with alone():
         reader = Reader([(torch.ones(4, 3, device="cuda"), torch.zeros(4).long().cuda())], "batch")
         reader.window(1)
-        links: Any = SimpleNamespace(world=World(0, 3), post_tensor=post)
-        sources = OfLoader(links, reader, reader.form, Classification(), lambda of: None).open(
+        groups: Any = SimpleNamespace(world=World(0, 3), post_tensor=post)
+        sources = OfLoader(groups, reader, reader.form, Classification(), lambda of: None).open(
             [Size(4)], 2, [0, 1], [2, 2]
         )
         assert sources.inputs is not None

@@ -12,7 +12,7 @@ import torch
 from benchmark.worlds import Say, fitted
 from pipetrain.records.tracer import about_trace
 from pipetrain.runtime.clock import Clock
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import COMMUNICATION, RECEIVES, SENDS
 from pipetrain.schedule.timeline import TracedWindow
@@ -46,17 +46,17 @@ def trace(setting: Setting) -> Iterator[Row]:
     yield judged("computing overlaps on a rank by", f"{1e6 * overlap:.1f} us", "<= 10 us", overlap <= 1e-5)
 
 
-def traced(links: Links, say: Say, case: Case, path: str) -> tuple[str, float]:
+def traced(groups: ProcessGroups, say: Say, case: Case, path: str) -> tuple[str, float]:
     """Train with a trace; return what marks a moment, and the error of the clocks in seconds."""
     run = make_run(case)
     listener = Listener()
-    epochs_of(run, fitted(links, run.plan), None if links.world.rank else listener).run()  # type: ignore[arg-type]
-    if links.world.rank:
+    epochs_of(run, fitted(groups, run.plan), None if groups.world.rank else listener).run()  # type: ignore[arg-type]
+    if groups.world.rank:
         return "", 0.0
     (found,) = listener.traces
-    device = torch.cuda.get_device_name(links.device) if links.device.type == "cuda" else "cpu"
+    device = torch.cuda.get_device_name(groups.device) if groups.device.type == "cuda" else "cpu"
     chrome.write(Path(path), about_trace(replace(run.about, device=f"2 x {device}"), found), found.windows)
-    return type(Clock(links.device).mark()).__name__, found.clock_error_s
+    return type(Clock(groups.device).mark()).__name__, found.clock_error_s
 
 
 def early_s(window: TracedWindow) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmark.worlds import Say, fitted
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.comm import gradient_buckets as buckets
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.schedule.actions import Program
 from tests.gpu.rows import SKIPPED, Row, Setting, judged
 from tests.gpu.speed import no_compiler
@@ -92,15 +92,15 @@ class Trained:
     ran: list[Program] = field(default_factory=list)
 
 
-Work = Callable[[Links, Case], Trained]
+Work = Callable[[ProcessGroups, Case], Trained]
 
 
-def train(links: Links, case: Case) -> Trained:
+def train(groups: ProcessGroups, case: Case) -> Trained:
     """Train a case on one rank; return what all ranks left."""
     exactly()
     run = make_run(case)
     listener = Listener()
-    epochs = epochs_of(run, fitted(links, run.plan), None if links.world.rank else listener)  # type: ignore[arg-type]
+    epochs = epochs_of(run, fitted(groups, run.plan), None if groups.world.rank else listener)  # type: ignore[arg-type]
     epochs.run()
     return Trained(
         whole(state_of(epochs, run)),
@@ -175,10 +175,10 @@ def corrections(setting: Setting) -> Iterator[Row]:
         yield from against_reference(setting, cases, ranks)
 
 
-def bucketed(links: Links, case: Case) -> Trained:
+def bucketed(groups: ProcessGroups, case: Case) -> Trained:
     """Train as `train` does, in a process whose buckets are small."""
     buckets.BUCKET = 1000
-    return train(links, case)
+    return train(groups, case)
 
 
 def staged(setting: Setting) -> Iterator[Row]:
@@ -326,10 +326,10 @@ def nan(setting: Setting) -> Iterator[Row]:
     yield judged("a loss that is no number", said or "trained to the end", "is named", named is not None)
 
 
-def explode(links: Links, say: Say, case: Case) -> str:
+def explode(groups: ProcessGroups, say: Say, case: Case) -> str:
     """Train what cannot be; return what is said."""
     try:
-        epochs_of(make_run(case), links, None).run()
+        epochs_of(make_run(case), groups, None).run()
     except TrainingStopped as error:
         return str(error)
     return ""

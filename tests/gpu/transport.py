@@ -20,7 +20,7 @@ from benchmark.tasks import Task, prepare
 from benchmark.worlds import Say, WorldFailed, fitted
 from pipetrain.model.specs import TensorSpec
 from pipetrain.runtime.comm.message import Message
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from tests.gpu.rows import MIB, Row, Setting, judged
 from tests.support.cases import Case, make_run
 from tests.support.models import flat, is_planned
@@ -49,32 +49,32 @@ def large(setting: Setting) -> Iterator[Row]:
             yield judged(what, f"{seconds:.2f} s, {wrong} wrong", "0 wrong", wrong == 0)
 
 
-def exchange_twice(links: Links, say: Say, elements: int) -> dict[int, tuple[float, int]]:
+def exchange_twice(groups: ProcessGroups, say: Say, elements: int) -> dict[int, tuple[float, int]]:
     """By buffer size: the seconds of an exchange, and how many messages came with other contents."""
     found = {}
     for buffer_size in (1, 2):
         say(f"buffer_size={buffer_size}")
-        links.gather("the start", None)
+        groups.gather("the start", None)
         start = perf_counter()
-        wrong = exchange(links, elements, buffer_size)
+        wrong = exchange(groups, elements, buffer_size)
         found[buffer_size] = (perf_counter() - start, wrong)
     return found
 
 
-def exchange(links: Links, elements: int, buffer_size: int) -> int:
+def exchange(groups: ProcessGroups, elements: int, buffer_size: int) -> int:
     """Send first, then receive, on both of two ranks; return how many messages came wrong."""
-    links.open([((0, 1), (0, 1)), ((1, 0), (1, 0))])
-    channel = links.channel(buffer_size)
-    here, there = links.world.rank, 1 - links.world.rank
+    groups.open([((0, 1), (0, 1)), ((1, 0), (1, 0))])
+    channel = groups.channel(buffer_size)
+    here, there = groups.world.rank, 1 - groups.world.rank
     incoming = [message(there, here, mb, elements) for mb in range(MESSAGES)]
-    mine = payload(links, here, 0, elements)
+    mine = payload(groups, here, 0, elements)
     assert torch.equal(mine, mine.clone())  # what is cold would wait for a message
     channel.expect(incoming)
     wrong = 0
     for mb in range(MESSAGES):
-        channel.send(message(here, there, mb, elements), [payload(links, here, mb, elements)])
+        channel.send(message(here, there, mb, elements), [payload(groups, here, mb, elements)])
         (tensor,) = channel.recv(incoming[mb])
-        wrong += not torch.equal(tensor, payload(links, there, mb, elements))
+        wrong += not torch.equal(tensor, payload(groups, there, mb, elements))
     channel.drain()
     return wrong
 
@@ -84,9 +84,9 @@ def message(src: int, dst: int, mb: int, elements: int) -> Message:
     return Message(src, dst, mb, (TensorSpec((elements,), torch.float32),), (src, dst))
 
 
-def payload(links: Links, rank: int, mb: int, elements: int) -> Tensor:
+def payload(groups: ProcessGroups, rank: int, mb: int, elements: int) -> Tensor:
     """Make what a rank sends: other contents in every message and place."""
-    return (torch.arange(elements, device=links.device) % 1009 + 2000 * rank + 10000 * mb).float()
+    return (torch.arange(elements, device=groups.device) % 1009 + 2000 * rank + 10000 * mb).float()
 
 
 class Killed(BaseException):
@@ -140,21 +140,21 @@ def error(setting: Setting) -> Iterator[Row]:
     yield judged("processes left", str(left), "0", left == 0)
 
 
-def end(links: Links, say: Say, how: str, file: str) -> tuple[str, float]:
+def end(groups: ProcessGroups, say: Say, how: str, file: str) -> tuple[str, float]:
     """Train until rank 1 ends; return what this rank raises, and when. `file`: for what threads say of it."""
-    if links.world.rank == 0:
+    if groups.world.rank == 0:
         os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), 2)
     words = "model._target_=tests.gpu.transport.ending", f"+model.how={how}", f"+model.said={file}"
     options = "partition=[1]", "epochs=9", "microbatches=4", "cuda_graphs=false"
     run = make_run(Case("1f1b", 2, (*words, *options), 24))
     try:
-        epochs_of(run, fitted(links, run.plan)).run()
+        epochs_of(run, fitted(groups, run.plan)).run()
     except Killed:
         return "", 0.0
     except Exception as error:
         said, ended = f"{type(error).__name__}: {error}", monotonic()
         if how == "raises":
-            links.gather("the end", None)  # the rank's process lives on until the other one has said it
+            groups.gather("the end", None)  # the rank's process lives on until the other one has said it
         return said, ended
     return "no error", monotonic()
 
@@ -176,9 +176,9 @@ def cold(setting: Setting, worlds: int = COLD) -> Iterator[Row]:
     yield judged(f"cold starts, two batches of {model}", figure, f"{worlds}", len(seconds) == worlds)
 
 
-def two_batches(links: Links, say: Say, task: Task) -> None:
+def two_batches(groups: ProcessGroups, say: Say, task: Task) -> None:
     """Train two batches, and see that the loss is a number."""
-    ours = Ours("1f1b", prepare(task, "1f1b", links.world.size), links, 2)
+    ours = Ours("1f1b", prepare(task, "1f1b", groups.world.size), groups, 2)
     ours.run()
     assert all(map(math.isfinite, ours.losses)), ours.losses
-    links.gather("the end", None)
+    groups.gather("the end", None)

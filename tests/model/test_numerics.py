@@ -35,7 +35,7 @@ def wants_rows() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 4, 8, 8), nn.ReLU(), Rows(), nn.Linear(64, 10))
 
 
-ROWS = "model._target_=tests.network.test_numerics.wants_rows"
+ROWS = "model._target_=tests.model.test_numerics.wants_rows"
 
 
 def test_data_that_crosses_a_cut_is_not_narrowed():

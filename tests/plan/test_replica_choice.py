@@ -11,7 +11,7 @@ from pipetrain.commands.plan import show_replicas
 from pipetrain.errors import ConfigError
 from pipetrain.plan.replica_choice import describe_replicas
 from pipetrain.plan.replica_partition import Machines, Planner
-from tests.plan.test_replicas import sums_of
+from tests.plan.test_replica_partition import sums_of
 from tests.support.cases import config
 
 VGG16 = f"costs={Path(__file__).parents[2]}/scripts/published/profiles/vgg16.csv"

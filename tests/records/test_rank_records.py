@@ -20,8 +20,8 @@ def test_the_last_stage_counts_and_replicas_are_one_stage():
             {1: StageStats(updates=2, busy_s=1.0)}, Tally(2.0, 2.0, 2), [3.0, 2.0], Tally(1.0, 4.0, 4)
         ),
     ]
-    links: Any = SimpleNamespace(gather=lambda what, mine: [asdict(one) for one in own])
-    ranks = RankRecords.gather(links, "the figures", own[0], (1, 2))
+    groups: Any = SimpleNamespace(gather=lambda what, mine: [asdict(one) for one in own])
+    ranks = RankRecords.gather(groups, "the figures", own[0], (1, 2))
     assert ranks.all == own
     assert ranks.stages == {0: own[0].stages[0], 1: StageStats(updates=2, busy_s=2.0)}
     assert (ranks.trained, ranks.evaluated) == (Tally(8.0, 4.0, 4), Tally(1.0, 4.0, 4))

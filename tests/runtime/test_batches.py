@@ -18,7 +18,7 @@ from pipetrain.tasks import Classification
 FORM = Form(ValueSpec.in_batch(torch.zeros(2, 1)), ValueSpec.in_batch(torch.zeros(2, dtype=torch.int64)))
 
 
-class Links:
+class ProcessGroups:
     """The links of several ranks: what rank 0 posts is taken in order on each stream."""
 
     def __init__(self) -> None:
@@ -56,23 +56,23 @@ def reader(*labels: list[int]) -> Any:
 
 
 def test_the_tensors_of_a_long_window_are_not_all_kept():
-    links = Links()
-    batches = OfLoader(links.of(0), reader(*[[1, 2, 3]] * 1000), FORM, Classification(), lambda of: None)
+    groups = ProcessGroups()
+    batches = OfLoader(groups.of(0), reader(*[[1, 2, 3]] * 1000), FORM, Classification(), lambda of: None)
     inputs, targets, _, finish, _ = batches.open([Size(3)] * 1000, 2, [0, 0] * 1000, [1, 1] * 1000)
     assert [len(some) for some in inputs] == [2, 1] * 1000
-    assert (len(links.waited), targets) == (1000 - MAX_UNWAITED_SENDS, None)
+    assert (len(groups.waited), targets) == (1000 - MAX_UNWAITED_SENDS, None)
     finish(1000)
-    assert len(links.waited) == 1000
+    assert len(groups.waited) == 1000
 
 
 @pytest.mark.parametrize("last", [[2, 3, 2], [0, 1, 0], [1, 1, 1]])
 def test_each_rank_has_the_microbatches_that_it_runs_and_the_weights_of_the_batch(last):
-    links, first = Links(), [0, 1, 0]
+    groups, first = ProcessGroups(), [0, 1, 0]
     labels = [[7, -100, 2, 5], [-100, 1, 3, 4]]
     window = [Size(4)] * 2, 3, first * 2, last * 2
     sources = {
         rank: OfLoader(
-            links.of(rank), None if rank else reader(*labels), FORM, Classification(), lambda of: None
+            groups.of(rank), None if rank else reader(*labels), FORM, Classification(), lambda of: None
         ).open(*window)
         for rank in range(4)
     }
@@ -93,23 +93,23 @@ def test_each_rank_has_the_microbatches_that_it_runs_and_the_weights_of_the_batc
 
 
 def test_the_receives_of_a_window_s_first_tensors_are_posted_before_the_window_begins():
-    links = Links()
-    batches = OfLoader(links.of(1), None, FORM, Classification(), lambda of: None)
+    groups = ProcessGroups()
+    batches = OfLoader(groups.of(1), None, FORM, Classification(), lambda of: None)
     batches.open([Size(4), Size(3)], 2, [1, 0, 1, 0], [0, 1, 0, 1])
-    assert links.expected == [(2, 1), (2,), (2,)]  # inputs, targets, weights
+    assert groups.expected == [(2, 1), (2,), (2,)]  # inputs, targets, weights
 
 
 def test_a_rank_that_reads_to_its_next_microbatch_sends_all_batches_before_it():
     """Of batches of one microbatch each in turn. The last ones are of the other rank; one is left out."""
-    links = Links()
-    batches = OfLoader(links.of(0), reader([1], [2], [3], [4], [5]), FORM, Classification(), lambda of: None)
+    groups = ProcessGroups()
+    batches = OfLoader(groups.of(0), reader([1], [2], [3], [4], [5]), FORM, Classification(), lambda of: None)
     inputs, _, deal, finish, _ = batches.open([Size(1)] * 5, 1, [0, 1, 0, 1, 1], None)
-    assert [next(inputs).item(), len(links.posted[1, 0])] == [101, 0]
+    assert [next(inputs).item(), len(groups.posted[1, 0])] == [101, 0]
     deal(2)
-    assert len(links.posted[1, 0]) == 1  # which may be needed before this rank's next one
-    assert [next(inputs).item(), len(links.posted[1, 0])] == [103, 1]
+    assert len(groups.posted[1, 0]) == 1  # which may be needed before this rank's next one
+    assert [next(inputs).item(), len(groups.posted[1, 0])] == [103, 1]
     finish(4)
-    assert (len(links.posted[1, 0]), len(links.waited)) == (2, 2)
+    assert (len(groups.posted[1, 0]), len(groups.waited)) == (2, 2)
 
 
 def test_microbatches_take_turns_in_each_batch_or_in_each_window():

@@ -23,23 +23,23 @@ def test_means_are_weighted_by_samples_and_counters_add_up() -> None:
     told: list[Tensor] = []
     replicas = []
     for _ in range(2):
-        links: Any = SimpleNamespace(
+        groups: Any = SimpleNamespace(
             placement=[(0, 1)], add_up=lambda tie, numbers: told.append(numbers) or numbers
         )
         module = Kept()
         stages: Any = {0: SimpleNamespace(module=module, observers=[])}
-        replicas.append((module, BufferAverager(stages, links), links))
+        replicas.append((module, BufferAverager(stages, groups), groups))
     for index, (module, leveller, _) in enumerate(replicas):
         leveller.before_window()
         module.mean += torch.tensor([1.0, 10.0]) * (index + 1)
         module.count += index + 1
         leveller.count(0, 30 if index else 10)
         leveller.average()  # which tells what this replica has
-    for module, leveller, links in replicas:
+    for module, leveller, groups in replicas:
         module.count.fill_(5)
         leveller.before_window()
         module.count += 1  # is what the sum below says instead
-        links.add_up = lambda tie, numbers: sum(told[:2])
+        groups.add_up = lambda tie, numbers: sum(told[:2])
         leveller.average()
         torch.testing.assert_close(module.mean, torch.tensor([1.75, 17.5]))
         assert (int(module.count), bool(module.flag)) == (8, True)
@@ -52,12 +52,12 @@ def test_means_are_weighted_by_samples_and_counters_add_up() -> None:
 def test_a_replica_without_samples_does_not_make_an_infinity_nan() -> None:
     """As a mask has them. A short window may have fewer microbatches than replicas."""
     told: list[Tensor] = []
-    links: Any = SimpleNamespace(
+    groups: Any = SimpleNamespace(
         placement=[(0, 1)], add_up=lambda tie, numbers: told.append(numbers) or numbers
     )
     module = Kept()
     module.mean.fill_(-torch.inf)
-    leveller = BufferAverager({0: SimpleNamespace(module=module, observers=[])}, links)  # type: ignore[dict-item]
+    leveller = BufferAverager({0: SimpleNamespace(module=module, observers=[])}, groups)  # type: ignore[dict-item]
     leveller.before_window()
     leveller.average()
     assert told[0].tolist() == [0] * 4

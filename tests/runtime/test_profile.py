@@ -193,9 +193,9 @@ def test_a_time_is_the_median_of_all_ranks():
     model, example = nn.Sequential(nn.Linear(12, 3)), ValueSpec((TensorSpec((12,), torch.float32),))
     told = [[[9.0, 1.0] * 4, [1.0] * 8], [[2.0, 3.0] * 4, [1.0] * 8], [[1.0, 2.0] * 4, [4.0] * 8]]
     world, cpu = SimpleNamespace(rank=0, size=1), torch.device("cpu")
-    links = SimpleNamespace(world=world, device=cpu, gather=lambda what, mine: told)
+    groups = SimpleNamespace(world=world, device=cpu, gather=lambda what, mine: told)
     layers = estimate(deepcopy(model), example.of(Size(2)))
-    found = measure(links, Settings(samples=8), {}, Chain(model), SGD, layers, example, Numerics())
+    found = measure(groups, Settings(samples=8), {}, Chain(model), SGD, layers, example, Numerics())
     assert found.layers == [LayerTime("0", 2 * 3 * 4, *[2.0, 2.0] * 4)]
     assert (found.stage, found.machine["ranks"]) == (LayerTime("", 0, *[1.0] * 8), 3)
 

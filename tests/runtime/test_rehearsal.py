@@ -163,8 +163,8 @@ def loading() -> Iterator[list[ColdEngine]]:
         engines.append(ColdEngine(*arguments))
         return engines[-1]
 
-    def channel(links: Any, bounds: Any, channels_last: bool = False) -> Spinning:
-        return Spinning(links._wire, bounds, DEADLINE_S, links.world.rank)
+    def channel(groups: Any, bounds: Any, channels_last: bool = False) -> Spinning:
+        return Spinning(groups._wire, bounds, DEADLINE_S, groups.world.rank)
 
     with patch.object(LocalLinks, "channel", channel), patch.object(session, "Engine", make):
         yield engines

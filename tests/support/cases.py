@@ -375,8 +375,8 @@ def run_in_threads(
     all_links = [LocalLinks(World(rank, case.ranks), wire, barrier, board) for rank in range(case.ranks)]
     # Here, one after the other: a model's weights come from the process's one random generator.
     trainers = [
-        epochs_of(runs[links.world.rank], links, None if links.world.rank else listener, keeper)  # type: ignore[arg-type]
-        for links, keeper in zip(all_links, keepers, strict=True)
+        epochs_of(runs[groups.world.rank], groups, None if groups.world.rank else listener, keeper)  # type: ignore[arg-type]
+        for groups, keeper in zip(all_links, keepers, strict=True)
     ]
     for trainer in trainers if manifest else ():
         trainer.restore(Source(source, manifest))  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from pipetrain.codec import Codecs
 from pipetrain.errors import ChannelError, Refused
 from pipetrain.model.specs import TensorSpec, specs_of
 from pipetrain.runtime.comm.message import Message
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.comm.ranks import Ranks, World
 from pipetrain.runtime.comm.rendezvous import make_group
 from pipetrain.runtime.mailbox import Coding
@@ -36,11 +36,11 @@ def train_cases(world: World, store: Store, cases: Sequence[Case]) -> list[tuple
     for number, case in enumerate(cases):
         run, listener = make_run(case), Listener()
         prefix = dist.PrefixStore(str(number), store)
-        links = Links(world, run.plan.placement, run.plan.links, CPU, prefix, DEADLINE_S)
-        epochs = epochs_of(run, links, None if world.rank else listener)  # type: ignore[arg-type]
+        groups = ProcessGroups(world, run.plan.placement, run.plan.links, CPU, prefix, DEADLINE_S)
+        epochs = epochs_of(run, groups, None if world.rank else listener)  # type: ignore[arg-type]
         epochs.run()
         ended.append((state_of(epochs, run), listener.epochs))
-        links.close()
+        groups.close()
     return ended
 
 
@@ -57,8 +57,8 @@ def _message(mb: int, elements: int, forward: bool = True) -> Message:
 
 def exchange(world: World, store: Store, elements: int, messages: int, buffer_size: int) -> list[float]:
     """Both of two ranks send first, then receive: returns the first value of each message."""
-    links = Links(world, [(0,), (1,)], [((0, 1), (0, 1)), ((1, 0), (1, 0))], CPU, store, DEADLINE_S)
-    channel = links.channel(buffer_size)
+    groups = ProcessGroups(world, [(0,), (1,)], [((0, 1), (0, 1)), ((1, 0), (1, 0))], CPU, store, DEADLINE_S)
+    channel = groups.channel(buffer_size)
     forward = world.rank == 0
     incoming = [_message(mb, elements, not forward) for mb in range(messages)]
     channel.expect(incoming)
@@ -69,14 +69,14 @@ def exchange(world: World, store: Store, elements: int, messages: int, buffer_si
         assert bool((tensor == tensor[0]).all())
         seen.append(tensor[0].item())
     channel.drain()
-    links.close()
+    groups.close()
     return seen
 
 
 def overfill(world: World, store: Store) -> str:
     """Rank 0 sends more than the bound to a rank that takes nothing, and that waits for norms in vain."""
-    links = Links(world, [(0,), (1,)], [((0, 1), (0, 1)), ((1, 0), (1, 0))], CPU, store, DEADLINE_S)
-    channel = links.channel(2)
+    groups = ProcessGroups(world, [(0,), (1,)], [((0, 1), (0, 1)), ((1, 0), (1, 0))], CPU, store, DEADLINE_S)
+    channel = groups.channel(2)
     channel._timeout = 1.0
     if world.rank == 1:
         channel.all_reduce(ALL, torch.ones(2, dtype=torch.float64))
@@ -92,21 +92,21 @@ def overfill(world: World, store: Store) -> str:
 
 def leave_with_references(world: World, store: Store) -> tuple[str, str]:
     """Rank 1 leaves after an error, and something still refers to its messages and to what it waits for."""
-    links = Links(world, [(0,), (1,)], [((0, 1), (0, 1)), ((1, 0), (1, 0))], CPU, store, DEADLINE_S)
-    channel, first = links.channel(1), world.rank == 0
+    groups = ProcessGroups(world, [(0,), (1,)], [((0, 1), (0, 1)), ((1, 0), (1, 0))], CPU, store, DEADLINE_S)
+    channel, first = groups.channel(1), world.rank == 0
     channel.expect([_message(0, 4, not first)])
-    links.announce("the next window") if first else None
-    referred_to = [list(end.posted) for end in channel._ends.values()], links._heads.copy(), links._all
+    groups.announce("the next window") if first else None
+    referred_to = [list(end.posted) for end in channel._ends.values()], groups._heads.copy(), groups._all
     if first:
         said = (
             _complaint(partial(channel.recv, _message(0, 4, False))),
-            _complaint(partial(links.broadcast, "it")),
+            _complaint(partial(groups.broadcast, "it")),
         )
         store.set("seen", "1")
-        links.abandon("it has lost rank 1")
+        groups.abandon("it has lost rank 1")
     else:
-        links.announce("the next window")
-        links.abandon("its layer has raised an error")
+        groups.announce("the next window")
+        groups.abandon("its layer has raised an error")
         store.wait(["seen"])
         said = "", ""
     del referred_to
@@ -115,8 +115,8 @@ def leave_with_references(world: World, store: Store) -> tuple[str, str]:
 
 def watch(world: World, store: Store) -> list[str]:
     """Both ranks look before they wait: for what comes late, for room, and for a peer that dies."""
-    links = Links(world, [(0,), (1,)], [((0, 1), (0, 1)), ((1, 0), (1, 0))], CPU, store, DEADLINE_S)
-    channel = links.channel(1)
+    groups = ProcessGroups(world, [(0,), (1,)], [((0, 1), (0, 1)), ((1, 0), (1, 0))], CPU, store, DEADLINE_S)
+    channel = groups.channel(1)
     channel._timeout = 1.0
     first, second, third = (_message(mb, 4) for mb in (7, 8, 9))
     said = []
@@ -161,19 +161,19 @@ def _complaint(action: Callable[[], object]) -> str:
 
 def compare_clocks(world: World, store: Store, shifts: Sequence[float]) -> tuple[float, float]:
     """Each rank's clock is `shifts[rank]` seconds ahead; returns its offset and the error."""
-    links = Links(world, [(rank,) for rank in range(world.size)], [], CPU, store, DEADLINE_S)
-    offset = links.clock_offset(lambda: time.perf_counter() + shifts[world.rank])
-    links.close()
+    groups = ProcessGroups(world, [(rank,) for rank in range(world.size)], [], CPU, store, DEADLINE_S)
+    offset = groups.clock_offset(lambda: time.perf_counter() + shifts[world.rank])
+    groups.close()
     return offset
 
 
 def exchange_coded(world: World, store: Store, all_codecs: Sequence[Codecs]) -> int:
     """Two ranks send each other images, channels innermost, through each pair of codecs, and check them."""
-    links = Links(world, [(0,), (1,)], [((0, 1), (0, 1)), ((1, 0), (1, 0))], CPU, store, DEADLINE_S)
+    groups = ProcessGroups(world, [(0,), (1,)], [((0, 1), (0, 1)), ((1, 0), (1, 0))], CPU, store, DEADLINE_S)
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     x = x.contiguous(memory_format=torch.channels_last)
     for codecs in all_codecs:
-        channel, coding, plain = links.channel(1, True), Coding(codecs, True), specs_of([x])
+        channel, coding, plain = groups.channel(1, True), Coding(codecs, True), specs_of([x])
         ends = (0, 1), (1, 0)
         out, back = (
             Message(*end, 0, coding.specs(end, plain), end, plain)
@@ -191,7 +191,7 @@ def exchange_coded(world: World, store: Store, all_codecs: Sequence[Codecs]) -> 
             residual = owed - decoded
         assert torch.equal(arrived, decoded)
         assert arrived.is_contiguous(memory_format=torch.channels_last)
-    links.close()
+    groups.close()
     return len(all_codecs)
 
 

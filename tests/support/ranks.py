@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.comm.ranks import World
 from pipetrain.trainer import pipeline
 from tests.support.deadlines import DEADLINE_S
@@ -150,7 +150,7 @@ def _clear() -> None:
     """Close and leave what a function has left open: a gloo group's thread looks a hundred times a second."""
     for left in list(pipeline._open):
         left.close()
-    for links in [found for found in gc.get_objects() if isinstance(found, Links)]:
-        links.abandon("")
+    for groups in [found for found in gc.get_objects() if isinstance(found, ProcessGroups)]:
+        groups.abandon("")
     if dist.is_initialized():
         dist.destroy_process_group()

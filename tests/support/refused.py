@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from pipetrain import ConfigError, Pipeline, ScheduleError, TrainingStopped
 from pipetrain.errors import ChannelError
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.comm.ranks import World
 from pipetrain.schedule.programs import one_f_one_b
 
@@ -233,8 +233,8 @@ def all_told(names: Sequence[str], store: str) -> list[str]:
     world, hook = World.current(), sys.excepthook
     dist.init_process_group("gloo", f"file://{store}", rank=world.rank, world_size=world.size)
     said = [told((ALIKE | APART)[name][0], world.rank) for name in names]
-    for links in [found for found in gc.get_objects() if isinstance(found, Links)]:
-        links.abandon("")  # each of its groups has a thread that looks a hundred times a second
+    for groups in [found for found in gc.get_objects() if isinstance(found, ProcessGroups)]:
+        groups.abandon("")  # each of its groups has a thread that looks a hundred times a second
     dist.barrier()  # it was not closed
     dist.destroy_process_group()
     sys.excepthook = hook  # torch names the rank once more for each group

@@ -29,7 +29,7 @@ from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.runtime.batches import Batches, OfNumbers
 from pipetrain.runtime.comm.collective_guard import CollectiveGuard
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.session import Session, make_stages
 from pipetrain.runtime.stage.optimizer_trial import try_optimizer
 from pipetrain.runtime.stage.weights import OptimizerFactory
@@ -67,7 +67,7 @@ class Run:
 
 
 def epochs_of(
-    run: Run, links: Links, recorder: Recorder | None = None, keeper: Keeper | None = None
+    run: Run, groups: ProcessGroups, recorder: Recorder | None = None, keeper: Keeper | None = None
 ) -> Epochs:
     """Return the epochs of a run on one rank."""
     settings, data = run.settings, run.data
@@ -75,18 +75,18 @@ def epochs_of(
     network = run.take_network()
     shown = next(name for name, p in network.model.named_parameters() if p.requires_grad)
     rate = LearningRate(settings.rate(run.updates), shown)
-    stages = make_stages(run.plan, network, run.task, run.optimizer, rate, links)
-    session = Session(run.plan, stages, run.task, links)
+    stages = make_stages(run.plan, network, run.task, run.optimizer, rate, groups)
+    session = Session(run.plan, stages, run.task, groups)
     # A seed per rank, for dropout; set after the model is built, whose weights use the seed itself.
-    torch.manual_seed((settings.seed + 1_000_003 * (links.world.rank + 1)) % 2**63)
+    torch.manual_seed((settings.seed + 1_000_003 * (groups.world.rank + 1)) % 2**63)
     own = settings.seed, settings.workers, settings.timeout
     train = Sampled(data.train if data else None, run.sampler.batch_sizes, run.sampler, *own)
     test = Sampled(data.test if data else None, run.evaluation_sizes, None, *own)
-    passes = PassesByNumber(train, test, run.task, links, run.plan)
+    passes = PassesByNumber(train, test, run.task, groups, run.plan)
     windows = Windows(
-        session, CollectiveGuard(links, lambda: None), keeper.signals.take if keeper else lambda: "", 0.0
+        session, CollectiveGuard(groups, lambda: None), keeper.signals.take if keeper else lambda: "", 0.0
     )
-    return Epochs(windows, links, passes, run.about, recorder, keeper)
+    return Epochs(windows, groups, passes, run.about, recorder, keeper)
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,14 @@ class PassesByNumber:
     train_samples: Sampled
     test_samples: Sampled
     task: Task
-    links: Links
+    groups: ProcessGroups
     plan: Plan
 
     def train(self, epoch: int, done: int) -> Batches:
-        return OfNumbers(self.train_samples, self.task, self.links, self.plan, epoch, done)
+        return OfNumbers(self.train_samples, self.task, self.groups, self.plan, epoch, done)
 
     def evaluate(self) -> Batches:
-        return OfNumbers(self.test_samples, self.task, self.links, self.plan)
+        return OfNumbers(self.test_samples, self.task, self.groups, self.plan)
 
     def random(self, done: int) -> dict[str, Tensor]:
         return {}

@@ -24,8 +24,8 @@ NORM = "model._target_=tests.support.models.with_norm"
 
 def epochs_for(run: Run, rank: int = 0, size: int = 1, recorder: Listener | None = None) -> Epochs:
     """The epochs of a rank that is not connected to any other."""
-    links = LocalLinks(World(rank, size), Wire(run.plan.placement), Barrier(1), [None] * size)
-    return epochs_of(run, links, recorder)  # type: ignore[arg-type]
+    groups = LocalLinks(World(rank, size), Wire(run.plan.placement), Barrier(1), [None] * size)
+    return epochs_of(run, groups, recorder)  # type: ignore[arg-type]
 
 
 def initial(case: Case) -> dict[str, Tensor]:
@@ -64,7 +64,7 @@ def spoils() -> nn.Sequential:
 
 
 def test_an_evaluation_that_is_not_a_number_stops_the_run_unless_it_may_be():
-    case = Case("1f1b", 1, ("microbatches=2", "model._target_=tests.test_epochs.spoils", "epochs=1"))
+    case = Case("1f1b", 1, ("microbatches=2", "model._target_=tests.trainer.test_epochs.spoils", "epochs=1"))
     with pytest.raises(TrainingStopped, match="loss of the evaluation after update 4 is nan: the weights"):
         epochs_for(make_run(case)).run()
     assert epochs_for(make_run(replace(case, overrides=(*case.overrides, "on_nan=skip")))).run()

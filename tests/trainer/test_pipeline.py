@@ -66,10 +66,10 @@ def test_on_a_gpu_messages_of_a_schedule_without_a_fixed_order_go_through_host_m
 ):
     class Seen(Exception): ...
 
-    def links(*given: Any) -> None:
+    def groups(*given: Any) -> None:
         raise Seen(given[-1])
 
-    monkeypatch.setattr(training, "Links", links)
+    monkeypatch.setattr(training, "ProcessGroups", groups)
     with pytest.raises(Seen, match=str(staged)):
         pipe_of(schedule=schedule)
 

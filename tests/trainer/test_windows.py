@@ -70,7 +70,7 @@ class Fake:
     def __init__(self, log: list[str], clock: Any, ends: int = 0) -> None:
         settings = SimpleNamespace(microbatches=2, correction=Correction())
         self.plan = SimpleNamespace(settings=settings, placement=[(0,), (1,)])
-        self._links = SimpleNamespace(world=SimpleNamespace(rank=0))
+        self._groups = SimpleNamespace(world=SimpleNamespace(rank=0))
         self.log, self.clock, self._ends, self._losses = log, clock, ends, list[float]()
         self.updates, self.engine = 0, SimpleNamespace(deadline=Deadline(60))
         self.last: Any = SimpleNamespace(counts=self)
@@ -105,12 +105,12 @@ class Rank:
         self.clock = clock = SimpleNamespace(now=0.0)
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
         self.log: list[str] = []
-        links: Any = LocalLinks(World(0, 1), Wire([(0,), (1,)]), Barrier(1), [None])
+        groups: Any = LocalLinks(World(0, 1), Wire([(0,), (1,)]), Barrier(1), [None])
         session: Any = Fake(self.log, clock, ends)
         session.plan.placement = [(0,), (0,)]
         heard = iter(request)
         self.windows = Windows(
-            session, CollectiveGuard(links, lambda: None), lambda: next(heard, ""), max_unsynced_s
+            session, CollectiveGuard(groups, lambda: None), lambda: next(heard, ""), max_unsynced_s
         )  # type: ignore[arg-type,return-value]
 
     def train(
@@ -263,10 +263,12 @@ def test_all_ranks_hear_the_losses_of_the_last_stage_what_one_was_asked_for_and_
 
     def work(rank: int) -> None:
         log: list[str] = []
-        links: Any = LocalLinks(World(rank, 2), Wire([(0,), (1,)]), barrier, board)
+        groups: Any = LocalLinks(World(rank, 2), Wire([(0,), (1,)]), barrier, board)
         session: Any = Fake(log, SimpleNamespace(now=0.0))
         session.last = session.last if rank else None
-        windows = Windows(session, CollectiveGuard(links, lambda: None), lambda: next(request[rank], ""), 0.0)  # type: ignore[arg-type,return-value]
+        windows = Windows(
+            session, CollectiveGuard(groups, lambda: None), lambda: next(request[rank], ""), 0.0
+        )  # type: ignore[arg-type,return-value]
         source: Any = Source(log, 4, 5, ConfigError("no more"))
         heard: list[Any] = seen.setdefault(rank, [])
         try:

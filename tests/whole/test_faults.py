@@ -140,8 +140,8 @@ def listening(pids: Sequence[int]) -> list[str]:
     """The addresses that processes listen on."""
     found = []
     for pid in pids:
-        links = (os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir())
-        sockets = {link[8:-1] for link in links if link.startswith("socket:[")}
+        groups = (os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir())
+        sockets = {link[8:-1] for link in groups if link.startswith("socket:[")}
         for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
             lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
             for _, local, _, state, *_, inode in (line.split()[:10] for line in lines):

@@ -103,11 +103,11 @@ def second_window(task: Task, schedule: str, ranks: int) -> Second:
     counted = [Launches() for _ in range(ranks)]
     jobs = [prepare(task, schedule, ranks, 2) for _ in counted]
     wire, ours = Wire(jobs[0].plan.placement), []
-    with patch.object(contestants, "fitted", lambda links, plan: links):
+    with patch.object(contestants, "fitted", lambda groups, plan: groups):
         for rank, (job, launches) in enumerate(zip(jobs, counted, strict=True)):
-            links: Any = SimpleNamespace(world=World(rank, ranks), device=torch.device("cpu"))
+            groups: Any = SimpleNamespace(world=World(rank, ranks), device=torch.device("cpu"))
             channel = Uncounted(wire, job.plan.cut.bounds, rank, launches)
-            ours.append(Ours(schedule, job, links, channel=channel))
+            ours.append(Ours(schedule, job, groups, channel=channel))
 
     def work(rank: int) -> None:
         ours[rank].run()

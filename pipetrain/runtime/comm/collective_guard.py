@@ -21,7 +21,7 @@ from pipetrain.config.settings import Settings
 from pipetrain.errors import ChannelError, ConfigError, Refused, TrainingStopped, of_all, one_line, unsaid
 from pipetrain.exit import EXPECTED
 from pipetrain.model.specs import bytes_of, specs_of
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.comm.ranks import Ranks
 from pipetrain.schedule.actions import Program, format_program
 
@@ -31,8 +31,8 @@ COMPARED_UPDATES = (0, 1, 2, 3, 10)  # whose learning rates are compared
 class CollectiveGuard:
     """The ranks of a run, until an error of what they do together. `ended`: called after that."""
 
-    def __init__(self, links: Links, ended: Callable[[], None]) -> None:
-        self.links = links
+    def __init__(self, groups: ProcessGroups, ended: Callable[[], None]) -> None:
+        self.groups = groups
         self._ended = ended
         self.stopped = ""
         """The error that ended it."""
@@ -47,22 +47,22 @@ class CollectiveGuard:
         except Exception as error:
             try:
                 if not isinstance(error, ChannelError):
-                    self.links.check()  # what has ended the transfers is the cause of what follows from it
+                    self.groups.check()  # what has ended the transfers is the cause of what follows from it
                 raise
             except Exception as cause:
                 self.stopped = one_line(cause) or type(cause).__name__
                 self._ended()
-                rank, why = self.links.first_error(self.stopped)
-                self.links.abandon(self.stopped)
-                if isinstance(cause, ChannelError) and rank != self.links.world.rank:
+                rank, why = self.groups.first_error(self.stopped)
+                self.groups.abandon(self.stopped)
+                if isinstance(cause, ChannelError) and rank != self.groups.world.rank:
                     raise unsaid(ChannelError(f"{self.stopped}; rank {rank} stopped: {why}")) from None
                 raise
 
     def on_first(self, what: str, read: Callable[[], Any]) -> Any:
         """Return on every rank what `read` returns on rank 0, or raise its error on all."""
-        result, error = attempt(read) if self.links.world.rank == 0 else (None, None)
+        result, error = attempt(read) if self.groups.world.rank == 0 else (None, None)
         with self():
-            result, failure = self.links.broadcast(what, [result, failure_of(error)])
+            result, failure = self.groups.broadcast(what, [result, failure_of(error)])
         raise_failure(error, failure, 0)
         return result
 
@@ -73,22 +73,22 @@ class CollectiveGuard:
             raise error  # of what the ranks did together
         try:
             with self():
-                failures = self.links.gather(what, failure_of(error))
+                failures = self.groups.gather(what, failure_of(error))
         except ChannelError:
             raise_failure(error, None, 0)
             raise
         for rank, failure in enumerate(failures):
             if failure:
-                if isinstance(error, EXPECTED) and rank != self.links.world.rank:
+                if isinstance(error, EXPECTED) and rank != self.groups.world.rank:
                     error = unsaid(error)
                 raise_failure(error, failure, rank)
         return made
 
     def abandon(self, error: BaseException | None) -> None:
         """Leave the other ranks, which may not come to close it together, after an error of the program."""
-        if self.links.world.size > 1 and not self.stopped:
+        if self.groups.world.size > 1 and not self.stopped:
             self.stopped = one_line(error) if isinstance(error, Exception) else "interrupted"
-            self.links.abandon(self.stopped)
+            self.groups.abandon(self.stopped)
 
     def refuse_ended(self) -> None:
         """Refuse to go on after an error. Raises TrainingStopped."""
@@ -165,14 +165,14 @@ def _in_words(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor | np.generic) else type(value).__name__
 
 
-def broadcast_from_rank0(links: Ranks, what: str, tensors: Mapping[str, Tensor]) -> None:
+def broadcast_from_rank0(groups: Ranks, what: str, tensors: Mapping[str, Tensor]) -> None:
     """Give tensors in host memory the numbers that they have on rank 0.
 
     Raises ConfigError, on all ranks alike, if they have other names or forms.
     """
-    compare_ranks(links, what, {f"tensor {name}": str(specs_of([t])[0]) for name, t in tensors.items()})
+    compare_ranks(groups, what, {f"tensor {name}": str(specs_of([t])[0]) for name, t in tensors.items()})
     own = [t.data for t in tensors.values() if t.device.type == "cpu"]
-    checksums = links.gather(what, [zlib.crc32(bytes_of(t).numpy().data) for t in own])
+    checksums = groups.gather(what, [zlib.crc32(bytes_of(t).numpy().data) for t in own])
     for tensor, *sums in zip(own, *checksums, strict=True):
         if len(set(sums)) > 1:
-            links.copy_from_first(what, tensor)
+            groups.copy_from_first(what, tensor)

@@ -49,7 +49,7 @@ def _fresh_store(world: World, limit_s: float) -> Store:
     return PrefixStore(f"links {next(_meetings)}", store)
 
 
-class Links(Ranks):
+class ProcessGroups(Ranks):
     """The ranks of a run and the process groups between them. `placement[stage]`: the ranks of a stage.
 
     `staged`: whether a GPU's messages go through host memory, over gloo, also where NCCL could carry them.

@@ -12,7 +12,7 @@ from typing import Any
 from benchmark.contestants import Builders, Theirs, Ways, ours, plain
 from benchmark.models import WHOLE
 from benchmark.tasks import Task, prepare
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from published.measures import Race, held, raced, trained
 from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
 
@@ -57,15 +57,15 @@ def race(task: Sequence[str], rounds: int) -> Any:
     return raced(partial(contestants, Task(tuple(task), None)), RANKS, rounds)
 
 
-def contestants(task: Task, links: Links) -> Builders:
+def contestants(task: Task, groups: ProcessGroups) -> Builders:
     """Return what builds them. One process has all cores."""
     ways: Ways = {name: (name,) for name in (FLUSH, *ASYNCHRONOUS)}
 
     def loop(name: str, threads: int, parallel: bool) -> Theirs:
-        return plain(name, prepare(task.extended(WHOLE), FLUSH, RANKS), links, WINDOW, threads, parallel)
+        return plain(name, prepare(task.extended(WHOLE), FLUSH, RANKS), groups, WINDOW, threads, parallel)
 
     loops = {DDP: partial(loop, DDP, 1, True), ALONE: partial(loop, ALONE, os.cpu_count() or 1, False)}
-    return {**ours(links, task, ways, WINDOW, WINDOW), **loops}
+    return {**ours(groups, task, ways, WINDOW, WINDOW), **loops}
 
 
 def updates_to(target: float, losses: Sequence[float], batches: int) -> float:

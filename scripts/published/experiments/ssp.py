@@ -13,7 +13,7 @@ from benchmark.held import MODELS as SMALL
 from benchmark.tasks import prepare
 from pipetrain.model.specs import Size
 from pipetrain.plan.costs import SECONDS, LayerTime, Profile
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.memory import peaks
 from pipetrain.schedule.programs import ssp
@@ -86,16 +86,16 @@ def race(models: Sequence[str], width: int, ranks: int, rounds: int) -> Any:
     return raced(partial(contestants, models, width), ranks, rounds)
 
 
-def contestants(models: Sequence[str], width: int, links: Links) -> Builders:
+def contestants(models: Sequence[str], width: int, groups: ProcessGroups) -> Builders:
     """Return what builds them, for turns of two batches."""
 
     def build(name: str, model: str, schedule: str, *words: str) -> Contestant:
-        return Ours(name, prepare(SMALL[model].extended(*words), schedule, links.world.size, 2), links, 2)
+        return Ours(name, prepare(SMALL[model].extended(*words), schedule, groups.world.size, 2), groups, 2)
 
     return {
         f"{model}, {way}": partial(build, f"{model}, {way}", model, *words)
         for model in models
-        for way, words in ways(model, width, links.world.size).items()
+        for way, words in ways(model, width, groups.world.size).items()
     }
 
 

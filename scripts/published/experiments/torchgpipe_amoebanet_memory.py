@@ -11,7 +11,7 @@ from benchmark.held import NEAR, stage_peaks
 from benchmark.report import progress
 from benchmark.tasks import Task, prepare
 from benchmark.worlds import Say, run_world
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.schedule.memory import GIB
 from published.measures import predicted
 from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
@@ -103,8 +103,8 @@ def held(
     return [(measured, planned) for stages in of_ranks for _, measured, planned in stages]
 
 
-def _held(links: Links, say: Say, task: Task) -> list[tuple[int, int, int]]:
-    return stage_peaks(links, prepare(task, "gpipe", links.world.size))
+def _held(groups: ProcessGroups, say: Say, task: Task) -> list[tuple[int, int, int]]:
+    return stage_peaks(groups, prepare(task, "gpipe", groups.world.size))
 
 
 def show(results: Results) -> Findings:

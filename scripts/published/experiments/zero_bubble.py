@@ -11,7 +11,7 @@ from benchmark.contestants import Builders, Contestant, Ours
 from benchmark.paced import Paced
 from benchmark.schedules import WAYS, WINDOW, Way, bound, prepared
 from pipetrain.commands.cli import composed
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.schedule.actions import most_open, ranks_of
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.simulate import simulate
@@ -65,14 +65,14 @@ def slept(ranks: int, microbatches: int, product_s: float, rounds: int) -> Any:
     return raced(partial(contestants, microbatches, product_s), ranks, rounds)
 
 
-def contestants(microbatches: int, product_s: float, links: Links) -> Builders:
+def contestants(microbatches: int, product_s: float, groups: ProcessGroups) -> Builders:
     """Return what builds each schedule, on one rank."""
     slices = {way.schedule: way.slices for way in WAYS.values()}
 
     def build(name: str) -> Contestant:
         way = Way(name, WINDOW, slices[name])
-        job, one_s = prepared(way, links.world.size, microbatches, product_s)
-        return Paced(Ours(name, job, links), one_s, bound(job.plan, one_s))
+        job, one_s = prepared(way, groups.world.size, microbatches, product_s)
+        return Paced(Ours(name, job, groups), one_s, bound(job.plan, one_s))
 
     return {name: partial(build, name) for name in LAW}
 

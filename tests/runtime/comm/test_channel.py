@@ -13,7 +13,7 @@ from pipetrain.runtime.comm import channel as module
 from pipetrain.runtime.comm.channel import Channel
 from pipetrain.runtime.rehearsal import LoopbackChannel, _Done
 from pipetrain.schedule.actions import ALL
-from tests.runtime.test_message import message
+from tests.runtime.comm.test_message import message
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from pipetrain.config.rate import LearningRate
 from pipetrain.config.settings import Settings
 from pipetrain.errors import ChannelError, TrainingStopped
 from pipetrain.runtime.comm.collective_guard import CollectiveGuard, broadcast_from_rank0, conditions
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.comm.ranks import World
 from pipetrain.schedule.programs import gpipe, one_f_one_b
 
@@ -46,8 +46,8 @@ def test_only_tensors_that_differ_travel():
         """Rank 1 has the same forms, and other numbers in b."""
         return [item, item if isinstance(item, dict) else [item[0], 1]]
 
-    links: Any = SimpleNamespace(gather=gather, copy_from_first=lambda what, tensor: copied.append(tensor))
-    broadcast_from_rank0(links, "the model", tensors)
+    groups: Any = SimpleNamespace(gather=gather, copy_from_first=lambda what, tensor: copied.append(tensor))
+    broadcast_from_rank0(groups, "the model", tensors)
     assert [len(tensor) for tensor in copied] == [3]
 
 
@@ -68,14 +68,14 @@ def test_what_has_ended_the_transfers_is_the_cause_of_what_follows_from_it_and_w
         raise ChannelError("rank 0 lost rank 1: it has run out of memory")
 
     told = list[str]()
-    links: Any = SimpleNamespace(check=check, abandon=told.append, first_error=lambda why: (0, why))
-    links.world = World(0, 2)
-    guard = CollectiveGuard(links, lambda: told.append("ended"))
+    groups: Any = SimpleNamespace(check=check, abandon=told.append, first_error=lambda why: (0, why))
+    groups.world = World(0, 2)
+    guard = CollectiveGuard(groups, lambda: told.append("ended"))
     with pytest.raises(ChannelError, match="lost rank 1"), guard():
         raise TrainingStopped("the loss is nan")  # of what an aborted receive left
     assert told == ["ended", guard.stopped]
     assert guard.stopped == "rank 0 lost rank 1: it has run out of memory"
-    links.check = lambda: None
+    groups.check = lambda: None
     with pytest.raises(TrainingStopped, match="is nan"), guard():
         raise TrainingStopped("the loss is nan")
     assert told[2:] == ["ended", "the loss is nan"]
@@ -83,9 +83,9 @@ def test_what_has_ended_the_transfers_is_the_cause_of_what_follows_from_it_and_w
 
 def test_of_ranks_that_an_error_has_ended_the_first_says_it_and_one_that_lost_it_ends_without_a_word():
     def ended(rank: int, error: Exception) -> Exception:
-        links: Any = SimpleNamespace(check=lambda: None, abandon=lambda why: None, store=store)
-        links.world, links.first_error = World(rank, 3), partial(Links.first_error, links)
-        with pytest.raises(type(error)) as caught, CollectiveGuard(links, lambda: None)():
+        groups: Any = SimpleNamespace(check=lambda: None, abandon=lambda why: None, store=store)
+        groups.world, groups.first_error = World(rank, 3), partial(ProcessGroups.first_error, groups)
+        with pytest.raises(type(error)) as caught, CollectiveGuard(groups, lambda: None)():
             raise error
         return caught.value
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipetrain.errors import Refused
 from pipetrain.runtime.comm import process_groups as links
 from pipetrain.runtime.comm import ranks
-from pipetrain.runtime.comm.process_groups import Links, in_rounds
+from pipetrain.runtime.comm.process_groups import ProcessGroups, in_rounds
 from pipetrain.runtime.comm.ranks import Listeners, World
 from pipetrain.runtime.profile import slowest_link
 from pipetrain.schedule.actions import ALL
@@ -29,16 +29,16 @@ from tests.support.pretended.streams import here
 from tests.support.pretended.world import ends_of, ranks_of
 
 
-def met(monkeypatch: Any, gpus: Sequence[list[str]], rank: int, staged: bool = False) -> Links:
+def met(monkeypatch: Any, gpus: Sequence[list[str]], rank: int, staged: bool = False) -> ProcessGroups:
     """Return the links of a rank that has heard which GPU each one has."""
     for name in ("_meet", "_connect"):
-        monkeypatch.setattr(Links, name, lambda self: None)
+        monkeypatch.setattr(ProcessGroups, name, lambda self: None)
     monkeypatch.setattr(links, "atexit", Mock())
     monkeypatch.setattr(links, "choose_interface", lambda world: None)
     monkeypatch.setattr(links, "gpu_of", lambda device: None)
-    monkeypatch.setattr(Links, "gather", lambda self, what, item: [*gpus])
+    monkeypatch.setattr(ProcessGroups, "gather", lambda self, what, item: [*gpus])
     device, world = torch.device("cuda" if gpus[rank] else "cpu", 0), World(rank, len(gpus))
-    return Links(world, [(0,)] * len(gpus), [], device, torch.distributed.HashStore(), 30, staged)
+    return ProcessGroups(world, [(0,)] * len(gpus), [], device, torch.distributed.HashStore(), 30, staged)
 
 
 ONE_OF_EACH = ["GPU-a", ""], ["GPU-b", ""], ["GPU-c", ""]
@@ -138,7 +138,7 @@ def ending(how: str) -> nn.Sequential:
 
 
 def ends(how: str, ranks: int = 3) -> list[str]:
-    model = "model._target_=tests.runtime.test_links.ending", f"+model.how={how}"
+    model = "model._target_=tests.runtime.comm.test_process_groups.ending", f"+model.how={how}"
     words = (*model, "epochs=1", "microbatches=4", "cuda_graphs=false", "clip_grad_norm=0.1")
     return ends_of(Case("1f1b", ranks, (*words, f"partition={[1, 3][: ranks - 1]}"), 24))
 
@@ -160,7 +160,7 @@ def test_a_rank_that_is_killed_or_leaves_is_lost_at_once(how, why):
     assert third.startswith(f"ChannelError: rank 2 lost rank 1: {why}; stage 2 was at")
 
 
-def abort_in_turn(self: Links) -> bool:
+def abort_in_turn(self: ProcessGroups) -> bool:
     for group in self._in_use():
         group._get_backend(self.device).abort()
     return True
@@ -169,9 +169,9 @@ def abort_in_turn(self: Links) -> bool:
 @pytest.mark.parametrize(
     ("owner", "name", "instead"),
     [
-        (Links, "abandon", lambda self, why: self._leave_groups()),  # as ncclCommDestroy
-        (Links, "_cut", lambda self: True),
-        (Links, "_cut", abort_in_turn),
+        (ProcessGroups, "abandon", lambda self, why: self._leave_groups()),  # as ncclCommDestroy
+        (ProcessGroups, "_cut", lambda self: True),
+        (ProcessGroups, "_cut", abort_in_turn),
         (Listeners, "say", lambda self, rank, why: None),
         (Listeners, "_listen", lambda self, *word: None),
     ],

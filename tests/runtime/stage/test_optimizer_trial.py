@@ -14,7 +14,7 @@ from tests.support.cases import options_of
 from tests.support.refusals import changed, refusal
 
 LINEAR = nn.Linear(2, 2)
-HERE = "tests.runtime.test_optimizer."
+HERE = "tests.runtime.stage.test_optimizer_trial."
 
 
 def made(target: str, model: nn.Module = LINEAR, stages: int = 2, **options: object):

@@ -17,7 +17,7 @@ from pipetrain.runtime.feed import Target
 from pipetrain.runtime.session import observers_of
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.tasks import Classification, Task
-from tests.runtime.test_weights import Kernels
+from tests.runtime.stage.test_weights import Kernels
 from tests.support.models import Fork, Join
 from tests.support.parts import part_of
 

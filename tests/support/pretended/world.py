@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.comm.process_groups import Links
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.comm.ranks import World
 from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.rehearsal import Rehearsal
@@ -32,14 +32,14 @@ from tests.support.pretended.streams import Gpu, _here, being, here
 from tests.support.runs import Run, epochs_of
 
 
-def linked(plan: Plan, rank: int, ranks: int, staged: bool) -> Links:
+def linked(plan: Plan, rank: int, ranks: int, staged: bool) -> ProcessGroups:
     """Connect a rank; its channel's bounds are those of NCCL's groups, which allow twice as many sends."""
     store: Any = object()
-    links = Links(World(rank, ranks), plan.placement, [], CUDA, store, DEADLINE_S, staged)
-    links.open(plan.links, plan.ties)
-    for (edge, _), group in links._groups.items():
+    groups = ProcessGroups(World(rank, ranks), plan.placement, [], CUDA, store, DEADLINE_S, staged)
+    groups.open(plan.links, plan.ties)
+    for (edge, _), group in groups._groups.items():
         group.most = 2 * plan.cut.bounds[edge] * len(plan.cut.message(edge, min(plan.cut.specs)))
-    return links
+    return groups
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Ranks:
     listener: Listener
     gpu: Gpu
     distributed: Distributed
-    links: dict[int, Links]
+    groups: dict[int, ProcessGroups]
     trainers: list[Epochs]
 
     def each(self, work: Callable[[int], None], told: bool = False) -> None:
@@ -96,11 +96,11 @@ def ranks_of(case: Case, exclusive: bool = False, staged: bool = False) -> Itera
             stack.enter_context(drawing_in_turn())
         stack.callback(distributed.waits.join)
         made = Ranks(run, Listener(), gpu, distributed, {}, [])
-        made.each(lambda rank: made.links.update({rank: linked(run.plan, rank, case.ranks, staged)}))
+        made.each(lambda rank: made.groups.update({rank: linked(run.plan, rank, case.ranks, staged)}))
         for rank in range(case.ranks):
             with on_device(gpu, rank):
                 recorder: Any = None if rank else made.listener
-                made.trainers.append(epochs_of(run, made.links[rank], recorder))
+                made.trainers.append(epochs_of(run, made.groups[rank], recorder))
         yield made
 
 
@@ -113,7 +113,7 @@ def on_gpus(case: Case, exclusive: bool = False, staged: bool = False) -> Traine
             ranks.trainers[rank].run()
             for name, tensor in state_of(ranks.trainers[rank], ranks.run).items():
                 state[name] = tensor.cpu()
-            ranks.links[rank].close()
+            ranks.groups[rank].close()
             host = ranks.gpu.host
             assert host.stream is host.default, "another stream is current afterwards"
 
@@ -132,11 +132,11 @@ def ends_of(case: Case) -> list[str]:
         def work(rank: int) -> None:
             try:
                 ranks.trainers[rank].run()
-                ranks.links[rank].close()
+                ranks.groups[rank].close()
             except SystemExit:
                 ranks.distributed.kill()
             except KeyboardInterrupt:
-                ranks.links[rank]._leave()
+                ranks.groups[rank]._leave()
             except Exception as error:
                 ends[rank] = f"{type(error).__name__}: {error}"
 
