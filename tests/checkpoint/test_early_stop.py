@@ -46,14 +46,14 @@ def test_alone_it_acts_at_once_and_the_old_handlers_come_back():
     ((signals, _),) = ranks_of(dist.HashStore(), 1)
     with signals.handled():
         os.kill(os.getpid(), STOP)
-        while not signals.request:  # a thread hears it
+        while not signals.stop_at:  # a thread hears it
             sleep(0.01)
         assert [signals.take(), signals.take()] == ["stop", ""]
     assert signal.getsignal(STOP) is before
 
 
 @pytest.mark.parametrize(
-    ("asked", "batches", "batch_s", "known", "ends"),
+    ("stop_at", "batches", "batch_s", "known", "ends"),
     [
         *(((at, rank), 100, 1.0, False, range(at, at + 4)) for at in (1, 60) for rank in (0, 2)),
         ((95, 0), 100, 1.0, False, [None]),  # it is soon over
@@ -63,9 +63,9 @@ def test_alone_it_acts_at_once_and_the_old_handlers_come_back():
     ],
 )
 def test_a_long_window_ends_early_on_all_ranks_after_the_same_batch(
-    clock, request, batches, batch_s, known, ends
+    clock, stop_at, batches, batch_s, known, ends
 ):
-    """`request`: the batch before which a rank hears SIGTERM, and the rank.
+    """`stop_at`: the batch before which a rank hears SIGTERM, and the rank.
 
     The rank of the first stage is two batches ahead; the others ask after it has decided.
     """
@@ -75,8 +75,8 @@ def test_a_long_window_ends_early_on_all_ranks_after_the_same_batch(
     found: list[int | None] = [None] * 3
     for batch in range(1, batches + 2):
         clock.now += batch_s
-        if request and request[0] == batch:
-            ranks[request[1]][0].hear(STOP)
+        if stop_at and stop_at[0] == batch:
+            ranks[stop_at[1]][0].hear(STOP)
         for rank, (_, early) in enumerate(ranks):
             asks = batch if rank == 0 else batch - 2
             if found[rank] is None and 1 <= asks < batches and early.ends_window(asks, batch):
@@ -103,7 +103,7 @@ def test_where_the_store_is_lost_the_run_is_asked_to_stop_and_windows_run_to_the
     with early.watching():
         early.begin_window(100)
         clock.now += 1.0
-        assert (early.ends_window(1, 1), early.lost, signals.request) == (False, False, "")
+        assert (early.ends_window(1, 1), early.lost, signals.stop_at) == (False, False, "")
     assert not early.lost
     ((signals, early),) = ranks_of(store, 1)
     with early.watching():

@@ -26,11 +26,12 @@ from pipetrain.runtime.comm.channel import Channel
 from pipetrain.runtime.feed import WindowFeed
 from pipetrain.runtime.reductions import Sums
 from pipetrain.runtime.session import Session
+from pipetrain.runtime.stage import cuda_graphs as graphs
+from pipetrain.runtime.stage import finite
 from pipetrain.runtime.stage.cuda_graphs import FixedWeights, GraphedStage, GraphMemory, Pass
 from pipetrain.runtime.stage.finite import StopOnNaN
 from pipetrain.runtime.stage.objective import Counted, Objective
-from pipetrain.runtime.stage.stage import Stage, finite
-from pipetrain.runtime.stage.stage import cuda_graphs as graphs
+from pipetrain.runtime.stage.stage import Stage
 from pipetrain.runtime.stage.weights import Weights
 from tests.gpu.test_pretended import (
     CLIPPED,

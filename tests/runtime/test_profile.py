@@ -25,8 +25,8 @@ from pipetrain.plan.costs import SECONDS, LayerTime, Profile, profile_conditions
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime import clock, profile
 from pipetrain.runtime.profile import LARGE, SMALL, line, measure, measure_layers
-from pipetrain.runtime.stage.stage import split_backward as split
-from pipetrain.runtime.stage.stage import stage as stage_module
+from pipetrain.runtime.stage import split_backward as split
+from pipetrain.runtime.stage import stage as stage_module
 from pipetrain.runtime.stage.weights import OptimizerFactory
 from tests.support import models
 from tests.support.cases import options_of

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from pipetrain import Pipeline, TrainingStopped
+from pipetrain.runtime.stage import loss_comparison as batch_loss
 from pipetrain.runtime.stage.loss_comparison import BatchLoss
-from pipetrain.runtime.stage.stage import loss_comparison as batch_loss
 from tests.users.programs import mlp, sgd
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipetrain.runtime.stage.optimizer_state import OptimizerState
-from tests.network.test_packing import TREES, equal
+from tests.model.test_packing import TREES, equal
 
 
 def sgd() -> tuple[nn.Parameter, torch.optim.Optimizer]:
