@@ -46,7 +46,7 @@ def test_alone_it_acts_at_once_and_the_old_handlers_come_back():
     ((signals, _),) = ranks_of(dist.HashStore(), 1)
     with signals.handled():
         os.kill(os.getpid(), STOP)
-        while not signals.stop_at:  # a thread hears it
+        while not signals.request:  # a thread hears it
             sleep(0.01)
         assert [signals.take(), signals.take()] == ["stop", ""]
     assert signal.getsignal(STOP) is before
@@ -76,7 +76,7 @@ def test_a_long_window_ends_early_on_all_ranks_after_the_same_batch(
     for batch in range(1, batches + 2):
         clock.now += batch_s
         if stop_at and stop_at[0] == batch:
-            ranks[stop_at[1]][0].hear(STOP)
+            ranks[stop_at[1]][0].on_signal(STOP)
         for rank, (_, early) in enumerate(ranks):
             asks = batch if rank == 0 else batch - 2
             if found[rank] is None and 1 <= asks < batches and early.ends_window(asks, batch):
@@ -91,7 +91,7 @@ def test_batches_that_have_not_begun_say_nothing_of_how_long_one_takes(clock):
     early.begin_window(60)
     clock.now = 8.0
     assert not early.ends_window(52, begun=2)
-    signals.hear(STOP)
+    signals.on_signal(STOP)
     assert early.ends_window(52, begun=2)  # 4 s each, and 8 more
 
 
@@ -103,7 +103,7 @@ def test_where_the_store_is_lost_the_run_is_asked_to_stop_and_windows_run_to_the
     with early.watching():
         early.begin_window(100)
         clock.now += 1.0
-        assert (early.ends_window(1, 1), early.lost, signals.stop_at) == (False, False, "")
+        assert (early.ends_window(1, 1), early.lost, signals.request) == (False, False, "")
     assert not early.lost
     ((signals, early),) = ranks_of(store, 1)
     with early.watching():

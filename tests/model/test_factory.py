@@ -215,7 +215,7 @@ def test_the_digest_tells_other_making_apart():
 # What is refused
 
 
-class StopPoints(nn.Linear):
+class Looks(nn.Linear):
     """Needs another's numbers."""
 
     def reset_parameters(self) -> None:
@@ -231,7 +231,7 @@ def another_each_time():
     ("factory", "sentence"),
     [
         (lambda: 3, "factory must return an nn.Module, not int"),
-        (lambda: StopPoints(3, 3), "<lambda>, which was called to make the model, failed: .* if it needs"),
+        (lambda: Looks(3, 3), "<lambda>, which was called to make the model, failed: .* if it needs"),
         (another_each_time(), "0.weight of the model has no numbers when .* is called again"),
     ],
 )

@@ -118,12 +118,12 @@ class ColdEngine(Engine):
         self._methods = dict.fromkeys(self._plain, self._loading)
 
     def _run(self, window: Any, *rest: Any) -> Any:
-        hear = window.sums.hear
+        hear = window.sums.wait
 
         def hearing(action: Action, waits: Any) -> None:
             hear(action, lambda: (waits(), self._use(("heard", action.op))))
 
-        window.sums.hear = hearing
+        window.sums.wait = hearing
         return super()._run(window, *rest)
 
     def _loading(self, action: Action, window: Any) -> None:

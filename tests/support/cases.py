@@ -296,7 +296,7 @@ class SavingRanks(LocalRanks):
 class FixedSignals(Signals):
     """Hears no signals: asks for `asked` after so many windows."""
 
-    def __init__(self, at: int, asked: StopRequest) -> None:
+    def __init__(self, at: int, request: StopRequest) -> None:
         super().__init__(0, str)
         self.windows_left, self.will_ask = at, asked
 
@@ -328,14 +328,14 @@ class Saved:
     unit: str = "updates"
     keep: int = 1000
     at: int = 0
-    asked: StopRequest = ""
+    request: StopRequest = ""
     ends: tuple[int, int] = (0, 0)
     config: dict[str, Any] = field(default_factory=dict)
 
     def keepers(self, ranks: int, terms: dict[str, Any] | None = None) -> list[Keeper]:
         """One a rank."""
         saving = SavingRanks.of(ranks)
-        signals = [FixedSignals(self.at, self.asked) for _ in range(ranks)]
+        signals = [FixedSignals(self.at, self.request) for _ in range(ranks)]
         return [
             Keeper(
                 Writer(self.folder, saving[rank], self.keep),  # type: ignore[arg-type]

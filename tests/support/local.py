@@ -36,7 +36,7 @@ class LocalChannel:
         self.deadline = Deadline(timeout)
         self._expected: dict[Link, deque[Message]] = {}
         self._told: Counter[Tie] = Counter()
-        self._take_request: Counter[Tie] = Counter()
+        self._received: Counter[Tie] = Counter()
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
         for message in messages:
@@ -99,7 +99,7 @@ class LocalChannel:
     def buffers(self) -> list[tuple[Sequence[int], Tensor]]:
         return []  # it keeps references to the tensors of others
 
-    def broadcast(self, tie: Tie, numbers: Tensor, early: bool = False) -> None:
+    def all_reduce(self, tie: Tie, numbers: Tensor, early: bool = False) -> None:
         with self._wire.changed:
             self._wire.told[tie, self._told[tie]][self._rank] = numbers
             self._told[tie] += 1
@@ -108,9 +108,9 @@ class LocalChannel:
     def begin(self, tie: Tie, early: bool = False) -> None:
         """A sum begins when it is told."""
 
-    def hear(self, tie: Tie) -> Tensor:
-        told, start = self._wire.told[tie, self._take_request[tie]], time.monotonic()
-        self._take_request[tie] += 1
+    def reduced(self, tie: Tie) -> Tensor:
+        told, start = self._wire.told[tie, self._received[tie]], time.monotonic()
+        self._received[tie] += 1
         placement = self._wire.placement
         stages = [stage for stage in tie if stage in range(len(placement))] or range(len(placement))
         ranks = {rank for stage in stages for rank in placement[stage]}

@@ -123,7 +123,7 @@ def test_a_rank_that_is_to_save_has_so_long_and_is_told_which_signal_it_was(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(module, "say", lambda said: known.append((rank.request, rank.stopped_by, said)))
     for number in (signal.SIGUSR1, TERM):
-        rank.hear(number)
+        rank.on_signal(number)
     assert limits.get(timeout=DEADLINE_S) == left_s
     assert limits.empty()
     save, stop = "saving at the end of this window, then", "saving when the pipeline is drained, then"
@@ -152,13 +152,13 @@ TERMINATED = "143: rank 0 got SIGTERM with no update to save, so it ends now"
 def test_what_has_nothing_to_save_or_is_interrupted_twice_ends_at_once(limits, rank, numbers, says):
     *first, last = numbers
     for number in first:
-        rank.hear(number)
+        rank.on_signal(number)
         with patch.object(module, "DEBOUNCE_S", DEADLINE_S):  # torchrun passes the same one on
-            rank.hear(number)
+            rank.on_signal(number)
     if first:  # and it saves
         rank.drained.set()
     with pytest.raises(Left, match=f"^{says}$"):
-        rank.hear(last)
+        rank.on_signal(last)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_before_the_first_update_a_ctrl_c_that_another_rank_got_first_says_why_i
 
     def sleep(_: float) -> None:
         for number in comes or [INT]:
-            rank.hear(number)
+            rank.on_signal(number)
 
     monkeypatch.setattr(module.time, "sleep", sleep)
     with pytest.raises((Left, ChannelError)) as end, rank.losing():
@@ -217,7 +217,7 @@ with hearing(lambda number: store.set(f"heard {{number}}", "")):
 def test_a_forked_process_is_ended_by_its_parent_s_sigterm_alone_and_the_parent_hears_nothing():
     """A service manager sends it to every process, and the parent still needs its data workers."""
     parent, heard = Signals(0), []
-    parent.hear = heard.append
+    parent.on_signal = heard.append
     (waits, begun), (request, asks) = os.pipe(), os.pipe()
     with parent.handled():
         if not (child := os.fork()):

@@ -186,7 +186,7 @@ def test_what_cannot_be_captured_is_refused(schedule, words, said, monkeypatch):
         make_run(Case(schedule, 2, ("microbatches=3", "cuda_graphs=true", *words)))
 
 
-class StopPoints(nn.Module):
+class Looks(nn.Module):
     """Looks at a number."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class Scales(nn.Module):
         return x * self.factor
 
 
-LAYERS = {kind.__name__: kind for kind in (StopPoints, Counts, Averages, Rolls, Hooked, Scales)}
+LAYERS = {kind.__name__: kind for kind in (Looks, Counts, Averages, Rolls, Hooked, Scales)}
 
 
 def with_one(kind: str) -> nn.Sequential:

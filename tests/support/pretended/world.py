@@ -151,7 +151,7 @@ def watched(rehearsed: Sequence[Counter[int]] = ()) -> Iterator[None]:
     Somebody looks at numbers where the ranks exchange a word. `rehearsed`: by rank, counts windows that it
     rehearses.
     """
-    run, train, say, rehearse = Engine._run, Session.train, Windows._say, Rehearsal.before
+    run, train, say, rehearse = Engine._run, Session.train, Windows._exchange, Rehearsal.before
 
     def begin(self: Session, *arguments: Any, **options: Any) -> int:
         vars(_here).update(watched=True)  # until the next word
