@@ -298,7 +298,7 @@ class FixedSignals(Signals):
 
     def __init__(self, at: int, request: StopRequest) -> None:
         super().__init__(0, str)
-        self.windows_left, self.will_ask = at, asked
+        self.windows_left, self.will_ask = at, request
 
     def take(self) -> StopRequest:
         self.windows_left -= 1

@@ -74,7 +74,7 @@ class BatchStatistics(Observer):
                 averages = isinstance(norm, _NormBase) and norm.momentum is None
                 self._running[id(mean)] = _Running(mean, variance, calls, averages)
         self._calls: dict[int, _Calls] = {}  # by microbatch
-        self._take_request: dict[int, list[list[Moments]]] | None = None  # of all replicas, by norm and call
+        self._from_replicas: dict[int, list[list[Moments]]] | None = None  # of all replicas, by norm and call
 
     @property
     def buffers(self) -> set[int]:
@@ -92,7 +92,7 @@ class BatchStatistics(Observer):
 
     def before_step(self, batch: Batch) -> None:
         """Move the running statistics by a batch, unless its update is left out."""
-        by_norm, self._take_request = self._take_request or self._by_call(batch), None
+        by_norm, self._from_replicas = self._from_replicas or self._by_call(batch), None
         for mb in batch.mbs:
             del self._calls[mb]
         for key, running in self._running.items():
@@ -130,7 +130,7 @@ class BatchStatistics(Observer):
                 rows = numbers[at : at + replicas * (2 * channels + 1)].view(replicas, -1)
                 at += rows.numel()
                 parts[:] = [Moments(row[:channels], row[channels:-1], row[-1], momentum) for row in rows]
-        self._take_request = by_norm
+        self._from_replicas = by_norm
 
     @torch.no_grad()
     def _move(self, running: _Running, parts: Sequence[Moments], skipped: Tensor | None) -> None:
