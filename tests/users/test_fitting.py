@@ -110,7 +110,7 @@ def orphaned(folder: str) -> str:
     keeps = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
     with pipe_of() as pipe:
         store = dist.TCPStore("127.0.0.1", keeps[0].port, is_master=False, wait_for_workers=False)
-        pipe._training.links.store = store
+        pipe._training.groups.store = store
         lose = keeps.clear if pipe.rank else lambda: None
         return ended(partial(fit, pipe, *loaders(), 10**6, folder, after_epoch=lambda row: lose()))
 

@@ -100,7 +100,7 @@ def alone_at(caller: int, closes: bool) -> str:
     if pipe.rank == caller:
         return ended(pipe.state_dict)
     if not closes:
-        pipe._training.links._leave()
+        pipe._training.groups._leave()
     signal.signal(signal.SIGINT, handler)
     return ended(pipe.close)
 

@@ -203,10 +203,10 @@ def test_a_signal_is_heard_while_the_main_thread_is_in_c(tmp_path):
 import os, signal
 from datetime import timedelta
 from torch.distributed import HashStore
-from pipetrain.signals import hearing
+from pipetrain.signals import listening
 store = HashStore()
 signal.signal(signal.SIGTERM, lambda *_: print("handled"))
-with hearing(lambda number: store.set(f"heard {{number}}", "")):
+with listening(lambda number: store.set(f"heard {{number}}", "")):
     os.kill(os.getpid(), signal.SIGTERM)
     store.wait(["heard {int(signal.SIGTERM)}"], timedelta(seconds={DEADLINE_S}))
 """

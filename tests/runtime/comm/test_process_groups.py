@@ -193,10 +193,10 @@ def test_what_is_waited_for_between_windows_is_named_at_its_deadline():
     with ranks_of(Case("1f1b", 2, (), 24)) as ranks:
         late = ranks.distributed.awaited
         connected, late[:] = {*late}, []
-        ranks.each(lambda rank: ranks.links[rank].add_up(ALL, torch.ones(1, device="cuda")))
+        ranks.each(lambda rank: ranks.groups[rank].add_up(ALL, torch.ones(1, device="cuda")))
         added, late[:] = {*late}, []
-        ranks.each(lambda rank: slowest_link(ranks.links[rank], 1))
-        ranks.each(lambda rank: ranks.links[rank].close())
+        ranks.each(lambda rank: slowest_link(ranks.groups[rank], 1))
+        ranks.each(lambda rank: ranks.groups[rank].close())
     measured = {text.partition(" s for ")[2].partition(";")[0] for text in late}
     wait = f"rank 0 waited {DEADLINE_S:g} s for rank 1 to"
     advice = "look at what the others say, or give them longer with timeout="
