@@ -28,7 +28,7 @@ def numbers(text: str) -> list[float]:
 @pytest.mark.processes
 def test_every_example_runs_on_two_ranks(ranks, tmp_path):
     examples = [str(EXAMPLES / f"{name}.py") for name in NAMES if name != ALONE]
-    again = [str(EXAMPLES / "saving.py"), str(EXAMPLES / "trainer/fit.py")]
+    again = [str(EXAMPLES / "saving.py"), str(EXAMPLES / "fitting.py")]
     again += [f"{EXAMPLES / 'own_schedule.py'} {EXAMPLES / 'by_twos.txt'}"]
     said, by_the_last = ranks(run_examples.run, tmp_path, [*examples, *again])
 

@@ -320,7 +320,7 @@ FAULTS = {
         "reduce",
         reading,
         case("1f1b", *EVEN),
-        "_local_scalar_dense, runtime/sums",
+        "_local_scalar_dense, runtime/reductions",
     ),
     "inputs are copied from memory that is not pinned": Fault(
         WindowFeed,
@@ -423,7 +423,7 @@ FAULTS = {
         "gradient_norm",
         on_the_host,
         case("1f1b", *SHORT, *CLIPPED, "model._target_=tests.gpu.test_pretended.idle", "partition=[2]"),
-        "a copy to the device of .*runtime/channel",
+        "a copy to the device of .*runtime/comm/channel",
     ),
     "losses are looked at before they have arrived": Fault(
         StopOnNaN,
@@ -536,7 +536,7 @@ FAULTS = {
         "train",
         looking,
         case("1f1b", *EVEN),
-        "_local_scalar_dense, runtime/windows",
+        "_local_scalar_dense, trainer/windows",
     ),
     "the first gradient alone is checked": Fault(
         finite,
