@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import quick as quick
-from tests.support.ranks import Ranks
-from tests.support.server import context, joined, offered
+from tests.support.fork_server import context, joined, offered
+from tests.support.process_ranks import Ranks
 
 # A shell starts what runs in its background deaf to Ctrl-C, and so would be all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -10,7 +10,7 @@ from benchmark.contestants import plain, torch_pipeline
 from benchmark.paced import task_of
 from benchmark.tasks import Task, prepare
 from benchmark.worlds import run_world
-from tests.support.deadlines import DEADLINE_S
+from tests.support import DEADLINE_S
 
 GPT = models.SMALL["gpt"].extended("model.depth=2", "dtype=float64", "microbatches=4")
 CNN = Task(

@@ -11,8 +11,8 @@ import pytest
 from benchmark.contestants import race, rows_of_race
 from benchmark.tasks import Scale
 from benchmark.worlds import WorldFailed, run_world, titled
-from tests.support.deadlines import DEADLINE_S
-from tests.support.server import context
+from tests.support import DEADLINE_S
+from tests.support.fork_server import context
 
 pytestmark = pytest.mark.processes
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pipetrain.checkpoint.epoch_record import best_epoch, best_update, by_update
-from tests.support.figures import figures
+from tests.support.run_files import figures
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,7 @@ from pipetrain.checkpoint.files import (
 )
 from pipetrain.checkpoint.tensor_files import read_files
 from pipetrain.typed_json import DamagedCheckpoint, OtherFormat
-from tests.support.damage import forge, put
-from tests.support.figures import figures
+from tests.support.run_files import figures, forge, put
 
 TENSORS = {"model/a": torch.arange(1000.0), "model/b": torch.tensor(3)}
 STAGE = "stage-0.safetensors"

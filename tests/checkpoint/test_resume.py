@@ -31,7 +31,7 @@ from pipetrain.records.run_folder import RunFolder, claim, lengthens
 from pipetrain.typed_json import DamagedCheckpoint
 from tests.support import cases
 from tests.support.cases import Case, Epochs, Saved, compare, config, make_run, run_in_threads, state_of
-from tests.support.damage import forge, put
+from tests.support.run_files import forge, put
 from tests.support.runs import Run
 
 pytestmark = pytest.mark.slow

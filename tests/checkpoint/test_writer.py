@@ -23,10 +23,10 @@ from pipetrain.checkpoint.writer import Files, Writer
 from pipetrain.errors import ChannelError
 from pipetrain.runtime.comm.ranks import Ranks, World
 from pipetrain.runtime.comm.rendezvous import make_group
+from tests.support import DEADLINE_S
 from tests.support.cases import SavingRanks
-from tests.support.deadlines import DEADLINE_S
+from tests.support.process_ranks import run_world
 from tests.support.processes import checkpoints
-from tests.support.ranks import run_world
 
 
 def state(rank: int) -> Files:

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from pipetrain import Pipeline
 from pipetrain.checkpoint.files import CHECKPOINTS
 from pipetrain.commands.export import main
-from tests.support import edges
+from tests.support import edge_case_models
 from tests.support.cases import Case, Saved, make_run, run_in_threads
-from tests.support.damage import forge, put
 from tests.support.models import with_norm
+from tests.support.run_files import forge, put
 
 
 def test_it_loads_into_the_model_that_was_trained_and_so_does_its_moving_average(tmp_path, capsys):
@@ -40,14 +40,16 @@ def test_it_loads_into_the_model_that_was_trained_and_so_does_its_moving_average
         torch.testing.assert_close(averaged[name], mean, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("factory", [edges.tied_registered, edges.fourier, edges.unsaved])
+@pytest.mark.parametrize(
+    "factory", [edge_case_models.tied_registered, edge_case_models.fourier, edge_case_models.unsaved]
+)
 def test_shared_complex_and_left_out_ones_come_back_as_they_are(factory, tmp_path):
     case = Case("1f1b", 2, (f"model._target_={factory.__module__}.{factory.__name__}", "partition=[1]"))
     wanted, _ = run_in_threads(case, saved=Saved(tmp_path / "run"))
     assert main([str(tmp_path / "run"), "--out", str(tmp_path / "weights")]) == 0
     model = make_run(case).take_network().model
     out = tmp_path / "weights"
-    complex = factory is edges.fourier
+    complex = factory is edge_case_models.fourier
     state = torch.load(f"{out}.pt") if complex else load_file(f"{out}.safetensors")
     assert state.keys() == model.state_dict().keys()
     model.load_state_dict(state)

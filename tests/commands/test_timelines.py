@@ -13,7 +13,7 @@ from pipetrain.schedule.chrome import write
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import one_f_one_b, pipedream
 from pipetrain.schedule.timeline import Costs
-from tests.support.traces import about, as_measured
+from tests.support.run_files import about, as_measured
 
 COSTS = Costs({(stage, op): n for stage in (0, 1) for op, n in ((Op.F, 0.1), (Op.B, 0.2))})
 

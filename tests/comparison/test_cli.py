@@ -13,7 +13,7 @@ import pytest
 
 from comparison import cli
 from tests.comparison.support import compare, started
-from tests.support.deadlines import DEADLINE_S
+from tests.support import DEADLINE_S
 from tests.support.processes import CHECKOUT, ended, running
 
 pytestmark = pytest.mark.processes

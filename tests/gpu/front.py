@@ -223,8 +223,8 @@ def keep(groups: ProcessGroups, item: tuple[str, str, str]) -> None:
     from torch.testing import assert_close
 
     from pipetrain import Pipeline
+    from tests.support.model_zoo import classified, mlp
     from tests.support.parity import ADAMW
-    from tests.support.subjects import classified, mlp
 
     exactly()
     schedule, device, folder = item
@@ -270,8 +270,8 @@ def train_in_bf16(groups: ProcessGroups, item: tuple[str, dict[str, Any], str]) 
     from torch.nn.functional import cross_entropy
 
     from pipetrain import Pipeline
+    from tests.support.model_zoo import classified, mlp
     from tests.support.parity import ADAMW
-    from tests.support.subjects import classified, mlp
 
     _, options, device = item
     batches = [(x.bfloat16(), y) for x, y in classified(mlp()).batches]
@@ -288,7 +288,7 @@ def train_in_bf16(groups: ProcessGroups, item: tuple[str, dict[str, Any], str]) 
 
 def train_by_pipeline(groups: ProcessGroups, item: tuple[str, Any]) -> None:
     """Train, evaluate and take the weights by Pipeline, and hold them against one process on rank 0."""
-    from tests.support import parity, subjects
+    from tests.support import model_zoo, parity
 
     exactly()
-    parity.train(subjects.make(item[0]), item[1], TOLERANCE)
+    parity.train(model_zoo.make(item[0]), item[1], TOLERANCE)

@@ -26,7 +26,7 @@ from pipetrain.runtime.stage.memory_meter import Meter
 from pipetrain.schedule.actions import Action
 from pipetrain.schedule.memory import totals
 from tests.gpu.rows import MIB, Row, Setting, judged
-from tests.support.ranks import gathered
+from tests.support.process_ranks import gathered
 
 BATCH = "batch_size=128"  # in 4 microbatches
 RECOMPUTED = ("recompute=always",)

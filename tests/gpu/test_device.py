@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.pretended.device import on_device, pretended
-from tests.support.pretended.streams import Gpu, Refused
-from tests.support.pretended.tensors import written
+from tests.support.pretended_gpu.device import on_device, pretended
+from tests.support.pretended_gpu.streams import Gpu, Refused
+from tests.support.pretended_gpu.tensors import written
 
 
 @pytest.fixture

@@ -48,9 +48,9 @@ from tests.gpu.test_pretended import (
 )
 from tests.support.cases import Case
 from tests.support.models import flat
-from tests.support.pretended.nccl import Hang
-from tests.support.pretended.streams import Refused, here
-from tests.support.pretended.world import on_gpus
+from tests.support.pretended_gpu.nccl import Hang
+from tests.support.pretended_gpu.streams import Refused, here
+from tests.support.pretended_gpu.world import on_gpus
 
 
 class Waiting(nn.Linear):

@@ -35,7 +35,7 @@ from tests.gpu.rows import (
     judged,
     markdown,
 )
-from tests.support.deadlines import DEADLINE_S
+from tests.support import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 REHEARSED = [

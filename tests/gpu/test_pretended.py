@@ -1,7 +1,7 @@
 """What code for a GPU does, on a pretended one: it equals the CPU, no host waits in a window, nothing hangs.
 
 Ranks are threads over a pretended NCCL, on devices whose kernels wait for all transfers that their rank has
-posted; `support/pretended` says how. The faults at the end are such that it has to see.
+posted; `support/pretended_gpu` says how. The faults at the end are such that it has to see.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from pipetrain.schedule.actions import UPDATE
 from pipetrain.tasks import Classification, Regression
 from tests.support.cases import SCHEDULES, Case, Ran, compare, make_run, run_in_threads
 from tests.support.models import flat
-from tests.support.pretended.tensors import is_tagged
-from tests.support.pretended.world import Trained, alone, on_gpus
+from tests.support.pretended_gpu.tensors import is_tagged
+from tests.support.pretended_gpu.world import Trained, alone, on_gpus
 
 SHORT = ("epochs=1", "microbatches=4", "cuda_graphs=false")
 EVEN = (*SHORT, "partition=even")
@@ -211,7 +211,7 @@ def test_a_buffer_of_unsigned_numbers_is_put_back():
 
 NORM, PLAIN = (f"model._target_=tests.support.models.with{end}_norm" for end in ("", "out"))
 
-FROZEN = ("model._target_=tests.support.again.norms", "+model.frozen=4", "partition=[4]")
+FROZEN = ("model._target_=tests.support.edge_case_models.norms", "+model.frozen=4", "partition=[4]")
 
 
 def spread(schedule: str, ranks: int, *words: str) -> Case:

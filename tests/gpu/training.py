@@ -21,7 +21,7 @@ from pipetrain.schedule.actions import Program
 from tests.gpu.rows import SKIPPED, Row, Setting, judged
 from tests.gpu.speed import no_compiler
 from tests.support.cases import Case, Listener, expected, make_run, run_in_threads, state_of
-from tests.support.ranks import gathered
+from tests.support.process_ranks import gathered
 from tests.support.runs import epochs_of
 
 TOLERANCE = 1e-9  # of weights and losses in float64

@@ -18,7 +18,7 @@ from pipetrain.model.factory import build
 from pipetrain.model.requirements import materialise
 from pipetrain.model.tensor_access import named_tensors
 from pipetrain.models import gpt
-from tests.support.live import Live
+from tests.support.memory_counter import Live
 
 
 def made(factory, seed: int = 0) -> dict[str, Tensor]:

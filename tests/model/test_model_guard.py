@@ -15,7 +15,7 @@ from pipetrain.model.model_guard import ModelGuard
 from pipetrain.model.tensor_access import named_tensors, on_meta, replace
 from pipetrain.model.tracing.trace import trace
 from pipetrain.model.tracing.traced_network import Traced
-from tests.support.tracing import example
+from tests.support.traced_comparison import example
 
 
 class Model(nn.Module):

@@ -17,7 +17,7 @@ from pipetrain.plan.cost_estimate import estimate
 from pipetrain.plan.cut import cut_layers
 from pipetrain.runtime.stage.stage import Stage
 from tests.support.cases import Case, make_run
-from tests.support.subjects import TwoInputs
+from tests.support.model_zoo import TwoInputs
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ from pipetrain.model.network import INPUT, Slice, ValueId, evaluating, run_parts
 from pipetrain.model.specs import ValueSpec
 from pipetrain.model.tracing.trace import trace
 from pipetrain.model.tracing.traced_network import Traced
-from tests.support.subjects import Branches, TwoInputs
-from tests.support.tracing import assert_equal, drawing, example, tokens
+from tests.support.model_zoo import Branches, TwoInputs
+from tests.support.traced_comparison import assert_equal, drawing, example, tokens
 
 
 class Drop(nn.Module):

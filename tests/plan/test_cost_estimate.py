@@ -20,7 +20,7 @@ from pipetrain.model.specs import Size, TensorSpec, ValueSpec
 from pipetrain.plan import cost_estimate as module
 from pipetrain.plan.cost_estimate import Layer, estimate, estimates, with_gradients
 from tests.support import models
-from tests.support.edges import Lambda
+from tests.support.edge_case_models import Lambda
 from tests.support.models import Fork, Join, Recompute, Through
 from tests.support.refusals import refusal
 

@@ -29,7 +29,7 @@ from pipetrain.plan.memory_fit import known_state, optimizer_state
 from pipetrain.schedule.actions import NO_PEER, Action, Op
 from pipetrain.schedule.memory import Items
 from pipetrain.schedule.timeline import Costs
-from tests.support.profiles import Skip, bytes_of, layer, prices_of, profile, table_of
+from tests.support.plans import Skip, bytes_of, layer, prices_of, profile, table_of
 from tests.support.refusals import refusal
 
 FLOAT = 4

@@ -28,9 +28,9 @@ from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import with_recompute
 from pipetrain.tasks import Regression, Task
 from tests.support.cases import options_of
-from tests.support.edges import Lambda
+from tests.support.edge_case_models import Lambda
 from tests.support.models import shared_statistics, tied, with_norm
-from tests.support.profiles import profile_of
+from tests.support.plans import profile_of
 from tests.support.refusals import refusal
 
 IMAGE = ValueSpec((TensorSpec((3, 32, 32), torch.float32),))

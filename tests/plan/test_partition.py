@@ -19,7 +19,7 @@ from pipetrain.plan.cost_estimate import Layer
 from pipetrain.plan.partition import Prices, StageWork, balance, balance_times, best_cuts, choose_cuts
 from pipetrain.schedule.actions import Op, Placement
 from pipetrain.schedule.memory import GIB, Items
-from tests.support.profiles import Skip, layer, prices_of, table_of
+from tests.support.plans import Skip, layer, prices_of, table_of
 from tests.support.refusals import refusal
 
 steady = settings(derandomize=True, deadline=None, max_examples=60)

@@ -25,7 +25,7 @@ from pipetrain.schedule.actions import Schedule
 from pipetrain.schedule.memory import Items
 from pipetrain.schedule.programs import one_f_one_b, pipedream, pipedream_2bw
 from tests.support.cases import options_of
-from tests.support.profiles import Skip, bytes_of, layer, table_of
+from tests.support.plans import Skip, bytes_of, layer, table_of
 from tests.support.refusals import refusal
 
 

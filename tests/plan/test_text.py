@@ -15,8 +15,7 @@ from pipetrain.plan.program import Draft
 from pipetrain.plan.text import describe
 from tests.schedule.theory import theory
 from tests.support.cases import SCHEDULES, options_of
-from tests.support.plans import IMAGE, figures, planned
-from tests.support.profiles import profile_of
+from tests.support.plans import IMAGE, figures, planned, profile_of
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from pipetrain.config.choices import conf_dir
 from pipetrain.records.files import Console, Files, LogFile
-from tests.support.disk import full_disk
+from tests.support.run_files import full_disk
 
 SAID = "pipetrain: {} cannot be written: {}; training goes on, and it is written again when there is room"
 

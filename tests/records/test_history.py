@@ -11,7 +11,7 @@ from pipetrain.records.stage_table import stage_table
 from pipetrain.runtime.stage.memory_meter import PeakBytes
 from pipetrain.schedule.timeline import StageStats
 from tests.support.cases import Case, make_run
-from tests.support.figures import figures
+from tests.support.run_files import figures
 
 RUN = make_run(Case("pipedream", 2, ("partition=[4]",))).about
 SPREAD = make_run(Case("pipedream", 3, ("partition=[4]", "replicas=[2,1]"))).about

@@ -31,9 +31,7 @@ from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.timeline import Costs, StageStats
 from tests.support.cases import config, options_of, prepared
-from tests.support.disk import full_disk
-from tests.support.figures import figures
-from tests.support.traces import as_measured
+from tests.support.run_files import as_measured, figures, full_disk
 
 PICTURE = as_png(simulate(lower(one_f_one_b(2, 1, 2)), 2))
 WORDS = ["data=digits", "model._target_=tests.support.models.with_norm", "schedule=pipedream", "epochs=3"]

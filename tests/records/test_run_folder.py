@@ -15,7 +15,7 @@ import pytest
 from pipetrain.errors import ConfigError
 from pipetrain.records import run_folder as folder
 from pipetrain.records.run_folder import LOCK, Before, claim, clear, discard, rename_after, require_shared
-from tests.support.deadlines import DEADLINE_S
+from tests.support import DEADLINE_S
 
 
 def take(where: Path, **words) -> None:

@@ -11,7 +11,7 @@ from pipetrain.records.stage_table import StageRecord, launching, stage_table, s
 from pipetrain.runtime.stage.memory_meter import PeakBytes
 from pipetrain.schedule.timeline import StageStats, StageTimes
 from tests.records.test_history import history
-from tests.support.figures import figures
+from tests.support.run_files import figures
 
 (STAGE, _) = history(figures(1)).stages([figures(1)])
 

@@ -19,9 +19,9 @@ from pipetrain.errors import ConfigError
 from pipetrain.records import trackers as module
 from pipetrain.records.history import Epoch
 from pipetrain.records.trackers import Trackers, check_loggers, read_loggers
+from tests.support import DEADLINE_S
 from tests.support.cases import config
-from tests.support.deadlines import DEADLINE_S
-from tests.support.figures import figures
+from tests.support.run_files import figures
 
 NAMES = ["wandb", "mlflow"]
 Values = dict[str, list[tuple[int, float]]]

@@ -18,7 +18,7 @@ from pipetrain.runtime.mailbox import Coding
 from tests.support.cases import Case, run_in_threads
 from tests.support.codecs import Signs
 from tests.support.jobs import exchange_coded
-from tests.support.ranks import in_world
+from tests.support.process_ranks import in_world
 
 
 class StopCheck:

@@ -30,7 +30,7 @@ from pipetrain.runtime.stage import stage as stage_module
 from pipetrain.runtime.stage.weights import OptimizerFactory
 from tests.support import models
 from tests.support.cases import options_of
-from tests.support.pretended.world import alone
+from tests.support.pretended_gpu.world import alone
 from tests.support.refusals import refusal
 
 SGD: OptimizerFactory = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)

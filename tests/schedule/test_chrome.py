@@ -15,7 +15,7 @@ from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import gpipe, interleaved_1f1b, one_f_one_b, pipedream
 from pipetrain.schedule.timeline import Costs, TracedWindow
 from pipetrain.schedule.transforms import with_norms, with_ties
-from tests.support.traces import about, as_measured
+from tests.support.run_files import about, as_measured
 
 TABLE = {(stage, Op.F): 0.1 + 0.02 * stage for stage in range(4)}
 TABLE |= {(stage, Op.B): 0.25 - 0.01 * stage for stage in range(4)}

@@ -41,10 +41,9 @@ from pipetrain.schedule.actions import Op, Program, Tie, ranks_of
 from pipetrain.signals import Signals, StopRequest
 from pipetrain.tasks import IGNORED
 from pipetrain.trainer.epochs import Epochs
-from tests.support import reference
-from tests.support.deadlines import DEADLINE_S
-from tests.support.local import LocalChannel, Wire, in_threads
+from tests.support import DEADLINE_S, reference
 from tests.support.runs import Run, epochs_of, prepare
+from tests.support.thread_ranks import LocalChannel, Wire, in_threads
 
 GROUPS = {path.name for path in conf_dir().iterdir() if path.is_dir()}
 SCHEDULES = sorted(path.stem for path in (conf_dir() / "schedule").glob("*.yaml"))

@@ -22,9 +22,9 @@ from pipetrain.runtime.comm.ranks import Ranks, World
 from pipetrain.runtime.comm.rendezvous import make_group
 from pipetrain.runtime.mailbox import Coding
 from pipetrain.schedule.actions import ALL
+from tests.support import DEADLINE_S
 from tests.support.cases import Case, Listener, Ran, compare, make_run, state_of
-from tests.support.deadlines import DEADLINE_S
-from tests.support.ranks import in_world
+from tests.support.process_ranks import in_world
 from tests.support.runs import epochs_of
 
 CPU = torch.device("cpu")

@@ -1,11 +1,12 @@
 """Any model trained through Pipeline, on some ranks or one, and in one process by plain PyTorch.
 
-The reference runs the user's module itself, with the weights that the theory lets each stage read.
+The reference runs the user's module itself, with the weights that the theory lets each stage read. A plain
+loop is what the programs of users are held against.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from pipetrain import Pipeline
@@ -152,3 +153,40 @@ def cut_batches(value: Value, sizes: Sequence[int]) -> Iterator[Value]:
     """Cut along the samples."""
     ends = pairwise(accumulate(sizes, initial=0))
     return (on_each(value, lambda t, start=start, end=end: t[start:end]) for start, end in ends)
+
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""(model, batch) -> its mean loss."""
+
+
+def plainly(model: nn.Module, optimizer: Optimizer, loss: Loss, batches: Iterable[Any]) -> list[float]:
+    """Train a model, an update a batch; return the losses."""
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        found = loss(model, batch)
+        found.backward()
+        optimizer.step()
+        losses.append(found.item())
+    return losses
+
+
+def of_pairs(loss: Callable[[Any, Tensor], Tensor], microbatches: int = 1) -> Loss:
+    """Return the loss of batches (inputs, targets): the mean of those of its microbatches, of equal size."""
+
+    def mean(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        pieces = zip(*(tensor.chunk(microbatches) for tensor in batch), strict=True)
+        return torch.stack([loss(model(x), y) for x, y in pieces]).mean()
+
+    return mean
+
+
+@torch.no_grad()
+def evaluated(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> list[float]:
+    """Return the loss of each batch in evaluation mode; modes are as they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    losses = [loss(model, batch).item() for batch in batches]
+    for module, mode in modes:
+        module.training = mode
+    return losses

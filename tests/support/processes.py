@@ -32,9 +32,9 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, folders, read_whole
 from pipetrain.typed_json import DamagedCheckpoint
-from tests.support.deadlines import DEADLINE_S
-from tests.support.server import TORCHRUN as TORCHRUN
-from tests.support.server import context
+from tests.support import DEADLINE_S
+from tests.support.fork_server import TORCHRUN as TORCHRUN
+from tests.support.fork_server import context
 
 CHECKOUT = Path(__file__).parents[2]
 SMALL = ["model=mlp", "data=digits", "data.train_limit=384", "data.test_limit=64", "batch_size=64"]

@@ -38,7 +38,7 @@ from pipetrain.plan.cut import cut_layers, homes
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.actions import has_norms
 from pipetrain.tasks import Task
-from tests.support.late import Late
+from tests.support.correction_equations import Late
 from tests.support.runs import Run
 
 Delay = Callable[[int, int], int]

@@ -16,8 +16,8 @@ from pipetrain.model.specs import Size
 from pipetrain.runtime.comm.ranks import World
 from pipetrain.trainer.epochs import Epochs
 from tests.support.cases import Case, Listener, LocalLinks, make_run, run_in_threads, state_of
-from tests.support.local import Wire
 from tests.support.runs import Run, epochs_of
+from tests.support.thread_ranks import Wire
 
 NORM = "model._target_=tests.support.models.with_norm"
 

@@ -26,10 +26,10 @@ from pipetrain.runtime.session import make_stages
 from pipetrain.schedule.actions import format_program
 from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.trainer import pipeline, training
-from tests.support.live import Live
+from tests.support.memory_counter import Live
+from tests.support.model_zoo import accuracy, mlp, scaled, ways
 from tests.support.parity import MOMENTUM as momentum
-from tests.support.refused import ALIKE, APART, all_told
-from tests.support.subjects import accuracy, mlp, scaled, ways
+from tests.support.refusals import ALIKE, APART, all_told
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from pipetrain.runtime.comm.transfer_watch import Deadline
 from pipetrain.trainer import windows as module
 from pipetrain.trainer.windows import WindowResult, Windows
 from tests.support.cases import LocalLinks
-from tests.support.local import Wire, in_threads
+from tests.support.thread_ranks import Wire, in_threads
 
 EVERYTHING = 1000
 

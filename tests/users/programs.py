@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain import Pipeline
-from tests.support.plain import evaluated, of_pairs, plainly
+from tests.support.parity import evaluated, of_pairs, plainly
 
 
 def mlp(*more: nn.Module) -> nn.Sequential:

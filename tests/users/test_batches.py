@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Tens
 from pipetrain import Pipeline, TrainingStopped
 from pipetrain.schedule.asynchronous import AsynchronousV
 from pipetrain.schedule.programs import pipedream, ssp
-from tests.support.plain import evaluated, of_pairs, plainly
+from tests.support.parity import evaluated, of_pairs, plainly
 from tests.support.reference import DELAYS, Loop
 from tests.users.programs import batch, mlp, sgd
 

@@ -26,8 +26,8 @@ from pipetrain import Pipeline, fit
 from pipetrain.checkpoint import early_stop as early
 from pipetrain.records.recorder import Recorder
 from pipetrain.trainer.epochs import Epochs
+from tests.support.process_ranks import Ranks
 from tests.support.processes import checkpoints
-from tests.support.ranks import Ranks
 from tests.users.programs import batch, ended, mlp, sgd
 
 pytestmark = pytest.mark.processes

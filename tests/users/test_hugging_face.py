@@ -18,9 +18,9 @@ from pipetrain import Pipeline
 from pipetrain.data import Data
 from pipetrain.data.user_data import as_split
 from pipetrain.tasks import Accuracy
-from tests.support import hugging_face
+from tests.support import model_zoo
 from tests.support.cases import Case, options_of, run_in_threads
-from tests.support.plain import evaluated, plainly
+from tests.support.parity import evaluated, plainly
 from tests.support.runs import prepare
 from tests.users import programs
 
@@ -37,7 +37,7 @@ TOLERANCE = {"gpt2": 1e-6, "bert": 1e-12}
 
 def model(name: str) -> nn.Module:
     torch.manual_seed(0)
-    made: nn.Module = getattr(hugging_face, name)(transformers, **STILL[name])
+    made: nn.Module = getattr(model_zoo, f"tiny_{name}")(transformers, **STILL[name])
     return made.double().train()
 
 

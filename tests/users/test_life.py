@@ -20,8 +20,8 @@ from torch.optim import SGD
 
 from pipetrain import ConfigError, Pipeline, fit
 from pipetrain.runtime.comm.ranks import World
-from tests.support import plain
-from tests.support.plain import of_pairs, plainly
+from tests.support import parity
+from tests.support.parity import of_pairs, plainly
 from tests.support.processes import Ended, running
 from tests.users.programs import batch, ended, mlp, sgd
 
@@ -172,7 +172,7 @@ def plainly_trained(model: nn.Module) -> Any:
 
 
 def evaluated(model: nn.Module) -> float:
-    (loss,) = plain.evaluated(model, of_pairs(cross_entropy), [batch()])
+    (loss,) = parity.evaluated(model, of_pairs(cross_entropy), [batch()])
     return loss
 
 

@@ -12,7 +12,7 @@ from torch.nn import CrossEntropyLoss
 from torch.nn.functional import cross_entropy
 
 from pipetrain import Pipeline
-from tests.support.plain import of_pairs, plainly
+from tests.support.parity import of_pairs, plainly
 from tests.users.programs import batch, ended, mlp, sgd, trained
 
 PADDING = 0

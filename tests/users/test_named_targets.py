@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader
 
 from pipetrain import Pipeline
-from tests.support.plain import evaluated, plainly
+from tests.support.parity import evaluated, plainly
 from tests.users.programs import mlp, sgd, trained
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipetrain import Pipeline
-from tests.support.ranks import Ranks
+from tests.support.process_ranks import Ranks
 from tests.users.programs import batch, ended, mlp, sgd
 
 pytestmark = pytest.mark.processes

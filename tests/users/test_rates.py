@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, SequentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipetrain import Pipeline, fit
-from tests.support.ranks import Ranks
+from tests.support.process_ranks import Ranks
 from tests.users.programs import batch, mlp, sgd
 
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:Detected call of")]

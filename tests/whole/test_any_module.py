@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from pipetrain import Pipeline
 from pipetrain.commands import export
-from tests.support import parity, subjects
+from tests.support import model_zoo, parity
 from tests.support.parity import ADAMW, GROUPS, Way
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
@@ -70,7 +70,7 @@ BLOCKS = {
 
 
 def trained(name: str, way: Way) -> dict[str, Any]:
-    return parity.train(subjects.make(name), way)
+    return parity.train(model_zoo.make(name), way)
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -93,7 +93,7 @@ def test_trains_as_one_process(ranks, three, name):
 
 def two_inputs(schedule: str) -> tuple[Pipeline, Any]:
     """With one weight in two layers."""
-    subject, way = subjects.make("two inputs"), FLUSH
+    subject, way = model_zoo.make("two inputs"), FLUSH
     options = {"seed": parity.SEED, "lr_schedule": parity.falling, "device": "cpu", "threads": 1}
     given = subject.model, subject.task, way.optimizer, schedule
     return Pipeline(*given, microbatches=way.microbatches, partition="even", **options), subject

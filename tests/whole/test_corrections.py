@@ -12,7 +12,12 @@ TIED = "model._target_=tests.support.models.tied"
 SGD = ("optim.momentum=0.9", "optim.lr=0.02")
 PLAIN = "model._target_=tests.support.models.without_norm"  # before a norm a bias has but rounding errors,
 ADAM = (PLAIN, "optim=adamw", "optim.lr=0.003", "optim.weight_decay=0")  # which Adam makes large
-STRUCK = ("model._target_=tests.support.edges.struck", "on_nan=skip", "microbatches=1", "partition=[1,2]")
+STRUCK = (
+    "model._target_=tests.support.edge_case_models.struck",
+    "on_nan=skip",
+    "microbatches=1",
+    "partition=[1,2]",
+)
 CONSTANT = ("lr_schedule=constant", "warmup=0")
 MARE = ("correction=pipemare", "correction.pipemare.updates=3")
 ALL = "correction=[pipemare,gap_aware,msnag]"

@@ -18,7 +18,6 @@ import pytest
 from safetensors.torch import load_file
 
 from pipetrain.checkpoint.files import CHECKPOINTS
-from tests.support.disk import full_disk
 from tests.support.processes import (
     DEADLINE_S,
     FAULTY,
@@ -33,6 +32,7 @@ from tests.support.processes import (
     said,
     started,
 )
+from tests.support.run_files import full_disk
 
 pytestmark = pytest.mark.processes
 

@@ -26,8 +26,8 @@ from benchmark.contestants import Ours
 from benchmark.tasks import Job, Task, prepare
 from pipetrain.runtime.comm.message import Message
 from pipetrain.runtime.comm.ranks import World
-from tests.support.deadlines import DEADLINE_S
-from tests.support.local import LocalChannel, Wire, in_threads
+from tests.support import DEADLINE_S
+from tests.support.thread_ranks import LocalChannel, Wire, in_threads
 
 MOST = 8  # kernels a microbatch
 FURTHER_STAGE = 3  # of a second stage on a rank, a batch: two check its gradients, one is its optimizer's

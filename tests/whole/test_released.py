@@ -1,21 +1,38 @@
-"""A checkpoint of any released format is read; one from anybody is used, or refused in a sentence."""
+"""A checkpoint of any released format is read; one from anybody is used, or refused in a sentence.
+
+For a new format: `python -m tests.whole.test_released FOLDER`, and keep those that are there.
+"""
 
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 from pipetrain import ConfigError, Pipeline
 from pipetrain.checkpoint.files import VERSION, stage_file, write_part
 from pipetrain.checkpoint.tensor_files import read_files
-from tests.support.damage import forge, put
-from tests.support.released import INPUTS, KEPT, TARGETS, training
+from tests.support.run_files import forge, put
+
+KEPT = Path(__file__).parents[1] / "golden" / "checkpoints"
+INPUTS, TARGETS = torch.tensor([[1.0, -2.0], [0.5, 3.0]]), torch.tensor([[0.5], [-1.0]])
+
+
+def training() -> Pipeline:
+    """Two layers that begin with ones, an optimizer with a state, and a moving average."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.5)
+    sgd = partial(torch.optim.SGD, lr=0.125, momentum=0.5)
+    return Pipeline(model, mse_loss, sgd, microbatches=1, seed=3, ema=0.5, device="cpu", threads=1)
 
 
 def copied(version: str, tmp_path: Path) -> Path:
@@ -78,3 +95,9 @@ def test_what_anybody_has_written_with_the_right_sums_ends_in_a_sentence(harm, s
 def go_on(pipe: Pipeline, folder: Path) -> None:
     pipe.load(folder)
     pipe.step(INPUTS, TARGETS)
+
+
+if __name__ == "__main__":
+    with training() as pipe:
+        pipe.step(INPUTS, TARGETS)
+        print(pipe.save(sys.argv[1]))

@@ -17,7 +17,7 @@ from tests.support.cases import SCHEDULES, Case, compare, make_run, run_in_threa
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "12"))
 NORM, PLAIN = (f"model._target_=tests.support.models.with{end}_norm" for end in ("", "out"))
 TIED = "model._target_=tests.support.models.tied"
-FROZEN = ("model._target_=tests.support.again.norms", "+model.struck=true", "+model.frozen=4")
+FROZEN = ("model._target_=tests.support.edge_case_models.norms", "+model.struck=true", "+model.frozen=4")
 SKIPPING = "model._target_=tests.support.models.skipping"
 BY_HAND = [
     Case("1f1b", 3, ("replicas=[2,1]", NORM, "microbatches=5")),

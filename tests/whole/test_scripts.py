@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.deadlines import DEADLINE_S
+from tests.support import DEADLINE_S
 
 pytestmark = pytest.mark.processes
 

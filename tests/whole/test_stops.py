@@ -16,7 +16,7 @@ import pytest
 from pipetrain import signals as module
 from pipetrain.errors import ChannelError
 from pipetrain.signals import LIMIT, Signals
-from tests.support.deadlines import DEADLINE_S
+from tests.support import DEADLINE_S
 from tests.support.processes import FAULTY, LAUNCHER, Ended, await_line, finished, rank_of, started
 
 processes = pytest.mark.processes

@@ -13,7 +13,7 @@ from tests.support.jobs import (
     overfill,
     watch,
 )
-from tests.support.ranks import in_world, run_world
+from tests.support.process_ranks import in_world, run_world
 
 pytestmark = pytest.mark.processes
 

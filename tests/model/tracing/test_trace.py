@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy, pad
 from pipetrain.errors import ConfigError
 from pipetrain.model.specs import TensorSpec
 from pipetrain.model.tracing.trace import trace
-from tests.support.tracing import assert_equal, example
+from tests.support.traced_comparison import assert_equal, example
 
 Forward = Callable[..., Any]
 OF = example((4,))

@@ -22,11 +22,11 @@ from pipetrain.schedule.actions import ranks_of as placed
 from pipetrain.schedule.lower import edges
 from pipetrain.schedule.lower import links as links_of
 from pipetrain.schedule.programs import interleaved_1f1b, one_f_one_b, zbv
+from tests.support import DEADLINE_S
 from tests.support.cases import Case
-from tests.support.deadlines import DEADLINE_S
 from tests.support.models import flat
-from tests.support.pretended.streams import here
-from tests.support.pretended.world import ends_of, ranks_of
+from tests.support.pretended_gpu.streams import here
+from tests.support.pretended_gpu.world import ends_of, ranks_of
 
 
 def met(monkeypatch: Any, gpus: Sequence[list[str]], rank: int, staged: bool = False) -> ProcessGroups:

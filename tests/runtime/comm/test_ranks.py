@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pipetrain.errors import ChannelError
 from pipetrain.runtime.comm.ranks import Ranks, World
 from tests.support.jobs import agreements
-from tests.support.ranks import run_world
+from tests.support.process_ranks import run_world
 
 
 @pytest.mark.processes

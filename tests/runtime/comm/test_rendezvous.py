@@ -14,7 +14,7 @@ from pipetrain.errors import ChannelError
 from pipetrain.runtime.comm import rendezvous as meeting
 from pipetrain.runtime.comm.ranks import World
 from pipetrain.runtime.comm.rendezvous import Attempt, choose_interface
-from tests.support.deadlines import DEADLINE_S
+from tests.support import DEADLINE_S
 
 # The interface
 

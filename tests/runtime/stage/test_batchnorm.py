@@ -18,9 +18,9 @@ from pipetrain.model.tracing.trace import trace
 from pipetrain.runtime.stage.batchnorm import BatchStatistics
 from pipetrain.runtime.stage.microbatch import WHOLE, Batch, Microbatch
 from tests.support import reference
-from tests.support.again import Attending
 from tests.support.cases import Case, expected, run_in_threads
-from tests.support.tracing import example, whole
+from tests.support.edge_case_models import Attending
+from tests.support.traced_comparison import example, whole
 
 MICROBATCHES = 3
 WORDS = ("window=null", f"microbatches={MICROBATCHES}", "epochs=2", "batchnorm=batch")

@@ -22,7 +22,7 @@ from pipetrain.runtime.stage.microbatch import Saving
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import Action, Op
 from pipetrain.schedule.memory import Items
-from tests.support.live import Live
+from tests.support.memory_counter import Live
 
 EXAMPLE = ValueSpec((TensorSpec((3, 8, 8), torch.float32),))
 STAGE = 1  # the second of three, so that its inputs need gradients

@@ -12,9 +12,9 @@ from pipetrain.errors import ActionFailed, TrainingStopped
 from pipetrain.model.tracing.trace import trace
 from pipetrain.runtime.stage.recompute import Recompute
 from pipetrain.schedule.actions import Op
-from tests.support.again import Attending
 from tests.support.cases import Case, compare, make_run, run_in_threads
-from tests.support.tracing import example, gradients, whole
+from tests.support.edge_case_models import Attending
+from tests.support.traced_comparison import example, gradients, whole
 
 MODES = ("always", "selective")
 BF16 = ("precision=bf16", "dtype=float32", "optim.lr=0.02")

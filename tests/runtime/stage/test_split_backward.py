@@ -23,8 +23,8 @@ from pipetrain.model.specs import Size, leaves_of
 from pipetrain.model.trial_tensors import made_up
 from pipetrain.plan.cost_estimate import estimate
 from pipetrain.runtime.stage.split_backward import Deferred
-from tests.support.live import Live
-from tests.support.tracing import example
+from tests.support.memory_counter import Live
+from tests.support.traced_comparison import example
 
 Build = Callable[[], nn.Module]
 ATEN = torch.ops.aten

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,18 +13,39 @@ from torch import Tensor, nn
 
 from pipetrain.config.rate import LearningRate
 from pipetrain.errors import TrainingStopped
-from pipetrain.model.specs import Gradients
+from pipetrain.model.chain import Chain
+from pipetrain.model.network import Part, Slice, ValueId
+from pipetrain.model.specs import Gradients, ValueSpec
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.session import observers_of
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.tasks import Classification, Task
 from tests.runtime.stage.test_weights import Kernels
 from tests.support.models import Fork, Join
-from tests.support.parts import part_of
 
 LABELS = torch.tensor([0, 2, 1])
 IGNORED = torch.full((3,), -100)
 ONE, TWO_OF_ONE = Gradients((True, False), (True, False)), Gradients((True, True), (True, False))
+
+
+def part_of(module: nn.Module, enters: int = 1, leaves: int = 1, before: int = 0, **known: Any) -> Part:
+    """Return the layers of an nn.Sequential, or one layer named 0, as the end of a longer model.
+
+    `enters` and `leaves`: how many tensors do; `before`: the number of layers of the model before these;
+    `known`: more of a Slice.
+    """
+    layers = module._modules if isinstance(module, nn.Sequential) else {"0": module}
+    model = nn.Sequential(*(nn.Identity() for _ in range(before)))
+    model._modules = {f"before{name}": layer for name, layer in model._modules.items()} | layers
+    slice = Slice(
+        start=before,
+        end=len(model),
+        enters=tuple(ValueId(before - 1, number) for number in range(enters)),
+        leaves=tuple(ValueId(len(model) - 1, number) for number in range(leaves)),
+        form=ValueSpec((), single=enters == 1),
+        **known,
+    )
+    return Chain(model).part(slice)
 
 
 def stage(

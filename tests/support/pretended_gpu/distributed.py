@@ -25,9 +25,9 @@ from pipetrain.runtime.comm import process_groups as links
 from pipetrain.runtime.comm import ranks
 from pipetrain.runtime.comm import transfer_watch as watch
 from pipetrain.runtime.comm.transfer_watch import Deadline
-from tests.support.pretended.nccl import Clock, Group, Nccl, Waits, Work
-from tests.support.pretended.streams import here
-from tests.support.pretended.tensors import is_tagged
+from tests.support.pretended_gpu.nccl import Clock, Group, Nccl, Waits, Work
+from tests.support.pretended_gpu.streams import here
+from tests.support.pretended_gpu.tensors import is_tagged
 
 
 class GlooGroup:

@@ -16,7 +16,7 @@ from pipetrain.runtime.comm.message import Message, failed
 from pipetrain.runtime.comm.transfer_watch import Deadline
 from pipetrain.schedule.actions import Edge, Placement, Tie
 from pipetrain.schedule.lower import Link
-from tests.support.deadlines import DEADLINE_S
+from tests.support import DEADLINE_S
 
 
 class LocalChannel:

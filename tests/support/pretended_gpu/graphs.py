@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from tests.support.pretended.streams import Gpu, Host, Refused, Stream, _here, being, here
-from tests.support.pretended.tensors import garbage, is_tagged, storages, tag, tensors_in, written
+from tests.support.pretended_gpu.streams import Gpu, Host, Refused, Stream, _here, being, here
+from tests.support.pretended_gpu.tensors import garbage, is_tagged, storages, tag, tensors_in, written
 
 _held = torch._C._storage_Use_Count
 _one = torch.zeros(1)

@@ -22,14 +22,14 @@ from pipetrain.runtime.session import Session
 from pipetrain.schedule.actions import Action
 from pipetrain.trainer.epochs import Epochs
 from pipetrain.trainer.windows import Windows
+from tests.support import DEADLINE_S
 from tests.support.cases import Case, Listener, Ran, drawing_in_turn, make_run, state_of
-from tests.support.deadlines import DEADLINE_S
-from tests.support.local import in_threads
-from tests.support.pretended.device import CUDA, on_device, pretended
-from tests.support.pretended.distributed import Distributed
-from tests.support.pretended.nccl import Hang
-from tests.support.pretended.streams import Gpu, _here, being, here
+from tests.support.pretended_gpu.device import CUDA, on_device, pretended
+from tests.support.pretended_gpu.distributed import Distributed
+from tests.support.pretended_gpu.nccl import Hang
+from tests.support.pretended_gpu.streams import Gpu, _here, being, here
 from tests.support.runs import Run, epochs_of
+from tests.support.thread_ranks import in_threads
 
 
 def linked(plan: Plan, rank: int, ranks: int, staged: bool) -> ProcessGroups:

@@ -1,4 +1,7 @@
-"""Models of many forms with data for three updates, to be trained in two ways."""
+"""Models of many forms with data for three updates, to be trained in two ways.
+
+Hugging Face's are tiny and have random weights; `of`: the module transformers.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,34 @@ from torch.nn import functional
 from pipetrain.model.specs import Value, as_tuple
 from pipetrain.models import unet
 from pipetrain.tasks import Classification, LanguageModelling, Segmentation, Task
-from tests.support import hugging_face
-from tests.support.hugging_face import VOCABULARY
 from tests.support.parity import Subject, cut_batches
+
+VOCABULARY = 50
+TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "use_cache": False}
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+POSITIONS = {"max_position_embeddings": 16}
+CONVOLUTIONS = {"hidden_sizes": [8, 16], "depths": [1, 2]}
+SEGFORMER = {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16]}
+SEGFORMER |= {"patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]}
+SEGFORMER |= {"decoder_hidden_size": 16, "num_labels": 5, "drop_path_rate": 0.5}
+
+
+def _tiny(family: str, head: str, sizes: dict[str, Any], of: Any, **options: Any) -> nn.Module:
+    return getattr(of, family + head)(getattr(of, f"{family}Config")(**(sizes | options)))
+
+
+GPT2 = TEXT | {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16}
+tiny_gpt2 = partial(_tiny, "GPT2", "LMHeadModel", GPT2)
+tiny_llama = partial(_tiny, "Llama", "ForCausalLM", SMALL | TEXT | POSITIONS | {"num_key_value_heads": 1})
+tiny_bert = partial(
+    _tiny, "Bert", "ForSequenceClassification", SMALL | POSITIONS | {"vocab_size": VOCABULARY}
+)
+tiny_vit = partial(_tiny, "ViT", "ForImageClassification", SMALL | {"image_size": 16, "patch_size": 8})
+RESNET = CONVOLUTIONS | {"embedding_size": 8, "num_labels": 5, "layer_type": "bottleneck"}
+tiny_resnet = partial(_tiny, "ResNet", "ForImageClassification", RESNET)
+CONVNEXT = CONVOLUTIONS | {"num_stages": 2, "num_labels": 5, "drop_path_rate": 0.5}
+tiny_convnext = partial(_tiny, "ConvNext", "ForImageClassification", CONVNEXT)
+tiny_segformer = partial(_tiny, "Segformer", "ForSemanticSegmentation", SEGFORMER)
 
 SIZES = (7, 7, 6)  # samples of each batch; microbatches have some of unequal size
 PADDED = -100
@@ -187,7 +215,7 @@ def bert(**options: Any) -> Subject:
     """A mask by keyword beside the tokens."""
     mask = (torch.arange(8) < 3 + numbers(6, 1)).long()
     given = {"attention_mask": mask, "input_ids": numbers(VOCABULARY, 8)}
-    return hugging(hugging_face.bert, given, numbers(3), Classification(), num_labels=3, **options)
+    return hugging(tiny_bert, given, numbers(3), Classification(), num_labels=3, **options)
 
 
 def images(make: Callable[..., nn.Module], **options: Any) -> Subject:
@@ -197,7 +225,7 @@ def images(make: Callable[..., nn.Module], **options: Any) -> Subject:
 
 def segformer(**options: Any) -> Subject:
     given = {"pixel_values": random(3, 32, 32)}
-    return hugging(hugging_face.segformer, given, numbers(5, 8, 8), Segmentation(), **options)
+    return hugging(tiny_segformer, given, numbers(5, 8, 8), Segmentation(), **options)
 
 
 def transformer() -> Subject:
@@ -289,15 +317,13 @@ def encoder() -> Subject:
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout_prob": 0.0}
 NO_PDROP = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 SUBJECTS: dict[str, Callable[[], Subject]] = {
-    "gpt2": partial(text, hugging_face.gpt2, **NO_PDROP),
-    "gpt2 untied, with dropout": partial(text, hugging_face.gpt2, n_layer=1, tie_word_embeddings=False),
-    "llama": partial(
-        text, hugging_face.llama, num_hidden_layers=1, num_key_value_heads=1, tie_word_embeddings=True
-    ),
+    "gpt2": partial(text, tiny_gpt2, **NO_PDROP),
+    "gpt2 untied, with dropout": partial(text, tiny_gpt2, n_layer=1, tie_word_embeddings=False),
+    "llama": partial(text, tiny_llama, num_hidden_layers=1, num_key_value_heads=1, tie_word_embeddings=True),
     "bert": partial(bert, **NO_DROPOUT),
-    "vit": partial(images, hugging_face.vit, num_hidden_layers=1),
-    "resnet": partial(images, hugging_face.resnet, depths=[1, 1], embedding_size=4),
-    "convnext": partial(images, hugging_face.convnext, depths=[1, 1], drop_path_rate=0.0),
+    "vit": partial(images, tiny_vit, num_hidden_layers=1),
+    "resnet": partial(images, tiny_resnet, depths=[1, 1], embedding_size=4),
+    "convnext": partial(images, tiny_convnext, depths=[1, 1], drop_path_rate=0.0),
     "segformer": partial(segformer, drop_path_rate=0.0, **NO_DROPOUT),
     "transformer": transformer,
     "two inputs": two_inputs,

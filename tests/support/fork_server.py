@@ -12,12 +12,27 @@ from multiprocessing import connection, forkserver, util
 from threading import Thread
 from typing import Any
 
+import yaml
+from hydra._internal.hydra import Hydra
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+# What other libraries do at length in each process is done shortly; `cold` programs are left as they are.
+#
+# Each operation on fake tensors is made once more for a cache, which only a model of many equal layers uses.
+os.environ["TORCH_FAKE_TENSOR_DISPATCH_CACHE"] = "0"
+if yaml.__with_libyaml__:
+    yaml.SafeLoader = yaml.CSafeLoader  # type: ignore[misc,assignment] # of OmegaConf
+# To look for hydra.mode, which nobody sets, Hydra composes all before it composes all.
+Hydra.get_mode = lambda self, **_: None  # type: ignore[method-assign]
+# To name who records an event, torchrun looks through all modules 18 times: a second of a processor.
+dynamic_rendezvous.get_method_name = lambda depth=2: "forked"
+
 TORCHRUN = "torch.distributed.run"
 PRELOADED = ["torch._dynamo", TORCHRUN, "pipetrain.commands.train", "matplotlib.figure"]
 PRELOADED += ["matplotlib.backends.backend_agg", "torch.utils.tensorboard", "benchmark.contestants"]
 PRELOADED += ["torch.distributed.pipelining", "tests.support.jobs"]
 PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "bert")]
-PRELOADED += ["tests.support.quick", "tests.support.warm"]  # the last
+PRELOADED += ["tests.support.fork_warmup"]  # the last
 
 
 def context() -> Any:
@@ -46,7 +61,9 @@ def _start(listener: socket.socket) -> None:
     select.select([listener], [], [])
     alive, _ = os.pipe()  # the server ends as the other end is closed, however this process ends
     fds = listener.fileno(), alive
-    code = f"import sys; sys.path = {sys.path}; from tests.support import server; server.serve(*{fds})"
+    code = (
+        f"import sys; sys.path = {sys.path}; from tests.support import fork_server; fork_server.serve(*{fds})"
+    )
     util.spawnv_passfds(sys.executable.encode(), [sys.executable, "-c", code], fds)  # type: ignore[attr-defined]
     listener.close()
     os.close(alive)

@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils, _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from tests.support.pretended.graphs import Graph, Pool, capture
-from tests.support.pretended.streams import Event, Gpu, Refused, _here, being, here
-from tests.support.pretended.tensors import (
+from tests.support.pretended_gpu.graphs import Graph, Pool, capture
+from tests.support.pretended_gpu.streams import Event, Gpu, Refused, _here, being, here
+from tests.support.pretended_gpu.tensors import (
     CPU_ALONE,
     is_pinned,
     is_tagged,

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.comm.ranks import World
 from pipetrain.trainer import pipeline
-from tests.support.deadlines import DEADLINE_S
-from tests.support.server import context
+from tests.support import DEADLINE_S
+from tests.support.fork_server import context
 
 WORLDS = count()  # alike on the ranks of one set
 

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.support.deadlines import DEADLINE_S
-from tests.support.pretended.streams import being, here
-from tests.support.pretended.tensors import is_tagged, storages
+from tests.support import DEADLINE_S
+from tests.support.pretended_gpu.streams import being, here
+from tests.support.pretended_gpu.tensors import is_tagged, storages
 
 NCCL_DTYPES = {torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64}
 NCCL_DTYPES |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
