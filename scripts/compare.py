@@ -14,7 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 if lacking := [name for name in ("jinja2", "scipy") if find_spec(name) is None]:
     sys.exit(f"compare: {' and '.join(lacking)} not installed: pip install 'pipetrain[compare]'")
 
-from published.cli import main
+from comparison import cli as comparison
+from published import cli as published
 
 if __name__ == "__main__":
-    sys.exit(main())
+    words = sys.argv[1:]
+    sys.exit(published.main(words) if published.asked_for(words) else comparison.main(words))

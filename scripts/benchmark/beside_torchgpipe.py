@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
-from itertools import accumulate
-from statistics import median
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,16 +18,13 @@ from torchgpipe import GPipe, is_recomputing
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
 from benchmark.allocated import Allocated
-from benchmark.contestants import Ours, Theirs, Ways, race
-from benchmark.tasks import Job, Task, prepare
-from benchmark.worlds import Say, run_world
+from benchmark.contestants import Ours, Theirs
+from benchmark.tasks import Job
 from pipetrain.model.chain import Pop, Stash
 from pipetrain.model.specs import as_tuple
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.timeline import Row
-
-WAYS: Ways = {"gpipe": ("gpipe",), "1f1b": ("1f1b",)}
 
 
 @skippable(stash=["skip"])
@@ -136,69 +130,3 @@ class OurRank(Ours):
         with allocated.counting():
             self.run()
         return allocated.peaks()
-
-
-def compete(
-    groups: ProcessGroups, say: Say, task: Task, ways: Ways, how: Any, rounds: int, batches: int
-) -> Any:
-    """Race all; return for each the seconds of batches, forwards, peaks and losses that this rank knows."""
-    ours = {
-        name: prepare(task.extended(*more), way, groups.world.size) for name, (way, *more) in ways.items()
-    }
-    all_of_them = [OurRank(name, job, groups, batches) for name, job in ours.items()]
-    theirs = [TorchGPipe(prepare(task, "gpipe", groups.world.size), groups, batches, *how)] if how else []
-    contestants: list[Any] = [*all_of_them, *theirs]
-    series = race(groups, contestants, rounds, say)
-    return {
-        one.name: (series[one.name], one.forwards[-rounds * one.batches :], one.peaks(), one.losses)
-        for one in contestants
-    }
-
-
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Return the median of values, the least, the most, and all in their order."""
-    return {"median": median(values), "least": min(values), "most": max(values), "all": list(values)}
-
-
-def race_torchgpipe(
-    overrides: Sequence[str],
-    balance: Sequence[int],
-    batch: int,
-    microbatches: int,
-    recompute: str = "never",
-    rounds: int = 5,
-    ways: Ways = WAYS,
-    example: Sequence[int] | None = (3, 32, 32),
-    classes: int = 10,
-    deferred: bool = False,
-    batches: int = 1,
-    beside: bool = True,
-    say: Say = print,
-) -> dict[str, dict[str, Any]]:
-    """Race schedules of ours `beside` torchgpipe; return the figures of each, which JSON can have.
-
-    `overrides`: of the configuration, such as model=gpt. `balance`: layers of each stage. `recompute`: never,
-    always or except_last (the last stage here, the last microbatch there). `deferred`: BatchNorm's statistics
-    move by batches. `batches`: of a turn. `example`, `classes`: see Task.
-
-    Figures: `step_s` and `forward_s` of a batch, the latter None where forwards stand among backwards;
-    `peak_bytes` of each rank or device, see `allocated`; `losses` of as many batches for all.
-    """
-    cuts = str([*accumulate(balance)][:-1]) if len(balance) > 1 else "even"
-    words = [f"batch_size={batch}", f"microbatches={microbatches}", f"recompute={recompute}"]
-    words += [f"partition={cuts}", f"batchnorm={'batch' if deferred else 'microbatch'}"]
-    task = Task((*overrides, *words), None if example is None else tuple(example), classes)
-    how = (recompute, deferred) if beside else ()
-    ranks = run_world(compete, len(balance), say, task, ways, how, rounds, batches)
-    figures: dict[str, dict[str, Any]] = {}
-    for name, (seconds, *_) in ranks[0].items():
-        _, forwards, peaks, losses = zip(*(rank[name] for rank in ranks), strict=True)
-        marks = zip(*filter(None, forwards), strict=True)
-        forward = [max(end for _, end in of) - min(start for start, _ in of) for of in marks]
-        figures[name] = {
-            "step_s": spread(seconds),
-            "forward_s": spread(forward) if max(forward) < math.inf else None,
-            "peak_bytes": [nbytes for of_rank in peaks for nbytes in of_rank],
-            "losses": next(filter(None, losses)),
-        }
-    return figures

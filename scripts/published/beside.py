@@ -6,7 +6,7 @@ All of them take turns in one world of processes, at the same cut, microbatches 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any
@@ -17,14 +17,14 @@ from benchmark.report import progress
 from benchmark.tasks import Task, prepare
 from benchmark.worlds import Say, WorldFailed, run_world, titled
 from pipetrain.runtime.comm.process_groups import ProcessGroups
-from published.measures import Race, partition
-from published.record import Chart, Check, Figure, How, Line
+from published.measures import Race, ends, partition
+from published.record import Chart, Check, Finding, How, Line, Series
 
 PLAIN, THEIRS = "a plain loop", "torchgpipe"
 BESIDE = (
-    "torchgpipe 0.0.7 is in the same run, at the same cut, microbatches and threads. Its backwards share one "
-    "thread, as autograd has one a device and a CPU is one: forwards stand apart. Bytes are of activations, "
-    "messages and what operations need, counted alike."
+    "Where torchgpipe 0.0.7 is beside ours, it is in the same run, at the same cut, microbatches and "
+    "threads. Its backwards share one thread, as autograd has one a device and a CPU is one: forwards "
+    "stand apart. Bytes are of activations, messages and what operations need, counted alike."
 )
 SPEED = "x its speed"
 TIE = 0.05  # two runs of the same contestant differ by some percent, see docs/results/README.md
@@ -126,32 +126,31 @@ def under(what: str, gain: float, most: float) -> Check:
     return Check(f"{what}: under its bound", f"{most:.3f}", f"{gain:.3f}", gain <= most)
 
 
-def held_against(race: Race, pairs: Mapping[str, str]) -> tuple[list[Figure], list[Check]]:
+def held_against(race: Race, pairs: Mapping[str, str]) -> Iterator[Finding]:
     """Hold contestants of ours against those of torchgpipe, by their names."""
-    figures, checks = [], []
+    ratios, bytes_of = dict[str, list[float]](), dict[str, list[float]]()
+    forwards = dict[str, float]()
     for ours, theirs in pairs.items():
         fast, small = f"{ours}: as fast as torchgpipe", f"{ours}: holds no more than torchgpipe"
         if failure := race.of[theirs]["failure"]:
             why = f"torchgpipe does not run here: {failure}"
-            checks += [Check(what, "-", why, None) for what in (fast, small)]
+            yield from (Check(what, "-", why, None) for what in (fast, small))
             continue
         own_s, their_s = (median(race.seconds(name)) for name in (ours, theirs))
-        forwards = [race.of[name]["forwards"] for name in (theirs, ours)]
-        own, other = (max(race.of[name]["peaks"]) / 2**20 for name in (ours, theirs))
-        ratio = race.ratio(ours, theirs)
-        figures += [
-            Figure(f"{ours}: beside torchgpipe", None, ratio, How.RUN, race.spread(ours, theirs), unit=SPEED),
-            Figure(f"{ours}: most bytes of a stage", None, own, unit="MiB"),
-            Figure(f"torchgpipe, {ours}: most bytes of a stage", None, other, unit="MiB"),
-        ]
-        if all(forwards):
-            there_s, here_s = map(median, forwards)
-            figures.append(Figure(f"{ours}: forwards alone", None, there_s / here_s, unit=SPEED))
-        checks += [
-            Check(fast, f"{their_s:.3g} s (here)", f"{own_s:.3g} s, {ratio:.2f} {SPEED}", ratio >= 1 - TIE),
-            Check(small, f"{other:.4g} MiB (here)", f"{own:.4g} MiB", own <= other * (1 + TIE)),
-        ]
-    return figures, checks
+        own, other = bytes_of[ours] = [max(race.of[name]["peaks"]) / 2**20 for name in (ours, theirs)]
+        ratios[ours], ratio = race.ratios(ours, theirs), race.ratio(ours, theirs)
+        if all(known := [race.of[name]["forwards"] for name in (theirs, ours)]):
+            forwards[ours] = median(known[0]) / median(known[1])
+        says = f"{own_s:.3g} s, {ratio:.2f} {SPEED}"
+        yield Check(fast, f"{their_s:.3g} s (here)", says, ratio >= 1 - TIE)
+        yield Check(small, f"{other:.4g} MiB (here)", f"{own:.4g} MiB", own <= other * (1 + TIE))
+    if ratios:
+        yield Series.measured("", "beside torchgpipe", "", ratios, unit=SPEED)
+        for n, who in enumerate(("ours", "torchgpipe")):
+            most = {name: of[n] for name, of in bytes_of.items()}
+            yield Series(who, "most bytes of a stage", "", most, unit="MiB")
+    if forwards:
+        yield Series("", "forwards alone", "", forwards, unit=SPEED)
 
 
 def forwards_chart(race: Race, ranks: Sequence[int] = (1, 2)) -> Chart:
@@ -159,8 +158,7 @@ def forwards_chart(race: Race, ranks: Sequence[int] = (1, 2)) -> Chart:
     lines = []
     for title, name in (("ours", "pipeline"), ("torchgpipe", "torchgpipe")):
         for what, key in ((title, "seconds"), (f"{title}, forwards", "forwards")):
-            times = [(n, of) for n in ranks if (of := race.of[f"{name}-{n}"].get(key))]
-            points = [(n, median(of)) for n, of in times]
-            band = [(min(of), max(of)) for _, of in times]
-            lines += [Line(what, How.RUN, points, band)] if points else []
+            times = {n: of for n in ranks if (of := race.of[f"{name}-{n}"].get(key))}
+            points = {n: median(of) for n, of in times.items()}
+            lines += [Line(what, How.RUN, points, [*map(ends, times.values())])] if points else []
     return Chart("Time of a batch", "partitions K", "s", lines, "x")

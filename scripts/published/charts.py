@@ -55,13 +55,13 @@ def _chart(axes: Axes, chart: Chart) -> list[Annotation]:
     axes.set_title(chart.title, loc="left", fontsize=10, fontweight="bold")
     for line in chart.lines:
         _line(axes, line)
-    if all(x == int(x) for line in chart.lines for x, _ in line.points):
+    if all(x == int(x) for line in chart.lines for x in line.points):
         axes.locator_params("x", integer=True)
     axes.set_xlabel(chart.x)
     axes.set_ylabel(chart.y)
     for axis in chart.logs:
         _logarithmic(axes, axis, chart.lines)
-    heights = [y for line in chart.lines for _, y in line.points]
+    heights = [y for line in chart.lines for y in line.points.values()]
     if "y" not in chart.logs and min(heights) < max(heights) / 2:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     axes.grid(axis="y", linewidth=0.6, color="#dddddd")
@@ -70,9 +70,8 @@ def _chart(axes: Axes, chart: Chart) -> list[Annotation]:
 
 
 def _line(axes: Axes, line: Line) -> None:
-    x, y = zip(*line.points, strict=True)
-    style = STYLES[line.how]
-    axes.plot(x, y, linewidth=WIDTH, markersize=5, **style)
+    x, style = [*line.points], STYLES[line.how]
+    axes.plot(x, [*line.points.values()], linewidth=WIDTH, markersize=5, **style)
     if line.band is not None:
         least, most = zip(*line.band, strict=True)
         axes.fill_between(x, least, most, color=style["color"], alpha=0.15, linewidth=0)
@@ -85,7 +84,7 @@ def _logarithmic(axes: Axes, axis: str, lines: Sequence[Line]) -> None:
     one.set_major_formatter(ScalarFormatter())
     one.set_minor_formatter(NullFormatter())
     if axis == "x":
-        axes.set_xticks(sorted({x for line in lines for x, _ in line.points}))
+        axes.set_xticks(sorted({x for line in lines for x in line.points}))
         axes.minorticks_off()
 
 
@@ -93,7 +92,7 @@ def _names(axes: Axes, lines: Sequence[Line]) -> list[Annotation]:
     """Write the lines' names at their last points."""
     style: Any = {"textcoords": "offset points", "va": "center", "fontsize": LETTER, "annotation_clip": False}
     return [
-        axes.annotate(line.name, line.points[-1], (6, 0), color=STYLES[line.how]["color"], **style)
+        axes.annotate(line.name, [*line.points.items()][-1], (6, 0), color=STYLES[line.how]["color"], **style)
         for line in lines
     ]
 

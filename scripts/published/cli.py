@@ -1,64 +1,70 @@
 """`scripts/compare.py --experiment NAME` for a published record, or `all` of them for one page.
 
-Whatever is not a published record goes on to the comparison's own command line.
+A record's steps are made one after another, and what each returned is kept in one file: one that was made
+with the same arguments is not made again. So a record goes on where it was stopped, and its page can be
+written again without measuring.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shlex
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from comparison import cli as comparison
+from comparison.figures import duration
 from comparison.processes import interruptible
 from comparison.request import RECORDS
-from comparison.runs import claim
+from comparison.runs import claim, describe_machine
 from pipetrain.errors import ConfigError, one_line
 from published import page
-from published.record import Record
-from published.running import file_of, make
+from published.record import Record, Step
 
 ALL, STUDY = "all", "staleness"  # the study is nobody's record: it has a folder of its own
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+KEPT = {ALL: DOCS / "results" / "records", STUDY: DOCS / "results" / STUDY}
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
+Made = dict[str, dict[str, Any]]
+"""By step: `asked`, `result`, `wall_s`, and `machine`, with the date and the load at its start."""
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Make a record, or all, or compare; return the exit status."""
-    words = sys.argv[1:] if arguments is None else arguments
-    if (options := read(words)) is None:
-        return comparison.main(words)
-    kept = {ALL: DOCS / "results" / "records", STUDY: DOCS / "results" / STUDY}
-    names = (
-        [n for n in RECORDS if not n.startswith(STUDY)] if options.experiment == ALL else [options.experiment]
-    )
-    out = options.out or (
-        kept[options.experiment]
-        if options.experiment in kept and not options.quick
-        else Path("comparisons") / f"{options.experiment}{'-quick' * options.quick}"
-    )
+
+def main(arguments: Sequence[str]) -> int:
+    """Make a record, or all; return the exit status."""
+    options = parser().parse_args(arguments)
+    name = options.experiment
+    records = [one for one in RECORDS if not one.startswith(STUDY)] if name == ALL else [name]
+    kept = None if options.quick else KEPT.get(name)
+    out = options.out or kept or Path("comparisons") / f"{name}{'-quick' * options.quick}"
     try:
         with interruptible(), claim(out):
-            return make_all(names, out, options.quick, options.fresh)
+            return make_all(records, out, options.quick, options.fresh)
     except ConfigError as error:
         print(f"compare: {error}", file=sys.stderr)
         return REFUSED
 
 
-def read(words: Sequence[str]) -> argparse.Namespace | None:
-    """Return the options of a record, or None where no record is asked for."""
+def asked_for(words: Sequence[str]) -> bool:
+    """Return whether a command line asks for a record, and not for another comparison."""
     own = argparse.ArgumentParser(prog="compare.py", add_help=False, allow_abbrev=False)
     own.add_argument("--experiment")
-    if own.parse_known_args(words)[0].experiment not in (*RECORDS, ALL):
-        return None
+    return own.parse_known_args(words)[0].experiment in (*RECORDS, ALL)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Make the parser of a record's options."""
+    own = argparse.ArgumentParser(prog="compare.py", allow_abbrev=False)
+    own.add_argument("--experiment", choices=[*RECORDS, ALL])
     own.add_argument("--out", type=Path, metavar="DIR", help="default: comparisons/ and the record's name")
     own.add_argument("--quick", action="store_true", help="a tiny version, to see that it works")
     own.add_argument("--fresh", action="store_true", help="make again what is kept")
-    own.add_argument("--help", "-h", action="help")
-    return own.parse_args(words)
+    return own
 
 
 def record_of(name: str) -> Record:
@@ -76,7 +82,7 @@ def make_all(names: Sequence[str], out: Path, quick: bool, fresh: bool) -> int:
         if fresh:
             file_of(out, name).unlink(missing_ok=True)
         try:
-            kept = make(name, record, out, quick)
+            made = make(name, record, out, quick)
         except KeyboardInterrupt:
             print(f"interrupted\nwhat is done is kept in {out}; the same command goes on there", flush=True)
             return INTERRUPTED
@@ -85,13 +91,55 @@ def make_all(names: Sequence[str], out: Path, quick: bool, fresh: bool) -> int:
             missing[name] = one_line(error)
             continue
         words = ["python", "scripts/compare.py", "--experiment", name, *["--quick"] * quick]
-        sections.append(page.section(name, record, kept, out, shlex.join(words)))
-        print(
-            f"\n{sections[-1].verdict.markdown}\n{''.join(table.markdown for table in sections[-1].tables)}"
-        )
-    at = DOCS / page.PAGE if out.resolve() == DOCS / "results" / "records" else out / page.PAGE
+        sections.append(page.section(name, record, made, out, shlex.join(words)))
+        print("", sections[-1].verdict.markdown, *(of.markdown for of in sections[-1].tables), sep="\n")
+    at = DOCS / page.PAGE if out.resolve() == KEPT[ALL] else out / page.PAGE
     page.write(sections, missing, at, out)
-    for sentence in page.failed(sections):
+    for sentence in (sentence for section in sections for sentence in section.failed):
         print(f"did not come back: {sentence}")
     print(f"written to {at} and {out / page.REPORT}")
     return FAILED if missing else 0
+
+
+def file_of(folder: Path, name: str) -> Path:
+    """Return the file of a record's results."""
+    return folder / f"{name}.json"
+
+
+def make(name: str, record: Record, folder: Path, quick: bool) -> Made:
+    """Make the steps of a record that are not kept; return all. Raises whatever a step raises.
+
+    What is done until an interruption or an error is kept.
+    """
+    steps, file = record.steps(quick), file_of(folder, name)
+    try:
+        before: Made = json.loads(file.read_text()) if file.exists() else {}
+    except ValueError as error:
+        raise ConfigError(f"{file} cannot be read: {error}; remove it, or choose another --out") from error
+    made: Made = {}
+    for number, (key, step) in enumerate(steps.items(), 1):
+        print(f"[{number}/{len(steps)}] {name}: {key} ... ", end="", flush=True)
+        asked = json.loads(json.dumps(step.asked))
+        if key in before and before[key]["asked"] == asked:
+            made[key] = before[key]
+            print("kept from before")
+            continue
+        made[key] = {"asked": asked, **_run(step)}
+        _write(file, before | made)
+        print(duration(made[key]["wall_s"]), flush=True)
+    _write(file, made)
+    return made
+
+
+def _run(step: Step) -> dict[str, Any]:
+    machine = {**describe_machine(), "load": f"{os.getloadavg()[0]:.1f}"}
+    start = time.perf_counter()
+    result = step.function(**step.arguments)
+    return {"result": result, "wall_s": round(time.perf_counter() - start, 1), "machine": machine}
+
+
+def _write(path: Path, made: Mapping[str, Any]) -> None:
+    """Write a file whole or not at all."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(made, indent=1) + "\n")
+    new.replace(path)

@@ -6,7 +6,7 @@ the same machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -26,6 +26,7 @@ from comparison.runs import Runs, claim
 from pipetrain.config.build import make_model, make_schedule, make_task
 from pipetrain.config.settings import Settings
 from pipetrain.model.specs import Size, TensorSpec, ValueSpec
+from pipetrain.plan.cost_estimate import Layer
 from pipetrain.plan.costs import Profile
 from pipetrain.plan.csv_tables import Rows, read_rows
 from pipetrain.plan.make_plan import make_plan
@@ -86,17 +87,21 @@ def predicted(
     example: Sequence[int],
     profile: Any = None,
     schedule: str = "gpipe",
+    layers: list[Layer] | None = None,
 ) -> dict[str, Any]:
     """Plan a batch of a model of any size, which is made nowhere; return what the plan says.
 
     `balance`: layers of each stage; `microbatch`: its samples; `profile`: what `profiled` returned for as
-    many, None: by estimated work. The `seconds` of a batch, by work in forwards of a microbatch through the
-    whole model; the most bytes of each stage (`peaks`); `layers`, `parameters`; and `routes`: source, target
-    and bytes of each value that goes from stage to stage with a microbatch.
+    many, None: by estimated work; `layers`: what `estimate` returned for as many, by which peaks are without
+    the loss. The `seconds` of a batch, by work in forwards of a microbatch through the whole model; the most
+    bytes of each stage (`peaks`); `layers`, `parameters`; and `routes`: source, target and bytes of each
+    value that goes from stage to stage with a microbatch.
     """
     words = [f"batch_size={microbatches * microbatch}", f"microbatches={microbatches}", partition(balance)]
     known = None if profile is None else Profile.from_json(profile)
-    plan = on_paper((*overrides, *words, f"stages={len(balance)}"), schedule, example, lambda full: known)
+    plan = on_paper(
+        (*overrides, *words, f"stages={len(balance)}"), schedule, example, lambda full: known, layers=layers
+    )
     settings = plan.settings
     run, size = plan.timeline(), settings.full
     return {
@@ -112,12 +117,19 @@ def predicted(
     }
 
 
+def estimate(overrides: Sequence[str], microbatch: int, example: Sequence[int]) -> list[Layer]:
+    """Return the layers of a model for so many samples, which takes most of the time of a plan."""
+    words = (*overrides, f"batch_size={microbatch}", "microbatches=1", "stages=1")
+    return [*on_paper(words, "gpipe", example, lambda full: None).table.layers]
+
+
 def on_paper(
     overrides: Sequence[str],
     schedule: str,
     example: Sequence[int],
     profile: Callable[[Size], Profile | None],
     batches: int = 1,
+    layers: list[Layer] | None = None,
 ) -> Plan:
     """Return the plan of windows of so many batches, of a model that is made nowhere.
 
@@ -126,7 +138,7 @@ def on_paper(
     cfg = compose_task(Task((*overrides, "build=stages")), schedule)
     settings = Settings.composed(cfg, schedule, None)
     with torch.device("meta"):
-        model = make_model(cfg, settings.seed, settings.dtype)
+        model = layers or make_model(cfg, settings.seed, settings.dtype)
     return make_plan(
         Draft.of(settings, make_schedule(cfg)),
         model,
@@ -167,6 +179,12 @@ def partition(balance: Sequence[int]) -> str:
     return f"partition={[*accumulate(balance)][:-1] or 'even'}"
 
 
+def ends(values: Iterable[float]) -> tuple[float, float]:
+    """Return the least and the most."""
+    known = [*values]
+    return min(known), max(known)
+
+
 @dataclass(frozen=True, slots=True)
 class Race:
     """What `raced` returned, read: a contestant that failed raises RuntimeError with its failure."""
@@ -193,5 +211,4 @@ class Race:
 
     def spread(self, name: str, other: str) -> tuple[float, float]:
         """Return the least and the most of these."""
-        ratios = self.ratios(name, other)
-        return min(ratios), max(ratios)
+        return ends(self.ratios(name, other))

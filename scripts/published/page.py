@@ -1,7 +1,7 @@
-"""The pages: every record beside what was found here, as Markdown to read in a checkout and as one HTML file.
+"""The pages: every record beside what was found here.
 
-First a table of all records, then for each its verdict, its charts and its figures, with the command, the
-machine and the date. What was run and what the plan predicts are told apart in each line.
+`records.md` is to be read: for each record what it was, what ran, a verdict with a line for each thing that
+must come back, and the numbers as tables by place. `report.html` has every line, with spreads and bounds.
 """
 
 from __future__ import annotations
@@ -9,101 +9,138 @@ from __future__ import annotations
 import os
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from comparison.table import Table, markdown_table
 from published.charts import draw
-from published.record import Check, Figure, Findings, How, Record
-from published.running import Kept
+from published.record import Check, Findings, Place, Record, Series
 
 PAGE, REPORT = "records.md", "report.html"
 WORDS = ("record", "what", "from", "what must come back", "published", "here", "came back")
+FEW, WIDE = 3, 5  # cases that stand in a line; columns, beyond which named places are rows
 CAME = {True: "yes", False: "**no**", None: "not tried"}
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A record as it is shown."""
+    """A record as it is shown. `made`: by what command and when; `picture`: its file; `notes`: sentences."""
 
     name: str
     record: Record
     findings: Findings
-    made: Sequence[str]  # sentences: command, machines, dates
-    picture: str  # its file
+    made: str
+    picture: str
+    notes: Sequence[str]
 
     @property
     def came_back(self) -> str:
         """How many of its checks came back."""
-        tried = [check for check in self.findings.checks if check.came_back is not None]
-        left = len(self.findings.checks) - len(tried)
-        count = f"{sum(bool(check.came_back) for check in tried)} of {len(tried)}"
-        return count + f", {left} not tried" * bool(left)
+        return came_back(self.findings.checks)
 
     @property
     def verdict(self) -> Table:
         """What must come back, and whether it did."""
-        head = ["what must come back", self.record.beside, "here", "came back"]
+        checks = self.findings.checks
+        return self._verdict([[c.what, c.published, c.here, CAME[c.came_back]] for c in checks])
+
+    @property
+    def short_verdict(self) -> Table:
+        """A line for each thing that must come back: its cases, of many those that did not."""
+        if self.findings.tables:
+            return self.verdict
+        groups: dict[str, dict[str, Check]] = {}
+        for check in self.findings.checks:
+            case, _, what = check.what.rpartition(": ")
+            groups.setdefault(what, {})[case] = check
+        lines = []
+        for what, cases in groups.items():
+            if len(cases) == 1:
+                (check,) = cases.values()
+                lines.append([check.what, check.published, check.here, CAME[check.came_back]])
+            else:
+                lines.append([what, *_several(cases), came_back([*cases.values()])])
+        return self._verdict(lines)
+
+    def _verdict(self, lines: Sequence[Sequence[str]]) -> Table:
+        beside = self.record.beside
         return Table(
-            "Verdict",
-            head,
-            [_check(check) for check in self.findings.checks],
-            (),
-            (*WORDS, self.record.beside),
+            "Verdict", ["what must come back", beside, "here", "came back"], lines, (), (*WORDS, beside)
         )
 
     @property
-    def tables(self) -> list[Table]:
-        """Its own tables, or every figure; the last one has the notes."""
-        *others, last = self.findings.tables or [self._figures]
-        return [*others, replace(last, notes=self.findings.notes)]
+    def tables(self) -> Sequence[Table]:
+        """Its own tables, or every number."""
+        return self.findings.tables or [figures(self.findings.series)]
 
     @property
-    def _figures(self) -> Table:
-        head = ["what", "published", "here", "from", "least - most", "bound"]
-        lines = [_figure(figure) for figure in self.findings.figures]
-        full = [n for n in range(len(head)) if n < 4 or any(line[n] != "-" for line in lines)]
-        kept = [[line[n] for n in full] for line in lines]
-        return Table("Figures", [head[n] for n in full], kept, (), ("what", "from"))
+    def short_tables(self) -> Sequence[Table]:
+        """Its own tables, or its series by place."""
+        return self.findings.tables or by_place(self.findings.series)
+
+    @property
+    def failed(self) -> list[str]:
+        """What did not come back, as sentences."""
+        return [
+            f"{self.name}: {check.what}: {self.record.beside} {check.published}, here {check.here}"
+            for check in self.findings.checks
+            if check.came_back is False
+        ]
 
 
-def section(name: str, record: Record, kept: Kept, folder: Path, command: str) -> Section:
+def _several(cases: Mapping[str, Check]) -> tuple[str, str]:
+    """Return what was published of several cases, and what is here."""
+    shown = {case: check for case, check in cases.items() if len(cases) <= FEW or check.came_back is False}
+    published, here = ({getattr(check, name) for check in cases.values()} for name in ("published", "here"))
+    if len(published) == 1 and len(here) == 1:
+        return published.pop(), here.pop()
+    own = len(published) > 1
+    says = [
+        f"{case}: " + (f"**{c.here}**" if c.came_back is False else c.here) + f" ({c.published})" * own
+        for case, c in shown.items()
+    ]
+    left = "all others" if says else "all"
+    says += [left] if len(shown) < len(cases) else []
+    return "in brackets" if own else published.pop(), "; ".join(says)
+
+
+def came_back(checks: Sequence[Check]) -> str:
+    """Return how many of the checks came back."""
+    tried = [check for check in checks if check.came_back is not None]
+    left = len(checks) - len(tried)
+    return (
+        f"{len([check for check in tried if check.came_back])} of {len(tried)}"
+        + f", {left} not tried" * bool(left)
+    )
+
+
+def section(
+    name: str, record: Record, results: Mapping[str, Mapping[str, Any]], folder: Path, command: str
+) -> Section:
     """Say what the results of a record's steps are, and draw them."""
-    findings = record.show({key: step["result"] for key, step in kept.items()})
+    findings = record.findings({key: step["result"] for key, step in results.items()})
     picture = f"{name}.png"
     draw(findings.charts, folder / picture)
-    for file, text in findings.files.items():
-        (folder / file).write_text(text)
-    return Section(name, record, findings, _made(kept, command), picture)
+    for file in findings.files:
+        (folder / file.name).write_text(file.text)
+    made, machine = _made(results, command)
+    return Section(name, record, findings, made, picture, [*record.notes, machine])
 
 
-def _made(kept: Kept, command: str) -> list[str]:
-    """Say by what command, on what and when."""
-    machines = [step["machine"] for step in kept.values()]
-    dates = sorted(machine["date"] for machine in machines)
-    when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+def _made(results: Mapping[str, Mapping[str, Any]], command: str) -> tuple[str, str]:
+    """Say by what command and when, and on what."""
+    machines = [step["machine"] for step in results.values()]
+    dates = sorted(machine["date"].split()[0] for machine in machines)
+    when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     kinds = {f"{m['machine']}, torch {m['torch']}, Python {m['python']}": None for m in machines}
     revisions = {machine["pipetrain"]: None for machine in machines}
     loads = [float(machine["load"]) for machine in machines]
-    total = sum(step["wall_s"] for step in kept.values())
-    return [
-        f"`{command}`",
-        f"{'; '.join(kinds)}; load {min(loads):.1f} to {max(loads):.1f} before a step",
-        f"{when}; {total:.0f} s; pipetrain {', '.join(revisions)}",
-    ]
-
-
-def _check(check: Check) -> list[str]:
-    return [check.what, check.published, check.here, CAME[check.came_back]]
-
-
-def _figure(figure: Figure) -> list[str]:
-    numbers = (figure.published, figure.here, figure.bound)
-    published, here, bound = ("-" if n is None else f"{number(n)} {figure.unit}".strip() for n in numbers)
-    spread = " - ".join(map(number, figure.spread)) if figure.spread else "-"
-    return [figure.what, published, here, "-" if figure.here is None else figure.how.value, spread, bound]
+    total = sum(step["wall_s"] for step in results.values())
+    said = f"`{command}`: {total:.0f} s, {when}, load {min(loads):.1f} to {max(loads):.1f}"
+    return f"{said}, pipetrain {', '.join(revisions)}", f"Made on: {'; '.join(kinds)}."
 
 
 def number(value: float) -> str:
@@ -111,6 +148,76 @@ def number(value: float) -> str:
     if value == int(value) or abs(value) >= 10000:
         return f"{value:,.0f}"
     return f"{value:.4g}"
+
+
+def figures(every: Sequence[Series]) -> Table:
+    """Return a line for each number."""
+    lines = []
+    for series in every:
+        for place, here in series.here.items():
+            spread = " - ".join(map(number, series.spread[place])) if place in series.spread else "-"
+            numbers = (series.published.get(place), here, series.bound.get(place))
+            theirs, ours, bound = (
+                "-" if n is None else f"{number(n)} {series.unit}".strip() for n in numbers
+            )
+            at = place if isinstance(place, str) else f"{series.at} = {place:g}"
+            what = f"{', '.join(filter(None, [series.of, at]))}: {series.name}"
+            lines.append([what, theirs, ours, series.how.value, spread, bound])
+    head = ["what", "published", "here", "from", "least - most", "bound"]
+    full = [n for n in range(len(head)) if n < 4 or any(line[n] != "-" for line in lines)]
+    return Table("Figures", [head[n] for n in full], [[of[n] for n in full] for of in lines], (), WORDS[1:3])
+
+
+def by_place(every: Sequence[Series]) -> list[Table]:
+    """Return tables of series whose places are among another's, but for single numbers.
+
+    In brackets: as published.
+    """
+    groups: list[list[Series]] = []
+    for series in every:
+        for group in groups:
+            if series.at == group[0].at and (_within(series, group[0]) or _within(group[0], series)):
+                group.append(series)
+                break
+        else:
+            groups.append([series])
+    return [_table(group) for group in groups if sum(len(series.here) for series in group) > 1]
+
+
+def _within(one: Series, other: Series) -> bool:
+    return {*one.here} <= {*other.here}
+
+
+def _table(group: Sequence[Series]) -> Table:
+    at, hows = group[0].at, {series.how.value for series in group}
+    alike = hows.pop() if len(hows) == 1 else ""
+    head = ", ".join(filter(None, [alike, f"by {at}" * bool(at)]))
+    places = list(dict.fromkeys(place for series in group for place in series.here))
+    names = [place if isinstance(place, str) else f"{place:g}" for place in places]
+    labels = [_label(series) + f", {series.how.value}" * (not alike) for series in group]
+    cells = [[_cell(series, place) for place in places] for series in group]
+    lines = [[label, *row] for label, row in zip(labels, cells, strict=True)]
+    table = [[head, *names], *lines]
+    if not at and len(places) > WIDE:
+        table = [[*column] for column in zip(*table, strict=True)]
+    return Table("", table[0], table[1:], (), (head,))
+
+
+def _label(series: Series) -> str:
+    words = ": ".join(filter(None, [series.of, series.name]))
+    return f"{words}, {series.unit}" if series.unit else words
+
+
+def _cell(series: Series, place: Place) -> str:
+    if place not in series.here:
+        return "-"
+    here = number(series.here[place])
+    return f"{here} ({number(series.published[place])})" if place in series.published else here
+
+
+def unpadded(table: Table) -> str:
+    """Return a table of long cells as Markdown."""
+    return "\n".join(f"| {' | '.join(of)} |" for of in (table.head, ["---"] * len(table.head), *table.lines))
 
 
 def overview(sections: Sequence[Section]) -> Table:
@@ -134,41 +241,38 @@ def write(sections: Sequence[Section], missing: Mapping[str, str], page: Path, f
         overview=None if alone else overview(sections),
         missing=missing,
         pictures=pictures,
-        how=How,
     )
     (folder / REPORT).write_text(text)
 
 
-def markdown(sections: Sequence[Section], missing: Mapping[str, str], pictures: str) -> str:
-    """Return the whole page. `pictures`: the folder of the pictures, from the page's."""
-    all_of_them = overview(sections)
+def markdown(sections: Sequence[Section], missing: Mapping[str, str], folder: str) -> str:
+    """Return the whole page. `folder`: of pictures and report, from the page's; shared notes come first."""
+    all_of_them, notes = overview(sections), [note for one in sections for note in one.notes]
+    shared = [note for note in dict.fromkeys(notes) if notes.count(note) > 1]
     parts = [
         "# Published records, made again",
-        "Each record of a system that pipetrain does the work of, beside what was found here. `run here`: "
-        "measured; `planned here`: predicted by the plan, and by nothing else. Absolute numbers are of other "
-        "machines: what must come back is the shape, and every line of a verdict can fail.",
+        "Records of systems that pipetrain does the work of, beside what was found here. `run here`: "
+        "measured; `planned here`: predicted by the plan alone; in brackets: as published. Absolute "
+        "numbers are of other machines: what must come back is the shape. A line of a verdict may have "
+        "several cases, of many those that failed; they are bold. Every line, with spreads and bounds: "
+        f"[{REPORT}]({Path(folder, REPORT).as_posix()}).",
+        *shared,
         markdown_table([all_of_them.head, *all_of_them.lines], WORDS).rstrip(),
         *(f"Not made: {name}: {why}" for name, why in missing.items()),
     ]
     for one in sections:
         parts += [
             f"## {one.name}",
-            f"{one.record.title}. {one.record.source}",
+            f"**{one.record.title}.** {one.record.source}",
             *([f"Wrong in the record: {one.record.wrong}"] if one.record.wrong else []),
             *one.findings.text,
-            one.verdict.markdown.rstrip(),
-            f"![{one.record.title}]({Path(pictures, one.picture).as_posix()})",
-            *(f"### {table.name}\n\n{table.markdown.rstrip()}" for table in one.tables),
-            "\n".join(f"- {sentence}" for sentence in one.made),
+            *(note for note in one.notes if note not in shared),
+            unpadded(one.short_verdict),
+            f"![{one.name}]({Path(folder, one.picture).as_posix()})",
+            *(
+                f"### {table.name}\n\n{table.markdown}".removeprefix("### \n\n").rstrip()
+                for table in one.short_tables
+            ),
+            one.made,
         ]
     return "\n\n".join(parts) + "\n"
-
-
-def failed(sections: Sequence[Section]) -> list[str]:
-    """Return what did not come back, as sentences."""
-    return [
-        f"{s.name}: {check.what}: {s.record.beside} {check.published}, here {check.here}"
-        for s in sections
-        for check in s.findings.checks
-        if check.came_back is False
-    ]

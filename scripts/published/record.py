@@ -1,20 +1,27 @@
-"""A published record and what is found here: figures, checks that can fail, and charts.
+"""A published record and what is found here: numbers, checks that can fail, and charts.
 
-What was run here and what only the plan predicts are never mixed: each figure and each line says which it is.
+What was run here and what only the plan predicts are never mixed: each series and each line says which it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import Any
 
-if TYPE_CHECKING:
-    from comparison.table import Table
+from comparison.table import Table
 
 Results = Mapping[str, Any]
 """What the steps of a record returned, by their names."""
+Place = float | str
+"""Where a number of a series stands, such as a number of stages or a method."""
+
+
+def those(results: Results, start: str) -> dict[str, Any]:
+    """Return the results of the steps whose names begin so, by what follows."""
+    return {key.removeprefix(start): of for key, of in results.items() if key.startswith(start)}
 
 
 class How(StrEnum):
@@ -40,42 +47,68 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """A line of a record's table. `spread`: the least and the most of what was measured here.
+class Line:
+    """A line of a chart through points, x to y. `band`: the least and the most at each point."""
 
-    `published`, `here`, `bound`: in `unit`; None where there is none. `how`: where `here` comes from.
+    name: str
+    how: How
+    points: Mapping[Any, float]
+    band: Sequence[tuple[float, float]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Numbers of one kind at several places: a row of a table, and lines of a chart.
+
+    `name`: what they are, `of` whom; `at`: what the places are. By place, in `unit`: `here`, `published`,
+    `bound`, and `spread`, the least and the most that was measured. `how`: where `here` comes from.
     """
 
-    what: str
-    published: float | None = None
-    here: float | None = None
+    of: str
+    name: str
+    at: str
+    here: Mapping[Any, float]
     how: How = How.RUN
-    spread: tuple[float, float] | None = None
-    bound: float | None = None
     unit: str = ""
+    published: Mapping[Any, float] = field(default_factory=dict)
+    bound: Mapping[Any, float] = field(default_factory=dict)
+    spread: Mapping[Any, tuple[float, float]] = field(default_factory=dict)
+
+    @classmethod
+    def measured(
+        cls,
+        of: str,
+        name: str,
+        at: str,
+        values: Mapping[Any, Sequence[float]],
+        middle: Callable[[Sequence[float]], float] = median,
+        **more: Any,
+    ) -> Series:
+        """Return the middle and the spread of what was measured several times."""
+        here = {place: middle(each) for place, each in values.items()}
+        spread = {place: (min(each), max(each)) for place, each in values.items()}
+        return cls(of, name, at, here, spread=spread, **more)
+
+    def line(self, name: str = "") -> Line:
+        """Return the line of what was found here."""
+        return Line(name or self.of, self.how, self.here)
+
+    def theirs(self, name: str = "") -> Line:
+        """Return the line of what was published."""
+        return Line(name or self.of, How.PUBLISHED, self.published)
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
     """A line of the verdict: what must come back, in words or figures, and whether it did.
 
-    `came_back`: None for what could not be tried here; `here` says why.
+    `what`: `case: what`, or what alone. `came_back`: None for what could not be tried here; `here` says why.
     """
 
     what: str
     published: str
     here: str
     came_back: bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line of a chart through points (x, y). `band`: the least and the most at each point."""
-
-    name: str
-    how: How
-    points: Sequence[tuple[float, float]]
-    band: Sequence[tuple[float, float]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,33 +123,53 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
+class File:
+    """Something to write beside the page."""
+
+    name: str
+    text: str
+
+
+Finding = Series | Check | Chart | Table | File | str
+"""What a record says of its results; a table stands in place of those of the series, words before all."""
+
+
+@dataclass(frozen=True, slots=True)
 class Findings:
-    """What a record's results say. `notes`: what a reader of the tables has to know.
+    """What a record says, by kind."""
 
-    `tables`: in place of figures; `files`: more to write beside the page, by name; `text`: what came out, in
-    paragraphs.
-    """
-
-    figures: Sequence[Figure]
+    series: Sequence[Series]
     checks: Sequence[Check]
     charts: Sequence[Chart]
-    notes: Sequence[str] = ()
-    tables: Sequence[Table] = ()
-    files: Mapping[str, str] = field(default_factory=dict)
-    text: Sequence[str] = ()
+    tables: Sequence[Table]
+    files: Sequence[File]
+    text: Sequence[str]
+
+    @classmethod
+    def of(cls, findings: Iterable[Finding]) -> Findings:
+        """Sort findings by their kinds."""
+        by_kind: dict[type, list[Any]] = {kind: [] for kind in (Series, Check, Chart, Table, File, str)}
+        for finding in findings:
+            by_kind[type(finding)].append(finding)
+        return cls(*by_kind.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """A published record. `steps`: what is measured, with True a tiny version; `show`: what it says.
 
-    `source`: who published it, and on what; `wrong`: what is wrong in it, as far as is known; `beside`: what
-    the numbers here stand beside.
+    `source`: who published it, and on what; `wrong`: what is wrong in it, as far as is known; `notes`: what
+    ran here, and what a reader of the numbers has to know; `beside`: what the numbers here stand beside.
     """
 
     title: str
     source: str
     steps: Callable[[bool], Mapping[str, Step]]
-    show: Callable[[Results], Findings]
+    show: Callable[[Results], Iterator[Finding]]
+    notes: Sequence[str] = ()
     wrong: str = ""
     beside: str = "published"
+
+    def findings(self, results: Results) -> Findings:
+        """Return what results say."""
+        return Findings.of(self.show(results))

@@ -13,6 +13,7 @@ from torch import nn
 from benchmark import models
 from benchmark.contestants import plain
 from benchmark.tasks import Task, prepare
+from published.beside import THEIRS, raced_beside
 
 beside = pytest.importorskip("benchmark.beside_torchgpipe", reason="pip install pipetrain[records]")
 ALONE = SimpleNamespace(world=SimpleNamespace(rank=0, size=1), device=torch.device("cpu"))
@@ -69,26 +70,17 @@ def test_bytes_of_theirs_by_hand(recompute, blocks):
 
 
 @pytest.mark.processes
-def test_a_race_whose_figures_are_json_and_bytes_of_ours_by_hand():
-    figures = beside.race_torchgpipe(
-        PRODUCTS, [2, 2], M * SAMPLES, M, rounds=2, example=[WIDTH], classes=WIDTH, batches=2
-    )
-    assert json.loads(json.dumps(figures)) == figures
-    assert list(figures) == ["gpipe", "1f1b", "torchgpipe"]
-    assert {name: of["forward_s"] is None for name, of in figures.items()} == {
-        "gpipe": False,
-        "1f1b": True,
-        "torchgpipe": False,
-    }
-    for of in figures.values():
-        assert len(of["losses"]) == 2
-        assert of["losses"] == pytest.approx(figures["torchgpipe"]["losses"], abs=1e-12)
-        assert len(of["step_s"]["all"]) == 2
-        assert of["step_s"]["least"] <= of["step_s"]["median"] <= of["step_s"]["most"]
-    times = figures["torchgpipe"]
-    assert len(times["forward_s"]["all"]) == 4
-    assert times["forward_s"]["least"] < times["step_s"]["most"]
+def test_a_race_whose_results_are_json_and_bytes_of_ours_by_hand():
+    words = (*PRODUCTS, f"batch_size={M * SAMPLES}", f"microbatches={M}", "recompute=never")
+    entrants = {name: (name, [2, 2]) for name in ("gpipe", "1f1b", THEIRS)}
+    results = raced_beside(words, entrants, 2, [WIDTH], WIDTH)
+    assert json.loads(json.dumps(results)) == results
+    assert {name: len(of["forwards"]) for name, of in results.items()} == {"gpipe": 2, "1f1b": 0, THEIRS: 2}
+    for of in results.values():
+        assert of["losses"] == pytest.approx(results[THEIRS]["losses"], abs=1e-12)
+        assert len(of["seconds"]) == 2
+    assert min(results[THEIRS]["forwards"]) < max(results[THEIRS]["seconds"])
     # Of the first rank: outputs of tanh in flight, the gradient that has come and two receives posted ahead,
     # and the gradient of what is before tanh.
-    first = {name: of["peak_bytes"][0] for name, of in figures.items()}
-    assert first == {"gpipe": (M + 4) * BLOCK, "1f1b": (2 + 4) * BLOCK, "torchgpipe": (M + 1) * BLOCK}
+    first = {name: of["peaks"][0] for name, of in results.items()}
+    assert first == {"gpipe": (M + 4) * BLOCK, "1f1b": (2 + 4) * BLOCK, THEIRS: (M + 1) * BLOCK}

@@ -32,7 +32,7 @@ from pipetrain.schedule.draw import as_text
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.schedule.simulate import simulate
-from published.cli import read
+from published import cli as published
 from tests.comparison.support import asked
 from tests.gpu import cli as gpu
 from tests.support.cases import SCHEDULES, config, options_of
@@ -159,9 +159,13 @@ def test_every_plan_command_runs(command, tmp_path, monkeypatch):
     assert run_plan(command, monkeypatch) == 0
 
 
+def compared_by(words: Sequence[str]) -> object:
+    return published.parser().parse_args(words) if published.asked_for(words) else asked(*words)
+
+
 READERS = {
     "scripts/bench.py": lambda words: cli.parser().parse_args(words),
-    "scripts/compare.py": lambda words: read(words) or asked(*words),
+    "scripts/compare.py": compared_by,
     "scripts/gpu_check.py": lambda words: gpu.parser().parse_args(words),
 }
 

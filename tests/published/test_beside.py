@@ -6,6 +6,7 @@ import pytest
 
 from published.beside import bound, forwards_chart, held_against, scaled
 from published.measures import Race
+from published.record import Findings
 
 OURS = {"seconds": [2.0, 2.0], "forwards": [0.5, 0.7], "peaks": [1 << 20, 3 << 20], "failure": ""}
 THEIRS = {"seconds": [3.0, 4.0], "forwards": [0.6, 0.6], "peaks": [2 << 20], "failure": ""}
@@ -24,15 +25,15 @@ def test_a_balance_of_fewer_layers_has_as_many_stages() -> None:
 
 def test_ours_is_held_against_theirs_and_where_they_fail_it_is_not_tried() -> None:
     race = Race({"pipeline-1": OURS, "torchgpipe-1": THEIRS})
-    figures, checks = held_against(race, {"pipeline-1": "torchgpipe-1"})
-    assert [figure.here for figure in figures] == pytest.approx([1.75, 3.0, 2.0, 1.0])
-    assert [check.came_back for check in checks] == [True, False]
+    found = Findings.of(held_against(race, {"pipeline-1": "torchgpipe-1"}))
+    assert [of.here["pipeline-1"] for of in found.series] == pytest.approx([1.75, 3.0, 2.0, 1.0])
+    assert [check.came_back for check in found.checks] == [True, False]
     assert [line.name for line in forwards_chart(race, [1]).lines][1::2] == [
         "ours, forwards",
         "torchgpipe, forwards",
     ]
     failed = Race({"pipeline-1": OURS, "torchgpipe-1": {"failure": "no module"}})
-    figures, checks = held_against(failed, {"pipeline-1": "torchgpipe-1"})
-    assert not figures
-    assert all(check.came_back is None and "no module" in check.here for check in checks)
+    found = Findings.of(held_against(failed, {"pipeline-1": "torchgpipe-1"}))
+    assert not found.series
+    assert [check.came_back for check in found.checks if "no module" in check.here] == [None, None]
     assert len(forwards_chart(failed, [1]).lines) == 2

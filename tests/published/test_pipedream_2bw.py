@@ -24,8 +24,7 @@ def test_its_verdict_can_fail(slow: bool) -> None:
     for n, name in enumerate(names[:3]):
         results[f"train, GPT, {name}, 0"] = {"curves": {"val_loss": [3.0, 2.0 + n / 4]}}
         results[f"held, {name}"] = [(stage, of * 2**20, 0) for stage, of in enumerate(mib[name])]
-    findings = pipedream_2bw.show(results)
+    findings = pipedream_2bw.RECORD.findings(results)
     assert [check.came_back for check in findings.checks] == [not slow] * 3
-    to_loss = {figure.what: figure.here for figure in findings.figures if "updates to" in figure.what}
-    assert to_loss["GPT, 1f1b: updates to a test loss of 2.5"] == 30
-    assert to_loss["GPT, pipedream_2bw: updates to a test loss of 2.5"] == 40
+    (updates,) = (of for of in findings.series if of.name == "to a test loss of 2.5" and of.unit == "updates")
+    assert (updates.here["1f1b"], updates.here["pipedream_2bw"]) == (30, 40)

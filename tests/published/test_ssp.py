@@ -27,7 +27,7 @@ def test_its_verdict_can_fail(came: bool) -> None:
         for way in (ssp.SSP, ssp.PARALLEL)
     }
     ring = ssp.versions(4 if came else 3, 7)
-    findings = ssp.show({"versions": ring, "plan vgg16": ways, "race 2": race, **held})
+    findings = ssp.RECORD.findings({"versions": ring, "plan vgg16": ways, "race 2": race, **held})
     assert [check.came_back for check in findings.checks] == [came] * 4 + [None]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from statistics import median
 from typing import Any
@@ -13,11 +13,14 @@ import torch
 from pipetrain.commands.cli import composed, values_of
 from pipetrain.plan.paper_plan import planned
 from pipetrain.schedule.memory import GIB, totals
-from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
+from published.beside import THEIRS, raced_beside
+from published.measures import Race
+from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step, those
 
 PARAMETERS = 89_762_304
 MODES = NEVER, ALWAYS = "never", "always"
-WHO = OURS, THEIRS = "gpipe", "torchgpipe"
+OURS = "gpipe"
+WHO = OURS, THEIRS
 BALANCES = {1: [15], 2: [7, 8], 4: [4, 3, 3, 5]}
 IN = (1, 2, 4, 8, 16, 32, 64)  # microbatches
 RATIOS = {  # always / never, from two microbatches on
@@ -31,17 +34,6 @@ FULL = (*GPT, "data.block=128", "model.vocabulary=3000")
 NARROW = (*GPT, "data.block=16", "model.vocabulary=375", "model.width=96")
 WIDER = (*GPT, "data.block=32", "model.vocabulary=750", "model.width=192")
 TINY = (*GPT, "data.block=8", "model.vocabulary=256", "model.width=16", "model.heads=2", "model.depth=2")
-NOTES = (
-    "The record counts 16 layers, with the embeddings of tokens and of positions apart; here there are 15. "
-    "Its cuts [16], [8,8], [5,3,3,5], three blocks a quarter, are [15], [7,8], [4,3,3,5].",
-    "Runs: 12 blocks of 12 heads, an eighth of its width, vocabulary and sequence (96, 375, 16), 64 samples "
-    "of Shakespeare; times: a quarter of these (192, 750, 32), 32 samples in 8. Counted alike for all, at "
-    "each operation: activations, gradients on their way, messages; not weights and their gradients.",
-    "Ratios are of the fullest device. Flat in m is what keeps all microbatches open, gpipe: 1f1b and zbv "
-    "keep about K, and fall with m either way. What its backward follows at once is not recomputed here.",
-    "torchgpipe orders the backwards of microbatches by the gradients of what they take, and tokens have "
-    "none: on one device it runs all forwards again before the first backward, and frees nothing by it.",
-)
 
 
 def steps(quick: bool) -> dict[str, Step]:
@@ -83,95 +75,115 @@ def race(
     m: int,
     others: bool = False,
     rounds: int = 1,
-) -> Any:
+) -> dict[str, Any]:
     """Race gpipe, `others`, and torchgpipe in both modes; return seconds and the fullest device's bytes."""
-    from benchmark.beside_torchgpipe import race_torchgpipe  # an extra
-
-    schedules = {OURS: ()} | ({"1f1b": (), "zbv": ("partition=flops",)} if others else {})
-    ways = {f"{s} {mode}": (s, f"recompute={mode}", *schedules[s]) for s in schedules for mode in MODES}
-    figures: dict[str, Any] = {}
-    for mode, more in ((NEVER, ways), (ALWAYS, {})):
-        how: Any = {"rounds": rounds, "ways": more, "example": None, "say": lambda text: None}
-        of_race = race_torchgpipe(overrides, balance, batch, m, mode, **how)
-        figures |= {name if " " in name else f"{name} {mode}": of for name, of in of_race.items()}
-    return {
-        name: {"seconds": of["step_s"]["all"], "peak": max(of["peak_bytes"])} for name, of in figures.items()
+    words: dict[str, list[str]] = {who: [] for who in WHO}
+    words |= {"1f1b": [], "zbv": ["partition=flops"]} if others else {}
+    entrants = {
+        f"{who} {mode}": (who, balance, f"recompute={mode}", *more)
+        for who, more in words.items()
+        for mode in MODES
     }
+    raced = Race(raced_beside([*overrides, f"batch_size={batch}", f"microbatches={m}"], entrants, rounds))
+    return {name: {"seconds": raced.seconds(name), "peak": max(raced.of[name]["peaks"])} for name in entrants}
 
 
 def fitted(peaks: dict[int, float]) -> tuple[float, float, float]:
     """Return N and A of the line N + A / m through peaks by m, by least squares, and its R squared."""
     y, x = np.array([*peaks.values()]), np.array([[1, 1 / m] for m in peaks])
     (fixed, shared), *_ = np.linalg.lstsq(x, y)
-    left = y - x @ (fixed, shared)
-    return float(fixed), float(shared), float(1 - (left**2).sum() / ((y - y.mean()) ** 2).sum())
+    left, all_of_it = ((y - of) ** 2 for of in (x @ (fixed, shared), y.mean()))
+    return float(fixed), float(shared), float(1 - left.sum() / all_of_it.sum()) if all_of_it.any() else 1.0
 
 
-def show(results: Results) -> Findings:
+def show(results: Results) -> Iterator[Finding]:
     """Hold flatness, fit, ratios and time against what was published, and against torchgpipe."""
-    plans = {int(key.split()[1]): of for key, of in results.items() if key.startswith("planned")}
-    parameters, figures = {of["parameters"] for of in plans.values()}, list[Figure]()
-    same, says = parameters == {PARAMETERS}, " and ".join(f"{n:,}" for n in parameters)
-    checks = [Check("parameters", f"{PARAMETERS:,}", says, same)]
+    plans = {int(k): plan for k, plan in those(results, "planned ").items()}
+    parameters = {of["parameters"] for of in plans.values()}
+    says = " and ".join(f"{n:,}" for n in parameters)
+    yield Check("parameters", f"{PARAMETERS:,}", says, parameters == {PARAMETERS})
     lines: dict[str, list[Line]] = {name: [] for name in (*MODES, "ratio", "plan")}
-    for k, of in plans.items():
-        peaks: dict[str, dict[int, float]] = {}
-        for key, races in results.items():
-            for name in races if key.startswith(f"bytes {k} ") else ():
-                peaks.setdefault(name, {})[int(key.split()[2])] = races[name]["peak"] / 2**20
+    flat: dict[str, dict[int, float]] = {who: {} for who in WHO}
+    fits: dict[str, dict[int, float]] = {who: {} for who in WHO}
+    full: dict[str, dict[int, float]] = {mode: {} for mode in MODES}
+    for k, plan in plans.items():
+        races = {int(m): of for m, of in those(results, f"bytes {k} ").items()}
+        names = dict.fromkeys(name for of in races.values() for name in of)
+        peaks = {
+            name: {m: of[name]["peak"] / 2**20 for m, of in races.items() if name in of} for name in names
+        }
         for name, by_m in peaks.items():
-            lines[name.split()[1]].append(Line(f"{name.split()[0]} K={k}", How.RUN, [*by_m.items()]))
+            who, mode = name.split()
+            lines[mode].append(Line(f"{who} K={k}", How.RUN, by_m))
         for who in WHO:
-            never, always = peaks[f"{who} {NEVER}"], peaks[f"{who} {ALWAYS}"]
-            ratios = {m: always[m] / never[m] for m in never if m > 1}
-            for m, ratio in ratios.items():
-                figures.append(Figure(f"K = {k}, m = {m}: always / never, {who}", RATIOS[k][m], ratio))
-            lines["ratio"].append(Line(f"{who} K={k}", How.RUN, [*ratios.items()]))
-            flat, (fixed, shared, fit) = max(never.values()) / min(never.values()), fitted(always)
-            figures.append(Figure(f"K = {k}: max / min without, {who}", 1.18, flat))
-            figures.append(Figure(f"K = {k}: R² of N + A / m, {who}", None, fit))
+            never, always = (peaks[f"{who} {mode}"] for mode in MODES)
+            here = {m: always[m] / never[m] for m in never if m > 1}
+            ratio = Series(f"K = {k}, {who}", "always / never", "m", here, published=RATIOS[k])
+            yield ratio
+            lines["ratio"].append(ratio.line(f"{who} K={k}"))
+            flat[who][k], (fixed, shared, fits[who][k]) = (
+                max(never.values()) / min(never.values()),
+                fitted(always),
+            )
             if who == OURS:
-                says = f"{fixed:.2f} + {shared:.1f} / m MiB, R² {fit:.3f}"
-                checks += [
-                    Check(
-                        f"K = {k}: flat in m without", "max / min 1.12 to 1.18", f"{flat:.2f}", flat <= FLAT
-                    ),
-                    Check(f"K = {k}: with recomputation", "N + A / m", says, fit > FIT),
-                ]
-        lines["ratio"].append(Line(f"K={k}", How.PUBLISHED, [*RATIOS[k].items()]))
+                what, worst = f"K = {k}: flat in m without", flat[who][k]
+                yield Check(what, "max / min 1.12 to 1.18", f"{worst:.2f}", worst <= FLAT)
+                says = f"{fixed:.2f} + {shared:.1f} / m MiB, R² {fits[who][k]:.3f}"
+                yield Check(f"K = {k}: with recomputation", "N + A / m", says, fits[who][k] > FIT)
+        lines["ratio"].append(Line(f"K={k}", How.PUBLISHED, RATIOS[k]))
         most = max(peaks[f"{OURS} {mode}"][m] / peaks[f"{THEIRS} {mode}"][m] for mode in MODES for m in never)
         what = f"K = {k}: holds no more than torchgpipe"
-        checks.append(Check(what, "1", f"{most:.2f} at most", most <= NO_MORE))
+        yield Check(what, "1", f"{most:.2f} at most", most <= NO_MORE)
         for mode in MODES:
-            gib = {m: nbytes / GIB for m, nbytes in zip(never, of[mode], strict=True)}
-            lines["plan"].append(Line(f"{mode} K={k}", How.PLANNED, [*gib.items()]))
-            what = f"full size, K = {k}, m = {m}: {mode}"
-            figures.append(Figure(what, None, gib[m], How.PLANNED, unit="GiB"))
-        for timed in (races for key, races in results.items() if key == f"time {k}"):
-            seconds = {name: median(of["seconds"]) for name, of in timed.items()}
-            dear = {who: seconds[f"{who} {ALWAYS}"] / seconds[f"{who} {NEVER}"] for who in WHO}
-            figures += [Figure(f"K = {k}: time x, {who}", 1.3, dear[who], bound=4 / 3) for who in WHO]
-            came = TIMES[0] <= dear[OURS] <= TIMES[1]
-            checks.append(Check(f"K = {k}: time x", "1.28 to 1.30, ideal 4/3", f"{dear[OURS]:.2f}", came))
-            for mode in MODES:
-                faster = seconds[f"{THEIRS} {mode}"] / seconds[f"{OURS} {mode}"]
-                what = f"K = {k}: as fast as torchgpipe, {mode}"
-                checks.append(Check(what, "1", f"{faster:.2f}", faster >= 1))
+            gib = {m: nbytes / GIB for m, nbytes in zip(never, plan[mode], strict=True)}
+            lines["plan"].append(Line(f"{mode} K={k}", How.PLANNED, gib))
+            full[mode][k] = gib[max(gib)]
+    for who in WHO:
+        yield Series(who, "max / min without", "K", flat[who], published=dict.fromkeys(plans, 1.18))
+        yield Series(who, "R² of N + A / m", "K", fits[who])
+    for mode, by_k in full.items():
+        yield Series(f"full size, m = {max(never)}", mode, "K", by_k, How.PLANNED, "GiB")
+    yield from timed({int(k): Race(of) for k, of in those(results, "time ").items()})
     x, part = "microbatches m", "of the fullest device"
-    charts = [
-        Chart(f"Never recomputed: activations {part}", x, "MiB", lines[NEVER], "x"),
-        Chart(f"Always recomputed: activations {part}", x, "MiB", lines[ALWAYS], "xy"),
-        Chart("Always / never", x, "", lines["ratio"], "xy"),
-        Chart(f"Full size, gpipe: activations {part}", x, "GiB", lines["plan"], "xy"),
-    ]
-    return Findings(figures, checks, charts, NOTES)
+    yield Chart(f"Never recomputed: activations {part}", x, "MiB", lines[NEVER], "x")
+    yield Chart(f"Always recomputed: activations {part}", x, "MiB", lines[ALWAYS], "xy")
+    yield Chart("Always / never", x, "", lines["ratio"], "xy")
+    yield Chart(f"Full size, gpipe: activations {part}", x, "GiB", lines["plan"], "xy")
 
 
+def timed(races: dict[int, Race]) -> Iterator[Finding]:
+    """Hold what recomputation costs in time, and our speed, against torchgpipe's."""
+    cost: dict[str, dict[int, float]] = {who: {} for who in WHO}
+    for k, race in races.items():
+        seconds = {name: median(race.of[name]["seconds"]) for name in race.of}
+        for who in WHO:
+            cost[who][k] = seconds[f"{who} {ALWAYS}"] / seconds[f"{who} {NEVER}"]
+        came = TIMES[0] <= cost[OURS][k] <= TIMES[1]
+        yield Check(f"K = {k}: time x", "1.28 to 1.30, ideal 4/3", f"{cost[OURS][k]:.2f}", came)
+        for mode in MODES:
+            faster = seconds[f"{THEIRS} {mode}"] / seconds[f"{OURS} {mode}"]
+            yield Check(f"K = {k}: as fast as torchgpipe, {mode}", "1", f"{faster:.2f}", faster >= 1)
+    for who, by_k in cost.items() if races else ():
+        ideal, published = dict.fromkeys(by_k, 4 / 3), dict.fromkeys(by_k, 1.3)
+        yield Series(who, "time x", "K", by_k, published=published, bound=ideal)
+
+
+NOTES = (
+    "Runs: 12 blocks of 12 heads, an eighth of its width, vocabulary and sequence (96, 375, 16), 64 "
+    "samples of Shakespeare; times: a quarter (192, 750, 32), 32 samples in 8. Bytes of the fullest "
+    "device, counted alike for all at each operation: activations, their gradients, messages. The record's "
+    "16 layers are 15 here (one embedding), its cuts [16], [8,8], [5,3,3,5] are [15], [7,8], [4,3,3,5].",
+    "Flat in m is gpipe, which keeps all microbatches open; 1f1b and zbv keep about K. What its backward "
+    "follows at once is not recomputed here. torchgpipe orders backwards by the gradients of what they "
+    "take, and tokens have none: on one device it runs all forwards again before the first backward, and "
+    "frees nothing by it.",
+)
 RECORD = Record(
     "Peak activation of GPT-2 by microbatches, with and without recomputation, beside torchgpipe",
     "A published experiment with GPT-2 small (vocabulary 3000, 128 tokens, batch 64) on 1, 2 and 4 GPUs, "
     "with an implementation of its own and with torchgpipe 0.0.7.",
     steps,
     show,
+    NOTES,
     "Its throughput column was taken without synchronising and is void. Its attention ran across the batch.",
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from statistics import median
@@ -13,8 +13,8 @@ from benchmark.contestants import Builders, Theirs, Ways, ours, plain
 from benchmark.models import WHOLE
 from benchmark.tasks import Task, prepare
 from pipetrain.runtime.comm.process_groups import ProcessGroups
-from published.measures import Race, held, raced, trained
-from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
+from published.measures import Race, ends, held, raced, trained
+from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step, those
 
 IN_FOUR, CONSTANT = "microbatches=4", ("lr_schedule=constant", "warmup=0.25", "logger=[]")
 TEXT = ("model=gpt", "model.heads=4", "data=text", "task=language_modelling", "optim=adamw")
@@ -77,72 +77,72 @@ def updates_to(target: float, losses: Sequence[float], batches: int) -> float:
     return batches * (epoch + (before - target) / (before - after))
 
 
-def show(results: Results) -> Findings:
+def show(results: Results) -> Iterator[Finding]:
     """Say what a batch takes, what the loss takes that all runs reach, and what stages hold."""
-    figures, checks, charts = [], [], []
-    for key in [key for key in results if key.startswith("race")]:
-        model, batches = key.removeprefix("race, "), (MODELS | TINY)[key.removeprefix("race, ")][2]
-        timed, curves = Race(results[key]), dict[str, list[list[float]]]()
-        for run, of in results.items():
-            if run.startswith(f"train, {model}, "):
-                curves.setdefault(run.split(", ")[2], []).append(of["curves"]["val_loss"])
-        target = max(map(min, chain(*curves.values())))
-        batch_s = {name: median(timed.seconds(name)) for name in (FLUSH, *ASYNCHRONOUS, DDP, ALONE)}
-        for name, seconds in batch_s.items():
-            what, spread = f"{model}, {name}", (min(timed.seconds(name)), max(timed.seconds(name)))
-            figures.append(Figure(f"{what}: a batch", None, seconds, How.RUN, spread, unit="s"))
-            if name in ASYNCHRONOUS:
-                gain = timed.ratio(name, FLUSH)
-                least_most = timed.spread(name, FLUSH)
-                figures.append(Figure(f"{what}: speed", None, gain, How.RUN, least_most, BOUND, "x 1f1b"))
-                checks.append(Check(f"{what}: a batch", f">= {GAIN} x 1f1b", f"{gain:.2f}", gain >= GAIN))
-            counts = [updates_to(target, losses, batches) for losses in curves.get(name, curves[FLUSH])]
-            for unit, cost in (("updates", 1.0), ("s", seconds)):
-                values = sorted(cost * count for count in counts)
-                least_most = values[0], values[-1]
-                words = f"{what}: {unit} to a test loss of {target:.3g}"
-                figures.append(Figure(words, None, median(values), How.RUN, least_most, unit=unit))
-        for axis, each in (("updates", dict.fromkeys(curves, 1.0)), ("seconds", batch_s)):
-            lines = [learning(name, seeds, batches * each[name]) for name, seeds in curves.items()]
-            charts.append(Chart(f"{model}: test loss", axis, "test loss", lines))
-    memory = {name: [0.0] * DEEP for name in HELD}
-    for name, held_by in memory.items():
-        for stage, nbytes, _ in results.get(f"held, {name}", ()):
-            held_by[stage] = nbytes / 2**20
-            figures.append(
-                Figure(f"GPT, {name}: held by stage {stage} of {DEEP}", here=held_by[stage], unit="MiB")
-            )
-    theirs, two = (max(memory[name]) for name in ASYNCHRONOUS)
-    if theirs:
+    for model, race in those(results, "race, ").items():
+        yield from learned(model, Race(race), those(results, f"train, {model}, "))
+    held_by = {
+        name: {stage + 1: nbytes / 2**20 for stage, nbytes, _ in stages}
+        for name, stages in those(results, "held, ").items()
+    }
+    memory = [Series(name, "held", "stage", of, unit="MiB") for name, of in held_by.items()]
+    yield from memory
+    if memory:
+        theirs, two = (max(held_by[name].values()) for name in ASYNCHRONOUS)
         says = f"{two:.1f} against {theirs:.1f} MiB"
-        checks.append(Check(f"fullest of {DEEP} stages", "2bw below pipedream", says, two < theirs))
-        lines = [Line(name, How.RUN, [*enumerate(of, 1)]) for name, of in memory.items()]
-        charts.append(Chart("Memory at the peak, GPT", "stage, from 1", "MiB", lines, "x"))
-    return Findings(figures, checks, charts, NOTES)
+        yield Check(f"fullest of {DEEP} stages", "2bw below pipedream", says, two < theirs)
+        lines = [series.line() for series in memory]
+        yield Chart("Memory at the peak, GPT", "stage, from 1", "MiB", lines, "x")
+
+
+def learned(model: str, timed: Race, runs: Mapping[str, Any]) -> Iterator[Finding]:
+    """Say what a batch takes, and the loss that all runs of a model reach."""
+    curves, batches = dict[str, list[list[float]]](), (MODELS | TINY)[model][2]
+    for run, of in runs.items():
+        curves.setdefault(run.split(", ")[0], []).append(of["curves"]["val_loss"])
+    target = max(map(min, chain(*curves.values())))
+    rounds = {name: timed.seconds(name) for name in (FLUSH, *ASYNCHRONOUS, DDP, ALONE)}
+    batch_s = {name: median(seconds) for name, seconds in rounds.items()}
+    yield Series.measured(model, "a batch", "", rounds, unit="s")
+    ratios = {name: timed.ratios(name, FLUSH) for name in ASYNCHRONOUS}
+    speed = Series.measured(model, "speed", "", ratios, unit="x 1f1b", bound=dict.fromkeys(ratios, BOUND))
+    yield speed
+    for name, gain in speed.here.items():
+        yield Check(f"{model}, {name}: a batch", f">= {GAIN} x 1f1b", f"{gain:.2f}", gain >= GAIN)
+    for unit, cost in (("updates", dict.fromkeys(batch_s, 1.0)), ("s", batch_s)):
+        values = {
+            name: [
+                cost[name] * updates_to(target, losses, batches) for losses in curves.get(name, curves[FLUSH])
+            ]
+            for name in batch_s
+        }
+        yield Series.measured(model, f"to a test loss of {target:.3g}", "", values, unit=unit)
+    for axis, each in (("updates", dict.fromkeys(curves, 1.0)), ("seconds", batch_s)):
+        lines = [learning(name, seeds, batches * each[name]) for name, seeds in curves.items()]
+        yield Chart(f"{model}: test loss", axis, "test loss", lines)
 
 
 def learning(name: str, seeds: Sequence[Sequence[float]], epoch: float) -> Line:
     """Return the test loss after each epoch: the median of the seeds, and their spread."""
-    at = [sorted(losses) for losses in zip(*seeds, strict=True)]
-    points = [(epoch * (n + 1), median(losses)) for n, losses in enumerate(at)]
-    return Line(name, How.RUN, points, [(losses[0], losses[-1]) for losses in at])
+    at = [*zip(*seeds, strict=True)]
+    points = {epoch * n: median(losses) for n, losses in enumerate(at, 1)}
+    return Line(name, How.RUN, points, [*map(ends, at)])
 
 
-NOTES = [
-    "VGG16 of width 16 on 640 of scikit-learn's digits, batch 64; a GPT of 4 blocks, 96 wide, on 320 blocks "
-    "of 64 bytes, batch 16. 2 processes with a thread each; one process has all cores. A window has 12 "
-    "batches in the race, and an epoch in training.",
-    "Seconds to a loss: the updates of the runs times the race's median batch; evaluations are left out. DDP "
-    "and one process make the updates of 1f1b and are not trained again. The loss is the lowest that all "
-    "runs reach.",
-    "Spread: of rounds for a batch, of three seeds for a loss.",
-    "Memory: a GPT of 4 blocks, 128 wide, on 4 processes, a sample a microbatch. pipedream has a microbatch "
-    "an update, as published: with 4 it needs two weight versions too.",
-]
+NOTES = (
+    "VGG16 of width 16 on 640 digits, batch 64; a GPT of 4 blocks, 96 wide, on 320 blocks of 64 bytes, "
+    "batch 16. Two processes with a thread each; one process has all cores. A window has 12 batches in the "
+    "race, an epoch in training. DDP and one process make the updates of 1f1b and are not trained again.",
+    "Seconds to a loss, the lowest that all runs reach: the updates of the runs (three seeds) times the "
+    "race's median batch, without evaluations. Memory: a GPT of 4 blocks, 128 wide, on 4 processes, a "
+    "sample a microbatch; pipedream has a microbatch an update, as published: with 4 it needs two weight "
+    "versions too.",
+)
 RECORD = Record(
     "Asynchronous 1F1B: PipeDream and PipeDream-2BW",
     "Narayanan et al., PipeDream, SOSP 2019; Memory-Efficient Pipeline-Parallel DNN Training, ICML 2021: up "
     "to 20x an unpipelined model and 3.2x GPipe.",
     steps,
     show,
+    NOTES,
 )

@@ -13,7 +13,7 @@ from pipetrain.plan.costs import Table
 from pipetrain.plan.replica_choice import joined
 from pipetrain.plan.replica_partition import LayerSums, Machines, Planner
 from published.measures import profile_of
-from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
+from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step
 
 NEAR = 0.25  # of a published speed-up
 
@@ -80,39 +80,37 @@ def compared() -> Iterator[Comparison]:
         )
 
 
-def show(results: Results) -> Findings:
+def show(results: Results) -> Iterator[Finding]:
     """Hold plans and speed-ups against the published ones."""
-    figures, checks, points = [], [], []
-    for number, of in enumerate((Comparison(**values) for values in results["plans"]), 1):
-        what = f"{of.model} on {of.machines}"
-        figures += [
-            Figure(f"{what}: {of.published}", of.speedup, of.predicted, How.PLANNED, unit="x"),
-            Figure(f"{what}: {of.chosen} (chosen here)", None, of.best, How.PLANNED, unit="x"),
-        ]
+    rows = [Comparison(**values) for values in results["plans"]]
+    names = [f"{of.model} on {of.machines}" for of in rows]
+    for what, of in zip(names, rows, strict=True):
         near = abs(of.predicted / of.speedup - 1) <= NEAR
-        checks += [
-            Check(f"{what}: plan", of.published, of.chosen, of.chosen == of.published),
-            Check(f"{what}: speed-up", f"{of.speedup:.2f}", f"{of.predicted:.2f}, bound by {of.bound}", near),
-        ]
-        points.append((number, of))
-    lines = [
-        Line("published", How.PUBLISHED, [(n, of.speedup) for n, of in points]),
-        Line("of the same plan", How.PLANNED, [(n, of.predicted) for n, of in points]),
-        Line("16 ranks", How.BOUND, [(n, 16) for n, _ in points]),
-    ]
-    names = ", ".join(f"{n} {of.model} {of.machines}" for n, of in points)
-    chart = Chart("Speed-up over data parallelism", "row of the table", "x data parallel", lines, "y")
-    return Findings(
-        figures, checks, [chart], [f"Rows of the chart: {names}. Why plans differ: docs/results/replicas.md."]
+        yield Check(f"{what}: plan", of.published, of.chosen, of.chosen == of.published)
+        says = f"{of.predicted:.2f}, bound by {of.bound}"
+        yield Check(f"{what}: speed-up", f"{of.speedup:.2f}", says, near)
+    theirs, same, best = (
+        {what: getattr(of, name) for what, of in zip(names, rows, strict=True)}
+        for name in ("speedup", "predicted", "best")
     )
+    yield Series("the same plan", "speed-up", "", same, How.PLANNED, "x", theirs)
+    yield Series("the plan chosen here", "speed-up", "", best, How.PLANNED, "x")
+    lines = [
+        Line("published", How.PUBLISHED, {n: of.speedup for n, of in enumerate(rows, 1)}),
+        Line("of the same plan", How.PLANNED, {n: of.predicted for n, of in enumerate(rows, 1)}),
+        Line("16 ranks", How.BOUND, {n: 16 for n, _ in enumerate(rows, 1)}),
+    ]
+    yield Chart("Speed-up over data parallelism", "row of the table", "x data parallel", lines, "y")
 
 
+NOTES = ("Why plans differ: [replicas.md](results/replicas.md).",)
 RECORD = Record(
     "Plans of PipeDream's optimizer, from the profiles of its authors",
     "Narayanan et al., PipeDream, SOSP 2019, table 1; cluster A: 4 x 4 V100, PCIe, 10 Gbit/s; B: 2 x 8 V100, "
     "NVLink, 25 Gbit/s.",
     steps,
     show,
-    "The ratios of GNMT do not fit its weights and links, see docs/results/replicas.md. The runtime refused "
+    NOTES,
+    "The ratios of GNMT do not fit its weights and links. The runtime refused "
     "replica counts that its planner had chosen.",
 )

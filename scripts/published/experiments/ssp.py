@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from benchmark.contestants import Builders, Contestant, Ours
@@ -18,7 +17,7 @@ from pipetrain.schedule.actions import Op
 from pipetrain.schedule.memory import peaks
 from pipetrain.schedule.programs import ssp
 from published.measures import Race, held, on_paper, profile_of, profiled, raced
-from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
+from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step, those
 
 
 class Published(NamedTuple):
@@ -154,53 +153,48 @@ def plan_of(model: str, layers: Sequence[LayerTime], schedule: str, *words: str)
 # Shown
 
 
-def show(results: Results) -> Findings:
+def show(results: Results) -> Iterator[Finding]:
     """Hold gains, peaks and versions against the record's."""
-    figures: list[Figure] = []
-    checks: list[Check] = []
-    plans = {model: results[f"plan {model}"] for model in SIZES if f"plan {model}" in results}
-    gains = [Line(PARALLEL, How.BOUND, [(speed, 1) for speed in SPEEDS])]
+    plans, gains = those(results, "plan "), [Line(PARALLEL, How.BOUND, dict.fromkeys(SPEEDS, 1.0))]
     for model, of in plans.items():
-        size, pipeline = SIZES[model], of[str(SIZES[model].pieces[-1])]
-        what, epochs = f"{model} on {size.ranks} devices", size.epochs or (None, None)
-        for name, way, theirs in ((SSP, pipeline, epochs[0]), (PARALLEL, of[PARALLEL], epochs[1])):
-            seconds = way["seconds"][str(PCIE)]
-            figures.append(Figure(f"{what}: an epoch, {name}", theirs, seconds, How.PLANNED, unit="s"))
-        gain = {s: of[PARALLEL]["seconds"][str(s)] / pipeline["seconds"][str(s)] for s in SPEEDS}
-        gains.append(Line(model, How.PLANNED, [*gain.items()]))
-        ratio = size.epochs[1] / size.epochs[0] if size.epochs else None
-        figures.append(Figure(f"{what}: gain", ratio, gain[PCIE], How.PLANNED, unit="x"))
+        size, pipeline, parallel = SIZES[model], of[str(SIZES[model].pieces[-1])], of[PARALLEL]
+        what = f"{model} on {size.ranks} devices"
+        here = {name: way["seconds"][str(PCIE)] for name, way in ((SSP, pipeline), (PARALLEL, parallel))}
+        theirs = dict(zip(here, size.epochs or (), strict=False))
+        yield Series(what, "an epoch", "", here, How.PLANNED, "s", theirs)
+        gain = {s: parallel["seconds"][str(s)] / pipeline["seconds"][str(s)] for s in SPEEDS}
+        ratio = {PCIE: size.epochs[1] / size.epochs[0]} if size.epochs else {}
+        gains.append(Line(model, How.PLANNED, gain))
+        theirs = {SSP: ratio[PCIE]} if ratio else {}
+        yield Series(what, "gain", "", {SSP: gain[PCIE]}, How.PLANNED, "x", theirs)
         if ratio:
-            gains.append(Line(f"{model}, published", How.PUBLISHED, [(PCIE, ratio)]))
-            says = f"{gain[PCIE]:.2f} planned at {PCIE:.0f} GB/s"
-            checks.append(Check(f"{what}: gain", f"{ratio:.2f}", says, (gain[PCIE] > 1) is (ratio > 1)))
-        (parallel,) = of[PARALLEL]["peaks"]
-        shown, check = peaks_of(what, pipeline["peaks"], parallel, How.PLANNED, PEAKS.get(model, ()))
-        figures, checks = [*figures, *shown], [*checks, check]
-    races = {int(key.split()[1]): Race(of) for key, of in results.items() if key.startswith("race")}
-    speeds = []
+            gains.append(Line(f"{model}, published", How.PUBLISHED, ratio))
+            says, came = f"{gain[PCIE]:.2f} planned at {PCIE:.0f} GB/s", (gain[PCIE] > 1) is (ratio[PCIE] > 1)
+            yield Check(f"{what}: gain", f"{ratio[PCIE]:.2f}", says, came)
+        peak = parallel["peaks"][0]
+        yield from peaks_of(what, pipeline["peaks"], peak, How.PLANNED, PEAKS.get(model, ()))
+    races = {int(n): Race(of) for n, of in those(results, "race ").items()}
+    speeds = list[Series]()
     for model in SIZES:
         names = f"{model}, {SSP}", f"{model}, {PARALLEL}"
-        ratios = {n: (r.ratio(*names), r.spread(*names)) for n, r in races.items() if names[0] in r.of}
-        for n, (ratio, spread) in ratios.items():
-            figures.append(Figure(f"{model} on {n} processes: gain", None, ratio, How.RUN, spread, unit="x"))
-        if ratios:
-            speeds.append(Line(model, How.RUN, [(n, ratio) for n, (ratio, _) in ratios.items()]))
+        if ratios := {n: race.ratio(*names) for n, race in races.items() if names[0] in race.of}:
+            spread = {n: races[n].spread(*names) for n in ratios}
+            speeds.append(Series(model, "gain", "processes", ratios, unit="x", spread=spread))
         if f"held {names[0]}" in results:
-            what = f"{model} on {RANKS[-1]} processes"
             stages, (parallel,) = (fullest(results[f"held {name}"]) for name in names)
-            shown, check = peaks_of(what, stages, parallel, How.RUN)
-            figures, checks = [*figures, *shown], [*checks, check]
-    read = results["versions"]
-    charts = [Chart("Gain over data parallelism, small images", "processes", "x", speeds, "x")]
+            yield from peaks_of(f"{model} on {RANKS[-1]} processes", stages, parallel, How.RUN)
+    yield from speeds
     if plans:
-        charts = [Chart("Gain over data parallelism", "GB/s of a link", "x", gains, "x"), *charts]
-        charts.append(microbatches(plans["vgg16"]))
+        yield Chart("Gain over data parallelism", "GB/s of a link", "x", gains, "x")
+    lines = [series.line() for series in speeds]
+    yield Chart("Gain over data parallelism, small images", "processes", "x", lines, "x")
+    if plans:
+        yield microbatches(plans["vgg16"])
+    read = results["versions"]
     says = f"{read[0]} and {read[1]}"
-    checks.append(Check("versions read with a buffer of 4", str(RING), says, read == [RING, RING]))
+    yield Check("versions read with a buffer of 4", str(RING), says, read == [RING, RING])
     says = "orders are always static: there is nothing to switch"
-    checks.append(Check("an epoch changes by static scheduling", "by < 2 %", says, None))
-    return Findings(figures, checks, charts, NOTES)
+    yield Check("an epoch changes by static scheduling", "by < 2 %", says, None)
 
 
 def fullest(stages: Sequence[Sequence[int]]) -> list[int]:
@@ -210,44 +204,48 @@ def fullest(stages: Sequence[Sequence[int]]) -> list[int]:
 
 def peaks_of(
     what: str, stages: Sequence[int], parallel: int, how: How, theirs: Sequence[float] = ()
-) -> tuple[list[Figure], Check]:
-    """Return the figures of peaks in bytes, and the check that no stage holds as much as data parallelism."""
-    of_names = {**{f"stage {n}": nbytes for n, nbytes in enumerate(stages)}, PARALLEL: parallel}
-    rows = zip_longest(of_names.items(), theirs)
-    shown = [Figure(f"{what}: peak of {name}", of, n / 2**20, how, unit="MiB") for (name, n), of in rows]
+) -> Iterator[Finding]:
+    """Give the peaks, in bytes, and the check that no stage holds as much as data parallelism."""
+    here = {**{f"stage {n}": nbytes for n, nbytes in enumerate(stages)}, PARALLEL: parallel}
+    mib, published = {name: n / 2**20 for name, n in here.items()}, dict(zip(here, theirs, strict=False))
+    yield Series(what, "peak", "", mib, how, "MiB", published)
     says, came = f"{max(stages) / parallel:.2f} of it at most, {how}", max(stages) < parallel
-    return shown, Check(f"{what}: peak of each stage", f"below {PARALLEL}'s", says, came)
+    yield Check(f"{what}: peak of each stage", f"below {PARALLEL}'s", says, came)
 
 
 def microbatches(of: Mapping[str, Any]) -> Chart:
     """Draw the peaks of VGG16."""
     pieces, mib = SIZES["vgg16"].pieces, {name: [n / 2**20 for n in way["peaks"]] for name, way in of.items()}
-    rows = {f"stage {n}": [mib[str(m)][n] for m in pieces] for n in range(2)}
-    rows |= {PARALLEL: mib[PARALLEL] * len(pieces)}
-    lines = [Line(name, How.PLANNED, [*zip(pieces, row, strict=True)]) for name, row in rows.items()]
+    rows = {f"stage {n}": {m: mib[str(m)][n] for m in pieces} for n in range(2)}
+    rows[PARALLEL] = dict.fromkeys(pieces, mib[PARALLEL][0])
+    lines = [Line(name, How.PLANNED, row) for name, row in rows.items()]
     names = zip(rows, PEAKS["vgg16"], strict=True)
-    lines += [Line(name, How.PUBLISHED, [(pieces[-1], theirs)]) for name, theirs in names]
+    lines += [Line(name, How.PUBLISHED, {pieces[-1]: theirs}) for name, theirs in names]
     return Chart("VGG16: peak of a device", "microbatches of a batch", "MiB", lines, "x")
 
 
 RING = [0, 0, 0, 0, 1, 2, 3]
-NOTES = [
+
+
+NOTES = (
     "Planned: layers profiled here at 224x224 on made-up, seeded images, in one process on one thread, in "
     "microbatches of 1 (AlexNet 8); linear layers in 16 (AlexNet 64) of small images. Times scale with the "
     "images, and all by one factor to what PipeDream's authors measured of the model on a V100. That the "
     "record had V100s, and 1,281,167 images an epoch, is a guess.",
-    "Links: 16 GB/s, sent and received together, as PCIe 3.0 x16 in pipedream-plans. By the record's data "
-    "parallelism, less a V100's compute, it would be 11 (VGG16) and 24 (AlexNet). The plan, as the engine, "
-    "hides no sum of gradients behind backwards. OneFlow may, and AlexNet would then gain less.",
-    "In 28 microbatches (ResNet50 64) a device of stage 0 has two open, half of the record's 32 images of "
-    "VGG16; how many it had open is not known. In 7 it has 64, and more memory than data parallelism.",
+    "Links: 16 GB/s, sent and received together, as PCIe 3.0 x16. By the record's data parallelism, less a "
+    "V100's compute, it would be 11 (VGG16) and 24 (AlexNet). No sum of gradients hides behind backwards, "
+    "in the plan as in the engine; in OneFlow it may, and AlexNet would then gain less.",
+    "Peaks are in 28 microbatches (ResNet50 64), where a device of stage 0 has two open, half of the "
+    "record's 32 images of VGG16; how many it had open is not known. In 7 it has 64, and more memory than "
+    "data parallelism.",
     "Run: the same cuts at half the width on random 32x32 images, batch 24 in 12; on 2, 3 and 4 processes "
     "that share the cores, of which stage 1 has one, of ResNet50 all. A gain there is one of work.",
-]
+)
 RECORD = Record(
     "SSP: AlexNet, VGG16 and ResNet50 in two stages with uneven replicas",
     "OneFlow, SSP, 2020: AlexNet and VGG16 with 7 and 1 devices, ResNet50 with both stages on all 16.",
     steps,
     show,
+    NOTES,
     "AlexNet at 10:1 leaves the last stage the loss alone; here its cut is 3:1.",
 )

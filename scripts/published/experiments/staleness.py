@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from comparison.table import Table
 from pipetrain.data import cifar10
-from published.record import Chart, Check, Findings, How, Line, Record, Results, Step
+from published.record import Chart, Check, File, Finding, How, Line, Record, Results, Step
 from published.trials import EARLY, FEEDBACK, HYBRID, PIECES, TASKS, compared, priced
 
 FAR = 5  # times the goal
@@ -120,16 +120,16 @@ class Row:
         return self.gap / GOAL[self.metric] if isfinite(self.gap) else inf
 
     @property
-    def curve(self) -> list[tuple[float, float]]:
+    def curve(self) -> dict[float, float]:
         """The mean training loss of the seeds, by updates."""
         means = [fmean(at) for at in zip(*self.result["losses"], strict=True)]
-        return [((n + 1) * self.result["every"], mean) for n, mean in enumerate(means)]
+        return {n * self.result["every"]: mean for n, mean in enumerate(means, 1)}
 
     @property
     def reached(self) -> float | None:
         """The updates until the training loss is what synchronous ends at; None: never."""
         last = fmean(of[-1] for of in self.synchronous["losses"])
-        return next((updates for updates, loss in self.curve if loss <= last), None)
+        return next((updates for updates, loss in self.curve.items() if loss <= last), None)
 
     @property
     def cells(self) -> list[str]:
@@ -176,28 +176,20 @@ def rows_of(results: Results) -> list[Row]:
     return [Row(*key, result, read[*key[:2], SYNCHRONOUS]) for key, result in read.items()]
 
 
-def show(results: Results) -> Findings:
+def show(results: Results) -> Iterator[Finding]:
     """Say which pipeline ends where synchronous training does."""
     rows = rows_of(results)
-    parts = list(dict.fromkeys((row.task, row.optimizer) for row in rows))
-    tables = [
-        Table(
-            f"{task}, {optimizer}",
-            HEAD,
-            [
-                r.cells
-                for r in sorted(rows, key=lambda r: r.share)
-                if (r.task, r.optimizer) == (task, optimizer)
-            ],
-            (),
-            HEAD[:1],
-        )
-        for task, optimizer in parts
-    ]
+    parts = dict.fromkeys((row.task, row.optimizer) for row in rows)
     best = {optimizer: recommended(rows, optimizer) for _, optimizer in parts}
-    checks = [check for optimizer, way in best.items() for check in checked(rows, optimizer, way)]
-    files = {"runs.csv": runs_csv(rows), "staleness.csv": advice_csv(rows)}
-    return Findings([], checks, charts(rows, best), NOTES, tables, files, [*said(rows, best)])
+    yield from said(rows, best)
+    for optimizer, way in best.items():
+        yield from checked(rows, optimizer, way)
+    for part in parts:
+        lines = sorted((r for r in rows if (r.task, r.optimizer) == part), key=lambda r: r.share)
+        yield Table(", ".join(part), HEAD, [row.cells for row in lines], (), HEAD[:1])
+    yield from charts(rows, best)
+    yield File("runs.csv", runs_csv(rows))
+    yield File("staleness.csv", advice_csv(rows))
 
 
 def recommended(rows: Sequence[Row], optimizer: str) -> Way:
@@ -245,28 +237,23 @@ def checked(rows: Sequence[Row], optimizer: str, way: Way) -> Iterator[Check]:
         yield Check(f"{row.task}, {optimizer}, {DEPTH} stages: {way}", goal, here, row.share <= 1)
 
 
-def charts(rows: Sequence[Row], best: Mapping[str, Way]) -> list[Chart]:
+def charts(rows: Sequence[Row], best: Mapping[str, Way]) -> Iterator[Chart]:
     """Draw accuracy against depth, and the loss against updates and against predicted time."""
-    drawn = []
-    for task, optimizer in dict.fromkeys((row.task, row.optimizer) for row in rows):
+    for task, optimizer in dict.fromkeys((row.task, row.optimizer) for row in rows if row.task in DRAWN):
         of = {row.way: row for row in rows if (row.task, row.optimizer) == (task, optimizer)}
         ways = [way for way in dict.fromkeys((SYNCHRONOUS, PLAIN, LATE_BY_ONE, best[optimizer])) if way in of]
         title, own = f"{task}, {optimizer}", TASKS[task]
-        if task not in DRAWN:
-            continue
         depths = sorted({way.stages for way in of if way.schedule == "pipedream"})
         if len(depths) > 1:
-            drawn.append(Chart(title, "stages", "last accuracy, %", [*across(of, depths)]))
+            yield Chart(title, "stages", "last accuracy, %", [*across(of, depths)])
         log = "y" if own.metric == "accuracy" else ""
-        curves = [Line(str(way), kind(way), of[way].curve) for way in ways]
-        drawn.append(Chart(f"{title}, {DEPTH} stages", "updates", "training loss", curves, log))
-        times = [
-            Line(str(way), kind(way), [(x * of[way].costs["time"], y) for x, y in of[way].curve])
-            for way in ways
-        ]
         time = f"predicted time, in updates of one device (batches of {own.batch_size})"
-        drawn.append(Chart(f"{title}, {DEPTH} stages", time, "training loss", times, log))
-    return drawn
+        for axis, scales in (
+            ("updates", dict.fromkeys(ways, 1.0)),
+            (time, {w: of[w].costs["time"] for w in ways}),
+        ):
+            lines = [Line(str(w), kind(w), {x * scales[w]: y for x, y in of[w].curve.items()}) for w in ways]
+            yield Chart(f"{title}, {DEPTH} stages", axis, "training loss", lines, log)
 
 
 def across(of: Mapping[Way, Row], depths: Sequence[int]) -> Iterator[Line]:
@@ -281,7 +268,7 @@ def across(of: Mapping[Way, Row], depths: Sequence[int]) -> Iterator[Line]:
             points = dict.fromkeys(depths, next(iter(points.values())))
         if len(points) == len(depths):
             way = Way(schedule, DEPTH, 1, correction)
-            yield Line(str(way), kind(way), sorted(points.items()))
+            yield Line(str(way), kind(way), dict(sorted(points.items())))
 
 
 def kind(way: Way) -> How:
@@ -345,5 +332,6 @@ RECORD = Record(
     "first two fifths. Beside them the goal: to end where synchronous training ends, without a smaller rate.",
     steps,
     show,
+    NOTES,
     beside="goal",
 )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
 from comparison.verdict import noise
 from published.measures import trained
-from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
+from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step
 
 RANKS, SEEDS = 8, (0, 1, 2)
 CLOSE = 0.3  # points of accuracy
@@ -70,41 +71,44 @@ def ended(overrides: list[str], seed: int, nproc: int) -> dict[str, Any]:
     return {"accuracy": accuracies[-1], "loss": run["summary"]["val_loss"], "curve": accuracies}
 
 
-def show(results: Results) -> Findings:
+def show(results: Results) -> Iterator[Finding]:
     """Hold each method against the synchronous one of its optimizer."""
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for key, result in results.items():
         data, name, _ = key.split(": ")
         runs.setdefault((data, name), []).append(result)
-    ends = {key: [run["accuracy"] for run in of] for key, of in runs.items()}
-    figures, checks, lines = list[Figure](), list[Check](), list[Line]()
-    for (data, name), of in ends.items():
-        spread = min(of), max(of)
-        figures.append(Figure(f"{data}: {name}: test accuracy", None, fmean(of), How.RUN, spread, unit="%"))
-        if data == "digits":
-            curve = [fmean(each) for each in zip(*(run["curve"] for run in runs[data, name]), strict=True)]
-            lines.append(Line(name, How.RUN, [*enumerate(curve, 1)]))
-        other = ends.get((data, f"{name.split(', ')[0]}, 1f1b"))
+    last = {key: [run["accuracy"] for run in of] for key, of in runs.items()}
+    for data in dict.fromkeys(data for data, _ in last):
+        of_data = {name: of for (on, name), of in last.items() if on == data}
+        yield Series.measured(data, "test accuracy", "", of_data, fmean, unit="%")
+    for (data, name), of in last.items():
+        other = last.get((data, f"{name.split(', ')[0]}, 1f1b"))
         if other is None or other is of:
             continue
         gap, margin = fmean(of) - fmean(other), noise(of, other, 1)
         within = "too few seeds" if margin is None else f"noise ±{margin:.2f}"
-        checks.append(
-            Check(f"{data}: {name}: within {CLOSE} points", "-", f"{gap:+.2f}, {within}", gap >= -CLOSE)
-        )
-    return Findings(figures, checks, [Chart("Test accuracy on 8 stages", "epochs", "%", lines)], [NOTE])
+        what, here = f"{data}: {name}: within {CLOSE} points", f"{gap:+.2f}, {within}"
+        yield Check(what, "-", here, gap >= -CLOSE)
+    curves = {
+        name: zip(*(run["curve"] for run in of), strict=True)
+        for (on, name), of in runs.items()
+        if on == "digits"
+    }
+    lines = [Line(name, How.RUN, dict(enumerate(map(fmean, of), 1))) for name, of in curves.items()]
+    yield Chart("Test accuracy on 8 stages", "epochs", "%", lines)
 
 
-NOTE = (
-    "Here: eight processes on a CPU. Digits: VGG16 with BatchNorm, a quarter as wide, 4 epochs of batches of "
-    "64. CIFAR-10: ResNet18, an eighth as wide, on the first 10,000 images, 4 epochs; `CIFAR10=DIR` says "
-    "which folder holds cifar-10-batches-py. Rates: SGD 0.02, Muon 0.01, cosine, for all schedules; "
-    "8 microbatches but of pipedream, which has 1. The last epoch's accuracy of 3 seeds. Plain pipedream "
-    "with SGD is there to be missed: it shows what the others mend."
+NOTES = (
+    "Here: eight processes on a CPU. Digits: VGG16 with BatchNorm, a quarter as wide, 4 epochs of batches "
+    "of 64. CIFAR-10: ResNet18, an eighth as wide, on the first 10,000 images, 4 epochs; `CIFAR10=DIR` "
+    "says which folder holds cifar-10-batches-py. Rates: SGD 0.02, Muon 0.01, cosine, for all schedules; 8 "
+    "microbatches but of pipedream, which has 1. The last epoch's accuracy of 3 seeds. Plain pipedream "
+    "with SGD is there to be missed: it shows what the others mend.",
 )
 RECORD = Record(
     "What the study recommends, in real pipelines of eight stages",
     "docs/staleness.md: no published record; the study's own recommendation.",
     steps,
     show,
+    NOTES,
 )

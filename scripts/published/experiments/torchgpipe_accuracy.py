@@ -7,8 +7,8 @@ from statistics import fmean
 from typing import Any
 
 from comparison.verdict import noise
-from published.measures import trained
-from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
+from published.measures import ends, trained
+from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step
 
 ONE, BARE = "one process", "without BatchNorm"
 ADDED = {  # to the name of a pipeline, such as pipeline-2
@@ -54,7 +54,7 @@ def learned(overrides: Sequence[str], seed: int, nproc: int) -> dict[str, float]
     return {"error": 100 * (1 - summary["val_acc"]), "loss": summary["val_loss"]}
 
 
-def show(results: Results) -> Findings:
+def show(results: Results) -> Iterator[Finding]:
     """Hold errors and losses against those of one process."""
     runs: dict[str, dict[str, Any]] = {}  # by way, then by seed
     for key, result in results.items():
@@ -62,57 +62,54 @@ def show(results: Results) -> Findings:
         runs.setdefault(name, {})[which] = result
     bare = {name: of.pop(BARE)["loss"] for name, of in runs.items() if BARE in of}
     errors = {name: [result["error"] for result in of.values()] for name, of in runs.items()}
-    others = [name for name in errors if name != ONE]
-    gaps = {name: fmean(errors[name]) - fmean(errors[ONE]) for name in others}
-    checks = []
+    gaps = {name: fmean(of) - fmean(errors[ONE]) for name, of in errors.items() if name != ONE}
     if bare:
         off = max(abs(loss / bare[ONE] - 1) for loss in bare.values())
         says = f"losses of {len(bare) - 1} pipelines off by {off:.1g} at most"
-        checks.append(Check(f"{BARE}: the loss of one process", "-", says, off <= NEAR))
+        yield Check(f"{BARE}: the loss of one process", "-", says, off <= NEAR)
     alike: dict[tuple[bool, str], set[float]] = {}  # losses, by what must give the same one
     for name, gap in gaps.items():
-        margin = noise(errors[name], errors[ONE], len(others))
+        margin = noise(errors[name], errors[ONE], len(gaps))
         here = f"{gap:+.2f}, noise ±{margin:.2f}" if margin else f"{gap:+.2f}, too few seeds to tell noise"
-        within = None if margin is None else abs(gap) <= margin
-        checks.append(
-            Check(f"{name}: within the noise of one process", f"within ±{APART} points", here, within)
+        what, within = (
+            f"{name}: within the noise of one process",
+            None if margin is None else abs(gap) <= margin,
         )
+        yield Check(what, f"within ±{APART} points", here, within)
         for seed, result in runs[name].items():
             alike.setdefault(("deferred" in name, seed), set()).add(result["loss"])
     most = max(map(len, alike.values()))
     says = "equal" if most == 1 else f"up to {most} losses of a seed"
-    checks.append(Check("recompute and more stages change no bit of a loss", "-", says, most == 1))
-    figures = [
-        Figure(f"{name}: top-1 error", None, fmean(of), How.RUN, (min(of), max(of)), unit="%")
-        for name, of in errors.items()
-    ]
-    figures.append(Figure("most points from one process", APART, max(map(abs, gaps.values()))))
-    return Findings(figures, checks, [chart(errors)], [NOTE])
+    yield Check("recompute and more stages change no bit of a loss", "-", says, most == 1)
+    yield Series.measured("", "top-1 error", "", errors, fmean, unit="%")
+    furthest = max(map(abs, gaps.values()))
+    yield Series("", "most points from one process", "", {"here": furthest}, published={"here": APART})
+    yield chart(errors)
 
 
 def chart(errors: dict[str, list[float]]) -> Chart:
     """Draw how far the errors are from one process, seed by seed; recompute changes nothing."""
     lines = []
     for added, name in (("", "pipeline"), (", deferred", "deferred")):
-        points, band = [(1.0, 0.0)], [(0.0, 0.0)]
+        gaps = {1: [0.0]}
         for way, of in errors.items():
             if way[:9] == "pipeline-" and way[10:] == added:
-                gaps = [error - one for error, one in zip(of, errors[ONE], strict=True)]
-                points.append((int(way[9]), fmean(gaps)))
-                band.append((min(gaps), max(gaps)))
-        lines.append(Line(name, How.RUN, points, band))
-    last = max(x for line in lines for x, _ in line.points)
-    lines.append(Line(f"±{APART}", How.PUBLISHED, [(1, 0), (last, 0)], [(-APART, APART)] * 2))
+                gaps[int(way[9])] = [error - one for error, one in zip(of, errors[ONE], strict=True)]
+        lines.append(
+            Line(name, How.RUN, {n: fmean(of) for n, of in gaps.items()}, [*map(ends, gaps.values())])
+        )
+    around = dict.fromkeys((1, max(x for line in lines for x in line.points)), 0.0)
+    lines.append(Line(f"±{APART}", How.PUBLISHED, around, [(-APART, APART)] * len(around)))
     return Chart("Top-1 error beside one process", "stages", "points", lines, "x")
 
 
-NOTE = (
+NOTES = (
     "Here: ResNet18, an eighth as wide, on the first 10,000 images of CIFAR-10, augmented; 2 epochs of "
-    "batches of 128, in a pipeline of 4 microbatches; SGD, rate 0.05, cosine; tested on the first 5,000 "
-    "test images; 3 seeds, which say the first weights and the order of the images. deferred: "
-    "batchnorm=batch. Noise: half of Welch's 95 % interval, for 6 differences. Without BatchNorm: VGG11, "
-    "an eighth as wide, in double precision, one epoch. CIFAR-10: `CIFAR10=DIR` says which folder holds "
-    "cifar-10-batches-py (default: data); where it is not there it is downloaded."
+    "batches of 128, in 4 microbatches; SGD, rate 0.05, cosine; tested on the first 5,000 test images; 3 "
+    "seeds, of the first weights and the order of the images. deferred: batchnorm=batch. Noise: half of "
+    "Welch's 95 % interval, for 6 differences. Without BatchNorm: VGG11, an eighth as wide, in double "
+    "precision, one epoch. `CIFAR10=DIR` says which folder holds cifar-10-batches-py (default: data); "
+    "where it is not there it is downloaded.",
 )
 RECORD = Record(
     "Accuracy of a model that a pipeline trained",
@@ -120,4 +117,5 @@ RECORD = Record(
     "22.2 %, within 0.25 points of data parallel.",
     steps,
     show,
+    NOTES,
 )

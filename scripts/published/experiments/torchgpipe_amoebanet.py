@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
 from pipetrain.schedule.memory import GIB
 from published.beside import BESIDE, THEIRS, bound, held_against, raced_beside, scaled
 from published.measures import Race, predicted, profiled
-from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
+from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step
 
 LAYERS, PARAMETERS = 24, 122_470_120
 CUTS = {2: [9, 15], 4: [3, 6, 7, 8], 8: [2, 2, 2, 3, 3, 4, 4, 4]}
@@ -75,65 +76,65 @@ def run(words: list[str], side: int, samples: int, layers: int, counts: list[int
     return {"counts": counts, "race": raced_beside(words, entrants, rounds, [3, side, side])}
 
 
-def show(results: Results) -> Findings:
+def show(results: Results) -> Iterator[Finding]:
     """Hold the order of speeds by partitions and microbatches against the record's."""
     counts, race = results["race"]["counts"], Race(results["race"]["race"])
     planned = {int(k): {int(m): gain for m, gain in of.items()} for k, of in results["narrow"].items()}
-    figures, checks = list[Figure](), list[Check]()
-    for k, of in results.get("full", {}).items():
-        gib, gain = max(of["peaks"]) / GIB, 3 * 32 / of["seconds"]
-        what = f"full size, n = {k}, m = 32"
-        figures += [
-            Figure(f"{what}: fullest device", None, gib, How.PLANNED, None, P40, "GiB"),
-            Figure(f"{what}: by work", None, gain, How.PLANNED, None, bound(int(k), 32), "x naive-2"),
-        ]
-        crossing = [sum(source == n for source, *_ in of["routes"]) for n in range(int(k) - 1)]
-        if k == "2":
-            model, says = (of["layers"], of["parameters"]), f"{of['layers']}, {of['parameters']:,}"
-            same = model == (LAYERS, PARAMETERS)
-            checks.append(Check("layers and parameters", f"{LAYERS}, {PARAMETERS:,}", says, same))
-        two = crossing == [2] * (int(k) - 1)
-        checks.append(Check(f"n = {k}: values over each cut", "2", " ".join(map(str, crossing)), two))
+    yield from sizes({int(k): of for k, of in results.get("full", {}).items()})
     for k, of in planned.items():
-        for m, gain in of.items():
-            what = f"n = {k}, m = {m}"
-            figures.append(Figure(what, SPEED[k][m], gain, How.PLANNED, None, bound(k, m), "x naive-2"))
-        checks.append(_grows(f"n = {k}: grows with m", SPEED[k], of, "planned"))
+        bounds = {m: bound(k, m) for m in of}
+        yield Series(f"n = {k}", "speed", "m", of, How.PLANNED, "x naive-2", SPEED[k], bounds)
+        yield grows(f"n = {k}: grows with m", SPEED[k], of, "planned")
     most = max(planned[2])
     for m in {4, most}:
         theirs, of_m = ({k: of[k][m] for k in planned} for of in (SPEED, planned))
-        checks.append(_grows(f"m = {m}: grows with n", theirs, of_m, "planned"))
+        yield grows(f"m = {m}: grows with n", theirs, of_m, "planned")
     ran: dict[str, dict[int, float]] = {"pipeline-2": {}, "torchgpipe-2": {}}
     for name, gains in ran.items():
-        for m in counts:
-            one, many = f"{name}, m = 1", f"{name}, m = {m}"
-            gains[m] = m * race.ratio(many, one)
-            spread = (m * race.spread(many, one)[0], m * race.spread(many, one)[1])
-            limit = bound(2, m) if name == "pipeline-2" and m > 1 else None
-            figures.append(Figure(many, SPEED[2].get(m), gains[m], How.RUN, spread, limit, "x m = 1"))
-    checks.append(_grows("n = 2: grows with m", SPEED[2], ran["pipeline-2"], "run"))
-    beside, verdict = held_against(race, {f"pipeline-2, m = {m}": f"torchgpipe-2, m = {m}" for m in counts})
-    by_n = [Line(f"m = {m}", How.PUBLISHED, [(k, SPEED[k][m]) for k in SPEED]) for m in (4, 32)]
-    by_n += [Line(f"m = {m}", How.PLANNED, [(k, of[m]) for k, of in planned.items()]) for m in {4, most}]
-    by_n += [
-        Line("0.0.3", How.PUBLISHED, [(k, old) for k, (old, _) in OLD.items()]),
-        Line("m = 32", How.BOUND, [(k, bound(k, 32)) for k in SPEED]),
+        each = {m: (f"{name}, m = {m}", f"{name}, m = 1") for m in counts}
+        gains |= {m: m * race.ratio(*pair) for m, pair in each.items()}
+        spread = {m: (m * race.spread(*pair)[0], m * race.spread(*pair)[1]) for m, pair in each.items()}
+        limits = {m: bound(2, m) for m in counts if m > 1 and name == "pipeline-2"}
+        yield Series(name, "speed", "m", gains, How.RUN, "x m = 1", SPEED[2], limits, spread)
+    yield grows("n = 2: grows with m", SPEED[2], ran["pipeline-2"], "run")
+    yield from held_against(race, {f"pipeline-2, m = {m}": f"torchgpipe-2, m = {m}" for m in counts})
+    by_n = [Line(f"m = {m}", How.PUBLISHED, {k: of[m] for k, of in SPEED.items()}) for m in (4, 32)]
+    by_n += [Line(f"m = {m}", How.PLANNED, {k: of[m] for k, of in planned.items()}) for m in {4, most}]
+    by_n.append(Line("0.0.3", How.PUBLISHED, {k: old for k, (old, _) in OLD.items()}))
+    by_n.append(Line("m = 32", How.BOUND, {k: bound(k, 32) for k in SPEED}))
+    by_m = [Line("torchgpipe", How.PUBLISHED, SPEED[2]), Line("ours", How.PLANNED, planned[2])]
+    by_m += [
+        Line(name.removesuffix("-2").replace("pipeline", "ours"), How.RUN, of) for name, of in ran.items()
     ]
-    by_m = [
-        Line("torchgpipe", How.PUBLISHED, [*SPEED[2].items()]),
-        Line("ours", How.PLANNED, [*planned[2].items()]),
-        *(Line(title, How.RUN, [*ran[name].items()])
-          for title, name in (("ours", "pipeline-2"), ("torchgpipe", "torchgpipe-2"))),
-        Line("c K m / (m + K - 1)", How.BOUND, [(m, bound(2, m)) for m in SPEED[2] if m > 1]),
-    ]  # fmt: skip
-    charts = [
-        Chart("Speed over naive-2", "partitions n", "x", by_n, "x"),
-        Chart("Speed of 2 partitions over m = 1", "microbatches m", "x", by_m, "x"),
-    ]
-    return Findings([*figures, *beside], [*checks, *verdict], charts, NOTES)
+    by_m.append(Line("c K m / (m + K - 1)", How.BOUND, {m: bound(2, m) for m in SPEED[2] if m > 1}))
+    yield Chart("Speed over naive-2", "partitions n", "x", by_n, "x")
+    yield Chart("Speed of 2 partitions over m = 1", "microbatches m", "x", by_m, "x")
 
 
-def _grows(what: str, theirs: dict[int, float], gains: dict[int, float], how: str) -> Check:
+def sizes(full: Mapping[int, Any]) -> Iterator[Finding]:
+    """Say what the full size has, holds and gains, by partitions."""
+    if not full:
+        return
+    of, size = full[2], "full size, m = 32"
+    says, same = (
+        f"{of['layers']}, {of['parameters']:,}",
+        (of["layers"], of["parameters"]) == (LAYERS, PARAMETERS),
+    )
+    yield Check("layers and parameters", f"{LAYERS}, {PARAMETERS:,}", says, same)
+    for k, of in full.items():
+        crossing = [sum(source == n for source, *_ in of["routes"]) for n in range(k - 1)]
+        says, two = " ".join(map(str, crossing)), crossing == [2] * (k - 1)
+        yield Check(f"n = {k}: values over each cut", "2", says, two)
+    gib, gains = (
+        {k: max(of["peaks"]) / GIB for k, of in full.items()},
+        {k: 3 * 32 / of["seconds"] for k, of in full.items()},
+    )
+    yield Series(size, "fullest device", "n", gib, How.PLANNED, "GiB", bound=dict.fromkeys(full, P40))
+    bounds = {k: bound(k, 32) for k in full}
+    yield Series(size, "speed by work", "n", gains, How.PLANNED, "x naive-2", bound=bounds)
+
+
+def grows(what: str, theirs: dict[int, float], gains: dict[int, float], how: str) -> Check:
     """Check that speed grows with the keys."""
     says = " ".join(f"{gain:.2f}" for gain in gains.values())
     rises = all(less < more for less, more in pairwise(gains.values()))
@@ -145,10 +146,10 @@ NOTES = (
     "96x96, 2 a microbatch, SGD, all recomputed. Full size, by work, keeps the record's batches for m = 32 "
     "(40, 36, 40 a microbatch).",
     "Its n2m1 runs its forward again; ours does not, as the backward follows at once, and is 4/3 as fast. "
-    "Speed over it is bound by c K m / (m + K - 1), c = 3/4, for ours, and with c = 1 for the record, whose "
-    "like is the row of torchgpipe here. It counts recomputation in the drain too, where it runs while a "
-    "gradient is awaited: with few microbatches more can be gained.",
-    "0.0.3 over naive-2 without recomputation: 1.43, 2.05, 2.42 under bounds of 1.47, 2.74, 4.92.",
+    "Speed over it is bound by c K m / (m + K - 1), c = 3/4, for ours, and with c = 1 for the record, "
+    "whose like is the row of torchgpipe here. It counts recomputation in the drain too, where it runs "
+    "while a gradient is awaited: with few microbatches more can be gained. 0.0.3 over naive-2 without "
+    "recomputation: 1.43, 2.05, 2.42 under bounds of 1.47, 2.74, 4.92.",
     BESIDE,
 )
 RECORD = Record(
@@ -156,6 +157,7 @@ RECORD = Record(
     "torchgpipe (Kim et al., arXiv 2004.09910), benchmarks/amoebanetd-speed of 0.0.3 and 0.0.7, on P40.",
     steps,
     show,
+    NOTES,
     "Its authors corrected the model in November 2019, after 0.0.3's table. Its max_pool_3x3 is in truth "
     "average pooling.",
 )

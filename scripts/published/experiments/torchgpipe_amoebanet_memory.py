@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from math import sqrt
 from typing import Any
@@ -14,10 +15,12 @@ from benchmark.worlds import Say, run_world
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.schedule.memory import GIB
 from published.measures import predicted
-from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
+from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step, those
 
 LIMIT, P40 = 8e9 / GIB, 22.4  # GiB of a TPUv2's core, and of the GPU that torchgpipe had
-PUBLISHED = {  # devices: cells, filters, cut, million parameters; GiB of model and activations
+PUBLISHED: dict[
+    int, tuple[int, int, list[int], float, float, float]
+] = {  # devices: cells, filters, cut, million parameters; GiB of model and activations
     1: (18, 416, [24], 319.0, 3.57, 0.91),
     2: (18, 544, [16, 8], 542.7, 6.07, 3.39),
     4: (36, 544, [16, 12, 7, 7], 1060, 11.80, 6.91),
@@ -107,75 +110,73 @@ def _held(groups: ProcessGroups, say: Say, task: Task) -> list[tuple[int, int, i
     return stage_peaks(groups, prepare(task, "gpipe", groups.world.size))
 
 
-def show(results: Results) -> Findings:
+def show(results: Results) -> Iterator[Finding]:
     """Hold sizes and bytes against what was published, and plans against what was measured."""
-    figures, checks = list[Figure](), list[Check]()
-    largest, lines = dict[int, float](), {name: dict[int, float]() for name in ("model", "activations")}
-    for k, plans in ((int(key.split()[1]), of) for key, of in results.items() if key.startswith("fits")):
-        millions, model, activations = PUBLISHED[k][3:]
-        first, last = plans[0], plans[-1]
-        of_model = 3 * 4 * first["parameters"] / GIB
-        lines["model"][k], lines["activations"][k] = of_model, sum(first["peaks"]) / GIB - of_model
-        largest[k] = last["parameters"] / 1e6
-        what, fullest = f"{k} x {tuple(first['size'])}", max(first["peaks"]) / GIB
-        figures += [
-            Figure(f"{what}: parameters", millions, first["parameters"] / 1e6, How.PLANNED, unit="M"),
-            Figure(f"{what}: weights, gradients, RMSprop", model, of_model, How.PLANNED, unit="GiB"),
-            Figure(f"{what}: all else", activations, lines["activations"][k], How.PLANNED, unit="GiB"),
-            Figure(f"{what}: the fullest device", None, fullest, How.PLANNED, None, LIMIT, "GiB"),
-            Figure(f"{k} x {tuple(last['size'])}: largest", millions, largest[k], How.PLANNED, unit="M"),
-        ]  # fmt: skip
-        checks.append(Check(f"{what} fits", "it does", f"{fullest:.2f} of {LIMIT:.2f} GiB", fullest <= LIMIT))
-    sizes = [*largest.values()]
-    grows = all(one < more for one, more in pairwise(sizes))
-    says, theirs = (" ".join(f"{n:.0f}" for n in of) for of in (sizes, [of[3] for of in PUBLISHED.values()]))
-    checks.append(Check("million parameters that fit grow with devices", theirs, says, grows))
+    plans = {int(k): of for k, of in those(results, "fits ").items()}
+    millions, model_gib, rest_gib = (
+        dict(zip(PUBLISHED, of, strict=True))
+        for of in zip(*(row[3:] for row in PUBLISHED.values()), strict=True)
+    )
+    parameters = {k: of[0]["parameters"] / 1e6 for k, of in plans.items()}
+    of_model = {k: 3 * 4 * of[0]["parameters"] / GIB for k, of in plans.items()}
+    rest = {k: sum(of[0]["peaks"]) / GIB - of_model[k] for k, of in plans.items()}
+    fullest = {k: max(of[0]["peaks"]) / GIB for k, of in plans.items()}
+    largest = {k: of[-1]["parameters"] / 1e6 for k, of in plans.items()}
+    planned = partial(Series, "", at="devices", how=How.PLANNED)
+    size, limit = "the published size", dict.fromkeys(plans, LIMIT)
+    model = planned(f"{size}: weights, gradients, RMSprop", here=of_model, unit="GiB", published=model_gib)
+    activations = planned(f"{size}: all else", here=rest, unit="GiB", published=rest_gib)
+    most = planned("the largest that fits", here=largest, unit="M parameters", published=millions)
+    yield planned(size, here=parameters, unit="M parameters", published=millions)
+    yield from (model, activations, most)
+    yield planned("filters of it", here={k: of[-1]["size"][1] for k, of in plans.items()})
+    yield planned(f"{size}: the fullest device", here=fullest, unit="GiB", bound=limit)
+    for k, of in plans.items():
+        says = f"{fullest[k]:.2f} of {LIMIT:.2f} GiB"
+        yield Check(f"{k} x {tuple(of[0]['size'])}: fits", "it does", says, fullest[k] <= LIMIT)
+    grows = all(one < more for one, more in pairwise(largest.values()))
+    says, theirs = (" ".join(f"{n:.0f}" for n in of.values()) for of in (largest, millions))
+    yield Check("million parameters that fit grow with devices", theirs, says, grows)
     if "alone" in results:
-        gib, parameters = max(results["alone"]["peaks"]) / GIB, results["alone"]["parameters"]
-        checks += [
-            Check("(18, 208): parameters", f"{ALONE:,}", f"{parameters:,}", parameters == ALONE),
-            Check("(18, 208) without a pipeline", f"out of memory, {P40} GiB", f"{gib:.1f} GiB", gib > P40),
-        ]
-        figures.append(Figure("(18, 208) without a pipeline", None, gib, How.PLANNED, None, P40, "GiB"))
-    for name, stages in (
-        (key.removeprefix("held "), of) for key, of in results.items() if key.startswith("held")
-    ):
-        for stage, (measured, planned) in enumerate(stages):
-            what, of_plan = f"{name}, stage {stage}", measured / planned
-            figures.append(Figure(f"{what}: measured", None, measured / 2**20, How.RUN, unit="MiB"))
-            figures.append(Figure(f"{what}: planned", None, planned / 2**20, How.PLANNED, unit="MiB"))
-            near = abs(of_plan - 1) <= NEAR
-            checks.append(Check(f"{what}: measured as planned", "within 10 %", f"{of_plan:.3f} of it", near))
-    million, model_gib, activations_gib = zip(*(of[3:] for of in PUBLISHED.values()), strict=True)
-    sizes_lines = [
-        Line("published", How.PUBLISHED, [*zip(PUBLISHED, million, strict=True)]),
-        Line("largest in 8 GB", How.PLANNED, [*largest.items()]),
-    ]
-    bytes_lines = [
-        Line("model", How.PUBLISHED, [*zip(PUBLISHED, model_gib, strict=True)]),
-        Line("activations", How.PUBLISHED, [*zip(PUBLISHED, activations_gib, strict=True)]),
-    ]
-    bytes_lines += [Line(name, How.PLANNED, [*of.items()]) for name, of in lines.items()]
-    title = "Bytes on all devices, at the published sizes"
-    charts = [
-        Chart("Parameters", "devices", "million", sizes_lines, "xy"),
-        Chart(title, "devices", "GiB", bytes_lines, "xy"),
-    ]
-    return Findings(figures, checks, charts, NOTES)
+        gib, count = max(results["alone"]["peaks"]) / GIB, results["alone"]["parameters"]
+        what = "(18, 208) without a pipeline"
+        yield Check("(18, 208): parameters", f"{ALONE:,}", f"{count:,}", count == ALONE)
+        yield Check(what, f"out of memory, {P40} GiB", f"{gib:.1f} GiB", gib > P40)
+        yield Series("", what, "", {"bytes": gib}, How.PLANNED, "GiB", bound={"bytes": P40})
+    stages = {
+        f"{name}, stage {stage}": of
+        for name, every in those(results, "held ").items()
+        for stage, of in enumerate(every)
+    }
+    for how, n in ((How.RUN, 0), (How.PLANNED, 1)):
+        yield Series(
+            "", "small ones, fullest", "", {at: of[n] / 2**20 for at, of in stages.items()}, how, "MiB"
+        )
+    for name, (measured, foreseen) in stages.items():
+        share = measured / foreseen
+        near = abs(share - 1) <= NEAR
+        yield Check(f"{name}: measured as planned", "within 10 %", f"{share:.3f} of it", near)
+    lines = [Line("published", How.PUBLISHED, millions), most.line("largest in 8 GB")]
+    yield Chart("Parameters", "devices", "million", lines, "xy")
+    both = {"model": model, "activations": activations}
+    lines = [series.theirs(name) for name, series in both.items()]
+    lines += [series.line(name) for name, series in both.items()]
+    yield Chart("Bytes on all devices, at the published sizes", "devices", "GiB", lines, "xy")
 
 
 NOTES = (
-    "torchgpipe took the sizes of Huang et al., whose devices had 8 GB; its own P40 (22.4 GiB) would hold "
-    "more. So 8 GB is the limit here. Its bytes are the allocator's, and of version 0.0.5.",
-    "Batch 128 in 128 microbatches, 224x224, RMSprop, all recomputed, the published cuts. The largest: the "
-    "published number of cells at the published cut, with as many filters as fit.",
-    "Small ones were trained here on made-up, seeded images of 64x64, 16 in 16.",
+    "Planned: batch 128 in 128 microbatches, 224x224, RMSprop, all recomputed, the published cells and "
+    "cuts; the largest with as many filters as fit. torchgpipe took the sizes of Huang et al., whose "
+    "devices had 8 GB, so that is the limit here too: its own P40 (22.4 GiB) would hold more. Its bytes "
+    "are the allocator's, and of version 0.0.5.",
+    "Run: small ones, on made-up, seeded images of 64x64, 16 in 16 microbatches.",
 )
 RECORD = Record(
     "Memory of AmoebaNet-D (cells, filters) on 1 to 8 devices",
     "torchgpipe, benchmarks/amoebanetd-memory, on 1 to 8 Tesla P40; sizes of Huang et al., arXiv 1811.06965.",
     steps,
     show,
+    NOTES,
     "The table of torchgpipe 0.0.3 had another model, which its authors corrected in November 2019: its "
     "(6, 208), of 90M, has 31.4M parameters.",
 )

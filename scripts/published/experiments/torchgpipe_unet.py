@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,8 @@ from published.beside import (
     sized,
     under,
 )
-from published.measures import Race, predicted, profiled
-from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
+from published.measures import Race, estimate, predicted, profiled
+from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step
 
 MASKS = [
     f"model._target_={__name__}.unet_instancenorm",
@@ -106,7 +106,9 @@ def planned(
     words: list[str], layers: int, side: int, profile: Any = None, images: int = IMAGES
 ) -> dict[str, Any]:
     """Plan one process without recomputation, and the record's partitions with it."""
-    plan = partial(predicted, microbatch=images, example=[3, side, side], profile=profile)
+    example = [3, side, side]
+    estimated = estimate(words, images, example) if profile else None
+    plan = partial(predicted, microbatch=images, example=example, profile=profile, layers=estimated)
     plans = {"naive": plan(words, [layers], BASE)}
     rows = {str(n): (m, scaled(balance, layers)) for n, (m, balance, _) in RECORD_OF.items()}
     return plans | {n: plan([*words, AGAIN], balance, m) for n, (m, balance) in rows.items()}
@@ -134,55 +136,58 @@ def speedups(plans: Any) -> dict[int, float]:
     return {n: m * naive_s / plans[str(n)]["seconds"] for n, (m, *_) in RECORD_OF.items()}
 
 
-def show(results: Results) -> Findings:
+def show(results: Results) -> Iterator[Finding]:
     """Hold speed-ups, losses and bytes of skips against what must come back."""
     paper, race = results["paper"], Race(results["race"])
-    by_work, by_times = speedups(paper), speedups(planned(**results["profile"], images=1))
-    figures, checks = [], [sized(paper["naive"], LAYERS, PARAMETERS)]
-    for n, (m, _, published) in RECORD_OF.items():
-        what, most = f"pipeline-{n}, m = {m}", bound(n, m)
-        for gain, by in ((by_work[n], "work"), (by_times[n], "times of a narrow one")):
-            figures.append(Figure(f"{what}, by {by}", published, gain, How.PLANNED, None, most, "x naive-1"))
-            checks += [under(f"{what}, by {by}", gain, most)] if n > 1 else []
+    yield sized(paper["naive"], LAYERS, PARAMETERS)
+    published, bounds = (
+        {n: row[2] for n, row in RECORD_OF.items()},
+        {n: bound(n, m) for n, (m, *_) in RECORD_OF.items()},
+    )
+    planned_by = {"by work": paper, "by times of a narrow one": planned(**results["profile"], images=1)}
+    known = How.PLANNED, "x naive-1", published, bounds
+    gains = {
+        by: Series("", f"speed-up {by}", "K", speedups(plans), *known) for by, plans in planned_by.items()
+    }
+    yield from gains.values()
+    for n, (m, *_) in RECORD_OF.items():
+        yield from (
+            under(f"pipeline-{n}, m = {m}, {by}", of.here[n], bounds[n]) for by, of in gains.items() if n > 1
+        )
     ranks = [n for n in RECORD_OF if f"pipeline-{n}" in race.of]
     losses = [race.of[f"pipeline-{n}"]["losses"][0] for n in ranks]
     stages, says = f"on {', '.join(map(str, ranks))} stages", f"{min(losses):.7f} to {max(losses):.7f}"
-    checks.append(Check("equal losses", stages, says, max(losses) - min(losses) <= SAME * max(losses)))
+    yield Check("equal losses", stages, says, max(losses) - min(losses) <= SAME * max(losses))
     routes = [(source, target, nbytes / 2**20) for source, target, nbytes in paper["8"]["routes"]]
     skips = [(target - source, mib) for source, target, mib in routes if target > source + 1]
     straight, through = sum(mib for _, mib in skips), sum(crossed * mib for crossed, mib in skips)
     unit = f"MiB, {IMAGES} images"
-    figures += [
-        Figure("skips by routes, 8 stages", None, straight, How.PLANNED, unit=unit),
-        Figure("skips through every stage, 8 stages", None, through, How.PLANNED, unit=unit),
-    ]
+    yield Series(
+        "", "skips, 8 stages", "", {"by routes": straight, "through every stage": through}, How.PLANNED, unit
+    )
     says = f"{straight:.4g} of {through:.4g} {unit}"
-    checks.append(Check("skips by routes", "fewer bytes", says, straight < through))
-    beside, verdict = held_against(race, {f"pipeline-{n}": f"torchgpipe-{n}" for n in ranks})
-    lines = [
-        Line("torchgpipe 0.0.7", How.PUBLISHED, [(n, row[2]) for n, row in RECORD_OF.items()]),
-        Line("by work", How.PLANNED, [*by_work.items()]),
-        Line("by times of a narrow one", How.PLANNED, [*by_times.items()]),
-        Line("c K m / (m + K - 1)", How.BOUND, [(n, bound(n, m)) for n, (m, *_) in RECORD_OF.items()]),
-    ]
-    chart = Chart("Speed-up of the U-Net, at the record's cuts", "partitions K", "x naive-1", lines, "x")
-    charts = [chart, forwards_chart(race, ranks)]
-    return Findings([*figures, *beside], [*checks, *verdict], charts, NOTES)
+    yield Check("skips by routes", "fewer bytes", says, straight < through)
+    yield from held_against(race, {f"pipeline-{n}": f"torchgpipe-{n}" for n in ranks})
+    lines = [Line("torchgpipe 0.0.7", How.PUBLISHED, published), *(of.line(by) for by, of in gains.items())]
+    lines.append(Line("c K m / (m + K - 1)", How.BOUND, bounds))
+    yield Chart("Speed-up of the U-Net, at the record's cuts", "partitions K", "x naive-1", lines, "x")
+    yield forwards_chart(race, ranks)
 
 
-NOTES = [
+NOTES = (
     "Planned in full size without its weights, by estimated work (a backward is two forwards); and by a "
     "profile of one with width 16 and an image a microbatch, where what is no convolution takes more.",
-    f"Run here: width 16, images of 96x96, a batch of {BATCH} in {M} microbatches. Images and masks are made "
-    "up and seeded. pipeline-4 has four processes, and torchgpipe-4 four threads, on the machine's cores. "
-    "Ours posts receives ahead, here of the gradients of skips too, which are large: it holds these more.",
+    f"Run here: width 16, images of 96x96, a batch of {BATCH} in {M} microbatches, made up and seeded. "
+    "pipeline-4 has four processes, and torchgpipe-4 four threads, on the machine's cores. Ours posts "
+    "receives ahead, here of the gradients of skips too, which are large: it holds these more.",
     BESIDE,
-]
+)
 RECORD = Record(
     "Speed of a U-Net with long skip connections in 1, 2, 4 and 8 partitions",
     "torchgpipe 0.0.7 (Kim et al., arXiv 2004.09910), benchmarks/unet-speed: (5, 64), 192x192.",
     steps,
     show,
+    NOTES,
     "The log of pipeline-8 counts 8 microbatches of one sample, and its command 40. pipeline-1 runs one of "
     "its two microbatches again, whose bound is 6/7; ours runs all.",
 )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from comparison import request
 from comparison.verdict import noise
 from published.measures import trained
-from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
+from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step
 
 FIRST, ONE = "layer_dist", "one process"
 METHODS = (FIRST, "pipedream", "fbp", "fbp + topk", "fbp + int8")
@@ -26,6 +26,8 @@ PUBLISHED = {  # best accuracy in %, its epoch, and seconds of an epoch; None: n
 }
 TIMES, FAST, NEAR = f"x {FIRST}", 1.4, 1e-6  # of its speed; of a loss
 STUDY = Path(__file__).parents[3] / "docs/results/xdypipe-cifar10/runs.csv"
+Runs = Mapping[str, list[dict[str, float]]]
+"""By method."""
 KEYS = ("val_loss", "val_acc", "best_val_acc", "best_epoch", "epoch_s", "bytes_per_epoch")
 
 
@@ -58,98 +60,99 @@ def ran(overrides: Sequence[str], seed: int, nproc: int) -> dict[str, float]:
     return {key: summary[key] for key in KEYS}
 
 
-def show(results: Results) -> Findings:
+def show(results: Results) -> Iterator[Finding]:
     """Say what the runs found of speed, and the study of accuracy."""
     runs: dict[str, dict[str, list[dict[str, float]]]] = {}  # by model, then by method
     for key, result in results.items():
         if key != "study":
             model, method, _ = key.split(", ")
             runs.setdefault(model, {}).setdefault(method, []).append(result)
-    parts = [timed(model, of) for model, of in runs.items()]
+    lines = list[Line]()
+    for model, of in runs.items():
+        yield from timed(model, of)
+        lines += drawn(speeds_of(model, of))
+    yield from studied(results["study"])
     names = ", ".join(f"{n} {method}" for n, method in enumerate(METHODS, 1))
-    speeds = Chart("Speed by method", names, TIMES, [line for _, _, lines in parts for line in lines])
-    figures, checks, chart = studied(results["study"])
-    return Findings(
-        [*figures, *(figure for of, _, _ in parts for figure in of)],
-        [*(check for _, of, _ in parts for check in of), *checks],
-        [chart, speeds],
-        [NOTE],
-    )
+    yield Chart("Speed by method", names, TIMES, lines)
 
 
-def timed(
-    model: str, runs: dict[str, list[dict[str, float]]]
-) -> tuple[list[Figure], list[Check], list[Line]]:
-    """Hold the methods' times against layer_dist's, and layer_dist against one process."""
-    off = abs(runs[FIRST][0]["val_loss"] / runs[ONE][0]["val_loss"] - 1)
-    checks = [Check(f"{model}: {FIRST} is one process", "equal", f"loss off by {off:.1g}", off <= NEAR)]
-    seconds = {name: [run["epoch_s"] for run in runs[name]] for name in METHODS if name in runs}
+def published(model: str, n: int) -> dict[str, float]:
+    """Return the published numbers of a kind, by method."""
+    known = {method: PUBLISHED[model, method][n] for method in METHODS if (model, method) in PUBLISHED}
+    return {method: of for method, of in known.items() if of is not None}
+
+
+def seconds_of(runs: Runs) -> dict[str, list[float]]:
+    """Return the seconds of an epoch of each method's runs."""
+    return {name: [run["epoch_s"] for run in runs[name]] for name in METHODS if name in runs}
+
+
+def speeds_of(model: str, runs: Runs) -> Series:
+    """Return how many times as fast as layer_dist each method is, and was as published."""
+    seconds = seconds_of(runs)
     speeds = {
         name: [first / own for first, own in zip(seconds[FIRST], of, strict=True)]
         for name, of in seconds.items()
     }
-    theirs = {name: PUBLISHED[model, name][2] for name in METHODS if (model, name) in PUBLISHED}
+    theirs = published(model, 2)
     faster = {name: theirs[FIRST] / of for name, of in theirs.items()}
-    figures = []
-    for name, each in seconds.items():
-        what, speed = f"{model}, {name}", median(speeds[name])
-        figures += [
-            Figure(f"{what}: an epoch", theirs.get(name), fmean(each), How.RUN, ends(each), unit="s"),
-            Figure(f"{what}: speed", faster.get(name), speed, How.RUN, ends(speeds[name]), unit=TIMES),
-        ]
-        if name in ("pipedream", "fbp"):
-            says = f"{faster[name]:.2f}" if name in faster else "not reported"
-            checks.append(Check(f"{what}: at least {FAST} {TIMES}", says, f"{speed:.2f}", speed >= FAST))
-    medians = {name: median(each) for name, each in speeds.items()}
-    lines = [
-        Line(model, how, [(METHODS.index(name) + 1, y) for name, y in of.items()])
-        for how, of in ((How.RUN, medians), (How.PUBLISHED, faster))
-    ]
-    return figures, checks, lines
+    return Series.measured(model, "speed", "", speeds, unit=TIMES, published=faster)
 
 
-def studied(rows: Sequence[dict[str, Any]]) -> tuple[list[Figure], list[Check], Chart]:
+def timed(model: str, runs: Runs) -> Iterator[Finding]:
+    """Hold the methods' times against layer_dist's, and layer_dist against one process."""
+    off = abs(runs[FIRST][0]["val_loss"] / runs[ONE][0]["val_loss"] - 1)
+    yield Check(f"{model}: {FIRST} is one process", "equal", f"loss off by {off:.1g}", off <= NEAR)
+    seconds, speed = seconds_of(runs), speeds_of(model, runs)
+    yield Series.measured(model, "an epoch", "", seconds, fmean, unit="s", published=published(model, 2))
+    yield speed
+    for name in ("pipedream", "fbp"):
+        if name in speed.here:
+            says = f"{speed.published[name]:.2f}" if name in speed.published else "not reported"
+            here = speed.here[name]
+            yield Check(f"{model}, {name}: at least {FAST} {TIMES}", says, f"{here:.2f}", here >= FAST)
+
+
+def drawn(speeds: Series) -> list[Line]:
+    """Return the lines of a model's speeds, by the methods' numbers."""
+    both = ((How.RUN, speeds.here), (How.PUBLISHED, speeds.published))
+    return [Line(speeds.of, how, {METHODS.index(name) + 1: y for name, y in of.items()}) for how, of in both]
+
+
+def studied(rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     """Hold the study's accuracies against the record's, and the codecs' against those without."""
     by = {name: [row for row in rows if row["method"] == name] for name in METHODS}
-    last = {name: [100 * row["val_acc"] for row in of] for name, of in by.items()}
+    last, best = (
+        {name: [100 * row[key] for row in of] for name, of in by.items()} for key in ("val_acc", KEYS[2])
+    )
+    at = {name: of[best[name].index(max(best[name]))]["best_epoch"] for name, of in by.items()}
     sent = {name: of[0]["bytes_per_epoch"] / 1e6 for name, of in by.items()}
-    figures = []
-    for name, of in by.items():
-        what, (accuracy, epoch, _) = f"study, vgg16, {name}", PUBLISHED.get(("vgg16", name), (None,) * 3)
-        best = [100 * row["best_val_acc"] for row in of]
-        at = of[best.index(max(best))]["best_epoch"]
-        figures += [
-            Figure(f"{what}: best accuracy", accuracy, max(best), How.RUN, ends(best), unit="%"),
-            Figure(f"{what}: its epoch", epoch, at),
-            Figure(f"{what}: last accuracy", None, fmean(last[name]), How.RUN, ends(last[name]), unit="%"),
-            Figure(f"{what}: sent in an epoch", None, sent[name], unit="MB"),
-        ]
-    gaps = {name: fmean(last[name]) - fmean(last["fbp"]) for name in ("fbp + int8", "fbp + topk")}
+    what, accuracy, epoch = "study, vgg16", published("vgg16", 0), published("vgg16", 1)
+    yield Series.measured(what, "best accuracy", "", best, max, unit="%", published=accuracy)
+    yield Series(what, "its epoch", "", at, published=epoch)
+    accuracies = Series.measured(what, "last accuracy", "", last, fmean, unit="%")
+    yield accuracies
+    yield Series(what, "sent in an epoch", "", sent, unit="MB")
+    means = accuracies.here
+    int8, topk = "fbp + int8", "fbp + topk"
+    gaps = {name: means[name] - means["fbp"] for name in (int8, topk)}
     margins = {name: noise(last[name], last["fbp"], len(gaps)) or 0.0 for name in gaps}
     here = {name: f"{gap:+.1f} points, noise ±{margins[name]:.1f}" for name, gap in gaps.items()}
-    int8, topk = gaps
-    within, costs = abs(gaps[int8]) <= margins[int8], gaps[topk] < -margins[topk]
     beside = "91.36 % beside 90.79 % of layer_dist"
-    checks = [
-        Check(f"study: {int8} is within the noise of fbp", beside, here[int8], within),
-        Check(f"study: the price of {topk} in accuracy", "not reported", here[topk], costs),
-    ]
-    lines = [Line(name, How.RUN, [(sent[name], fmean(of))]) for name, of in last.items()]
-    return figures, checks, Chart("Study: what fewer bytes cost", "MB in an epoch", "last accuracy, %", lines)
+    within, costs = abs(gaps[int8]) <= margins[int8], gaps[topk] < -margins[topk]
+    yield Check(f"study: {int8} is within the noise of fbp", beside, here[int8], within)
+    yield Check(f"study: the price of {topk} in accuracy", "not reported", here[topk], costs)
+    lines = [Line(name, How.RUN, {sent[name]: mean}) for name, mean in means.items()]
+    yield Chart("Study: what fewer bytes cost", "MB in an epoch", "last accuracy, %", lines)
 
 
-def ends(values: Sequence[float]) -> tuple[float, float]:
-    """Return the least and the most."""
-    return min(values), max(values)
-
-
-NOTE = (
-    "Run here: a VGG16 a quarter and a ResNet18 an eighth as wide, on the 1,437 images of data=digits, in 3 "
-    "epochs by the record's recipe and cuts, 2 seeds, two processes with a thread each. Study: "
-    "docs/results/xdypipe-cifar10, of 2026-11-23: VGG16 a quarter as wide, 10,000 images of CIFAR-10, 12 "
-    "epochs, 3 seeds; its seconds are left out, because other programs ran beside it. Accuracy and its "
-    "epoch: the best epoch of all seeds, as published. Noise: half of Welch's 95 % interval, for 2 "
-    "differences."
+NOTES = (
+    "Run here: a VGG16 a quarter and a ResNet18 an eighth as wide, on the 1,437 images of data=digits, in "
+    "3 epochs by the record's recipe and cuts, 2 seeds, two processes with a thread each.",
+    "Study: [xdypipe-cifar10](results/xdypipe-cifar10/README.md), of 2026-11-23: VGG16 a quarter as wide, "
+    "10,000 images of CIFAR-10, 12 epochs, 3 seeds; its seconds are left out, because other programs ran "
+    "beside it. Best accuracy: of all seeds, as published. Noise: half of Welch's 95 % interval, for 2 "
+    "differences.",
 )
 RECORD = Record(
     "Layers on two devices: in turns, pipelined, and forward-backward parallel with codecs",
@@ -157,6 +160,7 @@ RECORD = Record(
     "2080 Ti (8 bit: two 2080), ResNet18 on two 2080.",
     steps,
     show,
+    NOTES,
     "One seed, and the best epoch of up to 200. pipedream stashes no weights. Its own method has two data "
     "workers, the others none, and 8 bit another GPU. The 8-bit row of ResNet18 (91.38 %, epoch 183, 12 s) "
     "is probably of VGG16, and is left out. Gradient clipping is in truth top-k, whose indices overflowed; "

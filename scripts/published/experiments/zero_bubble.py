@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from pipetrain.schedule.actions import most_open, ranks_of
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.simulate import simulate
 from published.measures import Race, raced
-from published.record import Chart, Check, Figure, Findings, How, Line, Record, Results, Step
+from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step, those
 
 LAW = {  # parts of 1f1b's bubble, and of its memory
     "1f1b": (1, 1),
@@ -26,11 +27,8 @@ LAW = {  # parts of 1f1b's bubble, and of its memory
     "v_half": (1 / 2, 1 / 2),
     "v_min": (2 / 3, 1 / 3),
 }
-RANKS, TIMES, BATCHES = (
-    (4, 8, 16, 32),
-    3,
-    16,
-)  # microbatches of a batch, in ranks; batches of a window on paper
+FIRST, RANKS = "1f1b", (4, 8, 16, 32)
+TIMES, BATCHES = 3, 16  # microbatches of a batch, in ranks; batches of a window on paper
 GAINS = {"zbv": 1.23, "zb_h2": 1.31}  # the most that was published, over 1f1b
 POINTS, SLACK, NEAR = 2.0, 0.25, 0.05  # of a bubble in %; of memory, of which rounding takes more; of a gain
 
@@ -77,65 +75,56 @@ def contestants(microbatches: int, product_s: float, groups: ProcessGroups) -> B
     return {name: partial(build, name) for name in LAW}
 
 
-def show(results: Results) -> Findings:
+def show(results: Results) -> Iterator[Finding]:
     """Hold bubbles, memory and gains against what was published."""
-    papers = {int(key.split()[1]): of for key, of in results.items() if key.startswith("paper")}
-    races = {int(key.split()[1]): Race(of) for key, of in results.items() if key.startswith("run")}
+    papers = {int(p): of for p, of in those(results, "paper ").items()}
+    races = {int(p): Race(of) for p, of in those(results, "run ").items()}
     law = {p: 100 * (p - 1) / (TIMES * p + p - 1) for p in papers}
-    figures, checks, bubbles, memories, gains = [], [], [], [], []
+    bubbles, memories, gains = list[Series](), list[Series](), list[Line]()
     for name, (share, memory) in LAW.items():
-        bubble = {p: of[name][0] for p, of in papers.items()}
-        parts = {p: of[name][1] / p for p, of in papers.items()}
-        faster = {p: (100 - bubble[p]) / (100 - of["1f1b"][0]) for p, of in papers.items()}
-        for p in papers:
-            what = f"{name}, {p} ranks"
-            figures += [
-                Figure(f"{what}: bubble", share * law[p], bubble[p], How.PLANNED, unit="%"),
-                Figure(f"{what}: memory", memory, parts[p], How.PLANNED, unit="x 1f1b"),
-            ]
-        off, last = max(abs(bubble[p] - share * law[p]) for p in papers), parts[max(parts)]
+        published = {p: share * of for p, of in law.items()}, dict.fromkeys(papers, memory)
+        bubble, parts = (
+            {p: of[name][0] for p, of in papers.items()},
+            {p: of[name][1] / p for p, of in papers.items()},
+        )
+        bubbles.append(Series(name, "bubble", "ranks", bubble, How.PLANNED, "%", published[0]))
+        memories.append(Series(name, "memory", "ranks", parts, How.PLANNED, "x 1f1b", published[1]))
+        off, last = max(abs(bubble[p] - published[0][p]) for p in papers), parts[max(parts)]
         says = f"{share:.2g} of 1f1b's" if share else "about 0"
-        checks += [
-            Check(f"{name}: bubble", says, f"off by {off:.1f} points at most", off <= POINTS),
-            Check(
-                f"{name}: memory", f"{memory:.2g} x 1f1b's", f"{last:.2f}", abs(last / memory - 1) <= SLACK
-            ),
-        ]
-        bubbles.append(Line(name, How.PLANNED, [*bubble.items()]))
-        memories.append(Line(name, How.PLANNED, [*parts.items()]))
-        if name == "1f1b":
+        yield Check(f"{name}: bubble", says, f"off by {off:.1f} points at most", off <= POINTS)
+        near = abs(last / memory - 1) <= SLACK
+        yield Check(f"{name}: memory", f"{memory:.2g} x 1f1b's", f"{last:.2f}", near)
+        if name == FIRST:
             continue
+        faster = {p: (100 - bubble[p]) / (100 - of[FIRST][0]) for p, of in papers.items()}
         if most := GAINS.get(name):
             best = max(faster.values())
-            says = f"up to {most:.2f} x 1f1b"
-            checks.append(
-                Check(f"{name}: gain", says, f"{best:.2f} planned", abs(best / most - 1) <= SLACK / 2)
-            )
-        ran = {p: race.ratio(name, "1f1b") for p, race in races.items()}
-        for p, race in races.items():
-            bound_s = ran[p] / race.of_bound(name) * race.of_bound("1f1b")
-            what, spread = f"{name}, {p} ranks", race.spread(name, "1f1b")
-            figures.append(Figure(f"{what}: speed", None, ran[p], How.RUN, spread, bound_s, "x 1f1b"))
-            near = abs(ran[p] / bound_s - 1) <= NEAR
-            checks.append(Check(f"{what}: run as planned", f"{bound_s:.2f} planned", f"{ran[p]:.2f}", near))
-        gains += [Line(name, How.PLANNED, [*faster.items()]), Line(name, How.RUN, [*ran.items()])]
-    bubbles.append(Line("(p-1)/(m+p-1)", How.BOUND, [*law.items()]))
-    charts = [
-        Chart("Bubble, m = 3 p, windows of 16 batches", "ranks p", "% of the time", bubbles, "x"),
-        Chart("Memory of the fullest rank", "ranks p", "x 1f1b", memories, "x"),
-        Chart("Speed; runs in windows of 4 batches", "ranks p", "x 1f1b", gains, "x"),
-    ]
-    notes = [
-        "Runs are of stages that sleep 40 ms for each of F, I and W, in windows of 4 batches, for which the "
-        "bound of their gain is simulated."
-    ]
-    return Findings(figures, checks, charts, notes)
+            near = abs(best / most - 1) <= SLACK / 2
+            yield Check(f"{name}: gain", f"up to {most:.2f} x 1f1b", f"{best:.2f} planned", near)
+        ran = {p: race.ratio(name, FIRST) for p, race in races.items()}
+        bounds = {p: ran[p] / race.of_bound(name) * race.of_bound(FIRST) for p, race in races.items()}
+        spread = {p: race.spread(name, FIRST) for p, race in races.items()}
+        yield Series(name, "speed", "ranks", ran, unit="x 1f1b", bound=bounds, spread=spread)
+        for p, bound_s in bounds.items():
+            what, near = f"{name}, {p} ranks: run as planned", abs(ran[p] / bound_s - 1) <= NEAR
+            yield Check(what, f"{bound_s:.2f} planned", f"{ran[p]:.2f}", near)
+        gains += [Line(name, How.PLANNED, faster), Line(name, How.RUN, ran)]
+    yield from (*bubbles, *memories)
+    lines = [*(of.line() for of in bubbles), Line("(p-1)/(m+p-1)", How.BOUND, law)]
+    yield Chart("Bubble, m = 3 p, windows of 16 batches", "ranks p", "% of the time", lines, "x")
+    yield Chart("Memory of the fullest rank", "ranks p", "x 1f1b", [of.line() for of in memories], "x")
+    yield Chart("Speed; runs in windows of 4 batches", "ranks p", "x 1f1b", gains, "x")
 
 
+NOTES = (
+    "Runs are of stages that sleep 40 ms for each of F, I and W, in windows of 4 batches, for which the "
+    "bound of their gain is simulated.",
+)
 RECORD = Record(
     "Bubble, memory and speed of zero-bubble schedules",
     "Qi et al., arXiv 2401.10241 and 2405.15362: GPT of 1.5 to 28.3 billion parameters on 8 to 32 A100.",
     steps,
     show,
+    NOTES,
     "ZB-H2 gains over ZB-H1 only where a window has several batches, as the papers' optimizer step allows.",
 )
