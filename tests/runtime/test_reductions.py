@@ -12,7 +12,9 @@ from torch.nn.functional import cross_entropy
 from pipetrain import Pipeline
 from tests.support.cases import Case, Saved, compare, make_run, run_in_threads
 
-TIED, COMPLEX = (f"model._target_=tests.support.{name}" for name in ("models.tied", "edges.fourier_shared"))
+TIED, COMPLEX = (
+    f"model._target_=tests.support.{name}" for name in ("models.tied", "edge_case_models.fourier_shared")
+)
 VIRTUAL = (TIED, "schedule.virtual=2", "partition=[2]")
 CLIPPED = ("clip_grad_norm=0.25", "clip_grad_norm_over=model")
 

@@ -103,13 +103,13 @@ NEEDS = {"sparse": ["optim.weight_decay=0"], "reads": ["optim.fused=false"]}
 )
 def test_a_model_at_the_edge_trains_as_one_process_would_train_it(schedule, model, cut):
     words = ["microbatches=4", f"partition={cut}", "buffer_size=4", "epochs=2", *NEEDS.get(model, [])]
-    twin = "edges.tied_registered" if model == "tied" else ""
+    twin = "edge_case_models.tied_registered" if model == "tied" else ""
     _equals_the_reference(_case(schedule, f"edges.{model}", *words, reference_model=twin))
 
 
 def test_complex_weights_go_on_from_a_checkpoint(tmp_path):
     words = ("optim=adamw", "partition=[2]", "window=2", "optim.lr=0.01", "epochs=2")
-    case = _case("pipedream", "edges.fourier", *words)
+    case = _case("pipedream", "edge_case_models.fourier", *words)
     wanted, _ = run_in_threads(case, saved=Saved(tmp_path))
     source = sorted((tmp_path / "checkpoints").glob("update-*"))[3]
     state, _ = run_in_threads(case, source=source)
@@ -132,7 +132,7 @@ def test_a_skipped_update_leaves_no_trace_in_running_statistics(schedule, cut):
 
     Then later forwards lose what they have changed, but of their counts.
     """
-    case = _case(schedule, "edges.strikes", f"partition={cut}", "microbatches=4", "on_nan=skip")
+    case = _case(schedule, "edge_case_models.strikes", f"partition={cut}", "microbatches=4", "on_nan=skip")
     case = replace(case, ranks=cut.count(",") + 2)
     state, figures = run_in_threads(case)
     assert all(tensor.isfinite().all() for tensor in state.values())

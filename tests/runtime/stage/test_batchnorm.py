@@ -80,9 +80,9 @@ def referred() -> Iterator[list[Reference]]:
         ("fbp", 3, "models.with_norm", ()),
         ("zb_h2", 3, "models.with_norm", ()),
         ("pipedream", 3, "models.recomputing", ("recompute=selective",)),
-        ("pipedream", 3, "again.norms", ("+model.momentum=null",)),
-        ("pipedream_2bw", 3, "again.norms", ("+model.track_running_stats=false",)),
-        ("zb_h1", 3, "again.norms", ("+model.struck=true", "on_nan=skip")),
+        ("pipedream", 3, "edge_case_models.norms", ("+model.momentum=null",)),
+        ("pipedream_2bw", 3, "edge_case_models.norms", ("+model.track_running_stats=false",)),
+        ("zb_h1", 3, "edge_case_models.norms", ("+model.struck=true", "on_nan=skip")),
     ],
     ids=str,
 )

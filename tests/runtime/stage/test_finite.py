@@ -96,11 +96,11 @@ OWN = ("optim._target_=torch.optim.RMSprop", "~optim.momentum")
 @pytest.mark.parametrize(
     ("schedule", "ranks", "words"),
     [
-        ("1f1b", 2, ("edges.strikes", "partition=[1]", *MOMENTUM, "clip_grad_norm=0.1")),
-        ("pipedream", 3, ("edges.strikes", "partition=[2,3]", "window=3", *ADAMW)),
-        ("pipedream_2bw", 2, ("edges.strikes", "partition=[2]", "window=3", *MOMENTUM, "ema=0.9")),
-        ("1f1b", 2, ("edges.strikes", "partition=[1]", *OWN)),
-        ("zb_h1", 3, ("again.norms", "+model.struck=true", "batchnorm=batch", *MOMENTUM)),
+        ("1f1b", 2, ("edge_case_models.strikes", "partition=[1]", *MOMENTUM, "clip_grad_norm=0.1")),
+        ("pipedream", 3, ("edge_case_models.strikes", "partition=[2,3]", "window=3", *ADAMW)),
+        ("pipedream_2bw", 2, ("edge_case_models.strikes", "partition=[2]", "window=3", *MOMENTUM, "ema=0.9")),
+        ("1f1b", 2, ("edge_case_models.strikes", "partition=[1]", *OWN)),
+        ("zb_h1", 3, ("edge_case_models.norms", "+model.struck=true", "batchnorm=batch", *MOMENTUM)),
         ("1f1b", 3, ("models.skipping_struck", "partition=[3,9]", *ADAMW)),
     ],
     ids=str,

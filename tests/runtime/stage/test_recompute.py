@@ -22,7 +22,7 @@ ONE = ("schedule.virtual=2", "microbatches=3", "partition=[3]")  # two stages on
 
 
 def model(name: str) -> str:
-    return f"model._target_=tests.support.{name if '.' in name else f'again.{name}'}"
+    return f"model._target_=tests.support.{name if '.' in name else f'edge_case_models.{name}'}"
 
 
 SKIPS = (model("models.skipping"), "+model.dropout=0.3", "window=null", "microbatches=3")
