@@ -104,7 +104,7 @@ NEEDS = {"sparse": ["optim.weight_decay=0"], "reads": ["optim.fused=false"]}
 def test_a_model_at_the_edge_trains_as_one_process_would_train_it(schedule, model, cut):
     words = ["microbatches=4", f"partition={cut}", "buffer_size=4", "epochs=2", *NEEDS.get(model, [])]
     twin = "edge_case_models.tied_registered" if model == "tied" else ""
-    _equals_the_reference(_case(schedule, f"edges.{model}", *words, reference_model=twin))
+    _equals_the_reference(_case(schedule, f"edge_case_models.{model}", *words, reference_model=twin))
 
 
 def test_complex_weights_go_on_from_a_checkpoint(tmp_path):
@@ -119,7 +119,7 @@ def test_complex_weights_go_on_from_a_checkpoint(tmp_path):
 
 def test_only_gradients_that_are_needed_travel():
     for model, cut in (("masked", "[3]"), ("unused", "[2]")):
-        joined = make_run(_case("1f1b", f"edges.{model}", f"partition={cut}")).plan.cut
+        joined = make_run(_case("1f1b", f"edge_case_models.{model}", f"partition={cut}")).plan.cut
         assert len(joined.message((0, 1), Size(3))) == 2
         assert [spec.shape for spec in joined.message((1, 0), Size(3))] == [(3, 12)]
 
