@@ -21,11 +21,6 @@ from published.measures import Race, ends, partition
 from published.record import Chart, Check, Finding, How, Line, Series
 
 PLAIN, THEIRS = "a plain loop", "torchgpipe"
-BESIDE = (
-    "Where torchgpipe 0.0.7 is beside ours, it is in the same run, at the same cut, microbatches and "
-    "threads. Its backwards share one thread, as autograd has one a device and a CPU is one: forwards "
-    "stand apart. Bytes are of activations, messages and what operations need, counted alike."
-)
 SPEED = "x its speed"
 TIE = 0.05  # two runs of the same contestant differ by some percent, see docs/results/README.md
 

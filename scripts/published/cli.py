@@ -18,6 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from comparison.figures import duration
 from comparison.processes import interruptible
 from comparison.request import RECORDS
@@ -28,6 +30,7 @@ from published.record import Record, Step
 
 ALL, STUDY = "all", "staleness"  # the study is nobody's record: it has a folder of its own
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+WORDS = Path(__file__).with_name("records.yaml")
 KEPT = {ALL: DOCS / "results" / "records", STUDY: DOCS / "results" / STUDY}
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
@@ -60,7 +63,7 @@ def asked_for(words: Sequence[str]) -> bool:
 def parser() -> argparse.ArgumentParser:
     """Make the parser of a record's options."""
     own = argparse.ArgumentParser(prog="compare.py", allow_abbrev=False)
-    own.add_argument("--experiment", choices=[*RECORDS, ALL])
+    own.add_argument("--experiment", metavar="NAME", choices=[*RECORDS, ALL])
     own.add_argument("--out", type=Path, metavar="DIR", help="default: comparisons/ and the record's name")
     own.add_argument("--quick", action="store_true", help="a tiny version, to see that it works")
     own.add_argument("--fresh", action="store_true", help="make again what is kept")
@@ -69,9 +72,8 @@ def parser() -> argparse.ArgumentParser:
 
 def record_of(name: str) -> Record:
     """Return a record by its name."""
-    record = import_module(f"published.experiments.{name.replace('-', '_')}").RECORD
-    assert isinstance(record, Record)
-    return record
+    experiment = import_module(f"published.experiments.{name.replace('-', '_')}")
+    return Record(experiment.steps, experiment.show, **yaml.safe_load(WORDS.read_text())[name])
 
 
 def make_all(names: Sequence[str], out: Path, quick: bool, fresh: bool) -> int:

@@ -21,7 +21,7 @@ from published.record import Check, Findings, Place, Record, Series
 
 PAGE, REPORT = "records.md", "report.html"
 WORDS = ("record", "what", "from", "what must come back", "published", "here", "came back")
-FEW, WIDE = 3, 5  # cases that stand in a line; columns, beyond which named places are rows
+FEW, WIDE = 2, 5  # cases that stand in a line; columns, beyond which named places are rows
 CAME = {True: "yes", False: "**no**", None: "not tried"}
 
 
@@ -121,7 +121,7 @@ def section(
     name: str, record: Record, results: Mapping[str, Mapping[str, Any]], folder: Path, command: str
 ) -> Section:
     """Say what the results of a record's steps are, and draw them."""
-    findings = record.findings({key: step["result"] for key, step in results.items()})
+    findings = Findings.of(record.show({key: step["result"] for key, step in results.items()}))
     picture = f"{name}.png"
     draw(findings.charts, folder / picture)
     for file in findings.files:

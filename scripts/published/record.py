@@ -158,18 +158,13 @@ class Findings:
 class Record:
     """A published record. `steps`: what is measured, with True a tiny version; `show`: what it says.
 
-    `source`: who published it, and on what; `wrong`: what is wrong in it, as far as is known; `notes`: what
-    ran here, and what a reader of the numbers has to know; `beside`: what the numbers here stand beside.
+    In words, see records.yaml: `beside`: what the numbers here stand beside.
     """
 
-    title: str
-    source: str
     steps: Callable[[bool], Mapping[str, Step]]
     show: Callable[[Results], Iterator[Finding]]
+    title: str
+    source: str
     notes: Sequence[str] = ()
     wrong: str = ""
     beside: str = "published"
-
-    def findings(self, results: Results) -> Findings:
-        """Return what results say."""
-        return Findings.of(self.show(results))

@@ -29,7 +29,7 @@ def test_xdypipe_says_what_is_slow_or_not_one_process(
     for key in (f"{m}, {name}, 0" for m in xdypipe.WIDTHS for name in (xdypipe.ONE, *xdypipe.METHODS)):
         own = more if key == f"{model}, {method}, 0" else {}
         results[key] = {"val_loss": 1.0, "epoch_s": 10 if "layer_dist" in key else 7, **own}
-    assert failed(xdypipe.RECORD.findings(results)) == fails
+    assert failed(Findings.of(xdypipe.show(results))) == fails
 
 
 def test_xdypipe_says_what_codecs_cost_in_the_study() -> None:
@@ -61,7 +61,7 @@ def test_torchgpipe_s_accuracy_says_which_way_learns_otherwise(
         name: {"error": 60.0 + step.arguments["seed"], "loss": 2.0, **(more if name.startswith(key) else {})}
         for name, step in steps.items()
     }
-    assert failed(torchgpipe_accuracy.RECORD.findings(results)) == fails
+    assert failed(Findings.of(torchgpipe_accuracy.show(results))) == fails
 
 
 def test_no_step_names_a_folder_of_this_machine() -> None:

@@ -12,7 +12,7 @@ from comparison import runs
 from comparison.request import RECORDS
 from published import cli, page
 from published.cli import make
-from published.record import Chart, Check, Finding, How, Line, Record, Series, Step
+from published.record import Chart, Check, Finding, Findings, How, Line, Record, Series, Step
 from tests.support.processes import CHECKOUT, ended, running
 
 CALLS: list[int] = []
@@ -41,7 +41,7 @@ def show(results: dict[str, int]) -> Iterator[Finding]:
 
 def record(*values: int) -> Record:
     steps = {str(value): Step(double, {"value": value}) for value in values}
-    return Record("Doubling", "Euclid.", lambda quick: steps, show, ["By hand."], "nothing")
+    return Record(lambda quick: steps, show, "Doubling", "Euclid.", ["By hand."], "nothing")
 
 
 def test_a_step_is_kept_as_long_as_it_is_the_same(tmp_path: Path) -> None:
@@ -50,14 +50,14 @@ def test_a_step_is_kept_as_long_as_it_is_the_same(tmp_path: Path) -> None:
     kept = make("doubling", record(1, 2), tmp_path, False)
     assert CALLS == [1, 2]
     assert [kept[key]["result"] for key in "12"] == [2, 4]
-    other = Record("", "", lambda quick: {"1": Step(double, {"value": 3})}, show)
+    other = Record(lambda quick: {"1": Step(double, {"value": 3})}, show, "", "")
     assert make("doubling", other, tmp_path, False)["1"]["result"] == 6
 
 
 def test_what_was_made_before_an_error_is_kept(tmp_path: Path) -> None:
     steps = {"1": Step(double, {"value": 1}), "2": Step(broken)}
     with pytest.raises(ValueError, match="does not"):
-        make("doubling", Record("", "", lambda quick: steps, show), tmp_path, False)
+        make("doubling", Record(lambda quick: steps, show, "", ""), tmp_path, False)
     assert json.loads((tmp_path / "doubling.json").read_text())["1"]["result"] == 2
 
 
@@ -95,7 +95,7 @@ def test_the_page_is_that_of_the_results_that_are_kept() -> None:
             continue
         made = json.loads(cli.file_of(kept, name).read_text())
         record, results = cli.record_of(name), {key: step["result"] for key, step in made.items()}
-        section = page.Section(name, record, record.findings(results), "", "", ())
+        section = page.Section(name, record, Findings.of(record.show(results)), "", "", ())
         assert page.unpadded(section.short_verdict) in text
         assert all(table.markdown in text for table in section.short_tables)
 
@@ -104,7 +104,7 @@ def test_a_record_that_fails_is_said_and_the_others_are_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = {
-        "bad": Record("", "", lambda quick: {"1": Step(broken)}, show),
+        "bad": Record(lambda quick: {"1": Step(broken)}, show, "", ""),
         "good": record(1, 2),
     }
     monkeypatch.setattr(cli, "record_of", records.__getitem__)

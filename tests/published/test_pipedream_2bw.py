@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from published.experiments import pipedream_2bw
+from published.record import Findings
 
 
 def test_updates_to_a_loss_lie_between_two_epochs() -> None:
@@ -24,7 +25,7 @@ def test_its_verdict_can_fail(slow: bool) -> None:
     for n, name in enumerate(names[:3]):
         results[f"train, GPT, {name}, 0"] = {"curves": {"val_loss": [3.0, 2.0 + n / 4]}}
         results[f"held, {name}"] = [(stage, of * 2**20, 0) for stage, of in enumerate(mib[name])]
-    findings = pipedream_2bw.RECORD.findings(results)
+    findings = Findings.of(pipedream_2bw.show(results))
     assert [check.came_back for check in findings.checks] == [not slow] * 3
     (updates,) = (of for of in findings.series if of.name == "to a test loss of 2.5" and of.unit == "updates")
     assert (updates.here["1f1b"], updates.here["pipedream_2bw"]) == (30, 40)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from published.experiments import ssp
+from published.record import Findings
 
 
 @pytest.mark.parametrize("came", [True, False])
@@ -27,7 +28,8 @@ def test_its_verdict_can_fail(came: bool) -> None:
         for way in (ssp.SSP, ssp.PARALLEL)
     }
     ring = ssp.versions(4 if came else 3, 7)
-    findings = ssp.RECORD.findings({"versions": ring, "plan vgg16": ways, "race 2": race, **held})
+    results = {"versions": ring, "plan vgg16": ways, "race 2": race, **held}
+    findings = Findings.of(ssp.show(results))
     assert [check.came_back for check in findings.checks] == [came] * 4 + [None]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from published.experiments import staleness
 from published.experiments.staleness import LATE_BY_ONE, PLAIN, SYNCHRONOUS, Way, rows_of
+from published.record import Findings
 
 
 def results(ends: dict[Way, float]) -> dict[str, Any]:
@@ -30,7 +31,7 @@ FED_BACK = Way("pipedream_2bw", 8, 1, "feedback")
 def test_the_way_that_loses_least_is_recommended_and_held_against_the_goal() -> None:
     for end, reached in ((98.8, True), (98.6, False)):
         ends = {SYNCHRONOUS: 99.0, PLAIN: 70.0, LATE_BY_ONE: 90.0, CURED: end}
-        (check,) = staleness.RECORD.findings(results(ends)).checks
+        (check,) = Findings.of(staleness.show(results(ends))).checks
         assert check.came_back is reached
         assert "pipedream_2bw + msnag" in check.what
         assert "plain pipedream +29" in check.here

@@ -15,7 +15,7 @@ from pipetrain.plan.paper_plan import planned
 from pipetrain.schedule.memory import GIB, totals
 from published.beside import THEIRS, raced_beside
 from published.measures import Race
-from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step, those
+from published.record import Chart, Check, Finding, How, Line, Results, Series, Step, those
 
 PARAMETERS = 89_762_304
 MODES = NEVER, ALWAYS = "never", "always"
@@ -166,24 +166,3 @@ def timed(races: dict[int, Race]) -> Iterator[Finding]:
     for who, by_k in cost.items() if races else ():
         ideal, published = dict.fromkeys(by_k, 4 / 3), dict.fromkeys(by_k, 1.3)
         yield Series(who, "time x", "K", by_k, published=published, bound=ideal)
-
-
-NOTES = (
-    "Runs: 12 blocks of 12 heads, an eighth of its width, vocabulary and sequence (96, 375, 16), 64 "
-    "samples of Shakespeare; times: a quarter (192, 750, 32), 32 samples in 8. Bytes of the fullest "
-    "device, counted alike for all at each operation: activations, their gradients, messages. The record's "
-    "16 layers are 15 here (one embedding), its cuts [16], [8,8], [5,3,3,5] are [15], [7,8], [4,3,3,5].",
-    "Flat in m is gpipe, which keeps all microbatches open; 1f1b and zbv keep about K. What its backward "
-    "follows at once is not recomputed here. torchgpipe orders backwards by the gradients of what they "
-    "take, and tokens have none: on one device it runs all forwards again before the first backward, and "
-    "frees nothing by it.",
-)
-RECORD = Record(
-    "Peak activation of GPT-2 by microbatches, with and without recomputation, beside torchgpipe",
-    "A published experiment with GPT-2 small (vocabulary 3000, 128 tokens, batch 64) on 1, 2 and 4 GPUs, "
-    "with an implementation of its own and with torchgpipe 0.0.7.",
-    steps,
-    show,
-    NOTES,
-    "Its throughput column was taken without synchronising and is void. Its attention ran across the batch.",
-)

@@ -14,7 +14,7 @@ from benchmark.models import WHOLE
 from benchmark.tasks import Task, prepare
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from published.measures import Race, ends, held, raced, trained
-from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step, those
+from published.record import Chart, Check, Finding, How, Line, Results, Series, Step, those
 
 IN_FOUR, CONSTANT = "microbatches=4", ("lr_schedule=constant", "warmup=0.25", "logger=[]")
 TEXT = ("model=gpt", "model.heads=4", "data=text", "task=language_modelling", "optim=adamw")
@@ -127,22 +127,3 @@ def learning(name: str, seeds: Sequence[Sequence[float]], epoch: float) -> Line:
     at = [*zip(*seeds, strict=True)]
     points = {epoch * n: median(losses) for n, losses in enumerate(at, 1)}
     return Line(name, How.RUN, points, [*map(ends, at)])
-
-
-NOTES = (
-    "VGG16 of width 16 on 640 digits, batch 64; a GPT of 4 blocks, 96 wide, on 320 blocks of 64 bytes, "
-    "batch 16. Two processes with a thread each; one process has all cores. A window has 12 batches in the "
-    "race, an epoch in training. DDP and one process make the updates of 1f1b and are not trained again.",
-    "Seconds to a loss, the lowest that all runs reach: the updates of the runs (three seeds) times the "
-    "race's median batch, without evaluations. Memory: a GPT of 4 blocks, 128 wide, on 4 processes, a "
-    "sample a microbatch; pipedream has a microbatch an update, as published: with 4 it needs two weight "
-    "versions too.",
-)
-RECORD = Record(
-    "Asynchronous 1F1B: PipeDream and PipeDream-2BW",
-    "Narayanan et al., PipeDream, SOSP 2019; Memory-Efficient Pipeline-Parallel DNN Training, ICML 2021: up "
-    "to 20x an unpipelined model and 3.2x GPipe.",
-    steps,
-    show,
-    NOTES,
-)

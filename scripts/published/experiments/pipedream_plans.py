@@ -13,7 +13,7 @@ from pipetrain.plan.costs import Table
 from pipetrain.plan.replica_choice import joined
 from pipetrain.plan.replica_partition import LayerSums, Machines, Planner
 from published.measures import profile_of
-from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step
+from published.record import Chart, Check, Finding, How, Line, Results, Series, Step
 
 NEAR = 0.25  # of a published speed-up
 
@@ -101,16 +101,3 @@ def show(results: Results) -> Iterator[Finding]:
         Line("16 ranks", How.BOUND, {n: 16 for n, _ in enumerate(rows, 1)}),
     ]
     yield Chart("Speed-up over data parallelism", "row of the table", "x data parallel", lines, "y")
-
-
-NOTES = ("Why plans differ: [replicas.md](results/replicas.md).",)
-RECORD = Record(
-    "Plans of PipeDream's optimizer, from the profiles of its authors",
-    "Narayanan et al., PipeDream, SOSP 2019, table 1; cluster A: 4 x 4 V100, PCIe, 10 Gbit/s; B: 2 x 8 V100, "
-    "NVLink, 25 Gbit/s.",
-    steps,
-    show,
-    NOTES,
-    "The ratios of GNMT do not fit its weights and links. The runtime refused "
-    "replica counts that its planner had chosen.",
-)

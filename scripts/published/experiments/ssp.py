@@ -17,7 +17,7 @@ from pipetrain.schedule.actions import Op
 from pipetrain.schedule.memory import peaks
 from pipetrain.schedule.programs import ssp
 from published.measures import Race, held, on_paper, profile_of, profiled, raced
-from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step, those
+from published.record import Chart, Check, Finding, How, Line, Results, Series, Step, those
 
 
 class Published(NamedTuple):
@@ -225,27 +225,3 @@ def microbatches(of: Mapping[str, Any]) -> Chart:
 
 
 RING = [0, 0, 0, 0, 1, 2, 3]
-
-
-NOTES = (
-    "Planned: layers profiled here at 224x224 on made-up, seeded images, in one process on one thread, in "
-    "microbatches of 1 (AlexNet 8); linear layers in 16 (AlexNet 64) of small images. Times scale with the "
-    "images, and all by one factor to what PipeDream's authors measured of the model on a V100. That the "
-    "record had V100s, and 1,281,167 images an epoch, is a guess.",
-    "Links: 16 GB/s, sent and received together, as PCIe 3.0 x16. By the record's data parallelism, less a "
-    "V100's compute, it would be 11 (VGG16) and 24 (AlexNet). No sum of gradients hides behind backwards, "
-    "in the plan as in the engine; in OneFlow it may, and AlexNet would then gain less.",
-    "Peaks are in 28 microbatches (ResNet50 64), where a device of stage 0 has two open, half of the "
-    "record's 32 images of VGG16; how many it had open is not known. In 7 it has 64, and more memory than "
-    "data parallelism.",
-    "Run: the same cuts at half the width on random 32x32 images, batch 24 in 12; on 2, 3 and 4 processes "
-    "that share the cores, of which stage 1 has one, of ResNet50 all. A gain there is one of work.",
-)
-RECORD = Record(
-    "SSP: AlexNet, VGG16 and ResNet50 in two stages with uneven replicas",
-    "OneFlow, SSP, 2020: AlexNet and VGG16 with 7 and 1 devices, ResNet50 with both stages on all 16.",
-    steps,
-    show,
-    NOTES,
-    "AlexNet at 10:1 leaves the last stage the loss alone; here its cut is 3:1.",
-)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from comparison.table import Table
 from pipetrain.data import cifar10
-from published.record import Chart, Check, File, Finding, How, Line, Record, Results, Step
+from published.record import Chart, Check, File, Finding, How, Line, Results, Step
 from published.trials import EARLY, FEEDBACK, HYBRID, PIECES, TASKS, compared, priced
 
 FAR = 5  # times the goal
@@ -309,29 +309,3 @@ def written(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
     out = StringIO()
     csv.writer(out, lineterminator="\n").writerows([head, *lines])
     return out.getvalue()
-
-
-NOTES = (
-    "Last: accuracy in % of the 360 test digits (or of 2,000 images of CIFAR-10), or the mean loss in "
-    "nats of 256 blocks of held-out text, with the 95 % interval of 5 seeds. Gap: how much worse than "
-    "synchronous, seed by seed, with its interval; positive is worse. Rate: on digits with GroupNorm each "
-    "method's best of the same three, on two other seeds; elsewhere the synchronous one for all. Updates "
-    "to its loss: until the training loss is what synchronous training ends at. Weights + activations: "
-    "versions of a rank's weights, and activations of how many whole batches of its part the fullest rank "
-    "holds. Speed: of 8 devices (or as many as stages) beside one, as simulated with equal stages; "
-    "synchronous is 1f1b with 8 microbatches.",
-    "ssp with one microbatch and its own buffers is pipedream's program, so it has no row. 2BW is one "
-    "update late at any depth, so one row stands for all. 2BW and synchronous runs are not cut into "
-    "microbatches here, which for GroupNorm and LayerNorm changes no number; pipedream has one a batch "
-    "where nothing else is said.",
-)
-RECORD = Record(
-    "Late gradients: schedules, corrections and optimizers, emulated in one process",
-    "Not of one paper: PipeDream, PipeDream-2BW, SpecTrain, FTPipe (msnag, gap-aware), PipeMare, "
-    "Nesterov, and Muon one step late (arXiv 2606.30634), side by side; hybrid is synchronous in the "
-    "first two fifths. Beside them the goal: to end where synchronous training ends, without a smaller rate.",
-    steps,
-    show,
-    NOTES,
-    beside="goal",
-)

@@ -8,7 +8,7 @@ from typing import Any
 
 from comparison.verdict import noise
 from published.measures import trained
-from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step
+from published.record import Chart, Check, Finding, How, Line, Results, Series, Step
 
 RANKS, SEEDS = 8, (0, 1, 2)
 CLOSE = 0.3  # points of accuracy
@@ -96,19 +96,3 @@ def show(results: Results) -> Iterator[Finding]:
     }
     lines = [Line(name, How.RUN, dict(enumerate(map(fmean, of), 1))) for name, of in curves.items()]
     yield Chart("Test accuracy on 8 stages", "epochs", "%", lines)
-
-
-NOTES = (
-    "Here: eight processes on a CPU. Digits: VGG16 with BatchNorm, a quarter as wide, 4 epochs of batches "
-    "of 64. CIFAR-10: ResNet18, an eighth as wide, on the first 10,000 images, 4 epochs; `CIFAR10=DIR` "
-    "says which folder holds cifar-10-batches-py. Rates: SGD 0.02, Muon 0.01, cosine, for all schedules; 8 "
-    "microbatches but of pipedream, which has 1. The last epoch's accuracy of 3 seeds. Plain pipedream "
-    "with SGD is there to be missed: it shows what the others mend.",
-)
-RECORD = Record(
-    "What the study recommends, in real pipelines of eight stages",
-    "docs/staleness.md: no published record; the study's own recommendation.",
-    steps,
-    show,
-    NOTES,
-)

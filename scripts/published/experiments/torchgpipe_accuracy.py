@@ -8,7 +8,7 @@ from typing import Any
 
 from comparison.verdict import noise
 from published.measures import ends, trained
-from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step
+from published.record import Chart, Check, Finding, How, Line, Results, Series, Step
 
 ONE, BARE = "one process", "without BatchNorm"
 ADDED = {  # to the name of a pipeline, such as pipeline-2
@@ -101,21 +101,3 @@ def chart(errors: dict[str, list[float]]) -> Chart:
     around = dict.fromkeys((1, max(x for line in lines for x in line.points)), 0.0)
     lines.append(Line(f"±{APART}", How.PUBLISHED, around, [(-APART, APART)] * len(around)))
     return Chart("Top-1 error beside one process", "stages", "points", lines, "x")
-
-
-NOTES = (
-    "Here: ResNet18, an eighth as wide, on the first 10,000 images of CIFAR-10, augmented; 2 epochs of "
-    "batches of 128, in 4 microbatches; SGD, rate 0.05, cosine; tested on the first 5,000 test images; 3 "
-    "seeds, of the first weights and the order of the images. deferred: batchnorm=batch. Noise: half of "
-    "Welch's 95 % interval, for 6 differences. Without BatchNorm: VGG11, an eighth as wide, in double "
-    "precision, one epoch. `CIFAR10=DIR` says which folder holds cifar-10-batches-py (default: data); "
-    "where it is not there it is downloaded.",
-)
-RECORD = Record(
-    "Accuracy of a model that a pipeline trained",
-    "Kim et al., torchgpipe, arXiv 2004.09910: ResNet-101 on ImageNet, top-1 error of pipelines 22.0 to "
-    "22.2 %, within 0.25 points of data parallel.",
-    steps,
-    show,
-    NOTES,
-)

@@ -7,9 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 from pipetrain.schedule.memory import GIB
-from published.beside import BESIDE, THEIRS, bound, held_against, raced_beside, scaled
+from published.beside import THEIRS, bound, held_against, raced_beside, scaled
 from published.measures import Race, predicted, profiled
-from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step
+from published.record import Chart, Check, Finding, How, Line, Results, Series, Step
 
 LAYERS, PARAMETERS = 24, 122_470_120
 CUTS = {2: [9, 15], 4: [3, 6, 7, 8], 8: [2, 2, 2, 3, 3, 4, 4, 4]}
@@ -139,25 +139,3 @@ def grows(what: str, theirs: dict[int, float], gains: dict[int, float], how: str
     says = " ".join(f"{gain:.2f}" for gain in gains.values())
     rises = all(less < more for less, more in pairwise(gains.values()))
     return Check(f"{what}, {how}", " ".join(f"{gain:.2f}" for gain in theirs.values()), says, rises)
-
-
-NOTES = (
-    "Run, and planned from a profile of it on two ranks: (18, 64), 24 layers, on made-up, seeded images of "
-    "96x96, 2 a microbatch, SGD, all recomputed. Full size, by work, keeps the record's batches for m = 32 "
-    "(40, 36, 40 a microbatch).",
-    "Its n2m1 runs its forward again; ours does not, as the backward follows at once, and is 4/3 as fast. "
-    "Speed over it is bound by c K m / (m + K - 1), c = 3/4, for ours, and with c = 1 for the record, "
-    "whose like is the row of torchgpipe here. It counts recomputation in the drain too, where it runs "
-    "while a gradient is awaited: with few microbatches more can be gained. 0.0.3 over naive-2 without "
-    "recomputation: 1.43, 2.05, 2.42 under bounds of 1.47, 2.74, 4.92.",
-    BESIDE,
-)
-RECORD = Record(
-    "Speed of AmoebaNet-D (18, 256) in 2, 4 and 8 partitions, by microbatches",
-    "torchgpipe (Kim et al., arXiv 2004.09910), benchmarks/amoebanetd-speed of 0.0.3 and 0.0.7, on P40.",
-    steps,
-    show,
-    NOTES,
-    "Its authors corrected the model in November 2019, after 0.0.3's table. Its max_pool_3x3 is in truth "
-    "average pooling.",
-)

@@ -15,7 +15,7 @@ from benchmark.worlds import Say, run_world
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.schedule.memory import GIB
 from published.measures import predicted
-from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step, those
+from published.record import Chart, Check, Finding, How, Line, Results, Series, Step, those
 
 LIMIT, P40 = 8e9 / GIB, 22.4  # GiB of a TPUv2's core, and of the GPU that torchgpipe had
 PUBLISHED: dict[
@@ -162,21 +162,3 @@ def show(results: Results) -> Iterator[Finding]:
     lines = [series.theirs(name) for name, series in both.items()]
     lines += [series.line(name) for name, series in both.items()]
     yield Chart("Bytes on all devices, at the published sizes", "devices", "GiB", lines, "xy")
-
-
-NOTES = (
-    "Planned: batch 128 in 128 microbatches, 224x224, RMSprop, all recomputed, the published cells and "
-    "cuts; the largest with as many filters as fit. torchgpipe took the sizes of Huang et al., whose "
-    "devices had 8 GB, so that is the limit here too: its own P40 (22.4 GiB) would hold more. Its bytes "
-    "are the allocator's, and of version 0.0.5.",
-    "Run: small ones, on made-up, seeded images of 64x64, 16 in 16 microbatches.",
-)
-RECORD = Record(
-    "Memory of AmoebaNet-D (cells, filters) on 1 to 8 devices",
-    "torchgpipe, benchmarks/amoebanetd-memory, on 1 to 8 Tesla P40; sizes of Huang et al., arXiv 1811.06965.",
-    steps,
-    show,
-    NOTES,
-    "The table of torchgpipe 0.0.3 had another model, which its authors corrected in November 2019: its "
-    "(6, 208), of 90M, has 31.4M parameters.",
-)

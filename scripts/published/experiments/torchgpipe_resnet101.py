@@ -12,7 +12,6 @@ from pipetrain.models import resnet101
 from pipetrain.models.layers import stack
 from pipetrain.models.vision import Residual
 from published.beside import (
-    BESIDE,
     PLAIN,
     THEIRS,
     bound,
@@ -24,7 +23,7 @@ from published.beside import (
     under,
 )
 from published.measures import Race, estimate, predicted, profiled
-from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step
+from published.record import Chart, Check, Finding, How, Line, Results, Series, Step
 
 WORDS = [f"model._target_={__name__}.flat_resnet101", "model.num_classes=1000"]
 FULL = {"overrides": WORDS, "side": 224, "layers": 370, "most": 8}  # partitions that are planned, at most
@@ -172,22 +171,3 @@ def show(results: Results) -> Iterator[Finding]:
     )
     yield Chart("Speed-up of ResNet-101", "partitions K", "x naive-1", lines, "x")
     yield forwards_chart(race)
-
-
-NOTES = (
-    f"Run here: a batch of {M * SAMPLES} images of 224x224, made up and seeded, in {M} microbatches. "
-    "naive-1 is a plain loop over the same microbatches, and beside it over the whole batch at once.",
-    f"Planned: from a profile of {SAMPLES} images on two ranks at a time, at the record's cuts and numbers "
-    f"of microbatches; naive-1 and pipeline-1 with {BASE * SAMPLES} images, as many as the record has.",
-    BESIDE,
-)
-RECORD = Record(
-    "Speed of ResNet-101 in 1, 2, 4 and 8 partitions, every forward run again",
-    "torchgpipe (Kim et al., arXiv 2004.09910), benchmarks/resnet101-speed of 0.0.3 and 0.0.7.",
-    steps,
-    show,
-    NOTES,
-    "0.0.7's pipeline-1 runs one of its two microbatches again, whose bound is 6/7; ours runs all. The bound "
-    "counts that in the drain too, where it is run while the gradient is awaited: with few microbatches more "
-    "can be gained.",
-)

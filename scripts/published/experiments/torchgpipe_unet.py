@@ -13,7 +13,6 @@ from pipetrain.model.chain import Pop, Stash
 from pipetrain.models.layers import NormalConvolution, before_relu
 from pipetrain.models.unet import Concatenate
 from published.beside import (
-    BESIDE,
     THEIRS,
     bound,
     forwards_chart,
@@ -24,7 +23,7 @@ from published.beside import (
     under,
 )
 from published.measures import Race, estimate, predicted, profiled
-from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step
+from published.record import Chart, Check, Finding, How, Line, Results, Series, Step
 
 MASKS = [
     f"model._target_={__name__}.unet_instancenorm",
@@ -172,22 +171,3 @@ def show(results: Results) -> Iterator[Finding]:
     lines.append(Line("c K m / (m + K - 1)", How.BOUND, bounds))
     yield Chart("Speed-up of the U-Net, at the record's cuts", "partitions K", "x naive-1", lines, "x")
     yield forwards_chart(race, ranks)
-
-
-NOTES = (
-    "Planned in full size without its weights, by estimated work (a backward is two forwards); and by a "
-    "profile of one with width 16 and an image a microbatch, where what is no convolution takes more.",
-    f"Run here: width 16, images of 96x96, a batch of {BATCH} in {M} microbatches, made up and seeded. "
-    "pipeline-4 has four processes, and torchgpipe-4 four threads, on the machine's cores. Ours posts "
-    "receives ahead, here of the gradients of skips too, which are large: it holds these more.",
-    BESIDE,
-)
-RECORD = Record(
-    "Speed of a U-Net with long skip connections in 1, 2, 4 and 8 partitions",
-    "torchgpipe 0.0.7 (Kim et al., arXiv 2004.09910), benchmarks/unet-speed: (5, 64), 192x192.",
-    steps,
-    show,
-    NOTES,
-    "The log of pipeline-8 counts 8 microbatches of one sample, and its command 40. pipeline-1 runs one of "
-    "its two microbatches again, whose bound is 6/7; ours runs all.",
-)

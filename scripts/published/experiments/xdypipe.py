@@ -11,7 +11,7 @@ from typing import Any
 from comparison import request
 from comparison.verdict import noise
 from published.measures import trained
-from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step
+from published.record import Chart, Check, Finding, How, Line, Results, Series, Step
 
 FIRST, ONE = "layer_dist", "one process"
 METHODS = (FIRST, "pipedream", "fbp", "fbp + topk", "fbp + int8")
@@ -144,25 +144,3 @@ def studied(rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     yield Check(f"study: the price of {topk} in accuracy", "not reported", here[topk], costs)
     lines = [Line(name, How.RUN, {sent[name]: mean}) for name, mean in means.items()]
     yield Chart("Study: what fewer bytes cost", "MB in an epoch", "last accuracy, %", lines)
-
-
-NOTES = (
-    "Run here: a VGG16 a quarter and a ResNet18 an eighth as wide, on the 1,437 images of data=digits, in "
-    "3 epochs by the record's recipe and cuts, 2 seeds, two processes with a thread each.",
-    "Study: [xdypipe-cifar10](results/xdypipe-cifar10/README.md), of 2026-11-23: VGG16 a quarter as wide, "
-    "10,000 images of CIFAR-10, 12 epochs, 3 seeds; its seconds are left out, because other programs ran "
-    "beside it. Best accuracy: of all seeds, as published. Noise: half of Welch's 95 % interval, for 2 "
-    "differences.",
-)
-RECORD = Record(
-    "Layers on two devices: in turns, pipelined, and forward-backward parallel with codecs",
-    "XdyPipe, ours/result.md (CoderXDY/XdyPipe on GitHub): CIFAR-10, rate 0.01, batches of 64; VGG16 on two "
-    "2080 Ti (8 bit: two 2080), ResNet18 on two 2080.",
-    steps,
-    show,
-    NOTES,
-    "One seed, and the best epoch of up to 200. pipedream stashes no weights. Its own method has two data "
-    "workers, the others none, and 8 bit another GPU. The 8-bit row of ResNet18 (91.38 %, epoch 183, 12 s) "
-    "is probably of VGG16, and is left out. Gradient clipping is in truth top-k, whose indices overflowed; "
-    "8 bit did not clamp, and its error feedback subtracted the wrong thing.",
-)

@@ -17,7 +17,7 @@ from pipetrain.schedule.actions import most_open, ranks_of
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.simulate import simulate
 from published.measures import Race, raced
-from published.record import Chart, Check, Finding, How, Line, Record, Results, Series, Step, those
+from published.record import Chart, Check, Finding, How, Line, Results, Series, Step, those
 
 LAW = {  # parts of 1f1b's bubble, and of its memory
     "1f1b": (1, 1),
@@ -114,17 +114,3 @@ def show(results: Results) -> Iterator[Finding]:
     yield Chart("Bubble, m = 3 p, windows of 16 batches", "ranks p", "% of the time", lines, "x")
     yield Chart("Memory of the fullest rank", "ranks p", "x 1f1b", [of.line() for of in memories], "x")
     yield Chart("Speed; runs in windows of 4 batches", "ranks p", "x 1f1b", gains, "x")
-
-
-NOTES = (
-    "Runs are of stages that sleep 40 ms for each of F, I and W, in windows of 4 batches, for which the "
-    "bound of their gain is simulated.",
-)
-RECORD = Record(
-    "Bubble, memory and speed of zero-bubble schedules",
-    "Qi et al., arXiv 2401.10241 and 2405.15362: GPT of 1.5 to 28.3 billion parameters on 8 to 32 A100.",
-    steps,
-    show,
-    NOTES,
-    "ZB-H2 gains over ZB-H1 only where a window has several batches, as the papers' optimizer step allows.",
-)
