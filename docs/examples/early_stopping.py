@@ -16,7 +16,7 @@ model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()
 losses = []
 
 
-def stop_early(row):  # after each epoch, on all ranks alike
+def stop_early(row):  # after each epoch, on all ranks
     losses.append(row["val_loss"])
     return "stop" if min(losses) < min(losses[-3:]) else None
 

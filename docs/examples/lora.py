@@ -8,7 +8,7 @@ import pipetrain
 
 
 class LoRA(nn.Module):
-    """A linear layer that stays as it is, and the product of two small matrices, at first 0, beside it."""
+    """A frozen linear layer, to which the product of two small matrices is added, at first 0."""
 
     def __init__(self, base, rank=4):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A training that is saved. The second start of this program goes on where the first one ended."""
+"""A training that is saved. The second start of this program continues where the first one ended."""
 
 from pathlib import Path
 

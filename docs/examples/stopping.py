@@ -1,4 +1,4 @@
-"""A training that saves and leaves when it is told to, and goes on when this program is started again."""
+"""A training that saves and ends at a signal, and continues when this program is started again."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ pipe = pipetrain.Pipeline(
 )
 if folder.exists():
     pipe.load(folder)
-while pipe.updates < 40 and not pipe.stopping:  # after SIGTERM or Ctrl-C it is true, on all ranks alike
+while pipe.updates < 40 and not pipe.stopping:  # after SIGTERM or Ctrl-C it is true, on all ranks
     for loss in pipe.train(loader):
         if pipe.stopping:
             break
