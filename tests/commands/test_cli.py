@@ -196,9 +196,9 @@ def test_a_pipe_that_nobody_reads_ends_a_plan_without_a_word(tmp_path):
         ("++precison=bf16", "nothing reads precison; did you mean precision;"),
         ("codec=int8", "there is no codec in the configuration; did you mean codec.backward or codec.forwar"),
         ("+batches=3", "nothing reads batches; "),  # the plan's
-        ("codec.forward=zip", "there is no codec/zip: choose one of half, identity, int8, topk, t"),
+        ("codec.forward=zip", "there is no codec/zip: choose one of half, identity, int8, "),
         ("checkpoint=5", "checkpoint must be given by its parts: checkpoint.every=, checkpoint.keep=, check"),
-        ("logger=null", "logger=null must be a name; choose one of: mlflow, tensorboard, wandb"),
+        ("logger=null", "logger=null must be a name; choose one of: "),
         ("logger=[wandb,csv]", "there is no logger/csv"),
         ("logger.wandb.mode=offline", "there is no logger.wandb.mode in the configuration; it belongs to an"),
         ("model=[1]", "model=[1] must be a name; choose one of: alexnet, gpt, "),
