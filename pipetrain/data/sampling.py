@@ -11,6 +11,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from pipetrain.data.augment import key
 from pipetrain.data.splits import Draw, Split
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.model.specs import Size, Value
+from pipetrain.tasks import WeightFunction, counted_for
 
 
 class Sampler:
@@ -83,6 +85,23 @@ class Sampled:
 
     def draw(self, epoch: int) -> Draw | None:
         return None if self.sampler is None else Draw(self.seed, epoch)
+
+    def size(self, batch: Sequence[Tensor]) -> Size:
+        """Return the size of a batch, of the sample ids of its microbatches."""
+        return Size(sum(map(len, batch)))
+
+    def counting(self, epoch: int, weight: WeightFunction) -> list[int]:
+        """Return the numbers of the batches of an epoch in which something counts.
+
+        The targets of a batch are read one by one, until one of them counts.
+        """
+        assert self.split is not None, "the rank of the last stage needs the samples"
+        read = partial(self.split.targets, draw=self.draw(epoch))
+        return [
+            number
+            for number, batch in enumerate(self.epoch(epoch))
+            if any(counted_for(weight, read(ids)) for ids in torch.split(torch.cat(batch), 1))
+        ]
 
     def first(self) -> tuple[Value, Value]:
         assert self.split is not None

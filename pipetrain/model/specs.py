@@ -7,7 +7,7 @@ by them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -37,6 +37,16 @@ class Size:
         """Return the even sizes of a batch's microbatches, the first ones larger, as torch.tensor_split."""
         samples, more = divmod(self.samples, microbatches)
         return [Size(samples + (index < more)) for index in range(microbatches)]
+
+    @classmethod
+    def of(cls, value: Value) -> Size:
+        """Return the size of a batch or a microbatch, tensors [n, ...]."""
+        return cls(len(as_tuple(value)[0]))
+
+    @classmethod
+    def joined(cls, sizes: Iterable[Size]) -> Size:
+        """Return the size of microbatches that are joined to one."""
+        return cls(sum(size.samples for size in sizes))
 
     def to_json(self) -> list[int]:
         return [self.samples]
@@ -232,6 +242,28 @@ def on_each(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
         return change(value)
     changed: Value = tree_map_only(Tensor, change, value)
     return changed
+
+
+def split(value: Value, sizes: Sequence[Size]) -> list[Value]:
+    """Split tensors into microbatches of these sizes."""
+    samples = [size.samples for size in sizes]
+    if isinstance(value, Tensor):
+        return list(torch.split(value, samples))
+    form = ValueSpec.in_batch(value)
+    pieces = zip(*(torch.split(t, samples) for t in as_tuple(value)), strict=True)
+    return [form.pack(piece) for piece in pieces]
+
+
+def join(values: Sequence[Value]) -> Value:
+    """Join microbatches to one."""
+    tensors = zip(*map(as_tuple, values), strict=True)
+    joined: Value = ValueSpec.in_batch(values[0]).pack(tuple(map(torch.cat, tensors)))
+    return joined
+
+
+def repeated_to(size: Size, value: Value) -> Value:
+    """Return a microbatch of a size, whose samples are those of another one, again and again."""
+    return on_each(value, lambda t: t[torch.arange(size.samples, device=t.device) % len(t)])
 
 
 def cast_floats(value: Value, dtype: torch.dtype | None) -> Value:

@@ -1,22 +1,73 @@
-"""The microbatches of one window, for the engine: inputs of the first stage, targets of the last, all sizes.
+"""The microbatches of a window that a rank runs, on its device: inputs of stage 0, targets of the last one.
 
-Each is asked for by its number, and a rank has those of the microbatches that it runs itself.
+A subclass of WindowFeed reads them from where the samples are: by number, or from a loader. They are read in
+order, and are held from then until the engine takes them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pipetrain.model.specs import Size, Value, ValueSpec, as_tuple, on_each
-from pipetrain.tasks import counted_for
+from pipetrain.model.specs import Size, Value, as_tuple, on_each, split
+from pipetrain.tasks import WeightFunction, counted_for
 
-Weight = Callable[[Value], Tensor | float]
+
+@dataclass(frozen=True, slots=True)
+class WindowPart:
+    """A window as one rank's feed sees it.
+
+    `sizes`: of its batches, each cut into so many `microbatches`. `first`, `last`: the rank that runs the
+    first and the last stage of each microbatch; without `last` no targets are read. `weight`: what targets
+    count for. Floating-point inputs and targets become `dtype`.
+    """
+
+    sizes: Sequence[Size]
+    microbatches: int
+    first: Sequence[int]
+    last: Sequence[int] | None
+    rank: int
+    weight: WeightFunction
+    device: torch.device
+    dtype: torch.dtype | None = None
+
+    def inputs(self) -> Iterator[int]:
+        """Yield the microbatches whose inputs this rank takes."""
+        return (mb for mb, rank in enumerate(self.first) if rank == self.rank)
+
+    def batches(self) -> Iterator[int]:
+        """Yield the batches of which this rank takes targets."""
+        return (batch for batch in range(len(self.sizes)) if self.targets(batch))
+
+    def targets(self, batch: int) -> list[int]:
+        """Return the microbatches of a batch whose targets this rank takes."""
+        last = self.last
+        return [] if last is None else [mb for mb in self.of_batch(batch) if last[mb] == self.rank]
+
+    def of_batch(self, batch: int) -> range:
+        """Return the microbatches of a batch."""
+        return range(batch * self.microbatches, (batch + 1) * self.microbatches)
+
+
+class Batches(Protocol):
+    """The batches of one pass: of a loader, or of samples by number."""
+
+    evaluated_at_once: int | None
+    """The batches of a window of an evaluation; None: all."""
+
+    def next(self, window: int | None) -> list[Size] | None:
+        """Return the size of each of the next `window` batches (None: of all that are left), on rank 0.
+
+        At the end that is empty; for a loader that never had a batch it is None.
+        """
+
+    def open(self, part: WindowPart) -> WindowFeed:
+        """Return the microbatches of the next window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,136 +83,100 @@ class Target:
 
     @property
     def samples(self) -> int:
-        return len(as_tuple(self.value)[0])
-
-
-def cut(value: Value, sizes: Sequence[Size]) -> list[Value]:
-    """Cut tensors into microbatches of these sizes."""
-    samples = [size.samples for size in sizes]
-    if isinstance(value, Tensor):
-        return list(torch.split(value, samples))
-    form = ValueSpec.in_batch(value)
-    pieces = zip(*(torch.split(t, samples) for t in as_tuple(value)), strict=True)
-    return [form.pack(piece) for piece in pieces]
-
-
-class TargetRows(NamedTuple):
-    """The targets of those microbatches of a batch that a rank has.
-
-    `weights`: what each microbatch of the batch counts for; None if the rank has them all.
-    """
-
-    targets: Value
-    weights: Sequence[float] | None = None
-
-
-class Sources(NamedTuple):
-    """The inputs of a rank's microbatches of a window, and the targets of its batches, where they are needed.
-
-    `deal` reads for the other ranks until so many batches of the window are read; `finish` does too, and
-    waits until what was sent is taken. That holds connections open, so nothing keeps it after an error.
-    `ahead`: whether inputs may be asked for before they are needed; where another rank sends them, it may
-    wait for this one to go on.
-    """
-
-    inputs: Iterator[Value] | None
-    targets: Iterator[TargetRows] | None
-    deal: Callable[[int], None] = lambda batches: None
-    finish: Callable[[int], None] = lambda batches: None
-    ahead: bool = True
+        return Size.of(self.value).samples
 
 
 class WindowFeed:
-    """The microbatches of one window, by their numbers from 0.
+    """The microbatches of one window, by their numbers from 0; a rank takes those that it runs itself."""
 
-    `sizes`: of its batches, each cut into so many `microbatches`. `source` has the inputs of the microbatches
-    `first`, and the targets of the batches that have some of `last`; these run on this rank. Floating-point
-    inputs and targets become `dtype`. `weight`: what targets count for.
-    """
+    ahead = True
+    """Whether inputs may be read before they are needed: another rank may send them only later."""
 
-    def __init__(
-        self,
-        sizes: Sequence[Size],
-        microbatches: int,
-        source: Sources,
-        first: Sequence[int],
-        last: Sequence[int],
-        weight: Weight,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self._microbatches, self._source = microbatches, source
-        self._sizes = [size for batch in sizes for size in batch.pieces(microbatches)]
-        self._first, self._last = deque(first), set(last)
-        every = range(len(self._sizes))
-        whole = [range(start, start + microbatches) for start in every[::microbatches]]
-        self._batches = iter([mbs for mbs in whole if not self._last.isdisjoint(mbs)])
-        self._weight = weight
-        self._device, self._dtype = device, dtype
-        self._inputs: dict[int, tuple[Tensor, ...]] = {}  # read, and not yet given
-        self._ready: dict[int, Target] = {}
+    def __init__(self, part: WindowPart) -> None:
+        self._part = part
+        self._device, self._dtype = part.device, part.dtype
+        self._sizes = [piece for size in part.sizes for piece in size.pieces(part.microbatches)]
+        self._to_take = deque(part.inputs())
+        self._inputs: dict[int, Value] = {}  # read, and not yet taken
+        self._moved_ahead: int | None = None  # the microbatch whose inputs are on the device by now
+        self._targets: dict[int, Target] = {}
+
+    def _read_inputs(self) -> None:
+        """Read on; put this rank's next inputs into `_inputs`, in host memory or not."""
+        raise NotImplementedError
+
+    def _read_targets(self) -> None:
+        """Read on; call `_put_targets` for the next batch of which this rank takes some."""
+        raise NotImplementedError
+
+    def deal(self, mb: int) -> None:
+        """Send the other ranks their microbatches up to this one's batch, if this rank reads them."""
+
+    def finish(self, batches: int) -> None:
+        """Send what is left of the window's first batches, and wait until all of it is taken."""
 
     def size(self, mb: int) -> Size:
         return self._sizes[mb]
 
     def input(self, mb: int) -> tuple[Tensor, ...]:
         """Return the first stage's inputs [n, ...] on the device; called once for each microbatch."""
-        while mb not in self._inputs and self._read_input():
-            pass
-        assert mb in self._inputs, f"this rank has no inputs of microbatch {mb} to give"
-        return self._inputs.pop(mb)
-
-    def prepare(self) -> None:
-        """Make the next input in advance; called before the engine waits for a message."""
-        if self._source.ahead and not self._inputs:
-            self._read_input()
-
-    def forget(self, mb: int) -> None:
-        """Read no inputs from microbatch `mb` on: nobody would take what a reader sends of its batch."""
-        self._first = deque(number for number in self._first if number < mb)
-
-    def deal(self, mb: int) -> None:
-        """Send a microbatch to the rank that runs it, if this one reads it."""
-        self._source.deal(mb // self._microbatches + 1)
+        self._move_input(mb)
+        self._to_take.remove(mb)
+        self._moved_ahead = None
+        return as_tuple(self._inputs.pop(mb))
 
     def target(self, mb: int) -> Target:
         """Return the last stage's targets on the device; called once for each microbatch."""
-        while mb not in self._ready:
-            self._read_batch()
-        return self._ready.pop(mb)
+        while mb not in self._targets:
+            self._read_targets()
+        return self._targets.pop(mb)
+
+    def prepare(self) -> None:
+        """Move the next input to the device in advance; called before the engine waits for a message."""
+        if self.ahead and self._to_take:
+            self._move_input(self._to_take[0])
+
+    def forget(self, mb: int) -> None:
+        """Read no inputs from microbatch `mb` on: nobody would take what a reader sends of its batch."""
+        self._to_take = deque(number for number in self._to_take if number < mb)
 
     def first(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
         """Return the first microbatch's inputs and targets, each if it is given here, without taking them.
 
         Called before the window begins.
         """
-        if not self._inputs:
-            self._read_input()
-        if self._source.targets is not None and not self._ready:
-            self._read_batch()
-        return next(iter(self._inputs.values()), None), next(iter(self._ready.values()), None)
+        inputs = None
+        if self._to_take:
+            self._move_input(self._to_take[0])
+            inputs = as_tuple(self._inputs[self._to_take[0]])
+        if not self._targets and next(self._part.batches(), None) is not None:
+            self._read_targets()
+        return inputs, next(iter(self._targets.values()), None)
 
-    def _read_input(self) -> bool:
-        """Read the inputs of one more microbatch; return False if there are none."""
-        inputs = self._source.inputs
-        value = next(inputs, None) if inputs is not None and self._first else None
-        if value is None:
-            return False
-        self._inputs[self._first.popleft()] = as_tuple(self._moved(value))
-        return True
+    def _move_input(self, mb: int) -> None:
+        """Read inputs until those of a microbatch are there, and start their copy to the device."""
+        assert mb in self._to_take, f"this rank has no inputs of microbatch {mb} to give"
+        if mb == self._moved_ahead:
+            return
+        while mb not in self._inputs:
+            self._read_inputs()
+        self._inputs[mb] = self._moved(self._inputs[mb])
+        self._moved_ahead = mb
 
-    def _read_batch(self) -> None:
-        assert self._source.targets is not None, "this rank has no targets to give"
-        (targets, weights), whole = next(self._source.targets), next(self._batches)
-        own = [mb for mb in whole if mb in self._last]
-        values = cut(targets, [self._sizes[mb] for mb in own])
-        weights = weights or [counted_for(self._weight, value) for value in values]
+    def _put_targets(self, batch: int, targets: Value, weights: Sequence[float] | None) -> None:
+        """Hold the targets of this rank's microbatches of a batch, each with its share.
+
+        `weights`: what each microbatch of the batch counts for; None if the rank takes them all.
+        """
+        mbs, taken = self._part.of_batch(batch), self._part.targets(batch)
+        values = split(targets, [self._sizes[mb] for mb in taken])
+        weights = weights or [counted_for(self._part.weight, value) for value in values]
         total = sum(weights)
-        for mb, value in zip(own, values, strict=True):
-            weight = weights[mb - whole.start]
+        for mb, value in zip(taken, values, strict=True):
+            weight = weights[mb - mbs.start]
             # A batch in which nothing counts has no mean loss: it is NaN, as in one process.
             share = weight / total if total else 1 / len(weights)
-            self._ready[mb] = Target(self._moved(value), weight, share)
+            self._targets[mb] = Target(self._moved(value), weight, share)
 
     def _moved(self, value: Value) -> Value:
         """Start the copy to the device; to a GPU it is asynchronous from pinned memory only."""

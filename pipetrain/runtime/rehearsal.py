@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipetrain.model.random_numbers import RngSnapshot
-from pipetrain.model.specs import Size, Value, as_tuple, on_each
+from pipetrain.model.specs import Size, as_tuple, repeated_to
 from pipetrain.model.tensor_access import refill, standing_in
 from pipetrain.runtime.comm.channel import Channel
 from pipetrain.runtime.comm.message import Message
@@ -109,15 +109,11 @@ class _Done(dist.Work):
 
 def alike(feed: Feed, size: Size) -> Repeated:
     """Return microbatches of a size whose rows are those of a feed's first one, again and again."""
-
-    def like(value: Value) -> Value:
-        return on_each(value, lambda t: t[torch.arange(size.samples, device=t.device) % len(t)])
-
     inputs, target = feed.first()
     return Repeated(
         size,
-        [] if inputs is None else [as_tuple(like(inputs))],
-        [] if target is None else [replace(target, value=like(target.value))],
+        [] if inputs is None else [as_tuple(repeated_to(size, inputs))],
+        [] if target is None else [replace(target, value=repeated_to(size, target.value))],
         copies=True,
     )
 

@@ -20,13 +20,12 @@ from pipetrain.model.specs import Size
 from pipetrain.plan.cut import homes
 from pipetrain.plan.memory_fit import explained, gpu_bytes, is_out_of_memory, no_room_sentence, peaks_by_rank
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.batches import Batches
 from pipetrain.runtime.buffer_average import BufferAverager
 from pipetrain.runtime.clock import Clock, Observe
 from pipetrain.runtime.comm.channel import Channel
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.engine import Engine, Take, Tick
-from pipetrain.runtime.feed import WindowFeed
+from pipetrain.runtime.feed import Batches, WindowFeed, WindowPart
 from pipetrain.runtime.mailbox import Coding, Mailbox
 from pipetrain.runtime.order import Order, StopCheck, order_of
 from pipetrain.runtime.rehearsal import LoopbackChannel, Rehearsal, rehearses
@@ -159,21 +158,33 @@ class Session:
         self, sizes: Sequence[Size], batches: Batches, order: Order, targets: bool = True
     ) -> Iterator[WindowFeed]:
         """Yield the microbatches of a window; of an error for want of memory, say what was predicted."""
-        dtype, device, last = self.plan.settings.data_dtype, self._groups.device, self.plan.stages - 1
-        microbatches, mbs = order.microbatches, range(len(sizes) * order.microbatches)
-        first, end = ([order.home(stage, mb) for mb in mbs] for stage in (0, last))
-        source = batches.open(sizes, microbatches, first, end if targets else None)
-        begun = max(ranks.index(rank) for ranks in (first, end) for rank in set(ranks))
-        source.deal(begun // microbatches + 1)  # each rank has one microbatch, for a rehearsal
-        enter, leave = ([mb for mb in mbs if ranks[mb] == self._groups.world.rank] for ranks in (first, end))
+        mbs, rank, device = (
+            range(len(sizes) * order.microbatches),
+            self._groups.world.rank,
+            self._groups.device,
+        )
+        first, last = ([order.home(stage, mb) for mb in mbs] for stage in (0, self.plan.stages - 1))
+        part = WindowPart(
+            sizes,
+            order.microbatches,
+            first,
+            last if targets else None,
+            rank,
+            self._task.weight,
+            device,
+            self.plan.settings.data_dtype,
+        )
+        feed = batches.open(part)
+        # Each rank has one microbatch, for a rehearsal.
+        feed.deal(max(ranks.index(rank) for ranks in (first, last) for rank in set(ranks)))
         try:
-            yield WindowFeed(sizes, microbatches, source, enter, leave, self._task.weight, device, dtype)
+            yield feed
         except ActionFailed as error:
             if not is_out_of_memory(error.__cause__):
                 raise
             stage_bytes = self.plan.memory()
-            raise explained(error, stage_bytes, self._groups.world.rank, device) from error.__cause__
-        source.finish(order.batches)
+            raise explained(error, stage_bytes, rank, device) from error.__cause__
+        feed.finish(order.batches)
 
 
 def copies_of(stages: Mapping[int, Stage]) -> list[tuple[Tensor, Tensor]]:

@@ -27,10 +27,10 @@ from pipetrain.records.history import About
 from pipetrain.records.rank_records import RankRecord, RankRecords
 from pipetrain.records.recorder import Recorder
 from pipetrain.records.tracer import Tracer
-from pipetrain.runtime.batches import Batches
 from pipetrain.runtime.clock import Observe
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.engine import Tick
+from pipetrain.runtime.feed import Batches
 from pipetrain.runtime.order import StopCheck
 from pipetrain.runtime.stage.memory_meter import Meter, PeakBytes
 from pipetrain.schedule.actions import Action, Op, Program, parse_action

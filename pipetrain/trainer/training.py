@@ -38,7 +38,6 @@ from pipetrain.plan.plan import Plan, Samples, check_targets
 from pipetrain.plan.program import Draft
 from pipetrain.records.progress_bar import Bar
 from pipetrain.rules import PATH
-from pipetrain.runtime.batches import Batches, OfLoader, OfNumbers
 from pipetrain.runtime.comm.collective_guard import (
     CollectiveGuard,
     broadcast_from_rank0,
@@ -50,6 +49,9 @@ from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.comm.ranks import World
 from pipetrain.runtime.device import choose_device
 from pipetrain.runtime.engine import Tick
+from pipetrain.runtime.feed import Batches
+from pipetrain.runtime.loader_feed import LoaderBatches
+from pipetrain.runtime.numbered_feed import NumberedBatches
 from pipetrain.runtime.profile import measure, twin_of
 from pipetrain.runtime.session import Session, make_stages
 from pipetrain.runtime.stage.stage import Stage
@@ -268,7 +270,7 @@ class Training:
         """
         self.refuse_ended()
         if isinstance(source, Sampled):
-            return OfNumbers(source, self.task, self.groups, self.begun.plan, epoch, done)
+            return NumberedBatches(source, self.task, self.groups, self.begun.plan, epoch, done)
         form = self._form
         if form is not None and not labelled:
             form = replace(form, targets=ValueSpec((TensorSpec((), torch.float32),)))
@@ -291,7 +293,7 @@ class Training:
             if done:
                 reader.skip(done, self.settings.window)
 
-        return OfLoader(self.groups, reader, form, self.task, begin)
+        return LoaderBatches(self.groups, reader, form, begin)
 
     def ticks(self, what: str) -> Callable[[int], Tick]:
         """Return what shows rank 0's progress in a window of many batches."""

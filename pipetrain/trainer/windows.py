@@ -19,7 +19,6 @@ from torch import Tensor
 from pipetrain.data.reader import BadBatch, too_small
 from pipetrain.errors import ConfigError, of_all
 from pipetrain.model.specs import Size
-from pipetrain.runtime.batches import Batches
 from pipetrain.runtime.clock import Observe
 from pipetrain.runtime.comm.collective_guard import (
     CollectiveGuard,
@@ -29,6 +28,7 @@ from pipetrain.runtime.comm.collective_guard import (
     raise_failure,
 )
 from pipetrain.runtime.engine import Tick
+from pipetrain.runtime.feed import Batches
 from pipetrain.runtime.order import StopCheck
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.whole_model import gather_outputs

@@ -23,12 +23,13 @@ from torch.utils._pytree import tree_leaves
 from pipetrain import Pipeline, TrainingStopped, fit
 from pipetrain.data.reader import Reader
 from pipetrain.model.specs import Size
-from pipetrain.runtime.batches import OfLoader
 from pipetrain.runtime.comm import gradient_buckets as buckets
 from pipetrain.runtime.comm.ranks import World
+from pipetrain.runtime.feed import WindowPart
+from pipetrain.runtime.loader_feed import LoaderBatches
 from pipetrain.runtime.stage.buffers import Buffers
 from pipetrain.schedule.actions import UPDATE
-from pipetrain.tasks import Classification, Regression
+from pipetrain.tasks import Regression
 from tests.support.cases import SCHEDULES, Case, Ran, compare, make_run, run_in_threads
 from tests.support.models import flat
 from tests.support.pretended_gpu.tensors import is_tagged
@@ -387,11 +388,9 @@ def test_inputs_that_a_loader_has_on_the_gpu_go_to_other_ranks_through_host_memo
         reader = Reader([(torch.ones(4, 3, device="cuda"), torch.zeros(4).long().cuda())], "batch")
         reader.window(1)
         groups: Any = SimpleNamespace(world=World(0, 3), post_tensor=post)
-        sources = OfLoader(groups, reader, reader.form, Classification(), lambda of: None).open(
-            [Size(4)], 2, [0, 1], [2, 2]
-        )
-        assert sources.inputs is not None
-        assert [is_tagged(x) for x in sources.inputs] == [True]
+        part = WindowPart([Size(4)], 2, [0, 1], [2, 2], 0, len, torch.device("cuda"))
+        feed = LoaderBatches(groups, reader, reader.form, lambda of: None).open(part)
+        assert [is_tagged(x) for x in feed.input(0)] == [True]
     assert posted == [("cpu", [2, 3]), ("cpu", [4])]
 
 

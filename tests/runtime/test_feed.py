@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 
 from pipetrain.model.specs import Size
-from pipetrain.runtime.feed import Sources, TargetRows, WindowFeed
+from pipetrain.runtime.feed import WindowFeed, WindowPart
 from pipetrain.tasks import Classification
 
 # Two batches: one of 5 samples in pieces of 3 and 2, one of 4 in pieces of 2.
@@ -18,12 +17,24 @@ LABELS = [torch.tensor([7, 1, 4, 0, 2]), torch.tensor([9, 3, 5, 6])]
 IGNORED = [torch.tensor([7, -100, 4, -100, -100]), torch.tensor([9, -100, 5, 6])]
 
 
-def feed(
-    inputs: Any = None, targets: Any = None, weight: Any = len, sizes: Any = SIZES, ahead: bool = True
-) -> WindowFeed:
-    every = range(2 * len(sizes))
-    source = Sources(inputs, targets, ahead=ahead)
-    return WindowFeed(sizes, 2, source, every, every, weight, torch.device("cpu"), torch.float64)
+class Listed(WindowFeed):
+    """The microbatches of one rank, from iterators of their inputs and of their batches' targets."""
+
+    def __init__(self, part: WindowPart, inputs: Any, targets: Any) -> None:
+        super().__init__(part)
+        self.mbs, self.batches, self.inputs, self.targets = part.inputs(), part.batches(), inputs, targets
+
+    def _read_inputs(self) -> None:
+        self._inputs[next(self.mbs)] = next(self.inputs)
+
+    def _read_targets(self) -> None:
+        self._put_targets(next(self.batches), next(self.targets), None)
+
+
+def feed(inputs: Any = (), targets: Any = (), weight: Any = len, sizes: Any = SIZES) -> WindowFeed:
+    every = [0] * 2 * len(sizes)
+    part = WindowPart(sizes, 2, every, every, 0, weight, torch.device("cpu"), torch.float64)
+    return Listed(part, iter(inputs), iter(targets))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +50,7 @@ def feed(
 def test_targets_are_those_of_the_microbatch_and_shares_those_of_its_batch(labels, weight, weights, shares):
     """A batch is read when it is asked for."""
     read = []
-    window = feed(targets=(read.append(len(batch)) or TargetRows(batch) for batch in labels), weight=weight)
+    window = feed(targets=(read.append(len(batch)) or batch for batch in labels), weight=weight)
     targets = {1: window.target(1)}
     assert read == [5]
     targets |= {mb: window.target(mb) for mb in (0, 3, 2)}
@@ -53,7 +64,7 @@ def test_targets_are_those_of_the_microbatch_and_shares_those_of_its_batch(label
 
 def test_several_tensors_keep_their_order_and_whole_numbers_their_dtype():
     inputs, targets = (torch.arange(3), torch.ones(3, 2)), (torch.zeros(5, 2), torch.arange(5))
-    window = feed(iter([inputs]), iter([TargetRows(targets)]), lambda value: len(value[0]))
+    window = feed([inputs], [targets], lambda value: len(value[0]))
     for tensors in (window.input(0)[::-1], window.target(0).value):
         assert [(t.dtype, len(t)) for t in tensors] == [(torch.float64, 3), (torch.int64, 3)]
 
@@ -69,20 +80,9 @@ def test_of_what_a_window_leaves_out_nothing_is_read_ahead():
     assert next(inputs).tolist() == [2]
 
 
-def test_what_another_rank_sends_is_not_awaited_before_it_is_needed():
-    """It may be sent only when this rank has gone on."""
-    asked = []
-    inputs = (asked.append(mb) or torch.zeros(3, 1) for mb in range(4))
-    window = feed(inputs, ahead=False)
-    window.prepare()
-    assert not asked
-    window.input(0)
-    assert asked == [0]
-
-
 def test_two_windows_share_one_iterator_and_neither_takes_ahead_what_is_the_other_s():
     inputs = iter(torch.arange(4.0).split(1))
-    first, second = (feed(islice(inputs, 2), sizes=[batch]) for batch in SIZES)
+    first, second = (feed(inputs, sizes=[batch]) for batch in SIZES)
     seen = [first.input(0)]
     first.prepare()
     first.prepare()

@@ -27,9 +27,10 @@ from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
-from pipetrain.runtime.batches import Batches, OfNumbers
 from pipetrain.runtime.comm.collective_guard import CollectiveGuard
 from pipetrain.runtime.comm.process_groups import ProcessGroups
+from pipetrain.runtime.feed import Batches
+from pipetrain.runtime.numbered_feed import NumberedBatches
 from pipetrain.runtime.session import Session, make_stages
 from pipetrain.runtime.stage.optimizer_trial import try_optimizer
 from pipetrain.runtime.stage.weights import OptimizerFactory
@@ -100,10 +101,10 @@ class PassesByNumber:
     plan: Plan
 
     def train(self, epoch: int, done: int) -> Batches:
-        return OfNumbers(self.train_samples, self.task, self.groups, self.plan, epoch, done)
+        return NumberedBatches(self.train_samples, self.task, self.groups, self.plan, epoch, done)
 
     def evaluate(self) -> Batches:
-        return OfNumbers(self.test_samples, self.task, self.groups, self.plan)
+        return NumberedBatches(self.test_samples, self.task, self.groups, self.plan)
 
     def random(self, done: int) -> dict[str, Tensor]:
         return {}

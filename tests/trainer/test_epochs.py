@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipetrain.errors import TrainingStopped
 from pipetrain.model.specs import Size
 from pipetrain.runtime.comm.ranks import World
+from pipetrain.runtime.feed import WindowPart
 from pipetrain.trainer.epochs import Epochs
 from tests.support.cases import Case, Listener, LocalLinks, make_run, run_in_threads, state_of
 from tests.support.runs import Run, epochs_of
@@ -117,10 +118,17 @@ def test_progress_counts_each_update_once_and_each_microbatch_that_a_rank_evalua
 def test_the_first_rank_reads_inputs_the_last_targets_and_the_middle_nothing():
     run = make_run(Case("1f1b", 3, (NORM,)))
     runs = [run, replace(run, data=None), run]
-    sources = [
-        epochs_for(runs[rank], rank, 3)._passes.evaluate().open([Size(3)], 1, [0], [2]) for rank in range(3)
-    ]
-    found = [values is not None for source in sources for values in source[:2]]
-    assert found == [True, *[False] * 4, True]
-    targets = run.data.test.targets(torch.arange(run.evaluation_sizes[0]), None)
-    assert torch.equal(next(sources[2][1]).targets, targets)
+    count, size = run.task.weight, Size(run.evaluation_sizes[0])
+    first, middle, last = (
+        epochs_for(runs[rank], rank, 3)
+        ._passes.evaluate()
+        .open(WindowPart([size], 1, [0], [2], rank, count, torch.device("cpu")))
+        for rank in range(3)
+    )
+    samples = torch.arange(run.evaluation_sizes[0])
+    (inputs,), none = first.first()
+    assert torch.equal(inputs, run.data.test.inputs(samples, None))
+    assert (none, middle.first()) == (None, (None, None))
+    none, target = last.first()
+    assert none is None
+    assert torch.equal(target.value, run.data.test.targets(samples, None))

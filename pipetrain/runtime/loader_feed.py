@@ -1,0 +1,176 @@
+"""The feed from a user's loader: rank 0 reads it and sends each rank its microbatches.
+
+The ranks of a program each have a loader, and a shuffling one gives each rank other batches. So rank 0 alone
+reads it. It sends each rank of the first stage the inputs of its microbatches, and each of the last one their
+targets, as bare tensors: all ranks know their sizes before the window begins.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipetrain.data.reader import Form, Reader
+from pipetrain.model.specs import Size, TensorSpec, Value, ValueSpec, as_tuple, join, split
+from pipetrain.runtime.comm.process_groups import ProcessGroups
+from pipetrain.runtime.feed import WindowFeed, WindowPart
+from pipetrain.tasks import counted_for
+
+EVALUATED_AT_ONCE = 16  # batches of a loader in a window of an evaluation
+MAX_UNWAITED_SENDS = 256  # tensors on their way; before rank 0 sends more it waits until the first is taken
+INPUTS, TARGETS = 0, 1  # streams of tensors from rank 0
+
+
+class LoaderBatches:
+    """The batches of a loader; `reader`: on rank 0, which `begin` prepares when it is first asked."""
+
+    evaluated_at_once: int | None = EVALUATED_AT_ONCE
+
+    def __init__(
+        self, groups: ProcessGroups, reader: Reader | None, form: Form, begin: Callable[[Reader], object]
+    ) -> None:
+        self._groups, self._reader, self._form = groups, reader, form
+        self._begin: Callable[[Reader], object] | None = begin
+
+    def next(self, window: int | None) -> list[Size] | None:
+        assert self._reader is not None, "rank 0 reads the loader"
+        begin, self._begin = self._begin, None
+        if begin is not None:
+            begin(self._reader)
+        return self._reader.window(window)
+
+    def open(self, part: WindowPart) -> WindowFeed:
+        if self._reader is None:
+            return ReceivingFeed(part, self._groups, self._form)
+        return ReadingFeed(part, self._groups, self._reader)
+
+
+class ReadingFeed(WindowFeed):
+    """Reads the batches of a window on rank 0, holds its own microbatches, and sends the others.
+
+    Whoever needs a microbatch waits until rank 0 reads its batch, and rank 0 may wait for who needs it. So
+    its order says where it is to be read, see make_posts. What is sent holds connections open, so nothing
+    keeps a feed after an error.
+    """
+
+    def __init__(self, part: WindowPart, groups: ProcessGroups, reader: Reader) -> None:
+        super().__init__(part)
+        self._groups, self._reader = groups, reader
+        self._batches_read = 0
+        self._sent: deque[Callable[[], Tensor]] = deque()  # each waits until a tensor is taken
+
+    def deal(self, mb: int) -> None:
+        while self._batches_read <= mb // self._part.microbatches:
+            self._read_batch()
+
+    def finish(self, batches: int) -> None:
+        while self._batches_read < batches:
+            self._read_batch()
+        for wait in self._sent:
+            wait()
+
+    def _read_batch(self) -> None:
+        part, batch = self._part, self._batches_read
+        mbs = part.of_batch(batch)
+        sizes = [self.size(mb) for mb in mbs]
+        self._batches_read += 1
+        inputs, targets = self._reader.take(part.sizes[batch])
+        for mb, value in zip(mbs, split(inputs, sizes), strict=True):
+            if part.first[mb] == part.rank:
+                self._inputs[mb] = value
+            else:
+                self._send("inputs", value, part.first[mb], INPUTS)
+        if part.last is None:
+            return
+        taken: dict[int, list[int]] = {}  # by rank, the numbers in the batch of the microbatches
+        for number, mb in enumerate(mbs):
+            taken.setdefault(part.last[mb], []).append(number)
+        values, weights = [targets], None
+        if len(taken) > 1:
+            values = split(targets, sizes)
+            weights = [counted_for(part.weight, value) for value in values]
+        for rank, numbers in taken.items():
+            value = targets if weights is None else join([values[number] for number in numbers])
+            if rank == part.rank:
+                self._put_targets(batch, value, weights)
+                continue
+            self._send("targets", value, rank, TARGETS)
+            if weights is not None:
+                self._send("targets", torch.tensor(weights, dtype=torch.float64), rank, TARGETS)
+
+    _read_inputs = _read_targets = _read_batch
+
+    def _send(self, what: str, value: Value, rank: int, stream: int) -> None:
+        for tensor in as_tuple(value):
+            # It may be on a GPU.
+            self._sent.append(self._groups.post_tensor(what, tensor.cpu(), rank, stream))
+        while len(self._sent) > MAX_UNWAITED_SENDS:  # of a whole pass they would be all
+            self._sent.popleft()()
+
+
+@dataclass(frozen=True, slots=True)
+class _Receive:
+    """A posted receive of a value from rank 0. `number`: of the microbatch, or of the batch."""
+
+    number: int
+    form: ValueSpec
+    waits: list[Callable[[], Tensor]]  # for each of its tensors
+
+    def wait(self) -> Value:
+        received: Value = self.form.pack(tuple(wait() for wait in self.waits))
+        return received
+
+
+class ReceivingFeed(WindowFeed):
+    """Receives what rank 0 reads for this rank.
+
+    The receives of the first tensors are posted at once, so that they come early; of others when needed.
+    """
+
+    ahead = False
+
+    def __init__(self, part: WindowPart, groups: ProcessGroups, form: Form) -> None:
+        super().__init__(part)
+        self._groups, self._form = groups, form
+        self._mbs, self._batches = part.inputs(), part.batches()
+        self._first_inputs = self._post_inputs()
+        self._first_targets = self._post_targets()
+
+    def _read_inputs(self) -> None:
+        receive, self._first_inputs = self._first_inputs or self._post_inputs(), None
+        assert receive is not None, "this rank has no more inputs"
+        self._inputs[receive.number] = receive.wait()
+
+    def _read_targets(self) -> None:
+        receives, self._first_targets = self._first_targets or self._post_targets(), None
+        assert receives is not None, "this rank has no more targets"
+        targets, *weights = (receive.wait() for receive in receives)
+        parted = as_tuple(weights[0])[0].tolist() if weights else None
+        self._put_targets(receives[0].number, targets, parted)
+
+    def _post_inputs(self) -> _Receive | None:
+        mb = next(self._mbs, None)
+        if mb is None:
+            return None
+        return self._post("inputs", mb, self._form.inputs.of(self.size(mb)), INPUTS)
+
+    def _post_targets(self) -> list[_Receive] | None:
+        """Post the receives of a batch's targets and, if they are a part, what its microbatches count for."""
+        batch = next(self._batches, None)
+        if batch is None:
+            return None
+        taken, microbatches = self._part.targets(batch), self._part.microbatches
+        size = Size.joined(self.size(mb) for mb in taken)
+        receives = [self._post("targets", batch, self._form.targets.of(size), TARGETS)]
+        if len(taken) < microbatches:
+            weights = ValueSpec((TensorSpec((microbatches,), torch.float64),))
+            receives.append(self._post("weights", batch, weights, TARGETS))
+        return receives
+
+    def _post(self, what: str, number: int, form: ValueSpec, stream: int) -> _Receive:
+        waits = [self._groups.expect_tensor(f"the {what} of a batch", spec, 0, stream) for spec in form.specs]
+        return _Receive(number, form, waits)

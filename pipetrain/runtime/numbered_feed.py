@@ -1,0 +1,131 @@
+"""The feed of samples by number: each rank reads those of its own microbatches, and nothing travels.
+
+The order of the samples depends on the seed and the epoch alone, so that all ranks know it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from pipetrain.data.sampling import Sampled, loaded
+from pipetrain.data.splits import Split
+from pipetrain.errors import TrainingStopped
+from pipetrain.model.specs import Size, Value
+from pipetrain.plan.plan import Plan
+from pipetrain.runtime.comm.process_groups import ProcessGroups
+from pipetrain.runtime.feed import WindowFeed, WindowPart
+from pipetrain.tasks import Task, counted_for
+
+log = logging.getLogger("pipetrain")
+
+
+def batches_that_count(
+    samples: Sampled, epoch: int, task: Task, groups: ProcessGroups, last: int
+) -> list[list[Tensor]]:
+    """Return the batches of an epoch in which something counts, the same on all ranks: see Sampled.epoch.
+
+    `last`: the rank of the last stage, which reads their targets. Raises TrainingStopped if nothing does.
+    """
+    batches = samples.epoch(epoch)
+    if task.counts_samples or samples.draw(epoch) is None:
+        return batches
+    counting = samples.counting(epoch, task.weight) if groups.world.rank == last else []
+    counting = groups.broadcast("the batches in which something counts", counting, last)
+    skipped = len(batches) - len(counting)
+    what = f"epoch {epoch + 1}: none of the targets counts in {skipped} of {len(batches)} batches"
+    if not counting:
+        raise TrainingStopped(f"{what}: there is nothing to learn")
+    if skipped and groups.world.rank == 0:
+        log.warning("pipetrain: %s, which are skipped", what)
+    return [batches[number] for number in counting]
+
+
+def turns(batches: Sequence[int], every: int | None, done: int = 0) -> list[int]:
+    """Return the number of each microbatch of a pass by which replicas take turns, after `done` batches.
+
+    `batches`: the microbatches of each. The numbers begin anew with every so many batches; None: never.
+    """
+    numbers: list[int] = []
+    begun = 0
+    for batch, microbatches in enumerate(batches, start=done):
+        if every and batch % every == 0:
+            begun = len(numbers)
+        numbers += range(len(numbers) - begun, len(numbers) - begun + microbatches)
+    return numbers
+
+
+class NumberedBatches:
+    """The batches of an epoch in which something counts, after the first `done`. All ranks make it.
+
+    Each rank loads the inputs of all its microbatches ahead, and reads targets when they are needed.
+    """
+
+    evaluated_at_once: int | None = None
+
+    def __init__(
+        self, samples: Sampled, task: Task, groups: ProcessGroups, plan: Plan, epoch: int = 0, done: int = 0
+    ) -> None:
+        self._batches = batches_that_count(samples, epoch, task, groups, plan.firsts[-1])[done:]
+        self._samples, self._task, self._draw = samples, task, samples.draw(epoch)
+        self._announced = self._opened = 0
+        window = plan.settings.window if plan.draft.reads_late else 1
+        numbers = turns([*map(len, self._batches)], window if samples.sampler else None, done)
+        mbs, ranks = zip(chain.from_iterable(self._batches), numbers, strict=True), plan.placement[0]
+        taken = [ids for ids, number in mbs if ranks[number % len(ranks)] == groups.world.rank]
+        self._inputs: Iterator[Value] = iter(())
+        if taken:
+            read = partial(self._split.inputs, draw=self._draw)
+            self._inputs = loaded(read, taken, samples.workers, samples.timeout)
+
+    @property
+    def _split(self) -> Split:
+        assert self._samples.split is not None, "this rank needs the samples"
+        return self._samples.split
+
+    def next(self, window: int | None) -> list[Size]:
+        batches = self._batches[self._announced :][:window]
+        self._announced += len(batches)
+        return [*map(self._samples.size, batches)]
+
+    def open(self, part: WindowPart) -> WindowFeed:
+        batches = self._batches[self._opened :][: len(part.sizes)]
+        self._opened += len(batches)
+        return NumberedFeed(part, self, batches)
+
+    def next_inputs(self) -> Value:
+        """Return the inputs of this rank's next microbatch."""
+        return next(self._inputs)
+
+    def targets(self, ids: Tensor) -> Value:
+        return self._split.targets(ids, self._draw)
+
+    def weight(self, ids: Tensor) -> float:
+        """Return what the targets of samples count for."""
+        task = self._task
+        return float(len(ids)) if task.counts_samples else counted_for(task.weight, self.targets(ids))
+
+
+class NumberedFeed(WindowFeed):
+    """Reads a window's microbatches of a pass. `ids`: of the samples of each, by batch."""
+
+    def __init__(self, part: WindowPart, source: NumberedBatches, ids: Sequence[Sequence[Tensor]]) -> None:
+        super().__init__(part)
+        self._source, self._ids = source, ids
+        self._mbs, self._batches = part.inputs(), part.batches()
+
+    def _read_inputs(self) -> None:
+        self._inputs[next(self._mbs)] = self._source.next_inputs()
+
+    def _read_targets(self) -> None:
+        batch = next(self._batches)
+        ids, taken = self._ids[batch], self._part.targets(batch)
+        weights = None if len(taken) == len(ids) else [*map(self._source.weight, ids)]
+        first = self._part.of_batch(batch).start
+        targets = self._source.targets(torch.cat([ids[mb - first] for mb in taken]))
+        self._put_targets(batch, targets, weights)
