@@ -104,13 +104,12 @@ def pair(batch: Any, what: str, named: NamedTargets | None = None) -> tuple[Valu
             f"SECOND), TARGETS), or a dict, and say which are the targets: Pipeline(..., targets='label')"
         )
     inputs, targets = (_value(part, f"{half} of {what}") for part, half in zip(batch, HALVES, strict=True))
+    samples = Size.of(inputs).samples
     for half, part in zip(HALVES, (inputs, targets), strict=True):
         for tensor in as_tuple(part):
-            if len(tensor) != samples(inputs):
-                raise BadBatch(
-                    f"{what} has {samples(inputs)} inputs and {len(tensor)} {half}: each sample needs one"
-                )
-    if not samples(inputs):
+            if len(tensor) != samples:
+                raise BadBatch(f"{what} has {samples} inputs and {len(tensor)} {half}: each sample needs one")
+    if not samples:
         raise BadBatch(f"{what} has no sample")
     return inputs, on_each(targets, Tensor.cpu)
 
@@ -127,14 +126,9 @@ def unlabelled(batch: Any, what: str, form: Form, named: NamedTargets | None) ->
         several = not form.inputs.single and len(batch) == len(form.inputs.specs)
         inputs = batch if several and all(isinstance(t, Tensor) for t in batch) else batch[0]
     value = form.inputs.ordered(_value(inputs, f"inputs of {what}"))
-    targets = torch.zeros(samples(value), dtype=torch.float32)
+    targets = torch.zeros(Size.of(value).samples, dtype=torch.float32)
     form.refuse_other(value, targets, what)
     return value, targets
-
-
-def samples(value: Value) -> int:
-    """Return the number of samples."""
-    return len(as_tuple(value)[0])
 
 
 def kind(batch: Any) -> str:
@@ -230,7 +224,7 @@ class Reader:
             before = self._announced - self._taken  # of windows that have not begun
             while (batches is None or len(self._read_ahead) < before + batches) and self._read_one():
                 self._leave_out()
-            sizes = [Size(samples(inputs)) for inputs, _ in self._read_ahead][before:]
+            sizes = [Size.of(inputs) for inputs, _ in self._read_ahead][before:]
         self._announced += len(sizes)
         return sizes if self._announced or self._read else None
 
@@ -284,7 +278,7 @@ class Reader:
             )
         inputs, targets = self._read_ahead.popleft()
         self._taken += 1
-        if (actual := Size(samples(inputs))) != size:
+        if (actual := Size.of(inputs)) != size:
             raise BadBatch(f"{self.what} {self._read - 1} has {actual}, and its sampler said {size}")
         return inputs, targets
 
@@ -353,7 +347,7 @@ def refuse_loader(loader: Any, ranks: int, microbatches: int = 1) -> None:
 
 def too_small(sizes: Sequence[Size], microbatches: int) -> str:
     """Say why a batch cannot be cut into its microbatches; "" if all can."""
-    if not sizes or min(sizes).samples >= microbatches:
+    if not sizes or min(sizes).can_be_cut(microbatches):
         return ""
     return (
         f"a batch of {min(sizes)} cannot be cut into microbatches={microbatches}: leave it out, as "

@@ -26,7 +26,10 @@ def name_of(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Size:
-    """The size of a batch or a microbatch, from which shapes follow. Samples that are counted are an int."""
+    """The size of a batch or a microbatch, from which shapes follow.
+
+    Whoever counts samples reads `samples`; nothing else takes a size apart, or makes shapes of it, but here.
+    """
 
     samples: int
 
@@ -37,6 +40,18 @@ class Size:
         """Return the even sizes of a batch's microbatches, the first ones larger, as torch.tensor_split."""
         samples, more = divmod(self.samples, microbatches)
         return [Size(samples + (index < more)) for index in range(microbatches)]
+
+    def times(self, microbatches: int) -> Size:
+        """Return the size of a batch of so many microbatches of this size."""
+        return self.joined([self] * microbatches)
+
+    def can_be_cut(self, microbatches: int) -> bool:
+        return self.samples >= microbatches
+
+    @property
+    def neighbours(self) -> list[Size]:
+        """A size and a larger one: the specs of both give those of any other, see `spec_at`."""
+        return [self, replace(self, samples=self.samples + 1)]
 
     @classmethod
     def of(cls, value: Value) -> Size:
@@ -73,6 +88,19 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{name_of(self.dtype)}[{', '.join(map(str, self.shape))}]"
+
+
+def spec_at(size: Size, known: Sequence[tuple[Size, TensorSpec]]) -> TensorSpec:
+    """Return the spec of a tensor of a microbatch of a size, from those of two.
+
+    Each dimension must be a linear function of the samples. The engine compares what a stage really makes.
+    """
+    (few, first), (more, second) = known
+
+    def at(a: int, b: int) -> int:
+        return a + (b - a) * (size.samples - few.samples) // (more.samples - few.samples)
+
+    return replace(first, shape=tuple(map(at, first.shape, second.shape)))
 
 
 @dataclass(frozen=True)

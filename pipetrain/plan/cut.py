@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipetrain.errors import ConfigError
 from pipetrain.model.network import INPUT, Network, Slice, Tensors, ValueId
-from pipetrain.model.specs import Gradients, Size, TensorSpec, ValueSpec
+from pipetrain.model.specs import Gradients, Size, TensorSpec, ValueSpec, spec_at
 from pipetrain.model.tensor_access import names_by_id, places, tensors_in
 from pipetrain.plan.cost_estimate import Layer, origin
 from pipetrain.schedule.actions import Edge, Tie
@@ -105,6 +105,10 @@ class Cut:
         """Return the tensors of a message: activations, or gradients from a later stage to an earlier one."""
         return tuple(self.specs[size][value] for value in self._values[edge])
 
+    def tensors(self, edge: Edge) -> int:
+        """Return the number of tensors of a message."""
+        return len(self._values[edge])
+
     @cached_property
     def _values(self) -> dict[Edge, tuple[ValueId, ...]]:
         there = {route.edge: route.values for route in self.routes}
@@ -132,21 +136,12 @@ def merge(parts: Iterable[tuple[Sequence[ValueId], Tensors]]) -> Tensors:
 
 
 class AnySize(dict[Size, Specs]):
-    """Specs by size: of two sizes, from which those of any other follow.
-
-    Each dimension must be a linear function of the samples. The engine compares what a stage really makes.
-    """
+    """Specs by size: of the neighbours of one size, from which those of any other follow."""
 
     def __missing__(self, size: Size) -> Specs:
-        (few, first), (more, second) = list(self.items())[:2]
-
-        def at(a: int, b: int) -> int:
-            return a + (b - a) * (size.samples - few.samples) // (more.samples - few.samples)
-
-        self[size] = {
-            value: replace(spec, shape=tuple(map(at, spec.shape, second[value].shape)))
-            for value, spec in first.items()
-        }
+        known = list(self.items())[:2]
+        values = known[0][1]
+        self[size] = {value: spec_at(size, [(of, specs[value]) for of, specs in known]) for value in values}
         return self[size]
 
 

@@ -58,7 +58,7 @@ def make_plan(
     known = samples or Samples.like(settings)
     cutting = model if isinstance(model, list) else network_of(model, example, settings.precision == "bf16")
     network = None if isinstance(cutting, list) else cutting
-    sizes = known.microbatches(settings.microbatches), [*map(Size, known.evaluation)]
+    sizes = known.microbatches(settings.microbatches), known.evaluation
     numerics, trained, evaluated = estimates(settings, cutting, example, *sizes)
     layers = trained[settings.full]
     if uses is not None:

@@ -34,7 +34,7 @@ def planned(cfg: Mapping[str, Any], schedule: str, batches: int) -> Plan:
     if cfg["costs"] is not None:
         return _planned_by_rows(cfg, schedule, batches)
     settings = replace(Settings.composed(cfg, schedule, _ranks(cfg)), window=None)
-    samples = Samples([settings.batch_size] * batches, [settings.full.samples])
+    samples = Samples.of([settings.batch_size] * batches, [settings.full.samples])
     model = make_model(cfg, settings.seed, settings.dtype)
     example = declared_example(cfg["data"], settings.dtype)
     example = example or load_data(cfg["data"], settings.dtype).facts.example
@@ -60,7 +60,7 @@ def _planned_by_rows(cfg: Mapping[str, Any], schedule: str, batches: int) -> Pla
     if settings.replicas == AUTO and not speed:
         raise ConfigError("replicas=auto weighs messages and sums of gradients too: give bandwidth=GB/s")
     rows = read_rows(path, 1e-9 / speed if speed else 0.0, scale or 1.0)
-    samples = Samples([settings.batch_size] * batches, [1])
+    samples = Samples.of([settings.batch_size] * batches, [1])
     draft = _settled(Draft.of(settings, make_schedule(cfg)), cfg)
     return make_plan(draft, rows.layers, rows.data, samples, rows.profile, state_of(cfg))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -139,7 +139,7 @@ class Plan:
     @property
     def silent(self) -> set[Edge | int]:
         """The edges whose messages are empty, and the stages that train no weight."""
-        empty = {edge for edge in self.cut.bounds if not self.cut.message(edge, min(self.cut.specs))}
+        empty = {edge for edge in self.cut.bounds if not self.cut.tensors(edge)}
         return empty | {n for n in range(self.stages) if not any(of.weights for of in self.stage_layers(n))}
 
     @property
@@ -228,20 +228,25 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The numbers of samples: of each batch of an epoch, and of each microbatch of an evaluation."""
+    """The sizes of each batch of an epoch, and of each microbatch of an evaluation."""
 
-    batches: list[int]
-    evaluation: list[int]
+    batches: Sequence[Size]
+    evaluation: Sequence[Size]
+
+    @classmethod
+    def of(cls, batches: Iterable[int], evaluation: Iterable[int]) -> Samples:
+        """Return those of so many samples each, which all are as the example is."""
+        return cls([*map(Size, batches)], [*map(Size, evaluation)])
 
     @classmethod
     def like(cls, settings: Settings) -> Samples:
-        """Return two sizes, from which those of any other follow: that of a full microbatch and one more."""
-        two = [settings.full.samples, settings.full.samples + 1]
-        return cls([n * settings.microbatches for n in two], two)
+        """Return those of which a full microbatch, and a larger one, give the specs of any other."""
+        two = settings.full.neighbours
+        return cls([size.times(settings.microbatches) for size in two], two)
 
     def microbatches(self, pieces_of_each: int) -> set[Size]:
         """Return the sizes of microbatches, of so many in each batch."""
-        return {size for batch in set(self.batches) for size in Size(batch).pieces(pieces_of_each)}
+        return {size for batch in set(self.batches) for size in batch.pieces(pieces_of_each)}
 
     def windows(self, window: int | None) -> list[int]:
         """Return all lengths of windows, the longest first."""

@@ -310,10 +310,9 @@ def make_engine(
 
 def owing(plan: Plan, rank: int) -> list[tuple[Edge, int]]:
     """Return the tensors that a rank sends with error feedback: the edge, and its number in the message."""
-    size = min(plan.cut.specs)
     return [
         (edge, number)
         for edge in plan.cut.bounds
         if rank in plan.placement[edge[0]] and plan.settings.codecs.of(edge).error_feedback
-        for number in range(len(plan.cut.message(edge, size)))
+        for number in range(plan.cut.tensors(edge))
     ]

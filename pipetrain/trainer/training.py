@@ -156,12 +156,11 @@ class Training:
         first = self.guard.on_first("the first batch", partial(_first, reader))
         if first is None:
             raise of_all(ConfigError(NO_BATCH), self.rank)
-        (data, samples, shortest), model, settings = first, self.model, self.settings
-        form = Form.from_json(data)
+        (data, size, smallest), model, settings = first, self.model, self.settings
+        form, size, m = Form.from_json(data), Size.from_json(size), settings.microbatches
         if known is None:
-            m = settings.microbatches
-            settings = replace(settings, samples=max(m, samples // m * m))
-        inputs = self._known(reader, form.inputs, min(samples, settings.full.samples))
+            settings = replace(settings, samples=max(m, size.samples // m * m))
+        inputs = self._known(reader, form.inputs, min(size, settings.full))
 
         def planned() -> tuple[Network, Plan]:
             network = network_of(model, inputs, self.settings.precision == "bf16")
@@ -169,7 +168,7 @@ class Training:
             if isinstance(self.task, ModelLoss):
                 choose_weight(self.task, network, inputs)
             plan = self._plan(settings, network, inputs, known, partial(self._uses, reader))
-            if shortest is not None and shortest // settings.microbatches == 1 < settings.full.samples:
+            if smallest is not None and Size.from_json(smallest).pieces(m)[-1] == Size(1) < settings.full:
                 estimate_short(network.spare(), plan.example.of(Size(1)), plan.numerics)
             return network, plan
 
@@ -225,14 +224,14 @@ class Training:
             broadcast_from_rank0(groups, "the tensors of the layers", plan.foreign)
         return plan
 
-    def _known(self, reader: Reader | Sampled | None, inputs: ValueSpec, samples: int) -> ValueSpec:
+    def _known(self, reader: Reader | Sampled | None, inputs: ValueSpec, size: Size) -> ValueSpec:
         """Return the inputs with the whole numbers of the first batch, on which sizes may depend."""
         known: dict[int, Tensor] = {}
-        for number, spec in enumerate(inputs.specs):
+        for number, spec in enumerate(inputs.of(size).specs):
             if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
-                known[number] = torch.zeros((samples, *spec.shape), dtype=spec.dtype)
+                known[number] = torch.zeros(spec.shape, dtype=spec.dtype)
                 if first := reader and reader.first():
-                    known[number].copy_(as_tuple(first[0])[number][:samples])
+                    known[number].copy_(as_tuple(first[0])[number][: len(known[number])])
                 with self.guard():
                     self.groups.copy_from_first("the first batch", known[number])
         return replace(inputs, known=known)
@@ -245,7 +244,7 @@ class Training:
 
     def begin_by_number(self, train: Sampled, test: Sampled) -> None:
         """Plan for samples by number; prove the task on both."""
-        self.begin(None if self.rank else train, Samples(train.sizes, test.sizes))
+        self.begin(None if self.rank else train, Samples.of(train.sizes, test.sizes))
 
         def prove() -> None:
             _, targets = test.first()
@@ -359,12 +358,16 @@ def _meet(world: World, draft: Draft) -> ProcessGroups:
 def _first(reader: Any) -> list[Any] | None:
     """Return what the other ranks need to know of the first batch; None if there is none.
 
-    Its form, its samples, and those of the shortest batch to train, if known.
+    Its form, its size, and that of the smallest batch to train, if known.
     """
     first = reader.first()
     sizes = known_sizes(reader.loader) if isinstance(reader, Reader) and reader.weight else None
-    shortest = min(sizes).samples if sizes else None
-    return first and [Form(*map(ValueSpec.in_batch, first)).to_json(), len(as_tuple(first[0])[0]), shortest]
+    smallest = min(sizes).to_json() if sizes else None
+    return first and [
+        Form(*map(ValueSpec.in_batch, first)).to_json(),
+        Size.of(first[0]).to_json(),
+        smallest,
+    ]
 
 
 def _prove_task(plan: Plan, task: Task, network: Network, reader: Any) -> str:

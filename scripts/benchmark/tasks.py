@@ -107,7 +107,7 @@ def prepare(
     spare, model = (make_model(cfg, settings.seed, settings.dtype) for _ in range(2))
     assert isinstance(model, nn.Sequential), "a benchmark's model is compared as an nn.Sequential"
     samples, targets = _batch(task, cfg, settings)
-    sizes = Samples([len(samples)] * window, [len(samples)])
+    sizes = Samples.of([len(samples)] * window, [len(samples)])
     draft, objective = Draft.of(settings, make_schedule(cfg)), make_task(cfg)
     optimizer = try_optimizer(make_optimizer(cfg), spare, len(draft.placement))
     example = ValueSpec.in_batch(samples)

@@ -143,7 +143,7 @@ def on_paper(
         Draft.of(settings, make_schedule(cfg)),
         model,
         ValueSpec((TensorSpec(tuple(example), settings.dtype),)),
-        Samples([settings.batch_size] * batches, [settings.full.samples]),
+        Samples.of([settings.batch_size] * batches, [settings.full.samples]),
         profile(settings.full),
         state_of(cfg),
         make_task(cfg),

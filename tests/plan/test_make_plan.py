@@ -34,7 +34,7 @@ from tests.support.plans import profile_of
 from tests.support.refusals import refusal
 
 IMAGE = ValueSpec((TensorSpec((3, 32, 32), torch.float32),))
-UPDATES, ONE_BATCH = Samples([12, 12, 12], [11]), Samples([12], [11])
+UPDATES, ONE_BATCH = Samples.of([12, 12, 12], [11]), Samples.of([12], [11])
 
 
 def settings_of(*overrides: str, ranks: int = 2) -> Settings:
@@ -95,7 +95,7 @@ def test_windows_of_all_lengths_are_clipped_alike_also_one_batch_that_reads_noth
 def test_peaks_and_recomputation_are_those_of_any_window():
     """A window of one batch has nothing to recompute, as each backward follows its forward."""
     words = ("microbatches=1", "recompute=selective")
-    made = plan("window=1", *words, ranks=3, schedule=pipedream, samples=Samples([12] * 5, [11]))
+    made = plan("window=1", *words, ranks=3, schedule=pipedream, samples=Samples.of([12] * 5, [11]))
     assert made.recompute == ["never"] * 3
     made.training(4)
     assert made.recompute == ["selective", "selective", "never"]
@@ -139,7 +139,7 @@ def test_an_evaluation_is_proven_once_for_each_length(monkeypatch):
         return simulate(program, microbatches, **how)
 
     monkeypatch.setattr(programs, "simulate", counting)
-    made = plan("window=1", samples=Samples([12], [11, 11, 5]))
+    made = plan("window=1", samples=Samples.of([12], [11, 11, 5]))
     for batches in (3, 2, 3, 2):
         evaluated = made.evaluation(batches)
         assert [str(action) for action in evaluated.program[1] if action.op is Op.F] == [
@@ -160,7 +160,7 @@ def test_slices_cover_the_model_in_order():
 
 def test_boundaries_of_every_size_that_will_be_seen_in_training_and_evaluation():
     """43 samples in batches of 12 cut into 4: three of 3 each, then 7 as 2 2 2 1; 11 are evaluated."""
-    samples = Samples(Sampler(43, 12, 4, seed=0).batch_sizes, [6, 5])
+    samples = Samples.of(Sampler(43, 12, 4, seed=0).batch_sizes, [6, 5])
     made = plan("partition=[4,8]", "dtype=float64", ranks=3, model=with_norm().double(), samples=samples)
     seen = [{size.samples for size in cut.specs} for cut in (made.cut, made.evaluation_cut)]
     assert seen == [{3, 2, 1}, {6, 5}]
@@ -198,7 +198,7 @@ def test_a_memory_limit_chooses_the_least_recomputation_that_fits():
     def cut(limit: int | None, *more: str, schedule: Schedule = gpipe) -> tuple[Plan, list[int]]:
         limits = () if limit is None else (f"memory_limit={limit / GIB!r}",)
         words = ("microbatches=8", "batch_size=24", *limits, *more)
-        made = by_times([1.0] * 10, *words, schedule=schedule, samples=Samples([24] * 2, [3]))
+        made = by_times([1.0] * 10, *words, schedule=schedule, samples=Samples.of([24] * 2, [3]))
         return made, [stage.held_bytes for stage in made.choices["profile"].stages]
 
     (free, most), (selective, less) = cut(None), cut(None, "recompute=selective")
@@ -275,7 +275,7 @@ TIED = "1.weight is a weight of stages 0 and 1, which step it alike, and "
 BY_FBP = {"model": tied(), "schedule": schedule_of("fbp")}
 BY_STAGE = "partition=[2] clip_grad_norm=1 clip_grad_norm_over=stage"
 CHAINED = {"ranks": 3, "model": tied_by_way_of_another()}
-BLOCKED = {"schedule": deadlocking, "samples": Samples([48], [11])}
+BLOCKED = {"schedule": deadlocking, "samples": Samples.of([48], [11])}
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ def auto(schedule: Schedule, weights: int, *words: str, ranks: int = 3, s_per_by
     cfg = options_of(["partition=profile", "replicas=auto", "batch_size=12", "microbatches=12", *words])
     draft = Draft.of(Settings.composed(cfg, "1f1b", ranks), schedule)
     times = replace(table.times, s_per_byte=s_per_byte)
-    return make_plan(draft, list(table.layers), table.inputs, Samples([12] * 4, [1]), times)
+    return make_plan(draft, list(table.layers), table.inputs, Samples.of([12] * 4, [1]), times)
 
 
 def test_a_run_takes_the_replicas_with_which_its_schedule_is_fastest():

@@ -46,7 +46,7 @@ def planned(schedule: str, stages: int, microbatches: int, batches: int, *overri
     cfg = options_of(["data=digits", *words])
     read = Settings.composed(cfg, schedule, None)
     model = make_model(cfg, read.seed, read.dtype)
-    samples = Samples([read.batch_size] * batches, [read.batch_size])
+    samples = Samples.of([read.batch_size] * batches, [read.batch_size])
     return make_plan(Draft.of(read, make_schedule(cfg)), model, IMAGE, samples)
 
 

@@ -127,7 +127,7 @@ def prepare(cfg: Mapping[str, Any], schedule: str, ranks: int, data: Data) -> Ru
     sampler = Sampler(
         facts.train, settings.batch_size, settings.microbatches, settings.seed, settings.drop_last
     )
-    samples = Samples(sampler.batch_sizes, even(facts.test, settings.batch_size))
+    samples = Samples.of(sampler.batch_sizes, even(facts.test, settings.batch_size))
     network = network_for(cfg, settings, facts.example)
     task = make_task(cfg)
     draft = Draft.of(settings, make_schedule(cfg))

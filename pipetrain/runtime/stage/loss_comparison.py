@@ -18,7 +18,7 @@ from torch import Tensor
 from pipetrain.errors import TrainingStopped
 from pipetrain.model.network import Tensors
 from pipetrain.model.random_numbers import RngSnapshot
-from pipetrain.model.specs import ValueSpec, as_tuple, cast_floats
+from pipetrain.model.specs import cast_floats, join
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.stage.finite import WEIGH, Awaiting
 from pipetrain.runtime.stage.microbatch import Batch, Microbatch
@@ -74,8 +74,7 @@ class BatchLoss(Awaiting):
         rows = [target.samples for target in targets]
         if any([len(t) for t in column] != rows for column in zip(*outputs, strict=True)):
             raise ValueError("outputs need a row for each sample")
-        columns = zip(*(as_tuple(target.value) for target in targets), strict=True)
-        wanted = ValueSpec.in_batch(targets[0].value).pack(tuple(map(torch.cat, columns)))
+        wanted = join([target.value for target in targets])
         whole = self._stage.counts.model_output(tuple(map(torch.cat, zip(*outputs, strict=True))))
         return task.loss(*(cast_floats(value, torch.float64) for value in (whole, wanted)))
 
