@@ -1,7 +1,7 @@
 """The microbatches of a window that a rank runs, on its device: inputs of stage 0, targets of the last one.
 
-A subclass of WindowFeed reads them from where the samples are: by number, or from a loader. They are read in
-order, and are held from then until the engine takes them.
+A subclass of WindowFeed reads them from where the samples are: by number, or from a loader. They are read and
+taken in order, the next input ahead of its use, so that its copy to the device has begun by then.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Target:
 
 
 class WindowFeed:
-    """The microbatches of one window, by their numbers from 0; a rank takes those that it runs itself."""
+    """The microbatches of one window, by number from 0; a rank takes those that it runs itself, in order."""
 
     ahead = True
     """Whether inputs may be read before they are needed: another rank may send them only later."""
@@ -97,16 +97,18 @@ class WindowFeed:
         self._device, self._dtype = part.device, part.dtype
         self._sizes = [piece for size in part.sizes for piece in size.pieces(part.microbatches)]
         self._to_take = deque(part.inputs())
-        self._inputs: dict[int, Value] = {}  # read, and not yet taken
-        self._moved_ahead: int | None = None  # the microbatch whose inputs are on the device by now
-        self._targets: dict[int, Target] = {}
+        self._next: tuple[Tensor, ...] | None = None  # the inputs of the first of these, if they are read
+        self._targets: dict[int, Target] = {}  # of a batch, not yet taken
 
-    def _read_inputs(self) -> None:
-        """Read on; put this rank's next inputs into `_inputs`, in host memory or not."""
+    def _read_inputs(self, mb: int) -> Value:
+        """Return this rank's next inputs, those of microbatch `mb`."""
         raise NotImplementedError
 
-    def _read_targets(self) -> None:
-        """Read on; call `_put_targets` for the next batch of which this rank takes some."""
+    def _read_targets(self, batch: int) -> tuple[Value, Sequence[float] | None]:
+        """Return this rank's targets of the next `batch` of which it takes some.
+
+        And what each microbatch of the batch counts for; None if the rank takes them all.
+        """
         raise NotImplementedError
 
     def deal(self, mb: int) -> None:
@@ -120,21 +122,21 @@ class WindowFeed:
 
     def input(self, mb: int) -> tuple[Tensor, ...]:
         """Return the first stage's inputs [n, ...] on the device; called once for each microbatch."""
-        self._move_input(mb)
-        self._to_take.remove(mb)
-        self._moved_ahead = None
-        return as_tuple(self._inputs.pop(mb))
+        assert self._to_take and mb == self._to_take[0], f"microbatch {mb} is not this rank's next one"
+        inputs, self._next = self._read_next(), None
+        self._to_take.popleft()
+        return inputs
 
     def target(self, mb: int) -> Target:
         """Return the last stage's targets on the device; called once for each microbatch."""
-        while mb not in self._targets:
-            self._read_targets()
+        if mb not in self._targets:
+            self._put_targets(mb // self._part.microbatches)
         return self._targets.pop(mb)
 
     def prepare(self) -> None:
         """Move the next input to the device in advance; called before the engine waits for a message."""
         if self.ahead and self._to_take:
-            self._move_input(self._to_take[0])
+            self._read_next()
 
     def forget(self, mb: int) -> None:
         """Read no inputs from microbatch `mb` on: nobody would take what a reader sends of its batch."""
@@ -145,35 +147,26 @@ class WindowFeed:
 
         Called before the window begins.
         """
-        inputs = None
-        if self._to_take:
-            self._move_input(self._to_take[0])
-            inputs = as_tuple(self._inputs[self._to_take[0]])
-        if not self._targets and next(self._part.batches(), None) is not None:
-            self._read_targets()
+        inputs = self._read_next() if self._to_take else None
+        batch = next(self._part.batches(), None)
+        if batch is not None and not self._targets:
+            self._put_targets(batch)
         return inputs, next(iter(self._targets.values()), None)
 
-    def _move_input(self, mb: int) -> None:
-        """Read inputs until those of a microbatch are there, and start their copy to the device."""
-        assert mb in self._to_take, f"this rank has no inputs of microbatch {mb} to give"
-        if mb == self._moved_ahead:
-            return
-        while mb not in self._inputs:
-            self._read_inputs()
-        self._inputs[mb] = self._moved(self._inputs[mb])
-        self._moved_ahead = mb
+    def _read_next(self) -> tuple[Tensor, ...]:
+        if self._next is None:
+            self._next = as_tuple(self._moved(self._read_inputs(self._to_take[0])))
+        return self._next
 
-    def _put_targets(self, batch: int, targets: Value, weights: Sequence[float] | None) -> None:
-        """Hold the targets of this rank's microbatches of a batch, each with its share.
-
-        `weights`: what each microbatch of the batch counts for; None if the rank takes them all.
-        """
-        mbs, taken = self._part.of_batch(batch), self._part.targets(batch)
+    def _put_targets(self, batch: int) -> None:
+        """Read the targets of this rank's microbatches of a batch, and give each its share."""
+        targets, weights = self._read_targets(batch)
+        taken, first = self._part.targets(batch), self._part.of_batch(batch).start
         values = split(targets, [self._sizes[mb] for mb in taken])
         weights = weights or [counted_for(self._part.weight, value) for value in values]
         total = sum(weights)
         for mb, value in zip(taken, values, strict=True):
-            weight = weights[mb - mbs.start]
+            weight = weights[mb - first]
             # A batch in which nothing counts has no mean loss: it is NaN, as in one process.
             share = weight / total if total else 1 / len(weights)
             self._targets[mb] = Target(self._moved(value), weight, share)

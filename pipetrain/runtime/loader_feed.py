@@ -8,14 +8,13 @@ targets, as bare tensors: all ranks know their sizes before the window begins.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from pipetrain.data.reader import Form, Reader
-from pipetrain.model.specs import Size, TensorSpec, Value, ValueSpec, as_tuple, join, split
+from pipetrain.model.specs import Size, TensorSpec, Value, as_tuple, join, split
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.feed import WindowFeed, WindowPart
 from pipetrain.tasks import counted_for
@@ -61,6 +60,8 @@ class ReadingFeed(WindowFeed):
         super().__init__(part)
         self._groups, self._reader = groups, reader
         self._batches_read = 0
+        self._own_inputs: dict[int, Value] = {}  # by microbatch
+        self._own_targets: dict[int, tuple[Value, list[float] | None]] = {}  # by batch, with all weights
         self._sent: deque[Callable[[], Tensor]] = deque()  # each waits until a tensor is taken
 
     def deal(self, mb: int) -> None:
@@ -73,6 +74,14 @@ class ReadingFeed(WindowFeed):
         for wait in self._sent:
             wait()
 
+    def _read_inputs(self, mb: int) -> Value:
+        self.deal(mb)
+        return self._own_inputs.pop(mb)
+
+    def _read_targets(self, batch: int) -> tuple[Value, list[float] | None]:
+        self.deal(self._part.of_batch(batch).start)
+        return self._own_targets.pop(batch)
+
     def _read_batch(self) -> None:
         part, batch = self._part, self._batches_read
         mbs = part.of_batch(batch)
@@ -81,7 +90,7 @@ class ReadingFeed(WindowFeed):
         inputs, targets = self._reader.take(part.sizes[batch])
         for mb, value in zip(mbs, split(inputs, sizes), strict=True):
             if part.first[mb] == part.rank:
-                self._inputs[mb] = value
+                self._own_inputs[mb] = value
             else:
                 self._send("inputs", value, part.first[mb], INPUTS)
         if part.last is None:
@@ -96,13 +105,11 @@ class ReadingFeed(WindowFeed):
         for rank, numbers in taken.items():
             value = targets if weights is None else join([values[number] for number in numbers])
             if rank == part.rank:
-                self._put_targets(batch, value, weights)
+                self._own_targets[batch] = value, weights
                 continue
             self._send("targets", value, rank, TARGETS)
             if weights is not None:
                 self._send("targets", torch.tensor(weights, dtype=torch.float64), rank, TARGETS)
-
-    _read_inputs = _read_targets = _read_batch
 
     def _send(self, what: str, value: Value, rank: int, stream: int) -> None:
         for tensor in as_tuple(value):
@@ -110,19 +117,6 @@ class ReadingFeed(WindowFeed):
             self._sent.append(self._groups.post_tensor(what, tensor.cpu(), rank, stream))
         while len(self._sent) > MAX_UNWAITED_SENDS:  # of a whole pass they would be all
             self._sent.popleft()()
-
-
-@dataclass(frozen=True, slots=True)
-class _Receive:
-    """A posted receive of a value from rank 0. `number`: of the microbatch, or of the batch."""
-
-    number: int
-    form: ValueSpec
-    waits: list[Callable[[], Tensor]]  # for each of its tensors
-
-    def wait(self) -> Value:
-        received: Value = self.form.pack(tuple(wait() for wait in self.waits))
-        return received
 
 
 class ReceivingFeed(WindowFeed):
@@ -136,41 +130,32 @@ class ReceivingFeed(WindowFeed):
     def __init__(self, part: WindowPart, groups: ProcessGroups, form: Form) -> None:
         super().__init__(part)
         self._groups, self._form = groups, form
-        self._mbs, self._batches = part.inputs(), part.batches()
-        self._first_inputs = self._post_inputs()
-        self._first_targets = self._post_targets()
+        mb, batch = next(part.inputs(), None), next(part.batches(), None)
+        self._first_inputs = [] if mb is None else self._post_inputs(mb)
+        self._first_targets = [] if batch is None else self._post_targets(batch)
 
-    def _read_inputs(self) -> None:
-        receive, self._first_inputs = self._first_inputs or self._post_inputs(), None
-        assert receive is not None, "this rank has no more inputs"
-        self._inputs[receive.number] = receive.wait()
+    def _read_inputs(self, mb: int) -> Value:
+        posted, self._first_inputs = self._first_inputs or self._post_inputs(mb), []
+        value: Value = self._form.inputs.pack(tuple(wait() for wait in posted))
+        return value
 
-    def _read_targets(self) -> None:
-        receives, self._first_targets = self._first_targets or self._post_targets(), None
-        assert receives is not None, "this rank has no more targets"
-        targets, *weights = (receive.wait() for receive in receives)
-        parted = as_tuple(weights[0])[0].tolist() if weights else None
-        self._put_targets(receives[0].number, targets, parted)
+    def _read_targets(self, batch: int) -> tuple[Value, list[float] | None]:
+        posted, self._first_targets = self._first_targets or self._post_targets(batch), []
+        tensors, n = tuple(wait() for wait in posted), len(self._form.targets.specs)
+        weights = tensors[n].tolist() if len(tensors) > n else None
+        return self._form.targets.pack(tensors[:n]), weights
 
-    def _post_inputs(self) -> _Receive | None:
-        mb = next(self._mbs, None)
-        if mb is None:
-            return None
-        return self._post("inputs", mb, self._form.inputs.of(self.size(mb)), INPUTS)
+    def _post_inputs(self, mb: int) -> list[Callable[[], Tensor]]:
+        return self._post("inputs", self._form.inputs.of(self.size(mb)).specs, INPUTS)
 
-    def _post_targets(self) -> list[_Receive] | None:
+    def _post_targets(self, batch: int) -> list[Callable[[], Tensor]]:
         """Post the receives of a batch's targets and, if they are a part, what its microbatches count for."""
-        batch = next(self._batches, None)
-        if batch is None:
-            return None
         taken, microbatches = self._part.targets(batch), self._part.microbatches
         size = Size.joined(self.size(mb) for mb in taken)
-        receives = [self._post("targets", batch, self._form.targets.of(size), TARGETS)]
+        posted = self._post("targets", self._form.targets.of(size).specs, TARGETS)
         if len(taken) < microbatches:
-            weights = ValueSpec((TensorSpec((microbatches,), torch.float64),))
-            receives.append(self._post("weights", batch, weights, TARGETS))
-        return receives
+            posted += self._post("weights", [TensorSpec((microbatches,), torch.float64)], TARGETS)
+        return posted
 
-    def _post(self, what: str, number: int, form: ValueSpec, stream: int) -> _Receive:
-        waits = [self._groups.expect_tensor(f"the {what} of a batch", spec, 0, stream) for spec in form.specs]
-        return _Receive(number, form, waits)
+    def _post(self, what: str, specs: Sequence[TensorSpec], stream: int) -> list[Callable[[], Tensor]]:
+        return [self._groups.expect_tensor(f"the {what} of a batch", spec, 0, stream) for spec in specs]

@@ -117,15 +117,12 @@ class NumberedFeed(WindowFeed):
     def __init__(self, part: WindowPart, source: NumberedBatches, ids: Sequence[Sequence[Tensor]]) -> None:
         super().__init__(part)
         self._source, self._ids = source, ids
-        self._mbs, self._batches = part.inputs(), part.batches()
 
-    def _read_inputs(self) -> None:
-        self._inputs[next(self._mbs)] = self._source.next_inputs()
+    def _read_inputs(self, mb: int) -> Value:
+        return self._source.next_inputs()
 
-    def _read_targets(self) -> None:
-        batch = next(self._batches)
-        ids, taken = self._ids[batch], self._part.targets(batch)
+    def _read_targets(self, batch: int) -> tuple[Value, list[float] | None]:
+        ids, first = self._ids[batch], self._part.of_batch(batch).start
+        taken = [ids[mb - first] for mb in self._part.targets(batch)]
         weights = None if len(taken) == len(ids) else [*map(self._source.weight, ids)]
-        first = self._part.of_batch(batch).start
-        targets = self._source.targets(torch.cat([ids[mb - first] for mb in taken]))
-        self._put_targets(batch, targets, weights)
+        return self._source.targets(torch.cat(taken)), weights

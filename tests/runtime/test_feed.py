@@ -22,13 +22,13 @@ class Listed(WindowFeed):
 
     def __init__(self, part: WindowPart, inputs: Any, targets: Any) -> None:
         super().__init__(part)
-        self.mbs, self.batches, self.inputs, self.targets = part.inputs(), part.batches(), inputs, targets
+        self.inputs, self.targets = inputs, targets
 
-    def _read_inputs(self) -> None:
-        self._inputs[next(self.mbs)] = next(self.inputs)
+    def _read_inputs(self, mb: int) -> Any:
+        return next(self.inputs)
 
-    def _read_targets(self) -> None:
-        self._put_targets(next(self.batches), next(self.targets), None)
+    def _read_targets(self, batch: int) -> Any:
+        return next(self.targets), None
 
 
 def feed(inputs: Any = (), targets: Any = (), weight: Any = len, sizes: Any = SIZES) -> WindowFeed:
