@@ -2,7 +2,7 @@
 # Check everything: lint, format, types, which floor imports which, tests.
 #
 #     scripts/test.sh                  all
-#     scripts/test.sh --quick          without the tests that start processes or train for seconds
+#     scripts/test.sh --quick          something of everything that starts no process and takes no seconds
 #     scripts/test.sh -x -k pipedream  what pytest makes of these arguments; -n 0 runs them in one process
 #
 # Stops at the first tool that fails, with its status. Tests run in the checkout's folder, three at a time, as some wait;
@@ -19,14 +19,9 @@ step() {
     "$python" -m "$@"
 }
 
-chosen=()
-if [[ ${1-} == --quick ]]; then
-    chosen=(-m "not processes and not slow")
-    shift
-fi
 step ruff check .
 step ruff format --check .
 step mypy
 echo "== lint-imports"
 PYTHONPATH=$PYTHONPATH:scripts "$python" -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-logo --no-cache
-step pytest -n 3 --dist worksteal "${chosen[@]}" "$@"
+step pytest -n 3 --dist worksteal "$@"

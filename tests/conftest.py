@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +71,39 @@ def three() -> Iterator[Ranks]:
     yield from staying(3)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with tests that wait, for a deadline or a process: at the end nothing would run beside them."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="run no test that starts processes or is marked slow; of one that has several cases run the "
+        "first and the last, but all of what a schedule is on paper",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with tests that wait for a deadline or a process: at the end nothing else would run."""
+    if config.getoption("--quick"):
+        kept = quick(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     items.sort(key=lambda item: item.path.stem not in ("test_faults", "test_stops"))
+
+
+def quick(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests of a quick answer, which is about everything: see --quick."""
+    cases = defaultdict(list)
+    for item in items:
+        if not (any(map(item.get_closest_marker, ("processes", "slow"))) or uses_ranks(item)):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    on_paper = Path(__file__).parent / "schedule"
+    return {
+        item
+        for several in cases.values()
+        for item in (several if on_paper in several[0].path.parents else several[:: max(1, len(several) - 1)])
+    }
+
+
+def uses_ranks(item: pytest.Item) -> bool:
+    """Return whether a test runs on ranks that stay; a case of some may have a number of that name."""
+    own = item.callspec.params if hasattr(item, "callspec") else {}
+    return bool({"ranks", "three"} & set(getattr(item, "fixturenames", ())) - own.keys())

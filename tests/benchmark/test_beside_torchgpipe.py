@@ -32,6 +32,7 @@ def products():
     return nn.Sequential(*(layer for pair in layers for layer in pair))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["never", "except_last", "always"])
 @pytest.mark.parametrize("name", TASKS)
 def test_trains_as_one_process_does(name, recompute):

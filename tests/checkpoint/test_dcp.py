@@ -112,6 +112,7 @@ def stored(folder: str) -> Iterable[Any]:
     return dcp.FileSystemReader(folder).read_metadata().storage_data.values()
 
 
+@pytest.mark.processes
 def test_what_two_ranks_save_others_and_plain_pytorch_go_on_from_and_the_other_way(ranks, tmp_path):
     whole = [pytest.approx(loss, rel=1e-12) for loss in Plain().train(5)]
     ours, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")

@@ -107,6 +107,7 @@ def test_what_cannot_be_is_refused_in_one_sentence(arguments, says, run, capsys)
     assert says in refusal(capsys, *arguments)
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_is_a_folder_that_from_pretrained_reads(tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

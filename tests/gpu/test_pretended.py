@@ -35,6 +35,8 @@ from tests.support.models import flat
 from tests.support.pretended_gpu.tensors import is_tagged
 from tests.support.pretended_gpu.world import Trained, alone, on_gpus
 
+pytestmark = pytest.mark.slow
+
 SHORT = ("epochs=1", "microbatches=4", "cuda_graphs=false")
 EVEN = (*SHORT, "partition=even")
 FLOATS = (*EVEN, "dtype=float32")

@@ -84,6 +84,7 @@ def test_an_evaluation_goes_on_where_training_alone_is_another():
         unchanged.refuse_changes(True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("meta", [0, 1])
 def test_what_it_does_not_compute_with_may_change_and_is_seen_when_it_matters(meta, monkeypatch, caplog):
     model, traced = Model(), list[bool]()

@@ -58,6 +58,7 @@ def told(value: Any, now: Any = None, **known: Any) -> Any:
     return unpacked(from_bytes(to_bytes(tree)), tensors, Tensor.clone, known, now)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(TREES)
 def test_any_tree_comes_back(tree):

@@ -320,6 +320,7 @@ def prove_loss_of(model: nn.Module, cuts: list[int], term: Callable[[], Any]) ->
     compare_loss(plan, network, Task(lambda outputs, y: mse_loss(outputs, y) + term()), NUMBERS, NUMBERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [1e10, 0.0], ids=["cheap", "dear"])
 def test_a_loss_may_read_its_own_stage_alone(most, monkeypatch):
     monkeypatch.setattr("pipetrain.plan.parity.MOST_OF_A_TRACE", most)

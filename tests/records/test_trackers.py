@@ -114,6 +114,7 @@ def _records(path: Path) -> Iterator[Any]:
             record = b""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tracker_has_values_configuration_and_results_of_a_run_that_was_resumed(name, tmp_path):
     """The first start was killed after epoch 2, and its checkpoint is that of epoch 1: no point is doubled.

@@ -36,6 +36,7 @@ def time(program: Program, m: int, cost: Cost = unit_cost) -> float:
     return simulate(lower(joined(program)), m, cost=cost).makespan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("v", [True, False])
 def test_no_fixed_rule_is_faster_by_any_of_many_tables_of_costs(v: bool) -> None:
     """The rules that keep to the same limit of memory, of the same placement, simulated at the same costs."""

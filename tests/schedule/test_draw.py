@@ -137,6 +137,7 @@ def width(svg: Path) -> float:
     return float(found[1]) / 72
 
 
+@pytest.mark.slow
 def test_of_a_long_figure_the_first_cells_are_drawn_and_a_stack_has_one_width(tmp_path: Path) -> None:
     timeline = run(pipedream(2, 50, 4), 4)
     as_figure(timeline, tmp_path / "long.svg")

@@ -160,6 +160,7 @@ def most_open(actions: list[Action], posts: list[Post]) -> int:
     return most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buffer_size", [1, 2])
 @pytest.mark.parametrize("case", LISTED, ids=str)
 def test_no_schedule_hangs_and_no_edge_has_more_open_than_both_its_ends_have_room(case, buffer_size):

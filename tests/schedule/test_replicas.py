@@ -23,6 +23,7 @@ PLACES = {
 PLACES |= {"shared": [(0, 1), (0, 1)], "overlap": [(0, 1), (1, 2)], "both on three": [(0, 1, 2), (0, 1, 2)]}
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     case=st.sampled_from([case for case in CASES if case.name != "fbp"]),  # whose order is no list

@@ -74,6 +74,7 @@ def on_one(model: nn.Module, batch: tuple[Any, Tensor]) -> float:
     return apart(model, cross_entropy, [batch], schedule="interleaved_1f1b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["norm", "to the left", "frozen", "mask"])
 def test_padded_places_are_evaluated_as_by_one_process(kind):
     """A frozen encoder in evaluation mode makes them in training too."""

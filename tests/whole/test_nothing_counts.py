@@ -18,6 +18,7 @@ def a_case(schedule: str, ranks: int, *words: str) -> Case:
     return Case(schedule, ranks, (*WORDS, *words), ignored=IGNORED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

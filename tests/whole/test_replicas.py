@@ -68,6 +68,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -94,6 +95,7 @@ def test_replicas_of_any_kind_train_as_one_process_does(schedule, places, m, mod
     compare(case, state, figures)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [

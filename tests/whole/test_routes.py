@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -54,6 +55,7 @@ def routed(draw: st.DrawFn, cases: Sequence[Case] = CASES, most_ranks: int = 6, 
     return size, lower(program, routes), routes
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(routed(), st.integers(1, 3), st.integers(0, 100))
 def test_a_run_of_any_timing_deadlocks_where_simulate_says_so_and_holds_what_it_says(
@@ -72,6 +74,7 @@ def test_a_run_of_any_timing_deadlocks_where_simulate_says_so_and_holds_what_it_
         assert list(run.activations.values()) == result.activations
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(routed(), st.integers(1, 3), st.integers(0, 100))
 def test_at_its_bound_a_skip_blocks_nothing_and_holds_up_nothing(

@@ -183,7 +183,7 @@ def test_testing_stops_at_the_first_tool_that_fails_and_may_be_quick(checkout, s
     for steps, tool in enumerate(("ruff check", "ruff format", "mypy", "importlinter", "pytest"), 1):
         assert len(start("scripts/test.sh", status=7, FAIL=tool)) == steps
     assert checkout.run("scripts/test.sh", "--quick", "-x").returncode == 0
-    assert checkout.calls() == [*LINT, f"{PYTEST} -m not processes and not slow -x"]
+    assert checkout.calls() == [*LINT, f"{PYTEST} --quick -x"]
 
 
 def test_ci_needs_no_terminal(checkout):

@@ -185,6 +185,7 @@ def test_before_the_first_update_a_ctrl_c_that_another_rank_got_first_says_why_i
     assert f"{end.type.__name__} {end.value}" == says
 
 
+@processes
 @pytest.mark.parametrize(("name", "end"), [("SIGUSR1", (0, "imported\n")), ("SIGINT", (-signal.SIGINT, ""))])
 def test_while_it_imports_sigusr1_ends_no_process_and_ctrl_c_shows_no_traceback(name, end, tmp_path):
     code = f"""
@@ -197,6 +198,7 @@ runpy.run_module("pipetrain", run_name="__main__")
     assert (done.status, done.out) == end
 
 
+@processes
 def test_a_signal_is_heard_while_the_main_thread_is_in_c(tmp_path):
     """It waits in C++ for the thread that hears the signal."""
     heard = f"""

@@ -25,6 +25,8 @@ from tests.runtime.test_rehearsal import rehearsed
 from tests.support.cases import Case, make_run, run_in_threads
 from tests.support.models import CLASSES, flat
 
+pytestmark = pytest.mark.slow
+
 WORDS = ("microbatches=3", "epochs=2", "window=2", "clip_grad_norm=0.1", "optim=adamw", "ema=0.9")
 
 
