@@ -21,7 +21,7 @@ from pipetrain.config.rate import Rate
 from pipetrain.correction import Correction
 from pipetrain.data import Draw, Sampler, Split
 from pipetrain.schedule.actions import Op, Program, Schedule, compute_program
-from published.stacked import Optimizer
+from published.stacked_optimizers import Optimizer
 
 Piece = tuple[Tensor, Tensor]
 """The inputs and targets of a microbatch, [runs, n, ...] each."""

@@ -208,7 +208,3 @@ class Race:
     def ratios(self, name: str, other: str) -> list[float]:
         """Return how many times as fast as another one it is, in each round."""
         return [theirs / own for theirs, own in zip(self.seconds(other), self.seconds(name), strict=True)]
-
-    def spread(self, name: str, other: str) -> tuple[float, float]:
-        """Return the least and the most of these."""
-        return ends(self.ratios(name, other))

@@ -1,4 +1,4 @@
-"""The pages: every record beside what was found here.
+"""The pages: what was published, and what was found here.
 
 `records.md` is to be read: for each record what it was, what ran, a verdict with a line for each thing that
 must come back, and the numbers as tables by place. `report.html` has every line, with spreads and bounds.
@@ -66,9 +66,9 @@ class Section:
         return self._verdict(lines)
 
     def _verdict(self, lines: Sequence[Sequence[str]]) -> Table:
-        beside = self.record.beside
+        reference = self.record.reference
         return Table(
-            "Verdict", ["what must come back", beside, "here", "came back"], lines, (), (*WORDS, beside)
+            "Verdict", ["what must come back", reference, "here", "came back"], lines, (), (*WORDS, reference)
         )
 
     @property
@@ -85,7 +85,7 @@ class Section:
     def failed(self) -> list[str]:
         """What did not come back, as sentences."""
         return [
-            f"{self.name}: {check.what}: {self.record.beside} {check.published}, here {check.here}"
+            f"{self.name}: {check.what}: {self.record.reference} {check.published}, here {check.here}"
             for check in self.findings.checks
             if check.came_back is False
         ]

@@ -124,7 +124,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """Something to write beside the page."""
+    """Something to write into the page's folder."""
 
     name: str
     text: str
@@ -158,7 +158,7 @@ class Findings:
 class Record:
     """A published record. `steps`: what is measured, with True a tiny version; `show`: what it says.
 
-    In words, see records.yaml: `beside`: what the numbers here stand beside.
+    In words, see records.yaml: `reference`: what the numbers here are compared with.
     """
 
     steps: Callable[[bool], Mapping[str, Step]]
@@ -167,4 +167,4 @@ class Record:
     source: str
     notes: Sequence[str] = ()
     wrong: str = ""
-    beside: str = "published"
+    reference: str = "published"

@@ -27,7 +27,7 @@ from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import one_f_one_b, pipedream, pipedream_2bw, ssp
 from pipetrain.schedule.simulate import simulate, unit_cost
 from published.emulation import Emulation, Feed, Pipeline, even_cuts
-from published.stacked import SGD, AdamW, Feedback, Muon, Optimizer
+from published.stacked_optimizers import SGD, AdamW, Feedback, Muon, Optimizer
 
 SCHEDULES: Mapping[str, Schedule] = {
     "synchronous": one_f_one_b,

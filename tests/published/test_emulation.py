@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from pipetrain.config.parameter_groups import KINDS
-from published import stacked
+from published import stacked_optimizers as stacked
 from published.emulation import Emulation, Feed, Pipeline
-from published.stacked import SGD, AdamW, Muon, Optimizer
+from published.stacked_optimizers import SGD, AdamW, Muon, Optimizer
 from tests.support.cases import Case, make_run, run_in_threads
 from tests.support.runs import Run
 

@@ -13,9 +13,9 @@ import torch
 from pipetrain.commands.cli import composed, values_of
 from pipetrain.plan.paper_plan import planned
 from pipetrain.schedule.memory import GIB, totals
-from published.beside import THEIRS, raced_beside
 from published.measures import Race
 from published.record import Chart, Check, Finding, How, Line, Results, Series, Step, those
+from published.torchgpipe_race import THEIRS, race_torchgpipe
 
 PARAMETERS = 89_762_304
 MODES = NEVER, ALWAYS = "never", "always"
@@ -84,7 +84,7 @@ def race(
         for who, more in words.items()
         for mode in MODES
     }
-    raced = Race(raced_beside([*overrides, f"batch_size={batch}", f"microbatches={m}"], entrants, rounds))
+    raced = Race(race_torchgpipe([*overrides, f"batch_size={batch}", f"microbatches={m}"], entrants, rounds))
     return {name: {"seconds": raced.seconds(name), "peak": max(raced.of[name]["peaks"])} for name in entrants}
 
 

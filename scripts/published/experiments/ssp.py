@@ -177,9 +177,8 @@ def show(results: Results) -> Iterator[Finding]:
     speeds = list[Series]()
     for model in SIZES:
         names = f"{model}, {SSP}", f"{model}, {PARALLEL}"
-        if ratios := {n: race.ratio(*names) for n, race in races.items() if names[0] in race.of}:
-            spread = {n: races[n].spread(*names) for n in ratios}
-            speeds.append(Series(model, "gain", "processes", ratios, unit="x", spread=spread))
+        if ratios := {n: race.ratios(*names) for n, race in races.items() if names[0] in race.of}:
+            speeds.append(Series.measured(model, "gain", "processes", ratios, unit="x"))
         if f"held {names[0]}" in results:
             stages, (parallel,) = (fullest(results[f"held {name}"]) for name in names)
             yield from peaks_of(f"{model} on {RANKS[-1]} processes", stages, parallel, How.RUN)

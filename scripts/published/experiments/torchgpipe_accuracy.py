@@ -71,10 +71,8 @@ def show(results: Results) -> Iterator[Finding]:
     for name, gap in gaps.items():
         margin = noise(errors[name], errors[ONE], len(gaps))
         here = f"{gap:+.2f}, noise ±{margin:.2f}" if margin else f"{gap:+.2f}, too few seeds to tell noise"
-        what, within = (
-            f"{name}: within the noise of one process",
-            None if margin is None else abs(gap) <= margin,
-        )
+        what = f"{name}: within the noise of one process"
+        within = None if margin is None else abs(gap) <= margin
         yield Check(what, f"within ±{APART} points", here, within)
         for seed, result in runs[name].items():
             alike.setdefault(("deferred" in name, seed), set()).add(result["loss"])

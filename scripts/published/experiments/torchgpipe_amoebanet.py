@@ -7,9 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 from pipetrain.schedule.memory import GIB
-from published.beside import THEIRS, bound, held_against, raced_beside, scaled
 from published.measures import Race, predicted, profiled
 from published.record import Chart, Check, Finding, How, Line, Results, Series, Step
+from published.torchgpipe_race import THEIRS, bound, held_against, race_torchgpipe, scaled
 
 LAYERS, PARAMETERS = 24, 122_470_120
 CUTS = {2: [9, 15], 4: [3, 6, 7, 8], 8: [2, 2, 2, 3, 3, 4, 4, 4]}
@@ -73,7 +73,7 @@ def run(words: list[str], side: int, samples: int, layers: int, counts: list[int
         for name, who in (("pipeline-2", "gpipe"), ("torchgpipe-2", THEIRS)):
             sizes = [f"microbatches={m}", f"batch_size={samples * m}", AGAIN]
             entrants[f"{name}, m = {m}"] = (who, scaled(CUTS[2], layers), *sizes)
-    return {"counts": counts, "race": raced_beside(words, entrants, rounds, [3, side, side])}
+    return {"counts": counts, "race": race_torchgpipe(words, entrants, rounds, [3, side, side])}
 
 
 def show(results: Results) -> Iterator[Finding]:
@@ -89,23 +89,20 @@ def show(results: Results) -> Iterator[Finding]:
     for m in {4, most}:
         theirs, of_m = ({k: of[k][m] for k in planned} for of in (SPEED, planned))
         yield grows(f"m = {m}: grows with n", theirs, of_m, "planned")
-    ran: dict[str, dict[int, float]] = {"pipeline-2": {}, "torchgpipe-2": {}}
-    for name, gains in ran.items():
-        each = {m: (f"{name}, m = {m}", f"{name}, m = 1") for m in counts}
-        gains |= {m: m * race.ratio(*pair) for m, pair in each.items()}
-        spread = {m: (m * race.spread(*pair)[0], m * race.spread(*pair)[1]) for m, pair in each.items()}
-        limits = {m: bound(2, m) for m in counts if m > 1 and name == "pipeline-2"}
-        yield Series(name, "speed", "m", gains, How.RUN, "x m = 1", SPEED[2], limits, spread)
-    yield grows("n = 2: grows with m", SPEED[2], ran["pipeline-2"], "run")
+    ran = list[Series]()
+    for name, limits in (("pipeline-2", {m: bound(2, m) for m in counts if m > 1}), ("torchgpipe-2", {})):
+        gains = {m: [m * r for r in race.ratios(f"{name}, m = {m}", f"{name}, m = 1")] for m in counts}
+        series = Series.measured(name, "speed", "m", gains, unit="x m = 1", published=SPEED[2], bound=limits)
+        ran.append(series)
+    yield from ran
+    yield grows("n = 2: grows with m", SPEED[2], ran[0].here, "run")
     yield from held_against(race, {f"pipeline-2, m = {m}": f"torchgpipe-2, m = {m}" for m in counts})
     by_n = [Line(f"m = {m}", How.PUBLISHED, {k: of[m] for k, of in SPEED.items()}) for m in (4, 32)]
     by_n += [Line(f"m = {m}", How.PLANNED, {k: of[m] for k, of in planned.items()}) for m in {4, most}]
     by_n.append(Line("0.0.3", How.PUBLISHED, {k: old for k, (old, _) in OLD.items()}))
     by_n.append(Line("m = 32", How.BOUND, {k: bound(k, 32) for k in SPEED}))
     by_m = [Line("torchgpipe", How.PUBLISHED, SPEED[2]), Line("ours", How.PLANNED, planned[2])]
-    by_m += [
-        Line(name.removesuffix("-2").replace("pipeline", "ours"), How.RUN, of) for name, of in ran.items()
-    ]
+    by_m += [of.line(name) for of, name in zip(ran, ("ours", "torchgpipe"), strict=True)]
     by_m.append(Line("c K m / (m + K - 1)", How.BOUND, {m: bound(2, m) for m in SPEED[2] if m > 1}))
     yield Chart("Speed over naive-2", "partitions n", "x", by_n, "x")
     yield Chart("Speed of 2 partitions over m = 1", "microbatches m", "x", by_m, "x")
@@ -115,26 +112,20 @@ def sizes(full: Mapping[int, Any]) -> Iterator[Finding]:
     """Say what the full size has, holds and gains, by partitions."""
     if not full:
         return
-    of, size = full[2], "full size, m = 32"
-    says, same = (
-        f"{of['layers']}, {of['parameters']:,}",
-        (of["layers"], of["parameters"]) == (LAYERS, PARAMETERS),
-    )
-    yield Check("layers and parameters", f"{LAYERS}, {PARAMETERS:,}", says, same)
+    size, here, theirs = "full size, m = 32", (full[2]["layers"], full[2]["parameters"]), (LAYERS, PARAMETERS)
+    says, published = (f"{layers}, {parameters:,}" for layers, parameters in (here, theirs))
+    yield Check("layers and parameters", published, says, here == theirs)
     for k, of in full.items():
         crossing = [sum(source == n for source, *_ in of["routes"]) for n in range(k - 1)]
         says, two = " ".join(map(str, crossing)), crossing == [2] * (k - 1)
         yield Check(f"n = {k}: values over each cut", "2", says, two)
-    gib, gains = (
-        {k: max(of["peaks"]) / GIB for k, of in full.items()},
-        {k: 3 * 32 / of["seconds"] for k, of in full.items()},
-    )
+    gib = {k: max(of["peaks"]) / GIB for k, of in full.items()}
     yield Series(size, "fullest device", "n", gib, How.PLANNED, "GiB", bound=dict.fromkeys(full, P40))
-    bounds = {k: bound(k, 32) for k in full}
+    gains, bounds = {k: 3 * 32 / of["seconds"] for k, of in full.items()}, {k: bound(k, 32) for k in full}
     yield Series(size, "speed by work", "n", gains, How.PLANNED, "x naive-2", bound=bounds)
 
 
-def grows(what: str, theirs: dict[int, float], gains: dict[int, float], how: str) -> Check:
+def grows(what: str, theirs: Mapping[int, float], gains: Mapping[int, float], how: str) -> Check:
     """Check that speed grows with the keys."""
     says = " ".join(f"{gain:.2f}" for gain in gains.values())
     rises = all(less < more for less, more in pairwise(gains.values()))

@@ -11,19 +11,19 @@ from pipetrain.model.chain import Pop, Stash
 from pipetrain.models import resnet101
 from pipetrain.models.layers import stack
 from pipetrain.models.vision import Residual
-from published.beside import (
+from published.measures import Race, estimate, predicted, profiled
+from published.record import Chart, Check, Finding, How, Line, Results, Series, Step
+from published.torchgpipe_race import (
     PLAIN,
     THEIRS,
     bound,
     forwards_chart,
     held_against,
-    raced_beside,
+    race_torchgpipe,
     scaled,
     sized,
     under,
 )
-from published.measures import Race, estimate, predicted, profiled
-from published.record import Chart, Check, Finding, How, Line, Results, Series, Step
 
 WORDS = [f"model._target_={__name__}.flat_resnet101", "model.num_classes=1000"]
 FULL = {"overrides": WORDS, "side": 224, "layers": 370, "most": 8}  # partitions that are planned, at most
@@ -112,7 +112,7 @@ def run(rounds: int, overrides: list[str], side: int, layers: int, **_: Any) -> 
             f"torchgpipe-{ranks}": (THEIRS, balance, AGAIN),
         }
     words = [*overrides, f"batch_size={M * SAMPLES}", f"microbatches={M}"]
-    return raced_beside(words, entrants, rounds, [3, side, side])
+    return race_torchgpipe(words, entrants, rounds, [3, side, side])
 
 
 def show(results: Results) -> Iterator[Finding]:
@@ -131,10 +131,8 @@ def show(results: Results) -> Iterator[Finding]:
     for version, rows in RECORD_OF.items():
         taken = {n: (m, balance) for n, (m, balance, _) in rows.items() if n <= of["most"]}
         gains = {n: m * naive_s / plan(balance, m, AGAIN)["seconds"] for n, (m, balance) in taken.items()}
-        bounds, theirs = (
-            {n: bound(n, m) for n, (m, _) in taken.items()},
-            {n: row[2] for n, row in rows.items()},
-        )
+        bounds = {n: bound(n, m) for n, (m, _) in taken.items()}
+        theirs = {n: row[2] for n, row in rows.items()}
         series = Series(
             f"at {version}'s cuts", "speed-up", "K", gains, How.PLANNED, "x naive-1", theirs, bounds
         )
@@ -147,27 +145,23 @@ def show(results: Results) -> Iterator[Finding]:
         lines += [series.theirs(f"torchgpipe {version}"), *[series.line()] * (version == NEW)]
     one_s, ranks = plan([layers], M)["seconds"], (1, 2)
     names = {n: f"pipeline-{n}" for n in ranks}
-    ran = {n: race.ratio(name, NAIVE) for n, name in names.items()}
+    gains_of = {n: race.ratios(name, NAIVE) for n, name in names.items()}
+    bounds = {n: bound(n, M) for n in ranks}
+    measured = Series.measured(f"m = {M}", "speed-up", "K", gains_of, unit="x naive-1", bound=bounds)
     foreseen = {n: one_s / plan(RECORD_OF[NEW][n][1], M, AGAIN)["seconds"] for n in ranks}
-    spread, bounds = (
-        {n: race.spread(name, NAIVE) for n, name in names.items()},
-        {n: bound(n, M) for n in ranks},
-    )
-    for how, gains, widths in ((How.RUN, ran, spread), (How.PLANNED, foreseen, {})):
-        yield Series(f"m = {M}", "speed-up", "K", gains, how, "x naive-1", bound=bounds, spread=widths)
-    for n, gain in ran.items():
+    yield measured
+    yield Series(f"m = {M}", "speed-up", "K", foreseen, How.PLANNED, "x naive-1", bound=bounds)
+    for n, gain in measured.here.items():
         what, close = f"pipeline-{n}, m = {M}", abs(gain / foreseen[n] - 1) <= NEAR
         yield Check(f"{what}: run as planned", f"{foreseen[n]:.3f} planned", f"{gain:.3f}", close)
         yield from [under(what, gain, bounds[n])] if n > 1 else []
-    least, most = spread[1]
-    here, good = f"{ran[1]:.3f}, {least:.3f} to {most:.3f}", LEAST <= ran[1] <= MOST and most < 1
+    one, (least, most) = measured.here[1], measured.spread[1]
+    here, good = f"{one:.3f}, {least:.3f} to {most:.3f}", LEAST <= one <= MOST and most < 1
     yield Check("pipeline-1, of naive-1", ".75: .70 to .80, never above 1", here, good)
-    ratio, spread_of = race.ratio(WHOLE, NAIVE), race.spread(WHOLE, NAIVE)
-    yield Series("", WHOLE, "", {"speed": ratio}, unit="x naive-1", spread={"speed": spread_of})
+    yield Series.measured("", WHOLE, "", {"speed": race.ratios(WHOLE, NAIVE)}, unit="x naive-1")
     yield from held_against(race, {name: f"torchgpipe-{n}" for n, name in names.items()})
-    lines.append(Line(f"run, m = {M}", How.RUN, ran))
-    lines.append(
-        Line("c K m / (m + K - 1)", How.BOUND, {n: bound(n, m) for n, (m, *_) in RECORD_OF[NEW].items()})
-    )
+    lines.append(measured.line(f"run, m = {M}"))
+    bounds = {n: bound(n, m) for n, (m, *_) in RECORD_OF[NEW].items()}
+    lines.append(Line("c K m / (m + K - 1)", How.BOUND, bounds))
     yield Chart("Speed-up of ResNet-101", "partitions K", "x naive-1", lines, "x")
     yield forwards_chart(race)

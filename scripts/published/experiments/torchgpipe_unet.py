@@ -12,18 +12,18 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from pipetrain.model.chain import Pop, Stash
 from pipetrain.models.layers import NormalConvolution, before_relu
 from pipetrain.models.unet import Concatenate
-from published.beside import (
+from published.measures import Race, estimate, predicted, profiled
+from published.record import Chart, Check, Finding, How, Line, Results, Series, Step
+from published.torchgpipe_race import (
     THEIRS,
     bound,
     forwards_chart,
     held_against,
-    raced_beside,
+    race_torchgpipe,
     scaled,
     sized,
     under,
 )
-from published.measures import Race, estimate, predicted, profiled
-from published.record import Chart, Check, Finding, How, Line, Results, Series, Step
 
 MASKS = [
     f"model._target_={__name__}.unet_instancenorm",
@@ -124,9 +124,12 @@ def run(rounds: int, narrow: list[str], trained: int, layers: int, partitions: l
     entrants: dict[str, tuple[Any, ...]] = {}
     for ranks in partitions:
         balance = scaled(RECORD_OF[ranks][1], layers)
-        entrants |= {f"pipeline-{ranks}": ("gpipe", balance), f"torchgpipe-{ranks}": (THEIRS, balance)}
+        entrants |= {
+            f"pipeline-{ranks}": ("gpipe", balance),
+            f"torchgpipe-{ranks}": (THEIRS, balance),
+        }
     words = [*MASKS, *narrow, *SHAPES, f"data.size={trained}", AGAIN, f"batch_size={BATCH}"]
-    return raced_beside([*words, f"microbatches={M}"], entrants, rounds)
+    return race_torchgpipe([*words, f"microbatches={M}"], entrants, rounds)
 
 
 def speedups(plans: Any) -> dict[int, float]:
@@ -139,10 +142,8 @@ def show(results: Results) -> Iterator[Finding]:
     """Hold speed-ups, losses and bytes of skips against what must come back."""
     paper, race = results["paper"], Race(results["race"])
     yield sized(paper["naive"], LAYERS, PARAMETERS)
-    published, bounds = (
-        {n: row[2] for n, row in RECORD_OF.items()},
-        {n: bound(n, m) for n, (m, *_) in RECORD_OF.items()},
-    )
+    published = {n: row[2] for n, row in RECORD_OF.items()}
+    bounds = {n: bound(n, m) for n, (m, *_) in RECORD_OF.items()}
     planned_by = {"by work": paper, "by times of a narrow one": planned(**results["profile"], images=1)}
     known = How.PLANNED, "x naive-1", published, bounds
     gains = {

@@ -83,10 +83,8 @@ def show(results: Results) -> Iterator[Finding]:
     bubbles, memories, gains = list[Series](), list[Series](), list[Line]()
     for name, (share, memory) in LAW.items():
         published = {p: share * of for p, of in law.items()}, dict.fromkeys(papers, memory)
-        bubble, parts = (
-            {p: of[name][0] for p, of in papers.items()},
-            {p: of[name][1] / p for p, of in papers.items()},
-        )
+        bubble = {p: of[name][0] for p, of in papers.items()}
+        parts = {p: of[name][1] / p for p, of in papers.items()}
         bubbles.append(Series(name, "bubble", "ranks", bubble, How.PLANNED, "%", published[0]))
         memories.append(Series(name, "memory", "ranks", parts, How.PLANNED, "x 1f1b", published[1]))
         off, last = max(abs(bubble[p] - published[0][p]) for p in papers), parts[max(parts)]
@@ -103,8 +101,8 @@ def show(results: Results) -> Iterator[Finding]:
             yield Check(f"{name}: gain", f"up to {most:.2f} x 1f1b", f"{best:.2f} planned", near)
         ran = {p: race.ratio(name, FIRST) for p, race in races.items()}
         bounds = {p: ran[p] / race.of_bound(name) * race.of_bound(FIRST) for p, race in races.items()}
-        spread = {p: race.spread(name, FIRST) for p, race in races.items()}
-        yield Series(name, "speed", "ranks", ran, unit="x 1f1b", bound=bounds, spread=spread)
+        ratios = {p: race.ratios(name, FIRST) for p, race in races.items()}
+        yield Series.measured(name, "speed", "ranks", ratios, unit="x 1f1b", bound=bounds)
         for p, bound_s in bounds.items():
             what, near = f"{name}, {p} ranks: run as planned", abs(ran[p] / bound_s - 1) <= NEAR
             yield Check(what, f"{bound_s:.2f} planned", f"{ran[p]:.2f}", near)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from published.beside import bound, forwards_chart, held_against, scaled
 from published.measures import Race
 from published.record import Findings
+from published.torchgpipe_race import bound, forwards_chart, held_against, scaled
 
 OURS = {"seconds": [2.0, 2.0], "forwards": [0.5, 0.7], "peaks": [1 << 20, 3 << 20], "failure": ""}
 THEIRS = {"seconds": [3.0, 4.0], "forwards": [0.6, 0.6], "peaks": [2 << 20], "failure": ""}

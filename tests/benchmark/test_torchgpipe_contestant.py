@@ -13,9 +13,9 @@ from torch import nn
 from benchmark import models
 from benchmark.contestants import plain
 from benchmark.tasks import Task, prepare
-from published.beside import THEIRS, raced_beside
+from published.torchgpipe_race import THEIRS, race_torchgpipe
 
-beside = pytest.importorskip("benchmark.beside_torchgpipe", reason="pip install pipetrain[records]")
+beside = pytest.importorskip("benchmark.torchgpipe_contestant", reason="pip install pipetrain[records]")
 ALONE = SimpleNamespace(world=SimpleNamespace(rank=0, size=1), device=torch.device("cpu"))
 IN_FOUR = ("dtype=float64", "microbatches=4", "batch_size=8")
 SMALL = ("data.size=16", "data.train_limit=8", "data.test_limit=8")
@@ -24,7 +24,7 @@ NORMED = Task(("model=vgg11", "model.width=4", "partition=[4]", *IN_FOUR))
 TASKS = {"gpt": models.SMALL["gpt"].extended("partition=[3]", *IN_FOUR), "unet": SKIPPING, "vgg11": NORMED}
 WIDTH, SAMPLES, M = 8, 16, 4  # SAMPLES of each of M microbatches
 BLOCK = 8 * SAMPLES * WIDTH  # bytes of a microbatch between two layers
-PRODUCTS = ("model._target_=tests.benchmark.test_beside_torchgpipe.products", "dtype=float64")
+PRODUCTS = ("model._target_=tests.benchmark.test_torchgpipe_contestant.products", "dtype=float64")
 
 
 def products():
@@ -74,7 +74,7 @@ def test_bytes_of_theirs_by_hand(recompute, blocks):
 def test_a_race_whose_results_are_json_and_bytes_of_ours_by_hand():
     words = (*PRODUCTS, f"batch_size={M * SAMPLES}", f"microbatches={M}", "recompute=never")
     entrants = {name: (name, [2, 2]) for name in ("gpipe", "1f1b", THEIRS)}
-    results = raced_beside(words, entrants, 2, [WIDTH], WIDTH)
+    results = race_torchgpipe(words, entrants, 2, [WIDTH], WIDTH)
     assert json.loads(json.dumps(results)) == results
     assert {name: len(of["forwards"]) for name, of in results.items()} == {"gpipe": 2, "1f1b": 0, THEIRS: 2}
     for of in results.values():

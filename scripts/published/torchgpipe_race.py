@@ -28,7 +28,7 @@ Entrants = Mapping[str, Sequence[Any]]
 """By name: PLAIN, THEIRS or a schedule of ours, the layers of each of its stages, and more overrides."""
 
 
-def raced_beside(
+def race_torchgpipe(
     overrides: Sequence[str],
     entrants: Entrants,
     rounds: int,
@@ -43,13 +43,13 @@ def raced_beside(
     task = Task(tuple(overrides), None if example is None else tuple(example), classes)
     ranks = max(len(balance) for _, balance, *_ in entrants.values())
     try:
-        of_ranks = run_world(_beside, ranks, titled(progress, "race"), task, entrants, rounds)
+        of_ranks = run_world(_race, ranks, titled(progress, "race"), task, entrants, rounds)
     except WorldFailed as error:
         others = {name: way for name, way in entrants.items() if way[0] != THEIRS}
         if len(others) == len(entrants):
             raise
         failed = {name: {"failure": error.reason} for name in entrants.keys() - others.keys()}
-        return raced_beside(overrides, others, rounds, example, classes) | failed
+        return race_torchgpipe(overrides, others, rounds, example, classes) | failed
     results = {}
     for name in entrants:
         seconds, forwards, peaks, losses = zip(*(rank[name] for rank in of_ranks), strict=True)
@@ -64,11 +64,11 @@ def raced_beside(
     return results
 
 
-def _beside(groups: ProcessGroups, say: Say, task: Task, entrants: Entrants, rounds: int) -> dict[str, Any]:
+def _race(groups: ProcessGroups, say: Say, task: Task, entrants: Entrants, rounds: int) -> dict[str, Any]:
     rank, contestants = groups.world.rank, list[Any]()
     ours: type[Ours] = Ours
     if any(who == THEIRS for who, *_ in entrants.values()):
-        from benchmark.beside_torchgpipe import OurRank, TorchGPipe  # torchgpipe may not be installed
+        from benchmark.torchgpipe_contestant import OurRank, TorchGPipe  # torchgpipe may not be installed
 
         ours = OurRank
     for name, (who, balance, *words) in entrants.items():
