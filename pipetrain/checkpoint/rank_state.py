@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipetrain.checkpoint.files import rank_file, stage_file
 from pipetrain.checkpoint.resume import Source
@@ -21,9 +21,7 @@ from pipetrain.checkpoint.tensor_files import ATTRIBUTE, EMA, MODEL, OPTIMIZER, 
 from pipetrain.model.numerics import numbers_of
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.session import Session, owing
-from pipetrain.runtime.stage.correction_state import KEPT
 from pipetrain.runtime.stage.stage import Stage
-from pipetrain.runtime.stage.weights import OptimizerFactory
 from pipetrain.schedule.actions import Edge
 
 
@@ -59,10 +57,9 @@ def state_of(stage: Stage) -> dict[str, Tensor]:
     average of the weights, `attribute/STAGE/PATH/NUMBER` for attributes. What several stages share is in the
     state of the first of them.
     """
-    weights = stage.weights
     tensors = {MODEL + name: numbers_of(tensor.detach()) for name, tensor in stage.named()}
-    tensors |= {OPTIMIZER + path: tensor for path, tensor in weights.optimizer_state().items()}
-    tensors |= {EMA + name: numbers_of(tensor) for name, tensor in weights.average().items()}
+    tensors |= {OPTIMIZER + path: tensor for path, tensor in stage.weights.optimizer_state().items()}
+    tensors |= {EMA + name: numbers_of(tensor) for name, tensor in stage.store.average().items()}
     for path, tree in stage.attributes.changed().items():
         tensors |= {f"{ATTRIBUTE}{stage.index}/{path}/{number}": t for number, t in enumerate(tree)}
     return {
@@ -104,7 +101,7 @@ def _load(stage: Stage, tensors: NamedTensors, updates: int) -> None:
     """Restore from `state_of`, of this stage or of other stages that held these layers."""
     for name, tensor in stage.named():
         numbers_of(tensor.data).copy_(tensors[MODEL + name])
-    mine = stage.weights.live.keys()
+    mine = stage.store.names
     paths = [path for path in names_of(tensors, OPTIMIZER) if path.rpartition("/")[0] in mine]
     state = {path: tensors[OPTIMIZER + path].clone() for path in paths}
     stage.weights.load_optimizer_state(state, updates)
@@ -150,15 +147,9 @@ class StatefulPart:
     load_state_dict: Callable[[Any], None]
 
 
-def parts_of(
-    session: Session, keys: Mapping[str, str], optimizer: OptimizerFactory
-) -> dict[str, StatefulPart]:
-    """Return what to save or load. `keys`: the tensor behind each entry of the model's state_dict.
-
-    Before the first update the optimizer's state has the form that an update would give it.
-    """
+def parts_of(session: Session, keys: Mapping[str, str]) -> dict[str, StatefulPart]:
+    """Return what to save or load. `keys`: the tensor behind each entry of the model's state_dict."""
     stages = session.stages.values()
-    live = [(stage.weights, name, p) for stage in stages for name, p in stage.weights.live.items()]
 
     def model() -> dict[str, Tensor]:
         own = {name: tensor.detach() for stage in stages for name, tensor in stage.named()}
@@ -173,23 +164,11 @@ def parts_of(
             stage.weights.load_average({})
 
     def state() -> dict[str, dict[str, Any]]:
-        by_name: dict[str, dict[str, Any]] = {}
-        for weights, name, parameter in live:
-            known = weights.optimizer.state.get(parameter) if weights.optimizer else None
-            if not weights.updates and not known:
-                known = _fresh_state(optimizer, name, parameter)
-            known = {**(known or {}), **weights.correction_state.known(parameter)}
-            by_name[name] = {key: value for key, value in known.items() if value is not None}
-        return {name: values for name, values in by_name.items() if values}
+        return {name: values for stage in stages for name, values in stage.weights.named_state().items()}
 
     def load_state(by_name: Mapping[str, Mapping[str, Any]]) -> None:
-        for weights, name, parameter in live:
-            for key, value in by_name.get(name, {}).items():
-                copied = value.clone() if isinstance(value, Tensor) else value
-                if key in KEPT:
-                    weights.correction_state.state.setdefault(parameter, {})[key] = copied
-                else:
-                    weights.optimizer.state[parameter][key] = copied  # type: ignore[union-attr]
+        for stage in stages:
+            stage.weights.load_named_state(by_name)
 
     def updates() -> Tensor:
         return torch.tensor(session.updates)
@@ -203,11 +182,3 @@ def parts_of(
         "state": StatefulPart(state, load_state),
         "updates": StatefulPart(updates, load_updates),
     }
-
-
-def _fresh_state(optimizer: OptimizerFactory, name: str, parameter: Tensor) -> dict[str, Any]:
-    twin = nn.Parameter(torch.zeros_like(parameter))
-    twin.grad = torch.zeros_like(parameter)
-    stepped = optimizer([(name, twin)])
-    stepped.step()
-    return dict(stepped.state.get(twin, {}))

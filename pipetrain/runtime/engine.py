@@ -269,11 +269,11 @@ class Engine:
         predicted = window.order.predicted(action.stage, action.version)
         stage.step(keep, window.sums.norms.get(action.version), action.delay, predicted)
         self._release(action, window)
-        versions, limit = stage.weights.count, self._limits[action.stage].versions
+        versions, limit = stage.store.count, self._limits[action.stage].versions
         assert versions <= limit, f"{action}: {versions} weight versions held, {limit} simulated"
 
     def _release(self, action: Action, window: _Window) -> None:
-        weights = self.stages[action.stage].weights
-        for read in weights.others():
+        store = self.stages[action.stage].store
+        for read in store.older():
             if not window.order.needed(action.stage, read):
-                weights.release(read)
+                store.release(read)

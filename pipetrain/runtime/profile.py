@@ -46,8 +46,8 @@ from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.order import Order
 from pipetrain.runtime.rehearsal import LoopbackChannel
 from pipetrain.runtime.stage.finite import StopOnNaN
+from pipetrain.runtime.stage.parameter_store import OptimizerFactory
 from pipetrain.runtime.stage.stage import Stage
-from pipetrain.runtime.stage.weights import OptimizerFactory
 from pipetrain.schedule.actions import Action, Op, Predicted, ranks_of
 from pipetrain.schedule.lower import Lowering, edges, lower
 from pipetrain.schedule.lower import links as links_of

@@ -19,14 +19,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pipetrain.runtime.comm.gradient_buckets import (
-    buckets_of,
-    counts_of,
-    finishing,
-    flat,
-    parts_of,
-    set_gradients,
-)
 from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import ALL, Action, Op, Placement, Tie
@@ -45,9 +37,7 @@ class Sums:
         for name, tie in sorted(mail.cut.shared.items()):
             self._names[tie].append(name)
         self._buckets = {  # by stage with replicas
-            index: buckets_of(stage.weights.live)
-            for index, stage in stages.items()
-            if len(self._placement[index]) > 1
+            index: stage.store.buckets() for index, stage in stages.items() if len(self._placement[index]) > 1
         }
         self._early: set[int] = set()  # the stages whose buckets have been told
         self._shares: dict[_Key, dict[int, Tensor]] = {}  # by stage
@@ -67,9 +57,8 @@ class Sums:
             self._stages[action.stage],
             partial(self._channel.all_reduce, (action.stage,), early=True),
         )
-        leaves = dict(zip(stage.weights.live, stage.weights.leaves(action.read), strict=True))
         stage.adds_at_once = False  # each gradient is whole as soon as autograd has added it
-        with finishing([{name: leaves[name] for name in bucket} for bucket in full], all_reduce):
+        with stage.store.finishing(action.read, full, all_reduce):
             yield
         stage.adds_at_once = True
         self._early.add(action.stage)
@@ -77,36 +66,38 @@ class Sums:
     def reduce(self, action: Action) -> None:
         """End a stage's batch; tell the other replicas, if there are some, the rest of its gradient."""
         stage, tie = self._stages[action.stage], (action.stage,)
+        store = stage.store
         stage.reduce()
         if action.stage not in self._buckets:
             return
         *full, rest = self._buckets[action.stage]
         for bucket in () if action.stage in self._early else full:  # there was no backward
-            self._channel.all_reduce(tie, torch.cat(flat(bucket)), early=True)
+            self._channel.all_reduce(tie, torch.cat(store.flat(bucket)), early=True)
         self._early.discard(action.stage)
         ranks = self._placement[action.stage]
         more = stage.partial_sums(ranks.index(self._rank), len(ranks))
-        if sent := [*flat(rest), *counts_of(stage.weights.live, stage.leaves_out), *more]:
+        if sent := [*store.flat(rest), *store.counts(store.names, stage.leaves_out), *more]:
             self._started[tie, action.version] = None
             self._channel.all_reduce(tie, torch.cat(sent))
 
     def _wait_for_replicas(self, index: int) -> None:
         """Wait for the sums of a stage's gradient, which become the gradient."""
         stage, parts = self._stages[index], dict[str, Tensor]()
-        counts = len(stage.weights.live) or int(stage.leaves_out is not None)
+        store = stage.store
+        counts = len(store.names) or int(stage.leaves_out is not None)
         for bucket in self._buckets[index]:
             numbers = self._channel.reduced((index,))
-            part, more = parts_of(bucket, numbers)
+            part, more = store.parts(bucket, numbers)
             parts |= part
             stage.on_sums(numbers[: len(numbers) - len(more[counts:])])
-        set_gradients(stage.weights.live, parts, more[:counts], copies=False)
+        store.set_gradients(store.names, parts, more[:counts], copies=False)
         stage.on_reduced(more[counts:])
 
     def reduce_tied(self, action: Action) -> None:
         stage = self._stages[action.stage]
         for tie in self._ties(action):
-            weights = self._weights(tie, stage)
-            gradient = torch.cat([*flat(weights), *counts_of(weights, stage.leaves_out)])
+            names, store = self._names[tie], stage.store
+            gradient = torch.cat([*store.flat(names), *store.counts(names, stage.leaves_out)])
             self._start(
                 tie, action, gradient if self._is_leader(action.stage) else torch.zeros_like(gradient)
             )
@@ -157,8 +148,8 @@ class Sums:
                 self.norms[action.version] = sums.sum().sqrt()
                 continue
             for stage in map(self._stages.__getitem__, self._here(key[0])):
-                weights = self._weights(key[0], stage)
-                set_gradients(weights, *parts_of(weights, sums))
+                names = self._names[key[0]]
+                stage.store.set_gradients(names, *stage.store.parts(names, sums))
                 stage.on_sums(sums)
 
     def tensors(self) -> Iterator[tuple[Sequence[int], Tensor]]:
@@ -175,6 +166,3 @@ class Sums:
 
     def _ranks(self, tie: Tie) -> Placement:
         return [self._placement[stage] for stage in tie] if tie else self._placement
-
-    def _weights(self, tie: Tie, stage: Stage) -> dict[str, Tensor]:
-        return {name: stage.weights.live[name] for name in self._names[tie]}

@@ -35,8 +35,8 @@ from pipetrain.runtime.stage.cuda_graphs import GraphedStage
 from pipetrain.runtime.stage.finite import SkipOnNaN, StopOnNaN
 from pipetrain.runtime.stage.loss_comparison import BatchLoss
 from pipetrain.runtime.stage.microbatch import Observer
+from pipetrain.runtime.stage.parameter_store import OptimizerFactory
 from pipetrain.runtime.stage.stage import Stage
-from pipetrain.runtime.stage.weights import OptimizerFactory
 from pipetrain.runtime.whole_model import WholeModel
 from pipetrain.schedule.actions import ALL, Edge
 from pipetrain.tasks import Task
@@ -77,8 +77,7 @@ class Session:
     @contextmanager
     def keeping_options(self) -> Iterator[None]:
         """Put back what a program changes of the optimizers' parameter groups, rates among them."""
-        optimizers = filter(None, (stage.weights.optimizer for stage in self.stages.values()))
-        before = [(group, dict(group)) for optimizer in optimizers for group in optimizer.param_groups]
+        before = [pair for stage in self.stages.values() for pair in stage.weights.rates.options()]
         yield
         for group, options in before:
             group.update(options)

@@ -142,7 +142,7 @@ class WholeModel:
     def _own(self, ema: bool = False) -> dict[str, Tensor]:
         own: dict[str, Tensor] = {}
         for stage in self._stages:
-            with stage.weights.averaged() if ema else nullcontext():
+            with stage.store.averaged() if ema else nullcontext():
                 for name, tensor in _all_named(stage.module):
                     if name in self._names:  # not one that a layer has made as it ran
                         own.setdefault(self._names[name], tensor)

@@ -24,7 +24,7 @@ from pipetrain.model.specs import Value
 from pipetrain.plan.program import Draft
 from pipetrain.plan.staleness_advice import settled
 from pipetrain.runtime.stage.optimizer_trial import trial_optimizer, try_optimizer
-from pipetrain.runtime.stage.weights import OptimizerFactory
+from pipetrain.runtime.stage.parameter_store import OptimizerFactory
 from pipetrain.schedule.actions import Schedule, parse_program
 from pipetrain.schedule.lower import ADDED
 from pipetrain.schedule.program_file import FixedProgram

@@ -352,7 +352,7 @@ class Pipeline:
         session.engine.synchronize()
         session.average_buffers()
         training.whole.restore_stages()
-        return parts_of(session, training.whole.keys, training.request.optimizer)
+        return parts_of(session, training.whole.keys)
 
     def __enter__(self) -> Pipeline:
         return self

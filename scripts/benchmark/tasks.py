@@ -30,7 +30,7 @@ from pipetrain.plan.program import Draft
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.profile import measure
 from pipetrain.runtime.stage.optimizer_trial import try_optimizer
-from pipetrain.runtime.stage.weights import OptimizerFactory
+from pipetrain.runtime.stage.parameter_store import OptimizerFactory
 
 LR = 1e-3  # low: the same random batch again and again must not blow up
 

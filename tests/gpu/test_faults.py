@@ -28,11 +28,11 @@ from pipetrain.runtime.reductions import Sums
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import cuda_graphs as graphs
 from pipetrain.runtime.stage import finite
-from pipetrain.runtime.stage.cuda_graphs import FixedWeights, GraphedStage, GraphMemory, Pass
+from pipetrain.runtime.stage.cuda_graphs import FixedStore, GraphedStage, GraphMemory, Pass
 from pipetrain.runtime.stage.finite import StopOnNaN
 from pipetrain.runtime.stage.objective import Counted, Objective
+from pipetrain.runtime.stage.parameter_store import ParameterStore
 from pipetrain.runtime.stage.stage import Stage
-from pipetrain.runtime.stage.weights import Weights
 from tests.gpu.test_pretended import (
     CLIPPED,
     EVEN,
@@ -150,7 +150,7 @@ def on_the_host(norm: Any) -> Any:
 
 
 def rebound(reduce: Any) -> Any:
-    def rebind(self: FixedWeights) -> None:
+    def rebind(self: FixedStore) -> None:
         self._graded = set(self._graded)  # a rehearsal puts the old one back
         reduce(self)
 
@@ -229,9 +229,9 @@ def on_another_stream(wait: Any) -> Any:
 
 
 def aside(average: Any) -> Any:
-    def run(self: Weights, decay: float) -> None:
+    def run(self: ParameterStore, decay: float, updates: int) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
-            average(self, decay)
+            average(self, decay, updates)
 
     return run
 
@@ -419,7 +419,7 @@ FAULTS = {
         "may still rehearse",
     ),
     "a norm of nothing is in host memory": Fault(
-        Weights,
+        ParameterStore,
         "gradient_norm",
         on_the_host,
         case("1f1b", *SHORT, *CLIPPED, "model._target_=tests.gpu.test_pretended.idle", "partition=[2]"),
@@ -440,16 +440,16 @@ FAULTS = {
         "all tensors to be on the same device",
     ),
     "graphs forget which weights have gradients": Fault(
-        FixedWeights,
+        FixedStore,
         "reduce",
         rebound,
         case("1f1b", *GRAPHS),
         r"== \[\]",
     ),
     "graphs add to the gradients of the batch before": Fault(
-        FixedWeights,
-        "step",
-        lambda step: lambda self, *a, **k: Weights.step(self, *a, **k),
+        FixedStore,
+        "drop_gradients",
+        lambda _: ParameterStore.drop_gradients,
         case("1f1b", *GRAPHS),
         r"== \[\]",
     ),
@@ -468,8 +468,8 @@ FAULTS = {
         "before the event of its copy has passed",
     ),
     "the average follows on a side stream": Fault(
-        Weights,
-        "_average_in",
+        ParameterStore,
+        "average_in",
         aside,
         case("1f1b", *EVEN, "ema=0.9"),
         "a tensor of another one",

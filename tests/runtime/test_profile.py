@@ -27,7 +27,7 @@ from pipetrain.runtime import clock, profile
 from pipetrain.runtime.profile import LARGE, SMALL, line, measure, measure_layers
 from pipetrain.runtime.stage import split_backward as split
 from pipetrain.runtime.stage import stage as stage_module
-from pipetrain.runtime.stage.weights import OptimizerFactory
+from pipetrain.runtime.stage.parameter_store import OptimizerFactory
 from tests.support import models
 from tests.support.cases import options_of
 from tests.support.pretended_gpu.world import alone

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import SequentialLR, StepLR
 from pipetrain import Pipeline
 from pipetrain.runtime import session
 from pipetrain.runtime.engine import Engine
-from pipetrain.runtime.stage.weights import Weights
+from pipetrain.runtime.stage.parameter_store import ParameterStore
 from pipetrain.schedule.actions import COMPUTE, RECEIVES, UPDATE, Action, Op
 from tests.support import DEADLINE_S
 from tests.support.cases import SCHEDULES, Case, LocalLinks, make_run, run_in_threads
@@ -59,9 +59,9 @@ def test_training_after_a_rehearsal_is_equal_to_the_last_bit(schedule, ranks, wo
 
 def test_the_first_rehearsal_alone_updates_weights_and_copies_them():
     """Twice two batches, of one size; other sizes come in the second window."""
-    steps, copies, step, moved = list[bool](), list[bool](), Weights._step, torch.Tensor.to
+    steps, copies, step, moved = list[bool](), list[bool](), ParameterStore.step, torch.Tensor.to
 
-    def counted(self: Weights, *arguments: Any) -> None:
+    def counted(self: ParameterStore, *arguments: Any) -> None:
         steps.append(True)
         step(self, *arguments)
 
@@ -69,7 +69,7 @@ def test_the_first_rehearsal_alone_updates_weights_and_copies_them():
         copies.extend([True] * ((*where, *how) == ("cpu", "copy")))
         return moved(self, *where, **how)
 
-    with rehearsed(), patch.object(Weights, "_step", counted), patch.object(torch.Tensor, "to", copied):
+    with rehearsed(), patch.object(ParameterStore, "step", counted), patch.object(torch.Tensor, "to", copied):
         run_in_threads(case := Case("1f1b", 1, UNEVEN))
     assert len(steps) == 4 + 8
     assert len(copies) == len([*make_run(case).take_network().model.parameters()])
@@ -140,8 +140,8 @@ class ColdEngine(Engine):
         """Return what changes the kernels of an action, beside its stage and operation."""
         stage, order = self.stages[action.stage], window.order
         if action.op is Op.STEP:
-            optimizer = stage.weights.optimizer
-            begun = bool(optimizer and optimizer.state), bool(stage.weights._average)
+            optimizer = stage.store.optimizer
+            begun = bool(optimizer and optimizer.state), bool(stage.store._average)
             return [("keeps", order.needed(action.stage, action.version - 1)), ("begun", *begun)]
         if action.op in UPDATE:
             return [()]

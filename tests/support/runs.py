@@ -33,7 +33,7 @@ from pipetrain.runtime.feed import Batches
 from pipetrain.runtime.numbered_feed import NumberedBatches
 from pipetrain.runtime.session import Session, make_stages
 from pipetrain.runtime.stage.optimizer_trial import try_optimizer
-from pipetrain.runtime.stage.weights import OptimizerFactory
+from pipetrain.runtime.stage.parameter_store import OptimizerFactory
 from pipetrain.tasks import Task
 from pipetrain.trainer.epochs import Epochs
 from pipetrain.trainer.windows import Windows

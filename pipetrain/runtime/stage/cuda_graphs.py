@@ -30,8 +30,8 @@ from pipetrain.model.tensor_access import Held, attributes_of
 from pipetrain.runtime.feed import Target
 from pipetrain.runtime.stage.microbatch import WHOLE, Batch, Microbatch, Saving, around
 from pipetrain.runtime.stage.objective import Counted
+from pipetrain.runtime.stage.parameter_store import ParameterStore
 from pipetrain.runtime.stage.stage import Stage
-from pipetrain.runtime.stage.weights import Weights
 from pipetrain.schedule.actions import Predicted, Read
 
 _RECORDED = -1  # the microbatch of a pass that is captured
@@ -88,8 +88,8 @@ class Pass:
         return Counted(target.share, counted.loss.clone(), target.weight, target.samples, sums)
 
 
-class FixedWeights(Weights):
-    """Weights whose gradients, and the storage of whose versions, stay where they are after `fix`.
+class FixedStore(ParameterStore):
+    """Parameters whose gradients, and the storage of whose versions, stay where they are after `fix`.
 
     CUDA graphs compute at the addresses of their capture. The leaves of all versions then have one gradient,
     to which graphs add. It is 0 before a batch.
@@ -97,15 +97,15 @@ class FixedWeights(Weights):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._fixed: dict[str, Tensor] = {}  # gradients
-        self._graded: set[str] = set()  # weights that have had a gradient so far, in rehearsals too
+        self._graded: set[str] = set()  # parameters that have had a gradient so far, in rehearsals too
         super().__init__(*arguments, **options)
 
     def fix(self, versions: int) -> dict[int, dict[str, nn.Parameter]]:
         """Let all stay from now on, with storage for so many versions; return leaves by its address."""
-        self._fixed = {name: torch.zeros_like(p.data) for name, p in self.live.items()}
+        self._fixed = {name: torch.zeros_like(p.data) for name, p in self.parameters.items()}
         self._versions = {self.newest: self._fresh_leaves()}
         self._accumulating = self._versions[self.newest]
-        own = [p.data for p in self.live.values()]
+        own = [p.data for p in self.parameters.values()]
         while len(self._spare) < versions - 1:
             self._spare.append([torch.empty_like(t) for t in own])
         by_address = {}
@@ -143,13 +143,13 @@ class FixedWeights(Weights):
 
     def reduce(self) -> None:
         for name in self._graded if self._fixed else ():
-            self.live[name].grad = self._fixed[name]
+            self.parameters[name].grad = self._fixed[name]
         if not self._fixed:
             super().reduce()
             self._graded.update(self.gradients())  # in place: a rehearsal puts attributes back
 
-    def step(self, *arguments: Any) -> None:
-        super().step(*arguments)
+    def drop_gradients(self) -> None:
+        super().drop_gradients()
         if self._fixed:
             torch._foreach_zero_(list(self._fixed.values()))
 
@@ -172,8 +172,8 @@ def _address(storage: Iterable[Tensor]) -> int:
 class GraphedStage(Stage):
     """A stage whose passes are captured after a rehearsal, and replayed for microbatches like those of it."""
 
-    weights: FixedWeights
-    _weights = FixedWeights
+    store: FixedStore
+    _store = FixedStore
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -192,7 +192,7 @@ class GraphedStage(Stage):
         aims = as_tuple(target.value) if target is not None else ()
         eager = any(observer.needs_outputs() for observer in self.observers)
         replays = self._replays and self._free and not eager
-        one = self._passes.get((self._free[-1], self.weights.storage(read))) if replays else None
+        one = self._passes.get((self._free[-1], self.store.storage(read))) if replays else None
         weighs = target is None or target.weight
         if one is None or one.saving != saving or not one.fits(x, aims) or not weighs:
             if self.rehearses and self._example is not None:
@@ -231,7 +231,7 @@ class GraphedStage(Stage):
 
     def _adding(self) -> AbstractContextManager[None]:
         """In a graph a kernel costs no launch, and each slot's memory would keep the gradients."""
-        return nullcontext() if self.weights.fixed else super()._adding()
+        return nullcontext() if self.store.fixed else super()._adding()
 
     def _give(self, one: Pass, opened: Microbatch, grads: Tensors) -> None:
         if opened.counted is not None:
@@ -262,8 +262,8 @@ class GraphedStage(Stage):
         observers, self.observers = self.observers, []  # in a pass on a GPU they look at nothing
         try:
             with torch.cuda.stream(torch.cuda.current_stream()):  # which a capture that fails does not leave
-                for storage, leaves in self.weights.fix(versions).items():
-                    with self.weights.only(leaves):
+                for storage, leaves in self.store.fix(versions).items():
+                    with self.store.only(leaves):
                         for slot, memory in enumerate(own):
                             how = memory, last, versions > 1, example[0]
                             self._passes[slot, storage] = self._captured(slot, *how)
@@ -274,7 +274,7 @@ class GraphedStage(Stage):
         self.observers = observers
         if why:
             self._passes, self._open, self._batch = {}, {}, Batch()
-            self.weights.unfix()
+            self.store.unfix()
         else:
             self._free, self._known = list(range(slots)), before
         return why

@@ -3,8 +3,8 @@
 On a CPU each activation and gradient is checked before it is sent, and each loss and weight's gradient before
 the update. To find the layer, the forward runs again, layer by layer, with the same weights but other random
 numbers. On a GPU one reduction checks the gradient of a batch. Its result comes to the host with the losses,
-later, as nothing waits for the device within a window. The device leaves out an update, see Weights.step,
-and the host counts it when the numbers have come.
+later, as nothing waits for the device within a window. The device leaves out an update, see
+ParameterStore.step, and the host counts it when the numbers have come.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def origin(stage: Stage, microbatch: Microbatch) -> tuple[str, str]:
             first.append(f"layer {name}")
 
     with (
-        stage.weights.installed(microbatch.read),
+        stage.store.installed(microbatch.read),
         stage.buffers.replaced(stage.buffers.copies()),
         stage.numerics.context(stage.device),
         torch.no_grad(),
@@ -142,7 +142,7 @@ class StopOnNaN(Awaiting):
             self._stop(f"the gradient of microbatch {microbatch.mb} is not finite")
 
     def after_reduce(self, batch: Batch) -> None:
-        gradients = {name: numbers_of(grad) for name, grad in self._stage.weights.gradients().items()}
+        gradients = {name: numbers_of(grad) for name, grad in self._stage.store.gradients().items()}
         losses = [] if batch.losses is None else [batch.losses.detach()]
         if batch.mbs and any(t.is_cuda for t in (*losses, *gradients.values())):
             bad = not_finite([*gradients.values()] or losses).reshape(1)
@@ -197,7 +197,7 @@ class SkipOnNaN(Awaiting):
         self._before[microbatch.mb] = self._buffers.copies()
 
     def after_reduce(self, batch: Batch) -> None:
-        gradients = [numbers_of(gradient) for gradient in self._stage.weights.gradients().values()]
+        gradients = [numbers_of(gradient) for gradient in self._stage.store.gradients().values()]
         # Without any the buffers tell.
         before = self._before[batch.mbs[0]] if batch.mbs and not gradients else []
         batch.skipped = self._is_bad(gradients, before)

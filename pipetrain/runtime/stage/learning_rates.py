@@ -38,6 +38,10 @@ class Rates:
     def _now(self) -> list[Any]:
         return [group.get("lr") for group in self._groups]
 
+    def options(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return each group, and its options as they are now."""
+        return [(group, dict(group)) for group in self._groups]
+
     def note(self) -> None:
         """Accept the rates that the groups have now, as after a load: the program has not set them."""
         self._left = self._now()

@@ -91,11 +91,8 @@ class Meter:
 
     def _bytes_of(self, number: int, messages: list[Tensor]) -> int:
         """Return the bytes of a stage; each storage counts once, whoever has it."""
-        stage, weights = self._stages[number], self._stages[number].weights
-        tensors = [*stage.module.parameters(), *stage.module.buffers(), *weights.average().values()]
-        tensors += [*weights.stored(), *stage.open_tensors(), *messages]
-        gradients = [t.grad for t in (*weights.live.values(), *weights.stored())]
-        state = [*weights.optimizer.state.values()] if weights.optimizer else []
-        state += weights.correction_state.state.values()
-        storages = [tensor.untyped_storage() for tensor in strided(tensors, gradients, state)]
+        stage = self._stages[number]
+        held, state = stage.weights.held()
+        tensors = [*held, *stage.module.parameters(), *stage.module.buffers()]
+        storages = [t.untyped_storage() for t in strided(tensors, [*stage.open_tensors(), *messages], state)]
         return sum(({id(one): one.nbytes() for one in storages} | self._saved[number]).values())

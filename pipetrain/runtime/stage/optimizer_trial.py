@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from pipetrain.config.build import Function, Optim
 from pipetrain.config.parameter_groups import Group, groups_of, optimizer_of
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.runtime.stage.weights import OptimizerFactory
+from pipetrain.runtime.stage.parameter_store import OptimizerFactory
 
 SIZES = (1.0, 1e4, 1e-2)  # of the trial's gradients, which reveal clipping by a common norm
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
 
 from pipetrain.config.rate import LearningRate
 from pipetrain.correction import Correction
@@ -29,9 +28,10 @@ from pipetrain.runtime.stage.attribute_state import attributes_of
 from pipetrain.runtime.stage.buffers import Buffers
 from pipetrain.runtime.stage.microbatch import WHOLE, Batch, Microbatch, Observer, Saving, around
 from pipetrain.runtime.stage.objective import Objective, weighted
+from pipetrain.runtime.stage.parameter_store import OptimizerFactory, ParameterStore
 from pipetrain.runtime.stage.recompute import Recompute
 from pipetrain.runtime.stage.split_backward import Deferred, differentiate
-from pipetrain.runtime.stage.weights import OptimizerFactory, Weights
+from pipetrain.runtime.stage.weights import Weights
 from pipetrain.schedule.actions import Predicted, Read
 from pipetrain.tasks import Task
 from pipetrain.tasks.running_sums import Tally
@@ -47,7 +47,7 @@ class Stage:
     read this stage's weights.
     """
 
-    _weights: type[Weights] = Weights
+    _store: type[ParameterStore] = ParameterStore
 
     def __init__(
         self,
@@ -79,8 +79,9 @@ class Stage:
             draws.leave_to_python()
             self._layers = torch.compile(module, dynamic=False)  # specialised to the shapes that occur
         self.device = device
-        self.weights = self._weights(module, optimizer, rate, ema, self.names, correction, model)
-        of_updates = self.weights.optimizer, self.weights.rates.scheduler
+        self.store = self._store(module, optimizer, self.names, model)
+        self.weights = Weights(self.store, rate, ema, correction)
+        of_updates = self.store.optimizer, self.weights.rates.scheduler
         self.attributes = attributes_of(module, *of_updates, dict(self.named()))
         self.buffers = Buffers(module)
         self.objective = Objective(task, module.pack, self.numerics.autocast) if task is not None else None
@@ -132,7 +133,7 @@ class Stage:
         one = self._open[mb] = Microbatch(mb, x, read, saving, target)
         if saving.recomputed:
             one.recompute = Recompute(self.buffers.copies(), self._selective)
-        with self.weights.installed(read):  # a loss may read weights too
+        with self.store.installed(read):  # a loss may read weights too
             with around(self.observers, one), one.recompute.forward() if one.recompute else nullcontext():
                 result = self._recorded(one)
             outputs = result if self.objective is None else (self.objective.loss(result, target),)
@@ -157,7 +158,7 @@ class Stage:
         recompute, one.recompute = one.recompute, None
         assert recompute is not None and one.read == read
         with (
-            self.weights.installed(read),
+            self.store.installed(read),
             self.buffers.replaced(recompute.buffers),
             recompute.recomputing(),
         ):
@@ -178,7 +179,7 @@ class Stage:
 
         The last stage counts, or without targets returns the model's outputs.
         """
-        with evaluating(self.module), self.weights.averaged():
+        with evaluating(self.module), self.store.averaged():
             outputs = self._call(tuple(self.numerics.arrange(t) for t in x))
             if self.objective is None:
                 return self._handed_on(0, outputs)
@@ -190,7 +191,7 @@ class Stage:
     def _recorded(self, one: Microbatch) -> Tensors:
         """Run the layers; if the backward is split, put off the gradients of weights."""
         if one.recompute is None and one.saving.split and any(t.requires_grad for t in one.inputs):
-            one.deferred = Deferred(self.weights.leaves(one.read))
+            one.deferred = Deferred(self.store.leaves(one.read))
             with one.deferred:
                 return self._call(one.inputs)
         return self._call(one.inputs)
@@ -248,7 +249,7 @@ class Stage:
         if one.deferred is None:
             one.grads = grads
             return ()
-        back = self._differentiate(one, grads, partial(one.deferred.input_half, self.weights.leaves(read)))
+        back = self._differentiate(one, grads, partial(one.deferred.input_half, self.store.leaves(read)))
         one.inputs, one.outputs, one.target = (), (), None
         return back
 
@@ -264,7 +265,7 @@ class Stage:
 
     def _adding(self) -> AbstractContextManager[None]:
         """Return a context that adds gradients; on a CPU a second copy costs more than many launches."""
-        return self.weights.adding_at_once() if self.adds_at_once and self.device != "cpu" else nullcontext()
+        return self.store.adding_at_once() if self.adds_at_once and self.device != "cpu" else nullcontext()
 
     def _close(self, mb: int, read: Read) -> Microbatch:
         one = self._open.pop(mb)
@@ -284,7 +285,7 @@ class Stage:
         outputs = [t for t, need in zip(one.outputs, self.needed(one.outputs), strict=True) if need]
         pairs = [(t, grad) for t, grad in zip(outputs, grads, strict=True) if t.requires_grad]
         if pairs:
-            with self.weights.installed(one.read), self.buffers.in_backward():
+            with self.store.installed(one.read), self.buffers.in_backward():
                 run(*map(list, zip(*pairs, strict=True)))
         needs = needs_grad(self.module.slice.enters_grad, one.inputs)
         for number, (t, need) in enumerate(zip(one.inputs, needs, strict=True)):
@@ -332,7 +333,7 @@ class Stage:
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of the batch's gradient; a weight of several stages counts at the first of them."""
-        return self.weights.gradient_norm(self.device, without=self.elsewhere)
+        return self.store.gradient_norm(self.device, without=self.elsewhere)
 
     def step(
         self, keep: bool, norm: Tensor | None = None, delay: int = 0, predicted: Sequence[Predicted] = ()
@@ -345,7 +346,7 @@ class Stage:
         if self._clip is not None:
             by = self.gradient_norm() if norm is None else norm
             self.on_sums(by)
-            clip_grads_with_norm_(self.weights.live.values(), self._clip, by)
+            self.store.clip(self._clip, by)
         batch, self._reduced = self._reduced, Batch()
         for observer in self.observers:
             observer.before_step(batch)

@@ -9,6 +9,7 @@ from torch import nn
 from pipetrain.config.rate import LearningRate
 from pipetrain.correction import Correction, GapAware, MomentumAhead, StepsAhead
 from pipetrain.runtime.stage.correction_state import DECAY, RATE, SQUARE, STEP, CorrectionState
+from pipetrain.runtime.stage.parameter_store import ParameterStore
 from pipetrain.runtime.stage.weights import Weights
 from pipetrain.schedule.actions import Predicted
 
@@ -77,12 +78,8 @@ def test_a_load_keeps_what_is_asked_for_and_a_weight_that_was_frozen_goes_on_fro
     frozen, trained = (layer.weight for layer in module)
 
     def weights(correction: Correction) -> Weights:
-        return Weights(
-            module,
-            lambda named: torch.optim.SGD([p for _, p in named], lr=0.5),
-            LearningRate(),
-            correction=correction,
-        )
+        store = ParameterStore(module, lambda named: torch.optim.SGD([p for _, p in named], lr=0.5))
+        return Weights(store, LearningRate(), correction=correction)
 
     def step(of: Weights) -> None:
         trained.grad = torch.ones(1, 2)
@@ -97,7 +94,7 @@ def test_a_load_keeps_what_is_asked_for_and_a_weight_that_was_frozen_goes_on_fro
         of.load_optimizer_state(first.optimizer_state(), 1)
     assert [[*state] for state in then.correction_state.state.values()] == [[STEP], [STEP, RATE]]
     then.begin_window([Predicted(0, 1)])
-    leaves = then.leaves(Predicted(0, 1))
+    leaves = then.store.leaves(Predicted(0, 1))
     assert leaves[0].equal(frozen)
     assert leaves[1].equal(trained - 0.5)
     step(then)
@@ -115,21 +112,17 @@ def test_what_was_saved_before_the_first_update_predicts_nothing():
 
 def test_what_is_predicted_is_made_with_its_version_and_its_storage_used_again():
     module = nn.Linear(2, 1, bias=False)
-    weights = Weights(
-        module,
-        lambda named: torch.optim.SGD([p for _, p in named], lr=0.5),
-        LearningRate(),
-        correction=StepsAhead(),
-    )
+    store = ParameterStore(module, lambda named: torch.optim.SGD([p for _, p in named], lr=0.5))
+    weights = Weights(store, LearningRate(), correction=StepsAhead())
     weights.begin_window([Predicted(0, 1)])
-    assert weights.leaves(Predicted(0, 1))[0].equal(module.weight)
+    assert store.leaves(Predicted(0, 1))[0].equal(module.weight)
     module.weight.grad = torch.ones(1, 2)
     before = module.weight.detach().clone()
     weights.step(keep=False, predicted=[Predicted(1, 2)])
-    assert weights.others() == [Predicted(0, 1), Predicted(1, 2)]
-    torch.testing.assert_close(weights.leaves(Predicted(1, 2))[0].detach(), before - 0.5 * 3)
-    storage = weights.leaves(Predicted(0, 1))[0].data_ptr()
-    weights.release(Predicted(0, 1))
+    assert store.older() == [Predicted(0, 1), Predicted(1, 2)]
+    torch.testing.assert_close(store.leaves(Predicted(1, 2))[0].detach(), before - 0.5 * 3)
+    storage = store.leaves(Predicted(0, 1))[0].data_ptr()
+    store.release(Predicted(0, 1))
     module.weight.grad = torch.ones(1, 2)
     weights.step(keep=False, predicted=[Predicted(2, 1)])
-    assert weights.leaves(Predicted(2, 1))[0].data_ptr() == storage
+    assert store.leaves(Predicted(2, 1))[0].data_ptr() == storage

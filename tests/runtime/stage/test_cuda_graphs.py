@@ -37,14 +37,14 @@ def test_gradients_and_versions_at_fixed_addresses_train_alike(words):
     plain, _ = run_in_threads(case)
 
     def fix(self: GraphedStage, slots: int, versions: int, why: str) -> None:
-        fixed[self.index] = set(self.weights.fix(versions))
+        fixed[self.index] = set(self.store.fix(versions))
 
     train = Session.train
 
     def trained(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = train(self, *args, **kwargs)
         for index, stage in self.stages.items():
-            assert stage.weights.storage(stage.weights.newest) in fixed[index]
+            assert stage.store.storage(stage.store.newest) in fixed[index]
         return result
 
     with (
@@ -122,7 +122,7 @@ def recorded(monkeypatch) -> Iterator[dict[int, bool]]:
     def trained(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = train(self, *args, **kwargs)
         captured.update({index: stage.captured for index, stage in self.stages.items()})
-        assert all(stage.captured or not stage.weights.fixed for stage in self.stages.values())
+        assert all(stage.captured or not stage.store.fixed for stage in self.stages.values())
         assert not any(stage._example for stage in self.stages.values())
         return result
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipetrain.config.rate import LearningRate
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.stage.finite import SkipOnNaN, StopOnNaN, all_finite, not_finite
+from pipetrain.runtime.stage.parameter_store import ParameterStore
 from pipetrain.runtime.stage.weights import Weights
 from tests.support.cases import Case, run_in_threads
 
@@ -127,9 +128,8 @@ def test_numbers_that_arrive_late_as_of_a_gpu_count_as_those_that_are_there_at_o
 @pytest.mark.parametrize(("fused", "reads"), [(True, [True, False, False]), (False, [True, True, True])])
 def test_a_fused_optimizer_of_torch_skips_by_itself_once_its_state_is_there(fused, reads):
     layer, read = torch.nn.Linear(3, 3), list[bool]()
-    weights = Weights(
-        layer, partial(torch.optim.AdamW, lr=0.1, fused=fused), LearningRate(lambda update: 1.0)
-    )
+    store = ParameterStore(layer, partial(torch.optim.AdamW, lr=0.1, fused=fused))
+    weights = Weights(store, LearningRate(lambda update: 1.0))
 
     class Reads(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -15,12 +15,13 @@ from pipetrain.config.rate import LearningRate
 from pipetrain.correction import PipeMare
 from pipetrain.errors import ConfigError
 from pipetrain.runtime.stage.learning_rates import Rates
+from pipetrain.runtime.stage.parameter_store import ParameterStore
 from pipetrain.runtime.stage.weights import Weights
 
 
 def stepped(optimizer: Any, how: LearningRate, **options: Any) -> tuple[Weights, nn.Module]:
     module = nn.Linear(1, 1, bias=False)
-    return Weights(module, optimizer, how, **options), module
+    return Weights(ParameterStore(module, optimizer), how, **options), module
 
 
 def updated(weights: Weights, module: nn.Module, delay: int = 0, skip: Any = None) -> float:
@@ -37,8 +38,8 @@ SGD = partial(torch.optim.SGD, lr=0.5)
 
 def test_what_a_program_leaves_in_a_group_is_the_rate_and_a_correction_is_of_the_step_alone():
     weights, module = stepped(SGD, LearningRate(shown="weight"), correction=PipeMare(updates=4))
-    (group,) = weights.optimizer.param_groups
-    scheduler, factors = StepLR(weights.optimizer, 2, 0.1), [4**-1, 4**-0.75, 4**-0.5, 4**-0.25, 1]
+    (group,) = weights.store.optimizer.param_groups
+    scheduler, factors = StepLR(weights.store.optimizer, 2, 0.1), [4**-1, 4**-0.75, 4**-0.5, 4**-0.25, 1]
     for number, factor in enumerate(factors):
         rate = 0.5 * 0.1 ** (number // 2)
         assert group["lr"] == pytest.approx(rate)
@@ -95,7 +96,7 @@ def test_a_torch_scheduler_is_stepped_after_each_update_and_its_rates_are_not_th
     moved = [updated(weights, module, skip=torch.ones(1) if n == 1 else None) for n in range(5)]
     assert moved == pytest.approx([0.5, 0, 0.25, 0.25, 0.125], rel=1e-4)
     assert weights.rates.take() == [0.5, 0.5, 0.25, 0.25, 0.125]
-    weights.optimizer.param_groups[0]["lr"] = 0.3
+    weights.store.optimizer.param_groups[0]["lr"] = 0.3
     with pytest.raises(
         ConfigError, match=r"before update 5 the program has set that of parameter group 0 to 0.3"
     ):
@@ -109,7 +110,7 @@ def test_a_rate_that_a_program_has_set_is_saved_and_one_that_it_has_not_may_be_a
     weights, module = stepped(SGD, LearningRate())
     for lr, other, later in ((None, 0.25, 0.25), (0.05, 0.25, 0.05)):
         if lr:
-            weights.optimizer.param_groups[0]["lr"] = lr
+            weights.store.optimizer.param_groups[0]["lr"] = lr
         updated(weights, module)
         for how, expected in ((LearningRate(), later), (LearningRate(lambda update: 0.5), other / 2)):
             again, twin = stepped(partial(torch.optim.SGD, lr=other), how)

@@ -74,7 +74,7 @@ def last(module: nn.Module, index: int = 1, **arguments: object) -> Stage:
 
 
 def gradients(of: Stage, version: int = 0) -> list[Tensor]:
-    return [leaf.grad.clone() for leaf in of.weights.leaves(version) if leaf.grad is not None]
+    return [leaf.grad.clone() for leaf in of.store.leaves(version) if leaf.grad is not None]
 
 
 def randn(*shape: int) -> Tensor:
@@ -89,7 +89,7 @@ def updated(
     norm: float | None = None,
 ) -> None:
     """Train a batch of one microbatch over the newest version."""
-    version, share = of.weights.newest, float(weight > 0)
+    version, share = of.store.newest, float(weight > 0)
     of.forward(version, (randn(3, 3) if x is None else x,), version, Target(target, weight, share))
     of.backward(version, (), version)
     of.reduce()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipetrain.config.rate import LearningRate
+from pipetrain.runtime.stage.parameter_store import ParameterStore
 from pipetrain.runtime.stage.weights import Weights
 
 SGD = partial(torch.optim.SGD, lr=1.0)  # the peak, of which the step takes a share
@@ -32,18 +33,18 @@ class Scale(nn.Module):
 
 
 def versions_of(module: nn.Module) -> Weights:
-    return Weights(module, SGD, LearningRate(lambda update: 0.25))
+    return Weights(ParameterStore(module, SGD), LearningRate(lambda update: 0.25))
 
 
 def forward(module: nn.Module, weights: Weights, version: int, x: Tensor) -> Tensor:
-    with weights.installed(version):
+    with weights.store.installed(version):
         return module(x)
 
 
 def updated(module: nn.Module, weights: Weights, x: Tensor, keep: bool = False) -> None:
-    weights.accumulate_on(weights.newest)
-    output = forward(module, weights, weights.newest, x)
-    with weights.installed(weights.newest):
+    weights.accumulate_on(weights.store.newest)
+    output = forward(module, weights, weights.store.newest, x)
+    with weights.store.installed(weights.store.newest):
         output.backward(torch.ones_like(output))
     weights.reduce()
     weights.step(keep)
@@ -57,16 +58,16 @@ def test_storage_goes_round_in_a_ring_and_a_flush_schedule_moves_nothing():
     for n in range(12):
         updated(module, weights, x, keep=True)
         if n >= 2:
-            weights.release(n - 2)
+            weights.store.release(n - 2)
         places.append(module.w.data_ptr())
-        held = [forward(module, weights, version, x)[0].item() for version in sorted(weights._versions)]
+        held = [forward(module, weights, version, x)[0].item() for version in sorted(weights.store._versions)]
         assert held == [2 - version for version in range(max(0, n - 1), n + 2)]
     assert {*places[4:]} <= {*places[:4]}
-    for version in weights.others():
-        weights.release(version)
+    for version in weights.store.older():
+        weights.store.release(version)
     for _ in range(3):
         updated(module, weights, x)
-        assert module.w.data_ptr() == weights.leaves(weights.newest)[0].data_ptr() == places[-1]
+        assert module.w.data_ptr() == weights.store.leaves(weights.store.newest)[0].data_ptr() == places[-1]
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -76,7 +77,7 @@ def test_autograd_refuses_a_version_that_was_not_kept_or_given_up_and_written_ov
     late = forward(module, weights, 0, torch.ones(2, 3, requires_grad=True))
     weights.step(keep=kept)
     if kept:
-        weights.release(0)
+        weights.store.release(0)
         weights.step(keep=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         late.backward(torch.ones_like(late))
@@ -89,7 +90,8 @@ def test_a_weight_that_has_its_first_gradient_late_is_stepped_by_a_fused_optimiz
     for fused in (False, True):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
-        weights = Weights(module, partial(optimizer, fused=fused), LearningRate(lambda update: 0.1))
+        store = ParameterStore(module, partial(optimizer, fused=fused))
+        weights = Weights(store, LearningRate(lambda update: 0.1))
         for number in range(4):
             updated(module if number == 2 else module[0], weights, torch.ones(2, 3, dtype=torch.float64))
         ended.append(module.state_dict())
@@ -110,7 +112,7 @@ class Kernels(TorchDispatchMode):
 
 def test_small_gradients_are_added_by_one_kernel_to_the_same_bits(monkeypatch):
     """A large gradient is added alone; a sparse one, and the want of one, do no harm."""
-    monkeypatch.setattr("pipetrain.runtime.stage.weights.SMALL_GRADIENT", 4 * 4 * 6)
+    monkeypatch.setattr("pipetrain.runtime.stage.parameter_store.SMALL_GRADIENT", 4 * 4 * 6)
     sums = []
     for at_once in (False, True):
         torch.manual_seed(0)
@@ -121,22 +123,22 @@ def test_small_gradients_are_added_by_one_kernel_to_the_same_bits(monkeypatch):
             layers[0].sparse = mb == 1
             weights.accumulate_on(0)
             with (
-                weights.installed(0),
-                weights.adding_at_once() if at_once else nullcontext(),
+                weights.store.installed(0),
+                weights.store.adding_at_once() if at_once else nullcontext(),
                 Kernels() as seen,
             ):
                 module(torch.tensor([mb, 1, 1])).square().sum().backward()
         assert seen.ran["add_"] == (1 if at_once else 7)
         weights.reduce()
-        sums.append({name: grad.to_dense() for name, grad in weights.gradients().items()})
+        sums.append({name: grad.to_dense() for name, grad in weights.store.gradients().items()})
     assert len(sums[0]) == 7
     assert all(torch.equal(grad, sums[1][name]) for name, grad in sums[0].items())
 
 
 def test_a_checkpoint_without_an_average_begins_it_anew():
     module = nn.Linear(1, 1)
-    weights = Weights(module, SGD, LearningRate(lambda update: 1.0), ema=0.5)
+    weights = Weights(ParameterStore(module, SGD), LearningRate(lambda update: 1.0), ema=0.5)
     weights.step(keep=False)
-    assert weights.average().keys() == {"weight", "bias"}
+    assert weights.store.average().keys() == {"weight", "bias"}
     weights.load_average({})
-    assert not weights.average()
+    assert not weights.store.average()
