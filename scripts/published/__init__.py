@@ -1,6 +1,8 @@
 """Published records of pipeline training, made again: `scripts/compare.py --experiment NAME`, or `all`.
 
-`record.py` says what a record is, and `experiments/` has one file for each: what is run, what is drawn and
-what must come back. `running.py` makes the steps and keeps them, `charts.py` draws, `page.py` writes the
-pages, and `measures.py` has what several records measure.
+`experiments/` has a module for each: `steps` says what is measured, and `show` yields what the results say:
+numbers, checks and charts (`record.py`). `records.yaml` has its words. `cli.py` makes the steps and keeps
+what they return, `charts.py` draws, `page.py` writes the pages. `measures.py` and `torchgpipe_race.py` have
+what several records measure. The study of late gradients has `trials.py`, `emulation.py` and
+`stacked_optimizers.py`.
 """

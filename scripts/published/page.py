@@ -145,7 +145,7 @@ def _made(results: Mapping[str, Mapping[str, Any]], command: str) -> tuple[str, 
 
 def number(value: float) -> str:
     """Write a number to four places, or as it is where it is whole."""
-    if value == int(value) or abs(value) >= 10000:
+    if value % 1 == 0 or abs(value) >= 10000:
         return f"{value:,.0f}"
     return f"{value:.4g}"
 
