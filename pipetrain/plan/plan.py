@@ -26,9 +26,8 @@ from pipetrain.schedule.actions import Edge, Op, Placement, Tie, asks_for
 from pipetrain.schedule.early_stops import StopPoints, stop_points_of
 from pipetrain.schedule.lower import Link, links
 from pipetrain.schedule.memory import Memory, over_time
-from pipetrain.schedule.policy import Bounds
 from pipetrain.schedule.simulate import simulate
-from pipetrain.schedule.timeline import Costs, StageTimes, Timeline
+from pipetrain.schedule.timeline import Bounds, Costs, StageTimes, Timeline
 from pipetrain.tasks import Task
 from pipetrain.tasks.trial import try_task
 
@@ -208,7 +207,7 @@ class Plan:
         """Return where ranks look whether a window of training ends early: see `stop_points_of`."""
         if batches not in self._stop_points:
             window = self.training(batches)
-            assert window.posts is not None, "a policy has no replicas"
+            assert window.posts is not None, "there are replicas only where the order is fixed"
             self._stop_points[batches] = stop_points_of(window.simulation, window.posts, self.silent)
         return self._stop_points[batches]
 

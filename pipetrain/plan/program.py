@@ -38,13 +38,13 @@ from pipetrain.schedule.buffer_bounds import edge_bounds, widest
 from pipetrain.schedule.check import check
 from pipetrain.schedule.draw import counted
 from pipetrain.schedule.lower import Lowering, edges, lower
-from pipetrain.schedule.policy import Bounds, ForwardBackward
+from pipetrain.schedule.policy import ForwardBackward
 from pipetrain.schedule.posting_order import Posts, make_posts
 from pipetrain.schedule.program_file import FixedProgram
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.replicas import spread_program
 from pipetrain.schedule.simulate import SHOWN, Cost, Deadlock, simulate
-from pipetrain.schedule.timeline import Timeline
+from pipetrain.schedule.timeline import Bounds, Timeline
 from pipetrain.schedule.transforms import joined, with_delays, with_norms, with_recompute, with_ties
 
 TOGETHER = "keep the layers that share it in one stage by partition="
@@ -59,7 +59,7 @@ class Window:
     simulation: Timeline
     bounds: list[Bounds]  # by stage
     home: Callable[[int, int], int]  # the rank that runs a (stage, microbatch)
-    posts: Posts | None = None  # None: a policy's, whose messages are staged
+    posts: Posts | None = None  # None: the order is decided at run time, and messages are staged
 
 
 class ProvenWindows(dict[int, Window]):
@@ -110,8 +110,8 @@ class Draft:
         make = _longest if settings.replicas == AUTO else _compute_only
         program = make(settings, schedule, batches)
         draft = cls(settings, schedule, batches, program, ranks_of(program), least)
+        _refuse_undecided(draft)
         _refuse_replicas(draft)
-        _refuse_correction(draft)
         return draft if settings.replicas == AUTO else replace(draft, settings=_with_clipping_decided(draft))
 
     @property
@@ -313,14 +313,8 @@ def _explained(settings: Settings, norms: bool, cut: Cut | None) -> Iterator[Non
 
 
 def _refuse_replicas(draft: Draft) -> None:
-    """Refuse replicas of a schedule that has no fixed order, or more than get a microbatch."""
+    """Refuse more replicas than get a microbatch."""
     settings, most = draft.settings, max(map(len, draft.placement))
-    straight = draft.placement == [(rank,) for rank in range(settings.ranks)]
-    if draft.policy and (settings.replicas == AUTO or not straight):
-        raise ConfigError(
-            f"schedule {settings.schedule} decides its order while it runs, and replicas take turns in a "
-            f"fixed one: choose another schedule, or leave replicas and placement out"
-        )
     if most > settings.microbatches and settings.batchnorm == "batch":
         raise ConfigError(
             f"batchnorm=batch needs a microbatch of each batch on every replica: choose microbatches={most}"
@@ -334,12 +328,27 @@ def _refuse_replicas(draft: Draft) -> None:
         )
 
 
-def _refuse_correction(draft: Draft) -> None:
-    correction = draft.settings.correction
-    if draft.policy and correction != Correction() and not isinstance(correction, Auto):  # which is then none
+def _refuse_undecided(draft: Draft) -> None:
+    """Refuse what needs a fixed order, of a schedule that decides its order while it runs."""
+    if not draft.policy:
+        return
+    settings, correction = draft.settings, draft.settings.correction
+    straight = draft.placement == [(rank,) for rank in range(settings.ranks)]
+    decides = f"{settings.schedule} decides its order while it runs"
+    if settings.replicas == AUTO or not straight:
         raise ConfigError(
-            f"correction goes by the delays that a program says, and {draft.settings.schedule} decides its "
-            f"order while it runs: choose another schedule, or correction=none"
+            f"schedule {decides}, and replicas take turns in a fixed one: choose another schedule, or leave "
+            f"replicas and placement out"
+        )
+    if correction != Correction() and not isinstance(correction, Auto):  # which is then none
+        raise ConfigError(
+            f"correction goes by the delays that a program says, and {decides}: choose another schedule, or "
+            f"correction=none"
+        )
+    if settings.clip_grad_norm is not None and settings.clip_grad_norm_over == "model":
+        raise ConfigError(
+            f"clip_grad_norm_over=model needs a schedule with a fixed order, and {decides}: choose "
+            f"clip_grad_norm_over=stage, or another schedule"
         )
 
 
@@ -352,11 +361,6 @@ def _with_clipping_decided(draft: Draft) -> Settings:
     over = settings.clip_grad_norm_over
     if settings.clip_grad_norm is None or over == "stage":
         return settings
-    if over == "model" and draft.policy:
-        raise ConfigError(
-            f"clip_grad_norm_over=model needs a schedule with a fixed order, and {settings.schedule} decides "
-            f"its order while it runs: choose clip_grad_norm_over=stage, or another schedule"
-        )
     if over == "auto":
         over = "stage" if draft.policy or draft.reads_late else "model"
     return replace(settings, clip_grad_norm_over=over)

@@ -26,8 +26,7 @@ from pipetrain.runtime.rehearsal import Rehearsal
 from pipetrain.runtime.stage.memory_meter import Meter
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import RECEIVES, SENDS, Action, Op
-from pipetrain.schedule.policy import Bounds, Wait
-from pipetrain.schedule.timeline import Row, StageStats
+from pipetrain.schedule.timeline import Bounds, Row, StageStats
 
 Tick = Callable[[int], None]
 """Called with a stage after each counted action (an update, or a microbatch of an evaluation)."""
@@ -176,19 +175,15 @@ class Engine:
         for stage in self.stages.values() if window.trains else ():
             stage.begin_window(order.predicted(stage.index, 0))
         watch = Stopwatch(self._clock, mail.channel, lambda: mail.coding.seconds)
-        action: Action | Wait | None = None
+        action: Action | None = None
 
         def waits() -> None:
             window.feed.prepare()
             watch.start(None)
 
         try:
-            mail.begin(window.feed, order.receives(), order.home, watched=order.decide is not None)
-            for action in order.actions(mail):
-                if isinstance(action, Wait):
-                    waits()
-                    mail.wait(action)
-                    continue
+            order.begin(mail, window.feed)
+            for action in order.actions(mail, waits):
                 op = action.op
                 if op in RECEIVES:
                     window.feed.prepare()
@@ -208,7 +203,8 @@ class Engine:
         except (TrainingStopped, AssertionError):
             raise
         except ChannelError as error:
-            where = f"stage {action.stage} was at {action}" if action else "nothing was done yet"
+            last = order.waiting or action
+            where = f"stage {last.stage} was at {last}" if last else "nothing was done yet"
             raise ChannelError(f"{error}; {where}") from error
         except Exception as error:  # of a layer, or out of memory
             at = action.stage if action else min(self.stages)

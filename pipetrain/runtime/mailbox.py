@@ -26,7 +26,6 @@ from pipetrain.runtime.comm.channel import Channel
 from pipetrain.runtime.comm.message import Message
 from pipetrain.runtime.feed import Feed
 from pipetrain.schedule.actions import Action, Edge, Op, Placement
-from pipetrain.schedule.policy import Wait
 from pipetrain.schedule.posting_order import Sum
 
 _Way = tuple[Edge, Sequence[ValueId]]  # and what travels on it
@@ -130,7 +129,7 @@ class Mailbox:
     def begin(
         self, feed: Feed, receives: Iterable[Action], home: Callable[[int, int], int], watched: bool
     ) -> None:
-        """Begin a window with all its receives, in order on each edge; `watched`: by a policy.
+        """Begin a window with all its receives, in order on each edge; `watched`: see Channel.expect.
 
         `home`: returns the rank that runs a (stage, microbatch).
         """
@@ -195,7 +194,7 @@ class Mailbox:
         for (edge, _), tensors in (*self._arrived.items(), *self._to_send.items()):
             yield from ((edge, tensor) for tensor in tensors)
 
-    # What an order sees
+    # What has arrived
 
     def arrived(self, receive: Action) -> bool:
         return self.channel.arrived(self._message(receive))
@@ -203,8 +202,9 @@ class Mailbox:
     def room(self, send: Action) -> bool:
         return self.channel.room(self._message(send))
 
-    def wait(self, wait: Wait) -> None:
-        self.channel.wait([*map(self._message, wait.receives)], [*map(self._message, wait.sends)])
+    def wait(self, receives: Iterable[Action], sends: Iterable[Action]) -> None:
+        """Wait until one of these receives has arrived, or there is room for one of these sends."""
+        self.channel.wait([*map(self._message, receives)], [*map(self._message, sends)])
 
     def _take(self, mb: int, ways: Sequence[_Way]) -> Tensors:
         return merge([(values, self._arrived.pop((edge, mb))) for edge, values in ways])

@@ -51,8 +51,7 @@ from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import Action, Op, Predicted, ranks_of
 from pipetrain.schedule.lower import Lowering, edges, lower
 from pipetrain.schedule.lower import links as links_of
-from pipetrain.schedule.policy import Bounds
-from pipetrain.schedule.timeline import Row
+from pipetrain.schedule.timeline import Bounds, Row
 
 log = logging.getLogger("pipetrain")
 

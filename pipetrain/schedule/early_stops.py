@@ -1,25 +1,43 @@
-"""Where each rank looks whether a window ends before a batch, in a training with replicas.
+"""Where each rank looks whether a window ends before a batch.
 
 The first rank of stage 0 decides that. The others look before they begin anything of the batch, once they
 have received or summed up what comes of an action that it began after its decision. So no look waits. To
 begin is to run, to post, to read inputs after those of the last forward, or to have room for a receive.
+
+Without replicas each rank receives each microbatch. So the first stage's rank decides as many microbatches
+before that batch as receives are posted ahead, and one more, before its forward. The others look after they
+have received that microbatch.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from pipetrain.schedule.actions import RECEIVES, SENDS, UPDATE, Action, Edge, Op
+from pipetrain.schedule.actions import NO_PEER, RECEIVES, SENDS, UPDATE, Action, Edge, Op
 from pipetrain.schedule.lower import Lowering
 from pipetrain.schedule.posting_order import Posts, Sum
 from pipetrain.schedule.timeline import Timeline
 
 StopPoints = list[tuple[int, int]]
+"""(position, n): before this action of a rank it looks whether the window ends after n batches."""
+
+
+def stop_points_in(actions: Sequence[Action], microbatches: int, ahead: int) -> StopPoints:
+    """Return the stop points of a rank without replicas, which posts so many receives ahead on an edge."""
+    first = min((action.stage for action in actions), default=0)
+    peers = [a.peer for a in actions if (a.stage, a.op) == (first, Op.RECV_F)]
+    asking = (first, Op.RECV_F, min(peers)) if peers else (first, Op.F, NO_PEER)
+    points = StopPoints()
+    for position, action in enumerate(actions):
+        if (action.stage, action.op, action.peer) == asking:
+            batches, rest = divmod(action.mb + ahead + 1, microbatches)
+            points += [] if rest else [(position + bool(peers), batches)]
+    return points
 
 
 def stop_points_of(run: Timeline, posts: Posts, silent: Collection[Edge | int]) -> list[StopPoints]:
-    """Return, by rank, (position, n): before this action it looks whether the window ends after n batches.
+    """Return the stop points by rank, in a training with replicas.
 
     `silent`: edges whose messages are empty, and stages without weights, which have nothing to sum up.
     """

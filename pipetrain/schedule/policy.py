@@ -15,13 +15,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from pipetrain.schedule.actions import COMMUNICATION, SENDS, Action, Edge, Op, Program
 from pipetrain.schedule.buffer_bounds import free_skips
 from pipetrain.schedule.lower import Lowering
 from pipetrain.schedule.programs.order import require
 from pipetrain.schedule.simulate import BufferSize, Cost, unit_cost
+from pipetrain.schedule.timeline import Bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +38,6 @@ class Wait:
 
     def __str__(self) -> str:
         return " or ".join(map(str, self.receives + self.sends))
-
-
-class Bounds(NamedTuple):
-    """The most that a stage holds with any timing: microbatches, weight versions, staleness in updates."""
-
-    activations: int
-    versions: int
-    staleness: int
 
 
 class View(Protocol):

@@ -31,6 +31,14 @@ class Span(NamedTuple):
     codec_s: float = 0.0  # encoding or decoding
 
 
+class Bounds(NamedTuple):
+    """The most that a stage holds with any timing: microbatches, weight versions, staleness in updates."""
+
+    activations: int
+    versions: int
+    staleness: int
+
+
 @dataclass(slots=True)
 class Row:
     """The spans of one rank in one window."""

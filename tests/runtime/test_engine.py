@@ -12,7 +12,7 @@ from torch import nn
 from pipetrain import Pipeline
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.actions import COMMUNICATION, SENDS
-from pipetrain.schedule.policy import Bounds
+from pipetrain.schedule.timeline import Bounds
 from tests.support.cases import Case, Listener, run_in_threads
 
 WORDS = ("model._target_=tests.support.models.without_norm", "microbatches=2", "epochs=1", "trace=true")

@@ -10,8 +10,8 @@ Over gloo the host waits. Over NCCL the device's stream waits and the host goes 
 order of the stream, and the run's `Deadline` is kept. A posted NCCL receive is a kernel that runs until its
 message arrives. Loading a kernel waits for its end, and large kernels seem to wait too: VGG16 with
 microbatches of 128 hung although all was loaded. So over NCCL a receive is posted where its send is made
-(schedule/posting_order.py), and the sender leaves twice as many unfinished. A policy's order is not known
-before, so its messages go through host memory.
+(schedule/posting_order.py), and the sender leaves twice as many unfinished. Where the order is not known
+before, messages go through host memory.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Channel:
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
         """Announce the receives until the next drain, in order; `watched` if `arrived` or `wait` is used."""
         if watched:
-            assert not self.ordered, "a policy looks at what has arrived, and a stream's messages do not say"
+            assert not self.ordered, "a stream's messages do not say whether they have arrived"
             self._watch = Watch(self._ends)
         for message in messages:
             self._ends[message.link].to_post.append(message)
@@ -161,7 +161,7 @@ class Channel:
             self._watch.close()
             self._watch = None
 
-    # What a policy sees
+    # What has arrived
 
     def arrived(self, message: Message) -> bool:
         """Return whether `recv` of this message, the next one of its edge, would not wait."""
