@@ -51,8 +51,6 @@ _NO_OUTPUTS = [
     "++hydra.job_logging.root=null",
     "++hydra.hydra_logging.root=null",
 ]
-# Flags by which something is printed, and nothing runs.
-_ASKING = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
 # A choice from one group for each of two packages, which Hydra writes as GROUP@PACKAGE=NAME.
 _CODEC = re.compile(r"^([+~]*)(codec\.(?:forward|backward)=)")
 
@@ -134,19 +132,16 @@ def compose(
     name: str,
     task: Callable[[DictConfig], None],
     failed: Callable[[Exception], bool] = lambda error: False,
-    leads: bool = True,
     outputs: bool = True,
 ) -> int:
     """Run `task` with the command line's configuration, once per job of a sweep; return the exit status.
 
-    `failed` is called within a job that ends with an error, and says whether the sweep goes on. A process
-    that does not lead prints nothing; it makes no folder and no log, nor does one without `outputs`. Raises
-    the errors of `task`, and ConfigError if the configuration is invalid.
+    `failed` is called within a job that ends with an error, and says whether the sweep goes on. Without
+    `outputs` no folder and no log is made. Raises the errors of `task`, and ConfigError if the configuration
+    is invalid.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     words = sys.argv[1:]
-    if not leads and any(word.partition("=")[0] in _ASKING for word in words):
-        return 0
 
     def job(cfg: DictConfig) -> None:
         try:
@@ -166,7 +161,7 @@ def compose(
         for word in words:
             _refuse_word(word)
         sys.argv[1:] = as_hydra(words)
-        with nullcontext() if leads and outputs else _without_outputs():
+        with nullcontext() if outputs else _without_outputs():
             hydra.main(config_path=str(conf_dir()), config_name=name, version_base="1.3")(job)()
     except _JobFailed as end:
         raise end.error from None

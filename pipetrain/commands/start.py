@@ -1,7 +1,7 @@
-"""How the ranks of the command line start: each composes its own configuration, and they refuse together.
+"""How the ranks of the command line start: rank 0 reads it and sends the others its options, as JSON.
 
-What is the same for all is refused by each of them alike. What one alone can know (its GPU, its files, the
-run's folder) it brings along when they meet: then rank 0 says it for all, and all end with the same status.
+What one rank alone can know (its GPU, its files) it brings along when they meet: then rank 0 says it for all,
+and all end with the same status. Nothing here imports Hydra, which the other ranks do without.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -18,10 +19,10 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
 
 from pipetrain import models
 from pipetrain.config.build import build
+from pipetrain.config.choices import conf_dir
 from pipetrain.errors import ChannelError, ConfigError, Refused, one_line
 from pipetrain.model.specs import named_layers
 from pipetrain.plan.partition import require_layers
@@ -30,9 +31,12 @@ from pipetrain.runtime.comm.ranks import Ranks, World
 from pipetrain.runtime.comm.rendezvous import SILENCE_S, START_S, make_group, this_attempt
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.signals import Signals
+from pipetrain.targets import Unresolved
 
 REFUSED_S = 5.0  # for the others to hear that rank 0 refuses; torchrun ends those that come later
 _RUN_DIR = "pipetrain_run_dir"
+_PRINTING = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
+_PAIRS, _WHY = "_pairs_", "_unresolved_"
 
 log = logging.getLogger("pipetrain")
 
@@ -45,12 +49,17 @@ class Start:
 
     def __init__(self, world: World, words: Sequence[str], signals: Signals) -> None:
         self.world = world
+        self.words = list(words)
         self.signals = signals
         self.doing = "start"
         self.trains = Event()
-        self._words = list(words)
         self._attempt = this_attempt(world)
         self._ranks: Ranks | None = None
+
+    @property
+    def prints(self) -> bool:
+        """Whether the command line is for something to be printed by rank 0, and nothing runs."""
+        return any(word.partition("=")[0] in _PRINTING for word in self.words)
 
     def remind(self) -> None:
         """Log what takes long every SILENCE_S seconds until training begins; for a thread of its own."""
@@ -70,38 +79,52 @@ class Start:
             if file := _outliving(_RUN_DIR):
                 file.write_bytes(os.fsencode(run_dir))
 
-    def begin(self, cfg: DictConfig, word: Mapping[str, Any] | None = None) -> Any:
-        """Return rank 0's `word` (JSON) on all ranks, if they run the same. Raises Refused, ChannelError.
+    def send_delay(self, delay_s: float) -> None:
+        """On rank 0, which has read the options: let the others wait so much longer for `send`."""
+        self._attempt.send_delay(delay_s)
 
-        `cfg`: the composed configuration, by which the others know how long rank 0 may read its data.
-        """
-        content: Any = OmegaConf.to_container(cfg, resolve=False)
-        content.pop("run_dir", None)  # which rank 0 is told in a restart
-        keys = ["timeout", "data.source.total_timeout"] if self.world.rank else ["timeout"]
-        times = (OmegaConf.select(cfg, key) for key in keys)  # rank 0 refuses what is no number
-        limit_s = START_S + sum(time for time in times if isinstance(time, int | float))
+    def await_options(self) -> bool:
+        """On another rank: return whether rank 0 has read its options, and not refused them."""
+        return self._attempt.receive_delay(START_S) is not None
+
+    def send(self, job: Mapping[str, Any], limit_s: float) -> None:
+        """On rank 0: send a job as JSON to the ranks, if all run the same. Raises Refused, ChannelError."""
         self.doing = "let all ranks start"
-        self._meet(limit_s)
-        return self.broadcast_word(
-            "start", word, {"pipetrain": code_fingerprint(), "command line": self._words, **content}
-        )
+        self._exchange(job, limit_s)
 
-    def broadcast_word(self, doing: str, item: Any = None, same: Mapping[str, Any] | None = None) -> Any:
-        """Return rank 0's `item` once all ranks have come with the `same`. Raises Refused, ChannelError."""
+    def receive(self) -> Any:
+        """On another rank: return the next job, None if there is none. Raises Refused, ChannelError."""
+        return self._exchange(None, START_S + (self._attempt.receive_delay(START_S) or 0.0))
+
+    def end(self, limit_s: float = START_S) -> None:
+        """On rank 0: send that no job is left, if the others wait for one. Raises ChannelError."""
+        if not (self.prints or self.trains.is_set()):  # after a training that is no sweep's they leave
+            self._exchange(None, limit_s)
+
+    def _exchange(self, job: Mapping[str, Any] | None, limit_s: float) -> Any:
+        ranks = self._meet(limit_s)
+        ranks.barrier_or_raise("start", limit_s=limit_s)
+        job = ranks.broadcast("what they need to start", job)
+        if job is not None:
+            same = {"pipetrain": code_fingerprint(), "command line": self.words}
+            compare_ranks(ranks, "what they have to start", same)
+        return job
+
+    def synchronize(self, doing: str, same: Mapping[str, Any] | None = None) -> None:
+        """Wait until all ranks have come with the `same`. Raises Refused, ChannelError."""
         self.doing = f"let all ranks {doing}"
         ranks = self._meet(START_S)
         ranks.barrier_or_raise(doing)
         compare_ranks(ranks, f"what they have to {doing}", same or {})
-        return ranks.broadcast(f"what they need to {doing}", item)
 
     def refuse(self, error: ConfigError | ScheduleError) -> NoReturn:
-        """End all ranks by an error of this one, before they train. Raises Refused, or the error."""
-        error = self.as_refused(error, START_S if self.world.rank else REFUSED_S)
+        """On rank 0: end all ranks by an error before they train. Raises Refused, or the error."""
+        error = self.as_refused(error, REFUSED_S)
         if isinstance(error, Refused):
             # When a rank has left torchrun ends the others, and rank 0 is to say why.
             self.signals.drained.set()
             with suppress(ChannelError):
-                self._meet(REFUSED_S).broadcast("the end")
+                self.end(REFUSED_S)
         raise error
 
     def as_refused(self, error: ConfigError | ScheduleError, limit_s: float) -> ConfigError | ScheduleError:
@@ -133,6 +156,62 @@ def _outliving(name: str) -> Path | None:
     """
     attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     return attempt.with_name(name) if attempt.name.startswith("attempt_") else None
+
+
+def as_json(value: Any) -> Any:
+    """Return the values of a configuration as JSON can hold them, with keys that are no texts."""
+    if isinstance(value, Unresolved):
+        return {_WHY: value.why}
+    if isinstance(value, list):
+        return [as_json(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if all(isinstance(key, str) for key in value):
+        return {key: as_json(item) for key, item in value.items()}
+    return {_PAIRS: [[key, as_json(item)] for key, item in value.items()]}
+
+
+def from_json(value: Any) -> Any:
+    """Return the values that `as_json` was given."""
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() == {_WHY}:
+        return Unresolved(value[_WHY])
+    return {key: from_json(item) for key, item in value.get(_PAIRS, value.items())}
+
+
+def refuse_unnamed(options: Any, words: Sequence[str]) -> None:
+    """Refuse a `_target_` that neither a command line names nor a file of conf/. Raises ConfigError.
+
+    The options have come over the network: what they may call is this rank's to say.
+    """
+    folders = [conf_dir()]
+    for word, after in zip(words, [*words[1:], ""], strict=False):
+        flag, _, value = word.partition("=")
+        folders += [Path(value or after)] if flag in ("--config-dir", "-cd") else []
+    files = [path for folder in folders for path in (*folder.glob("*.yaml"), *folder.glob("*/*.yaml"))]
+    named = {name for text in (*words, *(file.read_text() for file in files)) for name in _names(text)}
+    for target in _targets(options):
+        if target not in named:
+            raise ConfigError(
+                f"rank 0 has {target} as a _target_, which neither the command line nor the files of "
+                f"{' and '.join(map(str, folders))} name on this rank: write it out there"
+            )
+
+
+def _names(text: str) -> list[str]:
+    return re.findall(r"[\w.]+", text)
+
+
+def _targets(options: Any) -> Iterator[str]:
+    if isinstance(options, Mapping):
+        if "_target_" in options:
+            yield str(options["_target_"])
+        options = list(options.values())
+    for item in options if isinstance(options, list) else ():
+        yield from _targets(item)
 
 
 def refuse_few_layers(cfg: Mapping[str, Any], stages: int) -> None:

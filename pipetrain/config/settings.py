@@ -242,8 +242,8 @@ class Settings:
     @classmethod
     def composed(cls, cfg: Mapping[str, Any], schedule: str, ranks: int | None) -> Settings:
         """Return the settings of a configuration, read as `read` does. Raises ConfigError."""
-        values = {option.key: _value(cfg, option.key) for option in options().values()}
-        model = str(_value(cfg, "model._target_") or "model").rpartition(".")[2]
+        values = {option.key: value_at(cfg, option.key) for option in options().values()}
+        model = str(value_at(cfg, "model._target_") or "model").rpartition(".")[2]
         return cls.read(values, ranks, model=model, schedule=schedule)
 
     def changed(self, values: Mapping[str, Any]) -> Settings:
@@ -328,7 +328,7 @@ PIPELINE_OPTIONS = [name for name, option in options().items() if option.pipelin
 """The names of the options that are keywords of Pipeline."""
 
 
-def _value(cfg: Any, key: str) -> Any:
+def value_at(cfg: Any, key: str) -> Any:
     """Return the value of a key with dots; None where what should have parts has none."""
     for part in key.split("."):
         cfg = cfg.get(part) if isinstance(cfg, Mapping) else None

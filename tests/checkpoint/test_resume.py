@@ -24,7 +24,8 @@ from pipetrain.checkpoint.resume import (
 )
 from pipetrain.checkpoint.tensor_files import MODEL, names_of, read_files
 from pipetrain.commands.cli import as_mapping, contained, values_of
-from pipetrain.commands.train import conditions_of, with_cuts_of
+from pipetrain.commands.job import conditions_of
+from pipetrain.commands.rank0 import cuts_of
 from pipetrain.config.settings import Settings
 from pipetrain.errors import ConfigError
 from pipetrain.records.run_folder import RunFolder, claim, lengthens
@@ -413,24 +414,26 @@ def test_what_does_not_fit_or_is_done_is_refused(mine, updates, ending, says):
 
 
 def test_a_run_of_the_command_line_must_agree_in_these():
-    run, cfg = make_run(PLAIN), config(["model=mlp"])
-    known = conditions_of(cfg, run.settings, run.facts, run.task)
+    run, options = make_run(PLAIN), cases.options_of(["model=mlp"])
+    known = conditions_of(options, run.settings, run.facts, run.task)
     assert {"model", "data", "data's fingerprint", "batch_size", "seed", "dtype"} <= known.keys()
     assert (known["batch_size"], known["dtype"]) == (12, "float64")
 
 
 def test_a_profiled_run_keeps_its_cuts_and_what_it_recomputes():
-    limited, profiled = config(["partition=profile", "memory_limit=1"]), config(["partition=profile"])
-    kept = with_cuts_of(limited, source_of(), Settings(ranks=2))
-    assert (kept.partition, kept.recompute, kept.memory_limit) == ([1], ["always", "never"], None)
-    assert with_cuts_of(profiled, source_of(), Settings(ranks=3)).partition == "profile"
-    assert with_cuts_of(config([]), source_of(), Settings(ranks=2)).partition == "flops"
+    profiled = {"partition": "profile", "ranks": 2}
+    kept = cuts_of(source_of(), Settings(**profiled, memory_limit=1))
+    assert kept == {"partition": [1], "recompute": ["always", "never"], "memory_limit": None}
+    assert cuts_of(source_of(), Settings(**profiled)) == {"partition": [1], "memory_limit": None}
+    assert cuts_of(source_of(), Settings(partition="profile", ranks=3)) == {}
+    assert cuts_of(source_of(), Settings(**profiled, profile="file.json")) == {}
+    assert cuts_of(source_of(), Settings(ranks=2)) == {}
 
 
 @pytest.mark.parametrize("forged", [{"placement": []}, {"placement": [], "ranks": []}, {"recompute": [9]}])
 def test_a_pipeline_that_is_none_is_refused_in_a_sentence(forged):
     with pytest.raises(DamagedCheckpoint, match=r"^c holds a state that cannot be used: "):
-        with_cuts_of(config(["partition=profile"]), source_of(**forged), Settings(ranks=2))
+        cuts_of(source_of(**forged), Settings(partition="profile", ranks=2))
 
 
 @pytest.mark.parametrize(
@@ -440,11 +443,10 @@ def test_a_run_that_chose_its_replicas_keeps_them_on_as_many_ranks(ranks, placem
     source = source_of()
     pipeline = {**source.manifest.pipeline, "placement": placement} | ({"ranks": ranks} if ranks else {})
     source = replace(source, manifest=replace(source.manifest, pipeline=pipeline))
-    request, count = config(["partition=profile", "replicas=auto"]), len(ranks or placement)
-    kept = with_cuts_of(request, source, Settings(ranks=count, replicas="auto"))
-    assert (kept.partition, kept.replicas) == ([1], replicas)
-    other = with_cuts_of(request, source, Settings(ranks=4, replicas="auto"))
-    assert (other.partition, other.replicas) == ("profile", "auto")
+    request, count = {"partition": "profile", "replicas": "auto"}, len(ranks or placement)
+    kept = cuts_of(source, Settings(ranks=count, **request))
+    assert kept == {"partition": [1], "replicas": replicas, "memory_limit": None}
+    assert cuts_of(source, Settings(ranks=4, **request)) == {}
 
 
 ANOTHER = "holds a run that finished after 8 updates, .* with resume="

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -14,13 +15,14 @@ from threading import Thread
 from types import SimpleNamespace
 
 import pytest
-from omegaconf import OmegaConf
 
 from pipetrain.commands import start as module
-from pipetrain.commands.start import Start, refuse_few_layers
+from pipetrain.commands.start import Start, as_json, from_json, refuse_few_layers, refuse_unnamed
 from pipetrain.errors import ChannelError, ConfigError, Refused
 from pipetrain.runtime.comm.ranks import World
 from pipetrain.signals import Signals
+from pipetrain.targets import Unresolved
+from tests.support.cases import options_of
 from tests.support.processes import DEADLINE_S, SMALL, ended, lines_of, running
 
 # Alone
@@ -32,9 +34,10 @@ def alone() -> Start:
 
 
 def test_alone_there_is_nobody_to_tell(alone):
-    cfg = OmegaConf.create({"run_dir": "${now:}", "seed": 0, "timeout": 3})
-    assert alone.begin(cfg, {"run": "a"}) == {"run": "a"}
-    assert alone.broadcast_word("get ready", 1) == 1
+    alone.send_delay(3.0)
+    alone.send({"run": "a"}, 3.0)
+    alone.synchronize("get ready", {"data": "a"})
+    alone.end()
     assert alone.run_dir is None
     with pytest.raises(ConfigError, match="too small") as refusal:
         alone.refuse(ConfigError("too small"))
@@ -76,7 +79,10 @@ def test_a_refusing_rank_is_deaf_to_torchrun_before_the_others_may_leave(monkeyp
     """With twelve ranks on two cores the first that left had rank 0 ended before it said why."""
     monkeypatch.setattr(module, "this_attempt", lambda world: None)
     start, waited = Start(World(0, 2), [], Signals(0)), []
-    start._ranks = SimpleNamespace(broadcast=lambda what: waited.append(start.signals.drained.is_set()))
+    start._ranks = SimpleNamespace(
+        barrier_or_raise=lambda *_, **__: waited.append(start.signals.drained.is_set()),
+        broadcast=lambda what, item: item,
+    )
     with pytest.raises(Refused, match="too small"):
         start.refuse(Refused("too small"))
     assert waited == [True]
@@ -102,6 +108,28 @@ def test_more_stages_than_layers_are_refused_by_the_configuration_alone():
     with pytest.raises(ConfigError, match=r"stages=7 needs .*, but the model has 6: 0 hidden1"):
         refuse_few_layers(cfg, 7)
     refuse_few_layers({"model": {"_target_": "elsewhere.made"}}, 7)  # dear to build
+
+
+# The options that rank 0 sends
+
+
+def test_options_travel_as_json_with_any_keys_and_what_refers_to_nothing():
+    options = options_of(["experiment=gpt", "+model.by={2: a, true: [{2.5: inf}], x: {}}", "warmup=0.25"])
+    options["gone"] = [Unresolved("gone")]
+    assert from_json(json.loads(json.dumps(as_json(options)))) == options
+    assert json.loads(json.dumps(options["data"])) == options["data"]
+
+
+def test_a_rank_calls_only_what_its_own_command_line_or_files_name(tmp_path):
+    """Whoever reaches the ports of a run could send it options."""
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "mine.yaml").write_text("_target_: mine.optim.Lion  # of my own\n")
+    options = {"model": {"_target_": "my.Net"}, "optim": [{"inner": {"_target_": "mine.optim.Lion"}}]}
+    for words in (["--config-dir", str(tmp_path)], [f"--config-dir={tmp_path}"]):
+        refuse_unnamed(options, ["model={_target_: my.Net}", *words])
+        with pytest.raises(ConfigError, match=r"^rank 0 has my\.Net as a _target_, which neither the"):
+            refuse_unnamed(options, ["model._target_=my.Net2", *words])
+    refuse_unnamed(options_of(["experiment=unet", "optim=adamw", "codec.forward=int8"]), [])
 
 
 # Ranks that are started one by one, as other launchers do
@@ -141,7 +169,7 @@ def test_a_rank_with_another_command_line_is_named_once_and_all_end_alike(tmp_pa
 OTHERWISE = """
 import os, sys
 from pipetrain import data
-from pipetrain.commands import train
+from pipetrain.commands import job, train
 from pipetrain.errors import ConfigError
 
 def cannot(*_):
@@ -157,7 +185,7 @@ train.main()
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("train.load_data = cannot", "rank 1: its disk is gone"),
+        ("job.load_data = cannot", "rank 1: its disk is gone"),
         ("data.Data.fingerprint = 'other'", 'rank 1 has data set="other", and rank 0 has "digits '),
     ],
 )
@@ -166,3 +194,30 @@ def test_what_one_rank_alone_refuses_or_has_otherwise_is_said_by_rank_0(tmp_path
     assert [line[: len("pipetrain: ") + len(said)] for line in lines_of(out)] == [f"pipetrain: {said}"]
     assert (status, other) == (2, (2, ""))
     assert list(tmp_path.iterdir()) == []
+
+
+WITHOUT_HYDRA = """
+import os, sys
+if os.environ["RANK"] == "1":
+    sys.modules["hydra"] = sys.modules["omegaconf"] = None
+    os.environ["EPOCHS"] = "7"
+from pipetrain.commands import train
+train.main()
+"""
+
+
+@pytest.mark.processes
+def test_rank_0_reads_the_command_line_for_all_the_data_set_that_it_falls_back_on_too(tmp_path, monkeypatch):
+    """The other rank cannot import Hydra, and its environment is another."""
+    monkeypatch.setenv("EPOCHS", "2")
+    words = [
+        "data=cifar10",
+        "data.root=none",
+        "data.source.url=http://127.0.0.1:9/",
+        "epochs=${oc.env:EPOCHS}",
+    ]
+    words += ["+model.names={1: a}", "model._target_=tests.support.models.keyed", "run_dir=run"]
+    (status, said), other = start(tmp_path, words, words, module=("-c", WITHOUT_HYDRA))
+    assert (status, other) == (0, (0, "")), said
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["data"], summary["epochs"], summary["updates"]) == ("digits", 2, 12)

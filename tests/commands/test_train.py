@@ -17,8 +17,9 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 
 from pipetrain.commands.cli import compose
+from pipetrain.commands.rank0 import discard_folder, given_folder, run_job
 from pipetrain.commands.start import Start
-from pipetrain.commands.train import discard_folder, given_folder, lead, run_command
+from pipetrain.commands.train import run_command
 from pipetrain.errors import ConfigError
 from pipetrain.records.recorder import Recorder
 from pipetrain.runtime.comm.ranks import World
@@ -142,25 +143,26 @@ def test_a_run_s_figures_agree_with_each_other(run):
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory) -> tuple[Ended, Path]:
-    """A sweep of two runs of two processes, which are cut by times; and the folder it was started from."""
+    """A sweep of two runs of two processes, which are cut by times, and one that is refused; its folder."""
     folder = tmp_path_factory.mktemp("swept")
-    words = [*FEW, "batch_size=64", "partition=profile", "seed=1,2", "run_dir=swept", "--multirun"]
-    return finished(folder, [*TWO, *words]), folder
+    words = [*FEW, "batch_size=64", "partition=profile", "seed=1,x,2", "run_dir=swept", "--multirun"]
+    return finished(folder, [*LAUNCHED, *words]), folder
 
 
 def test_multirun_is_one_run_after_another_each_in_one_folder_and_ranks_profile_together(swept):
     ended, where = swept
-    assert ended.status == 0, ended.out
-    summaries = [read(where / "swept" / name / "summary.json") for name in ("0", "1")]
+    assert ended.status == 2, ended.out
+    summaries = [read(where / "swept" / name / "summary.json") for name in ("0", "2")]
     assert [(summary["seed"], summary["updates"]) for summary in summaries] == [(1, 4), (2, 4)]
     assert summaries[0]["val_loss"] != summaries[1]["val_loss"]
     assert [path.name for path in where.iterdir()] == ["swept"]
     lines = lines_of(ended.out)
-    *_, head, first_run, second_run, last = lines
+    *_, head, first_run, _, second_run, refused, last = lines
     assert head.startswith(
         "run  seed  val loss  val acc  best val loss  best val acc  best epoch  epoch s  bubble"
     )
-    assert [row.split()[:2] for row in (first_run, second_run)] == [["0", "1"], ["1", "2"]]
+    assert [row.split()[:2] for row in (first_run, second_run)] == [["0", "1"], ["2", "2"]]
+    assert refused == "run 1: seed=x must be a whole number of at least 0"
     assert last == f"all figures in {where}/swept/sweep.csv"
     assert sum(line.startswith("epoch 1/1: ") for line in lines) == 2
     first = lines.index("pipetrain: profiling 6 layers, 16 samples at a time")
@@ -220,7 +222,7 @@ def train_here(monkeypatch, folder: Path, *words: str) -> None:
     try:
         before = given_folder(sys.argv[1:])
         start = Start(World(), words, Signals(0))
-        compose("config", lambda cfg: lead(cfg, start), lambda error: bool(discard_folder(*before)))
+        compose("config", lambda cfg: run_job(cfg, start), lambda error: bool(discard_folder(*before)))
     finally:
         GlobalHydra.instance().clear()
 

@@ -19,11 +19,18 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_planned
 from torch.utils.checkpoint import checkpoint
 
 from pipetrain.model.chain import Pop, Stash
+from pipetrain.models import mlp
 
 CLASSES = 10
 
 
 Shrink = partial(nn.AvgPool2d, 8)  # [n, 3, 32, 32] -> [n, 3, 4, 4], so that the tests are quick
+
+
+def keyed(names: dict[int, str], **arguments: Any) -> nn.Module:
+    """An MLP, with keys that are numbers in the configuration."""
+    assert list(names) == [1], names
+    return mlp(**arguments)
 
 
 class Lambda(nn.Module):

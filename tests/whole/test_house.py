@@ -19,6 +19,8 @@ APART = {"benchmark", "comparison", "docs", "gpu", "published", "support", "user
 SEEN_IN = {
     "__init__": "docs/test_api_docs",
     "checkpoint/rank_state": "checkpoint/test_dcp",
+    "commands/job": "commands/test_train",
+    "commands/rank0": "commands/test_train",
     "errors": "test_exit",
     "trainer/fit": "users/test_fitting",
     "models/layers": "models/test_vision",

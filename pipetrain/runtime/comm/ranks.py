@@ -1,6 +1,6 @@
 """The ranks of a run: how many there are, and what they tell each other beside the stages' messages.
 
-What they tell is JSON and tensors: nothing that is received is unpickled or run. Every wait has a deadline.
+What they tell is JSON and tensors: nothing that is received is unpickled. Every wait has a deadline.
 """
 
 from __future__ import annotations

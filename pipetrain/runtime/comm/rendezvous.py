@@ -34,6 +34,7 @@ log = logging.getLogger("pipetrain")
 START_S = 300.0  # that the ranks' imports may take
 SILENCE_S = 10.0  # between two lines about what takes long
 POLL_S = 0.02
+DELAY = "delay"  # the key of the seconds that rank 0 may take longer
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 LOOPBACK = 127  # first byte of its addresses
 ELSEWHERE = "192.0.2.1"  # of RFC 5737, in no network: the default route leads there
@@ -84,6 +85,18 @@ class Attempt:
         self._store = PrefixStore("pipetrain", store)
         self._start = self._store.add(f"starts of rank {world.rank}", 1)
         self._met: Store | None = None
+        self._answer = f"attempt of rank {world.rank}, start {self._start}"
+
+    def send_delay(self, delay_s: float) -> None:
+        """On rank 0: let the others wait so much longer for it to meet them. The next attempts keep it."""
+        self._store.set(DELAY, str(delay_s))
+
+    def receive_delay(self, limit_s: float) -> float | None:
+        """On another rank: return what rank 0 has sent, None if it meets the others without a delay."""
+        store = self._store
+        with _meeting(self._world.rank):
+            self._until(lambda: store.check([DELAY]) or store.check([self._answer]), limit_s, "rank 0")
+            return float(store.get(DELAY)) if store.check([DELAY]) else None
 
     def meet(self, limit_s: float) -> Store:
         """Return this attempt's store once all ranks have come. Raises ChannelError."""
@@ -94,9 +107,8 @@ class Attempt:
                 if rank == 0:
                     self._lead(store, limit_s)
                 else:
-                    key = f"attempt of rank {rank}, start {self._start}"
-                    self._until(lambda: store.check([key]), limit_s, "rank 0")
-                    number = int(store.get(key))
+                    self._until(lambda: store.check([self._answer]), limit_s, "rank 0")
+                    number = int(store.get(self._answer))
                     store.set(f"attempt {number}/rank {rank}", "")
                     self._until(lambda: store.check([f"attempt {number}/all"]), limit_s, "all ranks")
             self._met = PrefixStore(f"attempt {number}", store)

@@ -107,6 +107,23 @@ def test_the_count_of_an_agent_is_no_part_of_a_key(monkeypatch):
     assert guard(met([Attempt(world, meeting._torchrun_store(world)) for world in worlds]))
 
 
+def test_rank_0_says_before_they_meet_how_much_longer_it_takes():
+    raw = dist.HashStore()
+    first, second = started(raw, 2)
+    with pytest.raises(ChannelError, match=r"^rank 1 waited 0\.1 s for rank 0 to start"):
+        second.receive_delay(0.1)
+    first.send_delay(7.5)
+    assert second.receive_delay(DEADLINE_S) == 7.5
+    first, second = started(dist.HashStore(), 2)
+    with ThreadPoolExecutor(2) as threads:
+        meeting, delay = (
+            threads.submit(met, [first, second]),
+            threads.submit(second.receive_delay, DEADLINE_S),
+        )
+        assert guard(meeting.result())
+    assert delay.result() is None
+
+
 def test_a_rank_that_does_not_start_is_named():
     here = [attempt for rank, attempt in enumerate(started(dist.HashStore(), 4)) if rank not in (1, 3)]
     alone = started(dist.HashStore(), 2)[1:]
