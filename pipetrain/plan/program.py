@@ -285,7 +285,7 @@ def _played(draft: Draft, batches: int, program: Program, cut: Cut | None, train
     bounds = cut.bounds if cut else dict.fromkeys(edges(program), settings.buffer_size)
     m, ranks = settings.microbatches if trains else 1, len(program)
     run = simulate(program, m, buffer_size=bounds or settings.buffer_size, routes=routes, ties=ties)
-    home = Lowering.of(program).rank
+    home = Lowering.for_program(program).rank
     if policy:  # whose program is one of many
         peaks = [policy.bounds(stage, ranks, batches, m) for stage in range(ranks)]
         return Window(program, run, peaks, home)

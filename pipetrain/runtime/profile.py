@@ -185,7 +185,7 @@ def measure_layers(
     ]
     nowhere = [Action(every, op, mb) for mb in MICROBATCHES for op in (Op.F, Op.B)]
     program = lower([here, nowhere], cut.edges)
-    home = Lowering.of(program).rank
+    home = Lowering.for_program(program).rank
     ends = links_of(edges(program, cut.edges), ranks_of(program))
     channel = LoopbackChannel(dict.fromkeys(ends), 1, math.inf, device)
     mail = Mailbox(channel, cut, ranks_of(program), 0)

@@ -1,10 +1,10 @@
 """The instructions of a schedule: the actions of one rank, in order.
 
-A schedule is data, and check, simulate, draw and the engine all read the same lists. As text an action is,
-for example, `1F3@2`: stage 1, forward, microbatch 3, weight version 2; `1F3@2+1`: of which it reads a
-prediction, 1 update ahead.
+A schedule is data: check, simulate, draw and the engine read the same lists. The text of an action is, for
+example, `1F3@2`: stage 1, forward, microbatch 3, weight version 2. `1F3@2+1` reads a prediction made from
+version 2, 1 update ahead.
 
-Microbatches are numbered through a window (from one drain to the next): number `k` is of batch
+Microbatches are numbered through a window (from one drain to the next): number `k` belongs to batch
 `k // microbatches`. Versions count from the window's start: version 0 is the initial one, and the STEP of
 batch `n` makes version `n + 1`.
 """
@@ -28,9 +28,9 @@ class ScheduleError(ValueError):
 class Op(StrEnum):
     """The operation of an action. B is a whole backward; I and W are its two halves. R recomputes a forward.
 
-    REDUCE adds up the gradients of a stage's replicas. TIE sends the gradient of shared weights to the other
-    stages that share them; the NORM or STEP that follows waits for theirs. NORM sends the norm of a stage's
-    gradient to all stages; where a program has it, STEP waits for all of them.
+    REDUCE sums the gradients of a stage's replicas. TIE sends the gradient of shared weights to the other
+    stages that share them; the NORM or STEP that follows waits for their TIEs. NORM sends the norm of a
+    stage's gradient to all stages; in a program with NORMs, STEP waits for all of them.
     """
 
     F = "F"
@@ -62,14 +62,14 @@ _TEXT = re.compile(rf"(\d+)({_OPS})(\d+)?(?:@(\d+)(?:\+(\d+))?)?(?:>(\d+))?")
 
 
 class Predicted(NamedTuple):
-    """A weight version, as it will be some updates later."""
+    """A weight version, extrapolated by some updates."""
 
     version: int
     ahead: int
 
 
 Read = int | Predicted
-"""The weights that an action computes with: those of a version, or predicted by it."""
+"""The weights that an action computes with: a version, or a prediction made from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ class Action:
     """One instruction of one rank, for one stage.
 
     `peer` is the other stage of a message, by default the neighbour, which the text leaves out: `0SEND_F3`
-    goes to stage 1, `0SEND_F3>2` to stage 2. `delay`: the updates between the version and the update of the
-    microbatch, by which a correction predicts what is read, or lowers the rate of a STEP; 0 where none does.
+    goes to stage 1, `0SEND_F3>2` to stage 2. `delay`: updates between the version and the microbatch's own
+    update; a correction predicts weights by it, or lowers the rate of a STEP. 0 without a correction.
     """
 
     stage: int
@@ -117,22 +117,22 @@ Program = list[list[Action]]  # one list of actions per rank
 Edge = tuple[int, int]  # (source stage, target stage) of messages; gradients go from a later stage
 Tie = tuple[int, ...]  # the stages that share some weights, ascending
 Ties = Sequence[Collection[int]]  # the stages that share each weight; a stage may share several
-ALL: Tie = ()  # stands for the stages of all ranks, whose gradient has one norm
+ALL: Tie = ()  # stands for the stages of all ranks, which share one gradient norm
 
 Schedule = Callable[..., Program]
 """(ranks, batches, microbatches a batch) -> a compute-only program: F, B (or I and W), R and STEP.
 
-What it needs beside these it names as keywords with a default, and is given: `costs` of each action, as soon
-as they are known; `buffer_size`, the bound of the channel; `routes` between stages, see `lower`; `recompute`,
-the stages that are to recompute their forwards, for a schedule that places each R itself.
+A schedule receives more if it names keywords with a default: `costs` of each action, once they are measured;
+`buffer_size`, the bound of the channel; `routes` between stages, see `lower`; `recompute`, the stages that
+recompute their forwards, for a schedule that places each R itself.
 """
 
 
 def asks_for(schedule: Schedule) -> set[str]:
-    """Return the keywords that a schedule names beside its three numbers, and that are not bound."""
+    """Return the keywords that a schedule accepts after its three numbers and that are not bound."""
     try:
         parameters = signature(schedule).parameters
-    except (TypeError, ValueError):  # a callable that does not say
+    except (TypeError, ValueError):  # a callable without a signature
         return set()
     bound = schedule.keywords if isinstance(schedule, partial) else {}
     return set(islice(parameters, 3, None)) - set(bound)
@@ -141,9 +141,9 @@ def asks_for(schedule: Schedule) -> set[str]:
 def compute_program(
     schedule: Schedule, ranks: int, batches: int, microbatches: int, **offered: Any
 ) -> Program:
-    """Return a schedule's compute-only program, made with what it asks for of what is `offered`."""
-    wanted = {name: value for name, value in offered.items() if name in asks_for(schedule)}
-    return [list(actions) for actions in schedule(ranks, batches, microbatches, **wanted)]
+    """Return a schedule's compute-only program; it gets the keywords of `offered` that it accepts."""
+    accepted = {name: value for name, value in offered.items() if name in asks_for(schedule)}
+    return [list(actions) for actions in schedule(ranks, batches, microbatches, **accepted)]
 
 
 def parse_action(text: str) -> Action:
@@ -202,9 +202,9 @@ def homes(program: Program) -> dict[tuple[int, int], int]:
 
 
 def rounds(program: Program, batches: int, microbatches: int) -> int:
-    """Return after how many microbatches of a window replicas take turns anew.
+    """Return after how many microbatches of a window the replicas' turns start again.
 
-    After each batch where no forward reads old weights, so that windows may be cut anywhere; else per window.
+    After each batch if no forward reads old weights, so that windows may be cut anywhere; else per window.
     """
     return batches * microbatches if reads_old(program, microbatches) else microbatches
 
@@ -242,7 +242,7 @@ def most_open(program: Program) -> int:
 
 
 def shortened(actions: Sequence[Action], batches: int, microbatches: int) -> list[Action]:
-    """Leave out batches from number `batches` on. The rest waits for no more than before: no new deadlock."""
+    """Leave out the batches from `batches` on. The rest waits for no more than before: no new deadlock."""
     total = batches * microbatches
     return [a for a in actions if (a.version <= batches if a.op in UPDATE else a.mb < total)]
 
@@ -253,7 +253,7 @@ def last_uses(actions: Sequence[Action]) -> dict[tuple[int, Read], int]:
 
 
 def predictions(uses: Iterable[tuple[int, Read]]) -> dict[tuple[int, int], list[Predicted]]:
-    """Map (stage, version) to what is predicted by that version, as soon as it is there. See `last_uses`."""
+    """Map (stage, version) to the predictions made from it, as soon as it exists. See `last_uses`."""
     by_version: dict[tuple[int, int], list[Predicted]] = {}
     for stage, read in uses:
         if isinstance(read, Predicted):
@@ -273,7 +273,7 @@ def last_backwards(actions: Sequence[Action]) -> list[tuple[Action, Action]]:
 
 
 def most_versions(actions: Sequence[Action]) -> dict[int, int]:
-    """Return, by stage, the most weights at once: the newest version, others to be read, predictions."""
+    """Return, by stage, the most weights at once: newest version, older ones still read, predictions."""
     uses = last_uses(actions)
     predicted = predictions(uses)
     versions: dict[int, list[Read]] = {a.stage: [0, *predicted.get((a.stage, 0), ())] for a in actions}
@@ -281,7 +281,7 @@ def most_versions(actions: Sequence[Action]) -> dict[int, int]:
     for position, action in enumerate(actions):
         if action.op is Op.STEP:
             stage = action.stage
-            kept = [version for version in versions[stage] if uses.get((stage, version), -1) > position]
-            versions[stage] = [*kept, action.version, *predicted.get((stage, action.version), ())]
+            still_read = [version for version in versions[stage] if uses.get((stage, version), -1) > position]
+            versions[stage] = [*still_read, action.version, *predicted.get((stage, action.version), ())]
             most[stage] = max(most[stage], len(versions[stage]))
     return most

@@ -1,7 +1,7 @@
 """v_async: the V placement without a flush, with weight stashing.
 
 As in PipeDream, a forward reads the newest weights of its stage, its backward reads the same ones, and a
-stage steps after each batch's last W. But a microbatch comes back to the rank that it left, so all ranks hold
+stage steps after each batch's last W. But a microbatch returns to the rank where it began, so all ranks hold
 about as much, a third to a half of what PipeDream's first rank holds: fewer activations, fewer weight
 versions, less staleness. The works are in a periodic order (see `periodic`), so no rank waits once the
 pipeline is full.
@@ -25,17 +25,17 @@ from pipetrain.schedule.programs.order import newest, require, v_placement, vers
 from pipetrain.schedule.simulate import Cost, Deadlock, simulate, unit_cost
 
 LIKE = ("auto", "v_min", "v_half")
-_SLOWER = 1.01  # times the shortest period, for less staleness
+_SLOWER = 1.01  # longest period, as a multiple of the shortest, accepted for less staleness
 
 
 @dataclass(frozen=True)
 class AsynchronousV:
     """Makes a periodic order for the costs of the stages; called, it is a Schedule.
 
-    `like`: v_min and v_half take that rule's offsets for F = I = W; auto chooses among these and some made
+    `like`: v_min and v_half use that schedule's offsets for F = I = W; auto chooses among these and some made
     for the costs: of the fastest, to a hundredth, those that hold the fewest activations, which are the least
-    stale. `memory`: the most activations that a rank may hold, in microbatches of its two stages
-    together; None: any number.
+    stale. `memory`: the most activations that a rank may hold, in microbatches summed over its two stages;
+    None: any number.
     """
 
     like: str = "auto"
@@ -54,7 +54,7 @@ class AsynchronousV:
         if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int | float)):
             raise ScheduleError(f"schedule v_async needs memory to be a number or null; got memory={memory}")
         where = v_placement(ranks)
-        possible = _timed(WorkTimes.of(costs, where), buffer_size)
+        possible = _timed(WorkTimes.from_cost(costs, where), buffer_size)
         return _program(self._chosen(possible, ranks), where, batches * microbatches, microbatches)
 
     def _chosen(self, possible: list[tuple[float, float, Offsets]], ranks: int) -> Offsets:
@@ -63,7 +63,7 @@ class AsynchronousV:
             possible = [possible[self.like == "v_half"]]
         if self.memory is not None:
             least = min(activations for _, activations, _ in possible)
-            possible = [one for one in possible if one[1] <= 2 * self.memory]
+            possible = [timed for timed in possible if timed[1] <= 2 * self.memory]
             if not possible:
                 raise ScheduleError(
                     f"schedule v_async needs memory >= {least / 2:g} microbatches on {ranks} ranks; got "
@@ -76,7 +76,7 @@ class AsynchronousV:
 
 @lru_cache(maxsize=64)
 def _timed(times: WorkTimes, buffer_size: int) -> list[tuple[float, float, Offsets]]:
-    """Return some offsets, V-Min's and V-Half's first, with the period at these times and what a rank holds.
+    """Return some offsets, V-Min's and V-Half's first, each with its period and activations at these times.
 
     The period is the time between microbatches in the simulated steady state; infinite if the channel blocks.
     """
@@ -84,7 +84,7 @@ def _timed(times: WorkTimes, buffer_size: int) -> list[tuple[float, float, Offse
     where = v_placement(stages // 2)
     count = stages + 4  # enough to fill the pipeline
     timed: list[tuple[float, float, Offsets]] = []
-    for by in (WorkTimes.of(unit_cost, where), times):  # F = I = W, and what the stages take
+    for by in (WorkTimes.from_cost(unit_cost, where), times):  # F = I = W, and what the stages take
         for hop in (0.0, 0.25, 0.125):
             candidate = offsets(where, by, hop)
             programs = (lower(_program(candidate, where, n)) for n in (count, 2 * count))

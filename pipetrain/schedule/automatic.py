@@ -1,8 +1,8 @@
-"""zb_auto: a flush schedule whose order is made for the costs of its stages, under a limit of memory.
+"""zb_auto: a flush schedule with an order made for the costs of its stages, under a memory limit.
 
-A list scheduler plays the ranks by several rules, the fixed rules of zero bubble stand beside it, and
-`simulate` at the same costs decides between all that keep to the limit. So it is never slower than a fixed
-rule of its placement. Every rank makes the same program, as all know the same costs.
+A list scheduler tries several rules, the fixed zero-bubble schedules are candidates too, and `simulate` at
+the same costs chooses among all that keep the limit. So it is never slower than a fixed schedule of its
+placement. Every rank makes the same program, as all have the same costs.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _RULES = {
     for v, orders in _ORDERS.items()
 }
 _SIMULATED = 4  # of the list scheduler's orders, the fastest
-_LARGE = 5_000  # works from which on orders are compared over fewer batches
+_LARGE = 5_000  # from this many works on, orders are compared over fewer batches
 
 
 @dataclass(frozen=True)
 class ZeroBubbleAuto:
     """Makes an order of F, I and W for the costs of the stages; called, it is a Schedule.
 
-    `memory`: the most activations that a rank may hold, in microbatches of all its stages together; None: one
-    for each rank, as 1f1b. `v`: rank r of S holds stages r and 2S-1-r; else stage r alone.
+    `memory`: the most activations that a rank may hold, in microbatches summed over its stages; None: one
+    for each rank, as in 1f1b. `v`: rank r of S holds stages r and 2S-1-r; else stage r alone.
     """
 
     memory: float | None = None
@@ -62,7 +62,7 @@ class ZeroBubbleAuto:
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 1:
             raise ScheduleError(f"schedule zb_auto needs memory >= 1 microbatch; got memory={limit}")
         where = v_placement(ranks) if self.v else list(range(ranks))
-        times, most = WorkTimes.of(costs, where), limit * len(where) // ranks
+        times, most = WorkTimes.from_cost(costs, where), limit * len(where) // ranks
 
         def played(rule: Preference, batches: int) -> tuple[Program, float]:
             total = batches * microbatches

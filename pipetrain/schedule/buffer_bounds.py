@@ -1,9 +1,9 @@
 """The bound of each edge: how many receives are posted ahead, and how many sends may be unfinished.
 
-Neighbours take messages about as fast as they are made, so a small bound is enough. A message that skips
+Neighbours receive messages about as fast as they are made, so a small bound is enough. A message that skips
 stages waits until those stages have done their part: with S stages of 1F1B, the first stage has made S such
-messages when the last one takes the first. With less room the edge would hold up the pipeline, or block it
-for good where the rank must first run another of its stages.
+messages when the last stage receives the first. A smaller bound would delay the pipeline, or block it for
+good if the rank must first run another of its stages.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def edge_bounds(
 ) -> dict[Edge, int]:
     """Return the bound of each edge of a lowered program, for `simulate` and for the channel.
 
-    Neighbours have `buffer_size`. A skip has room for that many and for the messages that are on their way
-    when one is sent, at unit costs and if only the neighbours' edges block. It needs no more than half of the
-    microbatches that its source holds open: both ends together then have room for all of them. An evaluation
+    Neighbours have `buffer_size`. A skip has room for that many and for the messages on the way when one is
+    sent, at unit costs and if only the neighbours' edges block. It needs at most half of the microbatches
+    that its source holds open: both ends together then have room for all of them. An evaluation
     (`forward_only`) has the same bounds for any number of microbatches. Raises Deadlock if a program with
     skips blocks on the neighbours' edges alone.
     """
@@ -36,7 +36,7 @@ def edge_bounds(
     bounds = free_skips(used, buffer_size, 1 + max(action.mb for actions in program for action in actions))
     if not all(map(_near, bounds)):
         run = simulate(program, 1, buffer_size=bounds, routes=routes, ties=ties)
-        ahead, activations = _ahead(run, Lowering.of(program, routes)), run.activations
+        ahead, activations = _ahead(run, Lowering.for_program(program, routes)), run.activations
         for edge in bounds:
             if not _near(edge):
                 enough = max(buffer_size, -(-activations[min(edge)] // 2))
@@ -45,14 +45,17 @@ def edge_bounds(
 
 
 def free_skips(edges: Iterable[Edge], buffer_size: int, microbatches: int) -> dict[Edge, int]:
-    """Return bounds with which the messages of so many microbatches wait on the neighbours' edges alone."""
+    """Return bounds with which so many microbatches block on the neighbours' edges only."""
     most = max(buffer_size, microbatches)
     return {edge: buffer_size if _near(edge) else most for edge in edges}
 
 
 def widest(bounds: Sequence[dict[Edge, int]]) -> dict[Edge, int]:
     """Return the largest bound of each edge, for a channel that serves several programs."""
-    return {edge: max(of.get(edge, 0) for of in bounds) for edge in sorted(set().union(*bounds))}
+    return {
+        edge: max(program_bounds.get(edge, 0) for program_bounds in bounds)
+        for edge in sorted(set().union(*bounds))
+    }
 
 
 def _near(edge: Edge) -> bool:

@@ -1,10 +1,10 @@
-"""Checks the soundness of a lowered program, before a process group exists.
+"""Checks that a lowered program is sound, before a process group exists.
 
 One rule covers most of it: forwards, input gradients and weight gradients of a stage each come in ascending
-order 0, 1, 2, ..., so nothing is missing or done twice (a replica has every r-th of r). It holds for every
-schedule, because running statistics (BatchNorm) and sums of gradients depend on the order: with one order,
-runs of one seed agree to the last bit, and equal the plain training loop. It also makes both ends of every
-edge agree on the order of messages. Deadlock is found by `simulate`.
+order 0, 1, 2, ..., so nothing is missing or done twice (of r replicas, each has every r-th). Every schedule
+must keep it, because running statistics (BatchNorm) and sums of gradients depend on the order: with one
+order, runs with one seed are equal to the last bit, and equal the plain training loop. It also gives both
+ends of every edge the same order of messages. `simulate` finds deadlocks.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def check(
 ) -> None:
     """Refuse an unsound lowered program: raises ScheduleError, naming rank and action.
 
-    Every stage has each microbatch's F once, then its B (or I, then W) once, each kind ascending; a
-    backward reads its forward's version; a version is read only after the STEP that makes it, so never
-    one newer than the microbatch's batch; an R comes between its F and its B or I, at most once; batch
-    n's STEP makes version n + 1 after exactly its backwards and before any of the next batch; a prediction
-    is at most as far ahead as the microbatch's own update, a STEP as late as the latest microbatch of its
-    batch on all ranks; communication is what `lower` makes of the rest. `norms`: every update waits for the
-    norms of all stages, and NORM and STEP are where `with_norms` puts them; without it there is no NORM.
-    `ties`: the stages that share weights, whose updates wait as `with_ties` says.
+    Every stage has each microbatch's F once, then its B (or I, then W) once, each kind ascending. A backward
+    reads its forward's version. A version is read only after the STEP that makes it, so it is never newer
+    than the microbatch's batch. An R comes between F and B or I, at most once. Batch n's STEP makes version n
+    + 1 after exactly its backwards and before those of the next batch. A prediction looks at most as far
+    ahead as the microbatch's own update; the delay of a STEP is that of the latest microbatch of its batch on
+    all ranks. Communication is what `lower` makes of the rest. `norms`: every update waits for the norms of
+    all stages, with NORM and STEP where `with_norms` puts them; without it there is no NORM. `ties`: the
+    stages that share weights, whose updates wait as `with_ties` says.
     """
     ranks = ranks_of(program)
     idle = [rank for rank, actions in enumerate(program) if not actions]
@@ -82,12 +82,12 @@ def check(
 
 
 def _check_delays(program: Program, microbatches: int) -> None:
-    """Refuse a STEP that says another delay than that of its batch, where some say one."""
+    """Refuse a STEP with a wrong delay, if any STEP has one."""
     if not any(action.op is Op.STEP and action.delay for actions in program for action in actions):
         return
     right = with_delays(program, microbatches, predicts=False, rates=True)
-    for rank, (actions, others) in enumerate(zip(program, right, strict=True)):
-        for action, other in zip(actions, others, strict=True):
+    for rank, (actions, expected) in enumerate(zip(program, right, strict=True)):
+        for action, other in zip(actions, expected, strict=True):
             if action != other:
                 raise ScheduleError(f"rank {rank} has {action}: its batch is {other.delay} updates late")
 
@@ -109,10 +109,10 @@ def _check_communication(program: Program, routes: Sequence[Edge] | None, norms:
 
 @dataclass(slots=True)
 class _Stage:
-    """The state of one stage on one rank, which runs the microbatches `mine` of the window."""
+    """The state of one stage on one rank, which runs the microbatches `mbs` of the window."""
 
     microbatches: int
-    mine: list[int]
+    mbs: list[int]
     done: dict[str, int] = field(
         default_factory=lambda: {"forwards": 0, "input gradients": 0, "weight gradients": 0}
     )
@@ -135,7 +135,7 @@ class _Stage:
         if op is Op.R:
             return self._recompute(action)
         for kind in _COUNTED[op]:
-            following = self.mine[self.done[kind] :][:1]
+            following = self.mbs[self.done[kind] :][:1]
             if [mb] != following:
                 what = f"the next is of microbatch {following[0]}" if following else "all are done"
                 return f"its {kind} must ascend, each once, and {what}"
@@ -160,7 +160,7 @@ class _Stage:
         mb = action.mb
         if mb not in self.reads:
             return f"it comes before the forward of microbatch {mb}"
-        if mb in self.mine[: self.done["input gradients"]]:
+        if mb in self.mbs[: self.done["input gradients"]]:
             return f"the backward of microbatch {mb} has begun"
         if mb in self.recomputed:
             return f"microbatch {mb} has been recomputed"
@@ -171,7 +171,7 @@ class _Stage:
         if action.version != self.newest + 1:
             return f"the next STEP makes version {self.newest + 1}"
         done = self.done["weight gradients"]
-        expected = bisect_left(self.mine, action.version * self.microbatches)
+        expected = bisect_left(self.mbs, action.version * self.microbatches)
         if done != expected:
             return f"it comes after {done} weight gradients, and its batch ends with number {expected}"
         self.newest += 1
@@ -180,8 +180,8 @@ class _Stage:
     def end(self, batches: int) -> str:
         """Return what is missing or too much at the end of the window, or ""."""
         for kind, done in self.done.items():
-            if done != len(self.mine):
-                return f"{done} {kind} of {len(self.mine)}"
+            if done != len(self.mbs):
+                return f"{done} {kind} of {len(self.mbs)}"
         return f"{self.newest} updates of {batches}" if self.newest != batches else ""
 
 

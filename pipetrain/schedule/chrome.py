@@ -4,9 +4,9 @@ Each rank has four tracks, on one clock:
 
 - compute: each F, B, I, W, REDUCE, TIE, NORM and STEP, while the device ran it;
 - wait: each time in which the rank was blocked, named after the message, or `wait` without one;
-- send: the handing over of each message to the transport, without the wait for room before it;
-- receive: each message from when it was sent, or was next in line, until its rank had it. A rank takes its
-  messages one by one, so these spans do not overlap; in a long one without a wait the message was early.
+- send: handing each message to the transport, without the wait for room before it;
+- receive: each message from its send, or from when it was next in line, until its arrival. A rank receives
+  its messages one by one, so these spans do not overlap; a long one without a wait means an early message.
 
 An arrow goes from each send to its receive. A message's `args` hold its bytes on the wire and the
 milliseconds of its codec. `otherData` has the conditions, and the start and end of each window on each rank.
@@ -71,7 +71,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[TracedWindow]]:
 def _span_of(event: Event) -> Span:
     action, waited = parse_action(event["name"]), event["args"].get("waited_us", 0.0)
     start, end = event["ts"], event["ts"] + event["dur"]
-    if action.op in COMMUNICATION:  # whose event begins after the wait, or is that of the message's way
+    if action.op in COMMUNICATION:  # its event begins after the wait, or is the travel of the message
         start = (end if action.op in RECEIVES else start) - waited
     return Span(action, start / 1e6, end / 1e6, waited / 1e6)
 

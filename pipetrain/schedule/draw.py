@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pipetrain.schedule.actions import COMPUTE, Action, Op
 from pipetrain.schedule.timeline import Timeline
 
-LINES = 2  # most lines of a text, unless it is told what to draw
+LINES = 2  # most lines of a text, unless a span is given
 NAMES = {
     Op.F: "forward",
     Op.B: "backward",
@@ -24,7 +24,7 @@ NAMES = {
 COLOURS = {Op.F: "#4e79a7", Op.B: "#a85a28", Op.I: "#e08a2e", Op.W: "#59a14f", Op.R: "#b07aa1"}
 
 Cells = tuple[int, int]
-"""The first and the last cell of a part of a timeline; a cell is the time `unit_of` it."""
+"""The first and the last cell of a part of a timeline; a cell lasts `unit_of` the timeline."""
 
 
 class Block(NamedTuple):
@@ -42,27 +42,30 @@ def as_text(
 ) -> str:
     """Draw a row per rank in `width` columns; a cell is the shortest action's time (1 at `unit_cost`).
 
-    `F3` is the forward of microbatch 3, `B3--` its backward (`I` and `W` its halves), `1F3` names the stage
-    too, on ranks with several; a dot is idle time, `|` a step. `span`: the first and last cell, drawn in as
-    many lines per rank as needed; None for as many as LINES hold. With a `title` a line says what the letters
-    are. `unit_of_time`: of the costs, as s.
+    `F3` is the forward of microbatch 3, `B3--` its backward (`I` and `W` its halves); on ranks with several
+    stages `1F3` names the stage too; a dot is idle time, `|` a step. `span`: the first and last cell, drawn
+    in as many lines per rank as needed; None: as many as fit into LINES. With a `title`, a line explains the
+    letters. `unit_of_time`: of the costs, as s.
     """
     unit, total, ranks = unit_of(timeline), cells_of(timeline), len(timeline.rows)
     stages = stages_of(timeline)
-    several, alike = any(len(on_rank) > 1 for on_rank in stages), stages == [[n] for n in range(ranks)]
+    virtual, alike = any(len(on_rank) > 1 for on_rank in stages), stages == [[n] for n in range(ranks)]
     bars = bars_of(timeline)
-    labels = [f"rank {n}" + f" ({named(of)})" * (not several and not alike) for n, of in enumerate(stages)]
+    labels = [
+        f"rank {n}" + f" ({named(stages_of_rank)})" * (not virtual and not alike)
+        for n, stages_of_rank in enumerate(stages)
+    ]
     names = [f"{label.ljust(max(map(len, labels)))}  " for label in labels]
-    cell = 1 + max((len(_label(bar.action, several)) for bar in bars), default=1)
+    cell = 1 + max((len(_label(bar.action, virtual)) for bar in bars), default=1)
     fits = max(1, (width - len(names[0]) - 1) // cell)  # and the mark at the end of a line
     first, last = (min(at, total) for at in span or (0, LINES * fits))
 
     facts = ", ".join([*([title] if title else []), *facts_of(timeline, unit_of_time)])
     notes = [facts, *([f"a cell is {unit:.3g} {unit_of_time}".rstrip()] if unit != 1 else [])]
     notes += [f"cells {first} to {last} of {total}"] if (first, last) != (0, total) else []
-    head = ["; ".join(notes), *([", ".join(_legend(bars, several))] if title else [])]
+    head = ["; ".join(notes), *([", ".join(_legend(bars, virtual))] if title else [])]
 
-    rows = _drawn(bars, ranks, last, cell, unit, several)
+    rows = _drawn(bars, ranks, last, cell, unit, virtual)
     groups = []
     for start in range(first, last, fits):
         stop = min(start + fits, last)
@@ -72,16 +75,16 @@ def as_text(
     return "\n".join([*head, "\n".join(groups)])
 
 
-def _legend(bars: Sequence[Block], several: bool) -> list[str]:
+def _legend(bars: Sequence[Block], virtual: bool) -> list[str]:
     shown = {bar.action.op for bar in bars}
     names = [f"{op} {name}" for op, name in NAMES.items() if op in shown]
     names += ["| step"] if Op.STEP in shown else []
-    number = "1F3: of stage 1, microbatch 3" if several else "F3: of microbatch 3"
+    number = "1F3: of stage 1, microbatch 3" if virtual else "F3: of microbatch 3"
     return [*names, ". idle", number]
 
 
 def _drawn(
-    bars: Sequence[Block], ranks: int, end: int, cell: int, unit: float, several: bool
+    bars: Sequence[Block], ranks: int, end: int, cell: int, unit: float, virtual: bool
 ) -> list[list[str]]:
     """Return the characters of each rank's first `end` cells, of `cell` characters each."""
     rows = [list(("." + " " * (cell - 1)) * end) for _ in range(ranks)]
@@ -90,14 +93,14 @@ def _drawn(
         if bar.action.op is Op.STEP and 0 < first <= end:
             rows[bar.rank][first * cell - 1] = "|"
         elif first < min(last, end):
-            bar_text = _label(bar.action, several).ljust((last - first) * cell - 1, "-") + " "
+            bar_text = _label(bar.action, virtual).ljust((last - first) * cell - 1, "-") + " "
             rows[bar.rank][first * cell : last * cell] = bar_text[: (end - first) * cell]
     return rows
 
 
-def _label(action: Action, several: bool) -> str:
+def _label(action: Action, virtual: bool) -> str:
     """Return `F3`, or `1F3` on a rank with several stages."""
-    stage = str(action.stage) if several else ""
+    stage = str(action.stage) if virtual else ""
     return f"{stage}{action.op}{action.mb}" if action.op in COMPUTE else ""
 
 
@@ -115,7 +118,7 @@ def bars_of(timeline: Timeline, until: float = inf) -> list[Block]:
 
 
 def facts_of(timeline: Timeline, unit_of_time: str) -> list[str]:
-    """Say how many ranks there are, how long it takes, and what of that is a bubble."""
+    """Return the number of ranks, the makespan, and the bubble, as text."""
     ranks = len(timeline.rows)
     return [
         counted(ranks, "rank"),

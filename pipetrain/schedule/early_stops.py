@@ -1,7 +1,7 @@
 """Where each rank looks whether a window ends before a batch.
 
-The first rank of stage 0 decides that. The others look before they begin anything of the batch, once they
-have received or summed up what comes of an action that it began after its decision. So no look waits. To
+The first rank of stage 0 decides that. The others check before they begin anything of the batch, once they
+have received or reduced something that depends on an action begun after the decision. So no check waits. To
 begin is to run, to post, to read inputs after those of the last forward, or to have room for a receive.
 
 Without replicas each rank receives each microbatch. So the first stage's rank decides as many microbatches
@@ -39,46 +39,53 @@ def stop_points_in(actions: Sequence[Action], microbatches: int, ahead: int) -> 
 def stop_points_of(run: Timeline, posts: Posts, silent: Collection[Edge | int]) -> list[StopPoints]:
     """Return the stop points by rank, in a training with replicas.
 
-    `silent`: edges whose messages are empty, and stages without weights, which have nothing to sum up.
+    `silent`: edges with empty messages, and stages without weights, which have nothing to reduce.
     """
-    lowering, known = Lowering.of([row.actions for row in run.rows]), _known(run, silent)
+    lowering, clocks = Lowering.for_program([row.actions for row in run.rows]), _known(run, silent)
     leader, stop_points = lowering.ranks[0][0], list[StopPoints]([] for _ in run.rows)
     begins = [_begins(run, rank, posts, lowering) for rank in range(len(run.rows))]
     for batch, at in enumerate(map(list, zip(*begins, strict=True))):
-        at[leader] = min(known[rank][position] for rank, position in enumerate(at)) - 1
+        at[leader] = min(clocks[rank][position] for rank, position in enumerate(at)) - 1
         for rank, position in enumerate(at if at[leader] >= 0 else ()):
             stop_points[rank].append((position, batch))
     return stop_points
 
 
 def _known(run: Timeline, silent: Collection[Edge | int]) -> list[list[int]]:
-    """Return, by rank and position, how many actions of the first rank have begun when it is reached."""
+    """Return, by rank and position, how many actions of the first rank have surely begun by then.
+
+    A vector clock of one entry: a message or a REDUCE carries its sender's count.
+    """
     program = [row.actions for row in run.rows]
-    ranks, clocks, known = Lowering.of(program).ranks, [0] * len(program), [[0] for _ in program]
+    ranks, clocks, by_position = (
+        Lowering.for_program(program).ranks,
+        [0] * len(program),
+        [[0] for _ in program],
+    )
     sent = dict[tuple[Edge | int, int], int]()  # by message, and by update of a stage
     for rank in run.order:
-        action = program[rank][len(known[rank]) - 1]
+        action = program[rank][len(by_position[rank]) - 1]
         key = (action.stage, action.version) if action.op in UPDATE else (action.edge, action.mb)
         clocks[rank] += rank == ranks[0][0]
         if action.op in SENDS:
             sent[key] = clocks[rank]
-        elif action.op is Op.REDUCE:  # the first one, to which all replicas have come; what follows waits
-            sent.setdefault(key, max(clocks[of] for of in ranks[action.stage]))
+        elif action.op is Op.REDUCE:  # the first one: all replicas have arrived
+            sent.setdefault(key, max(clocks[replica] for replica in ranks[action.stage]))
         elif (action.op in RECEIVES or action.op in UPDATE) and key[0] not in silent:
             clocks[rank] = max(clocks[rank], sent[key])
-        known[rank].append(clocks[rank])
-    return known
+        by_position[rank].append(clocks[rank])
+    return by_position
 
 
 def _begins(run: Timeline, rank: int, posts: Posts, lowering: Lowering) -> list[int]:
-    """Return, by batch, the position at which a rank begins it or a later one."""
+    """Return, by batch, the position where a rank begins that batch or a later one."""
 
-    def batch(one: Action | Sum) -> int:
-        updates = isinstance(one, Sum) or one.op in UPDATE
-        return one.version - 1 if updates else one.mb // run.microbatches  # type: ignore[union-attr]
+    def batch(item: Action | Sum) -> int:
+        updates = isinstance(item, Sum) or item.op in UPDATE
+        return item.version - 1 if updates else item.mb // run.microbatches  # type: ignore[union-attr]
 
     actions, positions, before = run.rows[rank].actions, list[int](), defaultdict[object, list[int]](list)
-    begins = [(at, batch(one)) for at, one in (*posts.on(rank), *enumerate(actions))]
+    begins = [(at, batch(item)) for at, item in (*posts.on(rank), *enumerate(actions))]
     for at, action in enumerate(actions):
         if action.op in RECEIVES or action.op is Op.F:
             link = action.edge, action.op is Op.F or lowering.rank(action.peer, action.mb)

@@ -1,9 +1,9 @@
-"""A list scheduler: plays all ranks in time, and lets each take the best work that is ready.
+"""A list scheduler: simulates all ranks in time, and gives each the best work that is ready.
 
 Forwards, input gradients and weight gradients of a stage ascend; batches flush, so a forward waits for the
 STEP of the batch before. A rank holds no more microbatches than its limit, and no rank sends more messages
-than the channel has room for. Which of several ready works is best depends on the costs, so a rule says it,
-and several rules may be tried: one pass takes a few microseconds for each action.
+than the channel has room for. Which ready work is best depends on the costs, so a rule decides, and several
+rules may be tried: one pass takes a few microseconds per action.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ ByStage = tuple[float, ...]  # by stage
 
 @dataclass(frozen=True)
 class WorkTimes:
-    """What `cost` says of each stage; `ahead` and `back`: of messages to the next and to the last stage.
+    """The times of each stage; `ahead` and `back`: of a message to the next and to the previous stage.
 
-    Nobody waits for the input gradient of stage 0, so that here its W, `w[0]`, is the whole backward.
+    Stage 0 sends no input gradient, so its W, `w[0]`, is the whole backward.
     """
 
     f: ByStage
@@ -35,7 +35,7 @@ class WorkTimes:
     back: ByStage
 
     @classmethod
-    def of(cls, cost: Cost, where: Sequence[int]) -> WorkTimes:
+    def from_cost(cls, cost: Cost, where: Sequence[int]) -> WorkTimes:
         """Return the times of stages on the ranks `where`; stages on one rank exchange no messages."""
         stages = range(len(where))
         f, i, w, step, ahead, back = (
@@ -52,9 +52,9 @@ class WorkTimes:
 
     def cost(self, action: Action) -> float:
         """Return the time of an action, for `simulate`."""
-        of = {Op.F: self.f, Op.I: self.i, Op.W: self.w, Op.STEP: self.step}
-        of |= {Op.SEND_F: self.ahead, Op.SEND_B: self.back}
-        return of[action.op][action.stage] if action.op in of else 0.0
+        times = {Op.F: self.f, Op.I: self.i, Op.W: self.w, Op.STEP: self.step}
+        times |= {Op.SEND_F: self.ahead, Op.SEND_B: self.back}
+        return times[action.op][action.stage] if action.op in times else 0.0
 
     def busy(self, where: Sequence[int]) -> list[float]:
         """Return the time that each rank works on a microbatch."""
@@ -66,12 +66,12 @@ class WorkTimes:
 
 @dataclass(frozen=True)
 class Preference:
-    """Which ready work a rank takes.
+    """Which ready work a rank chooses.
 
     `order`: (op, position) by preference, where position 0 is the rank's first stage; W comes after these.
-    `patience`: a rank rather waits for an F or I than to start a W, if it comes within this part of the W.
-    `depth`: a stage has at most so many times the microbatches between their F and I that a free way through
-    the stages behind it and back fills, when ranks are as busy as the busiest one; None: any number.
+    `patience`: a rank waits for an F or I instead of starting a W, if it comes within this part of the W.
+    `depth`: limits the microbatches between F and I of a stage, as a multiple of those that an unblocked way
+    through the later stages and back needs when all ranks are as busy as the busiest; None: no limit.
     """
 
     order: tuple[tuple[Op, int], ...]
@@ -81,10 +81,10 @@ class Preference:
 
 @dataclass
 class ListScheduler:
-    """Plays the ranks.
+    """Simulates the ranks.
 
     `where`: the rank of each stage; `total`: microbatches of the window; `limit`: those that a rank may hold
-    over all its stages, more than its stages less one; `room`: messages on each edge that need not be taken.
+    over all its stages, more than its stages less one; `room`: unreceived messages that each edge may have.
     """
 
     where: Sequence[int]
@@ -98,12 +98,13 @@ class ListScheduler:
     def __post_init__(self) -> None:
         stages, ranks = range(len(self.where)), range(max(self.where) + 1)
         self.stages_of = [[stage for stage in stages if self.where[stage] == rank] for rank in ranks]
-        self.wanted = [
-            [(op, own[at]) for op, at in self.rule.order if at < len(own)] for own in self.stages_of
+        self.preferred = [
+            [(op, stages_of_rank[at]) for op, at in self.rule.order if at < len(stages_of_rank)]
+            for stages_of_rank in self.stages_of
         ]
         self.most = self._depths()
         self.done = {op: [0 for _ in stages] for op in (Op.F, Op.I, Op.W)}
-        # When each input is there, as far as it is known.
+        # When each input arrives, as far as it is known.
         self.comes = {op: [[inf] * self.total for _ in stages] for op in (Op.F, Op.I)}
         self.comes[Op.F][0] = [0.0] * self.total
         self.free = [0.0 for _ in ranks]
@@ -112,7 +113,7 @@ class ListScheduler:
         self.events = [(0.0, rank) for rank in ranks]
 
     def _depths(self) -> list[float]:
-        """Return, by stage, how many microbatches may be between their F and I."""
+        """Return, by stage, the most microbatches between their F and I."""
         times, where = self.times, self.where
         if self.rule.depth is None:
             return [inf for _ in where]
@@ -141,7 +142,7 @@ class ListScheduler:
     def _chosen(self, rank: int, now: float) -> tuple[Op, int] | float:
         """Return what the rank does now, or else until when it waits."""
         soonest = inf
-        for op, stage in self.wanted[rank]:
+        for op, stage in self.preferred[rank]:
             comes = self._forward(rank, stage) if op is Op.F else self._input_gradient(stage)
             if comes <= now:
                 return op, stage
@@ -174,7 +175,7 @@ class ListScheduler:
         return self.comes[Op.I][stage][mb] if stage and mb < self.done[Op.F][stage] else inf
 
     def _weights(self, stage: int) -> float:
-        """Of stage 0: when the whole backward could."""
+        """Of stage 0: when the whole backward could begin."""
         mb = self.done[Op.W][stage]
         if stage:
             return 0.0 if mb < self.done[Op.I][stage] else inf
@@ -191,14 +192,14 @@ class ListScheduler:
             end = now + times.f[stage]
             self.open[rank] += 1
             if stage + 1 < len(self.where):
-                self._tell(Op.F, stage + 1, mb, end + times.ahead[stage])
+                self._send(Op.F, stage + 1, mb, end + times.ahead[stage])
             else:
                 self.comes[Op.I][stage][mb] = end
             if stage:  # there is room for another message
                 heapq.heappush(self.events, (now, self.where[stage - 1]))
         elif op is Op.I:
             end = now + times.i[stage]
-            self._tell(Op.I, stage - 1, mb, end + times.back[stage])
+            self._send(Op.I, stage - 1, mb, end + times.back[stage])
         else:
             end = now + times.w[stage]
             self.open[rank] -= 1
@@ -206,6 +207,6 @@ class ListScheduler:
         self.free[rank] = end
         heapq.heappush(self.events, (end, rank))
 
-    def _tell(self, op: Op, stage: int, mb: int, at: float) -> None:
+    def _send(self, op: Op, stage: int, mb: int, at: float) -> None:
         self.comes[op][stage][mb] = at
         heapq.heappush(self.events, (at, self.where[stage]))

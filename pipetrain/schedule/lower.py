@@ -31,11 +31,11 @@ Link = tuple[Edge, tuple[int, int]]
 
 
 class Lowering:
-    """Tells which messages an action needs and makes, for stages on these ranks.
+    """Computes the messages that an action needs and makes, for stages on these ranks.
 
-    `routes`: the edges over which activations travel; None: from each stage to the next. One that skips
-    stages goes directly from the stage that makes the tensor to the one that uses it. `homes`: which rank
-    runs each (stage, microbatch), where a stage has several.
+    `routes`: the edges over which activations travel; None: from each stage to the next. A route that skips
+    stages goes directly from the stage that makes the tensor to the stage that uses it. `homes`: the rank
+    that runs each (stage, microbatch), for stages with replicas.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class Lowering:
         }
 
     @classmethod
-    def of(cls, program: Program, routes: Sequence[Edge] | None = None) -> Lowering:
-        """Return that of a program, which says which rank runs what. Raises ScheduleError."""
+    def for_program(cls, program: Program, routes: Sequence[Edge] | None = None) -> Lowering:
+        """Return the lowering of a program, whose actions define the ranks. Raises ScheduleError."""
         ranks = ranks_of(program)
-        return cls(ranks, routes, homes(program) if any(len(of) > 1 for of in ranks) else None)
+        return cls(ranks, routes, homes(program) if any(len(replicas) > 1 for replicas in ranks) else None)
 
     def rank(self, stage: int, mb: int) -> int:
-        first, *others = self.ranks[stage]
-        return self._homes[stage, mb] if others else first
+        first, *replicas = self.ranks[stage]
+        return self._homes[stage, mb] if replicas else first
 
     def apart(self, stage: int, other: int, mb: int) -> bool:
         """Return whether two stages run a microbatch on different ranks."""
@@ -103,8 +103,8 @@ class Lowering:
 def lower(program: Program, routes: Sequence[Edge] | None = None) -> Program:
     """Add communication to a compute-only program.
 
-    REDUCE comes just before the first of a stage's TIE, NORM and STEP, RECV just before and SEND just after
-    the F, B or I that uses or makes the message. Stages on one rank exchange no messages. Raises
+    RECV comes just before and SEND just after the F, B or I that uses or makes the message; REDUCE just
+    before the first of a stage's TIE, NORM and STEP. Stages on one rank exchange no messages. Raises
     ScheduleError for a program that already communicates, or that leaves out a stage.
     """
     for rank, actions in enumerate(program):
@@ -113,14 +113,16 @@ def lower(program: Program, routes: Sequence[Edge] | None = None) -> Program:
                 raise ScheduleError(
                     f"rank {rank} has {action}: a schedule gives F, B, I, W, R and STEP alone"
                 )
-    lowering = Lowering.of(program, routes)
+    lowering = Lowering.for_program(program, routes)
+    # REDUCE must come before the gradient is read. That is the first kind of update action of a stage: TIE
+    # where weights are shared, else NORM if there are norms, else STEP.
     reduced_for: dict[int, Op] = {}
     for actions in program:
         for action in actions:
             if action.op in UPDATE:
                 reduced_for.setdefault(action.stage, action.op)
     return [
-        [each for action in actions for each in lowering.lowered(action, reduced_for.get(action.stage))]
+        [lowered for action in actions for lowered in lowering.lowered(action, reduced_for.get(action.stage))]
         for actions in program
     ]
 
@@ -131,15 +133,15 @@ def compute_only(program: Program) -> Program:
 
 
 def links(edges: Iterable[Edge], ranks: Placement) -> list[Link]:
-    """Return the links of edges between stages on these ranks, which any of their microbatches may take."""
+    """Return the pairs of ranks that the microbatches of these edges may use; stages on these ranks."""
     return [
-        (edge, (one, other))
+        (edge, (source, target))
         for edge in edges
-        for one, other in dict.fromkeys(
+        for source, target in dict.fromkeys(
             (ranks[edge[0]][mb % len(ranks[edge[0]])], ranks[edge[1]][mb % len(ranks[edge[1]])])
             for mb in range(lcm(len(ranks[edge[0]]), len(ranks[edge[1]])))
         )
-        if one != other
+        if source != target
     ]
 
 
@@ -149,7 +151,7 @@ def edges(program: Program, routes: Sequence[Edge] | None = None) -> list[Edge]:
     Routes ascend, each with its forward edge before its backward edge; a program of forwards has no backward
     edges. Works on lowered and on compute-only programs.
     """
-    lowering = Lowering.of(program, routes)
+    lowering = Lowering.for_program(program, routes)
     backward = any(action.op in (Op.B, Op.I) for actions in program for action in actions)
     return [
         edge

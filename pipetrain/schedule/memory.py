@@ -1,13 +1,12 @@
 """What the stages of a rank hold while it runs its list: the number of each item, times the bytes of one.
 
-The numbers follow from the order of the actions alone, so they are the same for a simulated and for a
-measured timeline. What an action needs only while it runs (gradients between its layers, workspaces) is not
-counted.
+The numbers follow from the order of the actions alone, so they are the same for a simulated and a measured
+timeline. What an action needs only while it runs (gradients between its layers, workspaces) is not counted.
 
 A stage holds a microbatch from its F until the end of its B or W, in one of three states. Receives are posted
-`bound` ahead, and a sender keeps what it has sent until `bound` later messages are sent; a sent activation is
-a tensor that its microbatch saves anyway, unless that is recomputed or what is sent is a copy. The storage of
-old weight versions is used again, and never freed.
+`bound` ahead, and a sender holds a sent message until `bound` later ones are sent. A sent activation is a
+tensor that its microbatch saves anyway, unless it is recomputed or a copy is sent. The storage of old weight
+versions is reused, and never freed.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ PARTS = ("activations", "weights", "versions", "gradients", "optimizer", "messag
 
 
 class Items(NamedTuple):
-    """What one stage holds: how many of each, or the bytes of one of each."""
+    """What one stage holds: the number of each item, or the bytes of one."""
 
-    saved: int = 0  # a microbatch after F or R: what enters and leaves the stage, and what autograd saves
-    before_r: int = 0  # after an F whose R is to come: what enters, and what is not recomputed
+    saved: int = 0  # a microbatch after F or R: inputs and outputs of the stage, and what autograd saves
+    before_r: int = 0  # a microbatch after an F whose R is to come: inputs, and what is not recomputed
     after_i: int = 0  # between I and W
     weights: int = 0  # parameters, buffers, their moving average
     versions: int = 0  # the trained parameters: each older version
@@ -39,12 +38,12 @@ class Items(NamedTuple):
     arrived: int = 0  # gradients that wait for their backward
     outputs: int = 0  # sent activations that are no tensors of an open microbatch
     returned: int = 0  # sent gradients
-    tied: int = 0  # gradients of weights that other stages have too, from TIE until NORM or STEP
-    adding: int = 0  # gradients of a microbatch that are added to the batch's at the end of its B or W
+    tied: int = 0  # gradients of weights that other stages share, from TIE until NORM or STEP
+    adding: int = 0  # gradients of a microbatch, added to the batch's at the end of its B or W
     reduced: int = (
-        0  # gradients that replicas add up, beside their own, from the last B or W until REDUCE is over
+        0  # the replicas' sum, besides the rank's own gradients, from the last B or W until REDUCE ends
     )
-    apart: int = 0  # gradients of other weights than the batch's first, until REDUCE
+    apart: int = 0  # gradients with respect to other weights than the batch's first, until REDUCE
 
 
 _OF_WEIGHTS = ("weights", "versions", "gradients", "optimizer")
@@ -57,12 +56,12 @@ Memory = Sequence[Mapping[int, Sequence[PartBytes]]]
 
 
 def held_bytes(counts: Items, sizes: Items) -> int:
-    """Return the bytes of a stage that holds so many of each."""
+    """Return the bytes of a stage that holds these items."""
     return sum(map(mul, counts, sizes))
 
 
 def in_parts(counts: Items, sizes: Items) -> PartBytes:
-    """Return the bytes of a stage that holds so many of each, by part."""
+    """Return the bytes of a stage that holds these items, by part."""
     sums = dict.fromkeys(PARTS, 0)
     for part, nbytes in zip(_PART_OF, map(mul, counts, sizes), strict=True):
         sums[part] += nbytes
@@ -72,17 +71,19 @@ def in_parts(counts: Items, sizes: Items) -> PartBytes:
 def over_time(
     timeline: Timeline, sizes: Sequence[Items], bound: int, copied: Collection[int] = ()
 ) -> list[dict[int, list[PartBytes]]]:
-    """Return what the stages hold after each action of a timeline; for the rest see `counts`."""
-    memory, several = [], replicated([row.actions for row in timeline.rows])
+    """Return what the stages hold after each action of a timeline; for the arguments see `counts`."""
+    memory, replicas = [], replicated([row.actions for row in timeline.rows])
     for row in timeline.rows:
-        moments = list(counts(row.actions, bound, copied, several))
+        moments = list(counts(row.actions, bound, copied, replicas))
         stages = moments[0] if moments else ()
-        memory.append({stage: [in_parts(now[stage], sizes[stage]) for now in moments] for stage in stages})
+        memory.append(
+            {stage: [in_parts(moment[stage], sizes[stage]) for moment in moments] for stage in stages}
+        )
     return memory
 
 
 def peaks(memory: Memory) -> list[dict[str, int]]:
-    """Return the most that each stage holds, in `total` and of each part, whose peaks are at any moments."""
+    """Return the most that each stage holds, in `total` and by part, each at its own moment."""
     by_stage: dict[int, list[PartBytes]] = defaultdict(list)  # of all replicas
     for of_rank in memory:
         for stage, moments in of_rank.items():
@@ -95,25 +96,30 @@ def peaks(memory: Memory) -> list[dict[str, int]]:
 
 
 def totals(of_rank: Mapping[int, Sequence[PartBytes]], parts: Collection[str] = PARTS) -> list[int]:
-    """Return the bytes of a rank's stages together after each of its actions."""
+    """Return the total bytes of a rank's stages after each of its actions."""
     moments = zip(*of_rank.values(), strict=True)
     return [sum(by_part[part] for by_part in moment for part in parts) for moment in moments]
 
 
 def counts(
-    actions: Sequence[Action], bound: int, copied: Collection[int] = (), several: Collection[int] = ()
+    actions: Sequence[Action], bound: int, copied: Collection[int] = (), replicas: Collection[int] = ()
 ) -> Iterator[dict[int, Items]]:
     """Yield, after each action of a rank's lowered list, how many of each item its stages hold.
 
-    The window is one of many: the storage of the versions is there from its start. `bound`: of the edges;
-    `copied`: the stages that send copies of their activations, as by a codec; `several`: those with replicas.
+    The window is one of many: the storage of the versions exists from its start. `bound`: of the edges;
+    `copied`: stages that send copies of their activations, as with a codec; `replicas`: stages with replicas.
     """
-    own = {stage: [a for a in actions if a.stage == stage] for stage in sorted({a.stage for a in actions})}
-    items = {stage: _items(of, bound, stage in copied, stage in several) for stage, of in own.items()}
-    now = {stage: next(of) for stage, of in items.items()}
+    by_stage = {
+        stage: [a for a in actions if a.stage == stage] for stage in sorted({a.stage for a in actions})
+    }
+    items = {
+        stage: _items(stage_items, bound, stage in copied, stage in replicas)
+        for stage, stage_items in by_stage.items()
+    }
+    latest = {stage: next(stage_items) for stage, stage_items in items.items()}
     for action in actions:
-        now = {**now, action.stage: next(items[action.stage])}
-        yield now
+        latest = {**latest, action.stage: next(items[action.stage])}
+        yield latest
 
 
 def _items(actions: Sequence[Action], bound: int, copied: bool, summed: bool) -> Iterator[Items]:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-CELLS = 64  # most of a figure, unless it is told what to draw
-STACK = 16.0  # inches: the width of measured timelines, whose actions may be short beside their waits
-NUMBER = 0.12  # inches of a bar from which on it has its number
+CELLS = 64  # most cells of a figure, unless a span is given
+STACK = 16.0  # inches: the width of measured timelines, whose actions may be short next to their waits
+NUMBER = 0.12  # inches: a bar at least this wide shows its number
 _MEMORY, _FIXED = "#9c755f", "#bab0ac"
 _STEP, _IDLE, _INK = "#222222", "#ececec", "#333333"
 _LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8, "labelcolor": _INK, "borderaxespad": 0.2}
@@ -60,8 +60,8 @@ def as_figure(
     if (since, until) != (0, timeline.makespan):
         facts.append(f"{since / unit:.0f} to {until / unit:.0f} of {cells_of(timeline)} cells")
     figure.suptitle("  ·  ".join(facts), x=0.01, ha="left", fontsize=9.5, color=_INK)
-    for each in (axes, *below):
-        _frame(each, ranks, since, until)
+    for panel in (axes, *below):
+        _frame(panel, ranks, since, until)
     _draw_actions(axes, timeline, since, until, unit_of_time)
     if memory:
         _draw_memory(below[0], timeline, memory, since, until)
@@ -71,7 +71,7 @@ def as_figure(
 def as_stack(titled: Sequence[tuple[str, Timeline, float]], path: Path | str) -> None:
     """Write timelines in seconds one above the other, on one axis of time. Raises ScheduleError.
 
-    Of each its title, and until when it is drawn, from its start.
+    Each has its title, and until when it is drawn, from its start.
     """
     ends = [min(timeline.makespan, until) for _, timeline, until in titled]
     figure, panels = _empty(STACK, [1.5 + 0.4 * len(timeline.rows) for _, timeline, _ in titled])
@@ -141,13 +141,13 @@ def _draw_actions(axes: Axes, timeline: Timeline, since: float, until: float, un
             ink, at = "white" if paleness < 0.4 else _INK, ((start + end) / 2, rank + 0.02)
             axes.text(*at, str(action.mb), ha="center", va="center", color=ink, fontsize=7.5, zorder=3)
     stages = stages_of(timeline)
-    several, alike = any(len(on_rank) > 1 for on_rank in stages), stages == [[n] for n in range(len(stages))]
+    virtual, alike = any(len(on_rank) > 1 for on_rank in stages), stages == [[n] for n in range(len(stages))]
     names = [f"rank {rank}" + f"\n{named(on_rank)}" * (not alike) for rank, on_rank in enumerate(stages)]
     axes.set_yticks(range(len(stages)), names, fontsize=8, color=_INK)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10]))
     axes.tick_params(axis="x", labelsize=8, labelcolor=_INK, color="#999999")
     time = f"time, {unit_of_time}" if unit_of_time else "time"
-    note = "; paler: a later stage of the rank" * several
+    note = "; paler: a later stage of the rank" * virtual
     axes.set_xlabel(f"{time}; numbers: microbatches{note}", fontsize=8, color=_INK)
     shown = {bar.action.op for bar in bars}
     handles: list[Any] = [Patch(color=COLOURS[op], label=name) for op, name in NAMES.items() if op in shown]

@@ -1,11 +1,11 @@
 """fbp: a schedule whose order is decided while the pipeline runs.
 
-Each rank asks for its next computation, by which messages have arrived and where there is room for a send.
+Each rank chooses its next computation by the messages that have arrived and the room that sends have.
 `lower` determines the messages and their order on each edge, as for every program.
 
-It is a `Schedule` too: called like one, it is played at unit costs. That program is an example, which is
-checked and drawn. A run is checked against the bounds, which hold for any timing, and the actions that ran
-must pass `check`.
+It is a `Schedule` too: called as one, it is simulated at unit costs. The result is an example, to be checked
+and drawn. A run is checked against the bounds, which hold for any timing, and the actions that ran must pass
+`check`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class View(Protocol):
     """A rank's view of its edges, without waiting."""
 
     def arrived(self, receive: Action) -> bool:
-        """Return whether the message of this RECV, the next one of its edge, has arrived."""
+        """Return whether the message of this RECV, the next of its edge, has arrived."""
 
     def room(self, send: Action) -> bool:
         """Return whether this SEND would not wait."""
@@ -52,14 +52,14 @@ class View(Protocol):
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """fbp, forward-backward parallelism: each stage takes what is ready, a backward first.
+    """fbp, forward-backward parallelism: each stage runs what is ready, a backward first.
 
-    Unlike PipeDream's fixed order, a stage does a forward while a gradient is late, and catches up with
-    backwards later, so stages of varying times do not wait for each other unless the queue between them is
+    Unlike PipeDream's fixed order, a stage runs a forward while a gradient is late, and catches up on
+    backwards later, so stages with varying times do not wait for each other unless the queue between them is
     full or empty. The price is staleness and activations, both bounded by `in_flight`, the number of open
     microbatches per stage; with 1, or on one rank, this is layer_dist. One stage per rank; each steps after
-    the last backward of a batch. One that recomputes its forwards does so while it waits for the gradient of
-    the oldest; if that is there already, directly before its backward.
+    the last backward of a batch. A stage that recomputes does so while it waits for the gradient of the
+    oldest microbatch; if that has arrived already, directly before its backward.
     """
 
     in_flight: int
@@ -74,7 +74,7 @@ class ForwardBackward:
         routes: Sequence[Edge] | None = None,
         recompute: Collection[int] = (),
     ) -> Program:
-        """Return the compute-only program of a window at unit costs, in which no skip waits for room."""
+        """Return the compute-only program of a window at unit costs, where no skip waits for room."""
         pairs = pairwise(range(ranks)) if routes is None else routes
         both = [edge for source, to in pairs for edge in ((source, to), (to, source))]
         bounds = free_skips(both, buffer_size, batches * microbatches)
@@ -82,7 +82,7 @@ class ForwardBackward:
         return play(self, *size, buffer_size=bounds, routes=routes, recompute=recompute)
 
     def bounds(self, stage: int, stages: int, batches: int, microbatches: int) -> Bounds:
-        """Return the bounds: a forward comes after all but `in_flight - 1` of the backwards before it."""
+        """Return the bounds: a forward comes after all but `in_flight - 1` of the earlier backwards."""
         ahead = min(self.in_flight, batches * microbatches) - 1 if stage < stages - 1 else 0
         staleness = min(-(-ahead // microbatches), batches - 1)
         return Bounds(ahead + 1, staleness + 1, staleness)
@@ -99,16 +99,16 @@ class ForwardBackward:
     ) -> Iterator[Action | Wait]:
         """Yield a stage's actions in one window with their messages, or Waits.
 
-        An action is done when the next one is requested. `batches()` may become smaller, but never excludes a
-        batch that any stage has begun: the window then ends early.
+        An action is done when the next one is requested. `batches()` may decrease, but not below a batch that
+        any stage has begun: the window then ends early.
         """
         lowering = Lowering([(rank,) for rank in range(stages)], routes)
         opened: deque[Action] = deque()  # forwards without a backward
-        begun, newest, recomputed = 0, 0, -1  # forwards, weight version, last microbatch with an R
-        while opened or begun < batches() * microbatches:
+        forwards, newest, recomputed = 0, 0, -1  # forwards, weight version, last microbatch with an R
+        while opened or forwards < batches() * microbatches:
             backward = replace(opened[0], op=Op.B) if opened else None
-            more = len(opened) < self.in_flight and begun < batches() * microbatches
-            forward = Action(stage, Op.F, begun, newest) if more else None
+            more = len(opened) < self.in_flight and forwards < batches() * microbatches
+            forward = Action(stage, Op.F, forwards, newest) if more else None
             chosen = _first(lowering, view, backward, forward)
             if recomputes and backward and recomputed < backward.mb and _goes_back(chosen):
                 recomputed = backward.mb
@@ -120,7 +120,7 @@ class ForwardBackward:
             yield from lowering.lowered(chosen)
             if chosen.op is Op.F:
                 opened.append(chosen)
-                begun += 1
+                forwards += 1
                 continue
             opened.popleft()
             if (chosen.mb + 1) % microbatches == 0:
@@ -129,7 +129,7 @@ class ForwardBackward:
 
 
 def _first(lowering: Lowering, view: View, *actions: Action | None) -> Action | Wait:
-    """Return the first of these that need not wait: an F for room for what it makes, F and B for input.
+    """Return the first action that need not wait: F for room for its sends, F and B for their input.
 
     If all must wait, return a Wait until that may have changed.
     """
@@ -148,7 +148,7 @@ def _first(lowering: Lowering, view: View, *actions: Action | None) -> Action | 
 
 
 def _goes_back(chosen: Action | Wait) -> bool:
-    """Return whether a stage does a backward next, or waits for a gradient."""
+    """Return whether the next action is a backward, or a wait for a gradient."""
     next_ones = chosen.receives if isinstance(chosen, Wait) else (chosen,)
     return any(action.op in (Op.B, Op.RECV_B) for action in next_ones)
 
@@ -166,19 +166,19 @@ def play(
 ) -> Program:
     """Return the compute-only program at these costs; messages take no time. Raises ScheduleError.
 
-    `recompute`: the stages that are to recompute their forwards, if they may hold several microbatches open.
+    `recompute`: the stages that recompute their forwards, if they may hold more than one microbatch open.
     """
     require("fbp", ranks=ranks, batches=batches, microbatches=microbatches, in_flight=policy.in_flight)
     edges = _Edges(buffer_size)
     deciding = []
     for rank in range(ranks):
-        several = policy.bounds(rank, ranks, batches, microbatches).activations > 1
-        again = rank in recompute and several
-        deciding.append(policy.lowered(rank, ranks, lambda: batches, microbatches, edges, routes, again))
+        pipelines = policy.bounds(rank, ranks, batches, microbatches).activations > 1
+        recomputes = rank in recompute and pipelines
+        deciding.append(policy.lowered(rank, ranks, lambda: batches, microbatches, edges, routes, recomputes))
     program: Program = [[] for _ in range(ranks)]
     asleep: dict[int, Action | None] = {}  # waiting rank -> the SEND that needs room, if any
-    woken: set[int] = set()  # those of them that are to look again
-    clock = [(0.0, rank) for rank in range(ranks)]  # the earliest rank goes on
+    woken: set[int] = set()  # sleeping ranks that are queued again
+    clock = [(0.0, rank) for rank in range(ranks)]  # the earliest rank continues
     while clock:
         now, rank = heapq.heappop(clock)
         woken.discard(rank)
@@ -190,7 +190,7 @@ def play(
         elif action is not None:
             heapq.heappush(clock, (now + cost(action), rank))
             if action.op in COMMUNICATION:
-                (edges.sent if action.op in SENDS else edges.taken)[action.edge] += 1
+                (edges.sent if action.op in SENDS else edges.received)[action.edge] += 1
                 if action.peer in asleep and action.peer not in woken:
                     woken.add(action.peer)
                     heapq.heappush(clock, (now, action.peer))
@@ -201,17 +201,17 @@ def play(
 
 @dataclass(frozen=True, slots=True)
 class _Edges:
-    """What has been sent and taken on each edge."""
+    """What has been sent and received on each edge."""
 
     buffer_size: BufferSize
     sent: Counter[Edge] = field(default_factory=Counter)
-    taken: Counter[Edge] = field(default_factory=Counter)
+    received: Counter[Edge] = field(default_factory=Counter)
 
     def arrived(self, receive: Action) -> bool:
-        return self.sent[receive.edge] > self.taken[receive.edge]
+        return self.sent[receive.edge] > self.received[receive.edge]
 
     def room(self, send: Action) -> bool:
-        """Return whether unfinished sends here and posted receives there leave room."""
+        """Return whether unfinished sends and posted receives leave room."""
         size = self.buffer_size
         bound = size if isinstance(size, int) else size[send.edge]
-        return self.sent[send.edge] - self.taken[send.edge] < 2 * bound
+        return self.sent[send.edge] - self.received[send.edge] < 2 * bound

@@ -1,13 +1,13 @@
 """Where each rank posts its receives and sums, so that no program hangs on a GPU.
 
-On a GPU what is posted is a kernel, and another kernel may wait for all posted ones while it is loaded or
-allocates. So a receive is posted where its send is made, in one order of the actions of all ranks. A sum over
-ranks is posted where the last rank gives its share: of gradients of shared weights (TIE), of norms (NORM), or
-of gradients of replicas (REDUCE). What replicas finish before that, in their last backwards of a batch, is
-posted where the last of these begins, which posts it as it goes; if one has none, it is posted with the rest.
-The order is the simulation's. All that an action waits for comes before it in this order, so the first
-unfinished action can always end, even if posting itself waits, as where a message is allocated near the end
-of memory. Ranks that share sums post them in one order.
+On a GPU a posted transfer is a kernel, and loading another kernel or allocating memory may wait for all
+posted ones. So a receive is posted when its send is made, in one order of the actions of all ranks. A sum
+over ranks is posted where the last rank contributes: of gradients of shared weights (TIE), of norms (NORM),
+or of gradients of replicas (REDUCE). What replicas finish earlier, during their last backwards of a batch, is
+posted when the last of these begins, and that backward posts it as it runs; if a replica has no such
+backward, it is posted with the rest. The order is the simulation's. Everything that an action waits for comes
+before it in this order, so the first unfinished action can always end, even if posting itself waits, as when
+a message is allocated near the end of memory. Ranks that share sums post them in one order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipetrain.schedule.timeline import Timeline
 class Sum(NamedTuple):
     """A sum over the ranks of a tie, or of one stage (its replicas), before the update to a version.
 
-    `early`: of what the replicas' last backwards have finished; the last of them begins it while it runs.
+    `early`: of what is finished during the replicas' last backwards; the last of these begins the sum.
     """
 
     tie: Tie
@@ -36,36 +36,38 @@ class Sum(NamedTuple):
 
 
 Post = tuple[int, Action | Sum]
-"""(position, RECV or Sum): it is posted before the action at this position of its rank's list.
+"""(position, RECV or Sum): posted before the action at this position of its rank's list.
 
-On rank 0 also (position, F) of another rank, to which it has sent the inputs before."""
+On rank 0 also (position, F) of another rank, to which rank 0 has sent the inputs before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Posts:
-    """Where the ranks post. `ahead`: the most receives of an edge that are posted and not yet received."""
+    """Where the ranks post. `ahead`: the most receives of an edge that are posted and not yet done."""
 
-    of: list[list[Post]]  # by rank, ascending
+    by_rank: list[list[Post]]  # ascending
     ahead: int
     deals: list[Post]  # of rank 0, the forwards of others
 
     def on(self, rank: int) -> list[Post]:
-        return [*merge(self.of[rank], [] if rank else self.deals, key=itemgetter(0))]
+        return [*merge(self.by_rank[rank], [] if rank else self.deals, key=itemgetter(0))]
 
 
 def make_posts(run: Timeline, bounds: Mapping[Edge, int], ties: Ties = ()) -> Posts:
     """Return where each rank of a simulated program posts, in the order of each edge and each sum.
 
-    `bounds`: those of a channel that posts receives ahead; both ends together have room for twice as many.
+    `bounds`: of a channel that posts receives ahead; both ends together have room for twice as many.
     """
     program = [row.actions for row in run.rows]
-    lowering, done = Lowering.of(program), [0] * len(program)
+    lowering, done = Lowering.for_program(program), [0] * len(program)
     ranks = lowering.ranks
     tied = [tuple(sorted(tie)) for tie in ties]
     posts: list[list[Post]] = [[] for _ in program]
     deals = list[Post]()
     open_, ahead = Counter[tuple[Edge, int, int]](), max(bounds.values(), default=0)
     shares, early = Counter[Sum](), [dict(last_backwards(actions)) for actions in program]
+    # `done[rank]` is the position at which a rank is when the action of another one runs: what is posted
+    # there is posted in the order in which the simulation ran.
     for rank in run.order:
         action = program[rank][done[rank]]
         if action.op in SENDS:
@@ -81,21 +83,22 @@ def make_posts(run: Timeline, bounds: Mapping[Edge, int], ties: Ties = ()) -> Po
         if reduce := early[rank].get(action):
             shares[sum_ := Sum((action.stage,), reduce.version, early=True)] += 1
             if shares[sum_] == len(of_stage := ranks[action.stage]) > 1:
-                for of in of_stage:
-                    posts[of].append((done[of], sum_))
+                for replica in of_stage:
+                    posts[replica].append((done[replica], sum_))
         done[rank] += 1
         for tie in _summed_at(action, tied):
             sources = [source for stage in tie or range(len(ranks)) for source in ranks[stage]]
-            sum_, together = Sum(tie, action.version), action.op is Op.REDUCE  # which ends on all at once
+            # A REDUCE ends on all ranks at once in the simulation, so its first rank posts it for all.
+            sum_, together = Sum(tie, action.version), action.op is Op.REDUCE
             shares[sum_] += 1
             if shares[sum_] == (1 if together else len(sources)):
-                for of in set(sources) if len(set(sources)) > 1 else ():
-                    posts[of].append((done[of] + (together and of != rank), sum_))
+                for replica in set(sources) if len(set(sources)) > 1 else ():
+                    posts[replica].append((done[replica] + (together and replica != rank), sum_))
     return Posts(posts, ahead, deals)
 
 
 def _summed_at(action: Action, ties: list[Tie]) -> list[Tie]:
-    """Return the ties to whose sums an action gives a share."""
+    """Return the ties to whose sums an action contributes."""
     if action.op is Op.TIE:
         return [tie for tie in ties if action.stage in tie]
     return [ALL] if action.op is Op.NORM else [(action.stage,)] if action.op is Op.REDUCE else []

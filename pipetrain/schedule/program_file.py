@@ -8,7 +8,7 @@ from pipetrain.schedule.actions import UPDATE, Op, Program, ScheduleError
 
 
 class FixedProgram:
-    """The program of a file as a schedule: of one batch, and then of any number of them, or of one window."""
+    """A program from a file as a schedule: of one batch, repeated as needed, or of one whole window."""
 
     def __init__(self, path: str, program: Program) -> None:
         self._path = path

@@ -1,11 +1,11 @@
 """Simulates a lowered program at given costs and buffer sizes: a timeline, or a deadlock.
 
 The simulated channels have the bounds of the real ones, so a program that ends here cannot deadlock there.
-Every start is a maximum of known times, so ranks may be advanced in any order: each runs until it must wait
-for a message, which then wakes it. This is linear in the number of actions. There are three collectives: the
-REDUCE of a stage with replicas ends on all of them when the last has started it, stages that share weights
-wait for each other's TIE before their NORM or STEP, and in a program with NORMs the STEPs of a batch wait
-until the norms of all stages have arrived.
+Every start is a maximum of known times, so ranks may advance in any order: each runs until it must wait for a
+message, and the sender wakes it. The time is linear in the number of actions. There are three collectives:
+the REDUCE of a stage with replicas ends on all of them when the last one has started it; stages that share
+weights wait for each other's TIE before their NORM or STEP; in a program with NORMs, the STEPs of a batch
+wait until the norms of all stages have arrived.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from pipetrain.schedule.timeline import Row, Span, Timeline
 from pipetrain.schedule.waits import BoundedEdge, Collective
 
 Cost = Callable[[Action], float]
-BufferSize = int | Mapping[Edge, int]  # for all edges, or for each
-SHOWN = 16  # batches of a window that is a whole pass, to show what it is once it is full
+BufferSize = int | Mapping[Edge, int]  # one bound for all edges, or one for each
+SHOWN = 16  # batches to show of a window that is a whole epoch: enough to see the full pipeline
 
-_TRAVEL = SENDS | {Op.TIE, Op.NORM}  # whose rank goes on while the message travels
+_TRAVEL = SENDS | {Op.TIE, Op.NORM}  # the rank goes on while the message travels
 
 _UNITS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0, Op.R: 1.0}
 
@@ -61,8 +61,8 @@ def simulate(
 
     `buffer_size` bounds each edge at both ends: receives posted ahead, and sends not yet arrived; one number
     for all edges, or one for each, see `edge_bounds`. `cost` is the time of an action on its rank; for a
-    SEND, a TIE or a NORM, the travel time of its message, during which the sender goes on. `ties`: those that
-    `with_ties` was given, if the program has any.
+    SEND, a TIE or a NORM, the travel time of its message, while the sender goes on. `ties`: as given to
+    `with_ties`, if the program has any.
     """
     least = buffer_size if isinstance(buffer_size, int) else min(buffer_size.values(), default=1)
     if least < 1:
@@ -91,7 +91,7 @@ class _Simulation:
         self._program = program
         self._buffer_size = buffer_size
         self._cost = cost
-        self._lowering = Lowering.of(program, routes)
+        self._lowering = Lowering.for_program(program, routes)
         self._edges: dict[tuple[int, ...], BoundedEdge] = {}  # by its stages and ranks
         self._shares = len(set().union(*self._lowering.ranks)) < sum(map(len, self._lowering.ranks))
         self._done: set[tuple[int, Op, int]] = set()  # (stage, F or B, microbatch), where ranks have several
@@ -107,9 +107,12 @@ class _Simulation:
         self._ready = list(range(len(program)))
         self._rows = [Row(0.0, 0.0, []) for _ in program]
         self.began: list[tuple[float, int]] = []
-        """When each action began, and its rank; of equal times, none is before what it waits for."""
+        """When each action began, and its rank; no action is before one that it waits for."""
 
     def run(self) -> list[Row]:
+        # The ready ranks, in any order: a rank that must wait leaves the list, and the rank that sends the
+        # message or completes the collective puts it back. If none is ready, all have ended or are
+        # deadlocked.
         while self._ready:
             self._advance(self._ready.pop())
         if any(len(row.spans) < len(todo) for row, todo in zip(self._rows, self._program, strict=True)):
@@ -122,6 +125,7 @@ class _Simulation:
         actions, row = self._program[rank], self._rows[rank]
         for position in range(len(row.spans), len(actions)):
             action, now = actions[position], row.ended
+            # `freed`: the time at which the action is no longer blocked, thus begins.
             if action.op in COMMUNICATION:
                 freed = self._exchange(rank, action, now)
             elif action.op in UPDATE:
@@ -176,7 +180,7 @@ class _Simulation:
         return freed
 
     def _join(self, collectives: Iterable[Collective], rank: int, action: Action, arrives: float) -> None:
-        """Send what an action gives to these collectives, and wake the ranks of one that is complete."""
+        """Add an action to these collectives, and wake the ranks of each that is now complete."""
         for collective in collectives:
             if collective.send(action, rank, arrives):
                 self._ready += collective.ranks - {rank}
@@ -209,7 +213,7 @@ class _Simulation:
             needed = [(target, Op.B, mb) for target in self._lowering.targets[stage]]
         else:
             needed = []
-        return (of for of in needed if not self._lowering.apart(stage, of[0], mb))
+        return (need for need in needed if not self._lowering.apart(stage, need[0], mb))
 
     def _blocked(self) -> Iterator[str]:
         for rank, (actions, row) in enumerate(zip(self._program, self._rows, strict=True)):
@@ -219,7 +223,11 @@ class _Simulation:
 
     def _awaited(self, rank: int, action: Action) -> str:
         if action.op in UPDATE:
-            late = next(one for one in self._collectives_before(action) if one.missing(action.version))
+            late = next(
+                collective
+                for collective in self._collectives_before(action)
+                if collective.missing(action.version)
+            )
             missing = late.missing(action.version)
             if action.op is Op.REDUCE:
                 return f"rank {' and '.join(str(other) for _, other in missing)} to do {action}"

@@ -19,8 +19,8 @@ from pipetrain.schedule.actions import COMMUNICATION, SENDS, Action, Op, most_ve
 class Span(NamedTuple):
     """One action of one rank; without an action, a wait such as that for the last sends of a window.
 
-    A SEND first waits for room, a RECV for its message. With a codec a SEND encodes before it waits, but
-    counts as if it encoded afterwards.
+    A SEND first waits for room, a RECV for its message. With a codec, a SEND encodes before it waits, but
+    its times are as if it encoded afterwards.
     """
 
     action: Action | None
@@ -72,7 +72,7 @@ class StageStats:
 
     updates: int = 0
     busy_s: float = 0.0
-    wait_s: float = 0.0  # in its messages; waits without an action count at the rank's first stage
+    wait_s: float = 0.0  # in its messages; waits without an action count for the rank's first stage
     activations: int = 0  # peak of microbatches between their F and the end of their B or W
     versions: int = 1  # peak of weight versions: the newest, older ones still to be read, and predictions
     staleness: dict[int, int] = field(default_factory=dict)  # number of forwards by staleness in updates
@@ -112,21 +112,21 @@ def total(parts: Sequence[StageStats]) -> StageStats:
 
 
 def of_replicas(parts: Sequence[StageStats]) -> StageStats:
-    """Return the statistics of a stage whose replicas have these: mean times, peaks, and all other sums."""
+    """Return the statistics of a stage from those of its replicas: mean times, peaks, and all other sums."""
     if len(parts) == 1:
         return parts[0]
-    each = total(parts)
+    summed = total(parts)
     return replace(
-        each,
+        summed,
         updates=max(part.updates for part in parts),
         skipped=max(part.skipped for part in parts),
-        busy_s=each.busy_s / len(parts),
-        wait_s=each.wait_s / len(parts),
+        busy_s=summed.busy_s / len(parts),
+        wait_s=summed.wait_s / len(parts),
     )
 
 
 def of_another(stats: StageStats) -> StageStats:
-    """Return what another replica has where one has the statistics of the stage: together they have these."""
+    """Return the share of a further replica, if the first has `stats`: together they count once."""
     return replace(stats, staleness={}, bytes_sent=0, codec_s=0.0, raw_bytes=0)
 
 
@@ -176,7 +176,7 @@ def add_stats(stages: dict[int, StageStats], row: Row, microbatches: int) -> Non
 class Timeline:
     """The rows of all ranks in one window, with batches of `microbatches` each.
 
-    `order`: of a simulation, the rank of each action in turn; none comes before one that it waits for.
+    `order`: of a simulation, the rank of each action in turn; no action comes before one that it waits for.
     """
 
     rows: list[Row]
@@ -206,7 +206,7 @@ class Timeline:
         return [1 - busy / makespan if makespan else 0.0 for busy in self.busy]
 
     def waits(self, repeated: bool) -> list[float]:
-        """Return each rank's blocked time; in `repeated` windows with the time until the next one."""
+        """Return each rank's blocked time; in `repeated` windows including the time until the next one."""
         end = max(row.ended for row in self.rows)
         return [row.waited + (end - row.ended if repeated else 0.0) for row in self.rows]
 
@@ -254,7 +254,7 @@ Kind = tuple[int, Op] | tuple[int, Op, int]  # (stage, op) or, of one route's me
 class Costs:
     """Seconds of each kind of action at each stage, by default 0; for a SEND, its message's travel time.
 
-    A route's own messages come before those of all routes.
+    The messages of one route have priority over those of all routes.
     """
 
     seconds: Mapping[Kind, float]

@@ -1,10 +1,11 @@
 """Transforms: program -> program, both without communication.
 
-A backward is split because another stage waits for its first half; where none does, the halves are joined.
+A backward is split because another stage waits for its first half; where no stage does, the halves are
+joined.
 
-A stage sends what the updates of others wait for as early as it can, and waits itself as late as it may. The
-numbers travel meanwhile, and a rank with several stages has sent all of them before it waits. Replicas wait
-for each other before they send, so they send as late as they may.
+A stage sends what the updates of other stages wait for as early as it can, and itself waits as late as it
+may. The numbers travel meanwhile, and a rank with several stages has sent all of them before it waits.
+Replicas wait for each other before they send, so they send as late as they may.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from pipetrain.schedule.lower import Lowering
 
 
 def joined(program: Program, routes: Sequence[Edge] | None = None) -> Program:
-    """Make one B of each I and its own W between which nothing is sent: one pass costs less than two.
+    """Join each I and its W to one B where nothing is sent between them: one pass costs less than two.
 
-    That is so on stage 0, which sends no gradient, and where the stages before are on the same rank.
+    That is so on stage 0, which sends no gradient, and where the earlier stages are on the same rank.
     Elsewhere `lower` puts a message between the two, which would have to wait for the W. At equal costs the
     program takes the same time. `routes`: see `lower`.
     """
-    lowering = Lowering.of(program, routes)
+    lowering = Lowering.for_program(program, routes)
 
     def halves(first: Action, second: Action) -> bool:
-        own = (first.op, second.op) == (Op.I, Op.W) and (first.stage, first.mb) == (second.stage, second.mb)
-        return own and not lowering.sends(first)
+        same = (first.op, second.op) == (Op.I, Op.W) and (first.stage, first.mb) == (second.stage, second.mb)
+        return same and not lowering.sends(first)
 
     whole: Program = []
     for actions in program:
@@ -56,8 +57,8 @@ def joined(program: Program, routes: Sequence[Edge] | None = None) -> Program:
 def with_recompute(program: Program, stages: Collection[int]) -> Program:
     """Let `stages` recompute their forwards: each R directly before the backward of its microbatch.
 
-    So `lower` puts it before the RECV_B, and it runs while the gradient is awaited. There is none where a
-    backward is what its rank computes next after the forward, as the activations are needed at once.
+    So `lower` puts it before the RECV_B, and it runs while the rank waits for the gradient. A backward that
+    directly follows its forward on the rank has no R, as it needs the activations at once.
     """
     changed: Program = []
     for actions in program:
@@ -73,10 +74,10 @@ def with_recompute(program: Program, stages: Collection[int]) -> Program:
 
 
 def with_delays(program: Program, microbatches: int, predicts: bool, rates: bool) -> Program:
-    """Say how late gradients are, for a correction.
+    """Set the delays, in updates, for a correction.
 
-    `predicts`: at each computation, whose forward reads the weights as they will be at its own update, where
-    the schedule does not say itself how far ahead; `rates`: at each STEP, of the latest of its microbatches.
+    `predicts`: of each computation, so that its forward reads the weights predicted for its own update,
+    unless the schedule has set a delay itself; `rates`: of each STEP, that of the latest of its microbatches.
     """
     latest: dict[tuple[int, int], int] = {}  # by stage and the version that an update makes
     for action in chain.from_iterable(program):
@@ -96,14 +97,14 @@ def with_delays(program: Program, microbatches: int, predicts: bool, rates: bool
 
 
 def with_norms(program: Program) -> Program:
-    """Let every update wait for the gradient norm of all stages, as clipping by the norm of a model needs.
+    """Let every update wait for the gradient norm of all stages, for clipping by the norm of the whole model.
 
     A NORM follows the last backward of each batch, and its STEP comes as late as it may: before the first
-    forward that reads what it makes, or the next batch's first backward. The NORM of a stage with a TIE waits
-    itself, and comes before the first STEP of its rank that waits for it.
+    forward that reads its version, or the next batch's first backward. The NORM of a stage with a TIE also
+    waits, and comes before the first STEP of its rank that waits for it.
     """
-    tied, several = tied_stages(program), replicated(program)
-    return [_arranged(actions, tied, several, norms=True) for actions in program]
+    tied, copied = tied_stages(program), replicated(program)
+    return [_arranged(actions, tied, copied, norms=True) for actions in program]
 
 
 def without_norms(program: Program) -> Program:
@@ -115,35 +116,35 @@ def with_ties(program: Program, ties: Ties) -> Program:
     """Let the updates of stages that share weights wait for each other's gradient of them.
 
     `ties`: the stages of each such weight. A TIE follows the last backward of each batch on each of them, and
-    what waits comes as late as `with_norms` says: NORM, or STEP in a program without. The two may be applied
-    in any order; without `ties` the TIEs are removed. Raises ScheduleError for stages that cannot be tied.
+    the NORM, or STEP in a program without, comes as late as `with_norms` says. The two transforms may be
+    applied in any order; without `ties` the TIEs are removed. Raises ScheduleError for an impossible tie.
     """
     stages = len(ranks_of(program))
     for tie in ties:
         if len(set(tie)) < 2 or not set(tie) <= set(range(stages)):
             raise ScheduleError(f"a tie joins two or more stages of 0 to {stages - 1}; got {sorted(tie)}")
-    tied, several = set().union(*ties), replicated(program)
-    return [_arranged(actions, tied, several, has_norms(program)) for actions in program]
+    tied, copied = set().union(*ties), replicated(program)
+    return [_arranged(actions, tied, copied, has_norms(program)) for actions in program]
 
 
 def _arranged(
-    actions: Sequence[Action], tied: Collection[int], several: Collection[int], norms: bool
+    actions: Sequence[Action], tied: Collection[int], copied: Collection[int], norms: bool
 ) -> list[Action]:
-    """Arrange the updates of a rank anew; a STEP that waits for nothing stays where it is.
+    """Place the TIEs, NORMs and STEPs of a rank; a STEP that waits for nothing stays where it is.
 
-    `several`: the stages that have replicas.
+    `copied`: the stages that have replicas.
     """
     actions = [action for action in actions if action.op not in (Op.TIE, Op.NORM)]
     ends = _last_backwards(actions)
     arranged: list[Action] = []
-    untold: list[Action] = []  # what waits itself before it is sent
+    unsent: list[Action] = []  # TIEs and NORMs that wait before they are sent
     waiting: dict[int, Action] = {}  # stage -> its STEP
 
     def step(stage: int) -> None:
         action = waiting.pop(stage)
-        due = [one for one in untold if one.version <= action.version]
-        arranged.extend(sorted(due, key=lambda one: (one.version, one.op is Op.NORM, one.stage)))
-        untold[:] = [one for one in untold if one.version > action.version]
+        due = [update for update in unsent if update.version <= action.version]
+        arranged.extend(sorted(due, key=lambda update: (update.version, update.op is Op.NORM, update.stage)))
+        unsent[:] = [update for update in unsent if update.version > action.version]
         arranged.append(action)
 
     for position, action in enumerate(actions):
@@ -159,11 +160,11 @@ def _arranged(
             version = ends[position]
             tie = [Action(stage, Op.TIE, version=version)] if stage in tied else []
             norm = [Action(stage, Op.NORM, version=version)] if norms else []
-            if stage in several:
-                untold += tie + norm
+            if stage in copied:
+                unsent += tie + norm
             elif tie:
                 arranged += tie
-                untold += norm
+                unsent += norm
             else:
                 arranged += norm
     for stage in sorted(waiting):
@@ -172,7 +173,7 @@ def _arranged(
 
 
 def _last_backwards(actions: Sequence[Action]) -> dict[int, int]:
-    """Map the position of the last backward of each batch, or else of its STEP, to the version it makes."""
+    """Map the position of each batch's last backward, or else of its STEP, to the version that it makes."""
     last: dict[int, int] = {}  # by stage
     ends: dict[int, int] = {}
     for position, action in enumerate(actions):

@@ -1,4 +1,4 @@
-"""What the actions of a simulation wait for: messages on bounded edges, and collectives of several stages."""
+"""What simulated actions wait for: messages on bounded edges, and collectives of several stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class BoundedEdge:
     """A bounded, ordered channel. Message k leaves when SEND k is issued and receive k is posted.
 
     Receive k is posted at the start for k < bound, else when RECV k - bound is done. SEND k blocks its rank
-    until message k - bound has arrived.
+    until message k - bound has arrived. Entry k of each list is the time of message k.
     """
 
     sender: int
@@ -38,8 +38,9 @@ class BoundedEdge:
         return max(now, self.arrived[index]) if index < len(self.arrived) else None
 
     def deliver(self) -> bool:
-        """Deliver the next message if it can leave; one event releases at most one message."""
+        """Deliver the next message if it can leave; each event lets at most one message leave."""
         index = len(self.arrived)
+        # The end of RECV `posted_by` posts receive `index`; below 0 it is posted at the start.
         posted_by = index - self.bound
         if index >= len(self.issued) or posted_by >= len(self.received):
             return False
@@ -49,7 +50,7 @@ class BoundedEdge:
 
 
 class Collective:
-    """Numbers that some stages, and each of their replicas, send before each update; others wait for all."""
+    """Numbers that the replicas of some stages send before each update; all wait until all have arrived."""
 
     def __init__(self, name: str, stages: Iterable[int], ranks: Placement) -> None:
         self.name = name
@@ -58,7 +59,7 @@ class Collective:
         self._arrivals: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)  # by version
 
     def send(self, action: Action, rank: int, arrives: float) -> bool:
-        """Send a stage's numbers, once; return whether they are the last that were missing."""
+        """Send a stage's numbers, once; return whether the collective is now complete."""
         arrivals, source = self._arrivals[action.version], (action.stage, rank)
         if source not in self._from or source in arrivals:
             return False
@@ -66,7 +67,7 @@ class Collective:
         return len(arrivals) == len(self._from)
 
     def complete(self, version: int, now: float) -> float | None:
-        """Return when all have arrived; None if unknown yet."""
+        """Return when all numbers have arrived; None if unknown yet."""
         arrivals = self._arrivals[version]
         return max([now, *arrivals.values()]) if len(arrivals) == len(self._from) else None
 

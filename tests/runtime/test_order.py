@@ -57,7 +57,7 @@ def test_receives_are_posted_before_they_are_due_and_none_of_a_batch_that_is_lef
 
     mail = SimpleNamespace(forget=forget, post=post)
     points = stop_points_in(program[rank], 4, posts.ahead)
-    order = Order(program[rank], here, 4, 4, lambda n, _: n >= ending, points, posts.of[rank])
+    order = Order(program[rank], here, 4, 4, lambda n, _: n >= ending, points, posts.by_rank[rank])
     for action in order.actions(mail, lambda: None):
         assert action.op not in RECEIVES or action in posted
         assert action.op is not Op.STEP or len(sums) >= action.version

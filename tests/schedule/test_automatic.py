@@ -92,8 +92,8 @@ def test_any_memory_from_one_microbatch_on_will_do() -> None:
 
 
 def test_the_backward_of_stage_0_is_whole_and_messages_on_one_rank_take_no_time() -> None:
-    times = WorkTimes.of(Costs({(0, Op.F): 1, (0, Op.B): 3, (1, Op.F): 1, (1, Op.B): 2}), (0, 1))
+    times = WorkTimes.from_cost(Costs({(0, Op.F): 1, (0, Op.B): 3, (1, Op.F): 1, (1, Op.B): 2}), (0, 1))
     assert (times.i, times.w) == ((0.0, 1.0), (3.0, 1.0))
     costs = Costs({(s, op): 1.0 for s in range(4) for op in (Op.SEND_F, Op.SEND_B)})
-    times = WorkTimes.of(costs, v_placement(2))
+    times = WorkTimes.from_cost(costs, v_placement(2))
     assert (times.ahead, times.back) == ((1.0, 0.0, 1.0, 0.0), (0.0, 1.0, 0.0, 1.0))

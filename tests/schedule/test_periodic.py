@@ -23,7 +23,7 @@ def random_times(seed: int, ranks: int) -> WorkTimes:
         (s, op): draw.uniform(0.5, 1.5) for s in range(2 * ranks) for op in (Op.F, Op.I, Op.W)
     }
     seconds |= {(s, op): draw.uniform(0, 1) for s in range(2 * ranks) for op in (Op.SEND_F, Op.SEND_B)}
-    return WorkTimes.of(Costs(seconds), v_placement(ranks))
+    return WorkTimes.from_cost(Costs(seconds), v_placement(ranks))
 
 
 @pytest.mark.parametrize("ranks", range(1, 5))
@@ -52,7 +52,7 @@ def test_no_two_works_of_a_rank_overlap_and_none_comes_before_its_input(ranks: i
 def test_equal_times_give_the_offsets_of_v_min() -> None:
     """Qi et al. 2024: in slots, F_a at r, F_b at 2S-1-r, I_b at 2S+r, and I_a, but of stage 0, at 4S-1-r."""
     for ranks in (2, 4, 5):
-        found = offsets(v_placement(ranks), WorkTimes.of(unit_cost, v_placement(ranks)))
+        found = offsets(v_placement(ranks), WorkTimes.from_cost(unit_cost, v_placement(ranks)))
         for r in range(ranks):
             b = 2 * ranks - 1 - r
             wanted = {(Op.F, r): r, (Op.F, b): b, (Op.I, b): 2 * ranks + r}
@@ -66,7 +66,7 @@ def test_stages_without_weights_have_works_of_no_length() -> None:
     seconds: dict[Kind, float] = {}
     for s, size in enumerate((0.0, 1.0, 1e-9, 1.0, 1e-3, 1.0, 0.0, 1.0)):
         seconds |= {(s, Op.F): size, (s, Op.I): 1.1 * size, (s, Op.W): s % 2}
-    times = WorkTimes.of(Costs(seconds), v_placement(4))
+    times = WorkTimes.from_cost(Costs(seconds), v_placement(4))
     for hop in (0.0, 0.125, 0.25):
         orders = offsets(v_placement(4), times, hop).orders(v_placement(4), 5)
         check(lower([versioned(order, 1, newest) for order in orders]), 5, 1)

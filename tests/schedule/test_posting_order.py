@@ -166,14 +166,14 @@ def most_open(actions: list[Action], posts: list[Post]) -> int:
 def test_no_schedule_hangs_and_no_edge_has_more_open_than_both_its_ends_have_room(case, buffer_size):
     for size, program in accepted(case, SIZES):
         posts = posted(program, buffer_size)
-        assert stuck(program, posts.of, posting_waits=True) == [], size
+        assert stuck(program, posts.by_rank, posting_waits=True) == [], size
         assert buffer_size <= posts.ahead <= 2 * buffer_size
-        assert max(map(most_open, program, posts.of)) <= posts.ahead, size
+        assert max(map(most_open, program, posts.by_rank)) <= posts.ahead, size
 
 
 def test_most_schedules_have_one_receive_of_an_edge_open():
     several = {
-        c.name for c in LISTED for _, p in accepted(c, SIZES) if max(map(most_open, p, posted(p).of)) > 1
+        c.name for c in LISTED for _, p in accepted(c, SIZES) if max(map(most_open, p, posted(p).by_rank)) > 1
     }
     assert several == {"interleaved_1f1b", "zb_auto", "zb_h2", "zbv"}
 
@@ -199,7 +199,7 @@ def test_fbp_hangs_where_receives_are_posted_ahead():
 def test_a_post_that_is_dropped_doubled_or_comes_too_late_is_noticed(name):
     case = next(case for case in CASES if case.name == name)
     [(_, program)] = accepted(case, [(2, 1, 4)])
-    posts = posted(program).of
+    posts = posted(program).by_rank
     for rank, own in enumerate(posts):
         lasts = {receive.edge: receive for _, receive in own}
         for i, (_, receive) in enumerate(own):
@@ -218,7 +218,7 @@ def test_a_receive_is_posted_where_its_send_is_made():
     posts = posted(program)
     said = [
         [f"{receive} before {actions[at]}" for at, receive in own]
-        for actions, own in zip(program, posts.of, strict=True)
+        for actions, own in zip(program, posts.by_rank, strict=True)
     ]
     assert said == [
         ["0RECV_B0 before 0RECV_B0", "0RECV_B1 before 0SEND_F2", "0RECV_B2 before 0RECV_B2"],
@@ -247,14 +247,14 @@ def test_no_schedule_hangs_in_its_sums(case, norms):
     assert len(programs) >= (1 if case.name == "v_async" else 2)
     for program, ties in programs:
         posts = posted(program, 2, ties)
-        assert stuck(program, posts.of, ties, posting_waits=True) == []
+        assert stuck(program, posts.by_rank, ties, posting_waits=True) == []
 
 
 def test_where_sums_are_posted_when_a_rank_has_told_its_shares_ranks_hang():
     """Rank 1 has told the last stage's share, and the first stage's needs its next backward."""
     [case] = [case for case in LISTED if case.name == "interleaved_1f1b"]
     for program, ties in summed(case, False, [(2, 1, 2), (4, 1, 8)]):
-        posts = posted(program, 2, ties).of
+        posts = posted(program, 2, ties).by_rank
         for rank, own in enumerate(posts):
             sums = {one: at for at, one in own if isinstance(one, Sum)}
             for at, action in enumerate(program[rank]):
@@ -274,7 +274,7 @@ def test_a_sum_is_posted_on_all_ranks_where_the_last_of_them_tells_its_share():
     assert "3TIE@1 1RECV_B0 1B0@0" in format_program(program)
     said = [
         [(*one.tie, str(actions[at])) for at, one in own if isinstance(one, Sum)]
-        for actions, own in zip(program, posts.of, strict=True)
+        for actions, own in zip(program, posts.by_rank, strict=True)
     ]
     assert said == [[(0, 3, f"{rank}STEP@1"), (0, 1, f"{rank}STEP@1")] for rank in (0, 1)]
 
@@ -286,15 +286,15 @@ def test_replicas_reduce_where_the_last_of_them_has_its_gradient(norms):
             spread = replicated(compute_only(program), [2, 3, 1], 2, 5)
             spread = lower(with_norms(spread) if norms else spread)
             posts = posted(spread)
-            assert stuck(spread, posts.of, posting_waits=True) == [], case
+            assert stuck(spread, posts.by_rank, posting_waits=True) == [], case
             reduced = [
                 [one.tie for _, one in own if isinstance(one, Sum) and one.tie and not one.early]
-                for own in posts.of
+                for own in posts.by_rank
             ]
             assert reduced == [[(0,)] * 2] * 2 + [[(1,)] * 2] * 3 + [[]]
             early = [
                 [(*one.tie, one.version) for _, one in own if getattr(one, "early", False)]
-                for own in posts.of
+                for own in posts.by_rank
             ]
             assert early == [[(0, 1), (0, 2)]] * 2 + [[(1, 1), (1, 2)]] * 3 + [[]], case
 
@@ -302,7 +302,7 @@ def test_replicas_reduce_where_the_last_of_them_has_its_gradient(norms):
 def test_what_replicas_have_finished_is_posted_within_the_last_of_their_last_backwards():
     """Where each began its own at once, rank 2 would wait within 1B1 for 1B2, whose forward waits for 1B1."""
     program = lower(replicated(one_f_one_b(2, 1, 3), [1, 2], 1, 3))
-    posts = posted(program).of
+    posts = posted(program).by_rank
     early = {rank: at for rank, own in enumerate(posts) for at, one in own if getattr(one, "early", False)}
     assert {rank: str(program[rank][at]) for rank, at in early.items()} == {1: "1B2@0", 2: "1REDUCE@1"}
     assert stuck(program, posts, posting_waits=True) == []
@@ -315,7 +315,7 @@ def test_what_replicas_have_finished_is_posted_within_the_last_of_their_last_bac
 
 def test_nothing_is_early_where_a_replica_has_no_microbatch():
     program = lower(replicated(one_f_one_b(1, 1, 2), [3], 1, 2))
-    assert [[one.early for _, one in own] for own in posted(program).of] == [[False]] * 3
+    assert [[one.early for _, one in own] for own in posted(program).by_rank] == [[False]] * 3
 
 
 def test_rank_0_has_sent_the_inputs_of_others_before_it_waits_for_them():

@@ -1,11 +1,11 @@
 """The schedules: pure functions (ranks, batches, microbatches a batch) -> compute-only Program.
 
-A schedule decides two things: the order of a rank's forwards and backwards, and which weights a forward
-reads. `lower` adds the communication. One file a family:
+A schedule decides two things: the order of a rank's forwards and backwards, and the weights that a forward
+reads. `lower` adds the communication. One file per family:
 
 - `flush`: a batch ends before the next begins, so every forward reads the newest weights;
 - `zero_bubble`: the same, with backwards split into I and W;
-- `stashing`: no flush; a forward reads older weights, which are kept for its backward.
+- `stashing`: no flush; a forward reads older weights, which are stashed for its backward.
 
 In all of them the forwards and backwards of a stage ascend, each backward reads its own forward's version,
 and a stage steps directly after the last backward of a batch.

@@ -1,7 +1,6 @@
 """Schedules that flush: a batch ends on every stage before the next begins there, on the newest weights.
 
-Each consists of some forwards ahead, then one forward and one backward in turn. An evaluation is forwards
-alone.
+Each has some forwards ahead, then one forward and one backward in turn. An evaluation has forwards only.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pipetrain.schedule.programs.order import alternate, in_flight, one_stage, r
 
 
 def layer_dist(ranks: int, batches: int, microbatches: int) -> Program:
-    """One microbatch in flight: the model is spread over the ranks, which take turns."""
+    """One microbatch in flight: the model is spread over the ranks, which run in turn."""
     require("layer_dist", ranks=ranks, batches=batches, microbatches=microbatches)
     return _flushed(ranks, batches, microbatches, lambda stage: 0)
 
@@ -30,7 +29,7 @@ def one_f_one_b(
     """GPipe's time with fewer activations: backwards as early as possible (PipeDream-Flush).
 
     Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3.2. `replicas`: of each
-    rank, which are to be kept busy.
+    rank; all are kept busy.
     """
     require("1f1b", ranks=ranks, batches=batches, microbatches=microbatches)
     depths = in_flight(replicas or [1] * ranks)
@@ -43,7 +42,7 @@ def interleaved_1f1b(ranks: int, batches: int, microbatches: int, virtual: int =
     The order of Megatron-LM (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
     Clusters", section 2.2): microbatches go in groups of `ranks` through each virtual stage in turn. If the
     last group is not full, the order is made for a full one and the missing microbatches are left out, which
-    cannot introduce a deadlock. (A smaller last group can, with 5 ranks and 7 microbatches.) With virtual=1
+    cannot cause a deadlock. (A smaller last group can, with 5 ranks and 7 microbatches.) With virtual=1
     this is 1f1b; on one rank each microbatch goes forward and back before the next.
     """
     require("interleaved_1f1b", ranks=ranks, batches=batches, microbatches=microbatches, virtual=virtual)
@@ -63,10 +62,10 @@ def interleaved_1f1b(ranks: int, batches: int, microbatches: int, virtual: int =
 def forward_only(placement: Placement, microbatches: int) -> Program:
     """Return the forwards of an evaluation, with replicas in turn.
 
-    Ranks follow the diagonals stage + microbatch and wait for earlier ones alone, so nothing can deadlock.
+    Ranks follow the diagonals stage + microbatch and wait only for earlier ones, so nothing can deadlock.
     """
     require("forward_only", stages=len(placement), microbatches=microbatches)
-    ranks = {rank for of in placement for rank in of}
+    ranks = {rank for replicas in placement for rank in replicas}
     if sorted(ranks) != list(range(len(ranks))):
         raise ScheduleError(f"placement must use ranks 0, 1, 2, ... without a gap; got {placement}")
     program: Program = [[] for _ in ranks]

@@ -1,4 +1,4 @@
-"""What the schedules are made of: the order of a rank's work, and the versions that it reads."""
+"""The parts of schedules: the order of a rank's work, and the versions that it reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Reads = Callable[[int, int], int]  # (batch, newest version of the stage) -> the
 
 
 def one_stage(stage: int, mbs: range, ahead: int) -> list[Work]:
-    """Return the work of a rank with one stage, see `alternate`."""
+    """Return the work of a rank with a single stage, see `alternate`."""
     return alternate([(Op.F, stage, mb) for mb in mbs], [(Op.B, stage, mb) for mb in mbs], ahead)
 
 
@@ -27,7 +27,7 @@ def alternate(forwards: Sequence[Work], backwards: Sequence[Work], ahead: int) -
 
 
 def repeated(order: Sequence[Work], size: int, batches: int, microbatches: int) -> list[Action]:
-    """Return the actions of a rank that does the work of `size` microbatches over and over.
+    """Return the actions of a rank that repeats the work of `size` microbatches.
 
     `size` divides a batch's microbatches; forwards read the newest weights.
     """
@@ -54,8 +54,8 @@ def versioned(order: Iterable[Work], microbatches: int, reads: Reads) -> list[Ac
 def in_flight(replicas: Sequence[int]) -> list[int]:
     """Return how many microbatches each stage has open, over all its replicas, so that all are busy.
 
-    A replica has one for each replica of its own and of later stages, divided among those of its stage
-    (PipeDream, section 3.2: with one replica each, S - s at stage s), and no stage fewer than a later one.
+    A replica has one for each replica of its stage and of later stages, divided among those of its stage
+    (PipeDream, section 3.2: with one replica each, S - s at stage s); no stage has fewer than a later one.
     """
     depths: list[int] = []
     ranks = 0

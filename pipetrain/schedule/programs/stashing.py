@@ -1,4 +1,4 @@
-"""Schedules without a flush: a forward reads older weights, which are kept for its backward."""
+"""Schedules without a flush: a forward reads older weights, which are stashed for its backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def pipedream(ranks: int, batches: int, microbatches: int, replicas: Sequence[in
     """1F1B without flushes, with weight stashing: a forward reads the newest weights of its stage.
 
     Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training", sections 3.2-3.3.
-    `replicas`: of each rank, which are to be kept busy.
+    `replicas`: of each rank; all are kept busy.
     """
     require("pipedream", ranks=ranks, batches=batches, microbatches=microbatches)
     return _unflushed(batches, microbatches, newest, in_flight(replicas or [1] * ranks))
@@ -22,7 +22,7 @@ def pipedream(ranks: int, batches: int, microbatches: int, replicas: Sequence[in
 def pipedream_2bw(
     ranks: int, batches: int, microbatches: int, replicas: Sequence[int] | None = None
 ) -> Program:
-    """1F1B without flushes, with two weight versions: batch n reads what batch n - 2 made.
+    """1F1B without flushes, with two weight versions: batch n reads the version that batch n - 2 made.
 
     Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3.1. The delay is one
     update on every stage, so a batch must fill the pipeline: microbatches >= ranks. `replicas`: of each rank.
@@ -48,15 +48,15 @@ def ssp(
 
     OneFlow's SSP, 2020. `buffer`: the weight versions that a stage holds, for all stages or by stage; None:
     S - i at stage i, which for one microbatch a batch makes PipeDream's program. Otherwise the two differ:
-    PipeDream reads the newest version, so microbatches of one batch may read two; here all of a batch read
-    the version at a fixed distance, even where newer ones are there.
+    PipeDream reads the newest version, so microbatches of one batch may read two; here all microbatches of a
+    batch read the version at a fixed distance, even if newer ones exist.
 
-    A stage has at most `buffer` batches open, and a rank later one microbatch less, as in PipeDream. With
+    A stage has at most `buffer` batches open, and each later rank one microbatch less, as in PipeDream. With
     twice PipeDream's delay at stage 0 it is two less, and so on, so that messages may take longer.
     """
     require("ssp", ranks=ranks, batches=batches, microbatches=microbatches)
     buffers, mbs = _buffers(buffer, ranks), range(batches * microbatches)
-    bounds = [*accumulate(buffers, min)]  # a stage gets no more forwards than those before it may run
+    bounds = [*accumulate(buffers, min)]  # a stage gets no more forwards than the stages before it may run
     ahead = min(max(1, (buffers[0] - 1) // max(1, ranks - 1)), 2 * buffer_size)  # of the next stage
     program: Program = []
     forwards = [mb + 1 - ahead for mb in mbs]  # how many come before each backward, on the stage after
@@ -84,20 +84,20 @@ def _buffers(buffer: int | Sequence[int] | None, ranks: int) -> list[int]:
 
 
 def _fixed(delay: int) -> Reads:
-    """Read what was the newest `delay` batches ago."""
+    """Read the version that was the newest `delay` batches ago."""
     return lambda batch, latest: max(0, batch - delay)
 
 
 def _order(stage: int, forwards: Sequence[int]) -> list[Work]:
-    """Return the work of a stage: `forwards[mb]` of them come before backward mb."""
+    """Return the work of a stage: `forwards[mb]` forwards come before backward mb."""
     order: list[Work] = []
-    for mb, (begun, count) in enumerate(pairwise([0, *forwards])):
-        order += [*((Op.F, stage, forward) for forward in range(begun, count)), (Op.B, stage, mb)]
+    for mb, (done, count) in enumerate(pairwise([0, *forwards])):
+        order += [*((Op.F, stage, forward) for forward in range(done, count)), (Op.B, stage, mb)]
     return order
 
 
 def _unflushed(batches: int, microbatches: int, reads: Reads, depths: Sequence[int]) -> Program:
-    """One stage per rank, 1F1B through the window's microbatches across batches, so many of them open."""
+    """One stage per rank, 1F1B through the window's microbatches across batches, with these depths."""
     mbs = range(batches * microbatches)
     return [
         versioned(one_stage(stage, mbs, depth - 1), microbatches, reads) for stage, depth in enumerate(depths)

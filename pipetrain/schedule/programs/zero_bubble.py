@@ -1,13 +1,13 @@
-"""Zero bubble: a backward is split, and what nobody waits for fills the waits.
+"""Zero bubble: a backward is split, and the half that no stage waits for fills the idle time.
 
-Only the input gradient I has a stage that waits for it; the weight gradient W may come at any time before the
-STEP. So I comes as early as it can and W when nothing else can be done. Stage 0 has no input gradient to
-send: its backward is whole, I directly followed by W. Every batch ends with a flush, staleness is 0.
+Only for the input gradient I does another stage wait; the weight gradient W may come at any time before the
+STEP. So I comes as early as it can, and W when nothing else can run. Stage 0 has no input gradient to send:
+its backward is whole, I directly followed by W. Every batch ends with a flush, staleness is 0.
 
 `zb_h1` and `zb_h2` have one stage a rank (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", arXiv
-2401.10241). The others place the stages as a V: rank r holds stages r and 2S-1-r, so that a microbatch comes
-back along the way that it went, and the first rank has the loss too: an early I frees memory early, on all
-ranks alike (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362).
+2401.10241). The others place the stages as a V: rank r holds stages r and 2S-1-r, so a microbatch returns the
+way that it came, and the first rank also has the loss: an early I frees memory early, equally on all ranks
+(Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362).
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def zbv(ranks: int, batches: int, microbatches: int) -> Program:
     """Zero bubble with the stages placed as a V, at 1F1B's memory (ZB-V).
 
     Qi et al. 2024 (arXiv 2401.10241), section 6. At first the forwards of stage a = r run ahead, 2S-1-r of
-    them; then both stages of a rank have a forward, I and W in turn. The order is made for as many
-    microbatches as it takes to fill the pipeline, and those that a batch does not have are left out.
+    them; then both stages of a rank have a forward, I and W in turn. The order is made for at least the
+    microbatches that fill the pipeline, and those that a batch does not have are left out.
     """
     require("zbv", ranks=ranks, batches=batches, microbatches=microbatches)
     program: Program = []
@@ -140,9 +140,8 @@ def v_min(ranks: int, batches: int, microbatches: int) -> Program:
 def _periodic(first_slots: FirstSlots, ranks: int, batches: int, microbatches: int, limit: int) -> Program:
     """Each microbatch goes the way of the one before it, six slots later, at most `limit` open on a rank.
 
-    Six slots are all the work of a rank on a microbatch. `first_slots(rank)`: those in which microbatch 0
-    passes it, by F of stage a and of b, then I of b and of a. The slots give the order of F and I; playing
-    one batch gives the places of W.
+    Six slots are all the work of a rank on a microbatch. `first_slots(rank)`: the slots of microbatch 0, in F
+    of stage a and of b, then I of b and of a. They give the order of F and I; simulating one batch places W.
     """
     orders: list[list[Work]] = []
     for rank in range(ranks):
@@ -155,10 +154,10 @@ def _periodic(first_slots: FirstSlots, ranks: int, batches: int, microbatches: i
 
 
 class _Slots:
-    """Plays a batch in slots of one F, I or W each, and lets W fill what the given orders leave free.
+    """Simulates a batch in slots of one F, I or W each; W fills the slots that the given orders leave free.
 
-    A rank does the next of its order; where that has not arrived, or is a forward and `limit` microbatches
-    are open, the W whose I is longest ago. The backwards of stage 0, for which nobody waits, count as W.
+    A rank does the next work of its order; if that has not arrived, or is a forward and `limit` microbatches
+    are open, the W with the oldest I. The backwards of stage 0, for which no stage waits, count as W.
     """
 
     def __init__(self, orders: list[list[Work]], microbatches: int, limit: int) -> None:
@@ -196,7 +195,7 @@ class _Slots:
         return (*kind, fill[kind].popleft()) if kind and since <= now else None
 
     def _since(self, work: Work) -> float:
-        """Return the slot from which on a work can be done, infinity if not known yet."""
+        """Return the first slot in which a work can be done, infinity if not known yet."""
         op, stage, mb = work
         if op is Op.F:
             needed = (Op.F, stage - 1, mb) if stage else None
