@@ -172,7 +172,9 @@ def show_replicas(cfg: DictConfig) -> None:
     seconds = [1e-9 / POSITIVE.read("bandwidth", speed) for speed in speeds]
     limit, scale = (POSITIVE.read(key, cfg[key], null=True) for key in ("memory_limit", "scale"))
     rows = read_rows(PATH.read("costs", cfg.costs), scale=scale or 1.0)
-    sums = LayerSums.of(Table(rows.layers, rows.data, rows.profile, state_of=state_of(values_of(cfg))))
+    sums = LayerSums.from_table(
+        Table(rows.layers, rows.data, rows.profile, state_of=state_of(values_of(cfg)))
+    )
     planner = Planner(sums, Machines(ranks, ranks // machines, *seconds), limit=(limit or inf) * GIB)
     print(describe_replicas(planner, [layer.name for layer in rows.layers]))
 

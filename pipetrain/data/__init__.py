@@ -32,16 +32,16 @@ __all__ = [
     "loaded",
 ]
 
-FLOAT = "float"  # in data.sample.dtype: the run's
+FLOAT = "float"  # in data.sample.dtype: the run's dtype
 T = TypeVar("T")
 
 
 def load_data(data: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Data:
-    """Read the data set of a config of the group `data`, cut to its `train_limit` and `test_limit`.
+    """Read the data set of a config of the group `data`, limited to its `train_limit` and `test_limit`.
 
     `dtype`: of images and of Python's floats. Raises DataMissing if it is not available (with `fallback:
     null` the message names solutions), and ConfigError for a limit under 1, a damaged file, or an invalid
-    data set. The caller decides on a fallback, because each data set has a recipe of its own.
+    data set. The caller chooses a fallback, because each data set has its own recipe.
     """
     limits = {split: data.get(f"{split}_limit") for split in ("train", "test")}
     for split, limit in limits.items():
@@ -97,7 +97,7 @@ def _from_splits(data: Mapping[str, Any], dtype: torch.dtype) -> Data:
 
 
 def declared_example(data: Mapping[str, Any], dtype: torch.dtype) -> ValueSpec | None:
-    """Return one input as `data.sample` declares it (without reading the data set); None if it does not."""
+    """Return the spec of one input as declared in `data.sample`, without reading data; None if undeclared."""
     sample = data.get("sample")
     if sample is None:
         return None
@@ -112,7 +112,7 @@ def declared_example(data: Mapping[str, Any], dtype: torch.dtype) -> ValueSpec |
 
 
 def _kind(spec: TensorSpec) -> object:
-    """Return what a declaration fixes: any floating-point numbers become the run's dtype."""
+    """Return what a declaration fixes: floating-point numbers of any dtype become the run's dtype."""
     return spec.shape, spec.dtype.is_floating_point or spec.dtype
 
 

@@ -60,7 +60,7 @@ class Augment:
     """Pad by `crop` black pixels on each side, crop at random to the old size, flip half of the images.
 
     The padding is black in the raw image, as in torchvision's RandomCrop(32, padding). Raises ConfigError for
-    a crop that is no number of pixels, or leaves none of an image.
+    a crop that is not a number of pixels, or leaves nothing of an image.
     """
 
     crop: int

@@ -1,6 +1,6 @@
 """CIFAR-10 from its official Python files, downloaded if necessary, and verified by their MD5.
 
-The complete folder is renamed into place in one step, so an interrupted or a concurrent download leaves no
+The complete folder is renamed into place in one step, so an interrupted or concurrent download leaves no
 partial one. Nothing is unpacked or unpickled before it is verified.
 
 Source: A. Krizhevsky, "Learning multiple layers of features from tiny images", 2009,
@@ -50,8 +50,8 @@ def load(
 ) -> Data:
     """Read CIFAR-10 from `<root>/cifar-10-batches-py`, after downloading it if there is no such folder.
 
-    `timeout`: seconds that the server may be silent; `total_timeout`: seconds of the whole download;
-    `max_bytes`: its largest size. Mean and deviation are those of the usual recipe, whose deviation is the
+    `timeout`: seconds that the server may send nothing; `total_timeout`: seconds of the whole download;
+    `max_bytes`: its largest size. Mean and deviation are those of the usual recipe; its deviation is the
     mean of the images' deviations. Raises DataMissing if the data is not available, and ConfigError for an
     invalid time or for a file, named in the message, that is missing or not the official one.
     """
@@ -92,7 +92,7 @@ def _unpack(archive: bytes, folder: Path) -> None:
         TemporaryDirectory(prefix=".cifar-10-", dir=folder.parent, ignore_cleanup_errors=True) as temporary,
         tarfile.open(fileobj=BytesIO(archive)) as tar,
     ):
-        # Python before 3.11.4 has no filters, and the archive is verified.
+        # Python before 3.11.4 has no filters; the archive is verified.
         filters: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
         tar.extractall(temporary, **filters)
         try:

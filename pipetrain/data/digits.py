@@ -1,8 +1,8 @@
 """The data set that is always available: 1,797 handwritten digits, as 32x32 colour images.
 
-With them everything runs without a network, in minutes, to an accuracy that shows whether training works. The
+Everything runs with them without a network, in minutes, to an accuracy that shows whether training works. The
 split is a hash of the sample's number, independent of the run's seed, so accuracies are comparable. Writers
-are in both splits, as in the usual random split of this set. NOTICE says who made it.
+are in both splits, as in the usual random split of this set. NOTICE names the authors.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ def load() -> Data:
     test = torch.zeros(len(labels), dtype=torch.bool)
     test[torch.from_numpy(order[::TEST_EVERY].copy())] = True
     mean, std = _mean_and_std(images[~test, 0])
-    train, under_test = (Images(images[of], labels[of], (mean,) * 3, (std,) * 3) for of in (~test, test))
+    train, under_test = (
+        Images(images[chosen], labels[chosen], (mean,) * 3, (std,) * 3) for chosen in (~test, test)
+    )
     return Data("digits", train, under_test, classes=10)
 
 
 def _mean_and_std(pixels: Tensor) -> tuple[float, float]:
-    """Return both of pixels from 0 to 255, as fractions of 255; integer sums do not depend on threads."""
+    """Return both for pixels from 0 to 255, as fractions of 255; integer sums do not depend on threads."""
     whole = pixels.long()
     n, sum_, squares = whole.numel(), int(whole.sum()), int((whole * whole).sum())
     return sum_ / n / 255, math.sqrt((n * squares - sum_ * sum_) / (n * (n - 1))) / 255

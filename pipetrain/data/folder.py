@@ -1,7 +1,7 @@
 """A folder of images, one folder a class, as torchvision's ImageFolder reads it: `<root>/train/CLASS/*.jpg`.
 
-Files are read when they are needed, so a data set may be larger than the memory. torchvision itself is not
-needed; Pillow is (`pip install 'pipetrain[images]'`).
+Files are read when needed, so a data set may be larger than the memory. torchvision itself is not needed;
+Pillow is (`pip install 'pipetrain[images]'`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ImageFiles:
         return replace(self, files=self.files[:n], labels=self.labels[:n])
 
     def checksum(self) -> int:
-        """Return the CRC-32 of names, sizes in bytes, labels and of how images are made, not of pixels."""
+        """Return the CRC-32 of names, sizes in bytes, labels and image preparation, but not of pixels."""
         sizes = [(self.root / file).stat().st_size for file in self.files]
         preparation = [self.size, *self.mean, *self.std]
         return zlib.crc32(repr((self.files, sizes, self.labels.tolist(), preparation)).encode())
@@ -136,7 +136,7 @@ def _classes(folder: Path) -> dict[str, list[str]]:
 
 
 def _files_under(folder: Path) -> Iterator[Path]:
-    """Yield the files in a folder and in those within. Raises OSError, which Path.rglob leaves out."""
+    """Yield the files in a folder and its subfolders. Raises OSError, which Path.rglob ignores."""
 
     def fail(error: OSError) -> None:
         raise error

@@ -1,4 +1,4 @@
-"""What is known of a user's loader before it is read: what it is made of, its length, its batches' sizes."""
+"""Facts about a user's loader before it is read: its parts, its length, its batch sizes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.utils.data import BatchSampler, DataLoader, default_collate
 from pipetrain.model.specs import Size
 
 _TORCHS_SAMPLERS = {"torch.utils.data.sampler", "torch.utils.data.distributed"}
-MOST_PARTS, MOST_LISTED = 1000, 64  # that are looked at, in all and in one list or dict
+MOST_PARTS, MOST_LISTED = 1000, 64  # limits of the search: in all, and in one list or dict
 _NO_PARTS = (type, FunctionType, ModuleType, Tensor, nn.Module, str, bytes, int, float, NoneType)
-_COUNTS = ("num_replicas", "world_size", "num_processes", "num_ranks", "nranks")  # of those who share data
+_COUNTS = ("num_replicas", "world_size", "num_processes", "num_ranks", "nranks")  # of readers that share data
 _READING, _ASKING = ("__iter__", "__getitem__", "__len__"), {"get_world_size", "WORLD_SIZE"}
 
 
 def parts_of(loader: object) -> dict[str, Any]:
     """Return a loader and the objects that it holds, by their paths, such as "sampler.generator".
 
-    The nearest come first. An iterator that has begun is none: it is not what is read again.
+    The nearest come first. A begun iterator does not count: it is not read again.
     """
     parts: dict[str, Any] = {}
     seen, left = set[int](), deque[tuple[str, Any]]([("", loader)])
@@ -44,15 +44,15 @@ def parts_of(loader: object) -> dict[str, Any]:
 
 
 def share_in(loader: object) -> str:
-    """Return the name of what gives this rank a share of the data alone, as a DistributedSampler; "" if none.
+    """Return the name of a part that limits this rank to a share of the data, as a DistributedSampler; or "".
 
-    It reads or numbers samples, and says that several share them, or asks how many ranks there are.
+    It reads or numbers samples, and has a count of readers above 1, or reads the number of ranks.
     """
     for part in parts_of(loader).values():
         if not (hasattr(part, "__iter__") or hasattr(part, "__getitem__")):
             continue
-        for held in (part, getattr(part, "_distributed", None)):  # the latter of a data set of Hugging Face
-            counts = (getattr(held, "__dict__", {}).get(name) for name in _COUNTS)
+        for holder in (part, getattr(part, "_distributed", None)):  # the second of a Hugging Face data set
+            counts = (getattr(holder, "__dict__", {}).get(name) for name in _COUNTS)
             if any(isinstance(count, int) and count > 1 for count in counts):
                 return type(part).__name__
         codes = (getattr(getattr(type(part), name, None), "__code__", None) for name in _READING)
@@ -62,7 +62,7 @@ def share_in(loader: object) -> str:
 
 
 def has_length(loader: Any) -> bool:
-    """Return whether a loader says how many batches it has."""
+    """Return whether a loader has a number of batches."""
     try:
         return len(loader) >= 0
     except TypeError:  # a DataLoader has none for an IterableDataset without one
@@ -70,9 +70,9 @@ def has_length(loader: Any) -> bool:
 
 
 def known_sizes(loader: object) -> list[Size] | None:
-    """Return the size of each batch if they are known without reading it, else None.
+    """Return the size of each batch if known without reading, else None.
 
-    Only torch's own DataLoader, samplers and default_collate tell: others may give other numbers of samples.
+    Only for torch's own DataLoader, samplers and default_collate: others may give other numbers of samples.
     """
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
         return None

@@ -1,7 +1,7 @@
 """Small data sets that are computed, to try a task without a download.
 
-They use uniform random numbers, sums and products alone, which have the same bits on every machine, so all
-ranks make the same data.
+They use only uniform random numbers, sums and products, which are the same on every machine to the last bit,
+so all ranks make the same data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def regression(
     """Make inputs float32 [n, features], uniform from -1 to 1, and targets float32 [n, 1], of mean 1/3.
 
     A target is 2 x0 x1 + x2^2 - x3 / 2 plus uniform noise from -`noise` to `noise`: no model has a mean
-    squared error under noise^2 / 3, and the best constant has 0.62 more. There are four features or more.
+    squared error under noise^2 / 3, and the best constant is 0.62 above that. At least four features.
     """
     generator = Generator().manual_seed(seed)
     x = _uniform((train + test, features), -1, 1, generator)
@@ -30,8 +30,9 @@ def regression(
 def shapes(train: int = 1024, test: int = 256, size: int = 32, seed: int = 0) -> Data:
     """Make images float32 [n, 3, size, size] and the class of each pixel, int64 [n, size, size].
 
-    An image shows a disc (class 1) and a rectangle (2), which may hide it, before a dark background (0), in
-    random places, sizes and colours. Only their form tells the two classes apart. `size`: 16 or more.
+    An image shows a disc (class 1) and a rectangle (2), which may hide it, on a dark background (0), at
+    random positions, in random sizes and colours. Only the form distinguishes the two classes. `size`: 16 or
+    more.
     """
     generator = Generator().manual_seed(seed)
     n = train + test

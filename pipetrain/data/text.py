@@ -1,8 +1,8 @@
-"""A text as blocks of tokens, to predict each token from those before it.
+"""A text as blocks of tokens, to predict each token from the ones before it.
 
-Tokens are the bytes of a file, or those of a Hugging Face tokenizer, which are made once and kept in a file.
-Either file is mapped into memory, so the processes of a machine share its pages and a large text is not read
-whole. A file must not change while it is in use.
+Tokens are the bytes of a file, or those of a Hugging Face tokenizer, which are computed once and cached in a
+file. Either file is mapped into memory, so the processes of a machine share its pages and a large text is not
+read whole. A file must not change while it is in use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipetrain.data.splits import Data, Draw
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.rules import COUNT, SHARE
 
-SHAKESPEARE = Path(__file__).with_name("texts") / "shakespeare.txt"  # see README.md beside it
+SHAKESPEARE = Path(__file__).with_name("texts") / "shakespeare.txt"  # see README.md there
 BYTES = 256  # the vocabulary without a tokenizer
 
 _PIECE = 1 << 20  # characters tokenised at once
@@ -34,7 +34,7 @@ _PIECE = 1 << 20  # characters tokenised at once
 class Blocks:
     """Blocks of tokens, without overlap; the target of a token is the next one. Samples are blocks.
 
-    `path`: a file of tokens of `dtype` and nothing else, of which the split has `tokens` from `start`.
+    `path`: a file that contains only tokens of `dtype`; the split has `tokens` of them from `start`.
     """
 
     path: str
@@ -82,8 +82,8 @@ def load(
     """Read a text file, by default plays of Shakespeare, as blocks of `block` tokens.
 
     `tokenizer`: a tokenizer.json of the package `tokenizers`; without it the tokens are bytes. Its tokens are
-    kept in `<root>/texts`. `test_share`: the fraction of the tokens, at the end of the text, to test on.
-    `vocabulary`: the number of tokens that must be known, if it is given. Raises ConfigError.
+    cached in `<root>/texts`. `test_share`: the fraction of the tokens, at the end of the text, for testing.
+    `vocabulary`: the required number of known tokens, if given. Raises ConfigError.
     """
     path = SHAKESPEARE if file is None else Path(file)
     COUNT.read("data.block", block)
@@ -92,13 +92,13 @@ def load(
         if read is not None and not (Path(read).is_file() and os.access(read, os.R_OK)):
             raise ConfigError(f"data.{key}={read} cannot be read: give the path of a file")
     coder = None if tokenizer is None else _tokenizer(Path(tokenizer))
-    known = BYTES if coder is None else max(coder.get_vocab().values()) + 1
-    if vocabulary not in (None, known):
+    symbols = BYTES if coder is None else max(coder.get_vocab().values()) + 1
+    if vocabulary not in (None, symbols):
         raise ConfigError(
-            f"data.vocabulary is {vocabulary}, and with {tokenizer or 'bytes'} it is {known}: set "
-            f"data.vocabulary={known}"
+            f"data.vocabulary is {vocabulary}, and with {tokenizer or 'bytes'} it is {symbols}: set "
+            f"data.vocabulary={symbols}"
         )
-    kind = np.uint8 if coder is None else np.uint16 if known <= 1 << 16 else np.uint32
+    kind = np.uint8 if coder is None else np.uint16 if symbols <= 1 << 16 else np.uint32
     dtype: np.dtype[Any] = np.dtype(kind)
     tokens = path
     if tokenizer is not None:
@@ -115,12 +115,12 @@ def load(
         name=path.stem,
         train=Blocks(place, dtype.name, 0, train, block),
         test=Blocks(place, dtype.name, train, size - train, block),
-        classes=known,
+        classes=symbols,
     )
 
 
 def _tokenizer(path: Path) -> Any:
-    """Read a tokenizer.json, without what it adds to single texts. Raises ConfigError."""
+    """Read a tokenizer.json, without truncation and padding. Raises ConfigError."""
     try:
         from tokenizers import Tokenizer
 
@@ -140,9 +140,9 @@ def _tokenizer(path: Path) -> Any:
 
 
 def _tokenised(path: Path, tokenizer: Path, coder: Any, dtype: np.dtype[Any], folder: Path) -> Path:
-    """Return the file of a text's tokens, made by `coder` if there is none of this text and `tokenizer`.
+    """Return the file of a text's tokens, made by `coder` if it is not cached.
 
-    It gets its name when it is whole, so several processes may make it at once. Raises ConfigError.
+    It is renamed when complete, so several processes may make it at once. Raises ConfigError.
     """
     with path.open("rb") as text, tokenizer.open("rb") as rules:
         digests = b"".join(hashlib.file_digest(file, "sha256").digest() for file in (text, rules))

@@ -1,7 +1,7 @@
 """A data set of the user's own as a `Split`: tensors, a map-style Dataset, or a Hugging Face data set.
 
-The rank of the first stage reads the inputs of a sample and that of the last its targets, in processes of
-their own. Both must see the same augmentation. So the global random generators are seeded for each item by
+The first stage's rank reads the inputs of a sample and the last stage's rank its targets, in separate
+processes. Both must get the same augmentation. So the global random generators are seeded for each item by
 the run's seed, the epoch and the sample's number, and restored afterwards.
 """
 
@@ -25,8 +25,8 @@ from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import Value, ValueSpec, as_tuple
 
 _HALVES = ("inputs", "targets")
-_READ_FIRST = 8  # samples that are read before the start, twice
-_SUMMED = 64  # samples that the checksum reads, at most
+_READ_FIRST = 8  # samples read twice before the start
+_SUMMED = 64  # most samples in the checksum
 
 Columns = Mapping[str, str | Sequence[str] | Mapping[str, str]]
 
@@ -34,14 +34,14 @@ Columns = Mapping[str, str | Sequence[str] | Mapping[str, str]]
 def as_split(
     data: object, what: str, columns: Columns | None = None, dtype: torch.dtype = torch.float32
 ) -> Split:
-    """Return what a user gives as a data set as a `Split`; `what` names it in errors ("data.train").
+    """Return a user's data set as a `Split`; `what` names it in errors ("data.train").
 
     `data`: a Split; a pair (inputs, targets), each a tensor or a NumPy array [n, ...] or a tuple or dict of
     them; a TensorDataset of two tensors; or anything with a length and items by number, each a pair (inputs,
-    targets) of tensors, numbers, NumPy arrays, tuples or dicts of these. `columns`: where items are dicts, as
-    those of Hugging Face, the columns that are the inputs and the targets; several make a tuple, a mapping a
-    dict. `dtype`: of what are Python's floats.
-    Raises ConfigError, also for a sample that cannot be read or has another shape, when it is read.
+    targets) of tensors, numbers, NumPy arrays, tuples or dicts of these. `columns`: if items are dicts, as in
+    Hugging Face's data sets, the columns of the inputs and the targets; several make a tuple, a mapping a
+    dict. `dtype`: of Python's floats. Raises ConfigError, also at reading, for a sample that cannot be read
+    or has another shape.
     """
     if isinstance(data, Split):
         return data
@@ -66,7 +66,7 @@ def _is_of_tensors(part: object) -> bool:
 
 
 class DatasetSplit:
-    """A map-style Dataset as a split: item i is sample i, which is read whenever it is needed."""
+    """A map-style Dataset as a split: item i is sample i, and is read whenever needed."""
 
     def __init__(self, dataset: Any, what: str, columns: Columns, dtype: torch.dtype) -> None:
         self._dataset = dataset
@@ -81,7 +81,7 @@ class DatasetSplit:
         self._columns = columns and [columns[half] for half in _HALVES]
         first = enumerate(self._read(torch.tensor([0]), None)[0])
         self._forms = [ValueSpec.like(self._value(0, half, part)) for half, part in first]
-        # A data set with a random generator of its own would give one rank other inputs than another.
+        # A data set with its own random generator would give two ranks different samples.
         for number in range(min(self._length, _READ_FIRST)):
             if self._sum(number) != self._sum(number):
                 raise ConfigError(
@@ -128,7 +128,7 @@ class DatasetSplit:
         return microbatch
 
     def _read(self, ids: Tensor, draw: Draw | None) -> list[tuple[object, object]]:
-        """Return inputs and targets of samples as the data set gives them, each under a seed of its own."""
+        """Return inputs and targets of samples from the data set, each read under its own seed."""
         stream = 0 if draw is None else key(draw.seed, draw.epoch)
         seeds = draw_words(stream, ids.numpy().astype(np.uint64)).tolist()
         read = []
@@ -145,7 +145,7 @@ class DatasetSplit:
         try:
             item = self._dataset[number]
             if self._columns:
-                inputs, targets = (_taken(item, column) for column in self._columns)
+                inputs, targets = (_selected(item, column) for column in self._columns)
                 return inputs, targets
         except Exception as error:  # a user's code may raise anything
             raise ConfigError(f"{what} cannot be read ({type(error).__name__}: {one_line(error)})") from error
@@ -167,12 +167,12 @@ class DatasetSplit:
             ) from error
 
 
-def _taken(item: Any, column: str | Sequence[str] | Mapping[str, str]) -> object:
+def _selected(item: Any, column: str | Sequence[str] | Mapping[str, str]) -> object:
     if isinstance(column, str):
         return item[column]
     if isinstance(column, Mapping):
-        return {name: _taken(item, of) for name, of in column.items()}
-    return tuple(_taken(item, of) for of in column)
+        return {name: _selected(item, part) for name, part in column.items()}
+    return tuple(_selected(item, part) for part in column)
 
 
 def _value(part: Any, dtype: torch.dtype = torch.float32) -> Value:

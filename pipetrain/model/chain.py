@@ -1,4 +1,4 @@
-"""A module as a network: an nn.Sequential is a chain of layers as it is, with skips marked by Stash and Pop.
+"""A module as a network: an nn.Sequential is a chain of layers, with skips marked by Stash and Pop.
 
 Any other module is traced, see tracing/.
 """
@@ -18,33 +18,33 @@ from pipetrain.model.specs import Value, ValueSpec, as_tuple, leaves_of, named_l
 
 
 class Stash(nn.Module):
-    """A layer of an nn.Sequential that returns its input and keeps it for the Pop that names it."""
+    """A layer of an nn.Sequential that returns its input and stashes it for the Pop that names it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._kept: list[Value] = []  # at most one, between the two in one process
+        self._kept: list[Value] = []  # at most one, between Stash and Pop in one process
 
     def forward(self, value: Value) -> Value:
         self._kept[:] = [value]
         return value
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": []}  # what a forward that failed has left is not copied
+        return {**self.__dict__, "_kept": []}  # the rest of a failed forward is not copied
 
 
 class Pop(nn.Module):
-    """A later layer that returns its input and what a Stash has kept, as one tuple of tensors.
+    """A later layer that returns its input and a Stash's value, as one tuple of tensors.
 
         stash = Stash()
         nn.Sequential(down, stash, inner, Pop(stash), join)  # join takes the tuple
         nn.Sequential(down, stash, inner, Pop(stash, join))  # the same, in one layer
 
-    What is kept travels straight to the stage of the Pop. Each Stash has one Pop.
+    The stashed value is sent directly to the stage of the Pop. Each Stash has one Pop.
     """
 
     def __init__(self, stash: Stash, join: nn.Module | None = None) -> None:
         super().__init__()
-        self._of = [stash]  # not a module of its own
+        self._of = [stash]  # in a list: no submodule
         self.join = nn.Identity() if join is None else join
 
     @property
@@ -52,14 +52,14 @@ class Pop(nn.Module):
         return self._of[0]
 
     def forward(self, value: Value) -> Any:
-        """Return the tensors of the value, then those of the stash, or what `join` makes of this tuple."""
+        """Return the tensors of the value, then those of the stash, or `join` of this tuple."""
         if not self.stash._kept:
             raise RuntimeError("a Pop ran before its Stash: put the Stash into a layer before it")
         return self.join((*as_tuple(value), *as_tuple(self.stash._kept.pop())))
 
 
 class Chain(Network):
-    """An nn.Sequential; each layer takes what the one before returns, a Pop what its Stash kept too."""
+    """An nn.Sequential; each layer takes the output of the one before, a Pop also its Stash's value."""
 
     model: nn.Sequential
     way_out = (
@@ -99,7 +99,7 @@ class Chain(Network):
     def spare(self) -> Chain:
         values = (value for module in self.model.modules() for value in vars(module).values())
         if any(getattr(value, "__closure__", None) for value in values):
-            return self  # what a copy's functions refer to would still be the layers of this one
+            return self  # a copy's functions would still refer to the layers of this one
         try:
             return self.twin()
         except Exception:  # a layer may hold anything
@@ -107,7 +107,7 @@ class Chain(Network):
 
 
 def _stashes(names: Sequence[str], modules: Sequence[nn.Module]) -> dict[int, int]:
-    """Return the number of the Stash for that of each Pop. Raises ConfigError for one without the other."""
+    """Map each Pop to its Stash, by number. Raises ConfigError for one without the other."""
     waiting: dict[Stash, int] = {}
     stash_of: dict[int, int] = {}
     wrong: list[int] = []
@@ -135,7 +135,7 @@ class _ChainPart(Part):
         self._leaving = [value.layer for value in slice.leaves if value.number == 0]
         for index in range(slice.start, slice.end):
             self._modules[chain.names[index]] = chain.modules[index]  # add_module refuses a layer named pack
-        # As what the last layer has returned; in a list, as to set a module's attribute takes 6 us.
+        # In the form that the last layer returned; in a list, as setting a module's attribute takes 6 us.
         self._packs: list[Callable[[Tensors], Any]] = [tuple]
 
     def forward(self, *tensors: Tensor) -> Tensors:
@@ -143,38 +143,38 @@ class _ChainPart(Part):
 
     def observed(self, tensors: Tensors, see: See | None = None) -> Tensors:
         slice = self.slice
-        kept: dict[int, tuple[Tensor, ...]] = {}  # of the layer before, and of stashes
+        values: dict[int, tuple[Tensor, ...]] = {}  # of the layer before, and of stashes
         for entering, tensor in zip(slice.enters, tensors, strict=True):
-            kept[entering.layer] = (*kept.get(entering.layer, ()), tensor)
-        value: Any = slice.form.pack(kept[slice.start - 1])
+            values[entering.layer] = (*values.get(entering.layer, ()), tensor)
+        value: Any = slice.form.pack(values[slice.start - 1])
         for index, (name, layer) in enumerate(self._modules.items(), slice.start):
             assert layer is not None
             if index in slice.drawing:
                 draws.begin(index)
             if isinstance(layer, Pop):
-                value = layer.join((*as_tuple(value), *kept[self._stashes[index]]))
+                value = layer.join((*as_tuple(value), *values[self._stashes[index]]))
             elif isinstance(layer, Stash):
-                kept[index] = as_tuple(value)
+                values[index] = as_tuple(value)
             else:
                 value = layer(value)
             if see is not None:
                 see(name, leaves_of(value))
-        self._packs[0], kept[slice.end - 1] = packer(value), leaves_of(value)
-        return tuple(tensor for layer in self._leaving for tensor in kept[layer])
+        self._packs[0], values[slice.end - 1] = packer(value), leaves_of(value)
+        return tuple(tensor for layer in self._leaving for tensor in values[layer])
 
     def pack(self, outputs: Tensors) -> Any:
         return self._packs[0](outputs)
 
 
 def is_chain(model: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Return whether a model runs its layers one by one and does nothing else: as nn.Sequential itself."""
+    """Return whether a model runs its layers one by one and does nothing else, as nn.Sequential itself."""
     if not isinstance(model, nn.Sequential):
         return False
     methods = ("forward", "__call__", "_wrapped_call_impl", "_call_impl", "eval")
     plain = (getattr(type(model), method) is getattr(nn.Sequential, method) for method in methods)
-    own = not all(plain) or any(method in vars(model) for method in methods)
+    overrides = not all(plain) or any(method in vars(model) for method in methods)
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return not (own or any(getattr(model, kind) for kind in (*kinds, "_parameters", "_buffers")))
+    return not (overrides or any(getattr(model, kind) for kind in (*kinds, "_parameters", "_buffers")))
 
 
 def network_of(model: nn.Module | Network, example: ValueSpec, autocast: bool = False) -> Network:

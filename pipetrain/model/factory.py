@@ -1,11 +1,11 @@
 """A model whose function is called on every rank, though no rank holds all of its parameters.
 
-While the function runs, a parameter goes to the meta device as soon as a module registers it, as with
-accelerate's `init_empty_weights`; buffers and other tensors are made as always. For the numbers of some of
-them the function is called once more: these, and those that they are computed of, then stay in memory.
+While the function runs, each parameter goes to the meta device when a module registers it, as with
+accelerate's `init_empty_weights`; buffers and other tensors are made as usual. To get the values of some
+parameters, the function is called again: these, and those that they are computed from, then stay in memory.
 
-What draws numbers for a parameter is seeded by the run's seed, the place of the parameter among all that are
-registered, and how often it was drawn before. So the numbers depend on neither cuts nor ranks.
+The generator that draws a parameter is seeded by the run's seed, the position of the parameter among all
+registered ones, and how often it was drawn before. So the values depend on neither cuts nor ranks.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _WAY_OUT = "or let every rank make the whole model, by Pipeline(model) or build=
 _COPIES = {"aten::clone", "aten::_to_copy"}  # as of deepcopy and Module.to
 
 Key = tuple[int, ...]
-"""The number of a registered parameter, and which of its copies: (3, 0) is the first copy of parameter 3.
+"""The number of a registered parameter, and of its copy: (3, 0) is the first copy of parameter 3.
 
-What is computed of it otherwise has the same key.
+Other tensors computed from it have the same key.
 """
 
 
 def build(factory: Factory, seed: int) -> tuple[nn.Module, Initial]:
-    """Return a factory's model, its parameters on the meta device, and their numbers. Raises ConfigError."""
+    """Return a factory's model, with parameters on the meta device, and their values. Raises ConfigError."""
     call = _Call(seed, kept=())
     model = call.of(factory)
     return model, Initial(factory, seed, model, call)
@@ -50,7 +50,7 @@ def build(factory: Factory, seed: int) -> tuple[nn.Module, Initial]:
 class _Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A call of a factory that keeps some parameters.
 
-    `sources`: which other keys what has a key is computed of; `digest`: a checksum of what was done to all.
+    `sources`: for each key, the keys that it is computed from; `digest`: a checksum of all operations.
     """
 
     def __init__(self, seed: int, kept: Collection[Key]) -> None:
@@ -64,7 +64,7 @@ class _Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._copies: Counter[Key] = Counter()
         self._draws: Counter[Key] = Counter()
         self._last: Key = ()
-        self._own = False  # whether this class makes tensors itself
+        self._own = False  # whether this class itself makes tensors
 
     def of(self, factory: Factory) -> nn.Module:
         hook = register_module_parameter_registration_hook(self._register)
@@ -98,7 +98,7 @@ class _Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sources[key] |= set() if before is None else {before}
         if key not in self._kept and not parameter.is_meta:
             self._own = True
-            # In place of it also where the factory has it already.
+            # By swapping, so that references that the factory holds already change too.
             torch.utils.swap_tensors(parameter, on_meta(parameter))  # type: ignore[no-untyped-call]
             self._own = False
         self._keys[parameter.untyped_storage()] = key
@@ -135,7 +135,7 @@ class _Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _seed_generator(self, generator: torch.Generator | None, keys: list[Key]) -> None:
-        """Seed what is drawn next, for a parameter, or behind what was drawn for one."""
+        """Seed the next draw, for a parameter, or as a continuation of the last one's."""
         self._last = keys[0] if keys else self._last
         seed = seed_of(self._seed, self._last, self._draws[self._last])
         (generator or torch.default_generator).manual_seed(seed)
@@ -143,9 +143,9 @@ class _Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Initial:
-    """The initial numbers of a factory's model: its Values.
+    """The initial values of a factory's model.
 
-    `digest`: a checksum of how they are made, equal on ranks whose factories did the same.
+    `digest`: a checksum of the operations, equal on ranks whose factories did the same.
     """
 
     def __init__(self, factory: Factory, seed: int, model: nn.Module, call: _Call) -> None:
@@ -157,19 +157,19 @@ class Initial:
         self.digest = call.digest
 
     def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
-        wanted = [name for name in names if name in self._keys]
-        if not wanted:
+        requested = [name for name in names if name in self._keys]
+        if not requested:
             return {}
-        kept = dict.fromkeys(self._keys[name] for name in wanted)
-        todo = [*kept]
+        keys = dict.fromkeys(self._keys[name] for name in requested)
+        todo = [*keys]
         for key in todo:  # grows
-            todo += [source for source in self._sources.get(key, ()) if source not in kept]
-            kept |= dict.fromkeys(todo)
-        numbers = named_tensors(_Call(self._seed, kept).of(self._factory))
-        for name in wanted:
+            todo += [source for source in self._sources.get(key, ()) if source not in keys]
+            keys |= dict.fromkeys(todo)
+        numbers = named_tensors(_Call(self._seed, keys).of(self._factory))
+        for name in requested:
             if name not in numbers or numbers[name].is_meta:
                 raise ConfigError(
                     f"{name} of the model has no numbers when the function that makes the model is called "
                     f"again: let it make all that it uses each time, and the same, {_WAY_OUT}"
                 )
-        return {name: numbers[name].detach() for name in wanted}
+        return {name: numbers[name].detach() for name in requested}

@@ -1,7 +1,7 @@
-"""The operations whose weight gradient is dear: matrix products, convolutions and embeddings.
+"""The operations with an expensive weight gradient: matrix products, convolutions and embeddings.
 
-A split backward puts that gradient off, and a selective recomputation keeps what these operations return.
-Both see them by a mode that torch calls for each function, and so does the estimate of what is saved.
+A split backward defers that gradient, and a selective recompute keeps the results of these operations. Both
+use a mode that torch calls for each function, and so does the estimate of what is saved.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def overloads(*packets: Any) -> Iterator[Any]:
 
 _PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm")
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-LOWERED = {  # those that compute in the lower precision under autocast
+LOWERED = {  # computed in the lower precision under autocast
     F.linear,
     torch.linalg.matmul,
     Tensor.__matmul__,
-    *(getattr(of, name) for of in (torch, Tensor) for name in _PRODUCTS),
+    *(getattr(namespace, name) for namespace in (torch, Tensor) for name in _PRODUCTS),
     *(getattr(F, name) for name in _CONVOLUTIONS),
     *overloads(*(getattr(_ATEN, name) for name in ("linear", "convolution", *_PRODUCTS, *_CONVOLUTIONS))),
 }
@@ -46,7 +46,7 @@ EXPENSIVE = {
     *overloads(_ATEN.bilinear, _ATEN.embedding),
 }
 
-# Attention within which operations are seen: it only asks whether it is to be replaced as a whole.
+# Attention that shows its operations: has_torch_function only decides whether it is replaced as a whole.
 _attention = FunctionType(
     F.multi_head_attention_forward.__code__,
     {**vars(F), "has_torch_function": lambda tensors: False},

@@ -1,7 +1,7 @@
 """A model as layers in their order, and the values that travel between them.
 
-A value is a tensor that a layer makes. Most are used by the next layer alone; one that is used later (a skip
-connection, a mask) travels straight from the stage that makes it to those that need it.
+A value is a tensor that a layer makes. Most are used by the next layer only; one that is used later (a skip
+connection, a mask) is sent directly from the stage that makes it to those that need it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipetrain.model.specs import Gradients, Value, ValueSpec
 
-INPUT = -1  # in place of a layer: the data
+INPUT = -1  # as a layer: the data
 Tensors = tuple[Tensor, ...]
 
 
@@ -28,14 +28,14 @@ class ValueId(NamedTuple):
 
 
 See = Callable[[str, Tensors], None]
-"""Called with a layer's name and what it returned."""
+"""Called with a layer's name and its outputs."""
 
 
 class Values(Protocol):
-    """Where the numbers of a model's tensors come from."""
+    """The source of the values of a model's tensors."""
 
     def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return tensors by name, in host memory; the model's own may be left out. Raises ConfigError."""
+        """Return tensors by name, in host memory; the model's own may be missing. Raises ConfigError."""
 
 
 _ONE_TENSOR = ValueSpec(())
@@ -45,10 +45,9 @@ _ONE_TENSOR = ValueSpec(())
 class Slice:
     """Layers `start` to `end` (exclusive) of a model, with the values that enter and leave them, ascending.
 
-    `enters_grad` and `leaves_grad` tell which of these have gradients; None, where that is unknown, stands
-    for every one that can have one. `copies_input`: a layer modifies what enters; `copies_output`: one keeps
-    what leaves. `drawing`: the layers that draw random numbers; `form`: of what the first one takes, in a
-    Chain.
+    `enters_grad` and `leaves_grad` are their gradients; None, if unknown, stands for every tensor that can
+    have one. `copies_input`: a layer modifies what enters; `copies_output`: a layer holds what leaves.
+    `drawing`: the layers that draw random numbers; `form`: of the first layer's input, in a Chain.
     """
 
     start: int
@@ -66,8 +65,8 @@ class Slice:
 class Part(nn.Module, ABC):
     """A slice as one module: `forward(*enters)` returns the tuple of tensors `leaves`.
 
-    Before a layer that draws random numbers it calls draws.begin. Parameters and buffers have the names that
-    they have in the model. `training`: whether it runs for training, in which modules have the user's modes.
+    Before a layer that draws random numbers it calls draws.begin. Parameters and buffers have their names in
+    the model. `training`: whether it runs for training, where modules have the user's modes.
     """
 
     def __init__(self, slice: Slice, evaluated: Slice | None = None) -> None:
@@ -77,7 +76,7 @@ class Part(nn.Module, ABC):
 
     @property
     def slice(self) -> Slice:
-        """What enters and leaves; in an evaluation there may be other numbers of tensors."""
+        """What enters and leaves; an evaluation may have other numbers of tensors."""
         return self._slice if self.training else self._evaluated
 
     @abstractmethod
@@ -86,7 +85,7 @@ class Part(nn.Module, ABC):
 
     @abstractmethod
     def pack(self, outputs: Tensors) -> Any:
-        """Return what the last part has returned as the model returns it."""
+        """Return the last part's outputs in the form in which the model returns them."""
 
 
 def run_parts(
@@ -94,7 +93,7 @@ def run_parts(
     inputs: Sequence[Tensor],
     enters: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> Tensors:
-    """Return what the last part returns; `enters` makes of what the others have made what a part gets."""
+    """Return the outputs of the last part; `enters` converts the tensors of other parts for a part."""
     values = {ValueId(INPUT, number): tensor for number, tensor in enumerate(inputs)}
     outputs: Tensors = ()
     for part in parts:
@@ -105,7 +104,7 @@ def run_parts(
 
 @contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Put modules, and all below them, into evaluation mode, and in the end each into the mode it had.
+    """Put modules and all submodules into evaluation mode, and afterwards each into its earlier mode.
 
     Modes are the user's: a BatchNorm in eval() keeps its statistics in training, as in one process.
     """
@@ -118,57 +117,57 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
         for module, mode in before.items():
             if module.training != mode:
                 module.train(mode)  # by its own method, which may do more
-        for module, mode in before.items():  # one that is in two places may have another by now
+        for module, mode in before.items():  # a module in two places may have changed again
             module.training = mode
 
 
 class Network(ABC):
-    """A model to be cut into stages. `modules`: of each layer, a module with the tensors that it uses."""
+    """A model to be cut into stages. `modules`: for each layer, a module with the tensors that it uses."""
 
     model: nn.Module
     names: Sequence[str]
     modules: Sequence[nn.Module]
     shared_buffers_are_read_only: bool = False
     way_out: str
-    """What to do where its layers compute something else than the model."""
+    """What to do if its layers compute something else than the model."""
     kept: Sequence[str] = ()
-    """The attributes that a forward of the model changes, and one of its layers does not."""
+    """The attributes that a forward of the model changes, but one of its layers does not."""
     values: Values | None = None
-    """The numbers that its tensors shall have; None: those that they have."""
+    """The values that its tensors are to have; None: their current ones."""
 
     @abstractmethod
     def takes(self, index: int, specs: Sequence[ValueSpec]) -> tuple[ValueId, ...]:
-        """Return what a layer takes; `specs`: of the model's input and of each earlier layer's output."""
+        """Return a layer's inputs; `specs`: of the model's input and of each earlier layer's output."""
 
     @abstractmethod
     def call(self, index: int, tensors: Tensors, specs: Sequence[ValueSpec]) -> Value:
-        """Run one layer with the tensors that it takes. The last one returns what the model does."""
+        """Run one layer with its inputs. The last one returns what the model returns."""
 
     @abstractmethod
     def run(self, inputs: ValueSpec, tensors: Tensors) -> Any:
-        """Run the model as it was given; `inputs`: their form."""
+        """Run the model as given; `inputs`: their form."""
 
     @abstractmethod
     def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:
-        """Return some layers as one module; `evaluated`: the slice in an evaluation, if it differs."""
+        """Return layers as one module; `evaluated`: the slice in an evaluation, if it differs."""
 
     @abstractmethod
     def twin(self) -> Network:
-        """Return a copy, which may be changed. Raises what deepcopy of the model does."""
+        """Return a copy that may be changed. Raises what deepcopy of the model raises."""
 
     def labels(self, number: int, ignored: int) -> tuple[int, bool]:
-        """Return which label in input `number` the loss in the model ignores, by default `ignored`.
+        """Return the label in input `number` that the model's loss ignores, by default `ignored`.
 
-        And whether it leaves out the first of each sequence, as a causal language model does.
+        And whether the loss leaves out the first label of each sequence, as a causal language model does.
         """
         return ignored, False
 
     def spare(self) -> Network:
-        """Return what planning may run: a copy if layers can keep something of a run, and can be copied."""
+        """Return what planning may run: a copy if a run can change the layers and they can be copied."""
         return self
 
     def computes_as_cut(self, training: bool) -> bool:
-        """Return whether a changed model computes what its layers do.
+        """Return whether a changed model computes the same as its layers.
 
         `training`: in both modes; else in evaluation. Raises ConfigError.
         """

@@ -1,10 +1,10 @@
 """The precision and the memory layout of the layers' computation.
 
-The estimate, the profile and the running stage all use it, so the plan matches the run.
+The estimate, the profile and the running stage all use this class, so the plan matches the run.
 
 Under bf16 each forward has its own autocast context, because a context caches its casts of weights until it
 ends, and the storage of one weight version is reused by a later one. Float32 outputs of a stage are cast to
-bf16, so that the dtype at a cut depends neither on which operations autocast keeps in float32 nor on earlier
+bf16, so the dtype at a cut depends neither on the operations that autocast leaves in float32 nor on earlier
 layers.
 """
 
@@ -23,7 +23,7 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 class Numerics:
     """Precision and layout of a run.
 
-    `autocast`: bf16 where it is safe. `channels_last`: images and convolutions have their channels innermost.
+    `autocast`: bf16 where it is safe. `channels_last`: the channels of images and convolutions are innermost.
     """
 
     autocast: bool = False
@@ -47,16 +47,16 @@ class Numerics:
             parameter.data = self.arrange(parameter.data)
 
     def narrow(self, tensor: Tensor) -> Tensor:
-        """Return what a layer has made as it is sent: under autocast float32 becomes bf16."""
+        """Return an output as it is sent: under autocast float32 becomes bf16."""
         return tensor.to(torch.bfloat16) if self.autocast and tensor.dtype == torch.float32 else tensor
 
 
 def numbers_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's values as a dense real tensor."""
+    """Return a tensor's values as a dense, real tensor."""
     values = tensor._values() if tensor.is_sparse else tensor
     return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def signed(tensor: Tensor) -> Tensor:
-    """Return the bits of unsigned numbers as signed ones, of which a GPU has `where` and `foreach_copy`."""
+    """Return the bits of unsigned numbers as signed ones: GPUs have `where` and `foreach_copy` for these."""
     return tensor.view(_SIGNED[tensor.dtype]) if tensor.dtype in _SIGNED else tensor

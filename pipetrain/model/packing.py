@@ -1,9 +1,8 @@
 """Trees of values as JSON data and a list of tensors, as a checkpoint holds them.
 
-A tree is of tensors, arrays, numbers, strings, bytes, lists, tuples, sets, dicts, generators of random
-numbers, and objects with attributes. Each tensor is replaced by its index in the list, and by how it lies in
-memory where that is not as usual: products and sums round otherwise in another layout. Some things are known
-by a name.
+A tree consists of tensors, arrays, numbers, strings, bytes, lists, tuples, sets, dicts, random generators,
+and objects with attributes. Each tensor is replaced by its index in the list, and by its memory layout if
+that is unusual: products and sums round differently in another layout. Some values are stored by name.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from pipetrain.model.trial_tensors import laid_out, layout_of
 
 _LISTS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "deque": deque, "Size": tuple}
 ABSENT: Any = object()
-"""What is known by the name of another stage's, or is an object that is not there to be filled."""
+"""A value stored under the name of another stage's tensor, or an object that does not exist here."""
 
 
 def to_bytes(tree: Any) -> Tensor:
@@ -42,7 +41,7 @@ def from_bytes(tensor: Tensor) -> Any:
 
 
 def to_json(value: Any) -> Any:
-    """Return a tree as JSON data, with the numbers of its tensors, which are few. Raises TypeError."""
+    """Return a tree as JSON data, including the numbers of its (few) tensors. Raises TypeError."""
     tensors: list[Tensor] = []
     tree = packed(value, tensors, torch.empty(0))
     return [tree, [[name_of(tensor.dtype), tensor.tolist()] for tensor in tensors]]
@@ -51,18 +50,18 @@ def to_json(value: Any) -> Any:
 def from_json(data: Any) -> Any:
     """Return the tree of `to_json`."""
     tree, tensors = data
-    made = [torch.tensor(numbers, dtype=getattr(torch, dtype)) for dtype, numbers in tensors]
-    return unpacked(tree, made, Tensor.clone)
+    restored = [torch.tensor(numbers, dtype=getattr(torch, dtype)) for dtype, numbers in tensors]
+    return unpacked(tree, restored, Tensor.clone)
 
 
 def packed(value: Any, tensors: list[Tensor], like: Tensor, names: Mapping[int, str] | None = None) -> Any:
     """Return a tree as JSON data, and append its tensors, complex ones as pairs, to `tensors`.
 
-    A tensor usually lies as `like` if it has its shape, else contiguous. `names`: of what is known, by id;
-    without it generators and objects are refused, since they are only filled where they are. Raises TypeError
-    for other values; such attributes of an object are left out.
+    A tensor usually has the layout of `like` if it has its shape, else a contiguous one. `names`: of values
+    stored by name, by id; without it generators and objects are refused, since they are only filled in place.
+    Raises TypeError for other values; such attributes of an object are left out.
     """
-    known = names or {}
+    named = names or {}
 
     def inner(items: Iterable[Any]) -> list[Any]:
         return [packed(item, tensors, like, names) for item in items]
@@ -73,8 +72,8 @@ def packed(value: Any, tensors: list[Tensor], like: Tensor, names: Mapping[int, 
         return value
     if isinstance(value, bytes):
         return {"bytes": value.hex()}
-    if id(value) in known:
-        return {"named": known[id(value)]}
+    if id(value) in named:
+        return {"named": named[id(value)]}
     if isinstance(value, Tensor):
         kind, value = "complex" if value.is_complex() else "tensor", value.detach().resolve_conj()
         tensors.append(torch.view_as_real(value) if value.is_complex() else value)
@@ -95,7 +94,7 @@ def packed(value: Any, tensors: list[Tensor], like: Tensor, names: Mapping[int, 
         content: dict[str, Any] = {}
         for key, item in vars(value).items():
             with suppress(TypeError):
-                content[key] = packed(item, tensors, like, {**known, id(value): ""})
+                content[key] = packed(item, tensors, like, {**named, id(value): ""})
         return {"object": content}
     raise TypeError(f"values of type {type(value).__name__}")
 
@@ -107,10 +106,10 @@ def unpacked(
     named: Mapping[str, Any] | None = None,
     now: Any = None,
 ) -> Any:
-    """Return the tree of `packed`; `placed` copies a tensor that lies as usual.
+    """Return the tree of `packed`; `placed` copies a tensor with the usual layout.
 
-    `named`: what is known; what a dict has of others is left out. `now`: what is there, whose containers and
-    objects stay, with other content. ABSENT: a list or a dict of what is not there too.
+    `named`: values by name; entries of a dict with unknown names are left out. `now`: the current value,
+    whose containers and objects stay, with new content. ABSENT: a list or a dict with an unknown value.
     """
     if not isinstance(tree, dict):
         return tree
@@ -134,43 +133,45 @@ def unpacked(
     if kind == "object":
         if not _has_attributes(now):
             return ABSENT
-        own = vars(now)
-        values = inner(content.values(), map(own.get, content))
-        own.update({key: value for key, value in zip(content, values, strict=True) if value is not ABSENT})
+        attributes = vars(now)
+        values = inner(content.values(), map(attributes.get, content))
+        attributes.update(
+            {key: value for key, value in zip(content, values, strict=True) if value is not ABSENT}
+        )
         return now
     if kind in _LISTS:
         values = inner(content, now if isinstance(now, list | tuple | deque) else ())
         if any(value is ABSENT for value in values):
             return ABSENT
-        made = _LISTS[kind](values)
+        result = _LISTS[kind](values)
     elif kind in ("dict", "items"):
         was = now if isinstance(now, dict) else {}
         keys = list(content) if kind == "dict" else inner(key for key, _ in content)
         trees = content.values() if kind == "dict" else [item for _, item in content]
         values = inner(trees, map(was.get, keys))
-        made = {key: value for key, value in zip(keys, values, strict=True) if key is not ABSENT}
-        if any(value is ABSENT for value in made.values()):
+        result = {key: value for key, value in zip(keys, values, strict=True) if key is not ABSENT}
+        if any(value is ABSENT for value in result.values()):
             return ABSENT
     else:
         number, *layout = content if isinstance(content, list) else [content]
         value = placed(torch.view_as_complex(tensors[number]) if kind == "complex" else tensors[number])
         return laid_out(value, layout) if layout else value
-    if isinstance(now, dict | list | set | deque) and isinstance(made, dict) == isinstance(now, dict):
+    if isinstance(now, dict | list | set | deque) and isinstance(result, dict) == isinstance(now, dict):
         now.clear()
-        (now.extend if isinstance(now, list | deque) else now.update)(made)
+        (now.extend if isinstance(now, list | deque) else now.update)(result)
         return now
-    return made
+    return result
 
 
 class State(NamedTuple):
-    """How to get and to set what an object goes on from."""
+    """How to get and set the state of an object."""
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
 
 
 def state_of(generator: Any) -> State | None:
-    """Return the state of a generator of random numbers; None of what is none."""
+    """Return the access to the state of a random generator; None if the object is none."""
     if isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
         return State(lambda: bits.state, partial(setattr, bits, "state"))
@@ -182,7 +183,9 @@ def state_of(generator: Any) -> State | None:
 
 
 def _has_attributes(value: Any) -> bool:
-    """Return whether an object is made of its attributes, as those of a program's own classes are."""
+    """Return whether an object consists of its attributes, like those of a program's own classes."""
     package = type(value).__module__.partition(".")[0]
-    own = package != "torch" and package not in sys.stdlib_module_names and not isinstance(value, nn.Module)
-    return hasattr(value, "__dict__") and (own or isinstance(value, Optimizer | LRScheduler))
+    custom = (
+        package != "torch" and package not in sys.stdlib_module_names and not isinstance(value, nn.Module)
+    )
+    return hasattr(value, "__dict__") and (custom or isinstance(value, Optimizer | LRScheduler))

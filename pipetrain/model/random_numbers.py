@@ -1,8 +1,8 @@
 """The random numbers of a forward, such as dropout's: the same on any partition and schedule.
 
 Before a layer that draws, torch's generators are seeded by the run's seed, the number of the update, the
-microbatch within its batch and the layer's number in the model. So neither the cut, nor what ran before on
-the same process, nor a forward that is run again changes them.
+microbatch within its batch and the layer's number in the model. So the numbers depend neither on the cut, nor
+on what ran before in the process, nor on whether the forward is a recompute.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipetrain.model.trial_tensors import strided
 
-EVALUATION = -1  # in place of the number of an update
+EVALUATION = -1  # as the number of an update
 
 
 class Seeds(NamedTuple):
-    """What a forward's random numbers depend on, beside its layer."""
+    """What a forward's random numbers depend on, besides the layer."""
 
     seed: int
     update: int
@@ -37,12 +37,12 @@ class Seeds(NamedTuple):
 
 
 def seed_of(*parts: object) -> int:
-    """Return a seed, 0 to 2^63 - 1, of which any part affects all bits."""
+    """Return a seed, 0 to 2^63 - 1; each part affects all bits."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
 class _States:
-    """Those of torch's generators."""
+    """The states of torch's generators."""
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
@@ -56,7 +56,7 @@ class _States:
 
 @dataclass(slots=True)
 class _Forward:
-    """A forward that is running. `before`: the states of torch's generators before its first draw."""
+    """A running forward. `before`: the states of torch's generators before its first draw."""
 
     seeds: Seeds
     before: _States | None = None
@@ -66,10 +66,10 @@ _running: ContextVar[_Forward | None] = ContextVar("_running", default=None)  # 
 
 
 class drawing:
-    """A context that lets the layers that run draw by `seeds`; None: from the generators as they are.
+    """A context in which layers draw from generators seeded by `seeds`; None: from the current ones.
 
-    The generators then go on as if nothing had drawn, so that other code, such as an augmentation, does not
-    depend on which layers ran before it.
+    Afterwards the generators continue as if nothing had drawn, so other code, such as an augmentation, does
+    not depend on which layers ran before it.
     """
 
     __slots__ = ("_before", "_forward")
@@ -87,10 +87,10 @@ class drawing:
 
 
 class RngSnapshot:
-    """The states of all generators as a forward begins, so that another can draw the same numbers.
+    """The states of all generators when a forward begins, so that another can draw the same numbers.
 
-    `begin` seeds torch's generators for layers that are known to draw; these states are for all others, and
-    for what draws from Python's or NumPy's.
+    `begin` seeds torch's generators for layers that are known to draw; these states serve all others, and
+    draws from Python's or NumPy's generators.
     """
 
     def __init__(self) -> None:
@@ -99,13 +99,13 @@ class RngSnapshot:
         self._numpy: Any = np.random.get_state(legacy=False)
 
     def drawn(self) -> bool:
-        """Return whether something has drawn from Python's or NumPy's generator since."""
-        was, now = (of["state"] for of in (self._numpy, np.random.get_state(legacy=False)))
+        """Return whether Python's or NumPy's generator has been used since."""
+        was, now = (state["state"] for state in (self._numpy, np.random.get_state(legacy=False)))
         same = was["pos"] == now["pos"] and np.array_equal(was["key"], now["key"])
         return not same or self._python != random.getstate()
 
     def end(self) -> None:
-        """Forget Python's and NumPy's states if nothing has drawn from them since, as another thread may."""
+        """Drop Python's and NumPy's states if these have not been used since; other threads may use them."""
         if not self.drawn():
             self._python = None
 
@@ -117,21 +117,21 @@ class RngSnapshot:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Go back to these states; afterwards the generators go on as if nothing had drawn again."""
-        now, running = RngSnapshot(), _running.get()
-        now._python = self._python and now._python
+        """Restore these states; afterwards the generators continue as if nothing had drawn again."""
+        current, running = RngSnapshot(), _running.get()
+        current._python = self._python and current._python
         self._restore()
         try:
             with drawing(running.seeds if running else None):
                 yield
         finally:
-            now._restore()
+            current._restore()
 
 
 class SameDraws(TorchDispatchMode):
     """Lets a run of some samples draw the numbers that the first run, of all `samples`, drew for them.
 
-    A permutation of the samples is drawn anew: it is none of theirs.
+    A permutation of the samples is drawn again, as it does not belong to single samples.
     """
 
     def __init__(self, samples: int) -> None:
@@ -165,7 +165,7 @@ class SameDraws(TorchDispatchMode):
 
 
 def begin(layer: int) -> None:
-    """Seed torch's generators for a layer that is about to draw."""
+    """Seed torch's generators for a layer that draws next."""
     _seed(layer)
 
 
@@ -181,6 +181,6 @@ def _seed(layer: int) -> None:
 
 
 def leave_to_python() -> None:
-    """Keep torch.compile out of `begin`: it would compile it again for each seed."""
+    """Exclude `begin` from torch.compile, which would compile it again for each seed."""
     global _seed
     _seed = torch.compiler.disable(_seed)  # type: ignore[no-untyped-call]

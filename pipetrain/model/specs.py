@@ -1,7 +1,7 @@
-"""Values, which are what layers take and return, and their specs: shapes and dtypes, without numbers.
+"""Values, which layers take and return, and their specs: shapes and dtypes.
 
-Shapes are not sent: every rank plans the specs of all that travels before the start, and posts its receives
-by them.
+Shapes are not sent: every rank plans the specs of all messages before the start, and posts its receives by
+them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def name_of(dtype: torch.dtype) -> str:
 class Size:
     """The size of a batch or a microbatch, from which shapes follow.
 
-    Whoever counts samples reads `samples`; nothing else takes a size apart, or makes shapes of it, but here.
+    Code that counts samples reads `samples`; only this module reads the rest of a size or makes shapes of it.
     """
 
     samples: int
@@ -91,9 +91,9 @@ class TensorSpec:
 
 
 def spec_at(size: Size, known: Sequence[tuple[Size, TensorSpec]]) -> TensorSpec:
-    """Return the spec of a tensor of a microbatch of a size, from those of two.
+    """Return the spec of a tensor for a microbatch of this size, from those for two sizes.
 
-    Each dimension must be a linear function of the samples. The engine compares what a stage really makes.
+    Each dimension must be a linear function of the samples. The engine compares it with what a stage makes.
     """
     (few, first), (more, second) = known
 
@@ -105,9 +105,9 @@ def spec_at(size: Size, known: Sequence[tuple[Size, TensorSpec]]) -> TensorSpec:
 
 @dataclass(frozen=True)
 class Packing:
-    """The form of a value that is neither a tensor nor a tuple of them, such as a dict or a tuple in a tuple.
+    """The form of a value that is neither a tensor nor a tuple of tensors, such as a dict or a nested tuple.
 
-    `fixed`: its leaves that are no tensors, such as None, and `TENSOR` in the place of each tensor.
+    `fixed`: its leaves other than tensors, such as None, with `TENSOR` in place of each tensor.
     """
 
     tree: TreeSpec
@@ -123,26 +123,26 @@ class Packing:
 
     @property
     def other(self) -> str:
-        """What is in it beside tensors and None, or ""."""
+        """The type of a leaf other than tensors and None, or ""."""
         return next((f"a {type(v).__name__}" for v in self.fixed if v is not TENSOR and v is not None), "")
 
     def pack(self, tensors: Sequence[Tensor]) -> Any:
-        each = iter(tensors)
-        return tree_unflatten([next(each) if leaf is TENSOR else leaf for leaf in self.fixed], self.tree)
+        remaining = iter(tensors)
+        return tree_unflatten([next(remaining) if leaf is TENSOR else leaf for leaf in self.fixed], self.tree)
 
 
-TENSOR = Tensor  # a class, which a copy of a Packing keeps
+TENSOR = Tensor  # a class, so that a copy of a Packing has the same one
 
 
 def packer(value: object) -> Callable[[Sequence[Tensor]], Any]:
-    """Return what gives tensors the form of a value."""
+    """Return a function that gives tensors the form of a value."""
     if (packing := Packing.of(value)) is not None:
         return packing.pack
     return itemgetter(0) if isinstance(value, Tensor) else tuple
 
 
 def leaves_of(value: object) -> tuple[Tensor, ...]:
-    """Return the tensors of what a model or layer returns. Raises TypeError if there is none."""
+    """Return the tensors in an output of a model or layer. Raises TypeError if there is none."""
     if isinstance(value, Tensor):
         return (value,)
     tensors = tuple(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
@@ -153,11 +153,11 @@ def leaves_of(value: object) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ValueSpec:
-    """What a value is: the shapes and dtypes of its tensors, and its form.
+    """The spec of a value: the shapes and dtypes of its tensors, and its form.
 
-    `single`: a bare tensor, not a tuple of one; `names`: those of a dict's tensors, which a model takes as
-    keywords; `packing`: of what a layer returns, if it is neither a tensor nor a tuple of them. An example is
-    the spec of one sample's inputs; `known`: such samples' tensors, by number, for runs on made-up others.
+    `single`: a bare tensor, not a tuple of one; `names`: of a dict's tensors, which a model takes as
+    keywords; `packing`: the form of an output that is neither a tensor nor a tuple of tensors. An example is
+    the spec of one sample's inputs; `known`: tensors of real samples, by number, for runs on made-up inputs.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -176,7 +176,7 @@ class ValueSpec:
         return sum(spec.nbytes for spec in self.specs)
 
     def of(self, size: Size) -> ValueSpec:
-        """Return the spec of a microbatch, tensors [samples, ...], for that of one sample."""
+        """Return the spec of a microbatch, tensors [samples, ...], from that of one sample."""
         specs = tuple(TensorSpec((size.samples, *spec.shape), spec.dtype) for spec in self.specs)
         return replace(self, specs=specs)
 
@@ -192,7 +192,7 @@ class ValueSpec:
         return replace(whole, specs=tuple(TensorSpec(spec.shape[1:], spec.dtype) for spec in whole.specs))
 
     def ordered(self, value: Value) -> Value:
-        """Return a dict of these names in their order; any other value as it is."""
+        """Return a dict with these names in their order; other values unchanged."""
         if self.names is None or not isinstance(value, dict) or value.keys() != set(self.names):
             return value
         return {name: value[name] for name in self.names}
@@ -205,7 +205,7 @@ class ValueSpec:
         return tensors[0] if self.single else tensors
 
     def to_json(self) -> list[Any]:
-        """Return JSON data of which `from_json` makes it again."""
+        """Return JSON data for `from_json`."""
         specs = [[list(spec.shape), name_of(spec.dtype)] for spec in self.specs]
         return [self.names or self.single, *specs]
 
@@ -244,12 +244,12 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def named_layers(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """Return the layers in order with their names; `named_children` would omit one that is used twice."""
+    """Return the layers in order with their names; `named_children` would omit a layer that is used twice."""
     return list(zip(model._modules, model, strict=True))
 
 
 def as_tuple(value: Value | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the tensors of a value. Raises TypeError if it is neither a tensor nor tensors."""
+    """Return the tensors of a value. Raises TypeError for anything else."""
     items = value.values() if isinstance(value, dict) else value
     tensors = (items,) if isinstance(items, Tensor) else tuple(items)
     if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
@@ -258,7 +258,7 @@ def as_tuple(value: Value | Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def scores_of(outputs: Value) -> Value:
-    """Return the `logits` of a dict, as Hugging Face's models return them; anything else as it is."""
+    """Return the `logits` of a dict, as Hugging Face's models return them; other values unchanged."""
     if isinstance(outputs, Mapping) and isinstance(outputs.get("logits"), Tensor):
         return outputs["logits"]
     return outputs
@@ -283,19 +283,19 @@ def split(value: Value, sizes: Sequence[Size]) -> list[Value]:
 
 
 def join(values: Sequence[Value]) -> Value:
-    """Join microbatches to one."""
+    """Join microbatches into one."""
     tensors = zip(*map(as_tuple, values), strict=True)
     joined: Value = ValueSpec.in_batch(values[0]).pack(tuple(map(torch.cat, tensors)))
     return joined
 
 
 def repeated_to(size: Size, value: Value) -> Value:
-    """Return a microbatch of a size, whose samples are those of another one, again and again."""
+    """Return a microbatch of this size that repeats the samples of another one."""
     return on_each(value, lambda t: t[torch.arange(size.samples, device=t.device) % len(t)])
 
 
 def cast_floats(value: Value, dtype: torch.dtype | None) -> Value:
-    """Return tensors with the floating-point ones as `dtype`; None: as they are."""
+    """Return a value with floating-point tensors as `dtype`; None: unchanged."""
     return on_each(value, lambda t: t.to(dtype) if dtype and t.is_floating_point() else t)
 
 
@@ -305,17 +305,17 @@ def differentiable(tensor: Tensor) -> bool:
 
 
 class Gradients(NamedTuple):
-    """Which tensors that enter or leave a stage depend on weights, and which of these get a gradient."""
+    """Which tensors that enter or leave a stage depend on weights, and which of them need a gradient."""
 
     requires: tuple[bool, ...]
     needs: tuple[bool, ...]
 
 
-def requires_grad(known: Gradients | None, tensors: Sequence[Tensor]) -> Sequence[bool]:
-    """Return which tensors depend on weights; all that can, if it is unknown."""
-    return known.requires if known else list(map(differentiable, tensors))
+def requires_grad(gradients: Gradients | None, tensors: Sequence[Tensor]) -> Sequence[bool]:
+    """Return which tensors depend on weights; if unknown, all that can."""
+    return gradients.requires if gradients else list(map(differentiable, tensors))
 
 
-def needs_grad(known: Gradients | None, tensors: Sequence[Tensor]) -> Sequence[bool]:
-    """Return which tensors need a gradient; all that can, if it is unknown."""
-    return known.needs if known else list(map(differentiable, tensors))
+def needs_grad(gradients: Gradients | None, tensors: Sequence[Tensor]) -> Sequence[bool]:
+    """Return which tensors need a gradient; if unknown, all that can have one."""
+    return gradients.needs if gradients else list(map(differentiable, tensors))

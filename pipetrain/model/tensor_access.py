@@ -1,9 +1,9 @@
 """Finds the places of a module's tensors, and replaces them temporarily.
 
-Weight versions and estimates let a module run with other tensors than its own. Its code may use a tensor not
-only through the registries: nn.LSTM keeps a list of its weights, and users keep another layer's weight to
-share it. So each entry of a module's registries, of its attributes, and of the lists, dicts and objects
-among them that holds a tensor is a place.
+Weight versions and estimates run a module with other tensors than its own. Its code may use a tensor not only
+through the registries: nn.LSTM has a list of its weights, and users hold another layer's weight to share it.
+So each entry that holds a tensor is a place: in a module's registries, in its attributes, and in the lists,
+dicts and objects among these.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-MOST = 1000, 100_000  # entries of a container whose inside is looked at, and containers in all
+MOST = 1000, 100_000  # entries of a container that is searched, and containers in all
 _CONTAINERS: Any = dict | list | tuple | set | deque
 OTHERS = {*sys.stdlib_module_names, "torch", "pipetrain"}
 NamedContainer = tuple[str, Any]
@@ -51,7 +51,7 @@ def names_by_id(model: nn.Module) -> dict[int, str]:
 
 
 def in_place_of(old: Tensor, new: Tensor) -> Tensor:
-    """Return new numbers as the parameter or buffer that the old ones are."""
+    """Return new numbers as a parameter or a buffer, like the old tensor."""
     if not isinstance(old, nn.Parameter) or isinstance(new, nn.Parameter):
         return new
     parameter = nn.Parameter(new, old.requires_grad)
@@ -68,12 +68,19 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 def places(module: nn.Module) -> list[Place]:
     """Return the places of all tensors of a module and of its children; a tensor may have several."""
-    return [place for _, of in _containers(attributes_of(module)) if of for place in _places_in(of)]
+    return [
+        place
+        for _, container in _containers(attributes_of(module))
+        if container
+        for place in _places_in(container)
+    ]
 
 
-def _places_in(of: Any) -> list[Place]:
-    entries = of.items() if isinstance(of, dict) else enumerate(of) if isinstance(of, list) else ()
-    return [Place(of, key) for key, value in entries if isinstance(value, Tensor)]
+def _places_in(owner: Any) -> list[Place]:
+    entries = (
+        owner.items() if isinstance(owner, dict) else enumerate(owner) if isinstance(owner, list) else ()
+    )
+    return [Place(owner, key) for key, value in entries if isinstance(value, Tensor)]
 
 
 def tensors_in(module: nn.Module, names: Mapping[int, str]) -> dict[str, Tensor]:
@@ -81,16 +88,16 @@ def tensors_in(module: nn.Module, names: Mapping[int, str]) -> dict[str, Tensor]
     return {names[id(place.tensor)]: place.tensor for place in places(module) if id(place.tensor) in names}
 
 
-def replace(modules: Iterable[nn.Module], others: Mapping[int, Tensor], *more: Any) -> None:
-    """Put `others[id(tensor)]` into each place of `tensor`, in `more` too; what is shared stays so."""
-    own = chain.from_iterable(map(places, modules if others else ()))
-    _replace(chain(own, *map(_places_in, more)), others)
+def replace(modules: Iterable[nn.Module], substitutes: Mapping[int, Tensor], *more: Any) -> None:
+    """Put `substitutes[id(tensor)]` into each place of `tensor`, in `more` too; shared tensors stay shared."""
+    found_places = chain.from_iterable(map(places, modules if substitutes else ()))
+    _replace(chain(found_places, *map(_places_in, more)), substitutes)
 
 
-def _replace(places: Iterable[Place], others: Mapping[int, Tensor]) -> None:
+def _replace(places: Iterable[Place], substitutes: Mapping[int, Tensor]) -> None:
     for place in places:
-        if id(place.tensor) in others:
-            place.container[place.key] = others[id(place.tensor)]
+        if id(place.tensor) in substitutes:
+            place.container[place.key] = substitutes[id(place.tensor)]
 
 
 def attributes_of(*modules: nn.Module) -> list[NamedContainer]:
@@ -99,88 +106,88 @@ def attributes_of(*modules: nn.Module) -> list[NamedContainer]:
 
 
 def _containers(roots: Sequence[NamedContainer]) -> list[NamedContainer]:
-    """Return `roots`, the lists, dicts, sets and objects in them, and what is in these, but modules."""
-    found, met = list(roots), {id(of) for _, of in roots}
-    for name, of in found:  # grows
-        entries = (of.items() if isinstance(of, dict) else enumerate(of)) if len(of) < MOST[0] else ()
+    """Return `roots`, the lists, dicts, sets and objects in them, and so on, except modules."""
+    containers, met = list(roots), {id(node) for _, node in roots}
+    for name, node in containers:  # grows
+        entries = (node.items() if isinstance(node, dict) else enumerate(node)) if len(node) < MOST[0] else ()
         for key, value in entries:
             if not _holds_more(kind := cast(Any, type(value))):
                 continue
             inner = value if issubclass(kind, _CONTAINERS) else getattr(value, "__dict__", ())
             if id(inner) not in met and len(met) < MOST[1]:
                 met.add(id(inner))
-                found.append((f"{name}.{key}".lstrip("."), inner))
-    return [(name, of) for name, of in found if not isinstance(of, tuple)]
+                containers.append((f"{name}.{key}".lstrip("."), inner))
+    return [(name, node) for name, node in containers if not isinstance(node, tuple)]
 
 
 @cache
 def _holds_more(kind: type) -> bool:
-    own = origin(kind) not in OTHERS or issubclass(kind, SimpleNamespace | Namespace)
-    return issubclass(kind, _CONTAINERS) or (own and not issubclass(kind, nn.Module | Tensor | type))
+    custom = origin(kind) not in OTHERS or issubclass(kind, SimpleNamespace | Namespace)
+    return issubclass(kind, _CONTAINERS) or (custom and not issubclass(kind, nn.Module | Tensor | type))
 
 
 def origin(code: Any) -> str:
-    """Return the package of a class or function, also of a partial one."""
+    """Return the package of a class or function, or of a partial's function."""
     return str(getattr(getattr(code, "func", code), "__module__", "")).partition(".")[0]
 
 
 class Held:
-    """What dicts hold now, such as those of attributes, and the containers and objects in them."""
+    """A snapshot of dicts, such as those of attributes, and of the containers and objects in them."""
 
     def __init__(self, roots: Sequence[NamedContainer]) -> None:
-        self._all = [(name, of, of.copy()) for name, of in _containers(roots)]
-        self._empty = [of for _, of, was in self._all if not was]
-        self._filled = [of for _, of, was in self._all if was]
+        self._all = [(name, container, container.copy()) for name, container in _containers(roots)]
+        self._empty = [container for _, container, was in self._all if not was]
+        self._filled = [container for _, container, was in self._all if was]
         self.content = [was for *_, was in self._all if was]
-        self.places = [place for _, of, was in self._all if was for place in _places_in(of)]
+        self.places = [place for _, container, was in self._all if was for place in _places_in(container)]
         self._numbers = [(*place, place.tensor) for place in self.places if place.tensor.numel() == 1]
 
     def changed(self) -> bool:
-        """Return whether anything else is held; a tensor whose numbers have changed in place is the same.
+        """Return whether the contents differ; a tensor that has changed in place counts as the same.
 
-        Python compares the dicts, which is fast, and asks only entries that are other objects for `==`.
+        Python compares the dicts, which is fast, and calls `==` only for entries that are other objects.
         """
-        with suppress(Exception):  # of arrays and tensors, which have no truth value but those of one number
-            others = [key for of, key, tensor in self._numbers if of[key] is not tensor]
-            return bool(others) or any(self._empty) or self._filled != self.content
+        with suppress(Exception):  # comparing arrays and tensors fails unless they hold one number
+            replaced = [key for container, key, tensor in self._numbers if container[key] is not tensor]
+            return bool(replaced) or any(self._empty) or self._filled != self.content
         return True
 
     def changes(self) -> Iterator[tuple[str, Any, Any, Any]]:
-        """Yield the name, container and key of what has changed, and what was in the container.
+        """Yield the name, container and key of each change, and the container's earlier content.
 
         The key is None for a list or set, which is named itself.
         """
-        for name, of, was in self._all:
-            if not isinstance(of, dict):
-                if len(of) != len(was) or not all(map(_same, of, was)):
-                    yield name, of, None, was
+        for name, container, was in self._all:
+            if not isinstance(container, dict):
+                if len(container) != len(was) or not all(map(_same, container, was)):
+                    yield name, container, None, was
                 continue
-            for key in {**was, **of}:
-                if key not in of or key not in was or not _same(of[key], was[key]):
-                    yield f"{name}.{key}".lstrip("."), of, key, was
+            for key in {**was, **container}:
+                if key not in container or key not in was or not _same(container[key], was[key]):
+                    yield f"{name}.{key}".lstrip("."), container, key, was
 
     def put_back(self) -> None:
-        for container, was in {id(of): (of, was) for _, of, _, was in self.changes()}.values():
+        for container, was in {id(changed): (changed, was) for _, changed, _, was in self.changes()}.values():
             refill(container, was)
 
 
-def _same(now: Any, was: Any) -> bool:
-    plain = isinstance(was, bool | int | float | complex | str) and type(now) is type(was)
-    return now is was or (plain and bool(now == was))
+def _same(value: Any, was: Any) -> bool:
+    plain = isinstance(was, bool | int | float | complex | str) and type(value) is type(was)
+    return value is was or (plain and bool(value == was))
 
 
 def refill(container: Any, content: Any) -> None:
-    """Let a list, dict or set have a content."""
+    """Replace the content of a list, dict or set."""
     container.clear()
     (container.extend if isinstance(container, list | deque) else container.update)(content)
 
 
 @contextmanager
-def standing_in(module: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
-    """Let a module run with `others[id(tensor)]` in each place of `tensor`; then restore all attributes."""
-    held = Held(attributes_of(module))
+def standing_in(module: nn.Module, substitutes: Mapping[int, Tensor]) -> Iterator[None]:
+    """Run a module with `substitutes[id(tensor)]` in each place of `tensor`; then restore all attributes."""
+    before = Held(attributes_of(module))
     try:
-        _replace(held.places, others)
+        _replace(before.places, substitutes)
         yield
     finally:
-        held.put_back()
+        before.put_back()

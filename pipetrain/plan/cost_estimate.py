@@ -1,8 +1,8 @@
 """Estimates each layer's cost and output, and which gradients are needed, by running it once.
 
 A layer runs on copies of its tensors, so that weights, BatchNorm's statistics and the random generators do
-not change. A cheap layer runs on real numbers. Others, and those of a model on the meta device, run under
-FakeTensorMode, on tensors without data, which is fast for any size but loads torch's compiler, which takes a
+not change. A cheap layer runs on real numbers. An expensive layer, or one of a model on the meta device, runs
+under FakeTensorMode, on tensors without data: fast for any size, but it loads torch's compiler, which takes a
 second. A layer that branches on values (`if torch.rand(()) < p`) always needs real numbers.
 """
 
@@ -40,8 +40,8 @@ class Layer:
     """One layer between possible cuts, as estimated for one microbatch size.
 
     `requires_grad`: which of its outputs depend on weights; None, if unknown, as in an evaluation, stands for
-    every floating-point tensor. `paths`: of each output, which of the values that it takes get a gradient
-    from it; `reached`: which of them get one on the way from the loss to weights.
+    every floating-point tensor. `paths`: for each output, which inputs get a gradient from it; `reached`:
+    which inputs get a gradient on the way from the loss to weights.
     """
 
     name: str
@@ -53,23 +53,23 @@ class Layer:
     paths: tuple[tuple[bool, ...], ...] = ()
     reached: tuple[bool, ...] = ()
     draws: bool = False  # random numbers
-    operations: int = field(default=0, compare=False)  # a checksum of all that it runs
-    writes: frozenset[ValueId] = frozenset()  # what it takes and modifies in place
-    views: tuple[ValueId | None, ...] = ()  # of each output: what it takes with the same memory, if any
+    operations: int = field(default=0, compare=False)  # a checksum of all operations
+    writes: frozenset[ValueId] = frozenset()  # inputs that it modifies in place
+    views: tuple[ValueId | None, ...] = ()  # for each output: the input with the same memory, if any
     keeps_output: bool = False  # its output may change later: the layer keeps it, or returns it twice
     borrows: tuple[str, ...] = ()  # tensors of other layers that it uses, not registered in it
     saved: Kept = NOTHING  # by autograd
     for_w: Kept = NOTHING  # between I and W
-    products: Kept = NOTHING  # the results that a selective recomputation keeps
+    products: Kept = NOTHING  # the results that a selective recompute keeps
     weights: Mapping[str, TensorSpec] = field(default_factory=dict)  # what it trains, by name in the model
     frozen: Mapping[str, TensorSpec] = field(default_factory=dict)
     buffers: Mapping[str, TensorSpec] = field(default_factory=dict)
-    foreign: tuple[Tensor, ...] = field(default=(), compare=False)  # used, and no weights or buffers
-    weight_flops: int = 0  # those of `flops` that have a trained weight, whose gradient takes as many
+    foreign: tuple[Tensor, ...] = field(default=(), compare=False)  # used, but no weights or buffers
+    weight_flops: int = 0  # the part of `flops` with a trained weight; the weight's gradient takes as many
 
 
 def origin(layers: Sequence[Layer], value: ValueId, start: int = 0) -> ValueId:
-    """Return the value that first had a value's memory, as layers from `start` on hand it on."""
+    """Return the first value with this memory, as layers from `start` on pass it on."""
     while value.layer >= start and (views := layers[value.layer].views) and (before := views[value.number]):
         value = before
     return value
@@ -80,16 +80,16 @@ def estimate(
 ) -> list[Layer]:
     """Estimate every layer of a model for one microbatch. `inputs`: of the model.
 
-    `training`: in the modes of its modules, and the layers tell which gradients are needed; otherwise in
-    evaluation mode. Raises ConfigError with the name of a layer that cannot process what it takes, or trains
-    unregistered weights.
+    `training`: in the modes of its modules, with the gradients that are needed; otherwise in evaluation mode.
+    Raises ConfigError with the name of a layer that cannot process its inputs, or trains unregistered
+    weights.
     """
     network = model if isinstance(model, Network) else Chain(model)
     trial = _Trial(network, numerics or Numerics(), training)
     mode = nullcontext() if training else evaluating(network.model, *network.modules)
     with quiet(), RngSnapshot().replayed(), mode:
         for seed in (torch.default_generator.manual_seed, random.seed, np.random.seed):
-            seed(0)  # so that every rank plans alike
+            seed(0)  # so that every rank makes the same plan
         try:
             tensors = made_up_samples(inputs)
         except (RuntimeError, TypeError) as error:
@@ -107,7 +107,7 @@ def estimate(
 
 
 def estimate_short(model: Network, inputs: ValueSpec, numerics: Numerics) -> list[Layer]:
-    """Estimate every layer for a microbatch of a short batch. Raises ConfigError, which says what to do."""
+    """Estimate every layer for a microbatch of a short batch. Raises ConfigError with advice."""
     try:
         return estimate(model, inputs, numerics)
     except ConfigError as error:
@@ -126,12 +126,12 @@ def estimates(
 ) -> tuple[Numerics, dict[Size, list[Layer]], dict[Size, list[Layer]]]:
     """Choose the memory format, and estimate the layers for each size of a microbatch. Raises ConfigError.
 
-    In training, the full size first, and in evaluation. `model`: or the layers of a full microbatch.
+    For training, the full size first, and for evaluation. `model`: or the layers of a full microbatch.
     """
     if isinstance(model, list):
         return Numerics(), {settings.full: model}, {settings.full: model}
 
-    def of(numerics: Numerics) -> tuple[Numerics, dict[Size, list[Layer]], dict[Size, list[Layer]]]:
+    def estimated(numerics: Numerics) -> tuple[Numerics, dict[Size, list[Layer]], dict[Size, list[Layer]]]:
         training = {
             size: (estimate_short if size < settings.full else estimate)(model, example.of(size), numerics)
             for size in (settings.full, *sorted({*trained} - {settings.full}))
@@ -144,20 +144,25 @@ def estimates(
     numerics = Numerics(settings.precision == "bf16", settings.memory_format == "channels_last")
     if settings.memory_format == "auto" and settings.dtype == torch.float32:
         with suppress(ConfigError):  # as of a view that needs the channels outermost
-            return of(replace(numerics, channels_last=True))
-    return of(numerics)
+            return estimated(replace(numerics, channels_last=True))
+    return estimated(numerics)
 
 
 def _joined(layers: Sequence[Layer]) -> list[Layer]:
-    """Name what is kept by the origins of values; what another layer overwrites is kept by no product."""
+    """Name saved values by their origins; a product that another layer overwrites is not kept."""
     written = {origin(layers, value) for layer in layers for value in layer.writes}
 
-    def of(kept: Kept, lost: Collection[ValueId] = ()) -> Kept:
-        values = {origin(layers, value): nbytes for value, nbytes in kept.values.items()}
-        return Kept({value: nbytes for value, nbytes in values.items() if value not in lost}, kept.inside)
+    def renamed(saved: Kept, lost: Collection[ValueId] = ()) -> Kept:
+        values = {origin(layers, value): nbytes for value, nbytes in saved.values.items()}
+        return Kept({value: nbytes for value, nbytes in values.items() if value not in lost}, saved.inside)
 
     return [
-        replace(layer, saved=of(layer.saved), for_w=of(layer.for_w), products=of(layer.products, written))
+        replace(
+            layer,
+            saved=renamed(layer.saved),
+            for_w=renamed(layer.for_w),
+            products=renamed(layer.products, written),
+        )
         for layer in layers
     ]
 
@@ -195,15 +200,15 @@ class _Trial:
         # Each weight is multiplied at every position of an image.
         positions = [t.numel() / t.shape[1] if t.dim() > 1 and t.shape[1] else t.numel() for t in inputs]
         weights = sum(p.numel() for p in self._network.modules[index].parameters())
-        dear = max(positions, default=1) * weights > CHEAP or self._meta
+        expensive = max(positions, default=1) * weights > CHEAP or self._meta
         try:
-            return run(fake_mode() if dear else None)
+            return run(fake_mode() if expensive else None)
         except _Wrong:
             raise
         except Exception as error:
-            if not dear and not isinstance(error, NotImplementedError):  # as of what a GPU alone has
+            if not expensive and not isinstance(error, NotImplementedError):  # as of a GPU operation
                 raise
-            return run(None if dear else fake_mode())
+            return run(None if expensive else fake_mode())
 
     def _run(
         self,
@@ -215,22 +220,23 @@ class _Trial:
     ) -> _Run:
         module, last = self._network.modules[index], index == len(self._network.names) - 1
         used = tensors_in(module, self._ids)
-        others = {id(tensor): self._stand_in(tensor, mode) for tensor in used.values()}
-        with torch.set_grad_enabled(self._training), mode or nullcontext(), standing_in(module, others):
-            # In the memory format in which they arrive over a cut.
+        copies = {id(tensor): self._stand_in(tensor, mode) for tensor in used.values()}
+        with torch.set_grad_enabled(self._training), mode or nullcontext(), standing_in(module, copies):
+            # In the memory format in which they arrive from another stage.
             arranged = (self._numerics.arrange(_copied(t, mode)).detach() for t in entering)
             leaves = tuple(
-                t.requires_grad_(of.requires_grad) for t, of in zip(arranged, entering, strict=True)
+                t.requires_grad_(original.requires_grad)
+                for t, original in zip(arranged, entering, strict=True)
             )
             inputs = tuple(leaf.clone() for leaf in leaves)  # a leaf must not be modified in place
             versions = [t._version for t in inputs]
-            known = [*others.values(), *inputs]
-            storages, registered = [storage_of(t) for t in known], named_tensors(module)
-            trained = [t for t in others.values() if t.requires_grad and t.dim() > 1]  # a bias is added
+            known_tensors = [*copies.values(), *inputs]
+            storages, registered = [storage_of(t) for t in known_tensors], named_tensors(module)
+            trained = [t for t in copies.values() if t.requires_grad and t.dim() > 1]  # a bias is added
             with (
                 self._numerics.context("cpu"),
-                Spy(self._names, known, trained) as spy,
-                SavedWatch(others.values()) as saving,
+                Spy(self._names, known_tensors, trained) as spy,
+                SavedWatch(copies.values()) as saving,
             ):
                 result = self._network.call(index, inputs, earlier)
             packing = Packing.of(result)
@@ -239,7 +245,7 @@ class _Trial:
                     f"it returns {other}, and a layer before the last must return a tensor, or tuples, lists "
                     f"or dicts of tensors"
                 )
-            if storages != [storage_of(t) for t in known]:
+            if storages != [storage_of(t) for t in known_tensors]:
                 raise _Wrong("replaces the data of a parameter or of its input; change these in place")
             if new := sorted(named_tensors(module).keys() - registered.keys()):
                 raise _Wrong(f"makes its {new[0]} when it first runs; make it when the layer is made")
@@ -249,8 +255,8 @@ class _Trial:
             returned = [storage_of(t) for t in outputs]
             of_module = {storage_of(place.tensor) for place in places(module)}
             entering_by = {storage_of(t): value for t, value in zip(inputs, takes, strict=True)}
-            own = {key: ValueId(index, number) for number, key in enumerate(returned)}
-            saved, for_w, products = saving.kept(own | entering_by)
+            returned_values = {key: ValueId(index, number) for number, key in enumerate(returned)}
+            saved, for_w, products = saving.kept(returned_values | entering_by)
             changed = (t._version != version for t, version in zip(inputs, versions, strict=True))
             layer = Layer(
                 name=self._network.names[index],
@@ -282,7 +288,7 @@ class _Trial:
         return _Run(layer, tuple(t.detach().requires_grad_(t.requires_grad) for t in left))
 
     def _stand_in(self, tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
-        """Return a copy; of a tensor on meta one with its form or, without a mode, with its numbers."""
+        """Return a copy; of a meta tensor, one with its shape or, without a mode, with its values."""
         with torch.no_grad():
             if tensor.is_meta and mode is not None:
                 shape, strides = tensor.shape, tensor.stride()
@@ -300,7 +306,7 @@ class _Trial:
 
 
 def _specs_by_kind(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the specs of what a layer trains, of its frozen parameters and of its buffers, by name."""
+    """Return the specs of a layer's trained weights, frozen parameters and buffers, by name."""
     specs: dict[str, dict[str, TensorSpec]] = {"weights": {}, "frozen": {}, "buffers": {}}
     for name, tensor in tensors.items():
         trained = "weights" if tensor.requires_grad else "frozen"
@@ -326,7 +332,7 @@ def with_gradients(layers: Sequence[Layer], used: Sequence[bool] | None = None) 
 
     `used`: which outputs of the last layer the loss uses; None: all.
     """
-    found: list[Layer] = []
+    updated: list[Layer] = []
     requires = layers[-1].requires_grad or ()
     needed = {ValueId(len(layers) - 1, number): use for number, use in enumerate(used or requires)}
     for index, layer in reversed(list(enumerate(layers))):
@@ -334,8 +340,8 @@ def with_gradients(layers: Sequence[Layer], used: Sequence[bool] | None = None) 
         reached = tuple(any(path[number] for path in paths) for number in range(len(layer.takes)))
         for value, reaches in zip(layer.takes, reached, strict=True):
             needed[value] = needed.get(value, False) or reaches
-        found.append(replace(layer, reached=reached))
-    return found[::-1]
+        updated.append(replace(layer, reached=reached))
+    return updated[::-1]
 
 
 def _reached(output: Tensor, leaves: Sequence[Tensor]) -> tuple[bool, ...]:
@@ -344,7 +350,7 @@ def _reached(output: Tensor, leaves: Sequence[Tensor]) -> tuple[bool, ...]:
     if not any(isinstance(node, BackwardCFunction) for node in nodes):
         ends = {id(getattr(node, "variable", None)) for node in nodes}
         return tuple(id(leaf) in ends for leaf in leaves)
-    # A custom autograd Function may return no gradient for an input: only a backward tells.
+    # A custom autograd Function may return no gradient for an input: only a backward shows that.
     try:
         torch.autograd.backward(output, torch.ones_like(output), retain_graph=True)
     except Exception:  # a Function that needs real numbers: assume that every possible gradient exists

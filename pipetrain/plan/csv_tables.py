@@ -1,10 +1,10 @@
-"""Costs from a CSV file, a row a layer, so that a plan needs no model; and a plan as CSV, a row a stage.
+"""Costs from a CSV file, a row per layer, so that a plan needs no model; and a plan as CSV, a row per stage.
 
     name,forward_ms,backward_ms,activation_bytes,parameter_bytes
     embedding,0.4,0.6,4194304,51200000
 
-The profiles that PipeDream's authors published can be read as they are: they have `node` in the place of
-`name`, in `inputs` the rows that each one takes, and rows for the data, whose operator is an Input.
+The profiles that PipeDream's authors published can be read unchanged: they have `node` instead of `name`, an
+`inputs` column with the rows that each layer uses, and rows for the data, with the operator Input.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OF_SAMPLES = (*NEEDED, *HALVES, "activation_bytes")
 
 
 class Rows(NamedTuple):
-    """The layers of a file, the data that they take, and the times of a microbatch."""
+    """The layers of a file, the data that they use, and the times of a microbatch."""
 
     layers: list[Layer]
     data: ValueSpec
@@ -48,7 +48,7 @@ class Rows(NamedTuple):
 def read_rows(path: Path, s_per_byte: float = 0.0, scale: float = 1.0) -> Rows:
     """Read a file of costs. Raises ConfigError.
 
-    `s_per_byte`: of a message; `scale`: of the samples of a microbatch, beside those of the file.
+    `s_per_byte`: of a message; `scale`: samples of a microbatch, relative to the file's.
     """
     try:
         with path.expanduser().open(newline="", encoding="utf-8-sig") as file:  # as Excel writes it
@@ -64,7 +64,7 @@ def read_rows(path: Path, s_per_byte: float = 0.0, scale: float = 1.0) -> Rows:
 
 
 def _refuse_columns(columns: Sequence[str]) -> None:
-    """Refuse columns without which nothing is known, or that nothing reads. Raises ValueError."""
+    """Refuse missing and unused columns. Raises ValueError."""
     halves = HALVES if not {*HALVES}.isdisjoint(columns) else ()
     needed = ("node" if "node" in columns else "name", *NEEDED, *halves)
     if missing := [column for column in needed if column not in columns]:
@@ -96,11 +96,11 @@ def _read(
             values[name] = ValueId(INPUT, len(data))
             data.append(output)
             continue
-        taken = row["inputs"].split() if "inputs" in row else [*values][-1:]
-        if unknown := [one for one in taken if one not in values]:
+        inputs = row["inputs"].split() if "inputs" in row else [*values][-1:]
+        if unknown := [source for source in inputs if source not in values]:
             raise ValueError(f"line {line} takes {unknown[0]}, which no line above it makes")
         values[name] = value = ValueId(len(layers), 0)
-        layers.append(_layer(name, numbers, value, [values[one] for one in taken], output))
+        layers.append(_layer(name, numbers, value, [values[source] for source in inputs], output))
         times.append(_times(name, numbers, output.nbytes, halved="input_ms" in row))
     if not layers:
         raise ValueError("it has no layers")
@@ -108,7 +108,7 @@ def _read(
 
 
 def _number(line: int, column: str, text: str) -> float:
-    """Return the number of a cell, 0 of one that may be empty. Raises ValueError."""
+    """Return the number in a cell, 0 if it may be empty. Raises ValueError."""
     try:
         number = float(text or (math.nan if column in NEEDED else 0))
     except ValueError:
@@ -123,7 +123,7 @@ def _tensor(nbytes: float) -> TensorSpec:
 
 
 def _layer(
-    name: str, numbers: Mapping[str, float], value: ValueId, taken: Sequence[ValueId], output: TensorSpec
+    name: str, numbers: Mapping[str, float], value: ValueId, inputs: Sequence[ValueId], output: TensorSpec
 ) -> Layer:
     weights = _tensor(numbers["parameter_bytes"])
     return Layer(
@@ -132,15 +132,15 @@ def _layer(
         flops=max(1, round(1e6 * (numbers["forward_ms"] + numbers["backward_ms"]))),  # by which work is shown
         output=ValueSpec((output,)),
         requires_grad=(True,),
-        takes=tuple(taken),
-        reached=tuple(one.layer != INPUT for one in taken),
+        takes=tuple(inputs),
+        reached=tuple(value_id.layer != INPUT for value_id in inputs),
         saved=Kept({value: output.nbytes}, 0),
         weights={name: weights} if weights.numel else {},
     )
 
 
 def _times(name: str, numbers: Mapping[str, float], nbytes: int, halved: bool) -> LayerTime:
-    """Return the times of a layer; where its halves are not known, weights take half of a backward."""
+    """Return the times of a layer; if the halves are not given, weights take half of the backward."""
     forward, backward, step = (numbers[key] / 1e3 for key in (*NEEDED, "step_ms"))
     halves = [numbers[key] / 1e3 for key in HALVES]
     if not halved:
@@ -157,25 +157,27 @@ def _times(name: str, numbers: Mapping[str, float], nbytes: int, halved: bool) -
 
 
 def write_rows(plan: Plan, file: TextIO) -> None:
-    """Write a row for each stage of a plan that is `sized`, with the figures of its rank and of all.
+    """Write a row for each stage of a plan that is `sized`, with the figures of its rank and of all ranks.
 
-    Of several ranks these are the means, and the bytes of the fullest. Forward, backward and messages are of
-    a microbatch, busy and batch of a batch: in ms, and without times in the plan's own unit.
+    For replicas these are the means, and the bytes of the fullest. Forward, backward and messages are per
+    microbatch, busy and batch per batch: in ms, or without times in the plan's own unit.
     """
     run, costs, batches = plan.timeline(), plan.stage_costs, max(plan.windows)
     stage_bytes, recompute, bubbles = plan.memory(), plan.recompute, run.bubble_per_rank
     ranks, backward = peaks_by_rank(stage_bytes), {Op.I, Op.W} if splits(plan.window.program) else {Op.B}
     scale, unit = (1e3, "_ms") if plan.costs else (1.0, "")
 
-    def taken(stage: int, ops: Collection[Op]) -> float:
-        return sum(time for (of, op, *_), time in costs.seconds.items() if of == stage and op in ops)
+    def time_of(stage: int, ops: Collection[Op]) -> float:
+        return sum(
+            time for (at_stage, op, *_), time in costs.seconds.items() if at_stage == stage and op in ops
+        )
 
     rows: list[dict[str, object]] = []
     for stage, (on, peak) in enumerate(zip(plan.placement, peaks(stage_bytes), strict=True)):
         times = {
-            "forward": taken(stage, {Op.F}),
-            "backward": taken(stage, backward),
-            "messages": taken(stage, {Op.SEND_F, Op.SEND_B}),
+            "forward": time_of(stage, {Op.F}),
+            "backward": time_of(stage, backward),
+            "messages": time_of(stage, {Op.SEND_F, Op.SEND_B}),
             "busy": run.stages[stage].busy_s / batches,
             "batch": run.makespan / batches,
         }

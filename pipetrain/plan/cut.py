@@ -1,7 +1,7 @@
-"""How a model is cut: the layers of each stage, what the stages send each other, and which cuts are possible.
+"""How a model is cut: the layers of each stage, the messages between stages, and the possible cuts.
 
-A value that several stages use goes to each of them, straight from the stage that makes it. The gradients
-that they return are added. Across a cut that is refused, layers would behave otherwise than in one process.
+A value that several stages use goes directly from the stage that makes it to each of them. The gradients that
+they return are added. A cut is refused if layers would behave differently than in one process.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pipetrain.model.tensor_access import names_by_id, places, tensors_in
 from pipetrain.plan.cost_estimate import Layer, origin
 from pipetrain.schedule.actions import Edge, Tie
 
-Estimates = Mapping[Size, list[Layer]]  # of a microbatch -> the layers as estimated for it
+Estimates = Mapping[Size, list[Layer]]  # size of a microbatch -> the layers as estimated for it
 Specs = Mapping[ValueId, TensorSpec]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a stage sends to a later one of each microbatch, and the way on which gradients come back.
+    """What a stage sends to a later one for each microbatch, and the way back of the gradients.
 
-    `needs_grad`: the values whose gradient the target returns. `bounds`: the most messages under way, there
-    and back; none between stages on one rank.
+    `needs_grad`: the values for which the target returns a gradient. `bounds`: the most messages in flight,
+    forward and back; None between stages on one rank.
     """
 
     source: int
@@ -55,10 +55,10 @@ class Route:
 
 @dataclass(frozen=True)
 class Cut:
-    """A model as stages, in training or in an evaluation: the layers of each, and what joins them.
+    """A model as stages, for training or evaluation: the layers of each, and the routes between them.
 
-    `specs`: of the values that enter stages, by the size of a microbatch; `shared`: of each weight that
-    several stages have, by its name in the model, these stages.
+    `specs`: of the values that enter stages, by the size of a microbatch; `shared`: by its name in the model,
+    the stages of each weight that several stages have.
     """
 
     slices: tuple[Slice, ...]  # by stage
@@ -86,19 +86,21 @@ class Cut:
 
     @cached_property
     def bounds(self) -> dict[Edge, int]:
-        """The bound of each edge between ranks, in one fixed order; see schedule/buffer_bounds.py."""
+        """The bound of each edge between ranks, in a fixed order; see schedule/buffer_bounds.py."""
         bounded = [(route, route.bounds) for route in self.routes if route.bounds is not None]
         return {
-            edge: n for route, of in bounded for edge, n in zip((route.edge, route.way_back), of, strict=True)
+            edge: n
+            for route, pair in bounded
+            for edge, n in zip((route.edge, route.way_back), pair, strict=True)
         }
 
     def bounded(self, bounds: Mapping[Edge, int]) -> Cut:
         both = [(bounds[r.edge], bounds[r.way_back]) if r.edge in bounds else None for r in self.routes]
-        routes = (replace(route, bounds=of) for route, of in zip(self.routes, both, strict=True))
+        routes = (replace(route, bounds=pair) for route, pair in zip(self.routes, both, strict=True))
         return replace(self, routes=tuple(routes))
 
     def entering(self, stage: int, size: Size) -> tuple[TensorSpec, ...]:
-        """Return what enters a stage for a microbatch of this size."""
+        """Return the specs of what enters a stage for a microbatch of this size."""
         return tuple(self.specs[size][value] for value in self.slices[stage].enters)
 
     def message(self, edge: Edge, size: Size) -> tuple[TensorSpec, ...]:
@@ -116,32 +118,34 @@ class Cut:
 
 
 def divide(tensors: Tensors, parts: Sequence[Sequence[ValueId]]) -> list[Tensors]:
-    """Return the tensors of the values of each part; `tensors`: of all these values, ascending."""
+    """Return the tensors of each part's values; `tensors`: of all these values, ascending."""
     if len(parts) == 1 and len(tensors) == len(parts[0]):
         return [tensors]
-    of = dict(zip(sorted({value for values in parts for value in values}), tensors, strict=True))
-    return [tuple(of[value] for value in values) for values in parts]
+    by_value = dict(zip(sorted({value for values in parts for value in values}), tensors, strict=True))
+    return [tuple(by_value[value] for value in values) for values in parts]
 
 
-def merge(parts: Iterable[tuple[Sequence[ValueId], Tensors]]) -> Tensors:
-    """Return the tensors of all values, ascending; those of one value are added, in the order of `parts`."""
-    each = list(parts)
-    if len(each) == 1 and len(each[0][0]) == len(each[0][1]):
-        return each[0][1]
+def merge(pairs: Iterable[tuple[Sequence[ValueId], Tensors]]) -> Tensors:
+    """Return the tensors of all values, ascending; those of one value are added, in the order of `pairs`."""
+    parts = list(pairs)
+    if len(parts) == 1 and len(parts[0][0]) == len(parts[0][1]):
+        return parts[0][1]
     sums: dict[ValueId, Tensor] = {}
-    for values, tensors in each:
+    for values, tensors in parts:
         for value, tensor in zip(values, tensors, strict=True):
             sums[value] = sums[value] + tensor if value in sums else tensor
     return tuple(sums[value] for value in sorted(sums))
 
 
 class AnySize(dict[Size, Specs]):
-    """Specs by size: of the neighbours of one size, from which those of any other follow."""
+    """Specs by size: those of any size follow from the given two, the neighbours of one."""
 
     def __missing__(self, size: Size) -> Specs:
-        known = list(self.items())[:2]
-        values = known[0][1]
-        self[size] = {value: spec_at(size, [(of, specs[value]) for of, specs in known]) for value in values}
+        given = list(self.items())[:2]
+        values = given[0][1]
+        self[size] = {
+            value: spec_at(size, [(near, specs[value]) for near, specs in given]) for value in values
+        }
         return self[size]
 
 
@@ -152,9 +156,9 @@ def cut_layers(
     shared: Mapping[str, Tie] | None = None,
     any_size: bool = False,
 ) -> Cut:
-    """Return a model cut before the layers `cuts`, as the first of its estimates says.
+    """Return a model cut before the layers `cuts`, according to its first estimate.
 
-    `example`: of its inputs, which enter the first stage; `any_size`: microbatches of any size may come.
+    `example`: of the inputs of the first stage; `any_size`: microbatches of any size may come.
     """
     layers = next(iter(estimates.values()))
     data = {ValueId(INPUT, number): False for number in range(len(example.specs))}
@@ -166,8 +170,8 @@ def cut_layers(
         if values:
             routes.append(Route(source, target, tuple(values), tuple(values.values())))
 
-    def specs(size: Size, of: Sequence[Layer]) -> Specs:
-        outputs = [*(layer.output for layer in of), example.of(size)]  # layer INPUT is the last
+    def specs(size: Size, estimated: Sequence[Layer]) -> Specs:
+        outputs = [*(layer.output for layer in estimated), example.of(size)]  # layer INPUT is the last
         return {value: outputs[value.layer].specs[value.number] for value in used}
 
     return Cut(
@@ -179,9 +183,9 @@ def cut_layers(
 
 
 def entering(layers: Sequence[Layer], start: int, end: int) -> dict[ValueId, bool]:
-    """Return what layers `start` to `end` (exclusive) take from before them, ascending.
+    """Return the values that layers `start` to `end` (exclusive) use from before them, ascending.
 
-    And whether they return the gradient of each. The data are before the first layer.
+    Each with whether they return its gradient. The data come before the first layer.
     """
     needs_grad_of: dict[ValueId, bool] = {}
     for layer in layers[start:end]:
@@ -200,9 +204,9 @@ def _slices(
 ) -> Iterator[Slice]:
     last = len(layers) - 1
     for stage, (start, end) in enumerate(pairwise([0, *cuts, len(layers)])):
-        mine = [route for route in routes if route.source == stage]
-        leaves = sorted({value for route in mine for value in route.values})
-        returned = {value for route in mine for value in route.returned}
+        outgoing = [route for route in routes if route.source == stage]
+        leaves = sorted({value for route in outgoing for value in route.values})
+        returned = {value for route in outgoing for value in route.returned}
         if end > last:
             leaves = [ValueId(last, number) for number in range(len(layers[last].output.specs))]
         yield Slice(
@@ -220,19 +224,19 @@ def _slices(
 
 
 def _gradients(layers: Sequence[Layer], needs: Mapping[ValueId, bool]) -> Gradients | None:
-    """Return which of these values have gradients; None if the layers do not tell, as in an evaluation."""
+    """Return which of these values have gradients; None if unknown, as in an evaluation."""
     if layers[-1].requires_grad is None:
         return None
     return Gradients(tuple(requires_grad(layers, value) for value in needs), tuple(needs.values()))
 
 
 def requires_grad(layers: Sequence[Layer], value: ValueId) -> bool:
-    """Return whether a value of a training depends on weights."""
+    """Return whether a value depends on weights, in training."""
     return value.layer != INPUT and (layers[value.layer].requires_grad or ())[value.number]
 
 
 def stage_of(layer: int, cuts: Sequence[int]) -> int:
-    """Return the stage of a layer. The data are of the first one."""
+    """Return the stage of a layer. The data belong to the first one."""
     return bisect_right(cuts, layer)
 
 
@@ -242,10 +246,10 @@ def homes(network: Network, cuts: Sequence[int]) -> dict[str, int]:
 
 
 def shared_weights(network: Network, cuts: Sequence[int]) -> dict[str, Tie]:
-    """Return the stages of each trained parameter that several have, by its name in the model."""
+    """Return the stages of each trained parameter that several stages have, by its name in the model."""
     trained = {name for name, weight in network.model.named_parameters() if weight.requires_grad}
     holders = _holders(network, cuts)
-    return {name: of for name, of in holders.items() if name in trained and len(of) > 1}
+    return {name: stages for name, stages in holders.items() if name in trained and len(stages) > 1}
 
 
 def _holders(network: Network, cuts: Sequence[int]) -> dict[str, Tie]:
@@ -259,13 +263,13 @@ def _holders(network: Network, cuts: Sequence[int]) -> dict[str, Tie]:
 
 
 def copies_input(layers: Sequence[Layer], enters: Iterable[ValueId], start: int, end: int) -> bool:
-    """Return whether one of layers `start` to `end` (exclusive) modifies what enters them in place."""
+    """Return whether a layer of `start` to `end` (exclusive) modifies in place what enters them."""
     written = {origin(layers, value, start) for layer in layers[start:end] for value in layer.writes}
     return not written.isdisjoint(enters)
 
 
 def copies_output(layers: Sequence[Layer], leaves: Iterable[ValueId], start: int) -> bool:
-    """Return whether what leaves layers from `start` on may change later, as one of them keeps it."""
+    """Return whether the output of layers from `start` on may change later, as one of them keeps it."""
 
     def kept(value: ValueId | None) -> bool:
         if value is None or value.layer < start:
@@ -277,12 +281,12 @@ def copies_output(layers: Sequence[Layer], leaves: Iterable[ValueId], start: int
 
 
 def cuts_that_may_be(network: Network | None, layers: Sequence[Layer]) -> list[int]:
-    """Return the possible cuts, as the first layers behind them."""
+    """Return the possible cuts, each as the first layer after it."""
     return [cut for cut in range(1, len(layers)) if not any(_inseparable(network, layers, [cut]))]
 
 
 def refuse_cuts(network: Network | None, layers: Sequence[Layer], cuts: Sequence[int]) -> None:
-    """Refuse a cut across which layers would behave otherwise than in one process. Raises ConfigError."""
+    """Refuse a cut that changes how layers behave. Raises ConfigError."""
     for layer, other, why in _inseparable(network, layers, cuts):
         raise ConfigError(
             f"layer {layer} ({layers[layer].name}) {why}: choose a partition that keeps layers {layer} and "
@@ -293,13 +297,15 @@ def refuse_cuts(network: Network | None, layers: Sequence[Layer], cuts: Sequence
 def _inseparable(
     network: Network | None, layers: Sequence[Layer], cuts: Sequence[int]
 ) -> Iterator[tuple[int, int, str]]:
-    """Yield pairs of layers of two stages that belong into one, and why. `network`: None if not known."""
+    """Yield pairs of layers in two stages that must be in one, and why. `network`: None if unknown."""
     for user, layer in enumerate(layers):
         behind = [0, *cuts][stage_of(user, cuts)]
-        taken = [value for value in layer.takes if value.layer != INPUT]
-        for value in (value for value in taken if stage_of(value.layer, cuts) != stage_of(user, cuts)):
+        inputs = [value for value in layer.takes if value.layer != INPUT]
+        for value in (value for value in inputs if stage_of(value.layer, cuts) != stage_of(user, cuts)):
             output = layers[value.layer].output
-            written = {origin(layers, of, behind) for later in layers[behind:] for of in later.writes}
+            written = {
+                origin(layers, changed, behind) for later in layers[behind:] for changed in later.writes
+            }
             if output.specs[value.number].dtype.is_complex:
                 yield value.layer, user, f"returns {output}, and complex tensors cannot cross a cut"
             elif value in written and copies_output(layers, [value], 0):
@@ -310,10 +316,10 @@ def _inseparable(
 
 
 def _unseen_writes(layers: Sequence[Layer], cuts: Sequence[int]) -> Iterator[tuple[int, int, str]]:
-    """Yield who modifies a value in place, and who uses it later and would not see that.
+    """Yield layers that modify a value in place, with those that use it later and would not see the change.
 
-    It sees what its own stage does, and what the value's stage does before the value leaves, if the two
-    layers have the same memory there. Over a cut each value is a tensor of its own.
+    A user sees a change made in its own stage, or in the value's stage before it is sent, if both layers have
+    the same memory there. In another stage each value is a tensor of its own.
     """
     writers = [index for index, layer in enumerate(layers) if layer.writes]
     for (user, layer), writer in product(enumerate(layers), writers):
@@ -330,31 +336,31 @@ def _unseen_writes(layers: Sequence[Layer], cuts: Sequence[int]) -> Iterator[tup
 def _shared_tensors(
     network: Network, layers: Sequence[Layer], cuts: Sequence[int]
 ) -> Iterator[tuple[int, int, str]]:
-    """Yield who uses a buffer that changes, or a parameter that is not registered there, of another stage.
+    """Yield users of another stage's buffer that changes, or parameter that is not registered in the user.
 
-    Each would have a copy of its own. Of a registered parameter that is right, see `shared_weights`.
+    Each stage would have its own copy. For a registered parameter that is right, see `shared_weights`.
     """
     model = network.model
     tied = {_address(t) for t in model.parameters()}
     registered = {_address(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
-    holders: dict[str, list[int]] = {}  # the layers that register a parameter
+    holders: dict[str, list[int]] = {}  # layers that register each parameter
     for index, module in enumerate(network.modules):
         for parameter in module.parameters():
             holders.setdefault(registered.get(_address(parameter), ""), []).append(index)
     user: dict[str, int] = {}
     for index, module in enumerate(network.modules):
-        stage, own = stage_of(index, cuts), {id(t) for t in module.parameters()}
+        stage, parameters = stage_of(index, cuts), {id(t) for t in module.parameters()}
         used = [
             registered.get(_address(place.tensor), "")
             for place in places(module)
-            if _address(place.tensor) not in tied or id(place.tensor) not in own
+            if _address(place.tensor) not in tied or id(place.tensor) not in parameters
         ]
         for name in filter(None, [*used, *layers[index].borrows]):
-            having = holders.get(name, [])
-            others = [] if stage in {stage_of(layer, cuts) for layer in having} else having
-            for other in (user.setdefault(name, index), *others):
-                if (of := stage_of(other, cuts)) != stage:
-                    yield index, other, f"of stage {stage} shares its {name} with stage {of}"
+            registering = holders.get(name, [])
+            elsewhere = [] if stage in {stage_of(layer, cuts) for layer in registering} else registering
+            for other in (user.setdefault(name, index), *elsewhere):
+                if (other_stage := stage_of(other, cuts)) != stage:
+                    yield index, other, f"of stage {stage} shares its {name} with stage {other_stage}"
 
 
 def _address(tensor: Tensor) -> tuple[str, int]:

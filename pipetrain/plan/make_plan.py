@@ -1,4 +1,4 @@
-"""Makes a plan: costs, cut, programs, proof; each is made once, and every rank makes the same."""
+"""Makes a plan: costs, cut, programs, verification; each is made once, and every rank makes the same."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from pipetrain.schedule.simulate import Deadlock
 from pipetrain.tasks import Task
 
 Uses = Callable[[ValueSpec], Sequence[bool]]
-"""Returns which outputs of a model the loss uses, of the first batch."""
+"""Returns which outputs of a model the loss uses, for the first batch."""
 Measure = Callable[[list[Layer], ValueSpec, Numerics], Profile]
-"""Measures a model's layers, as they were estimated for an input as each sample has it."""
+"""Measures a model's layers, as estimated for an input of these samples."""
 
 
 def make_plan(
@@ -44,40 +44,40 @@ def make_plan(
 ) -> Plan:
     """Cut the model, and make and check every program. Raises ConfigError and ScheduleError.
 
-    `model`: changed here, and not to be trained afterwards; or its layers, if there is none. `example`: of
-    the input; `samples`: None for a first batch of the settings' size, after which others may come;
-    `profile`: its times, or what measures them, without which partition=profile is a draft: cut by flops,
-    whatever the memory_limit; `state_of`: the bytes of the optimizer's state of a parameter; `task`: of which
-    there are targets; `uses`: None: all outputs. A rank that is predicted to hold more than memory_limit= is
-    refused; the cuts of partition=profile keep to it, by what was measured.
+    `model`: is changed here and must not be trained afterwards; or its layers, if there is no model.
+    `example`: of the input; `samples`: None if only the first batch is known, which has the settings' size;
+    `profile`: the times, or a function that measures them; without it partition=profile gives a draft: cut by
+    flops, without memory_limit; `state_of`: the bytes of the optimizer's state for a parameter; `task`: whose
+    targets are counted; `uses`: None: all outputs. A rank that is predicted to hold more than memory_limit=
+    is refused; the measured cuts of partition=profile keep the limit.
     """
     if draft.settings.partition == PROFILE and profile is None:
         draft = replace(draft, settings=replace(draft.settings, partition="flops", memory_limit=None))
     settings = draft.settings
     example = cast_spec("inputs", example, settings.data_dtype)
-    known = samples or Samples.like(settings)
+    expected = samples or Samples.like(settings)
     cutting = model if isinstance(model, list) else network_of(model, example, settings.precision == "bf16")
     network = None if isinstance(cutting, list) else cutting
-    sizes = known.microbatches(settings.microbatches), known.evaluation
+    sizes = expected.microbatches(settings.microbatches), expected.evaluation
     numerics, trained, evaluated = estimates(settings, cutting, example, *sizes)
     layers = trained[settings.full]
     if uses is not None:
         used = uses(given_to_task(layers[-1].output, numerics, settings.dtype))
-        trained = {size: with_gradients(of, used) for size, of in trained.items()}
+        trained = {size: with_gradients(estimated, used) for size, estimated in trained.items()}
         layers = trained[settings.full]
     if callable(profile):
         if settings.replicas != AUTO:
             require_layers(len(draft.placement), [layer.name for layer in layers])
         profile = profile(layers, example, numerics)
     table = _table(settings, layers, example, network is not None, profile, state_of, task)
-    evaluations, timed = len(known.evaluation), profile is not None
+    evaluations, timed = len(expected.evaluation), profile is not None
     uncut = _Uncut(network, trained, evaluated, example, samples, evaluations, numerics, table, timed)
     ways: dict[str, Way | None] = {}
     if settings.replicas == AUTO:
         draft, ways = choose_replicas(draft, table, cuts_that_may_be(network, layers), uncut.way)
     lengths = samples.windows(settings.window) if samples else [draft.shown]
-    made = uncut.made.get(str(draft.settings.replicas)) if lengths == [draft.shown] else None
-    plan = replace(made or uncut.plan(draft, lengths), ways=ways)
+    planned = uncut.made.get(str(draft.settings.replicas)) if lengths == [draft.shown] else None
+    plan = replace(planned or uncut.plan(draft, lengths), ways=ways)
     if settings.memory_limit is not None and settings.partition != PROFILE:
         refuse_above(settings.memory_limit, plan.memory())
     return plan
@@ -85,34 +85,34 @@ def make_plan(
 
 @dataclass(frozen=True, slots=True)
 class _Uncut:
-    """What is known of a model before it is cut, see `make_plan`. `network`: None for layers without one."""
+    """A model with its estimates, before it is cut, see `make_plan`. `network`: None for layers alone."""
 
     network: Network | None
     trained: Mapping[Size, list[Layer]]  # for each size of a microbatch
     evaluated: Mapping[Size, list[Layer]]
     example: ValueSpec
     samples: Samples | None
-    evaluations: int  # the microbatches of one
+    evaluations: int  # microbatches of one evaluation
     numerics: Numerics
     table: Table
     timed: bool  # by a profile
-    made: dict[str, Plan] = field(default_factory=dict)  # the plans of ways, by their replicas
+    made: dict[str, Plan] = field(default_factory=dict)  # the plans of tried replicas, by these
 
     def plan(self, draft: Draft, lengths: Sequence[int]) -> Plan:
-        """Cut the model for a draft, and prove windows of these lengths. Raises as `make_plan` does."""
+        """Cut the model for a draft, and verify windows of these lengths. Raises as `make_plan` does."""
         table, open_ = self.table, self.samples is None
         cuts, modes, choices = _cuts(draft, lengths, self.network, table)
         shared = shared_weights(self.network, cuts) if self.network else {}
         cut = cut_layers(self.trained, cuts, self.example, shared, open_)
         refuse_ties(draft, cut)
         stage_costs = table.costs(cut, modes, splits(draft.program), draft.settings.full, draft.placement)
-        known = self.evaluations, stage_costs, recomputing(modes), open_
+        rest = self.evaluations, stage_costs, recomputing(modes), open_
         try:
-            bounded, windows, evaluations = verify(draft, cut, lengths, *known)
+            bounded, windows, evaluations = verify(draft, cut, lengths, *rest)
         except ConfigError as error:
             if not (open_ and isinstance(error.__cause__, Deadlock) and draft.shown > draft.least):
                 raise
-            bounded, windows, evaluations = verify(draft, cut, [draft.least], *known)  # a shorter one may do
+            bounded, windows, evaluations = verify(draft, cut, [draft.least], *rest)  # a shorter one may do
         return Plan(
             draft=draft,
             samples=self.samples,
@@ -130,7 +130,7 @@ class _Uncut:
         )
 
     def way(self, draft: Draft) -> Way:
-        """Return what a draft takes in a window that is like others."""
+        """Return the cost of a draft in a typical window."""
         plan = self.made[str(draft.settings.replicas)] = self.plan(draft, [draft.shown])
         run, replicas = plan.timeline(), [*map(len, draft.settings.places)]
         batch_s = run.makespan / max(plan.windows)
@@ -146,7 +146,7 @@ def _table(
     state_of: Callable[[str, TensorSpec], float],
     task: Task | None,
 ) -> Table:
-    """Return the costs of the layers, by a profile or else by their work. Raises ConfigError."""
+    """Return the costs of the layers, from a profile or else by their work. Raises ConfigError."""
     dtype, outputs = settings.data_dtype, layers[-1].output
     # As a cross-entropy saves:
     loss = sum(spec.numel * (dtype or spec.dtype).itemsize for spec in outputs.specs) if has_loss else 0
@@ -170,7 +170,7 @@ def _table(
 def _cuts(
     draft: Draft, lengths: Sequence[int], network: Network | None, table: Table
 ) -> tuple[list[int], list[Mode], dict[str, Choice]]:
-    """Choose the first layers of stages 1, 2, ..., and what each stage recomputes. Raises ConfigError."""
+    """Choose the first layers of stages 1, 2, ..., and each stage's recompute mode. Raises ConfigError."""
     settings, where, layers = draft.settings, draft.placement, table.layers
     choices: dict[str, Choice] = {}
     modes = modes_of(settings.recompute, len(where))

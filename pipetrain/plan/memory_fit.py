@@ -1,8 +1,8 @@
 """What the ranks of a plan hold, and whether it fits: within memory_limit=, or in the memory of their GPUs.
 
-It follows from the order of the actions, and from what the estimated layers save. A prediction is no proof,
-as it leaves out what an action needs only while it runs: that a GPU may be too small is said, and refused is
-only what is above a limit that was given.
+It follows from the order of the actions, and from what the estimated layers save. It leaves out what an
+action needs only while it runs, so a GPU that may be too small only gets a warning; only what exceeds a given
+limit is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WAYS = "choose more stages, more microbatches, recompute=selective or always, or
 
 
 def refuse_above(limit: float, stage_bytes: Memory) -> None:
-    """Refuse what does not fit into memory_limit=, of each rank in GiB. Raises ConfigError."""
+    """Refuse a rank that exceeds memory_limit=, in GiB. Raises ConfigError."""
     rank, peak = _fullest(stage_bytes)
     if peak > limit * GIB:
         raise ConfigError(
@@ -37,7 +37,7 @@ def refuse_above(limit: float, stage_bytes: Memory) -> None:
 
 
 def gpu_bytes(device: str, processes: int = 1) -> int | None:
-    """Return a process's share of the smallest GPU, if `device` is one; `processes`: that share it."""
+    """Return a process's share of the smallest GPU, if `device` is a GPU; `processes`: that share it."""
     if device == "cpu" or not torch.cuda.is_available():
         return None
     count = torch.cuda.device_count()
@@ -46,7 +46,7 @@ def gpu_bytes(device: str, processes: int = 1) -> int | None:
 
 
 def peaks_by_rank(stage_bytes: Memory) -> list[int]:
-    """Return the most bytes that the stages of each rank hold together."""
+    """Return the most bytes that the stages of each rank hold in sum."""
     return [max(totals(of_rank), default=0) for of_rank in stage_bytes]
 
 
@@ -60,18 +60,18 @@ def fit_sentence(stage_bytes: Memory, room: int) -> str:
 
 
 def no_room_sentence(graphs: int, held: int, room: int) -> str:
-    """Return why CUDA graphs of so many bytes are not captured beside what a rank holds, or nothing."""
+    """Return why CUDA graphs of so many bytes do not fit next to what a rank holds, or nothing."""
     needed = f"they would take {_gib(graphs)} GiB beside {_gib(held)}, and there are {_gib(room)} GiB"
     return f"{needed}: choose more stages, or fewer microbatches in flight" if graphs + held > room else ""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an allocator raised it; that of a CPU raises a plain RuntimeError."""
+    """Return whether an allocator raised this error; a CPU's raises a plain RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def explained(error: ActionFailed, stage_bytes: Memory, rank: int, device: torch.device) -> ActionFailed:
-    """Return the error of an action that ran out of memory, with what the plan predicted and what helps."""
+    """Return the error of an action that ran out of memory, with the plan's prediction and advice."""
     room = gpu_bytes(device.type) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     peak = peaks_by_rank(stage_bytes)[rank]
     return ActionFailed(
@@ -92,9 +92,9 @@ def _gib(nbytes: float) -> str:
 
 
 def known_state(target: str, options: Mapping[str, Any]) -> int | None:
-    """Return how many tensors of a parameter's size an optimizer of torch keeps; None for any other one.
+    """Return how many tensors of a parameter's size an optimizer of torch holds; None for other optimizers.
 
-    To build one loads torch's compiler, which takes a second.
+    Building the optimizer instead would load torch's compiler, which takes a second.
     """
     if target == "torch.optim.SGD":
         return int(bool(options.get("momentum")))
@@ -104,17 +104,17 @@ def known_state(target: str, options: Mapping[str, Any]) -> int | None:
 
 
 def optimizer_state(make: Callable[[Any], Optimizer]) -> Callable[[str, TensorSpec], int]:
-    """Return a function that tells the bytes of an optimizer's state of a parameter.
+    """Return a function that returns the bytes of an optimizer's state for a parameter.
 
-    It steps a small parameter with its name and number of dimensions, which has the true shape when the
-    optimizer is made if that fails otherwise; state without dimensions is left out.
+    It steps a small parameter with the same name and number of dimensions; if that fails, one that has the
+    true shape when the optimizer is made. State without dimensions does not count.
     """
 
     @cache
     def ratio(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
         small = torch.ones((2,) * len(shape), dtype=dtype)
         for parameter in (nn.Parameter(small), nn.Parameter(torch.ones((), dtype=dtype).expand(shape))):
-            with suppress(Exception):  # as of an optimizer of matrices for a vector, refused elsewhere
+            with suppress(Exception):  # as an optimizer of matrices for a vector, refused elsewhere
                 optimizer = make([(name, parameter)])
                 parameter.data, parameter.grad = small, torch.ones_like(small)
                 optimizer.step()

@@ -1,9 +1,9 @@
-"""What the forward of a layer does, seen operation by operation: its work, what it uses, what it leaves.
+"""What a layer's forward does, operation by operation: its work, what it uses, and what it saves.
 
-Autograd saves storages, each once, whoever shares them. A split backward (see
-runtime/stage/split_backward.py) puts off the weight gradients of products: what these save, and the gradients
-of their results, are held from I until W. A selective recomputation (see runtime/stage/recompute.py) keeps
-their results.
+Autograd saves storages, each once, however many tensors share it. A split backward (see
+runtime/stage/split_backward.py) defers the weight gradients of products: what products save, and the
+gradients of their results, are held from I until W. A selective recompute (see runtime/stage/recompute.py)
+keeps their results.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from pipetrain.model.trial_tensors import storage_of, strided
 _ATEN = torch.ops.aten
 # PyTorch has no formula for the CPU's fused attention; it multiplies as much as the GPU's.
 _COUNTED_AS = {_ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention}
-# By a selective recomputation, as they cost nothing:
+# Not kept by a selective recompute, as they cost nothing:
 _NOT_KEPT = {F.embedding, *overloads(_ATEN.embedding)}
 
 
 class Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts a layer's work, and finds tensors that it uses beside the `known` ones.
+    """Counts a layer's work, and finds the tensors that it uses besides the `known` ones.
 
     `names`: by storage, the name of each tensor of the model, and whether it is trained.
     """
@@ -47,7 +47,7 @@ class Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._trained = {storage_of(t) for t in trained}  # and of their casts
         self.flops = 0
         self.weight_flops = 0
-        self.digest = 0  # of all operations with their numbers, alike for tensors on the meta device
+        self.digest = 0  # of all operations with their numbers, the same for tensors on the meta device
         self.draws = False
         self.wrong = ""
         self.borrowed: set[str] = set()
@@ -63,7 +63,7 @@ class Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in strided(args, kwargs):
             if storage_of(tensor) not in self._known:
                 self._look_at(tensor)
-        if func.namespace != "prim" and func is not _ATEN.detach.default:  # other ones without numbers
+        if func.namespace != "prim" and func is not _ATEN.detach.default:  # these differ between the devices
             plain = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, bool | int | float)]
             words = [f"{number:.6g}" for number in plain]  # a mean may differ by its rounding
             self.digest = zlib.crc32(f"{func}{words}".encode(), self.digest)
@@ -101,7 +101,7 @@ class Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operation draws random numbers; attention without dropout is only marked so."""
+    """Return whether an operation draws random numbers; the tag also marks attention without dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     names = (argument.name for argument in func._schema.arguments)
@@ -110,7 +110,7 @@ def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 class Kept(NamedTuple):
-    """Bytes that stay behind a forward: of values, which a stage holds once, and `inside` the layer."""
+    """Bytes that a forward saves: of values, which a stage holds once, and `inside` the layer."""
 
     values: Mapping[ValueId, int]
     inside: int
@@ -120,18 +120,18 @@ NOTHING = Kept({}, 0)
 
 
 class SavedWatch(Watching):
-    """A context that notes what stays behind a forward over `weights`, which are not counted."""
+    """A context that records what a forward with these `weights` saves, without the weights themselves."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         super().__init__()
         weights = list(weights)
         self._weights = {id(t) for t in weights if t.requires_grad}
         self._apart = {storage_of(t) for t in strided(weights)}
-        self._saved: list[Tensor] = []  # kept, so that no address is used twice
+        self._saved: list[Tensor] = []  # referenced, so that no address is used twice
         self._by_products: list[Tensor] = []
         self._results: list[tuple[Tensor, int]] = []  # of products, with their version counters
         self._within = False  # a product
-        self._hooks: list[saved_tensors_hooks] = []  # one each time that it is entered, as within attention
+        self._hooks: list[saved_tensors_hooks] = []  # one per entry of the context, as within attention
 
     def __enter__(self) -> SavedWatch:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -146,7 +146,7 @@ class SavedWatch(Watching):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         trained = [t for t in operands if id(t) in self._weights or id(t._base) in self._weights]
-        # As Deferred.put_off has it:
+        # The same condition as in Deferred.put_off:
         alone = len(trained) == len(operands) or all(t.dim() < 2 for t in trained)
         if func not in EXPENSIVE or self._within or alone:
             return func(*args, **kwargs)
@@ -166,18 +166,18 @@ class SavedWatch(Watching):
     def kept(self, names: Mapping[int, ValueId]) -> tuple[Kept, Kept, Kept]:
         """Return what autograd saves, what W needs after I, and the results that nothing overwrites.
 
-        `names`: of the storages of values. The gradients that W needs have the size of the results.
+        `names`: by storage, of values. The gradients that W needs have the size of the results.
         """
         by_products = _kept(self._by_products, names)
         gradients = sum(result.nbytes for result, _ in self._results)
-        kept = (
+        saved = (
             _kept([*self._saved, *self._by_products], names),
             Kept(by_products.values, by_products.inside + gradients),
             _kept([t for t, version in self._results if t._version == version], names),
         )
         for tensors in (self._saved, self._by_products, self._results):
-            tensors.clear()  # the graph, to which these refer, refers to this object
-        return kept
+            tensors.clear()  # they refer to the graph, which refers to this object
+        return saved
 
 
 def _kept(tensors: Iterable[Tensor], names: Mapping[int, ValueId]) -> Kept:

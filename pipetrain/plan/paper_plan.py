@@ -1,4 +1,4 @@
-"""Plans on paper: those of options of which nothing runs."""
+"""Plans on paper: from options alone, nothing runs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from pipetrain.rules import COUNT, PATH, POSITIVE
 
 
 def planned(cfg: Mapping[str, Any], schedule: str, batches: int) -> Plan:
-    """Plan a window of a configuration whose schedule has this name. Raises ConfigError.
+    """Plan a window of a configuration with a schedule of this name. Raises ConfigError.
 
-    On paper nothing is measured: without a file partition=profile is the draft that a run begins with.
+    Nothing is measured: without a file, partition=profile gives the draft with which a run begins.
     """
     if cfg["costs"] is not None:
         return _planned_by_rows(cfg, schedule, batches)
@@ -49,9 +49,9 @@ def planned(cfg: Mapping[str, Any], schedule: str, batches: int) -> Plan:
 
 
 def _planned_by_rows(cfg: Mapping[str, Any], schedule: str, batches: int) -> Plan:
-    """Plan a window of the layers of costs=FILE, each microbatch a sample. Raises ConfigError."""
+    """Plan a window of the layers in costs=FILE, one sample per microbatch. Raises ConfigError."""
     path, cfg = PATH.read("costs", cfg["costs"]), {**cfg, "batch_size": cfg["microbatches"]}
-    if cfg["partition"] == "flops":  # the default; there are times for all
+    if cfg["partition"] == "flops":  # the default, but here there are times
         cfg["partition"] = PROFILE
     settings = replace(Settings.composed(cfg, schedule, _ranks(cfg)), window=None, model=path.stem)
     if settings.profile is not None:
@@ -71,14 +71,14 @@ def _settled(draft: Draft, cfg: Mapping[str, Any]) -> Draft:
 
 
 def _ranks(cfg: Mapping[str, Any]) -> int | None:
-    """Return the ranks for replicas=auto; of other pipelines the options say how many there are."""
+    """Return the ranks for replicas=auto; otherwise the options determine them."""
     if cfg["replicas"] == AUTO and cfg["ranks"] is None:
         raise ConfigError("replicas=auto chooses for a number of ranks: give ranks=N")
     return COUNT.read("ranks", cfg["ranks"]) if cfg["replicas"] == AUTO else None
 
 
 def state_of(cfg: Mapping[str, Any], model: nn.Module | None = None) -> Callable[[str, TensorSpec], int]:
-    """Return what tells the bytes of the configured optimizer's state of a parameter, as in this model."""
+    """Return a function for the bytes of the configured optimizer's state for a parameter of this model."""
     optim = make_optimizer(cfg)
     groups = groups_of(optim, model) if model else []
     if any(group.function for group in groups):

@@ -1,13 +1,13 @@
 """Chooses the cuts: the first layer of each stage but the first.
 
 The slowest stage limits a pipeline, so automatic cuts minimise the largest stage, exactly, by dynamic
-programming over contiguous slices (the linear partition problem). Where ranks have several stages each, the
-slowest rank limits it, and a large stage still holds up the filling: both are minimised together, by search.
+programming over contiguous slices (the linear partition problem). If ranks have several stages each, the
+slowest rank is the limit, and a large stage still delays the filling: both are minimised together, by search.
 
-By measured times: what the stages of any cut would take and hold, and what they may recompute. With
-memory_limit= and recompute=auto each stage is in the fastest mode that fits: it saves all, or it keeps what
-is dear to make again, or its inputs alone. A program with an R wherever there may be one says how much that
-is, beside the program without any.
+With measured times: what the stages of any cut would take and hold, and what they may recompute. With
+memory_limit= and recompute=auto each stage uses the fastest mode that fits: it saves everything, or the
+results of expensive operations, or only its inputs. What each costs follows from two programs: one without R,
+and one with an R wherever there may be one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pipetrain.plan.program import Draft, make_program
 from pipetrain.schedule.actions import Op, Placement, replicated
 from pipetrain.schedule.memory import GIB, Items, counts, held_bytes
 
-LISTED = 40  # layers in a sentence
+LISTED = 40  # layers in an error message
 
 
 def choose_cuts(partition: str | Sequence[int], layers: Sequence[Layer], where: Placement) -> list[int]:
@@ -61,9 +61,9 @@ def choose_cuts(partition: str | Sequence[int], layers: Sequence[Layer], where: 
 def balance(weights: Sequence[float], where: Placement) -> list[int]:
     """Cut `weights` into a slice for each stage, which the ranks `where[stage]` share equally.
 
-    Where each rank has one, the largest sum of a slice is as small as possible. Else that and the largest sum
-    of a rank are as small together as a local search finds. It starts from slices of equal sums, and from
-    such slices of each share of the weights for the first half of the stages.
+    If each rank has one stage, the largest sum of a slice is as small as possible. Else that plus the largest
+    sum of a rank is as small as a local search finds. It starts from slices of equal sums, and from such
+    slices for each split of the weights between the first and second half of the stages.
     """
     stages, half, replicas = len(where), len(where) // 2, [len(ranks) for ranks in where]
     until = [0.0, *accumulate(weights)]
@@ -84,7 +84,7 @@ def balance(weights: Sequence[float], where: Placement) -> list[int]:
 
 
 def require_layers(stages: int, names: Sequence[str]) -> str:
-    """Return the list of a model's layers. Raises ConfigError if there are too few."""
+    """Return the list of a model's layers as text. Raises ConfigError if there are too few."""
     numbered = [f"{i} {name}" for i, name in enumerate(names)]
     few = numbered if len(names) <= LISTED else [*numbered[:LISTED], "...", numbered[-1]]
     listed = ", ".join(few)
@@ -97,9 +97,9 @@ def require_layers(stages: int, names: Sequence[str]) -> str:
 
 
 def _refined(cuts: Sequence[int], until: Sequence[float], where: Placement) -> tuple[float, list[int]]:
-    """Move one cut after the other anywhere between its neighbours, as long as that is smaller.
+    """Move one cut after the other anywhere between its neighbours, as long as the size decreases.
 
-    Return the largest sum of a rank and of a stage together, and the cuts.
+    Return the size, which is the largest sum of a rank plus that of a stage, and the cuts.
     """
     ends, stages_of = [0, *cuts, len(until) - 1], defaultdict[int, list[int]](list)
     for stage, ranks in enumerate(where):
@@ -112,10 +112,10 @@ def _refined(cuts: Sequence[int], until: Sequence[float], where: Placement) -> t
     def load(rank: int) -> float:
         return sum(shares[stage] for stage in stages_of[rank])
 
-    def moved(i: int, others: float, cut: int) -> float:
-        """Cut behind stage i elsewhere; return the size. `others`: the largest sum of the other ranks."""
+    def moved(i: int, rest: float, cut: int) -> float:
+        """Move the cut after stage i; return the size. `others`: the largest sum of the other ranks."""
         shares[i : i + 2] = share(i, ends[i], cut), share(i + 1, cut, ends[i + 2])
-        return max(others, *map(load, {*where[i], *where[i + 1]})) + max(shares)
+        return max(rest, *map(load, {*where[i], *where[i + 1]})) + max(shares)
 
     shares = [share(stage, *span) for stage, span in enumerate(pairwise(ends))]
     loads = {rank: load(rank) for rank in stages_of}
@@ -132,9 +132,9 @@ def _refined(cuts: Sequence[int], until: Sequence[float], where: Placement) -> t
 
 
 def _even_cuts(until: Sequence[float], stages: int) -> list[int]:
-    """Return what `best_cuts` does for slices that cost until[end] - until[start], in stages x layers steps.
+    """Return what `best_cuts` would, for costs until[end] - until[start], in stages x layers steps.
 
-    The more layers there are, the later is the last cut from which on the layers before it are the most.
+    For more layers, the last cut where the layers before it dominate does not move to an earlier layer.
     """
     layers = len(until) - 1
     best = [[0.0, *[math.inf] * layers]]  # best[k][i] as there
@@ -165,9 +165,9 @@ def best_cuts(
     """Cut `layers` layers into `stages` non-empty slices so that the largest cost of a slice is smallest.
 
     Returns the cuts and that cost. `cost(stage, start, end)` is the cost of layers `start` to `end`
-    (exclusive) as that stage; where `until` is given, at least until[end] - until[start]. `limit`: what some
-    cuts cost at most. Both spare calls of `cost`, of which there may be stages x layers^2 / 2. Among equal
-    cuts the later slices are larger where one choice decides it.
+    (exclusive) as that stage; if `until` is given, at least until[end] - until[start]. `limit`: a cost that
+    some cuts reach. Both save calls of `cost`, which may be stages x layers^2 / 2. Among equal cuts the later
+    slices are larger.
     """
     # best[k][i]: the smallest largest cost of the first i layers in k slices; cut[k][i]: its last cut.
     best = [[math.inf] * (layers + 1) for _ in range(stages + 1)]
@@ -177,7 +177,7 @@ def best_cuts(
     for k in range(1, stages + 1):
         for i in range(k, layers + 1):
             if until[layers] - until[i] > (stages - k) * limit:
-                continue  # too much is left
+                continue  # too much remains
             for j in range(i - 1, k - 2, -1):
                 if until[i] - until[j] > min(best[k][i], limit):
                     break
@@ -213,7 +213,7 @@ class Choice(NamedTuple):
 
 
 class StageWork(NamedTuple):
-    """What a schedule has a stage do in a mode: how often each action a batch, and what items it may hold."""
+    """The actions of a stage in a mode: how often each per batch, and the items that the stage may hold."""
 
     actions: Mapping[Op, float]
     items: Collection[Items]
@@ -222,9 +222,9 @@ class StageWork(NamedTuple):
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices any slice of layers as a stage, by the costs that `simulate` takes for the stage's actions.
+    """Prices any slice of layers as a stage, by the costs that `simulate` uses for the stage's actions.
 
-    With its messages in full at both ends, see costs.py. `stages`: what each does in the modes it may be in.
+    Messages count in full at both ends, see costs.py. `stages`: the work of each in its possible modes.
     """
 
     table: Table
@@ -241,7 +241,7 @@ class Prices:
         return Priced(mode, batch_s, max(held_bytes(items, sizes) for items in doing.items))
 
     def best(self, stage: int, start: int, end: int, limit: float) -> Priced:
-        """Return a stage in the fastest mode that holds at most `limit` bytes, else in that of the least."""
+        """Return a stage in the fastest mode that holds at most `limit` bytes, else in the smallest mode."""
         ways = [self.of(stage, start, end, mode) for mode in self.stages[stage]]
         fitting = [way for way in ways if way.held_bytes <= limit]
         if fitting:
@@ -251,55 +251,59 @@ class Prices:
     def choice(self, cuts: Sequence[int], limit: float = math.inf) -> Choice:
         spans = enumerate(pairwise([0, *cuts, len(self.table.layers)]))
         stages = [self.best(stage, *span, limit) for stage, span in spans]
-        slowest, fullest = max(one.batch_s for one in stages), max(one.held_bytes for one in stages)
+        slowest, fullest = (
+            max(priced.batch_s for priced in stages),
+            max(priced.held_bytes for priced in stages),
+        )
         return Choice(list(cuts), stages, slowest, fullest)
 
     def work_until(self) -> list[float]:
-        """Return the seconds a batch that no stage can do without, of all layers before each one."""
+        """Return, for all layers before each layer, the seconds per batch that every stage needs at least."""
         microbatches = min(doing.actions[Op.F] for modes in self.stages for doing in modes.values())
-        each = (
-            min(of.forward_s, of.recorded_s, of.kept_s) + min(of.backward_s, of.input_s + of.weight_s)
-            for of in self.table.times.layers
+        per_layer = (
+            min(layer.forward_s, layer.recorded_s, layer.kept_s)
+            + min(layer.backward_s, layer.input_s + layer.weight_s)
+            for layer in self.table.times.layers
         )
-        return [0.0, *accumulate(microbatches * seconds for seconds in each)]
+        return [0.0, *accumulate(microbatches * seconds for seconds in per_layer)]
 
 
 def prices_of(draft: Draft, batches: int, table: Table) -> Prices:
-    """Return the prices of stages, by what the schedule has each do in a window of so many batches."""
+    """Return the prices of stages, by their work in a window of so many batches of the schedule."""
     settings = draft.settings
     count, copied = len(draft.placement), not isinstance(settings.codecs.forward, Identity)
 
     def doing(recompute: Collection[int] = ()) -> dict[int, StageWork]:
         by_stage: dict[int, StageWork] = {}
         program = make_program(draft, None, batches, recompute=recompute)
-        several = replicated(program)
+        with_replicas = replicated(program)
         for actions in program:
-            own = {action.stage for action in actions}
-            moments = list(counts(actions, settings.buffer_size, own if copied else (), several))
-            for stage in own:
+            stages = {action.stage for action in actions}
+            moments = list(counts(actions, settings.buffer_size, stages if copied else (), with_replicas))
+            for stage in stages:
                 often = Counter(action.op for action in actions if action.stage == stage)
-                each = {op: number / batches for op, number in often.items()}
-                # Of replicas the first has most microbatches.
-                items, replicas = {now[stage] for now in moments}, len(draft.placement[stage])
-                by_stage.setdefault(stage, StageWork(each, items, replicas))
+                per_batch = {op: number / batches for op, number in often.items()}
+                # The first replica has the most microbatches.
+                items, replicas = {moment[stage] for moment in moments}, len(draft.placement[stage])
+                by_stage.setdefault(stage, StageWork(per_batch, items, replicas))
         return by_stage
 
-    plain, asked = doing(), [[mode] for mode in modes_of(settings.recompute, count)]
+    plain, requested = doing(), [[mode] for mode in modes_of(settings.recompute, count)]
     if settings.recompute == AUTO and settings.memory_limit is not None:
         # torch.compile leaves no operations to choose from.
-        asked = [[mode for mode in Mode if mode != "selective" or not settings.compile]] * count
-    again = doing(range(count)) if any(modes != [Mode.NEVER] for modes in asked) else plain
+        requested = [[mode for mode in Mode if mode != "selective" or not settings.compile]] * count
+    recomputed = doing(range(count)) if any(modes != [Mode.NEVER] for modes in requested) else plain
     stages: list[dict[Mode, StageWork]] = []
-    for stage, modes in enumerate(asked):
-        chosen = modes if Op.R in again[stage].actions else [Mode.NEVER]
-        stages.append({mode: (plain if mode is Mode.NEVER else again)[stage] for mode in chosen})
+    for stage, modes in enumerate(requested):
+        chosen = modes if Op.R in recomputed[stage].actions else [Mode.NEVER]
+        stages.append({mode: (plain if mode is Mode.NEVER else recomputed)[stage] for mode in chosen})
     return Prices(table, stages)
 
 
 def balance_times(prices: Prices, allowed: Collection[int], limit: float = math.inf) -> list[int]:
-    """Return the `allowed` cuts, within `limit` bytes a stage, with the fastest slowest stage.
+    """Return the `allowed` cuts, within `limit` bytes a stage, whose slowest stage is fastest.
 
-    Each stage is in the fastest mode of recomputation that fits. Raises ConfigError if there are none.
+    Each stage uses the fastest recompute mode that fits. Raises ConfigError if there are none.
     """
     layers, stages = len(prices.table.layers), len(prices.stages)
     within = {0, layers, *allowed}
@@ -331,8 +335,8 @@ def balance_times(prices: Prices, allowed: Collection[int], limit: float = math.
 
 
 def cut_by_times(draft: Draft, batches: int, table: Table, allowed: Collection[int]) -> dict[str, Choice]:
-    """Return the cuts by measured times, and those of other strategies; `batches`: of the longest window."""
+    """Return the cuts by measured times, and by other strategies; `batches`: of the longest window."""
     prices, limit = prices_of(draft, batches, table), (draft.settings.memory_limit or math.inf) * GIB
-    others = {name: choose_cuts(name, table.layers, draft.placement) for name in STRATEGIES}
-    cuts = {PROFILE: balance_times(prices, allowed, limit), **others}
-    return {name: prices.choice(of, limit) for name, of in cuts.items()}
+    choices = {name: choose_cuts(name, table.layers, draft.placement) for name in STRATEGIES}
+    cuts = {PROFILE: balance_times(prices, allowed, limit), **choices}
+    return {name: prices.choice(first_layers, limit) for name, first_layers in cuts.items()}

@@ -1,4 +1,4 @@
-"""The plan of a run: everything that is known of it before it starts."""
+"""The plan of a run: everything that is determined before it starts."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from pipetrain.tasks.trial import try_task
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything known of a run before it starts. Stages are numbered over all ranks, virtual ones too.
+    """Everything determined before a run starts. Stages are numbered over all ranks, including virtual ones.
 
-    `samples`: None where only the first batch is known: others may have any size, and the windows any length.
+    `samples`: None if only the first batch is known: others may have any size, and windows any length.
     """
 
     draft: Draft
@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def firsts(self) -> list[int]:
-        """The first rank of each stage, which speaks for it."""
+        """The first rank of each stage, which sends and receives for it."""
         return [first for first, *_ in self.placement]
 
     @property
@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def ties(self) -> list[Tie]:
-        """The stages whose ranks sum something up: those of shared weights, or one with replicas."""
+        """The stages whose ranks sum something: those of a shared weight, or one with replicas."""
         return [*self.cut.ties, *((stage,) for stage, ranks in enumerate(self.placement) if len(ranks) > 1)]
 
     @property
@@ -89,7 +89,7 @@ class Plan:
         return self.table.layers
 
     def not_captured(self, stage: int) -> str:
-        """Say why the passes of a stage are not to be captured as CUDA graphs, or nothing."""
+        """Return why the passes of a stage are not to be captured as CUDA graphs, or nothing."""
         settings, slice = self.settings, self.cut.slices[stage]
         for name in settings.unlike_graphs:
             return f"{name}={getattr(settings, name)} {UNLIKE_GRAPHS}"
@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def recompute(self) -> list[Mode]:
-        """What each stage recomputes: nothing if all its backwards directly follow their forwards."""
+        """The recompute mode of each stage: NEVER if all its backwards directly follow their forwards."""
         programs = (window.program for window in self.windows.values())
         recomputed = {a.stage for program in programs for actions in program for a in actions if a.op is Op.R}
         return [mode if stage in recomputed else Mode.NEVER for stage, mode in enumerate(self.modes)]
@@ -123,9 +123,9 @@ class Plan:
 
     @property
     def pipeline(self) -> dict[str, list[int]]:
-        """The cuts, the first ranks and the numbers of the modes of recomputation, for a checkpoint.
+        """The cuts, the first ranks and the numbers of the recompute modes, for a checkpoint.
 
-        With replicas also `ranks`, those of all stages in turn.
+        With replicas also `ranks`: those of all stages, one after the other.
         """
         recompute = [[*Mode].index(mode) for mode in self.modes]
         pipeline = {"cuts": self.cuts, "placement": self.firsts, "recompute": recompute}
@@ -139,14 +139,16 @@ class Plan:
     def silent(self) -> set[Edge | int]:
         """The edges whose messages are empty, and the stages that train no weight."""
         empty = {edge for edge in self.cut.bounds if not self.cut.tensors(edge)}
-        return empty | {n for n in range(self.stages) if not any(of.weights for of in self.stage_layers(n))}
+        return empty | {
+            n for n in range(self.stages) if not any(layer.weights for layer in self.stage_layers(n))
+        }
 
     @property
     def window(self) -> Window:
         return self.windows[max(self.windows)]
 
     def training(self, batches: int) -> Window:
-        """Return a window of training. Raises ScheduleError and ConfigError for one that cannot be."""
+        """Return a window of training. Raises ScheduleError and ConfigError for an impossible one."""
         return self.windows.of(batches)
 
     def evaluation(self, batches: int) -> Window:
@@ -154,7 +156,7 @@ class Plan:
 
     @property
     def foreign(self) -> dict[str, Tensor]:
-        """The tensors that layers use and that are no weights or buffers, by a layer's name and a number."""
+        """The tensors that layers use and that are no weights or buffers, by layer name and number."""
         return {
             f"tensor {k} of layer {layer.name}": t
             for layer in self.layers
@@ -173,8 +175,8 @@ class Plan:
 
     def layers_on(self, rank: int) -> list[int]:
         """Return the numbers of the layers of a rank's stages, ascending."""
-        mine = (slice for slice, on in zip(self.cut.slices, self.placement, strict=True) if rank in on)
-        return [number for slice in mine for number in range(slice.start, slice.end)]
+        slices = (slice for slice, on in zip(self.cut.slices, self.placement, strict=True) if rank in on)
+        return [number for slice in slices for number in range(slice.start, slice.end)]
 
     def memory(self) -> Memory:
         """Return what the stages hold after each action of the `timeline`."""
@@ -184,9 +186,9 @@ class Plan:
         return over_time(self.timeline(), sizes, self.settings.buffer_size, copied)
 
     def graph_bytes(self, stage: int) -> int:
-        """Return what the CUDA graphs of a stage hold, at most, beside what passes without them do."""
+        """Return the most bytes that the CUDA graphs of a stage hold beyond passes without them."""
         sizes, most = self.table.stage_sizes(self.cut, self.modes)[stage], self.peaks(stage)
-        # Of each slot what it saves and its outputs' gradients, and of several versions the outputs.
+        # Each slot holds what a pass saves and its outputs' gradients, and with several versions the outputs.
         slot = max(sizes.saved, sizes.after_i) + sizes.arrived * (1 + (most.versions > 1))
         return most.activations * slot + sizes.returned
 
@@ -196,7 +198,7 @@ class Plan:
         return Bounds(*map(max, *most, Bounds(0, 0, 0)))
 
     def timeline(self, batches: int | None = None) -> Timeline:
-        """Return a window of so many batches, or else the longest, simulated at the costs of its stages."""
+        """Return a window of so many batches, or else the longest one, simulated at its stages' costs."""
         n, window = batches or max(self.windows), self.training(batches) if batches else self.window
         if n not in self._timelines:
             run = partial(simulate, window.program, self.settings.microbatches, cost=self.stage_costs)
@@ -204,7 +206,7 @@ class Plan:
         return self._timelines[n]
 
     def stop_points(self, batches: int) -> list[StopPoints]:
-        """Return where ranks look whether a window of training ends early: see `stop_points_of`."""
+        """Return where ranks check whether a window of training ends early: see `stop_points_of`."""
         if batches not in self._stop_points:
             window = self.training(batches)
             assert window.posts is not None, "there are replicas only where the order is fixed"
@@ -212,7 +214,7 @@ class Plan:
         return self._stop_points[batches]
 
     def stage_times(self) -> list[StageTimes]:
-        """Return the predicted times of each stage, by the `timeline`; of replicas the means."""
+        """Return the predicted times of each stage, by the `timeline`; for replicas the means."""
         run = self.timeline()
         waited, bubbles = run.waits(repeated=self.settings.window is not None), run.bubble_per_rank
         return [
@@ -239,12 +241,12 @@ class Samples:
 
     @classmethod
     def like(cls, settings: Settings) -> Samples:
-        """Return those of which a full microbatch, and a larger one, give the specs of any other."""
+        """Return the samples of a full microbatch and of a larger one, which give the specs of any other."""
         two = settings.full.neighbours
         return cls([size.times(settings.microbatches) for size in two], two)
 
     def microbatches(self, pieces_of_each: int) -> set[Size]:
-        """Return the sizes of microbatches, of so many in each batch."""
+        """Return the sizes of microbatches, for so many per batch."""
         return {size for batch in set(self.batches) for size in batch.pieces(pieces_of_each)}
 
     def windows(self, window: int | None) -> list[int]:
@@ -256,7 +258,7 @@ class Samples:
 
 
 def given_to_task(outputs: ValueSpec, numerics: Numerics, dtype: torch.dtype) -> ValueSpec:
-    """Return what a task gets of the last layer's outputs."""
+    """Return the specs of the last layer's outputs as the task gets them."""
     if not numerics.autocast:
         return outputs
     specs = (replace(s, dtype=dtype) if s.dtype.is_floating_point else s for s in outputs.specs)
@@ -278,7 +280,7 @@ def check_targets(
 
 
 def cast_spec(what: str, example: ValueSpec, dtype: torch.dtype | None) -> ValueSpec:
-    """Return a spec in a dtype, None: as it is. Raises ConfigError if that would round. `what`: its name."""
+    """Return a spec in a dtype, None: unchanged. Raises ConfigError if that would round. `what`: its name."""
     try:
         return example.cast(dtype)
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""The programs of a run, and their proof: each is sound, and ends within the channel's bounds.
+"""The programs of a run, and their verification: each is sound, and ends within the channel's bounds.
 
-A Draft is what a schedule says before the model is known, and is made once. A window of the cut model, of
-training or of evaluation, is proven with the plan, or when it is first asked for.
+A Draft is what a schedule determines before the model is known, and is made once. A window of the cut model,
+for training or evaluation, is verified with the plan, or at its first use.
 
 A window is what runs between two drains of the pipeline. Its length comes from the configuration alone.
 """
@@ -48,12 +48,12 @@ from pipetrain.schedule.timeline import Bounds, Timeline
 from pipetrain.schedule.transforms import joined, with_delays, with_norms, with_recompute, with_ties
 
 TOGETHER = "keep the layers that share it in one stage by partition="
-DRAFTED = 2  # batches: the second tells whether weights are read late
+DRAFTED = 2  # batches: the second shows whether weights are read late
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The lowered program of a window of so many batches, whole in an evaluation, and its properties."""
+    """The lowered program of a window of so many batches, or of a whole evaluation, and its properties."""
 
     program: Program
     simulation: Timeline
@@ -63,15 +63,15 @@ class Window:
 
 
 class ProvenWindows(dict[int, Window]):
-    """The windows of a plan, by their number of batches; `of` proves another one when it is first asked for.
+    """The windows of a plan, by their number of batches; `of` verifies a new one at its first use.
 
-    `examples`: whether those that are there only show how windows will be, until the first is asked for.
+    `examples`: the given windows are only examples, which are dropped at the first use.
     """
 
     def __init__(
-        self, known: Mapping[int, Window], verify: Callable[[int], Window], examples: bool = False
+        self, windows: Mapping[int, Window], verify: Callable[[int], Window], examples: bool = False
     ) -> None:
-        super().__init__(known)
+        super().__init__(windows)
         self._prove = verify
         self._examples = examples
 
@@ -87,11 +87,11 @@ class ProvenWindows(dict[int, Window]):
 
 @dataclass(frozen=True)
 class Draft:
-    """What settings and a schedule say before the model is known, by a compute-only program of a few batches.
+    """What settings and a schedule determine before the model is known, with a program of some batches.
 
-    `settings`: with what follows from the program. Programs of any length have its `placement`: the ranks
-    of each stage. `least`: the batches of the shortest window. With replicas=auto it is the longest straight
-    pipeline that the schedule can have, which shows what it reads; what is chosen has a draft of its own.
+    `settings`: with what follows from the program. Programs of any length have its `placement`: the ranks of
+    each stage. `least`: the batches of the shortest window. With replicas=auto this is the longest straight
+    pipeline that the schedule can have, which shows what it reads; the chosen replicas have their own draft.
     """
 
     settings: Settings
@@ -116,7 +116,7 @@ class Draft:
 
     @property
     def policy(self) -> ForwardBackward | None:
-        """What decides the order at run time; all programs are then examples."""
+        """The policy that decides the order at run time; all programs are then examples."""
         return self.schedule if isinstance(self.schedule, ForwardBackward) else None
 
     @cached_property
@@ -129,23 +129,23 @@ class Draft:
 
     @property
     def shown(self) -> int:
-        """The batches of a window that shows what those are like that a pass will have."""
+        """The batches of a window that is typical of an epoch's windows."""
         whole = min(self.settings.window or SHOWN, SHOWN) if self.reads_late else 1
         return max(whole, self.least)
 
     def verify(self) -> Draft:
-        """Return it with a window, proven for stages in a row. Raises ScheduleError and ConfigError."""
+        """Return the draft with a window, verified for stages in a row. Raises ScheduleError, ConfigError."""
         batches = max(self.least, min(self.settings.window or self.shown, self.batches))
         return replace(self, proven=verify_window(self, batches, make_program(self, None, batches), None))
 
     def verified_before(self, program: Program, cut: Cut | None) -> Window | None:
-        """Return what `verify` has made, if it is a window of this program over such edges."""
-        alike = cut is None or ({*cut.bounds.values()} <= {self.settings.buffer_size} and not cut.ties)
-        return self.proven if alike and self.proven and self.proven.program == program else None
+        """Return the window that `verify` has made, if it is of this program over equal edges."""
+        equal_edges = cut is None or ({*cut.bounds.values()} <= {self.settings.buffer_size} and not cut.ties)
+        return self.proven if equal_edges and self.proven and self.proven.program == program else None
 
 
 def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]:
-    """Return the lengths of an epoch's windows after `done` batches; they end where the whole epoch's do."""
+    """Return the lengths of an epoch's windows after `done` batches; they end where a whole epoch's end."""
     size = window or batches
     ends = [done, *range(done - done % size + size, batches, size), batches]
     return [end - start for start, end in pairwise(ends) if end > start]
@@ -154,7 +154,7 @@ def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]
 def _compute_only(settings: Settings, schedule: Schedule, batches: int, **offered: Any) -> Program:
     """Return the compute-only program of a window. Raises ScheduleError and ConfigError.
 
-    `offered`: what is known of the cut model. Placement and weight versions do not depend on it.
+    `offered`: what depends on the cut model. Placement and weight versions do not depend on it.
     """
     size = settings.places, batches, settings.microbatches
     try:
@@ -173,7 +173,7 @@ def _compute_only(settings: Settings, schedule: Schedule, batches: int, **offere
 
 
 def _longest(settings: Settings, schedule: Schedule, batches: int) -> Program:
-    """Return the program of the longest straight pipeline that can be made, of at most all ranks."""
+    """Return the program of the longest possible straight pipeline, of at most all ranks."""
     for ranks in range(settings.ranks, 1, -1):
         with suppress(ConfigError, ScheduleError):
             return _compute_only(replace(settings, ranks=ranks, replicas=None), schedule, batches)
@@ -185,8 +185,8 @@ def make_program(
 ) -> Program:
     """Return the lowered program of a window, with the norms and ties that its updates wait for.
 
-    `cut`: None for stages of which each sends to the next. `costs`: None if they are not known yet;
-    `recompute`: the stages that recompute their forwards. Raises ScheduleError and ConfigError.
+    `cut`: None for stages that each send to the next one. `costs`: None if unknown; `recompute`: the stages
+    that recompute their forwards. Raises ScheduleError and ConfigError.
     """
     offered = {"routes": _joins(cut)[0], "recompute": recompute} | ({} if costs is None else {"costs": costs})
     compute = _compute_only(draft.settings, draft.schedule, batches, **offered)
@@ -210,7 +210,7 @@ def _joins(cut: Cut | None) -> tuple[list[Edge] | None, Ties]:
     return (cut.edges, cut.ties) if cut else (None, [])
 
 
-# The proof
+# Verification
 
 
 def verify(
@@ -234,26 +234,28 @@ def verify(
 
     evaluation = evaluating(evaluated)
     programs = {batches: _sound(draft, batches, make(batches), cut) for batches in lengths}
-    every = [evaluation, *programs.values()]
-    with _explained(draft.settings, any(map(has_norms, every)), cut):
-        bounds = [edge_bounds(one, cut.edges, draft.settings.buffer_size, cut.ties) for one in every]
+    all_programs = [evaluation, *programs.values()]
+    with _explained(draft.settings, any(map(has_norms, all_programs)), cut):
+        bounds = [
+            edge_bounds(lowered, cut.edges, draft.settings.buffer_size, cut.ties) for lowered in all_programs
+        ]
         bounded = cut.bounded(widest(bounds))
         first = {evaluated: _played(draft, evaluated, evaluation, bounded, trains=False)}
-        known = {n: _played(draft, n, program, bounded) for n, program in programs.items()}
+        training = {n: _played(draft, n, program, bounded) for n, program in programs.items()}
 
-    windows = ProvenWindows(known, lambda n: verify_window(draft, n, make(n), bounded), examples)
+    windows = ProvenWindows(training, lambda n: verify_window(draft, n, make(n), bounded), examples)
     played = ProvenWindows(first, lambda n: _played(draft, n, evaluating(n), bounded, trains=False))
     return bounded, windows, played
 
 
 def verify_window(draft: Draft, batches: int, program: Program, cut: Cut | None) -> Window:
-    """Return a program's window, by its cut's bounds, if it is cut. Raises ScheduleError and ConfigError."""
+    """Return a program's verified window; `cut`: with its bounds. Raises ScheduleError and ConfigError."""
     with _explained(draft.settings, has_norms(program), cut):
         return _played(draft, batches, _sound(draft, batches, program, cut), cut)
 
 
 def _sound(draft: Draft, batches: int, program: Program, cut: Cut | None) -> Program:
-    """Return a program that is right, and that the engine can run. Raises ScheduleError and ConfigError."""
+    """Check that a program is sound and that the engine can run it. Raises ScheduleError and ConfigError."""
     settings, (routes, ties) = draft.settings, _joins(cut)
     if draft.verified_before(program, cut):
         return program
@@ -270,7 +272,7 @@ def _sound(draft: Draft, batches: int, program: Program, cut: Cut | None) -> Pro
 def _refuse_unlike_rates(settings: Settings, program: Program, ties: Ties) -> None:
     steps = [action for action in chain.from_iterable(program) if action.op is Op.STEP]
     delays = [{(a.version, a.delay) for a in steps if a.stage in tie} for tie in ties]
-    if any(len(of) > len({version for version, _ in of}) for of in delays):
+    if any(len(delays_of_tie) > len({version for version, _ in delays_of_tie}) for delays_of_tie in delays):
         raise ConfigError(
             f"the correction sets the rate by how late a stage is, and with schedule {settings.schedule} "
             f"stages that share a weight are not equally late: leave the correction out, or {TOGETHER}"
@@ -278,7 +280,7 @@ def _refuse_unlike_rates(settings: Settings, program: Program, ties: Ties) -> No
 
 
 def _played(draft: Draft, batches: int, program: Program, cut: Cut | None, trains: bool = True) -> Window:
-    """Return the window of a sound program. Raises Deadlock."""
+    """Simulate a sound program, and return its window. Raises Deadlock."""
     if window := draft.verified_before(program, cut):
         return window
     settings, policy, (routes, ties) = draft.settings, draft.policy if trains else None, _joins(cut)
@@ -286,7 +288,7 @@ def _played(draft: Draft, batches: int, program: Program, cut: Cut | None, train
     m, ranks = settings.microbatches if trains else 1, len(program)
     run = simulate(program, m, buffer_size=bounds or settings.buffer_size, routes=routes, ties=ties)
     home = Lowering.for_program(program).rank
-    if policy:  # whose program is one of many
+    if policy:  # the program is one of many
         peaks = [policy.bounds(stage, ranks, batches, m) for stage in range(ranks)]
         return Window(program, run, peaks, home)
     peaks = [*map(Bounds, run.activations, run.versions, run.staleness)]
@@ -295,7 +297,7 @@ def _played(draft: Draft, batches: int, program: Program, cut: Cut | None, train
 
 @contextmanager
 def _explained(settings: Settings, norms: bool, cut: Cut | None) -> Iterator[None]:
-    """Say what to do where updates would wait for each other for good. Raises ConfigError."""
+    """Raise ConfigError with advice if updates would wait for each other forever."""
     try:
         yield
     except Deadlock as blocked:
@@ -309,7 +311,7 @@ def _explained(settings: Settings, norms: bool, cut: Cut | None) -> Iterator[Non
         ) from blocked
 
 
-# What settings ask of a program
+# What settings require of a program
 
 
 def _refuse_replicas(draft: Draft) -> None:
@@ -355,7 +357,7 @@ def _refuse_undecided(draft: Draft) -> None:
 def _with_clipping_decided(draft: Draft) -> Settings:
     """Return the settings with clip_grad_norm_over=auto decided by the program. Raises ConfigError.
 
-    It becomes model where no forward reads old weights, so that the pipeline is empty at an update anyway.
+    It becomes model if no forward reads old weights: the pipeline is then empty at an update anyway.
     """
     settings = draft.settings
     over = settings.clip_grad_norm_over
@@ -367,7 +369,7 @@ def _with_clipping_decided(draft: Draft) -> Settings:
 
 
 def refuse_ties(draft: Draft, cut: Cut) -> None:
-    """Refuse shared weights whose copies would come apart. Raises ConfigError."""
+    """Refuse shared weights if their copies would diverge. Raises ConfigError."""
     if not cut.ties:
         return
     settings = draft.settings

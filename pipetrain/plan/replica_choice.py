@@ -1,4 +1,4 @@
-"""Cuts and replicas by the times of a file, as text, beside data parallelism and the straight pipeline."""
+"""Cuts and replicas by the times of a file, as text, compared with data parallelism and no replicas."""
 
 from __future__ import annotations
 

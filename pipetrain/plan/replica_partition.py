@@ -1,16 +1,16 @@
 """Chooses the cuts and the replicas of a pipeline: PipeDream's dynamic programme, on several machines.
 
-A stage's replicas take microbatches in turn and sum their weights' gradients once an update. As in Narayanan
+A stage's replicas run microbatches in turn and sum their weights' gradients once an update. As in Narayanan
 et al. ("PipeDream", 2019, section 3.1) a stage takes the longer of its work and its all-reduce, a cut the
-time of all that crosses it, and the slowest of these bounds the pipeline. A link's bandwidth is for what it
+time of all that crosses it, and the slowest of these bounds the pipeline. A link's bandwidth covers what it
 sends and receives together, as in the authors' optimizer: an all-reduce of w bytes by a ring of r ranks
 counts as 4 (r - 1) / r w, a message as its activations and their gradients.
 
 PipeDream solves level by level: pipelines within one machine, then machines as if they were ranks. That
-cannot give its own published plan, 15 replicas and 1 on four machines of four. Here stages take ranks in
+cannot give its own published plan, 15 replicas and 1 on four machines of four. Here stages get ranks in
 order, and one flat programme knows the ranks of each stage and thus its machines. A message depends on two
 stages, so the state is the layers and ranks so far and the replicas of the last stage. That is exact for all
-plans whose stages have consecutive ranks, which a whole pipeline in each machine has not.
+plans whose stages have consecutive ranks; a whole pipeline in each machine is no such plan.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from pipetrain.schedule.actions import SENDS, Op, ScheduleError
 from pipetrain.schedule.memory import GIB, Items
 from pipetrain.schedule.timeline import Costs, Timeline
 
-TRIED = 8  # plans, of which each is simulated
+TRIED = 8  # plans that are simulated
 Array = NDArray[np.float64]
-RanksTaken = tuple[int, int]  # the ranks that stages take, and of these the replicas of the last stage
+RanksTaken = tuple[int, int]  # the ranks of all stages so far, and the replicas of the last one
 
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Ranks in order, so many on each machine, and the seconds of a byte over the links within and between.
+    """Ranks in order, so many on each machine, and the seconds per byte over links within and between.
 
     Each rank has a link within its machine, each machine one to the others.
     """
@@ -52,14 +52,14 @@ class Machines:
     between_s: float
 
     def reduce_s(self, first: int, replicas: int) -> float:
-        """Return the seconds of a byte of weights that the replicas from rank `first` on reduce by a ring."""
+        """Return the seconds per byte of weights in which the replicas from rank `first` reduce by a ring."""
         spans = first // self.each != (first + replicas - 1) // self.each
         return ring_bytes(replicas) * (self.between_s if spans else self.within_s)
 
     def message_s(self, first: int, before: int, replicas: int) -> float:
-        """Return the seconds of a byte of a microbatch from the stage before rank `first` to the one from it.
+        """Return the seconds per byte of a microbatch from the stage before rank `first` to the stage there.
 
-        By the side with fewer links: of its ranks, or where the two stages are on several machines, of these.
+        The side with fewer links counts: of ranks, or of machines if the two stages are on several.
         """
         fewer, inside = min(before, replicas), first % self.each
         if inside >= before and inside + replicas <= self.each:
@@ -68,10 +68,10 @@ class Machines:
 
 
 class LayerSums(NamedTuple):
-    """What all layers before each one do and have; lists begin with no layers and end with all.
+    """Sums over all layers before each layer; lists begin with no layers and end with all.
 
-    `work_s`: forward and backward of a microbatch; of no layers: what a stage takes beside them. `crossing`:
-    the bytes of its values that cross a cut there, and of their gradients. `cuts`: where cuts may be.
+    `work_s`: forward and backward of a microbatch; with no layers: what a stage takes in addition.
+    `crossing`: the bytes of values and their gradients that cross a cut there. `cuts`: the possible ones.
     """
 
     work_s: Sequence[float]
@@ -82,19 +82,21 @@ class LayerSums(NamedTuple):
     size: Callable[[int, int], Items]  # of a stage, from its first layer to the one after its last
 
     @classmethod
-    def of(cls, table: Table, cuts: Collection[int] | None = None, mode: Mode = Mode.NEVER) -> LayerSums:
-        """Return the sums of a table, with all layers in one mode of recomputation; `cuts`: None: all."""
+    def from_table(
+        cls, table: Table, cuts: Collection[int] | None = None, mode: Mode = Mode.NEVER
+    ) -> LayerSums:
+        """Return the sums of a table, with all layers in one recompute mode; `cuts`: None: all."""
         last, ops = len(table.layers), (Op.F, Op.B) if mode is Mode.NEVER else (Op.F, Op.R, Op.B)
         times = [table.seconds(0, end, False, mode) for end in range(last + 1)]
         firsts = {name: layer for layer in reversed(table.layers) for name in layer.weights}
         trained = (
-            sum(of.nbytes for name, of in layer.weights.items() if firsts[name] is layer)
+            sum(entry.nbytes for name, entry in layer.weights.items() if firsts[name] is layer)
             for layer in table.layers
         )
         inner = (sum(table.wire_bytes(table.entering(cut, last))) for cut in range(1, last))
         return cls(
-            work_s=[sum(of[op] for op in ops) for of in times],
-            step_s=[of[Op.STEP] for of in times],
+            work_s=[sum(entry[op] for op in ops) for entry in times],
+            step_s=[entry[Op.STEP] for entry in times],
             weight_bytes=[*accumulate(trained, initial=0)],
             crossing=[0, *inner, 0],
             cuts=range(1, last) if cuts is None else cuts,
@@ -103,7 +105,7 @@ class LayerSums(NamedTuple):
 
 
 class ReplicaPlan(NamedTuple):
-    """Stages in order of their ranks; of each the parts of a microbatch's time; the time of the slowest."""
+    """Stages in order of their ranks; the parts of each one's microbatch time; the slowest time."""
 
     cuts: list[int]
     replicas: list[int]
@@ -113,7 +115,7 @@ class ReplicaPlan(NamedTuple):
 
 
 class _Reached(NamedTuple):
-    """The fastest stages of the first layers, by their number: the time, and first layers and replicas."""
+    """The fastest stages of the first layers, by their number: the times, with first layers and replicas."""
 
     seconds: Array
     stages: list[tuple[tuple[int, int], ...]]
@@ -123,11 +125,10 @@ class _Reached(NamedTuple):
 class Planner:
     """Prices stages with replicas, and finds the fastest.
 
-    `microbatches`: of an update, all done before the next where the schedule `flushes`; None: an update takes
-    one of each replica, as in PipeDream. `overlaps`: links work while ranks compute; else ranks copy what
-    they send and receive, too. `limit`: the bytes of a rank, by the microbatches that it has open in 1F1B,
-    each with its own weight version where the schedule `stashes`; without messages on their way. `most`: the
-    replicas that a stage may have.
+    `microbatches`: of an update, all done before the next if the schedule `flushes`; None: one per replica,
+    as in PipeDream. `overlaps`: links work while ranks compute; else ranks also copy what they send and
+    receive. `limit`: the bytes of a rank, by its open microbatches in 1F1B, each with its own weight version
+    if the schedule `stashes`; messages do not count. `most`: the replicas that a stage may have.
     """
 
     layers: LayerSums
@@ -141,14 +142,14 @@ class Planner:
     _stages: dict[tuple[float, int, int], Array] = field(default_factory=dict, init=False)
 
     def best(self, replicas: Sequence[int] | None = None) -> ReplicaPlan | None:
-        """Return the fastest plan, of equal ones with the fewest stages; `replicas`: of each, if known.
+        """Return the fastest plan, among equals with the fewest stages; `replicas`: of each stage, if known.
 
         None if there is none: too few layers or cuts, or too little memory.
         """
         return min(self.by_stages(replicas), key=lambda plan: plan.seconds, default=None)
 
     def by_stages(self, replicas: Sequence[int] | None = None) -> list[ReplicaPlan]:
-        """Return the fastest plan of each number of stages, ascending: a flush costs more with more."""
+        """Return the fastest plan for each number of stages, ascending: a flush costs more with more."""
         ranks, plans = self.machines.ranks, []
         counts = range(1, int(min(ranks, self.most)) + 1)
         none = np.full(len(self.layers.work_s), inf)
@@ -167,7 +168,7 @@ class Planner:
         parts, seconds, rank, before = [], [], 0, 1
         for (start, replicas), (end, _) in pairwise([*stages, (len(self.layers.work_s) - 1, 0)]):
             link = self.machines.message_s(rank, before, replicas) * self.layers.crossing[start]
-            alone = {name: float(of[start, end]) for name, of in self._parts(rank, replicas).items()}
+            alone = {name: float(array[start, end]) for name, array in self._parts(rank, replicas).items()}
             parts.append({"message": link, **alone})
             seconds.append(max(link, float(self._stage(rank, replicas)[start, end])))
             rank, before = rank + replicas, replicas
@@ -179,15 +180,15 @@ class Planner:
     def _longer(
         self, reached: dict[RanksTaken, _Reached], counts: Sequence[int]
     ) -> dict[RanksTaken, _Reached]:
-        """Add a stage of any of these numbers of replicas."""
+        """Add a stage with any of these numbers of replicas."""
         longer = {}
-        for first, replicas in product({taken for taken, _ in reached}, counts):
+        for first, replicas in product({ranks for ranks, _ in reached}, counts):
             if first + replicas > self.machines.ranks:
                 continue
-            ways = [(before, one) for (taken, before), one in reached.items() if taken == first]
+            ways = [(before, partial) for (ranks, before), partial in reached.items() if ranks == first]
             message_s = [self.machines.message_s(first, before, replicas) for before, _ in ways]
             link_s = np.multiply.outer(message_s, self.layers.crossing)
-            enters = np.maximum([one.seconds for _, one in ways], link_s)  # [before, start]
+            enters = np.maximum([partial.seconds for _, partial in ways], link_s)  # [before, start]
             total = np.maximum(enters.min(0)[:, None], self._stage(first, replicas))  # [start, end]
             way, start = enters.argmin(0), total.argmin(0).tolist()
             stages = [(*ways[way[layer]][1].stages[layer], (layer, replicas)) for layer in start]
@@ -197,14 +198,14 @@ class Planner:
     # The parts of a microbatch's time: arrays by a stage's first layer, and by the one after its last
 
     def _parts(self, first: int, replicas: int) -> dict[str, Array]:
-        of, microbatches = self.layers, self.microbatches or replicas
+        layers, microbatches = self.layers, self.microbatches or replicas
         share = microbatches / replicas
         busiest = ceil(share) if self.flushes else share
-        work = busiest * (_between(of.work_s) + of.work_s[0]) + _between(of.step_s)
-        reduce = self.machines.reduce_s(first, replicas) * _between(of.weight_bytes)
+        work = busiest * (_between(layers.work_s) + layers.work_s[0]) + _between(layers.step_s)
+        reduce = self.machines.reduce_s(first, replicas) * _between(layers.weight_bytes)
         parts = {"compute": work, "all-reduce": reduce}
         if not self.overlaps:
-            crossing = np.array(of.crossing)
+            crossing = np.array(layers.crossing)
             parts["message"] = busiest * self.machines.within_s * (crossing[:, None] + crossing)
         return {name: part / microbatches for name, part in parts.items()}
 
@@ -230,7 +231,7 @@ class Planner:
 
 
 def _between(until: Sequence[float]) -> Array:
-    """Return the sum from each layer to each, of sums from the first."""
+    """Return the sum from each layer to each layer, given sums from the first one."""
     sums: Array = np.array(until, dtype=float)
     return sums - sums[:, None]
 
@@ -250,16 +251,16 @@ class Way(NamedTuple):
 def choose_replicas(
     draft: Draft, table: Table, cuts: Collection[int], way_of: Callable[[Draft], Way]
 ) -> tuple[Draft, dict[str, Way | None]]:
-    """Return the draft with the fastest replicas, and by name that way beside others; None: it cannot be.
+    """Return the draft with the fastest replicas, and that way and others by name; None: impossible.
 
-    The planner names the best replicas for each number of stages, without the bubble. With each of the TRIED
-    best of these `way_of` cuts the model and simulates the schedule. `cuts`: where they may be. Raises
-    ConfigError and ScheduleError if no replicas can be.
+    The planner finds the best replicas for each number of stages, without the bubble. For the TRIED best,
+    `way_of` cuts the model and simulates the schedule. `cuts`: the possible ones. Raises ConfigError and
+    ScheduleError if no replicas are possible.
     """
     settings, late = draft.settings, draft.reads_late
     ranks, s_per_byte = settings.ranks, table.times.s_per_byte
     planner = Planner(
-        LayerSums.of(table, cuts),
+        LayerSums.from_table(table, cuts),
         Machines(ranks, ranks, s_per_byte, s_per_byte),
         settings.microbatches,
         flushes=not late,
@@ -269,9 +270,11 @@ def choose_replicas(
         most=settings.microbatches * (settings.window or ranks if late else 1),
     )
     planners = [planner]
-    if settings.memory_limit is not None:  # as stages that recompute all may fit
-        planners.append(replace(planner, layers=LayerSums.of(table, cuts, Mode.ALWAYS)))
-    plans = sorted((plan for one in planners for plan in one.by_stages()), key=lambda plan: plan.seconds)
+    if settings.memory_limit is not None:  # stages that recompute everything may fit
+        planners.append(replace(planner, layers=LayerSums.from_table(table, cuts, Mode.ALWAYS)))
+    plans = sorted(
+        (plan for variant in planners for plan in variant.by_stages()), key=lambda plan: plan.seconds
+    )
     parallel, straight = (ranks,), (1,) * ranks
     ways: dict[tuple[int, ...], Way | None] = {}
     drafts: dict[tuple[int, ...], Draft] = {}
@@ -286,8 +289,8 @@ def choose_replicas(
     if fastest is None:
         assert refused is not None
         raise refused
-    named = {"data parallel": ways[parallel], "straight pipeline": ways[straight], "chosen": fastest}
-    return drafts[tuple(fastest.replicas)], named
+    by_name = {"data parallel": ways[parallel], "straight pipeline": ways[straight], "chosen": fastest}
+    return drafts[tuple(fastest.replicas)], by_name
 
 
 def longest_part(run: Timeline, costs: Costs) -> str:

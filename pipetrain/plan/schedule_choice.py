@@ -1,8 +1,8 @@
-"""Which schedule to take: those that can run side by side, by a model's costs, and the fastest that may be.
+"""Which schedule to choose: compares the possible schedules by a model's costs, and recommends the fastest.
 
-Time, bubble and memory are those of each one's plan. A plan does not know what late gradients cost, so that
-is what a study measured of some small models (see advice.py). A schedule with them is planned with the
-correction that lost least there.
+Time, bubble and memory are those of each schedule's plan. A plan does not contain what late gradients cost,
+so that comes from a study of some small models (see staleness_advice.py). A schedule with late gradients is
+planned with the correction that lost least there.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from pipetrain.schedule.draw import aligned, counted
 from pipetrain.schedule.memory import GIB
 from pipetrain.schedule.policy import ForwardBackward
 
-WORK = 3  # forwards that a microbatch takes, with its backward
-CLOSE = 1.01  # times the fastest, that is as fast
-BESIDE = "1f1b"  # what others are compared with
-TRIED = (Mode.SELECTIVE.value, Mode.ALWAYS.value)  # for recompute=auto, where memory_limit= asks for it
+WORK = 3  # a microbatch's forward and backward, in forwards
+CLOSE = 1.01  # times the fastest: counts as equally fast
+BESIDE = "1f1b"  # the schedule to which others are compared
+TRIED = (Mode.SELECTIVE.value, Mode.ALWAYS.value)  # for recompute=auto, if memory_limit= requires it
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A schedule with its plan. `lost`: with the best correction, and with that of the configuration.
 
-    `peak`: the bytes of the fullest rank; `seconds`: of an update, without times in those that a rank
-    computes for a batch; `words`: of the command line that runs it, beside its own; none: nothing runs it.
+    `peak`: the bytes of the fullest rank; `seconds`: of an update, or without times in units of a rank's
+    computation for a batch; `words`: the rest of the command line that runs it; empty: nothing runs it.
     """
 
     name: str
@@ -53,24 +53,24 @@ class Candidate:
     def of(
         cls, name: str, cfg: Mapping[str, Any], batches: int, stages: int, words: Sequence[str]
     ) -> Candidate:
-        """Plan a schedule by a configuration of its own. Raises ConfigError and ScheduleError."""
+        """Plan a schedule with its own configuration. Raises ConfigError and ScheduleError."""
         if isinstance(make_schedule(cfg), ForwardBackward):
             raise ScheduleError("decides its order while it runs")
         studied = losses(str(cfg["optim"].get("_target_")).rpartition(".")[2].lower(), name, stages)
-        best, asked = best_of(studied), studied.get(joined("+".join(cfg.get("correction") or [NONE])))
-        if best is not None and best is not asked:
+        best, configured = best_of(studied), studied.get(joined("+".join(cfg.get("correction") or [NONE])))
+        if best is not None and best is not configured:
             cfg = {**cfg, "correction": shipped("correction", "auto")}
         plan, peak = _fitting(cfg, name, batches)
-        return cls(name, plan, peak, _seconds(plan), (best, asked), words)
+        return cls(name, plan, peak, _seconds(plan), (best, configured), words)
 
     @property
     def late(self) -> int:
-        """The most updates between the weights of a gradient and its own."""
+        """The most updates between the weights that a gradient was computed with and its own."""
         return max(self.plan.peaks(stage).staleness for stage in range(self.plan.stages))
 
     @property
     def risk(self) -> float:
-        """The accuracy that is lost, in what is tolerated."""
+        """The loss of accuracy, in units of what is tolerated."""
         best, _ = self.lost
         return max(best.share, 0.0) if best else inf if self.late else 0.0
 
@@ -85,23 +85,23 @@ class Candidate:
     @property
     def command(self) -> str:
         """The command line that runs it, or its options alone."""
-        own = {"schedule": self.name, "microbatches": str(self.plan.settings.microbatches)}
+        options = {"schedule": self.name, "microbatches": str(self.plan.settings.microbatches)}
         if self.plan.settings.recompute in TRIED:
-            own["recompute"] = str(self.plan.settings.recompute)
-        best, asked = self.lost
-        if best is not None and best is not asked:
-            own["correction"] = option(best.correction)
-        words = [f"{key}={value}" for key, value in own.items()]
+            options["recompute"] = str(self.plan.settings.recompute)
+        best, configured = self.lost
+        if best is not None and best is not configured:
+            options["correction"] = option(best.correction)
+        words = [f"{key}={value}" for key, value in options.items()]
         if self.words:
             start = ["torchrun", f"--nproc_per_node={self.plan.settings.ranks}", "-m", "pipetrain"]
-            words = [*start, *(word for word in self.words if word.partition("=")[0] not in own), *words]
+            words = [*start, *(word for word in self.words if word.partition("=")[0] not in options), *words]
         return shlex.join(words)
 
 
 def _fitting(cfg: Mapping[str, Any], name: str, batches: int) -> tuple[Plan, int]:
-    """Return a schedule's plan with as little recomputation as fits memory_limit=, or without if none does.
+    """Return a schedule's plan with as little recompute as fits memory_limit=, or without if none fits.
 
-    Beside it the bytes of the fullest rank. Raises ConfigError and ScheduleError.
+    Also the bytes of the fullest rank. Raises ConfigError and ScheduleError.
     """
     limit = POSITIVE.read("memory_limit", cfg["memory_limit"], null=True) or inf
     first = _with_peak(planned({**cfg, "memory_limit": None}, name, batches))
@@ -120,7 +120,7 @@ def _with_peak(plan: Plan) -> tuple[Plan, int]:
 
 
 def _seconds(plan: Plan) -> float:
-    """Return the time of an update, with the share of the updates that a correction makes synchronous."""
+    """Return the time of an update; with a correction, including its share of synchronous updates."""
     batch = plan.timeline().makespan / max(plan.windows)
     if share := plan.settings.correction.flushed:
         batch += share * (plan.timeline(1).makespan - batch)
@@ -135,11 +135,11 @@ def advice(
     stages: int,
     begins: Callable[[str], None] = lambda name: None,
 ) -> str:
-    """Return a row for each schedule, and which one to take.
+    """Return a row for each schedule, and which one to choose.
 
-    `schedules`: by name, configurations of which the first that can be is planned, the batches of a window,
-    and the words of the command line that runs it; none: there is nothing to run. `begins`: is told which is
-    planned next. Raises ConfigError if none can be planned.
+    `schedules`: by name, configurations, the first possible one of which is planned, the batches of a window,
+    and the words of the command line that runs it; empty: nothing runs it. `begins`: is called with the name
+    that is planned next. Raises ConfigError if none can be planned.
     """
     candidates: dict[str, Candidate] = {}
     refused: dict[str, str] = {}
@@ -170,40 +170,50 @@ def advice(
     )
 
 
-def _row(one: Candidate, beside: Candidate | None, limit: float | None) -> list[str]:
-    time = f"{1e3 * one.seconds:.2f}" if one.plan.costs else f"{one.seconds:.3f}"
-    speed = f"{beside.seconds / one.seconds:.2f}" if beside else "-"
-    modes = list(dict.fromkeys(mode.value for mode in one.plan.modes if mode is not Mode.NEVER))
+def _row(candidate: Candidate, reference: Candidate | None, limit: float | None) -> list[str]:
+    time = f"{1e3 * candidate.seconds:.2f}" if candidate.plan.costs else f"{candidate.seconds:.3f}"
+    speed = f"{reference.seconds / candidate.seconds:.2f}" if reference else "-"
+    modes = list(dict.fromkeys(mode.value for mode in candidate.plan.modes if mode is not Mode.NEVER))
     fits = f"recompute {', '.join(modes)}" if modes else "yes"
-    best, asked = one.lost
+    best, configured = candidate.lost
     return [
-        *(one.name, str(one.plan.settings.microbatches), time, speed, f"{one.plan.timeline().bubble:.1%}"),
-        f"{one.peak / 2**20:.1f}",
-        *([fits if one.peak <= limit * GIB else "no"] if limit else []),
-        str(one.late),
-        f"{asked}; {one.accuracy}" if asked and asked is not best else one.accuracy,
+        *(
+            candidate.name,
+            str(candidate.plan.settings.microbatches),
+            time,
+            speed,
+            f"{candidate.plan.timeline().bubble:.1%}",
+        ),
+        f"{candidate.peak / 2**20:.1f}",
+        *([fits if candidate.peak <= limit * GIB else "no"] if limit else []),
+        str(candidate.late),
+        f"{configured}; {candidate.accuracy}"
+        if configured and configured is not best
+        else candidate.accuracy,
     ]
 
 
-def _recommended(candidates: Sequence[Candidate], beside: Candidate | None, limit: float | None) -> str:
-    """Say which is the fastest that fits and loses what is tolerated, and which is faster at more risk."""
+def _recommended(candidates: Sequence[Candidate], reference: Candidate | None, limit: float | None) -> str:
+    """Return which schedule is the fastest that fits and loses little, and which is faster at more risk."""
 
-    def said(one: Candidate) -> str:
-        speed = f"{beside.seconds / one.seconds:.2f} times as fast as {BESIDE}, " if beside else ""
-        return f"{one.name}, {speed if one is not beside else ''}{one.accuracy}"
+    def said(candidate: Candidate) -> str:
+        speed = (
+            f"{reference.seconds / candidate.seconds:.2f} times as fast as {BESIDE}, " if reference else ""
+        )
+        return f"{candidate.name}, {speed if candidate is not reference else ''}{candidate.accuracy}"
 
-    fit = [one for one in candidates if one.peak <= (limit or inf) * GIB]
+    fit = [candidate for candidate in candidates if candidate.peak <= (limit or inf) * GIB]
     if not fit:
-        least = min(candidates, key=lambda one: one.peak)
+        least = min(candidates, key=lambda candidate: candidate.peak)
         needs = f"{least.name} needs least, {least.peak / GIB:.4g} GiB on its fullest rank"
         return f"None fits memory_limit={limit:g}: {needs}; {WAYS}\n"
-    safe = [one for one in fit if one.risk <= 1]
-    fastest = min((one.seconds for one in safe), default=inf)
-    close = [one for one in safe if one.seconds <= CLOSE * fastest]
-    best = min(close, key=lambda one: (one.risk, one.peak), default=None)
+    safe = [candidate for candidate in fit if candidate.risk <= 1]
+    fastest = min((candidate.seconds for candidate in safe), default=inf)
+    close = [candidate for candidate in safe if candidate.seconds <= CLOSE * fastest]
+    best = min(close, key=lambda candidate: (candidate.risk, candidate.peak), default=None)
     text = f"Recommended: {said(best)}:\n  {best.command}\n" if best else "None is known to lose little.\n"
-    risky = [one for one in fit if one.risk > 1 and CLOSE * one.seconds < fastest]
+    risky = [candidate for candidate in fit if candidate.risk > 1 and CLOSE * candidate.seconds < fastest]
     if risky:
-        other = min(risky, key=lambda one: (one.seconds, one.risk))
+        other = min(risky, key=lambda candidate: (candidate.seconds, candidate.risk))
         text += f"Faster, at more risk: {said(other)}.\n"
     return text

@@ -1,8 +1,8 @@
 """What late gradients cost in accuracy, as a study measured it by optimizer, schedule and correction.
 
-A plan knows how late gradients are, but not what that does to a training. `staleness.csv` does, for some
-small models: a row says by how much runs ended worse than synchronous ones. What counts is the task that
-loses most. What the file does not have was not studied.
+A plan contains how late gradients are, but not how that affects training. `staleness.csv` does, for some
+small models: a row has how much worse runs ended than synchronous ones. The task that loses most counts. What
+is not in the file was not studied.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pipetrain.config.settings import Settings
 from pipetrain.correction import Auto
 
 STUDY = Path(__file__).with_name("staleness.csv")
-TOLERATED = {"accuracy": 0.3, "loss": 0.01}  # of a gap, by its metric
-UNITS = {"accuracy": ("points", 1), "loss": ("nats", 3)}  # and the digits that are shown
+TOLERATED = {"accuracy": 0.3, "loss": 0.01}  # gap, by metric
+UNITS = {"accuracy": ("points", 1), "loss": ("nats", 3)}  # with the digits shown
 NONE, HYBRID = "none", "hybrid"
 
 
 class Loss(NamedTuple):
-    """What the worst task of several ends worse than synchronous, with its 95 % interval."""
+    """How much worse the worst task ends than synchronous training, with its 95 % interval."""
 
     correction: str  # names joined by +, or none
     metric: str
@@ -36,7 +36,7 @@ class Loss(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The gap in what is tolerated of its metric: up to 1 it may be recommended."""
+        """The gap as a multiple of what is tolerated: up to 1 it may be recommended."""
         return self.gap / TOLERATED[self.metric]
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def joined(names: str) -> str:
-    """Return names joined by + in one order, whatever order they have."""
+    """Return names joined by +, in sorted order."""
     return "+".join(sorted(names.split("+")))
 
 
@@ -65,10 +65,10 @@ def option(names: str) -> str:
 
 
 def losses(optimizer: str, schedule: str, stages: int) -> dict[str, Loss]:
-    """Return what the worst task loses, by correction, at the nearest number of stages at or above.
+    """Return the loss of the worst task, by correction, at the nearest studied number of stages at or above.
 
-    A correction counts if there is a configuration of it, and if it was studied on all tasks of the optimizer
-    and schedule. Empty: not studied.
+    A correction counts if it has a configuration, and was studied on all tasks of the optimizer and schedule.
+    Empty: not studied.
     """
     rows = [row for row in _rows(STUDY) if (row["optimizer"], row["schedule"]) == (optimizer, schedule)]
     nearest = min((n for row in rows if (n := int(row["stages"])) >= stages), default=None)
@@ -79,25 +79,26 @@ def losses(optimizer: str, schedule: str, stages: int) -> dict[str, Loss]:
         loss = Loss(name, row["metric"], *size, len(tasks), int(row["stages"]))
         by_correction.setdefault(name, []).append(loss)
     return {
-        name: max(of, key=lambda loss: loss.share)
-        for name, of in by_correction.items()
-        if len(of) == len(tasks) and all(shipped("correction", one) is not None for one in name.split("+"))
+        name: max(by_task, key=lambda loss: loss.share)
+        for name, by_task in by_correction.items()
+        if len(by_task) == len(tasks)
+        and all(shipped("correction", part) is not None for part in name.split("+"))
     }
 
 
 def best_of(studied: dict[str, Loss]) -> Loss | None:
-    """Return what the best correction loses: none, where no other is better; None: not studied."""
-    return min(studied.values(), key=lambda one: (one.share, one.correction != NONE), default=None)
+    """Return the loss of the best correction, or of none if no other is better; None: not studied."""
+    return min(studied.values(), key=lambda loss: (loss.share, loss.correction != NONE), default=None)
 
 
 def settled(settings: Settings, optimizer: str, stages: int) -> Settings:
-    """Return settings in which correction=auto is the one that lost least. `optimizer`: names of classes."""
+    """Return settings with correction=auto replaced by the best one. `optimizer`: names of classes."""
     auto = settings.correction
     if not isinstance(auto, Auto):
         return settings
     kinds = [kind.strip().lower() for kind in optimizer.rpartition(".")[2].split("+")]
-    each = (best_correction(kind, settings.schedule, stages) for kind in kinds)
-    best = next((names for names in each if names != NONE), NONE)
+    corrections = (best_correction(kind, settings.schedule, stages) for kind in kinds)
+    best = next((names for names in corrections if names != NONE), NONE)
     nodes = {name: dict(shipped("correction", name) or {})[name] for name in best.split("+") if name != NONE}
     if HYBRID in nodes:
         nodes[HYBRID] = nodes[HYBRID] | {"updates": auto.updates}
@@ -105,6 +106,6 @@ def settled(settings: Settings, optimizer: str, stages: int) -> Settings:
 
 
 def best_correction(optimizer: str, schedule: str, stages: int) -> str:
-    """Return the names, joined by +, of the correction that loses least; none: if nothing is better."""
+    """Return the names, joined by +, of the correction that loses least; none if nothing is better."""
     best = best_of(losses(optimizer, schedule, stages))
     return best.correction if best else NONE

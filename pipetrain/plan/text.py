@@ -1,4 +1,4 @@
-"""A plan as text: where the model is cut, what crosses the cuts, the timeline, what it holds and wastes."""
+"""A plan as text: the cuts, what crosses them, the timeline, memory and bubble."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _predicted(plan: Plan, run: Timeline) -> str:
 
 
 def _ways(plan: Plan) -> str:
-    """Return a row for the replicas that were chosen, and for others beside them."""
+    """Return a row for the chosen replicas, and for others to compare."""
     rows = [["replicas=auto", "replicas", "cut before layers", "ms a batch", "bound by"]]
     for name, way in plan.ways.items():
         cells = ["-", "-", "-", "cannot be here"]
@@ -115,20 +115,20 @@ def _ways(plan: Plan) -> str:
 
 
 def choices(plan: Plan) -> str:
-    """Return a row for the cuts of a profile, for those of each other strategy, and for other replicas."""
+    """Return a row for the cuts of a profile, for each other strategy, and for other replicas."""
     rows = [("partition", "cut before layers", "slowest stage, ms a batch", "fullest stage, MiB", "")]
     limit = (plan.settings.memory_limit or math.inf) * GIB
-    for name, one in plan.choices.items():
-        excess = "does not fit into memory_limit" if one.held_bytes > limit else ""
-        mib = f"{one.held_bytes / 2**20:.1f}"
-        rows.append((name, str(one.cuts), f"{1e3 * one.slowest_s:.2f}", mib, excess))
+    for name, choice in plan.choices.items():
+        excess = "does not fit into memory_limit" if choice.held_bytes > limit else ""
+        mib = f"{choice.held_bytes / 2**20:.1f}"
+        rows.append((name, str(choice.cuts), f"{1e3 * choice.slowest_s:.2f}", mib, excess))
     return aligned(rows) + (f"\n{_ways(plan)}" if plan.ways else "")
 
 
 def _memory(plan: Plan, stage_bytes: Memory, room: int | None) -> str:
     rows = [["stage", "MiB held", *PARTS]]
-    for stage, of in enumerate(peaks(stage_bytes)):
-        rows.append([str(stage), *(f"{of[name] / 2**20:.1f}" for name in ("total", *PARTS))])
+    for stage, by_part in enumerate(peaks(stage_bytes)):
+        rows.append([str(stage), *(f"{by_part[name] / 2**20:.1f}" for name in ("total", *PARTS))])
     fullest = " on its fullest rank" * plan.replicated
     note = f"the peak of each stage{fullest}, and of each part of it; without what an action needs while it "
     note += "runs\n"

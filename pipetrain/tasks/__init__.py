@@ -1,4 +1,4 @@
-"""What is learned: the loss, the weights of its targets, and the metrics; tried before the start.
+"""Tasks: the loss, the weights of its targets, and the metrics; tried before the start.
 
 A task of your own is a subclass of Task, or a loss function with metrics; see conf/task/.
 """

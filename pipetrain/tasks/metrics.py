@@ -17,8 +17,8 @@ MetricFunction = Callable[[Value, Value], Tensor | float]
 class Metric:
     """A number over all samples, computed from sums over microbatches.
 
-    - `name`: for tables; `title`: for charts, "" where it is the same.
-    - `higher`: whether higher is better; None: it does not say, and decides no epoch to be the best.
+    - `name`: for tables; `title`: for charts, "" if it is the same.
+    - `higher`: whether higher is better; None: undefined, so it cannot decide which epoch is best.
     - `percent`: whether it is shown as a percentage.
     """
 
@@ -91,7 +91,7 @@ class Perplexity(Metric):
     higher = False
 
     def sums(self, outputs: Value, targets: Value) -> Tensor:
-        return _first(outputs).new_empty(0)  # of nothing; a view would keep the outputs
+        return _first(outputs).new_empty(0)  # no sums; a view would keep the outputs in memory
 
     def value(self, sums: Sequence[float], loss: float) -> float:
         return math.exp(loss) if loss < 700 else math.inf if loss >= 700 else math.nan

@@ -1,4 +1,4 @@
-"""The sums of loss and metrics at the last stage, kept on the device.
+"""The sums of loss and metrics at the last stage, held on the device.
 
 Reading a number from a GPU makes the host wait for all launched work, so sums stay on the device until an
 epoch ends.
@@ -14,14 +14,14 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-MOST_ADDED = 32  # microbatches that are added up together
+MOST_ADDED = 32  # microbatches added in one operation
 Number = Annotated[float, "or infinite, or NaN"]
 _LOSS = ""  # its name among the sums
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Sums over samples. `loss`: each mean loss times its weight; `sums`: those of each metric, by name."""
+    """Sums over samples. `loss`: each mean loss times its weight; `sums`: of each metric, by name."""
 
     loss: Number = 0.0
     weight: float = 0.0
@@ -35,7 +35,7 @@ class Tally:
 
 
 def summed(parts: Sequence[Tally]) -> Tally:
-    """Return the tally of all samples of parts that different ranks have counted."""
+    """Return the tally of all samples from the parts of different ranks."""
     sums: dict[str, list[Number]] = {}
     for name in {name: None for part in parts for name in part.sums}:
         columns = zip(*(part.sums[name] for part in parts if name in part.sums), strict=True)
@@ -47,7 +47,7 @@ def summed(parts: Sequence[Tally]) -> Tally:
 class Accumulator:
     """Accumulates a tally on the device.
 
-    Microbatches are added up several at a time: each alone would cost a kernel for every number.
+    Several microbatches are added at once, as each one alone would cost a kernel per number.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Accumulator:
         self._added: list[tuple[float, Mapping[str, Tensor]]] = []
 
     def add(self, loss: Tensor, weight: float, samples: int, sums: Mapping[str, Tensor]) -> None:
-        """Count a microbatch: its mean loss, what it counts for, and the sums of its metrics."""
+        """Count a microbatch: its mean loss, its weight, and the sums of its metrics."""
         mean = {_LOSS: loss.detach()} if weight else {}  # others have no mean loss
         self._added.append((weight, {**mean, **sums}))
         self._weight += weight
@@ -65,7 +65,7 @@ class Accumulator:
             self.add_up()
 
     def add_up(self) -> None:
-        """Add up what was added; at the end of each batch, so that a stop between two changes no sum."""
+        """Add pending microbatches; at the end of each batch, so that a stop there changes no sum."""
         added, self._added = self._added, []
         for name in {name: None for _, sums in added for name in sums}:
             terms = [sums[name] for _, sums in added if name in sums]
@@ -79,7 +79,7 @@ class Accumulator:
         return Tally(sums.pop(_LOSS, 0.0), self._weight, self._samples, sums)
 
     def take(self) -> Tally:
-        """Return what has been counted, and start anew."""
+        """Return what has been counted, and reset it."""
         tally = self.peek()
         self._sums, self._weight, self._samples = {}, 0.0, 0
         return tally

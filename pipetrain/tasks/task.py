@@ -1,7 +1,7 @@
 """Tasks: a loss, the weight of its targets, and metrics.
 
 A batch is cut into microbatches, so its loss is the mean of their losses, each weighted by its targets: the
-number of samples, or of tokens that are not padding. tasks/trial.py tries this before the start.
+number of samples, or of tokens that are not padding. tasks/trial.py checks this before the start.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Task:
     """A loss, the weight of its targets, and metrics. A subclass may override `loss` and `weight`.
 
     - `loss`: a function (outputs, targets) -> mean over the targets that count.
-    - `metrics`: Metric objects, or functions (outputs, targets) -> mean over samples by name. The first one
-      that says whether higher is better decides which epoch is best; where none does, the loss.
+    - `metrics`: Metric objects, or functions (outputs, targets) -> mean over samples by name. The first
+      metric that defines whether higher is better decides which epoch is best; without one, the loss does.
     - `weight`: a function of targets -> how many count. By default all samples, and for torch's cross_entropy
-      and nll_loss what these average over. Other losses need it if targets may be -100.
+      and nll_loss the number that these average over. Other losses need it if targets may be -100.
     """
 
-    _axis = 1  # of the classes, where outputs are scores of them
+    _axis = 1  # of the classes, if outputs are scores
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Task:
         options = _cross_entropy_options(loss)
         self._loss = loss
         self._weight = weight or (_samples if options is None else _weight_of(options))
-        # The label that does not count; None where targets are no labels of classes, as far as is known.
+        # The label that does not count; None if targets are not known to be labels of classes.
         self._ignored: int | None = None if options is None else options.get("ignore_index", IGNORED)
         if isinstance(metrics, Mapping):
             metrics = [Mean(name, function) for name, function in metrics.items()]
@@ -60,12 +60,12 @@ class Task:
 
     @property
     def function(self) -> Any:
-        """The loss function, without what it is given beforehand; None for a class that has its own."""
+        """The loss function, without bound arguments; None for a class with its own loss."""
         return self._loss.func if isinstance(self._loss, partial) else self._loss
 
     @property
     def _code(self) -> Any:
-        """The loss function, or the class that has its own loss."""
+        """The loss function, or the class with its own loss."""
         return type(self) if self.function is None or type(self) is not Task else self.function
 
     def __str__(self) -> str:
@@ -73,26 +73,26 @@ class Task:
 
     @property
     def is_known(self) -> bool:
-        """Whether the loss is torch's or ours: a mean over what counts, of outputs and targets alone."""
+        """Whether the loss is torch's or ours: a mean over the targets that count, of nothing else."""
         return str(self._code.__module__).partition(".")[0] in ("torch", __name__.partition(".")[0])
 
     @property
     def counts_samples(self) -> bool:
-        """Whether the weight is the number of samples, for want of another."""
+        """Whether the weight is the number of samples, by default."""
         return self._weight is _samples and type(self).weight is Task.weight
 
     def copied(self, shared: Iterable[object] = ()) -> Task:
-        """Return a copy, whose calls a loss does not count; with `shared` objects and a module's parameters.
+        """Return a copy with its own state; `shared` objects and a module's parameters are not copied.
 
-        Raises what deepcopy does, and TypeError for a method, which would be copied with all of its object.
+        Raises what deepcopy raises, and TypeError for a method, which would be copied with its whole object.
         """
         loss = self.function
-        held = (*vars(self).values(), *getattr(loss, "__dict__", {}).values())
-        frozen = (p for value in held if isinstance(value, nn.Module) for p in value.parameters())
-        memo: dict[int, Any] = {id(one): one for one in (*shared, *frozen)}
+        values = (*vars(self).values(), *getattr(loss, "__dict__", {}).values())
+        frozen = (p for value in values if isinstance(value, nn.Module) for p in value.parameters())
+        memo: dict[int, Any] = {id(item): item for item in (*shared, *frozen)}
         if isinstance(loss, MethodType):
             raise TypeError("a method is not copied")
-        if isinstance(loss, FunctionType):  # with variables of its own
+        if isinstance(loss, FunctionType):  # with its own variables
             cells = tuple(CellType(cell.cell_contents) for cell in loss.__closure__ or ())
             memo[id(loss)] = FunctionType(
                 loss.__code__, {**loss.__globals__}, loss.__name__, loss.__defaults__, cells
@@ -122,24 +122,24 @@ class Task:
         return self.loss(outputs, targets)
 
     def weight(self, targets: Value) -> Tensor | float:
-        """Return the weight of a microbatch's targets, which are in host memory."""
+        """Return the weight of a microbatch's targets, in host memory."""
         return self._weight(targets)
 
     def classes_of(self, outputs: ValueSpec) -> int | None:
-        """Return the number of classes that outputs score; None if they are no scores."""
+        """Return the number of classes that outputs score; None if they are not scores."""
         scores = scores_of(outputs.pack(tuple(torch.empty(t.shape, device="meta") for t in outputs.specs)))
         if self._ignored is None or not isinstance(scores, Tensor) or scores.dim() < 2:
             return None
         return scores.shape[self._axis]
 
     def label_beyond(self, classes: int, targets: Value) -> int | None:
-        """Return a label that is none of so many classes and counts, if there is one."""
+        """Return a label that counts but is not below `classes`, if there is one."""
         labels = as_tuple(targets)[0]
         wrong = (labels != self._ignored) & ((labels < 0) | (labels >= classes))
         return int(labels[wrong][0]) if not labels.is_floating_point() and wrong.any() else None
 
     def values(self, tally: Tally) -> dict[str, float]:
-        """Return each metric of a tally; NaN where it has counted nothing, even if that is divided by."""
+        """Return each metric of a tally; NaN if nothing was counted, even if its value divides by that."""
         values = {metric.name: math.nan for metric in self.metrics}
         for metric in self.metrics:
             if metric.name in tally.sums:
@@ -207,8 +207,10 @@ class LanguageModelling(Classification):
     def _cross_entropy(self, outputs: Value, targets: Value, smoothing: float) -> Tensor:
         scores, tokens = _tensor(outputs, "scores [n, t, vocabulary]"), _tensor(targets, "tokens [n, t]")
         if scores.dim() < 3 or scores.shape[:-1] != tokens.shape:
-            one = "; of one label a sample, choose task=classification" if scores.dim() == 2 else ""
-            raise ValueError(f"scores {list(scores.shape)} need a target for each of several positions{one}")
+            advice = "; of one label a sample, choose task=classification" if scores.dim() == 2 else ""
+            raise ValueError(
+                f"scores {list(scores.shape)} need a target for each of several positions{advice}"
+            )
         return super()._cross_entropy(scores.flatten(0, -2), tokens.flatten(), smoothing)
 
 
@@ -219,20 +221,20 @@ class Regression(Task):
         super().__init__(metrics=[SquaredError()])
 
     def loss(self, outputs: Value, targets: Value) -> Tensor:
-        numbers, wanted = _tensor(outputs, "numbers"), _tensor(targets, "numbers")
-        if numbers.shape != wanted.shape:  # mse_loss would broadcast them
+        numbers, expected = _tensor(outputs, "numbers"), _tensor(targets, "numbers")
+        if numbers.shape != expected.shape:  # mse_loss would broadcast them
             raise ValueError(
-                f"outputs {list(numbers.shape)} and targets {list(wanted.shape)} differ in shape"
+                f"outputs {list(numbers.shape)} and targets {list(expected.shape)} differ in shape"
             )
-        return functional.mse_loss(numbers, wanted)
+        return functional.mse_loss(numbers, expected)
 
 
 class ModelLoss(Task):
     """The loss that the model computes itself, as Hugging Face's do: its output `loss`, or the first one.
 
     `labels`: the names of the inputs that are the targets. By default those count that the model's
-    cross-entropy does not ignore (-100), in a causal language model without the first of each sequence: the
-    model's trace says it, see choose_weight in tasks/trial.py.
+    cross-entropy does not ignore (-100), in a causal language model without the first of each sequence, as
+    found in the model's trace, see choose_weight in tasks/trial.py.
     """
 
     def __init__(
@@ -261,10 +263,10 @@ class ModelLoss(Task):
 
 
 def counted_for(weight: WeightFunction, targets: Value) -> float:
-    """Return the weight of targets. Raises ConfigError if it is no number, NaN, or negative."""
+    """Return the weight of targets. Raises ConfigError if it is not a number, NaN, or negative."""
     counts = weight(targets)
     got = f"{specs_of([counts])[0]}: sum it" if isinstance(counts, Tensor) else type(counts).__name__
-    with suppress(TypeError, ValueError, RuntimeError):  # of what is no number, or several
+    with suppress(TypeError, ValueError, RuntimeError):  # no number, or several
         number = float(counts)
         got = str(number)
         if number >= 0:
@@ -275,7 +277,7 @@ def counted_for(weight: WeightFunction, targets: Value) -> float:
 
 
 def _counting(targets: Value, ignored: int) -> Tensor | float:
-    """Return how many labels are not ignored; probabilities of classes count by the sample."""
+    """Return how many labels are not ignored; probabilities of classes count per sample."""
     labels = as_tuple(targets)[0]
     return (labels != ignored).sum() if not labels.is_floating_point() else float(len(labels))
 

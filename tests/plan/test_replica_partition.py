@@ -114,13 +114,13 @@ def test_layers_of_a_table_have_all_that_crosses_a_cut_and_each_weight_once():
     skips = [Skip(0, (2,), 5), Skip(-1, (1,), 7, needs_grad=False)]
     table = table_of(layers, trained=[4, 8, 16], skips=skips)
     table.layers[2].weights["0.weight"] = bytes_of(4)
-    sums = LayerSums.of(table)
+    sums = LayerSums.from_table(table)
     assert list(sums.work_s) == [0, 3, 6, 9]
     assert list(sums.step_s) == [0, 0.5, 1, 1.5]
     assert list(sums.weight_bytes) == [0, 4, 12, 28]
     assert list(sums.crossing) == [0, 2 * (10 + 5) + 7, 2 * (10 + 5), 0]
-    assert list(LayerSums.of(table, mode=Mode.ALWAYS).work_s) == [0, 4, 8, 12]
-    assert LayerSums.of(table, [2]).cuts == [2]
+    assert list(LayerSums.from_table(table, mode=Mode.ALWAYS).work_s) == [0, 4, 8, 12]
+    assert LayerSums.from_table(table, [2]).cuts == [2]
     assert sums.size(1, 2).versions == 8
 
 

@@ -1,9 +1,9 @@
-"""What each operation of a traced model depends on, and between which ones the model must not be cut.
+"""What each operation of a traced model depends on, and where the model must not be cut.
 
-Tensors that do not depend on the data (positions, causal masks, normalised weights) are made again in each
-layer that uses them, and sizes are computed of the number of samples; so what travels between layers depends
-on the data. A tensor that is written in place is made, written and finished on one stage; otherwise each
-stage would write its own copy.
+Tensors that do not depend on the data (positions, causal masks, normalised weights) are computed again in
+each layer that uses them, and sizes are computed from the number of samples; so only values that depend on
+the data are sent. A tensor that is written in place is made, written and finished on one stage; otherwise
+each stage would write its own copy.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ _ATEN = torch.ops.aten
 _WORK = {*flop_registry, _ATEN.linear, _ATEN.matmul, _ATEN.einsum, _ATEN.scaled_dot_product_attention}
 _WORK |= {_ATEN.lstm, _ATEN.gru, _ATEN.rnn_tanh, _ATEN.rnn_relu, _ATEN.conv1d, _ATEN.conv2d, _ATEN.conv3d}
 _NORMS = {_ATEN.batch_norm, _ATEN.layer_norm, _ATEN.group_norm, _ATEN.instance_norm, _ATEN.rms_norm}
-# Operators that write statistics, which their schemas do not say, by the switch.
+# Operators that write statistics, which is not in their schemas, with the argument that switches it on.
 _STATISTICS = {_ATEN.batch_norm: "training", _ATEN.instance_norm: "use_input_stats"}
-_CHANCES = ("p", "dropout_p", "dropout", "train", "training")  # 0 or False: nothing is drawn
+_CHANCES = ("p", "dropout_p", "dropout", "train", "training")  # 0 or False: draws nothing
 _LOSSES = {_ATEN.cross_entropy_loss, _ATEN.nll_loss, _ATEN.nll_loss2d, _ATEN.nll_loss_nd}
 
 
 class Dataflow:
-    """The dependences of a model's operations. `items`: those that layers divide, in order.
+    """The dependences of a model's operations. `items`: the operations to divide into layers, in order.
 
-    `free`: other operations, which depend on neither data nor chance and write nothing in place; `trained`:
-    those whose result can have a gradient for a weight; `written`: the names of buffers that are written.
+    `free`: other operations, which depend on neither data nor random numbers and write nothing in place;
+    `trained`: those whose result can have a gradient for a weight; `written`: names of buffers that are
+    written.
     """
 
     def __init__(self, operations: Operations) -> None:
@@ -54,15 +55,17 @@ class Dataflow:
             for storage in {storage for written in _written(node) for storage in _storages(written)}:
                 self._writers[storage].append(node)
         self.written = self._written_buffers()
-        changing = {node for key, of in self._writers.items() for node in (*of, *self._members[key])}
+        changing = {
+            node for key, writers in self._writers.items() for node in (*writers, *self._members[key])
+        }
         self.items: list[fx.Node] = []
         self.free: set[fx.Node] = set()
         for node in nodes:
             if node.op == "call_function" and not is_size(node):
-                inputs = [each for each in node.all_input_nodes if not is_size(each)]
+                inputs = [source for source in node.all_input_nodes if not is_size(source)]
                 free = all(
-                    each in self.free or isinstance(each.meta.get("source"), ModelTensor | Constant)
-                    for each in inputs
+                    source in self.free or isinstance(source.meta.get("source"), ModelTensor | Constant)
+                    for source in inputs
                 )
                 if free and not is_random(node) and changing.isdisjoint((node, *inputs)):
                     self.free.add(node)
@@ -87,22 +90,22 @@ class Dataflow:
         return names
 
     def uses(self, node: fx.Node) -> list[int]:
-        """Return the positions of the items that use a value; the end for an output of the model."""
+        """Return the positions of the items that use a value; for an output of the model, the end."""
         return [self.position[user] for user in node.users if user in self.position]
 
     def uses_of(self, buffer: str) -> list[int]:
-        """Return the positions of the items that use a buffer, or what is computed of it alone."""
+        """Return the positions of the items that use a buffer, or a value computed from it alone."""
         todo = [node for node in self.order if getattr(node.meta.get("source"), "name", "") == buffer]
         for node in todo:  # grows
             todo += [user for user in node.users if user in self.free and user not in todo]
         return [position for node in todo for position in self.uses(node)]
 
     def works(self, node: fx.Node) -> bool:
-        """Return whether an operation uses a weight, other than to normalise, or multiplies matrices."""
+        """Return whether an operation uses a weight, except to normalise, or multiplies matrices."""
         packet = getattr(node.target, "overloadpacket", None)
         if packet in _WORK or packet in _NORMS:
             return packet in _WORK
-        return any(each in self.trained and each not in self.position for each in node.all_input_nodes)
+        return any(source in self.trained and source not in self.position for source in node.all_input_nodes)
 
     def nbytes(self, node: fx.Node) -> int:
         """Return the bytes of a value for a few samples; 0 if it does not depend on weights."""
@@ -115,43 +118,45 @@ class Dataflow:
         return {position for first, last in ranges for position in range(first + 1, last + 1)}
 
     def labels(self, number: int, ignored: int) -> tuple[int, bool]:
-        """Return what the first cross-entropy ignores, and whether first labels are left out: see Network."""
+        """Return the label that the first cross-entropy ignores, and whether it skips first labels."""
         for node in self.order:
             if getattr(node.target, "overloadpacket", None) in _LOSSES:
                 ignored = int(_arguments(node)["ignore_index"])
                 break
-        (node,) = (each for each in self.order if each.meta.get("source") == Input(number))
+        (node,) = (candidate for candidate in self.order if candidate.meta.get("source") == Input(number))
         labels = made_up(spec_of(node.meta["val"], SAMPLES))
         if labels.is_floating_point() or labels.dim() < 2 or labels.shape[1] < 2:
             return ignored, False
-        wanted, same = self._made_of(node, labels.clone()), list[bool]()
+        expected, same = self._made_of(node, labels.clone()), list[bool]()
         for other in (1, ignored):
             labels[:, 0] = other
-            same += map(torch.equal, wanted, self._made_of(node, labels.clone()))
+            same += map(torch.equal, expected, self._made_of(node, labels.clone()))
         return ignored, all(same)
 
     @torch.no_grad()
     def _made_of(self, entering: fx.Node, tensor: Tensor) -> list[Tensor]:
-        """Return what the operations that look at one input alone hand on to others."""
-        known: dict[fx.Node, Any] = {entering: tensor}
+        """Return the values that operations on one input alone pass to others."""
+        computed: dict[fx.Node, Any] = {entering: tensor}
         for node in self.order:
             if isinstance(source := node.meta.get("source"), Constant):
-                known[node] = source.tensor.clone()
+                computed[node] = source.tensor.clone()
             elif is_size(node):
-                known[node] = _at(node.meta["val"], SAMPLES)
+                computed[node] = _at(node.meta["val"], SAMPLES)
             elif (
-                node.op == "call_function" and not is_random(node) and known.keys() >= {*node.all_input_nodes}
+                node.op == "call_function"
+                and not is_random(node)
+                and computed.keys() >= {*node.all_input_nodes}
             ):
                 args: Any
                 args, kwargs = fx.node.map_aggregate(
-                    (node.args, node.kwargs), lambda v: known[v] if isinstance(v, fx.Node) else v
+                    (node.args, node.kwargs), lambda v: computed[v] if isinstance(v, fx.Node) else v
                 )
-                known[node] = node.target(*args, **kwargs)
-        last = (node for node in known if not known.keys() >= {*node.users})
-        return [known[node] for node in last if isinstance(known[node], Tensor)]
+                computed[node] = node.target(*args, **kwargs)
+        last = (node for node in computed if not computed.keys() >= {*node.users})
+        return [computed[node] for node in last if isinstance(computed[node], Tensor)]
 
     def _unsendable(self) -> Iterator[tuple[int, int]]:
-        """Yield where values live that are not dense, real tensors of a size that the data do not decide."""
+        """Yield the ranges of values that cannot be sent: not dense, complex, or of a data-dependent size."""
         for node in self.items:
             value = node.meta["val"]
             dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_complex()
@@ -159,7 +164,7 @@ class Dataflow:
                 yield self.position[node], min(max(self.uses(node), default=-1), len(self.items) - 1)
 
     def _unfinished(self) -> Iterator[tuple[int, int]]:
-        """Yield where something that is written in place begins and ends."""
+        """Yield the range from the first to the last operation on each tensor that is written in place."""
         for storage, writers in self._writers.items():
             members = self._members[storage]
             sources = [node.meta["source"] for node in members if node.op == "placeholder"]
@@ -174,19 +179,19 @@ class Dataflow:
 
 
 def is_size(node: fx.Node) -> bool:
-    """Return whether a value is a number that the number of samples gives."""
+    """Return whether a value is a number that depends on the number of samples only."""
     value = node.meta.get("val")
     number = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
     return node.op == "call_function" and number and not free_unbacked_symbols(value)
 
 
 def spec_of(value: Tensor, samples: int) -> TensorSpec:
-    """Return what a value of the trace is for a number of samples."""
+    """Return the spec of a value of the trace for a number of samples."""
     return TensorSpec(tuple(_at(size, samples) for size in value.shape), value.dtype)
 
 
 def _at(value: Any, samples: int) -> Any:
-    """Return a size, or a number that is computed of sizes, for a number of samples."""
+    """Return a size, or a number computed from sizes, for a number of samples."""
     if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value
     expression = value.node.expr
@@ -226,9 +231,9 @@ def _written(node: fx.Node) -> list[fx.Node]:
 
 
 def _storages(node: fx.Node) -> set[int]:
-    """Return what stands for the memory of a value, of tensors without data, in the trace."""
+    """Return the storages of a value, whose tensors have no data in the trace."""
     copies = node.users and all(user.target is _ATEN.lift_fresh_copy.default for user in node.users)
-    if node.op == "placeholder" and copies:  # to which the trace gives the same memory
+    if node.op == "placeholder" and copies:  # the trace gives the copies the same memory
         return set()
     return {storage_of(tensor) for tensor in strided(node.meta.get("val"))}
 
@@ -239,7 +244,7 @@ def _trained(nodes: list[fx.Node]) -> set[fx.Node]:
         source, region = node.meta.get("source"), node.meta.get("region", Region())
         values = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
         passes = node.target is not _ATEN.detach.default and region.grad is not False
-        from_weights = passes and any(each in trained for each in node.all_input_nodes)
+        from_weights = passes and any(input_node in trained for input_node in node.all_input_nodes)
         if (isinstance(source, ModelTensor) and source.trained) or (
             from_weights and any(map(differentiable, values))
         ):

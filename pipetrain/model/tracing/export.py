@@ -1,4 +1,4 @@
-"""Exports a module by torch.export, in one mode. Why it cannot be exported is said in one sentence."""
+"""Exports a module by torch.export, in one mode, with one-sentence errors for what cannot be exported."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from pipetrain.model.specs import Size, ValueSpec
 from pipetrain.model.tensor_access import OTHERS, Held, named_tensors, origin, standing_in
 from pipetrain.model.trial_tensors import graph_of, made_up_samples
 
-SAMPLES = 3  # of a microbatch in the trace, which holds for any number
-LIBRARIES = {*OTHERS, "transformers"}  # whose modules and hooks are made to be traced
+SAMPLES = 3  # of a microbatch in the trace, which is valid for any number
+LIBRARIES = {*OTHERS, "transformers"}  # their modules and hooks can be traced
 WAY_OUT = "make the model an nn.Sequential of its layers, and what cannot be traced stays inside one"
 
 
 def as_arguments(example: ValueSpec, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return tensors, or something for each, as the positional and keyword arguments of a model."""
+    """Return tensors, or something for each, as positional and keyword arguments of a model."""
     if example.names is not None:
         return (), dict(zip(example.names, tensors, strict=True))
     return tuple(tensors), {}
 
 
 def _fakes(model: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
-    """Return tensors without numbers, on the CPU, in place of a model's, by id.
+    """Return tensors without data, on the CPU, to replace a model's, by id.
 
-    So the tensors that a forward makes are on one device with its weights.
+    So the tensors that a forward makes are on the same device as its weights.
     """
 
     def fake(tensor: Tensor) -> Tensor:
@@ -61,15 +61,16 @@ def _fakes(model: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
 
 @contextmanager
 def adapted(model: nn.Module, example: ValueSpec) -> Iterator[None]:
-    """Let a model run as it can be traced: its inputs have names in its forward, and it returns no cache.
+    """Make a model traceable: its inputs have names in its forward, and it returns no cache.
 
-    torch.export does not take a forward(**batch); use_cache=True, the default of Hugging Face, is for
+    torch.export does not accept forward(**batch); use_cache=True, the default of Hugging Face, is for
+    generation.
     generation.
     """
-    config, own, forward = getattr(model, "config", None), vars(model).get("forward"), model.forward
+    config, own_forward, forward = getattr(model, "config", None), vars(model).get("forward"), model.forward
     caches = getattr(config, "use_cache", None) is True
     signature, collects = inspect.signature(forward), False
-    with suppress(TypeError):  # where it takes others
+    with suppress(TypeError):  # the forward takes other inputs
         bound = signature.bind(**dict.fromkeys(example.names or ())).arguments
         collects = any(signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD for name in bound)
 
@@ -89,25 +90,25 @@ def adapted(model: nn.Module, example: ValueSpec) -> Iterator[None]:
             config.use_cache = True  # type: ignore[union-attr]
         if vars(model).get("forward") is named:
             del vars(model)["forward"]
-            vars(model).update({} if own is None else {"forward": own})
+            vars(model).update({} if own_forward is None else {"forward": own_forward})
 
 
 def exported(
     model: nn.Module, example: ValueSpec, training: bool, autocast: bool
 ) -> tuple[ExportedProgram, list[str]]:
-    """Return a model in a mode as torch.export has it, and the attributes of its own that a forward sets.
+    """Return a model exported in a mode, and the attributes of its own modules that a forward sets.
 
-    These are then as before. (A forward of torch's weight_norm sets `weight` by weight_g, which is none.)
-    Raises ConfigError for what it cannot have.
+    The attributes are restored. (torch's weight_norm sets `weight` from weight_g; that does not count.)
+    Raises ConfigError for a model that cannot be exported.
     """
-    others, batch = dict[int, Tensor](), Dim("batch")
+    fakes, batch = dict[int, Tensor](), Dim("batch")
     if any(tensor.device.type != "cpu" for tensor in named_tensors(model).values()):
-        others = _fakes(model, FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
+        fakes = _fakes(model, FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
     try:
         with (
             nullcontext() if training else evaluating(model),
             torch.random.fork_rng([]),
-            standing_in(model, others),
+            standing_in(model, fakes),
             adapted(model, example),
             quietly(),
         ):
@@ -117,14 +118,20 @@ def exported(
             _write_buffers_at_the_end(model)
             args, kwargs = as_arguments(example, made_up_samples(example.of(Size(SAMPLES))))
             shapes = tree_map(lambda _: {0: batch}, bound(model, args, kwargs))
-            own = ((name, of) for name, of in model.named_modules() if origin(type(of)) not in LIBRARIES)
-            held = Held([(name, vars(module)) for name, module in own])
-            now = dict[str, None]()  # at a forward's end: export puts some back
-            model.register_forward_hook(lambda *_: now.update((name, None) for name, *_ in held.changes()))
+            own_modules = (
+                (name, inner) for name, inner in model.named_modules() if origin(type(inner)) not in LIBRARIES
+            )
+            before = Held([(name, vars(module)) for name, module in own_modules])
+            changed = dict[str, None]()  # changes at the end of a forward, as export restores some
+            model.register_forward_hook(
+                lambda *_: changed.update((name, None) for name, *_ in before.changes())
+            )
             program = export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
             weights = dict(model.named_parameters())
-            kept = (name for name in now if "._" not in f".{name}")
-            return program, [name for name in kept if not any(key.startswith(f"{name}_") for key in weights)]
+            public = (name for name in changed if "._" not in f".{name}")
+            return program, [
+                name for name in public if not any(key.startswith(f"{name}_") for key in weights)
+            ]
     except ConfigError:
         raise
     except Exception as error:  # the user's forward may raise anything
@@ -132,27 +139,32 @@ def exported(
 
 
 def _write_buffers_at_the_end(model: nn.Module) -> None:
-    """Write what submodules assign to their buffers, as torch.export does of the model's own alone."""
+    """Write what submodules assign to their buffers; torch.export does so only for the model's own."""
     inner = [module._buffers for module in model.modules() if module is not model]
-    held: list[tuple[Any, str, Tensor]] = []
+    before: list[tuple[Any, str, Tensor]] = []
 
     def begin(*_: object) -> None:
-        held[:] = [(of, name, buffer) for of in inner for name, buffer in of.items() if buffer is not None]
+        before[:] = [
+            (registry, name, buffer)
+            for registry in inner
+            for name, buffer in registry.items()
+            if buffer is not None
+        ]
 
     def end(*_: object) -> None:
-        changed = [(of, name, old) for of, name, old in held if of[name] is not old]
-        numbers = [of[name].detach().clone() for of, name, _ in changed]  # two may be exchanged
-        for (of, name, old), new in zip(changed, numbers, strict=True):
-            of[name] = old.copy_(new)
+        changed = [(registry, name, old) for registry, name, old in before if registry[name] is not old]
+        numbers = [registry[name].detach().clone() for registry, name, _ in changed]  # two may be swapped
+        for (registry, name, old), new in zip(changed, numbers, strict=True):
+            registry[name] = old.copy_(new)
 
     model.register_forward_pre_hook(begin)
     model.register_forward_hook(end)
 
 
 def _refuse_backward(model: nn.Module, args: Any, outputs: Any) -> None:
-    """Refuse outputs whose gradient goes through a Function, of which the trace has the forward alone.
+    """Refuse outputs whose gradient uses an autograd Function, as the trace has only its forward.
 
-    That of an operator of torch.library's is made by torch, and the trace has the operator itself.
+    A torch.library operator is accepted: torch makes its Function, and the trace has the operator itself.
     """
     for node in graph_of(*(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))):
         function: Any = getattr(node, "_forward_cls", None)
@@ -164,7 +176,7 @@ def _refuse_backward(model: nn.Module, args: Any, outputs: Any) -> None:
 
 
 def bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments by the names in a forward's signature. Raises ConfigError if it takes others."""
+    """Return arguments by the names in a forward's signature. Raises ConfigError for wrong ones."""
     try:
         return inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except TypeError as error:
@@ -206,18 +218,18 @@ def _place(error: BaseException) -> str:
     """Return the file and line of the user's code in an error's traceback, or ""."""
     stack = traceback.extract_tb(error.__traceback__)
     machinery = ("/torch/", "pipetrain/model/", "<")
-    own = [frame for frame in stack if not any(folder in frame.filename for folder in machinery)]
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+    user_frames = [frame for frame in stack if not any(folder in frame.filename for folder in machinery)]
+    return f"{Path(user_frames[-1].filename).name}:{user_frames[-1].lineno}" if user_frames else ""
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Keep torch from writing what is reported otherwise, and torch.distributions from looking at values."""
+    """Suppress output of torch that is reported otherwise, and value checks of torch.distributions."""
     disabled, validates = logging.root.manager.disable, Distribution._validate_args
     logging.disable()
     Distribution.set_default_validate_args(False)
     try:
-        with redirect_stderr(io.StringIO()), warnings.catch_warnings():  # where torch.export prints a graph
+        with redirect_stderr(io.StringIO()), warnings.catch_warnings():  # torch.export prints a graph there
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -228,9 +240,9 @@ def quietly() -> Iterator[None]:
 def _make_zeros_of_the_fast_path(model: nn.Module, training: bool) -> None:
     """Let the nn.TransformerEncoders of a model make the zeros that PyTorch's fast path makes.
 
-    Without gradients one in evaluation mode runs on nested tensors if the padding of all samples is to their
-    right, and its padded places become 0. torch.export takes the other way, on which they are numbers like
-    others. (Under autocast there is no such path on a GPU, and on a CPU it fails.)
+    In evaluation mode without gradients, an encoder runs on nested tensors if the padding of all samples is
+    on the right, and padded positions become 0. torch.export takes the other path, where they are ordinary
+    numbers. (Under autocast there is no such path on a GPU, and on a CPU it fails.)
     """
     for encoder in [module for module in model.modules() if isinstance(module, nn.TransformerEncoder)]:
         zeros = partial(_with_zeros, encoder, training)
@@ -240,15 +252,15 @@ def _make_zeros_of_the_fast_path(model: nn.Module, training: bool) -> None:
 def _with_zeros(
     encoder: nn.TransformerEncoder, training: bool, layer: nn.Module, args: Any, kwargs: Any, output: Tensor
 ) -> Tensor:
-    """Return the output of the last layer as one process has it: the conditions are those of `forward`."""
+    """Return the last layer's output as in one process; the conditions are those of `forward`."""
     padding, mask = kwargs.get("src_key_padding_mask"), kwargs.get("src_mask")
     nested = encoder.use_nested_tensor and torch.backends.mha.get_fastpath_enabled() and output.dim() == 3
     if not nested or encoder.layers[0].training or padding is None or mask is not None:
         return output
     if training and torch.is_grad_enabled() and output.requires_grad:
         return output
-    kept = padding.logical_not()  # of a mask of 0 and -inf
-    zero = kept.logical_not()
+    unpadded = padding.logical_not()  # for a mask of 0 and -inf
+    zero = unpadded.logical_not()
     if getattr(encoder, "mask_check", True):
-        zero = zero & (kept[:, 1:] <= kept[:, :-1]).all()
+        zero = zero & (unpadded[:, 1:] <= unpadded[:, :-1]).all()
     return output.masked_fill(zero.unsqueeze(-1), 0.0)

@@ -1,9 +1,9 @@
 """Groups the operations of a traced model into layers, by the modules that they came from.
 
 A module that is a block of a larger one (an element of a ModuleList or Sequential, without such containers
-inside) is one layer. The operations that stand between two modules, such as a residual sum, join the one or
-the other so that least is sent over a cut there. The result depends on the model alone, not on the number of
-stages; blocks in which more travels inside than at the ends, such as a residual block, stay whole.
+inside) is one layer. Operations between two modules, such as a residual sum, join one or the other so that
+least is sent over a cut there. The result depends on the model alone, not on the number of stages; blocks in
+which more values cross inside than at the ends, such as a residual block, stay whole.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-BULK = 1 / 3  # of all operations: a module that holds more wraps the model, and is divided further
-BULK_IN_LIST = 2 / 3  # if it is an element of a list of modules
+BULK = 1 / 3  # of all operations: a module with more wraps the model, and is divided further
+BULK_IN_LIST = 2 / 3  # the same for an element of a list of modules
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An operation on data. `calls`: the module calls it is in, outermost first, without the model itself.
+    """An operation on data. `calls`: the module calls around it, outermost first, without the model itself.
 
-    A call is the module's name, the second one with `@1` behind it. `uses`: the positions of the operations
-    that use the result, one behind the last for an output of the model; `nbytes`: of the result, 0 if it does
-    not depend on weights; `works`: whether it uses weights or multiplies matrices.
+    A call is the module's name, with `@1` appended for the second call. `uses`: the positions of the
+    operations that use the result, one after the last for an output of the model; `nbytes`: of the result, 0
+    if it does not depend on weights; `works`: whether it uses weights or multiplies matrices.
     """
 
     calls: tuple[str, ...]
@@ -39,10 +39,10 @@ class Item:
 def group(
     items: Sequence[Item], elements: Collection[str], forbidden: Collection[int], root: str
 ) -> dict[str, int]:
-    """Return the layers of a model in order: by name the position of the first operation.
+    """Return the layers of a model in order: the position of the first operation, by name.
 
-    `elements`: the names of the modules in lists of modules; `forbidden`: positions before which it must not
-    be cut; `root`: the class of the model, as the name of what is in no module.
+    `elements`: the names of modules in lists of modules; `forbidden`: positions before which it must not be
+    cut; `root`: the model's class, as the name of operations outside all modules.
     """
     tree = _Tree(items, elements)
     cuts: list[int] = []
@@ -51,11 +51,11 @@ def group(
             cuts.append(min(between, key=lambda p: (*_sent(items, p, since=max(cuts, default=0)), -p)))
     cuts = _joined(items, [cut for cut in cuts if not tree.inside_a_block(cut)])
     starts: dict[str, int] = {}
-    taken: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for start, end in pairwise([0, *cuts, len(items)]):
         name = tree.name(start, end) or root
-        taken[name] += 1
-        starts[name if taken[name] == 1 else f"{name}#{taken[name]}"] = start
+        counts[name] += 1
+        starts[name if counts[name] == 1 else f"{name}#{counts[name]}"] = start
     return starts
 
 
@@ -65,15 +65,15 @@ def module_of(call: str) -> str:
 
 
 def _sent(items: Sequence[Item], cut: int, since: int = 0) -> tuple[int, int]:
-    """Return the bytes that cross a cut, and those of them that were made since an item."""
+    """Return the bytes that cross a cut, and the part of them made since an item."""
     crossing = [k for k in range(cut) if items[k].last_use >= cut]
     return sum(items[k].nbytes for k in crossing), sum(items[k].nbytes for k in crossing if k >= since)
 
 
 class _Tree:
-    """The calls of a model's modules. `atoms`: those that are not divided, with those around each.
+    """The calls of a model's modules. `atoms`: the calls that are not divided, with the calls around each.
 
-    Each with its operations, from one to another (exclusive).
+    Each with its range of operations (end exclusive).
     """
 
     def __init__(self, items: Sequence[Item], elements: Collection[str]) -> None:
@@ -95,8 +95,10 @@ class _Tree:
             if whole:
                 calls = item.calls[: whole[0] + 1]
                 start = self.atoms.get(calls, (index, 0))[0]
-                # With all that came between.
-                self.atoms = {each: span for each, span in self.atoms.items() if span[0] < start}
+                # Including all between.
+                self.atoms = {
+                    calls_of_atom: span for calls_of_atom, span in self.atoms.items() if span[0] < start
+                }
                 self.atoms[calls] = start, index + 1
 
     def _is_bulk(self, call: str) -> bool:
@@ -104,7 +106,7 @@ class _Tree:
         return self._inside[call] > 1 and self._count[call] > most * len(self._items)
 
     def inside_a_block(self, cut: int) -> bool:
-        """Return whether a cut divides a module at a place where more values cross than at its ends."""
+        """Return whether a cut divides a module where more values cross than at its ends."""
         if not 0 < cut < len(self._items):
             return False
         around = [call for call in self._items[cut - 1].calls if call in self._items[cut].calls]
@@ -123,7 +125,7 @@ class _Tree:
         return cross > max(1, enter, leave)
 
     def name(self, start: int, end: int) -> str:
-        """Return the outermost module around all that works in a layer, if it is in there whole.
+        """Return the outermost module around all working operations of a layer, if it is whole in the layer.
 
         Otherwise the first module that works; "" if there is none.
         """
@@ -136,7 +138,7 @@ class _Tree:
 
 
 def _joined(items: Sequence[Item], cuts: list[int]) -> list[int]:
-    """Join layers that hardly work with a neighbour, where more would be sent between both."""
+    """Join layers that hardly work with a neighbour, on the side where more would be sent."""
     while True:
         ends = [0, *cuts, len(items)]
         idle = [

@@ -1,8 +1,8 @@
 """The operations of a module in one mode, as one flat torch.fx graph.
 
-torch.export gives a graph of ATen operations with the weights as inputs. Here the weights are places in the
-user's module, regions without gradients or under autocast, which are graphs within it, are unfolded so that a
-cut may lie inside, and assertions are left out.
+torch.export gives a graph of ATen operations with the weights as inputs. Here the weights refer to the user's
+module, regions without gradients or under autocast, which are nested graphs, are flattened so that a cut may
+lie inside, and assertions are removed.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class ModelTensor(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """The source of a placeholder that stands for another tensor that the trace has found."""
+    """The source of a placeholder that stands for any other tensor in the trace."""
 
     name: str
     tensor: Tensor
 
 
 class Region(NamedTuple):
-    """What the user's code has set around an operation: gradients, and autocast; None: nothing."""
+    """Gradient and autocast modes that the user's code has set around an operation; None: none set."""
 
     grad: bool | None = None
     autocast: bool | None = None
@@ -68,7 +68,7 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """The operations of a model in one mode. `outputs`: flat, nodes or constants; `kept`: attributes.
+    """The operations of a model in one mode. `outputs`: flat, nodes or constants; `kept`: set attributes.
 
     A placeholder has its `source` in meta, and an operation its `region`.
     """
@@ -79,7 +79,7 @@ class Operations:
     kept: list[str]
 
     def described(self) -> str:
-        """Return all that is computed, on any device, with all numbers but those of the model's tensors."""
+        """Return all that is computed, as text, with all numbers but those of the model's tensors."""
         used = [node for node in self.graph.nodes if node.users or node.op == "call_function"]
         order = {node: f"%{number}" for number, node in enumerate(used)}
 
@@ -97,7 +97,7 @@ class Operations:
 
 
 def operations_of(model: nn.Module, example: ValueSpec, autocast: bool, training: bool) -> Operations:
-    """Return the operations of a model in a mode. Raises ConfigError for what cannot be trained so."""
+    """Return the operations of a model in a mode. Raises ConfigError for a model that cannot be trained."""
     (program, kept), input_names = exported(model, example, training, autocast), example.names
     spec: Any = program.call_spec.in_spec
     inputs = iter(
@@ -116,7 +116,7 @@ def operations_of(model: nn.Module, example: ValueSpec, autocast: bool, training
         else:
             tensors.append((copy, spec))
     returned = _unfold(program.graph_module, graph, env, Region())
-    for copy, spec in tensors:  # now: code that cannot be cut is named before the tensors that it makes
+    for copy, spec in tensors:  # only now, so that code that cannot be cut is reported before its tensors
         copy.meta["source"] = _source(model, program, spec, names)
     outputs = [
         spec.arg.value if isinstance(spec.arg, ConstantArgument) else output
@@ -134,7 +134,7 @@ def operations_of(model: nn.Module, example: ValueSpec, autocast: bool, training
 def _source(
     model: nn.Module, program: ExportedProgram, spec: InputSpec, names: Mapping[int, str]
 ) -> ModelTensor | Constant:
-    """Return the tensor of the model, or that the trace has found, which a placeholder stands for."""
+    """Return the tensor that a placeholder stands for, of the model or in the trace."""
     target = str(spec.target)
     registered = spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)
     tensor = attrgetter(target)(model) if registered else program.constants[target]
@@ -154,7 +154,7 @@ def _source(
 
 
 def _unfold(module: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], region: Region) -> Any:
-    """Copy a graph whose placeholders are in `env`, and the regions in it; return its outputs."""
+    """Copy a graph whose placeholders are in `env`, with its nested regions; return its outputs."""
     for node in module.graph.nodes:
         if node.op == "output":
             return fx.map_arg(node.args[0], env.__getitem__)
@@ -175,7 +175,7 @@ def _call(node: fx.Node, graph: fx.Graph, env: dict[fx.Node, Any], region: Regio
         _, dtype, enabled, _, inner, *inputs = args
         return _inside(inner, inputs, graph, region._replace(autocast=enabled, dtype=dtype))
     if node.target is operator.getitem and not isinstance(args[0], fx.Node):
-        return args[0][args[1]]  # of what a region returns
+        return args[0][args[1]]  # of a region's outputs
     if node.target is _ATEN.detach_.default and args[0].target is _ATEN.lift_fresh_copy.default:
         return args[0]  # a copy of a constant, which has no gradient anyway
     in_functorch = getattr(node.target, "__module__", "").startswith("torch._functorch")
@@ -194,17 +194,21 @@ def _call(node: fx.Node, graph: fx.Graph, env: dict[fx.Node, Any], region: Regio
 
 
 def _write_early(graph: fx.Graph) -> None:
-    """Move the writes that torch.export puts at the end, of buffers that a forward assigns.
+    """Move the buffer writes that torch.export puts at the end.
 
-    Each goes behind the last use of the buffer and of its new value, so that a cut may lie after it.
+    Each goes after the last use of the buffer and of its new value, so that a cut may lie after it.
     """
     nodes = [*graph.nodes]
     memory = {node: {storage_of(tensor) for tensor in strided(node.meta.get("val"))} for node in nodes}
     for number, node in reversed([*enumerate(nodes)]):
         if node.target is not _ATEN.copy_.default or node.users or node.args[0].op != "placeholder":
             return
-        own = memory[node.args[0]] | memory[node.args[1]]
-        before = [n for n in nodes[:number] if any(own & memory[each] for each in (n, *n.all_input_nodes))]
+        storages = memory[node.args[0]] | memory[node.args[1]]
+        before = [
+            n
+            for n in nodes[:number]
+            if any(storages & memory[touched] for touched in (n, *n.all_input_nodes))
+        ]
         if before[-1].op == "call_function":
             before[-1].append(node)
             node.meta["nn_module_stack"] = before[-1].meta.get("nn_module_stack")
@@ -216,7 +220,7 @@ def _inside(inner: fx.GraphModule, inputs: Sequence[Any], graph: fx.Graph, regio
 
 
 def calls_of(node: fx.Node) -> tuple[str, ...]:
-    """Return the calls of submodules in which a node was made, outermost first, as grouping.Item has them."""
+    """Return the calls of submodules around a node, outermost first, as in grouping.Item."""
     stack = node.meta.get("nn_module_stack") or {}
     named = ((path, key.partition("@")[2]) for key, (path, _) in stack.items())
     return tuple(f"{path}@{n}" if n else path for path, n in named if path and not path.startswith("_empty"))
@@ -225,5 +229,5 @@ def calls_of(node: fx.Node) -> tuple[str, ...]:
 def place_of(node: fx.Node) -> str:
     """Return the file and line of the user's code that made a node, as `model.py:12`, or ""."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if "/torch/" not in frame[0]] or frames
-    return f"{own[-1][0].rpartition('/')[2]}:{own[-1][1]}" if own else ""
+    user_frames = [frame for frame in frames if "/torch/" not in frame[0]] or frames
+    return f"{user_frames[-1][0].rpartition('/')[2]}:{user_frames[-1][1]}" if user_frames else ""

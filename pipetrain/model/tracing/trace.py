@@ -1,4 +1,4 @@
-"""Makes a network of layers of any nn.Module, by tracing it once as it is trained and once in evaluation."""
+"""Makes a network of layers from any nn.Module, by tracing it in training and in evaluation mode."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from pipetrain.model.tracing.traced_network import Traced
 def trace(model: nn.Module, example: ValueSpec, autocast: bool = False) -> Traced:
     """Return a model as layers and the values between them.
 
-    `example`: what a sample's input is; `autocast`: see network_of. The model may be on the meta device. Its
-    tensors are used as they are, and its modes, values and the random generators do not change. Raises
-    ConfigError with the place and a way out for a model that cannot be traced or cut.
+    `example`: the spec of a sample's input; `autocast`: see network_of. The model may be on the meta device.
+    Its tensors are shared, and its modes, values and the random generators do not change. Raises ConfigError
+    with the place and advice for a model that cannot be traced or cut.
     """
     before, operations = RngSnapshot(), partial(operations_of, model, example, autocast)
     _refuse_unseen_hooks(model, lambda: [operations(mode).described() for mode in (True, False)])
@@ -43,10 +43,10 @@ def trace(model: nn.Module, example: ValueSpec, autocast: bool = False) -> Trace
     there = _places(trained, evaluated)
     elsewhere = evaluated.forbidden()
     forbidden = trained.forbidden() | {n for n, at in enumerate(there) if at in elsewhere}
-    for name in trained.written | evaluated.written:  # by one mode, and perhaps used by the other
+    for name in trained.written | evaluated.written:  # by one mode, but perhaps used by the other
         uses = [*trained.uses_of(name), *(bisect_right(there, at) - 1 for at in evaluated.uses_of(name))]
         forbidden |= {*range(min(uses) + 1, max(uses) + 1)}
-    in_both = [at != behind for at, behind in pairwise(there)]  # a layer has something to do in evaluation
+    in_both = [at != behind for at, behind in pairwise(there)]  # the layer must do something in evaluation
     items = [
         Item(calls_of(node), tuple(trained.uses(node)), trained.nbytes(node), both and trained.works(node))
         for node, both in zip(trained.items, in_both, strict=True)
@@ -59,9 +59,9 @@ def trace(model: nn.Module, example: ValueSpec, autocast: bool = False) -> Trace
 
 
 def _refuse_unseen_hooks(model: nn.Module, described: Callable[[], list[str]]) -> None:
-    """Refuse hooks without which a model has the same operations. Raises ConfigError.
+    """Refuse hooks that leave no trace in the operations. Raises ConfigError.
 
-    Of those with the same code, as of all layers, the first is tried.
+    Of hooks with the same code, as on all layers, only the first is tried.
     """
     tried = set[object]()
     for name, module in model.named_modules():
@@ -73,7 +73,10 @@ def _refuse_unseen_hooks(model: nn.Module, described: Callable[[], list[str]]) -
                     continue
                 tried.add(code)
                 before = [] if unseen else described()
-                with suppress(ConfigError), standing_in(module, {}):  # the forward may use what a hook keeps
+                with (
+                    suppress(ConfigError),
+                    standing_in(module, {}),
+                ):  # the forward may need the hook's results
                     hooks[key] = lambda *_: None
                     unseen = unseen or before == described()
                 if unseen:
@@ -85,7 +88,8 @@ def _refuse_unseen_hooks(model: nn.Module, described: Callable[[], list[str]]) -
 
 def _refuse_outputs(training: Operations, evaluation: Operations) -> None:
     constants = [
-        [out for out in each.outputs if not isinstance(out, fx.Node)] for each in (training, evaluation)
+        [out for out in operations.outputs if not isinstance(out, fx.Node)]
+        for operations in (training, evaluation)
     ]
     if training.tree != evaluation.tree or constants[0] != constants[1]:
         raise ConfigError(
@@ -104,21 +108,23 @@ def _refuse_outputs(training: Operations, evaluation: Operations) -> None:
 
 
 def _places(trained: Dataflow, evaluated: Dataflow) -> list[int]:
-    """Return before which item in evaluation a cut lies that is before each item in training.
+    """Map each cut before an item in training to the item in evaluation that it comes before.
 
     Both modes mostly do the same with other constants (dropout's `train`, batch_norm's `training`). What only
-    one of them does, such as a stochastic depth, is in the layer of what comes before it.
+    one mode does, such as a stochastic depth, belongs to the layer before it.
     """
-    keys, others = ([_key(node) for node in flow.items] for flow in (trained, evaluated))
+    keys, evaluated_keys = ([_key(node) for node in flow.items] for flow in (trained, evaluated))
     there = [len(evaluated.items)] * (len(trained.items) + 1)
-    for a, b, size in reversed(SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks()):
+    for a, b, size in reversed(
+        SequenceMatcher(None, keys, evaluated_keys, autojunk=False).get_matching_blocks()
+    ):
         for position in range(a + size - 1, -1, -1):
             there[position] = b + max(0, position - a)
     return there
 
 
 def _key(node: fx.Node) -> Any:
-    sources = (each.meta.get("source") for each in node.all_input_nodes)
+    sources = (input_node.meta.get("source") for input_node in node.all_input_nodes)
     return node.target, calls_of(node), tuple(source for source in sources if isinstance(source, ModelTensor))
 
 

@@ -1,9 +1,9 @@
-"""A traced model as a network: its layers, what each takes, and slices of it as modules.
+"""A traced model as a network: its layers, the inputs of each, and slices of it as modules.
 
-The modules hold the very parameters and buffers of the user's model, under their names there. Their code is
-that of torch.fx, of a function of tensors: weights are arguments of it too, so that another version can be
-put in their place, and the generators are seeded before a layer that draws. Training and evaluation have
-graphs of their own, which are cut at the same places; the values that cross there may differ.
+The modules hold the parameters and buffers of the user's model itself, under their names there. Their code is
+a torch.fx function of tensors: weights are arguments too, so that another version can replace them, and the
+generators are seeded before a layer that draws. Training and evaluation have separate graphs, which are cut
+at the same places; the values that cross a cut may differ.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from pipetrain.model.tracing.operations import Constant, Input, ModelTensor, Ope
 
 
 class Traced(Network):
-    """Any nn.Module, as traced by torch.export. Layers return tuples; see trace.py for how it is made."""
+    """Any nn.Module, as traced by torch.export, see trace.py. Layers return tuples."""
 
     modules: list[Part]
     way_out = f"its trace holds only operations of torch's, and writes of buffers: {WAY_OUT}"
-    shared_buffers_are_read_only = True  # what is written and read elsewhere too keeps layers together
+    shared_buffers_are_read_only = True  # buffers that are written are in one layer with all their users
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Traced(Network):
         self.modes = {training: Layers(*flow_and_cuts) for training, flow_and_cuts in modes.items()}
         both = zip(*(mode.tensors for mode in self.modes.values()), strict=True)
         self.placed = _placed(model, [dict.fromkeys(trained + evaluated) for trained, evaluated in both])
-        """The names of the tensors of each layer; one without use has a place too."""
+        """The names of the tensors of each layer; unused ones are placed too."""
         self.modules = [self.part(self.alone(n), self.alone(n, False)) for n in range(len(names))]
 
     def alone(self, index: int, training: bool = True) -> Slice:
@@ -69,7 +69,9 @@ class Traced(Network):
             return self.model(*args, **kwargs)
 
     def computes_as_cut(self, training: bool) -> bool:
-        modes = [(mode, of.flow.operations) for mode, of in self.modes.items() if training or not mode]
+        modes = [
+            (mode, layers.flow.operations) for mode, layers in self.modes.items() if training or not mode
+        ]
         return all(self._again(mode).described() == operations.described() for mode, operations in modes)
 
     def part(self, slice: Slice, evaluated: Slice | None = None) -> Part:
@@ -77,11 +79,11 @@ class Traced(Network):
 
     def twin(self) -> Traced:
         twin = copy(self)
-        twin.model, twin.modules = deepcopy((self.model, self.modules))  # at once, for they share tensors
+        twin.model, twin.modules = deepcopy((self.model, self.modules))  # together, as they share tensors
         return twin
 
     def pack(self, outputs: Tensors) -> Any:
-        """Return the tensors of the last layer as the model returns them."""
+        """Return the last layer's tensors in the form in which the model returns them."""
         tensors, operations = iter(outputs), self.modes[True].flow.operations
         flat = [next(tensors) if isinstance(out, fx.Node) else out for out in operations.outputs]
         return tree_unflatten(flat, operations.tree)
@@ -94,14 +96,14 @@ class Traced(Network):
 
 
 class TracedPart(Part):
-    """Layers of a traced model, with code of their own for training and for evaluation."""
+    """Layers of a traced model, with separate code for training and evaluation."""
 
     def __init__(self, network: Traced, slice: Slice, evaluated: Slice | None = None) -> None:
         super().__init__(slice, evaluated)
         self._network = network
         names = chain(*network.placed[slice.start : slice.end])
         self._places = {name: _hold(self, network.model, name) for name in names}
-        """By name the registry, which copies have of their own, and the key in it."""
+        """By name, the registry, which copies do not share, and the key in it."""
 
     def forward(self, *tensors: Tensor) -> Tensors:
         return self._run(self.slice, tensors)
@@ -127,7 +129,7 @@ class TracedPart(Part):
 
 
 def _placed(model: nn.Module, used: Sequence[Collection[str]]) -> list[list[str]]:
-    """Return the tensors of each layer; one that none uses is where the one before it in the model is."""
+    """Return the tensors of each layer; an unused one is placed with the tensor before it in the model."""
     placed, last = [list(names) for names in used], 0
     for name in named_tensors(model):
         last = next((index for index, names in enumerate(used) if name in names), last)
@@ -137,7 +139,7 @@ def _placed(model: nn.Module, used: Sequence[Collection[str]]) -> list[list[str]
 
 
 def _hold(root: nn.Module, model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Register a model's tensor below `root` under its name; return the registry with its key."""
+    """Register a model's tensor below `root` under its name; return the registry and the key."""
     path, _, key = name.rpartition(".")
     for part in path.split(".") if path else ():
         root = root._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
@@ -153,17 +155,17 @@ def _hold(root: nn.Module, model: nn.Module, name: str) -> tuple[dict[str, Any],
 
 
 class Code(NamedTuple):
-    """A function of the tensors that enter and of `held` ones on a device; it returns a tuple."""
+    """A function of the tensors that enter and of the model's `tensors`; it returns a tuple."""
 
     function: Callable[..., tuple[Tensor, ...]]
-    tensors: tuple[str, ...]  # by name, behind the inputs
+    tensors: tuple[str, ...]  # names, after the inputs
 
 
 class Layers:
-    """The layers of a model that is cut before the items at `cuts`. `values`: what travels between them.
+    """The layers of a model cut before the items at `cuts`. `values`: what is sent between them.
 
-    Of each layer: `nodes`, its operations and those that it makes again, in order; `slices`, what it takes
-    and makes; `held`, the parameters and buffers that it uses.
+    For each layer: `nodes`, its operations and those that it computes again, in order; `slices`, its inputs
+    and outputs; `tensors`, the parameters and buffers that it uses.
     """
 
     def __init__(self, flow: Dataflow, cuts: Sequence[int]) -> None:
@@ -179,10 +181,10 @@ class Layers:
         }
         self.values = {value: node for node, value in numbers.items()}
         self.slices: list[Slice] = []
-        for index, (_, taken, _) in enumerate(needs):
-            later = {node for _, others, _ in needs[index + 1 :] for node in others}
+        for index, (_, inputs, _) in enumerate(needs):
+            later = {node for _, needed, _ in needs[index + 1 :] for node in needed}
             makes = outputs if index == len(cuts) else [node for node in parts[index] if node in later]
-            enters = tuple(sorted(numbers[node] for node in taken))
+            enters = tuple(sorted(numbers[node] for node in inputs))
             leaves = tuple(ValueId(index, number) for number in range(len(makes)))
             self.slices.append(Slice(index, index + 1, enters, leaves))
             self.values |= zip(leaves, makes, strict=True)
@@ -190,17 +192,19 @@ class Layers:
         self.code = cache(self._code)
 
     def _code(self, slice: Slice, device: torch.device) -> Code:
-        """Return the code of some layers, from the values that enter to those that leave."""
+        """Return the code of a slice, from the values that enter to those that leave."""
         graph, enters = fx.Graph(), [self.values[value] for value in slice.enters]
         leaves = [self.values[value] for value in slice.leaves]
         copies = {node: graph.placeholder(f"x{number}") for number, node in enumerate(enters)}
         nodes = [(index, node) for index in range(slice.start, slice.end) for node in self.nodes[index]]
-        used = dict.fromkeys([*(each for _, node in nodes for each in node.all_input_nodes), *leaves])
+        used = dict.fromkeys(
+            [*(source_node for _, node in nodes for source_node in node.all_input_nodes), *leaves]
+        )
         sources = [(node, node.meta.get("source")) for node in used]
         tensors = {node: source.name for node, source in sources if isinstance(source, ModelTensor)}
-        others = {node: source.tensor for node, source in sources if isinstance(source, Constant)}
+        constant_of = {node: source.tensor for node, source in sources if isinstance(source, Constant)}
         copies |= {node: graph.placeholder(node.name) for node in tensors}
-        copies |= {node: graph.get_attr(node.name) for node in others}
+        copies |= {node: graph.get_attr(node.name) for node in constant_of}
         _add_sizes(graph, [node for node in used if is_size(node)], enters, copies)
 
         def argument(value: Any) -> Any:
@@ -223,51 +227,53 @@ class Layers:
                 target, args = in_region, (node.target, *region, *args)
             copies[node] = graph.call_function(target, args, kwargs)
         graph.output(tuple(copies[leaf] for leaf in leaves))
-        constants = {node.name: tensor.to(device) for node, tensor in others.items()}
+        constants = {node.name: tensor.to(device) for node, tensor in constant_of.items()}
         return Code(fx.GraphModule(constants, graph).forward, tuple(tensors.values()))
 
 
 def _needs(
     flow: Dataflow, items: list[fx.Node], outputs: list[fx.Node]
 ) -> tuple[list[fx.Node], list[fx.Node], list[str]]:
-    """Return the operations of a layer, the values of others that it takes, and the tensors that it holds."""
-    nodes, taken, tensors = dict.fromkeys(items), dict[fx.Node, None](), list[str]()
-    todo = [*(each for item in items for each in item.all_input_nodes), *outputs]
+    """Return a layer's operations, the values of other layers that it uses, and its tensors' names."""
+    nodes, inputs, tensors = dict.fromkeys(items), dict[fx.Node, None](), list[str]()
+    todo = [*(source_node for item in items for source_node in item.all_input_nodes), *outputs]
     sized = any(map(is_size, todo))
     for node in todo:  # grows
         source = node.meta.get("source")
         if isinstance(source, ModelTensor):
             tensors.append(source.name)
         elif isinstance(source, Input) or (node in flow.position and node not in nodes):
-            taken[node] = None
+            inputs[node] = None
         elif source is None and node not in nodes and not is_size(node):
             nodes[node] = None
             todo += node.all_input_nodes
             sized = sized or any(map(is_size, node.all_input_nodes))
-    if sized and not any(map(_samples_in, taken)):
-        taken[next(node for node in flow.order if isinstance(node.meta.get("source"), Input))] = None
-    return list(nodes), list(taken), tensors
+    if sized and not any(map(_samples_in, inputs)):
+        inputs[next(node for node in flow.order if isinstance(node.meta.get("source"), Input))] = None
+    return list(nodes), list(inputs), tensors
 
 
 def _samples_in(node: fx.Node) -> tuple[int, int, Any] | None:
-    """Return a dimension of a value that has samples, how many numbers for each, and what stands for them."""
+    """Return a dimension of a value that depends on samples, the numbers per sample, and the symbol."""
     for dimension, size in enumerate(getattr(node.meta["val"], "shape", ())):
         if isinstance(size, torch.SymInt) and len(size.node.expr.free_symbols) == 1:
             (symbol,) = size.node.expr.free_symbols
-            if (each := size.node.expr / symbol).is_Integer:
-                return dimension, int(each), symbol
+            if (per_sample := size.node.expr / symbol).is_Integer:
+                return dimension, int(per_sample), symbol
     return None
 
 
 def _add_sizes(
     graph: fx.Graph, sizes: Sequence[fx.Node], enters: Sequence[fx.Node], copies: dict[fx.Node, Any]
 ) -> None:
-    """Compute sizes of the number of samples, which the first of the tensors that enter tells."""
+    """Compute sizes from the number of samples, read from the first suitable tensor that enters."""
     if not sizes:
         return
-    node, (dimension, each, symbol) = next((node, where) for node in enters if (where := _samples_in(node)))
+    node, (dimension, per_sample, symbol) = next(
+        (node, where) for node in enters if (where := _samples_in(node))
+    )
     read: Any = fx.Proxy(graph.call_function(torch.ops.aten.sym_size.int, (copies[node], dimension)))
-    samples = {symbol: read // each if each > 1 else read}
+    samples = {symbol: read // per_sample if per_sample > 1 else read}
     for node in sizes:
         value = node.meta["val"]
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
@@ -284,7 +290,7 @@ def in_region(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run an operation in its region, under autocast on the device of its first tensor."""
+    """Run an operation in its region, with autocast for the device of its first tensor."""
     device = next((arg.device.type for arg in args if isinstance(arg, Tensor)), "cpu")
     if grad is None and not autocast and not torch.is_autocast_enabled(device):
         return function(*args, **kwargs)

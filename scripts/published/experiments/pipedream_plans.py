@@ -62,7 +62,7 @@ def compared() -> Iterator[Comparison]:
     """Give all published plans, with what is predicted of them and of those chosen here."""
     for model, scale, machines, replicas, speedup in PLANS:
         read = profile_of(model, scale)
-        planner = Planner(LayerSums.of(Table(read.layers, read.data, read.profile)), machines)
+        planner = Planner(LayerSums.from_table(Table(read.layers, read.data, read.profile)), machines)
         parallel = planner.priced([(0, machines.ranks)])
         plan, chosen = planner.best(replicas), planner.best()
         assert plan is not None  # there are without a memory_limit
