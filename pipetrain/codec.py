@@ -1,7 +1,7 @@
 """Codecs: pure pairs of encode and decode, for tensors on the wire.
 
 The sizes of an encoded tensor follow from its shape, so the receiver can post its receives ahead, without
-headers. A codec has no state: for error feedback runtime/mailbox.py keeps the error. The bounds hold for
+headers. A codec has no state: for error feedback runtime/mailbox.py holds the error. The bounds hold for
 finite tensors; others are refused, as an infinite step would make all other numbers zero.
 
 Sources: top-k with error feedback, Deep Gradient Compression (Lin et al., 2018); stochastic rounding to few
@@ -35,8 +35,8 @@ class NotFinite(ValueError):
 class Codec(ABC):
     """Encodes the floating-point tensors of one direction; others are sent unchanged.
 
-    `error_feedback`: the error of a message is added to the next one of its edge. `name`: its name in the
-    records, if not that of its class.
+    `error_feedback`: the error of a message is added to the next message on its edge. `name`: in the records,
+    if not the name of the class.
     """
 
     name = ""
@@ -83,7 +83,7 @@ class Identity(Codec):
 
 
 class Half(Codec):
-    """Rounds to `dtype`: fp16, bf16, or fp32 for float64 tensors; one of no more bits keeps its own dtype.
+    """Rounds to `dtype`: fp16, bf16, or fp32 for float64 tensors; a dtype of no more bits is unchanged.
 
     |x - decoded| <= 2^-11 |x| + 2^-25 for fp16 and 2^-8 |x| + 2^-134 for bf16. Numbers above the dtype's
     largest one (65504 for fp16) are clamped to it. Raises ValueError.
@@ -149,11 +149,11 @@ class Int8(Codec):
 
 
 class TopK(Codec):
-    """Sends the `fraction` of numbers largest in absolute value, with positions; the others become zeros.
+    """Sends the `fraction` of the numbers with the largest absolute value, with positions; others become 0.
 
     Of n numbers ceil(fraction n) are sent, at least one, so |x - decoded|^2 <= (1 - fraction) |x|^2 over the
     tensor, apart from rounding to `values`, fp16 (clamped to 65504, see Half) or fp32. Positions in the
-    flattened tensor are int32, or int64 where there are more than 2^31 - 1. Raises ValueError.
+    flattened tensor are int32, or int64 if there are more than 2^31 - 1. Raises ValueError.
     """
 
     name = "topk"
@@ -165,9 +165,9 @@ class TopK(Codec):
 
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         n = math.prod(spec.shape)
-        kept = (math.ceil(self._fraction * n),)
-        places = TensorSpec(kept, torch.int32 if n < 2**31 else torch.int64)
-        return places, *self._values.wire_specs(TensorSpec(kept, spec.dtype))
+        shape = (math.ceil(self._fraction * n),)
+        places = TensorSpec(shape, torch.int32 if n < 2**31 else torch.int64)
+        return places, *self._values.wire_specs(TensorSpec(shape, spec.dtype))
 
     def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
         places, *_ = self.wire_specs(TensorSpec(tuple(tensor.shape), tensor.dtype))
@@ -178,12 +178,12 @@ class TopK(Codec):
     def decode(self, tensors: Sequence[Tensor], spec: TensorSpec) -> Tensor:
         places, *values = tensors
         flat = torch.zeros(math.prod(spec.shape), dtype=spec.dtype, device=places.device)
-        kept = TensorSpec(tuple(places.shape), spec.dtype)
-        return flat.index_copy_(0, places.long(), self._values.decode(values, kept)).reshape(spec.shape)
+        sent = TensorSpec(tuple(places.shape), spec.dtype)
+        return flat.index_copy_(0, places.long(), self._values.decode(values, sent)).reshape(spec.shape)
 
 
 class TopKInt8(TopK):
-    """As TopK, with values encoded as by Int8, with one step for all."""
+    """Like TopK, with values encoded as by Int8, with one step for all."""
 
     name = "topk_int8"
 
@@ -193,7 +193,7 @@ class TopKInt8(TopK):
 
 
 def _places_of_largest(flat: Tensor, k: int) -> Tensor:
-    """Return the positions of the k largest absolute numbers, in no order."""
+    """Return the positions of the k largest absolute numbers, in any order."""
     if flat.is_cuda or not 0 < k < len(flat):
         return torch.topk(flat.abs(), k, sorted=False).indices
     sizes = flat.abs().to(_at_least_float32(flat.dtype)).numpy()
@@ -201,14 +201,14 @@ def _places_of_largest(flat: Tensor, k: int) -> Tensor:
 
 
 def _largest(x: Tensor, by_channel: bool = False) -> Tensor:
-    """Return the largest absolute number [1], or that of each index of dimension 1.
+    """Return the largest absolute number [1], or one for each index of dimension 1.
 
-    Raises NotFinite. On a GPU, where the host would have to wait for that, it is NaN instead.
+    Raises NotFinite. On a GPU, where that would make the host wait, the result is NaN instead.
     """
     if not x.numel():
         return x.new_zeros(x.shape[1] if by_channel else 1)
-    others = [dimension for dimension in range(x.dim()) if not (by_channel and dimension == 1)]
-    largest = torch.maximum(-x.amin(others), x.amax(others)).reshape(-1)
+    reduced = [dimension for dimension in range(x.dim()) if not (by_channel and dimension == 1)]
+    largest = torch.maximum(-x.amin(reduced), x.amax(reduced)).reshape(-1)
     if not largest.is_cuda and not all(map(math.isfinite, largest.tolist())):
         raise NotFinite("an infinity or NaN")
     return largest + 0 * largest
@@ -238,11 +238,11 @@ class Codecs:
         return isinstance(self.forward, Identity) and isinstance(self.backward, Identity)
 
     def wire_bytes(self, specs: Sequence[TensorSpec], forward: bool) -> int:
-        """Return the bytes on the wire of a message of tensors of these specs."""
+        """Return the bytes on the wire of a message with these specs."""
         codec = self.forward if forward else self.backward
         return sum(wire.nbytes for spec in specs for wire in on_wire(codec, spec))
 
 
 def on_wire(codec: Codec, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-    """Return the specs on the wire of a tensor; integers and booleans are not encoded."""
+    """Return the specs of a tensor on the wire; integers and booleans are not encoded."""
     return codec.wire_specs(spec) if spec.dtype.is_floating_point else (spec,)

@@ -1,8 +1,8 @@
-"""Corrections of a gradient's delay: the updates between the weights that it is of and those that it changes.
+"""Corrections of a gradient's delay: the updates between the weights it was computed with and its own update.
 
-A schedule without flushes computes gradients of old weights; its program says how old. A correction answers
-some of four questions: which weights a forward reads, at which rate an update is made, how its gradient is
-changed before, and how long a window may be. A gradient with no delay is never changed.
+A schedule without flushes computes gradients with old weights; its program contains how old. A correction may
+define which weights a forward reads, the rate of an update, how its gradient is changed before, and how long
+a window may be. A gradient with no delay is never changed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from pipetrain.errors import ConfigError
 from pipetrain.rules import BOOL, COUNT, SHARE
 
-SMALLEST = 1e-12  # a typical step, beside which none is 0
+SMALLEST = 1e-12  # added to a typical step, which may be 0
 
 
 @dataclass(frozen=True)
 class Correction:
-    """No correction, and the base class of all. Flags say which of the first three questions it answers."""
+    """No correction, and the base class of all. Flags for the first three: `predicts`, `rates`, `weighs`."""
 
     name: ClassVar[str] = "none"
     predicts: ClassVar[bool] = False
@@ -31,27 +31,27 @@ class Correction:
     weighs: ClassVar[bool] = False
 
     def reach(self, ahead: int, momentum: float) -> float:
-        """Return how many times the last step forwards read the weights further on.
+        """Return how many times the last step the weights are moved before a forward reads them.
 
-        `ahead`: the updates until that of their gradient; `momentum`: of the optimizer. The last step counts
-        as it would be at the rate of the coming update.
+        `ahead`: the updates until that of the gradient; `momentum`: of the optimizer. The last step is scaled
+        to the rate of the coming update.
         """
         return 0.0
 
     def rate(self, update: int, delay: int) -> float:
-        """Return a factor of the learning rate of an update (0, 1, ...) whose gradient is so late."""
+        """Return a factor for the learning rate of an update (0, 1, ...) with this delay."""
         return 1.0
 
     def weigh(self, gradients: Sequence[Tensor], gaps: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
-        """Change gradients in place, by the gaps between the weights that they are of and the newest ones.
+        """Change gradients in place, by the gaps between the weights they were computed with and the newest.
 
-        `steps`: the typical size of a step at the peak rate, of each weight.
+        `steps`: the typical size of a step of each weight at the peak rate.
         """
 
     def window(self, update: int, updates: int | None) -> int | None:
-        """Return the most batches of a window that begins with an update, of so many of the run; None: any.
+        """Return the most batches of a window that begins with this update; None: any number.
 
-        In a window of one batch no gradient is late.
+        `updates`: of the whole run. In a window of one batch no gradient is late.
         """
         return None
 
@@ -65,13 +65,13 @@ class Correction:
 
     @property
     def copies(self) -> int:
-        """How many tensors it keeps of each weight: the last step, and the typical size of one."""
+        """How many tensors it holds per weight: the last step, and the typical size of a step."""
         return 2 if self.weighs else int(self.predicts)
 
 
 @dataclass(frozen=True)
 class StepsAhead(Correction):
-    """Forwards read the weights as they will be if all steps until their update are as the last one.
+    """Forwards read the weights predicted by repeating the last step until their own update.
 
     W - ahead lr v: SpecTrain, for SGD with momentum v (Chen et al. 2018, "Efficient and Robust Parallel DNN
     Training through Model Parallelism"), XPipe for Adam's direction (Guan et al. 2019) and PipeOptim for that
@@ -102,7 +102,7 @@ class MomentumAhead(Correction):
 
 @dataclass(frozen=True)
 class NesterovAhead(Correction):
-    """Forwards look ahead by momentum times the last step, however late they are.
+    """Forwards look ahead by momentum times the last step, whatever their delay.
 
     W + g (W - W of the update before): Ajanthan et al. 2025, "Nesterov Method for Asynchronous Pipeline
     Parallel Optimization"; with optim=nadam its method.
@@ -117,7 +117,7 @@ class NesterovAhead(Correction):
 
 @dataclass(frozen=True)
 class PipeMare(Correction):
-    """The rate is divided by delay^(1 - update / updates) in the first `updates`.
+    """The rate is divided by delay^(1 - update / updates) during the first `updates`.
 
     Yang et al. 2021, "PipeMare: Asynchronous Pipeline Parallel DNN Training", technique T1.
     """
@@ -154,7 +154,7 @@ class GapAware(Correction):
 class Hybrid(Correction):
     """A share of the updates are synchronous: the pipeline drains after each batch.
 
-    They are the `first` ones or the last ones of the run, of which a program says how many `updates` it has.
+    They are the `first` or the last updates of the run, which has `updates` in all.
     """
 
     name: ClassVar[str] = "hybrid"
@@ -185,9 +185,9 @@ class Hybrid(Correction):
 
 @dataclass(frozen=True)
 class Auto(Correction):
-    """What a study found best for the optimizer, the schedule and the stages, see plan/staleness_advice.py.
+    """The best correction in a study, by optimizer, schedule and stages, see plan/staleness_advice.py.
 
-    `updates`: of the training, as Hybrid needs them, which it may choose.
+    `updates`: of the training, for Hybrid, which it may choose.
     """
 
     name: ClassVar[str] = "auto"
@@ -199,7 +199,7 @@ class Auto(Correction):
 
 @dataclass(frozen=True)
 class Joined(Correction):
-    """Corrections that answer different questions, together."""
+    """Several corrections of different kinds."""
 
     parts: tuple[Correction, ...]
 
