@@ -1,11 +1,11 @@
-"""The early end of a long window, where a signal asks for a stop.
+"""The early end of a long window after a signal to stop.
 
-All ranks stop after the same window: there they tell each other what signals asked them for. torchrun kills
-its ranks 30 seconds after it has forwarded SIGTERM. A window with more than MOST_LEFT_S left therefore ends
-early, at a batch that no rank has begun (see runtime.order). The first rank of stage 0 decides that, by
-torchrun's store, before the others look; once the time of a batch is known, the ranks look there about every
-LOOK_S seconds. Where the store is lost, whatever keeps it has ended (torchrun, or the command pipetrain) and
-nobody else could stop the run any more: that asks for a stop, too.
+All ranks stop after the same window: there they exchange their stop requests. torchrun kills its ranks 30
+seconds after it has forwarded SIGTERM. So a window with more than MOST_LEFT_S left ends early, at a batch
+that no rank has begun (see runtime.order). The first rank of stage 0 decides that, through torchrun's store,
+before the others check; once the time of a batch is known, the ranks check about every LOOK_S seconds. If the
+store is lost, the process that holds it has ended (torchrun, or the command pipetrain), and nothing else
+could stop the run any more: that requests a stop, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from pipetrain.signals import ORDER, STOPPING, STOPS, Signals, say
 
-LOOK_S = 0.5  # between two looks within a window
+LOOK_S = 0.5  # between two checks within a window
 ASKED = "a stop is asked for"  # a key of the store
 LOST = "torchrun's store is lost, so whatever started this run is gone"
 MOST_LEFT_S = 10.0  # a window with less time left runs to its end before a stop
@@ -29,7 +29,7 @@ MOST_LEFT_S = 10.0  # a window with less time left runs to its end before a stop
 
 @dataclass(slots=True)
 class EarlyEnd:
-    """Decides where windows end early, on all ranks alike. `leads`: whether this rank has the first stage."""
+    """Decides where windows end early, on all ranks. `leads`: whether this rank has the first stage."""
 
     signals: Signals
     store: Store
@@ -44,11 +44,11 @@ class EarlyEnd:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Ask for a stop if the store is lost while the block runs: a connection to it ends."""
+        """Request a stop if the store is lost while the block runs, as a connection to it ends."""
         store, connection = self.store, socket.socket()
         while isinstance(store, PrefixStore):
             store = store.underlying_store
-        if isinstance(store, TCPStore):  # else it is of this process, or a file
+        if isinstance(store, TCPStore):  # else it is in this process, or a file
             with suppress(OSError):
                 connection = socket.create_connection((store.host, store.port))
             Thread(target=self._watch, args=(connection,), daemon=True).start()
@@ -61,7 +61,7 @@ class EarlyEnd:
 
     def _watch(self, connection: socket.socket) -> None:
         with suppress(OSError):
-            connection.recv(1)  # the store never speaks first
+            connection.recv(1)  # the store never sends first
         if self._watched:
             self.lost = True
             self.signals.request = max(self.signals.request, "stop", key=ORDER.index)
@@ -75,7 +75,7 @@ class EarlyEnd:
         self._every = 1 if batch_s is None else max(1, int(LOOK_S / max(batch_s, 1e-6)))
 
     def ends_window(self, batches: int, begun: int) -> bool:
-        """Return whether the window ends after `batches` batches; see runtime.order.Ends."""
+        """Return whether the window ends after `batches` batches, with `begun` batches begun."""
         if self.lost or batches % self._every:
             return False
         store, key = self.store, f"window {self._windows} ends"
@@ -85,7 +85,7 @@ class EarlyEnd:
                 store.set(ASKED, "")
             if self.leads and left_s > MOST_LEFT_S and store.check([ASKED]):
                 store.set(key, str(batches))
-            # The first stage's rank goes on only when the store has the value, so others see it later.
+            # The first stage's rank continues only when the store has the value, so others read it later.
             return store.check([key]) and int(store.get(key)) == batches
-        except RuntimeError:  # it is lost: the window runs to its end
+        except RuntimeError:  # the store is lost: the window runs to its end
             return False

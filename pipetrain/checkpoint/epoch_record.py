@@ -1,4 +1,4 @@
-"""The numbers of a run that a checkpoint keeps: of its finished epochs, and of the current one."""
+"""The numbers of a run in a checkpoint: of its finished epochs, and of the current one."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class EpochRecord:
     epoch: int
     trained: dict[str, float]
     evaluated: dict[str, float]
-    score: float  # by which epochs are compared; higher is better
+    score: float  # to compare epochs; higher is better
     samples: int  # trained
-    losses: dict[int, float]  # mean losses of groups of updates, by the number (from 1) of the last one
+    losses: dict[int, float]  # mean losses of groups of updates, by the last one's number (from 1)
     rates: dict[int, float]  # the learning rates of these last updates
     lr: float  # of the last update
     train_s: float
@@ -56,7 +56,7 @@ class EpochRecord:
         return [{"update": n, "train_loss": loss, "lr": self.rates[n]} for n, loss in self.losses.items()]
 
     def named(self, names: Sequence[str]) -> EpochRecord:
-        """Return the record with values of these names; NaN for a metric that it does not have."""
+        """Return the record with values of these names; NaN for missing metrics."""
         trained, evaluated = (
             {name: values.get(name, math.nan) for name in names if values}
             for values in (self.trained, self.evaluated)
@@ -70,7 +70,7 @@ class EpochRecord:
         return row | {"eval_s": self.eval_s, "elapsed_s": self.elapsed_s}
 
     def as_told(self) -> dict[str, float]:
-        """Return the row that a program is told."""
+        """Return the row for a program."""
         return {
             "epoch": self.epoch,
             **{f"train_{name}": value for name, value in self.trained.items()},
@@ -82,7 +82,7 @@ class EpochRecord:
 
 
 def by_update(losses: Sequence[float], first: int, every: int) -> dict[int, float]:
-    """Return the means of `every` losses each, by the last one's update; `first` is the first loss's."""
+    """Return the means of `every` losses each, by the last one's update; `first`: the first loss's update."""
     pieces = [losses[start : start + every] for start in range(0, len(losses), every)]
     return {first + every * n + len(piece) - 1: sum(piece) / len(piece) for n, piece in enumerate(pieces)}
 
@@ -109,5 +109,5 @@ class Progress:
     elapsed_s: float = 0.0
     stages: Stats = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)  # per update
-    unseen_epochs: int = 0  # of the format, and 0 as the next
+    unseen_epochs: int = 0  # part of the format, always 0, as the next
     unseen_batches: int = 0

@@ -1,6 +1,6 @@
 """A checkpoint on disk: one safetensors file per stage, and a manifest with everything else.
 
-With replicas the first rank of a stage writes it; a rank that is the first of none writes what is its own.
+With replicas the first rank of a stage writes it; a rank that is first of no stage writes only its own state.
 
 The manifest holds a SHA-256 checksum of each file. A checkpoint is written under a temporary name, flushed
 and renamed, so a folder with its final name was complete; reading checks the sums again. No pickle is used.
@@ -56,7 +56,7 @@ class Position:
         return self.epoch * of_epoch + self.batch
 
     def placed(self, of_epoch: int) -> Position:
-        """Return the position with so many batches of an epoch: Pipeline.save knows the update alone."""
+        """Return the position with so many batches per epoch: Pipeline.save has only the update."""
         if self.epoch or self.batch:
             return self
         return Position(*divmod(self.update, of_epoch), self.update)
@@ -95,7 +95,7 @@ def stage_file(stage: int) -> str:
 
 
 def rank_file(rank: int) -> str:
-    """Return the file name of what a rank has beside stages that others write."""
+    """Return the file name of a rank's own state, if other ranks write its stages."""
     return f"rank-{rank}.safetensors"
 
 
@@ -111,7 +111,7 @@ def write_part(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> PartFi
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write contiguous CPU tensors into a file, which those may read whom the umask lets. Raises OSError."""
+    """Write contiguous CPU tensors into a file, with the umask's permissions. Raises OSError."""
     from safetensors import SafetensorError  # here: a run without checkpoints works without the library
     from safetensors.torch import save_file
 
@@ -130,7 +130,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
 def publish(partial: Path, manifest: Manifest) -> Path:
     """Write the manifest, give the checkpoint its final name, and return its folder. Raises OSError.
 
-    An earlier checkpoint of the same update is removed when the new one has a name.
+    An earlier checkpoint of the same update is removed once the new one has a name.
     """
     path = partial / MANIFEST
     path.write_text(json.dumps(manifest.to_json(), indent=1) + "\n")
@@ -152,7 +152,7 @@ def publish(partial: Path, manifest: Manifest) -> Path:
 def prune(last: Path, keep: int, best: str | None = None) -> None:
     """Remove checkpoints up to the `last` written one, except the newest `keep` and the one named `best`.
 
-    Later ones neither count nor go: they are damaged, and this run will write them again.
+    Later ones do not count and stay: they are damaged, and this run will write them again.
     """
     written = [path for path in folders(last.parent) if _order(path) <= _order(last)]
     for path in written[keep:]:
@@ -186,7 +186,7 @@ def read_whole(folder: Path) -> Manifest:
     for name, part in manifest.parts.items():
         try:
             refuse_device(folder / name)
-            # The size first: a sum over a file that pretends to be huge would take for ever.
+            # The size first: the checksum of a file that pretends to be huge would take forever.
             whole = (folder / name).stat().st_size == part.nbytes and _part(folder / name) == part
         except OSError as error:
             raise DamagedCheckpoint(f"{folder / name} cannot be read: {error.strerror}") from error
@@ -219,13 +219,13 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _order(folder: Path) -> tuple[int, int]:
-    """Return a checkpoint's update, and its number among those of this update."""
+    """Return a checkpoint's update, and its number among the checkpoints of this update."""
     update, number = _NAME.fullmatch(folder.name).groups(default="1")  # type: ignore[union-attr]
     return int(update), int(number)
 
 
 def _discard(folder: Path) -> None:
-    """Remove a checkpoint; renamed first, as a partly removed folder must not look like one."""
+    """Remove a checkpoint; it is renamed first, as a partly removed folder must not look like one."""
     aside = folder.with_name(folder.name + PARTIAL)
     os.replace(folder, aside)
     shutil.rmtree(aside, ignore_errors=True)

@@ -1,8 +1,8 @@
 """The state of one rank as tensors by name, and back: its stages, random numbers and codecs' residuals.
 
 The same state for torch.distributed.checkpoint, with the names of plain PyTorch: `model.NAME` of the model's
-state_dict, `state.NAME.KEY` of the optimizer's state of a parameter, and `updates`. Each rank gives the
-tensors of its stages; a tensor of several ranks is written once.
+state_dict, `state.NAME.KEY` of the optimizer's state for a parameter, and `updates`. Each rank gives the
+tensors of its stages; a tensor on several ranks is written once.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ def snapshot(
 ) -> dict[str, dict[str, Tensor]]:
     """Return copies, in host memory, of a rank's state between two windows, by file.
 
-    A stage is in that of its first rank. `random`: further random states. Raises TypeError for an optimizer
-    whose state cannot be saved.
+    A stage's state is saved by its first rank. `random`: further random states. Raises TypeError for an
+    optimizer with a state that cannot be saved.
     """
     session.average_buffers()
     for stage in session.stages.values():
         stage.check()
     files = {stage_file(n): state_of(stage) for n, stage in session.stages.items() if session.is_leader(n)}
     rank, device = groups.world.rank, groups.device
-    own = {f"random/{rank}/cpu": torch.get_rng_state(), **random}
+    own_state = {f"random/{rank}/cpu": torch.get_rng_state(), **random}
     if device.type == "cuda":
-        own[f"random/{rank}/cuda"] = torch.cuda.get_rng_state(device)
+        own_state[f"random/{rank}/cuda"] = torch.cuda.get_rng_state(device)
     residuals = {
         f"{_prefix(session, rank, edge, number)}{'x'.join(map(str, shape))}": _copy(residual)
         for (edge, number, shape), residual in session.engine.coding.residuals.items()
     }
     name = next(iter(files), rank_file(rank))
-    return files | {name: files.get(name, {}) | own | residuals}
+    return files | {name: files.get(name, {}) | own_state | residuals}
 
 
 def state_of(stage: Stage) -> dict[str, Tensor]:
@@ -55,7 +55,7 @@ def state_of(stage: Stage) -> dict[str, Tensor]:
     Keys use the layer names of the whole model: `model/NAME` for parameters and buffers (complex ones as
     pairs of real numbers), `optimizer/NAME/NUMBER` for the optimizer's state, `ema/NAME` for the moving
     average of the weights, `attribute/STAGE/PATH/NUMBER` for attributes. What several stages share is in the
-    state of the first of them.
+    state of the first one.
     """
     tensors = {MODEL + name: numbers_of(tensor.detach()) for name, tensor in stage.named()}
     tensors |= {OPTIMIZER + path: tensor for path, tensor in stage.weights.optimizer_state().items()}
@@ -69,43 +69,45 @@ def state_of(stage: Stage) -> dict[str, Tensor]:
 
 def restore(source: Source, session: Session, groups: ProcessGroups) -> None:
     """Load a rank's stages, the seed and, for the same pipeline, its residuals. All ranks call it."""
-    session.average_buffers()  # what replicas keep apart is of before
+    session.average_buffers()  # the replicas' separate buffers are from before
     tensors = source.tensors()
     session.engine.seed = source.manifest.config.get("seed", session.engine.seed)
-    alike = source.manifest.pipeline["cuts"] == session.plan.pipeline["cuts"]
+    same_cuts = source.manifest.pipeline["cuts"] == session.plan.pipeline["cuts"]
     with source.used():
         for stage in session.stages.values():
-            stage.attributes.restore(_attributes(tensors, stage.index if alike else None))
+            stage.attributes.restore(_attributes(tensors, stage.index if same_cuts else None))
             _load(stage, tensors, source.manifest.position.update)
     if source.manifest.pipeline == session.plan.pipeline:
         session.engine.coding.residuals = {
             (edge, number, tuple(tensors[name].shape)): tensors[name].clone().to(groups.device)
             for edge, number in owing(session.plan, groups.world.rank)
-            for name in tensors  # of any shape: of sizes that come later too
+            for name in tensors  # of any shape: later sizes too
             if name.startswith(_prefix(session, groups.world.rank, edge, number))
         }
 
 
 def _attributes(tensors: NamedTensors, stage: int | None) -> dict[str, list[list[Tensor]]]:
-    """Return what stages, or this one, have saved of attributes: by path, for each stage that has."""
-    found: dict[str, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+    """Return the saved attributes of stages, or of this one: by path, for each stage that has them."""
+    by_path: dict[str, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
     names = names_of(tensors, ATTRIBUTE if stage is None else f"{ATTRIBUTE}{stage}/")
     for name in sorted(names, key=lambda name: int(name.rpartition("/")[2])):
-        of, path = name.split("/", 1) if stage is None else (str(stage), name)
-        found[path.rpartition("/")[0]][of].append(tensors[f"{ATTRIBUTE}{of}/{path}"])
-    return {path: list(by_stage.values()) for path, by_stage in found.items()}
+        number_of_stage, path = name.split("/", 1) if stage is None else (str(stage), name)
+        by_path[path.rpartition("/")[0]][number_of_stage].append(
+            tensors[f"{ATTRIBUTE}{number_of_stage}/{path}"]
+        )
+    return {path: list(by_stage.values()) for path, by_stage in by_path.items()}
 
 
 @torch.no_grad()
 def _load(stage: Stage, tensors: NamedTensors, updates: int) -> None:
-    """Restore from `state_of`, of this stage or of other stages that held these layers."""
+    """Restore a stage from `state_of`, of this stage or of others that held these layers."""
     for name, tensor in stage.named():
         numbers_of(tensor.data).copy_(tensors[MODEL + name])
-    mine = stage.store.names
-    paths = [path for path in names_of(tensors, OPTIMIZER) if path.rpartition("/")[0] in mine]
+    parameters = stage.store.names
+    paths = [path for path in names_of(tensors, OPTIMIZER) if path.rpartition("/")[0] in parameters]
     state = {path: tensors[OPTIMIZER + path].clone() for path in paths}
     stage.weights.load_optimizer_state(state, updates)
-    stage.weights.load_average({name: tensors[EMA + name] for name in mine if EMA + name in tensors})
+    stage.weights.load_average({name: tensors[EMA + name] for name in parameters if EMA + name in tensors})
 
 
 def _weight_of(path: str) -> str:
@@ -118,9 +120,9 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def restore_random(source: Source, groups: ProcessGroups) -> None:
-    """Restore this rank's random state, if a rank of its number has saved one.
+    """Restore this rank's random state, if the rank with its number has saved one.
 
-    That of rank 0 decides how a DataLoader shuffles, so this comes before the first batch is read.
+    Rank 0's state decides how a DataLoader shuffles, so this comes before the first batch is read.
     """
     tensors, rank = source.tensors(), groups.world.rank
     with source.used():
@@ -131,7 +133,7 @@ def restore_random(source: Source, groups: ProcessGroups) -> None:
 
 
 def _prefix(session: Session, rank: int, edge: Edge, number: int) -> str:
-    """Return what begins the names of a rank's residuals of a tensor; those of replicas name the rank."""
+    """Return the prefix for the names of a rank's residuals of a tensor; later replicas include the rank."""
     replica = "" if session.is_leader(edge[0]) else f"{rank}/"
     return f"residual/{replica}{edge[0]}-{edge[1]}/{number}/"
 
@@ -141,25 +143,25 @@ def _prefix(session: Session, rank: int, edge: Edge, number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StatefulPart:
-    """A Stateful of torch.distributed.checkpoint, which overwrites what `state_dict` returns in place."""
+    """A Stateful of torch.distributed.checkpoint, which overwrites the result of `state_dict` in place."""
 
     state_dict: Callable[[], Any]
     load_state_dict: Callable[[Any], None]
 
 
 def parts_of(session: Session, keys: Mapping[str, str]) -> dict[str, StatefulPart]:
-    """Return what to save or load. `keys`: the tensor behind each entry of the model's state_dict."""
+    """Return the parts to save or load. `keys`: the tensor behind each entry of the model's state_dict."""
     stages = session.stages.values()
 
     def model() -> dict[str, Tensor]:
-        own = {name: tensor.detach() for stage in stages for name, tensor in stage.named()}
-        return {key: own[name] for key, name in keys.items() if name in own}
+        by_name = {name: tensor.detach() for stage in stages for name, tensor in stage.named()}
+        return {key: by_name[name] for key, name in keys.items() if name in by_name}
 
     @torch.no_grad()
     def load_model(tensors: Mapping[str, Tensor]) -> None:
         loaded = {keys[key]: tensor for key, tensor in tensors.items()}
         for stage in stages:
-            for name, tensor in stage.named():  # stages that share a weight have a copy each
+            for name, tensor in stage.named():  # stages that share a weight have one copy each
                 tensor.data.copy_(loaded.get(name, tensor))
             stage.weights.load_average({})
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, whether it may, and which settings it takes from it."""
+"""Which checkpoint a run resumes from, whether it may, and which settings it takes from it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Source:
 
     @classmethod
     def verified(cls, folder: Path) -> Source:
-        """Read a checkpoint whose manifest describes its files. Raises DamagedCheckpoint and OtherFormat."""
+        """Read a checkpoint, and verify its files. Raises DamagedCheckpoint and OtherFormat."""
         manifest, where = read_whole(folder), str(folder / MANIFEST)
         source = cls(folder, manifest)
         forms = read_as(dict[str, list[Any]], manifest.conditions.get("tensors"), f"{where}: its tensors")
@@ -53,9 +53,9 @@ class Source:
             kind, *shape = form
             expected = [REAL_OF[kind], *shape, 2] if kind in REAL_OF else form
             tensor = tensors.get(MODEL + name)
-            own = [] if tensor is None else [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
-            if own != expected:
-                raise DamagedCheckpoint(f"{where} says that {name} is {form}, and its file has {own}")
+            actual = [] if tensor is None else [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
+            if actual != expected:
+                raise DamagedCheckpoint(f"{where} says that {name} is {form}, and its file has {actual}")
         position = all(0 <= number < 2**63 for number in astuple(manifest.position))
         if not (position and manifest.pipeline.keys() >= PIPELINE):
             raise DamagedCheckpoint(f"{where} has no pipeline and position of ours")
@@ -63,7 +63,7 @@ class Source:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Name the checkpoint in the error of something that cannot be used. Raises DamagedCheckpoint."""
+        """Name the checkpoint in errors of a state that cannot be used. Raises DamagedCheckpoint."""
         try:
             yield
         except (ConfigError, ChannelError, TrainingStopped):
@@ -76,7 +76,7 @@ class Source:
         return read_files(self.folder, self.manifest.parts)
 
     def model(self, prefix: str = MODEL) -> dict[str, Tensor]:
-        """Return the model's tensors by their names, complex ones again as such."""
+        """Return the model's tensors by name, complex ones as complex."""
         forms, tensors = self.manifest.conditions["tensors"], self.tensors()
         by_name = {name: tensors[prefix + name] for name in forms if prefix + name in tensors}
         pairs = [name for name in by_name if forms[name][0].startswith("complex")]
@@ -84,7 +84,7 @@ class Source:
 
 
 def saved_by(run_dir: Path) -> list[Path]:
-    """Return the folders of a run's checkpoints, newest first. Raises ConfigError if nobody can list them."""
+    """Return the folders of a run's checkpoints, newest first. Raises ConfigError if that fails."""
     try:
         return folders(run_dir / CHECKPOINTS)
     except OSError as error:
@@ -95,7 +95,7 @@ def saved_by(run_dir: Path) -> list[Path]:
 def find_source(resume: str | Path, run_dir: Path) -> Source | None:
     """Find and verify the checkpoint that `resume` names, for a run in `run_dir`. Raises ConfigError.
 
-    It is "auto" for the newest whole one in `run_dir`; None if there is none yet.
+    "auto" means the newest whole one in `run_dir`; None if there is none yet.
     """
     if resume == AUTO:
         return _newest(run_dir)
@@ -112,7 +112,7 @@ def find_source(resume: str | Path, run_dir: Path) -> Source | None:
 
 
 def saved_in(folder: Path) -> Source | None:
-    """Return this checkpoint, verified, or the newest whole one of a run, if any. Raises ConfigError."""
+    """Return this checkpoint, or the newest whole one of a run, verified, if any. Raises ConfigError."""
     folder = folder.expanduser().absolute()
     if (folder / CHECKPOINTS).is_dir():
         return _newest(folder)
@@ -154,7 +154,7 @@ def read_source(folder: Path) -> Source:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Any]:
-    """Return each tensor's dtype and shape, and which of them each entry of the state_dict is."""
+    """Return each tensor's dtype and shape, and the tensor of each entry of the state_dict."""
     return {
         "tensors": {
             name: [str(t.dtype).removeprefix("torch."), *t.shape]
@@ -165,19 +165,19 @@ def tensors_of(model: nn.Module) -> dict[str, Any]:
 
 
 def transformers_config(model: nn.Module) -> dict[str, Any]:
-    """Return what `from_pretrained` needs to build the model again, if it is one of transformers."""
+    """Return what `from_pretrained` needs to build the model again, if it is a model of transformers."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         return {}
-    known = json.loads(config.to_json_string())
-    return {"transformers": known | {"architectures": [type(model).__name__]}}
+    options = json.loads(config.to_json_string())
+    return {"transformers": options | {"architectures": [type(model).__name__]}}
 
 
-def refuse_other(source: Source, mine: Mapping[str, Any]) -> None:
+def refuse_other(source: Source, current: Mapping[str, Any]) -> None:
     """Refuse a checkpoint of another model, data set or order of samples. Raises ConfigError."""
-    theirs = source.manifest.conditions
-    shared = sorted(theirs.keys() & mine.keys())  # those of Pipeline.save are of the model alone
-    differences = (_difference(key, theirs[key], mine[key]) for key in shared)
+    saved = source.manifest.conditions
+    shared = sorted(saved.keys() & current.keys())  # Pipeline.save has conditions of the model only
+    differences = (_difference(key, saved[key], current[key]) for key in shared)
     if difference := next(filter(None, differences), ""):
         raise ConfigError(
             f"this run cannot go on from {source.folder}: {difference}; give the values that it was trained "
@@ -186,7 +186,7 @@ def refuse_other(source: Source, mine: Mapping[str, Any]) -> None:
 
 
 def refuse_finished(source: Source, done: int, updates: int, ending: bool) -> None:
-    """Refuse a checkpoint with all `updates` done, unless only the records of this run are missing."""
+    """Refuse a checkpoint with all `updates` done, unless only this run's records are missing."""
     if done > updates or (done == updates and not ending):
         raise ConfigError(
             f"{source.folder} has {done} updates done, and this training is of {updates}: give epochs= (or "
@@ -194,19 +194,19 @@ def refuse_finished(source: Source, done: int, updates: int, ending: bool) -> No
         )
 
 
-def _difference(key: str, theirs: Any, mine: Any) -> str:
-    """Return a phrase about the first difference of two values under a key; empty if there is none."""
-    if isinstance(theirs, Mapping) and isinstance(mine, Mapping):
+def _difference(key: str, saved: Any, current: Any) -> str:
+    """Return a phrase about the first difference between two values of a key; empty if there is none."""
+    if isinstance(saved, Mapping) and isinstance(current, Mapping):
         inner = (
-            _difference(f"{key}.{name}".lstrip("."), theirs.get(name), mine.get(name))
-            for name in sorted(theirs.keys() | mine.keys())
+            _difference(f"{key}.{name}".lstrip("."), saved.get(name), current.get(name))
+            for name in sorted(saved.keys() | current.keys())
         )
         return next(filter(None, inner), "")
-    return "" if theirs == mine else f"it has {key}={theirs}, and this run has {key}={mine}"
+    return "" if saved == current else f"it has {key}={saved}, and this run has {key}={current}"
 
 
 def open_weights(path: Path, model: nn.Module) -> Loaded:
-    """Open the weights to begin with, of plain PyTorch or of a checkpoint. Raises ConfigError."""
+    """Open initial weights, of plain PyTorch or of a checkpoint. Raises ConfigError."""
     path = path.expanduser().absolute()
     ours = (path / CHECKPOINTS).is_dir() or (path / MANIFEST).exists()
     source = find_source(path, path) if ours else None
@@ -214,5 +214,5 @@ def open_weights(path: Path, model: nn.Module) -> Loaded:
 
 
 def weights_of(source: Source, model: nn.Module) -> Loaded:
-    """Return the weights of a checkpoint, of which it has all."""
+    """Return the weights of a checkpoint, which has all of them."""
     return Loaded(source.folder, source.model(), model, {name: name for name in named_tensors(model)})

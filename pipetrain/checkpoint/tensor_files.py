@@ -1,7 +1,7 @@
-"""Tensors by name, as files that are mapped into memory hold them: safetensors, Hugging Face, torch.save.
+"""Tensors by name, from files that are mapped into memory: safetensors, Hugging Face, torch.save.
 
-Numbers are read when they are used. Weights to begin with are compared with the model's names and forms
-before that, so a file of another model is refused.
+Numbers are read when used. Initial weights are first compared with the model's names and forms, so a file of
+another model is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODEL, OPTIMIZER, EMA = "model/", "optimizer/", "ema/"  # before names in our ch
 ATTRIBUTE = "attribute/"
 
 NamedTensors = Mapping[str, Tensor]
-"""Not to be changed, nor viewed as complex: in a file numbers may lie where complex ones must not."""
+"""Must not be changed or viewed as complex: a file's alignment may not suit complex tensors."""
 
 
 def names_of(tensors: NamedTensors, prefix: str) -> list[str]:
@@ -35,8 +35,8 @@ def names_of(tensors: NamedTensors, prefix: str) -> list[str]:
 class Loaded:
     """Tensors of a file as the Values of a model.
 
-    `keys`: the parameter or buffer that each is; one that is tied may have several. Raises ConfigError for a
-    tensor that is missing, one that the model does not have, and one of another form.
+    `keys`: the parameter or buffer of each tensor; a tied one may have several. Raises ConfigError for a
+    missing tensor, one that the model does not have, and one of another form.
     """
 
     def __init__(self, path: Path, tensors: NamedTensors, model: nn.Module, keys: Mapping[str, str]) -> None:
@@ -45,23 +45,23 @@ class Loaded:
         self._keys: dict[str, list[str]] = {name: [] for name in keys.values()}
         for key in tensors.keys() & keys.keys():
             self._keys[keys[key]].append(key)
-        lacks = [name for name, known in self._keys.items() if not known]
+        lacks = [name for name, found_keys in self._keys.items() if not found_keys]
         for has, names in (("lacks", lacks), ("has also", sorted(tensors.keys() - keys.keys()))):
             if names:
                 raise ConfigError(
                     f"{path} is of another model: it {has} {names[0]}{' and others' if names[1:] else ''}; "
                     f"give weights= whose names are those of the model's state_dict"
                 )
-        mine = named_tensors(model)
+        expected = named_tensors(model)
         for key, name in keys.items():
             if key in tensors:
-                self._refuse_other(key, tensors[key], mine[name])
+                self._refuse_other(key, tensors[key], expected[name])
 
     def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
         chosen = {}
         for name in self._keys.keys() & names:
-            first, *others = (self._tensors[key] for key in self._keys[name])
-            if not all(torch.equal(first, other) for other in others):
+            first, *copies = (self._tensors[key] for key in self._keys[name])
+            if not all(torch.equal(first, other) for other in copies):
                 raise ConfigError(
                     f"{self._path} has two different tensors for {name}, which the model uses in several "
                     f"places: give it one, or a model that does not tie them"
@@ -69,11 +69,11 @@ class Loaded:
             chosen[name] = first.clone()
         return chosen
 
-    def _refuse_other(self, key: str, theirs: Tensor, mine: Tensor) -> None:
-        same_kind = theirs.is_floating_point() == mine.is_floating_point()
-        exact = same_kind and torch.promote_types(theirs.dtype, mine.dtype) == mine.dtype
-        if theirs.shape != mine.shape or not exact:
-            file, model = specs_of([theirs, mine])
+    def _refuse_other(self, key: str, saved: Tensor, expected: Tensor) -> None:
+        same_kind = saved.is_floating_point() == expected.is_floating_point()
+        exact = same_kind and torch.promote_types(saved.dtype, expected.dtype) == expected.dtype
+        if saved.shape != expected.shape or not exact:
+            file, model = specs_of([saved, expected])
             raise ConfigError(
                 f"{self._path} cannot be used: it has {file} as {key}, which is {model} here; give other "
                 f"weights=, or a dtype= that holds them"

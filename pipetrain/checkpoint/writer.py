@@ -1,9 +1,9 @@
-"""Writes checkpoints between two windows, in the background, for fit and for Pipeline.save alike.
+"""Writes checkpoints between two windows, in the background, for fit and for Pipeline.save.
 
 The first rank of each stage writes its file, see checkpoint/rank_state.py; rank 0 adds the manifest. Training
-waits only for the copy to host memory. Beside it each rank reports what it wrote, or why it could not; rank 0
-reports the outcome, and each rank then removes its part of a failed checkpoint. Earlier checkpoints stay as
-they are.
+waits only for the copy to host memory. In the background each rank reports what it wrote, or why it could
+not; rank 0 broadcasts the outcome, and each rank then removes its part of a failed checkpoint. Earlier
+checkpoints are not changed.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ log = logging.getLogger("pipetrain")
 
 POLL_S = 0.05
 TURN_S = 0.5
-SEEN_S = 5.0  # seconds until a shared file system shows another machine's files
+SEEN_S = 5.0  # seconds until a shared file system shows files of another machine
 Files = Mapping[str, Mapping[str, Tensor]]
 
 
 class Writer:
-    """Writes one rank's part of every checkpoint into `run_dir`, and keeps the newest `keep`; None: all."""
+    """Writes one rank's part of every checkpoint into `run_dir`; `keep`: the newest to keep; None: all."""
 
     def __init__(self, run_dir: Path, ranks: Ranks, keep: int | None) -> None:
         self._folder = run_dir / CHECKPOINTS
@@ -66,8 +66,8 @@ class Writer:
     def save(self, manifest: Manifest, state: Callable[[], Files]) -> Future[Path]:
         """Start a save, after waiting for the previous one. All ranks must call it.
 
-        `manifest`: that of rank 0 counts, yet without parts. `state`: returns copies of each file's tensors.
-        The result is the checkpoint's folder, or on all ranks TrainingStopped.
+        `manifest`: only rank 0's is used, still without parts. `state`: returns copies of each file's
+        tensors. The result is the checkpoint's folder, or on all ranks TrainingStopped.
         """
         self._finish()
         files: Files = {}
@@ -83,14 +83,14 @@ class Writer:
         """Wait for the last save. All ranks must call it. Raises ChannelError for a lost rank."""
         self._finish()
         self._thread.shutdown()
-        del self._aside  # whose group would live on while anything refers to this writer
+        del self._aside  # its group would live as long as anything refers to this writer
 
     def leave(self) -> None:
-        """Wait a little for the last save, if other ranks still take part, before this one leaves them."""
+        """Wait a little for the last save, in which other ranks may take part, before this rank leaves."""
         wait(self._writing, SEEN_S)
 
     def _finish(self) -> None:
-        """Wait until no rank is writing. All ranks ask each other every TURN_S, so a dead one is noticed."""
+        """Wait until no rank is writing. The ranks compare every TURN_S, so a dead one is noticed."""
         while self._ranks.most("the end of a save", len(wait(self._writing, TURN_S).not_done)):
             pass
         for writing in self._writing:
@@ -124,7 +124,7 @@ class Writer:
         return Path(final)
 
     def _publish(self, unfinished: Path, manifest: Manifest, parts: dict[str, PartFile]) -> Path:
-        """Give a checkpoint its name, as all ranks have written it, remove older ones. Raises OSError."""
+        """Rename a complete checkpoint to its final name, and remove older ones. Raises OSError."""
         seen = time.monotonic() + SEEN_S
         for name, part in parts.items():
             path = unfinished / name
@@ -150,7 +150,7 @@ def save_now(
     config: Mapping[str, Any],
     keep: int | None,
 ) -> Path:
-    """Write a checkpoint of stages that stand between two windows; return its folder.
+    """Write a checkpoint of stages between two windows; return its folder.
 
     All ranks must call it. Raises TrainingStopped on all if one of them cannot write.
     """
@@ -193,7 +193,7 @@ class Keeper:
         return position.batch == 0 and position.epoch % self.every == 0
 
     def left(self, update: int) -> int:
-        """Return the updates until one is due that is counted in updates."""
+        """Return the updates until the next save, if saves are counted in updates."""
         return (
             sys.maxsize if self.every is None or self.unit != "updates" else self.every - update % self.every
         )
@@ -208,7 +208,7 @@ class Keeper:
     ) -> None:
         """Start a save. All ranks call it with equal values, except for their stages and `random`.
 
-        `random`: the random state from which the epoch's batches come again, and other tensors of it.
+        `random`: the random state from which the epoch's batches can be repeated, and further tensors.
         """
         pipeline = session.plan.pipeline
         manifest = Manifest(self.run, position, self.conditions, pipeline, self.config, progress)

@@ -1,4 +1,4 @@
-"""Rank 0's files. A write may fail with an OSError, such as a full disk: the run goes on and tries again."""
+"""Rank 0's files. A write may fail with an OSError, such as a full disk: the run continues and retries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger("pipetrain")
 
 
 class Files:
-    """What is to be written into a run's folder, if there is one. `failed`: what could not be, and why."""
+    """Pending writes to a run's folder, if any. `failed`: files that could not be written, and why."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -28,14 +28,14 @@ class Files:
         self._due[name] = write
 
     def whole(self, name: str, write: Callable[[Path], object]) -> None:
-        """Let `write` make a file, which then replaces an older one."""
+        """Let `write` make a new file, which then replaces the old one."""
         self.due(name, lambda path: _replace(path, write))
 
     def text(self, name: str, text: str) -> None:
         self.whole(name, lambda new: new.write_text(text))
 
     def write(self) -> None:
-        """Write all that is due; a failure does not affect the others."""
+        """Write all pending files; a failure does not affect the others."""
         for name, write in list(self._due.items()) if self._folder else ():
             path = self._folder / name  # type: ignore[operator]
             try:
@@ -80,7 +80,7 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 class Console(logging.StreamHandler[TextIO]):
-    """Standard output: a run goes on where a line cannot be written, or is not read, as after `| head`."""
+    """Standard output: a run continues if a line cannot be written, or is not read, as after `| head`."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
@@ -91,9 +91,9 @@ class Console(logging.StreamHandler[TextIO]):
 
 
 class LogFile(logging.FileHandler):
-    """A log file that keeps lines which cannot be written, where Python's would print a traceback.
+    """A log file that holds lines which cannot be written; Python's would print a traceback.
 
-    It stays open, so it goes with its folder, which may get another name, or go.
+    It stays open, so it moves with its folder when that is renamed.
     """
 
     def __init__(self, filename: str) -> None:
@@ -114,7 +114,7 @@ class LogFile(logging.FileHandler):
         except OSError as error:
             self._failed = True
             if not before and record.levelno < logging.ERROR:  # after an error, the run ends
-                warn(Path(self.baseFilename), error)  # this line comes here too, and is kept
+                warn(Path(self.baseFilename), error)  # this line is logged here too, and held
 
     def close(self) -> None:
         super().close()

@@ -1,4 +1,4 @@
-"""A training's epochs, and what follows from them: the numbers of its stages, summary.json, the table."""
+"""A training's epochs, and what follows from them: statistics of its stages, summary.json, the table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_ROWS = 40  # of the table of epochs
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """The conditions of a training of epochs of `batches` batches each; `updates` may end the last one early.
+    """The conditions of a training in epochs of `batches` batches; `updates` may end the last one early.
 
     `lr`: the optimizer's rate. `device`: a description such as `2 x cpu`. `room`: bytes of GPU for each rank;
     None on a CPU.
@@ -52,11 +52,11 @@ class About:
         return self.data.test > 0
 
     def batches_of(self, epoch: int) -> int:
-        """Return the batches of an epoch, the first one is 1."""
+        """Return the batches of an epoch, counted from 1."""
         return self.updates - (epoch - 1) * self.batches if epoch == self.epochs else self.batches
 
     def conditions(self) -> dict[str, Any]:
-        """Return what summary.json and trace.json both say of the training."""
+        """Return the conditions of the training in both summary.json and trace.json."""
         settings, plan = self.settings, self.plan
         same = ("model", "schedule", "ranks", "batch_size", "microbatches", "buffer_size", "window")
         return {
@@ -64,7 +64,7 @@ class About:
             "lr": self.lr,
             "data": self.data.name,
             "parameters": sum(layer.params for layer in plan.layers),
-            "placement": [of[0] if len(of) == 1 else list(of) for of in plan.placement],
+            "placement": [ranks[0] if len(ranks) == 1 else list(ranks) for ranks in plan.placement],
             "partition": plan.cuts,
             "dtype": str(settings.dtype).removeprefix("torch."),
             "memory_format": plan.numerics.memory_format,
@@ -77,24 +77,24 @@ class About:
 
 
 class Epoch(NamedTuple):
-    """What is written of an epoch. `values`: by their names in loggers, as `loss/train`, `bubble/stage0`."""
+    """What is written for an epoch. `values`: by their names in loggers, as `loss/train`, `bubble/stage0`."""
 
     record: EpochRecord
     values: dict[str, float]
 
 
 class History:
-    """The epochs of a training so far. Those that another pipeline trained have no statistics of stages."""
+    """The epochs of a training so far. Epochs that another pipeline trained have no stage statistics."""
 
     def __init__(self, about: About) -> None:
         self.about = about
         self.epochs: list[Epoch] = []
-        self.held: Sequence[PeakBytes] = ()  # what each rank held in one window, once measured
-        self._by_rank: dict[int, Sequence[Stats]] = {}  # what each rank did in an epoch of this process
+        self.held: Sequence[PeakBytes] = ()  # by rank, in one window, once measured
+        self._by_rank: dict[int, Sequence[Stats]] = {}  # by epoch of this process, then rank
         self.simulated = about.plan.timeline()
         self.predicted = about.plan.stage_times()
         self.predicted_memory = about.plan.memory()
-        self._predicted_peaks = [of["total"] for of in peaks(self.predicted_memory)]
+        self._predicted_peaks = [peak["total"] for peak in peaks(self.predicted_memory)]
 
     @property
     def records(self) -> list[EpochRecord]:
@@ -105,7 +105,7 @@ class History:
         return best_epoch(self.records)
 
     def add(self, record: EpochRecord, peaks: Sequence[PeakBytes] = (), ranks: Sequence[Stats] = ()) -> None:
-        """Take an epoch, and what each rank held in a window of it and did, if that is known."""
+        """Add an epoch, with each rank's peak memory in one of its windows, and its statistics, if known."""
         self.held = peaks or self.held
         if ranks:
             self._by_rank[record.epoch] = ranks
@@ -114,46 +114,50 @@ class History:
     def stages(self, records: Sequence[EpochRecord]) -> list[StageRecord]:
         """Return every number of each stage in some epochs; empty if another pipeline trained them."""
         plan, parts = self.about.plan, [record.stages for record in records if record.stages]
-        seconds = sum(one.train_s * one.updates / self.about.batches_of(one.epoch) for one in records)
+        seconds = sum(epoch.train_s * epoch.updates / self.about.batches_of(epoch.epoch) for epoch in records)
         if not seconds:
             return []
         stats = [total([stages[stage] for stages in parts]) for stage in range(plan.stages)]
         times = stage_times(plan.placement, stats, seconds)
-        held = [[one for one in self.held if stage in one.stages] for stage in range(plan.stages)]
+        held = [[epoch for epoch in self.held if stage in epoch.stages] for stage in range(plan.stages)]
         return [
             StageRecord(
                 stage=stage,
                 rank=plan.firsts[stage],
                 rank_times_s={
-                    str(rank): self._busy_s(stage, rank, records) / max(of.updates, 1)
+                    str(rank): self._busy_s(stage, rank, records) / max(stat.updates, 1)
                     for rank in plan.placement[stage]
                 },
                 layers=len(plan.stage_layers(stage)),
                 params=sum(layer.params for layer in plan.stage_layers(stage)),
-                peak_in_flight=of.activations,
-                peak_versions=of.versions,
-                max_staleness=of.max_staleness,
-                mean_staleness=of.mean_staleness,
-                staleness={str(late): count for late, count in sorted(of.staleness.items())},
-                busy_fraction=of.busy_s / seconds,
-                bytes_sent=of.bytes_sent,
-                raw_bytes=of.raw_bytes,
-                ratio=of.ratio,
-                codec_s=of.codec_s,
-                skipped_updates=of.skipped,
+                peak_in_flight=stat.activations,
+                peak_versions=stat.versions,
+                max_staleness=stat.max_staleness,
+                mean_staleness=stat.mean_staleness,
+                staleness={str(late): count for late, count in sorted(stat.staleness.items())},
+                busy_fraction=stat.busy_s / seconds,
+                bytes_sent=stat.bytes_sent,
+                raw_bytes=stat.raw_bytes,
+                ratio=stat.ratio,
+                codec_s=stat.codec_s,
+                skipped_updates=stat.skipped,
                 **asdict(times[stage]),
                 **{f"predicted_{name}": value for name, value in asdict(self.predicted[stage]).items()},
-                memory_bytes=max((one.stages[stage] for one in held[stage]), default=None),
+                memory_bytes=max((epoch.stages[stage] for epoch in held[stage]), default=None),
                 predicted_memory_bytes=self._predicted_peaks[stage],
-                allocated_bytes=max((one.allocated or 0 for one in held[stage]), default=0) or None,
+                allocated_bytes=max((epoch.allocated or 0 for epoch in held[stage]), default=0) or None,
             )
-            for stage, of in enumerate(stats)
+            for stage, stat in enumerate(stats)
         ]
 
     def _busy_s(self, stage: int, rank: int, records: Sequence[EpochRecord]) -> float:
-        """Return the seconds in which a rank computed for a stage, or the mean of its ranks if not known."""
-        known = [self._by_rank.get(one.epoch, {rank: one.stages})[rank] for one in records if one.stages]
-        return sum(stages[stage].busy_s for stages in known)
+        """Return the seconds in which a rank computed for a stage; the mean of its ranks if unknown."""
+        by_record = [
+            self._by_rank.get(record.epoch, {rank: record.stages})[rank]
+            for record in records
+            if record.stages
+        ]
+        return sum(stages[stage].busy_s for stages in by_record)
 
     def _values(self, record: EpochRecord, measured: bool) -> dict[str, float]:
         values = {"speed/learning_rate": record.lr, "speed/samples_per_s": record.samples_per_s}
@@ -171,7 +175,7 @@ class History:
         settings, plan, facts, metrics = about.settings, about.plan, about.data, about.task.metrics
         places = len(settings.places)
         last, train_s = records[-1], sum(record.train_s for record in records)
-        updates = sum(record.updates for record in records)  # with statistics of stages
+        updates = sum(record.updates for record in records)  # with stage statistics
         epochs = updates / about.batches
         return {
             **about.conditions(),
@@ -182,7 +186,9 @@ class History:
             "virtual_stages": plan.stages // places,
             "data_workers": settings.workers,
             "task": str(about.task),
-            "metrics": [{key: getattr(one, key) for key in ("name", "higher", "percent")} for one in metrics],
+            "metrics": [
+                {key: getattr(item, key) for key in ("name", "higher", "percent")} for item in metrics
+            ],
             "epochs": len(records),
             "updates": max(last.losses, default=about.updates),
             **{f"train_{name}": value for name, value in last.trained.items()},
@@ -190,26 +196,26 @@ class History:
             **{f"best_val_{name}": value for name, value in (best.evaluated if best else {}).items()},
             "best_epoch": best and best.epoch,
             "samples_per_s": sum(record.samples for record in records) / train_s,
-            "epoch_s": train_s * about.batches / sum(about.batches_of(one.epoch) for one in records),
+            "epoch_s": train_s * about.batches / sum(about.batches_of(item.epoch) for item in records),
             "total_s": last.elapsed_s,
-            "bytes_per_epoch": sum(one.bytes_sent for one in stages) / epochs if stages else None,
-            "codec_s_per_epoch": sum(one.codec_s for one in stages) / epochs if stages else None,
+            "bytes_per_epoch": sum(item.bytes_sent for item in stages) / epochs if stages else None,
+            "codec_s_per_epoch": sum(item.codec_s for item in stages) / epochs if stages else None,
             "straggler": straggler(stages, updates),
             "simulated_bubble": self.simulated.bubble,
-            "memory_bytes": max((one.memory_bytes or 0 for one in stages), default=0) or None,
-            "per_stage": [asdict(one) for one in stages],
+            "memory_bytes": max((item.memory_bytes or 0 for item in stages), default=0) or None,
+            "per_stage": [asdict(item) for item in stages],
         }
 
 
 def epoch_table(history: History) -> str:
-    """Return a row per epoch: all, or of many the best and the last ones."""
+    """Return a row per epoch: all, or of many epochs the best and the last ones."""
     metrics, best, records = history.about.task.metrics, history.best, history.records
     many = len(records) > MOST_ROWS
     ends = records[-MOST_ROWS // 2 :] if many else records
     shown = [best, *ends] if many and best else ends
     texts = {"loss": "{:.4f}".format, **{metric.name: metric.text for metric in metrics}}
     parts = ["train", "val"] if any(record.evaluated for record in shown) else ["train"]
-    rows = [["epoch", *(f"{of} {name}" for of in parts for name in texts), "samples/s", "seconds"]]
+    rows = [["epoch", *(f"{part} {name}" for part in parts for name in texts), "samples/s", "seconds"]]
     for record in shown:
         row = [str(record.epoch)]
         for _, values in zip(parts, (record.trained, record.evaluated), strict=False):

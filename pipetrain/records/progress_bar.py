@@ -1,4 +1,4 @@
-"""The progress of a pass: a bar in a terminal or notebook, a line in the log now and then elsewhere."""
+"""The progress of a pass: a bar in a terminal or notebook, elsewhere an occasional line in the log."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 log = logging.getLogger("pipetrain")
 
-NOTEBOOK = "ipykernel"  # runs the cells of one
-SILENCE_S = 10.0  # between two lines of progress, without a terminal
+NOTEBOOK = "ipykernel"  # a module of notebooks
+SILENCE_S = 10.0  # seconds between two lines of progress, without a terminal
 
 
 class Bar:
@@ -22,16 +22,16 @@ class Bar:
         self.spoke()
 
     def spoke(self) -> None:
-        """Start the time of silence anew, as something else has been logged."""
+        """Restart the time until the next line, as something else has been logged."""
         self._spoke = time.perf_counter()
 
     def tick(self, what: str, total: int) -> None:
-        if what != self._what:  # the pass before had fewer steps than it said
+        if what != self._what:  # the pass before had fewer steps than announced
             self.close()
         self._done, self._what = self._done + 1, what
         if log.level <= logging.INFO and (sys.stderr.isatty() or NOTEBOOK in sys.modules):
             if self._bar is None:
-                from tqdm.auto import tqdm  # here, as a check of a GPU trains without it
+                from tqdm.auto import tqdm  # here, as the GPU check trains without it
 
                 self._bar = tqdm(total=total, desc=what, leave=False)
             self._bar.update()

@@ -1,6 +1,6 @@
-"""What each rank knows of an epoch, and what they know together.
+"""Each rank's record of an epoch, and the records of all ranks.
 
-The ranks of the last stage count samples and losses, each those of its own microbatches.
+Each rank of the last stage counts samples and losses of its own microbatches.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pipetrain.typed_json import read_as
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What one rank knows of an epoch, so far or as a whole.
+    """One rank's record of an epoch, partial or complete.
 
-    `trained`, `losses` (one an update), `evaluated`: what a rank of the last stage has counted. `ran`: the
-    actions of each window, as text.
+    `trained`, `losses` (one per update), `evaluated`: counted by a rank of the last stage. `ran`: the actions
+    of each window, as text.
     """
 
     stages: Stats
@@ -33,20 +33,20 @@ class RankRecord:
     train_s: float = 0.0
     eval_s: float = 0.0
     ran: list[list[str]] = field(default_factory=list)
-    peak_bytes: PeakBytes | None = None  # of the window whose memory was measured, if it was of this epoch
+    peak_bytes: PeakBytes | None = None  # of the measured window, if it was in this epoch
 
 
 class RankRecords(NamedTuple):
-    """The records of all ranks; `last`: of those of the last stage."""
+    """The records of all ranks; `last`: of the last stage's ranks."""
 
     all: list[RankRecord]
     last: list[RankRecord]
 
     @classmethod
-    def gather(cls, groups: ProcessGroups, what: str, mine: RankRecord, last: Sequence[int]) -> RankRecords:
-        """Return the records of all, on every rank. `last`: the last stage's ranks. Raises ChannelError."""
-        gathered = enumerate(groups.gather(what, asdict(mine)))
-        ranks = [read_as(RankRecord, one, f"{what} of rank {rank}") for rank, one in gathered]
+    def gather(cls, groups: ProcessGroups, what: str, record: RankRecord, last: Sequence[int]) -> RankRecords:
+        """Return all ranks' records, on every rank. `last`: the last stage's ranks. Raises ChannelError."""
+        gathered = enumerate(groups.gather(what, asdict(record)))
+        ranks = [read_as(RankRecord, data, f"{what} of rank {rank}") for rank, data in gathered]
         return cls(ranks, [ranks[rank] for rank in last])
 
     @property
@@ -59,7 +59,7 @@ class RankRecords(NamedTuple):
 
     @property
     def losses(self) -> list[float]:
-        """The mean loss of each update, which all ranks of the last stage know."""
+        """The mean loss of each update, which all ranks of the last stage have."""
         return self.last[0].losses
 
     @property
@@ -69,4 +69,4 @@ class RankRecords(NamedTuple):
         for rank in self.all:
             for stage, stats in rank.stages.items():
                 parts[stage].append(stats)
-        return {stage: of_replicas(of) for stage, of in parts.items()}
+        return {stage: of_replicas(replicas) for stage, replicas in parts.items()}

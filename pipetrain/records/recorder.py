@@ -1,7 +1,7 @@
 """Rank 0's records of a training: what it shows, and what it writes into a run's folder after each epoch.
 
-Every file is made from the epochs so far: one that could not be written is written with the next epoch, and
-only the progress bar is on the engine's hot path.
+Every file is made from the epochs so far: a file that could not be written is written with the next epoch.
+Only the progress bar is on the engine's hot path.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ TENSORBOARD = "tensorboard"  # among the loggers
 
 
 class Recorder:
-    """Shows a training; with a `run_folder` writes its records there, and hands its epochs to the loggers."""
+    """Shows a training; with a `run_folder`, writes its records there and passes its epochs to loggers."""
 
     def __init__(self, about: About, run_folder: RunFolder | None = None) -> None:
         self._about = about
         self._history = History(about)
         self._bar = Bar()
-        self._brief = 0  # a number of epochs after which no tables are shown
+        self._brief = 0  # number of epochs after which no tables are shown
         self._path = run_folder.path if run_folder else None
         self._go_on = run_folder.go_on if run_folder else ""
         self._files = Files(self._path)
@@ -56,7 +56,7 @@ class Recorder:
             self._introduce(run_folder)
 
     def _introduce(self, run: RunFolder) -> None:
-        """Start the loggers, and write what is known before the first epoch."""
+        """Start the loggers, and write the files that are known before the first epoch."""
         about, history, plan = self._about, self._history, self._about.plan
         self._trackers = Trackers(run.config, run.path, run.run)
         text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
@@ -76,14 +76,14 @@ class Recorder:
             self._tensorboard = TensorBoard(run.path, texts, picture)
 
     def leave(self) -> None:
-        """End the loggers, however the training has ended."""
+        """Close the loggers, however the training has ended."""
         if self._trackers:
             self._trackers.close()
 
     def begin(self, records: Sequence[EpochRecord] = (), again: bool = False) -> None:
-        """Log the run's model, data and plan; `records`: of the epochs that are already done.
+        """Log the run's model, data and plan; `records`: of the epochs already done.
 
-        `again`: this Pipeline has trained before, so one more epoch ends without the tables.
+        `again`: this Pipeline has trained before, so a single further epoch ends without the tables.
         """
         for record in records:
             self._history.add(record)
@@ -120,9 +120,9 @@ class Recorder:
     def epoch(
         self, record: EpochRecord, peaks: Sequence[PeakBytes] = (), ranks: Sequence[Stats] = ()
     ) -> None:
-        """Note a finished epoch, and log a line about it.
+        """Record a finished epoch, and log a line about it.
 
-        `peaks`: what each rank held in a window of it, if that was measured; `ranks`: what each did.
+        `peaks`: what each rank held in a measured window of it, if any; `ranks`: each rank's statistics.
         """
         self._bar.spoke()
         self._history.add(record, peaks, ranks)
@@ -152,7 +152,7 @@ class Recorder:
             self._trackers.write(self._history.epochs)
 
     def trace(self, trace: Trace) -> None:
-        """Write the traced windows, with what they say of their run."""
+        """Write the traced windows, with the facts about their run."""
         self._files.whole(
             folder.TRACE, partial(chrome.write, about=about_trace(self._about, trace), windows=trace.windows)
         )

@@ -28,15 +28,16 @@ RUNS = "runs"  # the folder of runs whose run_dir is not given
 SUMMARY, CONFIG, EVENTS = "summary.json", "config.yaml", "events.out.tfevents.*"
 PROFILE_FILE, TRACE, RAN = "profile.json", "trace.json", "ran.txt"
 LOCK = ".lock"
-LATE_S = 15.0  # until network file systems show another machine's files
+LATE_S = 15.0  # until network file systems show files of another machine
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """A run's folder, locked for it on rank 0, and what its records and checkpoints say of the run.
+    """A run's folder, locked for it on rank 0, and the facts about the run for records and checkpoints.
 
-    `run`: its unique name. `source`: the checkpoint to go on from. `config`: its configuration, with its
-    loggers. `conditions`: what a checkpoint to go on from must share, beside the model's tensors and batches.
+    `run`: its unique name. `source`: the checkpoint to resume from. `config`: its configuration, with its
+    loggers. `conditions`: what a checkpoint to resume from must share, besides the model's tensors and
+    batches.
     """
 
     path: Path
@@ -47,13 +48,13 @@ class RunFolder:
 
     @property
     def go_on(self) -> str:
-        """What goes on with the run; the configuration of a program has no model."""
+        """The options that resume the run; the configuration of a program has no model."""
         if "model" in self.config:
             return f"run_dir={quote(str(self.path))} resume=auto"
         return f'fit(..., run_dir="{self.path}", resume="auto")'
 
     def saved_so_far(self) -> str:
-        """Return which checkpoint remains of a run that was interrupted."""
+        """Return which checkpoint an interrupted run has."""
         try:
             saved = saved_by(self.path)
         except ConfigError as error:
@@ -63,7 +64,7 @@ class RunFolder:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What there was before a run: `names` in its folder, or what is `missing`: it, and folders around it."""
+    """The state before a run: `names` in its folder, or the `missing` folders: this one and its parents."""
 
     names: frozenset[str] = frozenset()
     missing: tuple[Path, ...] = ()
@@ -81,8 +82,8 @@ def claim(
     """Lock a folder for this run.
 
     Waits up to `patience_s` seconds for another run to end. Raises ConfigError if the folder cannot be made,
-    is in use, holds a finished run (unless `finished`), or has checkpoints (unless `resuming`). After an
-    error before anything was written there is what there was before.
+    is in use, holds a finished run (unless `finished`), or has checkpoints (unless `resuming`). An error
+    before anything was written restores the earlier state.
     """
     before = Before.of(folder)
     with ExitStack() as stack:
@@ -111,10 +112,10 @@ def claim(
 
 @contextmanager
 def _lock(folder: Path, patience_s: float = 0.0) -> Iterator[bool]:
-    """Lock a folder; yield whether it is locked, or False if another process keeps it locked.
+    """Lock a folder; yield whether it is locked, or False if another process holds the lock.
 
-    The lock is this open file's, whatever else in the process opens and closes the file. A process that is
-    forked off, such as a data worker, which may outlive this one, closes it and so does not share the lock.
+    The lock belongs to this open file, whatever else the process does with the file. A forked process, such
+    as a data worker, which may outlive this one, closes it and so does not share the lock.
     """
     with FileIO(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600), "r+") as lock:
         end, locked = time.monotonic() + patience_s, False
@@ -145,7 +146,7 @@ os.register_at_fork(after_in_child=_close_locks)
 
 
 def require_shared(folder: Path) -> None:
-    """Refuse a folder that rank 0 has claimed and this rank does not see. Raises ConfigError."""
+    """Refuse a folder that rank 0 has claimed but this rank cannot see. Raises ConfigError."""
     end = time.monotonic() + LATE_S
     while not (folder / LOCK).exists():
         if time.monotonic() > end:
@@ -160,12 +161,12 @@ def require_shared(folder: Path) -> None:
 def clear(folder: Path, names: Sequence[str] = (METRICS, UPDATES, TRACE, RAN, PROFILE_FILE)) -> None:
     """Remove an unfinished run's records `names`, and TensorBoard's files."""
     for left in [*(folder / name for name in names), *folder.glob(EVENTS), *folder.glob(f"stage*/{EVENTS}")]:
-        with suppress(OSError):  # it will be overwritten, or that fails with a warning
+        with suppress(OSError):  # it will be overwritten, or writing fails with a warning
             left.unlink()
 
 
 def discard(folder: Path, before: Before, log: str = LOCK) -> None:
-    """Remove what a refused run has made, its log, lock and folders, if that is all and not in use."""
+    """Remove the log, lock and folders of a refused run, if it made nothing else and they are not in use."""
     with suppress(OSError):
         new = {path.name for path in folder.iterdir()} - before.names
         if new <= {log, LOCK}:
@@ -182,13 +183,13 @@ def is_finished(folder: Path, config: Mapping[str, Any] | None = None) -> bool:
 
 
 def is_of(folder: Path, config: Mapping[str, Any], apart_from: set[str]) -> bool:
-    """Return whether a folder's run has this configuration, apart from some keys."""
+    """Return whether a folder's run has this configuration, except for some keys."""
     try:
-        theirs = yaml.safe_load((folder / CONFIG).read_text())
+        saved = yaml.safe_load((folder / CONFIG).read_text())
     except Exception:  # an unreadable file is not this configuration
         return False
     without = dict.fromkeys(apart_from)
-    return isinstance(theirs, dict) and {**config, **without} == {**theirs, **without}
+    return isinstance(saved, dict) and {**config, **without} == {**saved, **without}
 
 
 def lengthens(run_dir: Path, config: Mapping[str, Any], settings: Settings) -> bool:
@@ -215,8 +216,8 @@ def lengthens(run_dir: Path, config: Mapping[str, Any], settings: Settings) -> b
     return bool(updates > done)
 
 
-def rename_after(folder: Path, asked: str, used: str) -> Path:
-    """Rename a folder called after the data set that was asked for to the one used; return its path."""
-    if asked == used or not folder.name.startswith(f"{asked}-"):
+def rename_after(folder: Path, requested: str, used: str) -> Path:
+    """Rename a folder named after the requested data set to the one used; return its path."""
+    if requested == used or not folder.name.startswith(f"{requested}-"):
         return folder
-    return folder.rename(folder.with_name(used + folder.name.removeprefix(asked)))
+    return folder.rename(folder.with_name(used + folder.name.removeprefix(requested)))

@@ -1,4 +1,4 @@
-"""What each stage did in some epochs, beside its plan: who is slow, and the table that ends a training."""
+"""The statistics of each stage in some epochs, next to its plan: the straggler, and the final table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipetrain.schedule.actions import Placement
 from pipetrain.schedule.draw import aligned
 from pipetrain.schedule.timeline import StageStats, StageTimes
 
-LAUNCHING = 0.1  # of a rank's time between its actions is notable
+LAUNCHING = 0.1  # notable share of a rank's time between its actions
 NOTABLE = 1.15  # a rank is a straggler if it takes this many times the mean of all ranks
 MIB = 2**20
 HEAD = (
@@ -25,8 +25,8 @@ HEAD = (
 class StageRecord:
     """Every number of a stage in some epochs, measured and planned: a row of `per_stage` in summary.json.
 
-    Of a stage with several ranks `rank` is the first, times are the means of all, memory is that of the
-    fullest, and bytes are the sums. `rank_times_s`: the seconds of computing a batch of each rank.
+    For a stage with several ranks, `rank` is the first, times are means, memory is that of the fullest, and
+    bytes are sums. `rank_times_s`: each rank's seconds of computing a batch.
     """
 
     stage: int
@@ -53,10 +53,10 @@ class StageRecord:
     predicted_wait: float
     memory_bytes: int | None  # most in a window
     predicted_memory_bytes: int
-    allocated_bytes: int | None  # by its GPU's allocator
+    allocated_bytes: int | None  # by the GPU's allocator
 
     def values(self, measured: bool) -> dict[str, float]:
-        """Return what loggers get, by names such as `bubble/stage0`; memory where it was just `measured`."""
+        """Return the values for loggers, by names such as `bubble/stage0`; memory if it was `measured`."""
         values = {
             "bubble": self.bubble,
             "wait": self.wait,
@@ -78,7 +78,7 @@ class StageRecord:
 
 
 def stage_times(placement: Placement, stages: Sequence[StageStats], train_s: float) -> list[StageTimes]:
-    """Return the times of each stage in `train_s` seconds; of several ranks, the means."""
+    """Return the times of each stage in `train_s` seconds; for several ranks, the means."""
     busy: dict[int, float] = defaultdict(float)
     wait: dict[int, float] = defaultdict(float)
     for stats, ranks in zip(stages, placement, strict=True):
@@ -102,9 +102,9 @@ def straggler(stages: Sequence[StageRecord], updates: int) -> dict[str, float] |
     an even distribution of the same work would have saved.
     """
     by_rank: dict[int, float] = defaultdict(float)
-    for one in stages:
-        for of, time_s in one.rank_times_s.items():
-            by_rank[int(of)] += time_s
+    for stage in stages:
+        for rank_name, time_s in stage.rank_times_s.items():
+            by_rank[int(rank_name)] += time_s
     mean_s = sum(by_rank.values()) / max(1, len(by_rank))
     rank, slowest = max(by_rank.items(), key=lambda item: item[1], default=(0, 0.0))
     if slowest <= NOTABLE * mean_s:
@@ -119,25 +119,25 @@ def launching(stages: Sequence[StageRecord]) -> StageRecord | None:
 
 
 def stage_table(stages: Sequence[StageRecord]) -> str:
-    """Return a row per stage, measured beside planned; below, what the numbers of several ranks are."""
+    """Return a row per stage, measured and planned; below, a note on stages with several ranks."""
 
     def cell(value: float | None, form: str, unit: int = 1) -> str:
         return "-" if value is None else format(value / unit, form)
 
     rows = [HEAD.split("  ")]
-    for one in stages:
+    for stage in stages:
         rows.append(
             [
-                *(str(one.stage), span([*map(int, one.rank_times_s)])),
-                *(cell(bubble, ".1%") for bubble in (one.bubble, one.predicted_bubble)),
-                *(cell(seconds, ".4f") for seconds in (one.stage_time_s, one.predicted_stage_time_s)),
-                *(cell(wait, ".1%") for wait in (one.wait, one.predicted_wait)),
-                *(f"{one.mean_staleness:.2f}", str(one.max_staleness)),
-                *(cell(nbytes, ".1f", MIB) for nbytes in (one.memory_bytes, one.predicted_memory_bytes)),
-                *(cell(one.allocated_bytes, ".1f", MIB), cell(one.bytes_sent, ".1f", MIB)),
-                *(cell(one.ratio, ".1f"), f"{one.codec_s:.2f}"),
+                *(str(stage.stage), span([*map(int, stage.rank_times_s)])),
+                *(cell(bubble, ".1%") for bubble in (stage.bubble, stage.predicted_bubble)),
+                *(cell(seconds, ".4f") for seconds in (stage.stage_time_s, stage.predicted_stage_time_s)),
+                *(cell(wait, ".1%") for wait in (stage.wait, stage.predicted_wait)),
+                *(f"{stage.mean_staleness:.2f}", str(stage.max_staleness)),
+                *(cell(nbytes, ".1f", MIB) for nbytes in (stage.memory_bytes, stage.predicted_memory_bytes)),
+                *(cell(stage.allocated_bytes, ".1f", MIB), cell(stage.bytes_sent, ".1f", MIB)),
+                *(cell(stage.ratio, ".1f"), f"{stage.codec_s:.2f}"),
             ]
         )
-    several = any(len(one.rank_times_s) > 1 for one in stages)
+    replicated = any(len(stage.rank_times_s) > 1 for stage in stages)
     note = "of several ranks: mean bubble, seconds and wait; MiB held by the fullest; MiB sent by all"
-    return aligned(rows, right=True) + f"\n{note}" * several
+    return aligned(rows, right=True) + f"\n{note}" * replicated

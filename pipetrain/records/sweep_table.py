@@ -1,6 +1,6 @@
-"""The table that ends a sweep: a row a run, beside the overrides in which the runs differ.
+"""The table that ends a sweep: a row per run, with the overrides in which the runs differ.
 
-It is made of the summary.json of each run, so that a run that was finished before is in it too.
+It is made from the summary.json of each run, so a run that was finished before is in it too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Summary = Mapping[str, Any]
 
 
 def figures_of(summary: Summary) -> dict[str, float]:
-    """Return what was measured of a run's pipeline, over all its stages and ranks."""
+    """Return the measurements of a run's pipeline, over all its stages and ranks."""
     stages = summary.get("per_stage") or []
     if not stages:
         return {}
@@ -43,7 +43,7 @@ def figures_of(summary: Summary) -> dict[str, float]:
 
 
 class SweptRun(NamedTuple):
-    """A run of a sweep, and `why` it was refused or has failed."""
+    """A run of a sweep, and `why` it was refused or failed."""
 
     overrides: Sequence[str]
     folder: Path
@@ -51,14 +51,14 @@ class SweptRun(NamedTuple):
 
 
 def end_sweep(runs: Sequence[SweptRun]) -> str:
-    """Return the table of some runs, and write it beside their folders as CSV; "" if fewer than two ended."""
+    """Return the table of some runs, and write it next to their folders as CSV; "" for fewer than two."""
     rows: list[dict[str, str]] = []
     lines: list[dict[str, Any]] = []
     of_runs = [dict(word.lstrip("+~").partition("=")[::2] for word in run.overrides) for run in runs]
     varied = [
         key
-        for key in dict.fromkeys(k for one in of_runs for k in one)
-        if len({one.get(key) for one in of_runs}) > 1
+        for key in dict.fromkeys(k for words in of_runs for k in words)
+        if len({words.get(key) for words in of_runs}) > 1
     ]
     for overrides, (_, folder, why) in zip(of_runs, runs, strict=True):
         chosen = {"run": folder.name, **{key: overrides.get(key, "-") for key in varied}}
@@ -66,7 +66,7 @@ def end_sweep(runs: Sequence[SweptRun]) -> str:
             rows.append(chosen)
             lines.append(chosen | {"why": why})
             continue
-        with suppress(OSError, ValueError):  # one that was stopped has none
+        with suppress(OSError, ValueError):  # a stopped run has none
             summary = json.loads((folder / "summary.json").read_text())
             rows.append(chosen | _shown(summary))
             plain = {key: value for key, value in summary.items() if isinstance(value, str | int | float)}
@@ -83,13 +83,13 @@ def end_sweep(runs: Sequence[SweptRun]) -> str:
 
 
 def _shown(summary: Summary) -> dict[str, str]:
-    """Return the cells of a run: loss and metrics after the last epoch and the best one, and what it took."""
+    """Return the cells of a run: loss and metrics after the last and the best epoch, and its costs."""
     percent = {"loss": False} | {metric["name"]: metric["percent"] for metric in summary["metrics"]}
     cells = {}
-    for of in ("val", "best_val") if "val_loss" in summary else ("train",):
+    for part in ("val", "best_val") if "val_loss" in summary else ("train",):
         for name, share in percent.items():
-            value = summary[f"{of}_{name}"]
-            cells[f"{of.replace('_', ' ')} {name}"] = f"{value:.2%}" if share else f"{value:.4g}"
+            value = summary[f"{part}_{name}"]
+            cells[f"{part.replace('_', ' ')} {name}"] = f"{value:.2%}" if share else f"{value:.4g}"
     cells |= {"best epoch": str(summary["best_epoch"] or "-"), "epoch s": f"{summary['epoch_s']:.2f}"}
     if figures := figures_of(summary):
         cells["bubble"] = f"{figures['bubble']:.1f}%"

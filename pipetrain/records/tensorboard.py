@@ -1,7 +1,7 @@
 """TensorBoard's events: those of the run in its folder, and those of a stage in a folder such as `stage0`.
 
-TensorBoard draws a tag of several runs in one chart, and takes a folder with events for a run. So what is of
-a stage has the same tag for all of them, such as `stages/bubble`. Each of several ranks of a stage has a
+TensorBoard draws a tag of several runs in one chart, and shows each folder with events as a run. So values of
+a stage have the same tag for all stages, such as `stages/bubble`. If a stage has several ranks, each has a
 folder too, such as `stage0-rank1`.
 """
 
@@ -25,7 +25,7 @@ HYPER_PARAMETERS = [
     "data", "model", "schedule", "stages", "batch_size", "microbatches", "buffer_size",
     "lr", "epochs", "seed", "device", "data_workers", "codec_forward", "codec_backward", "correction",
 ]  # fmt: skip
-ROOM = 2**16  # bytes that must be free before an epoch is written
+ROOM = 2**16  # bytes that must be free to write an epoch
 
 
 class TensorBoard:
@@ -35,16 +35,16 @@ class TensorBoard:
         self._folder = folder
         self._texts = texts
         self._pixels = matplotlib.image.imread(BytesIO(picture))[:, :, :3]
-        self._writers: dict[str, Any] = {}  # by folder, of which the run's is ""
+        self._writers: dict[str, Any] = {}  # by folder; "" is the run's
         self._epochs = 0  # written
 
     def write(self, epochs: Sequence[Epoch], summary: Mapping[str, Any] | None = None) -> None:
-        """Write those of all epochs that are new; at the end hyper-parameters and results of a `summary`.
+        """Write the epochs that are new; at the end also hyper-parameters and results of a `summary`.
 
-        Raises OSError; files that it has harmed are begun anew.
+        Raises OSError; damaged files are written again from the start.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=self._folder) as room:  # as a full disk ends PyTorch's thread with a traceback
+        with TemporaryFile(dir=self._folder) as room:  # a full disk ends PyTorch's thread with a traceback
             room.write(bytes(ROOM))
         try:
             if not self._writers:
@@ -78,8 +78,8 @@ class TensorBoard:
     def _write(self, epoch: Epoch) -> None:
         run, record = self._writer(), epoch.record
         for name, value in epoch.values.items():
-            tag, _, of = name.partition("/stage")
-            writer, tag = (self._writer(f"stage{of}"), f"stages/{tag}") if of else (run, tag)
+            tag, _, stage = name.partition("/stage")
+            writer, tag = (self._writer(f"stage{stage}"), f"stages/{tag}") if stage else (run, tag)
             writer.add_scalar(tag, value, record.epoch, record.ended)
         for update, values in record.update_values.items():
             for name, value in values.items():

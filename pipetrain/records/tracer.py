@@ -1,7 +1,7 @@
-"""Traces the first windows (`trace=`): keeps their spans, and gathers them on rank 0.
+"""Traces the first windows (`trace=`): records their spans, and gathers them on rank 0.
 
 Every rank sends its spans once, after the epoch of the last traced window. Its clock is compared with rank
-0's before and after; a linear drift is assumed in between.
+0's before and after; between the two a linear drift is assumed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MOST_ACTIONS = 100_000  # per rank, in whole windows; one window is always trace
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The trace of all ranks. `clock_error_s`: the bound of the difference of the ranks' clocks."""
+    """The trace of all ranks. `clock_error_s`: a bound on the difference between the ranks' clocks."""
 
     windows: list[TracedWindow]
-    cut: str  # where the trace ends before the requested windows; empty if it is complete
+    cut: str  # where the trace ends before the requested windows; empty if complete
     clock_error_s: float
 
 
@@ -62,18 +62,20 @@ class Tracer:
     def _take(self, epoch: int, sizes: Sequence[Size], row: Row) -> None:
         done = max(action.version for action in row.actions if action.op is Op.STEP)
         m = self._about.settings.microbatches
-        self._windows.append((epoch, [one.samples for size in sizes[:done] for one in size.pieces(m)], row))
+        self._windows.append(
+            (epoch, [piece.samples for size in sizes[:done] for piece in size.pieces(m)], row)
+        )
 
     def collect(self, stopped: bool) -> Trace:
-        """Gather the spans of all ranks, on the clock of rank 0. `stopped`: whether windows were left."""
+        """Gather the spans of all ranks, on the clock of rank 0. `stopped`: whether the run was stopped."""
         (began, first, error), (ended, last, other_error) = self._began, self._compare_clocks()
         drift = (last - first) / (ended - began)
 
         def shift(moment: float) -> float:
             return moment + first + drift * (moment - began)
 
-        mine = [_as_json(row, shift) for *_, row in self._windows]
-        ranks = self._groups.gather("the trace", {"rows": mine, "error_s": max(error, other_error)})
+        rows = [_as_json(row, shift) for *_, row in self._windows]
+        ranks = self._groups.gather("the trace", {"rows": rows, "error_s": max(error, other_error)})
         m = self._about.settings.microbatches
         return Trace(
             [
@@ -89,7 +91,7 @@ class Tracer:
 
 
 def about_trace(about: About, trace: Trace) -> dict[str, Any]:
-    """Return what a trace says of its run."""
+    """Return the facts about the run in a trace."""
     return {
         **about.conditions(),
         "clock_error_us": round(1e6 * trace.clock_error_s, 1),

@@ -1,10 +1,8 @@
-"""Experiment trackers: a run's values in Weights & Biases and MLflow, beside the files in its folder.
+"""Experiment trackers: a run's values in Weights & Biases and MLflow, in addition to the files in its folder.
 
-A tracker gets an epoch's values in a thread, so that a slow or lost server neither delays nor stops the
-training: what it did not take is sent again with the next epoch. A resumed run continues the tracker's run,
-which is found by the run's unique name, and sends only what is not there yet.
-
-The libraries are optional, and are imported on rank 0 only, if chosen.
+A tracker gets an epoch's values in a thread, so a slow or lost server neither delays nor stops the training:
+what failed is sent again with the next epoch. A resumed run continues the tracker's run, which is found by
+the run's unique name, and sends only what is missing there.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ log = logging.getLogger("pipetrain")
 class Wandb:
     """A run `id` of Weights & Biases. Its steps are updates; an epoch's values are at its last update.
 
-    An offline run is a file that cannot be continued: a resumed run writes it anew, from the first epoch.
+    An offline run is a file that cannot be continued: a resumed run writes it again, from the first epoch.
     """
 
     def __init__(self, options: Mapping[str, Any], folder: Path, config: dict[str, Any], id: str) -> None:
@@ -82,14 +80,14 @@ class MLflow:
         from mlflow.entities import Param
 
         self._client = client = MlflowClient(options["uri"])
-        known = client.get_experiment_by_name(options["experiment"])
-        experiment = known.experiment_id if known else client.create_experiment(options["experiment"])
+        existing = client.get_experiment_by_name(options["experiment"])
+        experiment = existing.experiment_id if existing else client.create_experiment(options["experiment"])
         runs = client.search_runs([experiment], f"tags.pipetrain = '{id}'")
         tags = {"pipetrain": id}
         run = runs[0] if runs else client.create_run(experiment, tags=tags, run_name=folder.name)
         self._id = str(run.info.run_id)
         client.update_run(self._id, status="RUNNING")
-        params = [Param(key, str(value)) for key, value in _flat(config)]  # which cannot be changed
+        params = [Param(key, str(value)) for key, value in _flat(config)]  # these cannot be changed
         client.log_batch(self._id, params=[p for p in params if p.key not in run.data.params])
 
     def log(self, record: EpochRecord, values: Mapping[str, float]) -> None:
@@ -106,7 +104,9 @@ class MLflow:
         from mlflow.entities import Metric
 
         at = int(1000 * record.ended)
-        metrics = [Metric(name, value, at, step) for step, of in steps.items() for name, value in of.items()]
+        metrics = [
+            Metric(name, value, at, step) for step, values in steps.items() for name, value in values.items()
+        ]
         self._client.log_batch(self._id, metrics=metrics)
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
@@ -120,14 +120,14 @@ LIBRARIES: dict[str, Any] = {"wandb": Wandb, "mlflow": MLflow}
 
 
 class Trackers:
-    """The runs in the chosen trackers: new ones, or those of `run` in this folder, which go on.
+    """The runs in the chosen trackers: new ones, or those of `run` in this folder, which continue.
 
     Raises ConfigError if one cannot start; a later failure is a warning, once.
     """
 
     def __init__(self, config: Mapping[str, Any], folder: Path, run: str) -> None:
         self._started: dict[str, Any] = {}
-        self._epochs: Counter[str] = Counter()  # that each has
+        self._epochs: Counter[str] = Counter()  # sent, by tracker
         self._warned: set[str] = set()
         self._thread = ThreadPoolExecutor(1, "trackers")
         id = sha256(f"{run} {folder}".encode()).hexdigest()[:16]
@@ -142,7 +142,7 @@ class Trackers:
                 ) from error
 
     def write(self, epochs: Sequence[Epoch]) -> None:
-        """Send those of all epochs that they do not have, without waiting."""
+        """Send the epochs that each tracker does not have, without waiting."""
         for name, tracker in self._started.items():
             self._thread.submit(self._try, name, partial(self._send, name, tracker, [*epochs]))
 
@@ -178,10 +178,10 @@ def read_loggers(loggers: Sequence[str] | Loggers) -> dict[str, dict[str, Any]]:
     """Return the options of loggers, given by names of conf/logger or by name. Raises ConfigError."""
     loggers = [loggers] if isinstance(loggers, str) else loggers
     options = loggers.values() if isinstance(loggers, Mapping) else [{}]
-    if not isinstance(loggers, Iterable) or not all(isinstance(one, Mapping) for one in options):
+    if not isinstance(loggers, Iterable) or not all(isinstance(option, Mapping) for option in options):
         raise ConfigError(f"loggers={loggers} must be names, or options by name")
-    given = loggers if isinstance(loggers, Mapping) else {}
-    return {name: chosen("loggers", "logger", name)[name] | given.get(name, {}) for name in loggers}
+    named = loggers if isinstance(loggers, Mapping) else {}
+    return {name: chosen("loggers", "logger", name)[name] | named.get(name, {}) for name in loggers}
 
 
 def check_loggers(loggers: Loggers) -> None:
