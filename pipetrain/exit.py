@@ -39,7 +39,7 @@ log = logging.getLogger("pipetrain")
 FAILED, REFUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 EXPECTED = (ConfigError, ScheduleError, ChannelError, NotRecorded, TrainingStopped)
 _INTERNAL = {"", "pipetrain", "torch", *sys.stdlib_module_names}  # packages
-ENDED = "PIPETRAIN_ENDED"  # a folder into which each rank writes its status, for commands/launcher.py
+ENDED = "PIPETRAIN_ENDED"  # a folder where each rank writes its status, for commands/launcher.py
 
 
 def guarded(action: Callable[[], int]) -> int:
@@ -50,18 +50,18 @@ def guarded(action: Callable[[], int]) -> int:
         return _report(str(stop) or "interrupted", INTERRUPTED) if _rank() == 0 else INTERRUPTED
     except EXPECTED as error:
         status = REFUSED if isinstance(error, ConfigError | ScheduleError) else FAILED
-        if isinstance(error, SystemExit):  # another rank says it
-            if not isinstance(error, Refused):  # which all have heard before one leaves
+        if isinstance(error, SystemExit):  # another rank prints it
+            if not isinstance(error, Refused):  # all ranks receive a refusal before one leaves
                 let_speak()
             _log(_sentence(error))
             return status
         if isinstance(error, ActionFailed) and (cause := _brief(error).__cause__) is not None:
-            traceback.print_exception(cause)  # where it failed: most likely in the user's model
+            traceback.print_exception(cause)  # of the failure, most likely in the user's model
         return _report(error, status)
 
 
 def brief(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let a function that programs call raise an expected error without our frames: its text says all."""
+    """Let a public function raise an expected error without our frames: its text is complete."""
 
     @wraps(call)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -72,40 +72,40 @@ def brief(call: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @wraps(call)
     def iterated(*args: _P.args, **kwargs: _P.kwargs) -> Any:
-        begun = list[bool]()
+        started = list[bool]()
 
         def results() -> Iterator[Any]:
-            begun.append(True)
+            started.append(True)
             try:
                 yield from call(*args, **kwargs)  # type: ignore[misc]
             except EXPECTED as error:
                 raise _brief(error) from error.__cause__
 
-        made = results()
-        weakref.finalize(made, _say_unread, call.__name__, begun)
-        return made
+        generator = results()
+        weakref.finalize(generator, _say_unread, call.__name__, started)
+        return generator
 
     return iterated if isgeneratorfunction(call) else called
 
 
 def brief_methods(kind: type[_T]) -> type[_T]:
-    """Make the methods of a class that programs call `brief`."""
+    """Apply `brief` to the public methods of a class."""
     for name, method in list(vars(kind).items()):
         if isfunction(method) and (name == "__init__" or not name.startswith("_")):
             setattr(kind, name, brief(method))
     return kind
 
 
-def _say_unread(name: str, begun: list[bool]) -> None:
-    """Warn of a generator that went before a first result was asked of it: nothing has run."""
-    if not begun and not _rank():
+def _say_unread(name: str, started: list[bool]) -> None:
+    """Warn about a generator that was dropped before its first result was read: nothing has run."""
+    if not started and not _rank():
         log.warning(
             "pipetrain: %s() has done nothing: it runs while its results are read, in a for loop", name
         )
 
 
 def _brief(error: Exception) -> Exception:
-    """Leave of an error and of its cause only frames from the user's code on; drop a cause without any."""
+    """Keep only frames from the user's code on, in an error and its cause; drop a cause without any."""
     if error.__cause__ and not _in_user_code(error.__cause__).__traceback__:
         error.__cause__ = None
     return _in_user_code(error)
@@ -119,7 +119,7 @@ def _in_user_code(error: _Error) -> _Error:
 
 
 def unread() -> int:
-    """Discard what else is printed, as nobody reads it (after `| head`, say); return the status."""
+    """Discard further output, as the reader is gone (after `| head`, say); return the status."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return FAILED
 
@@ -127,15 +127,14 @@ def unread() -> int:
 def terminate(error: object, status: int = TERMINATED) -> NoReturn:
     """End the process after a signal with one sentence, from any thread.
 
-    Nothing else ends a main thread that is in C++. No checkpoint is damaged: it gets its name when it is
-    whole.
+    Nothing else ends a main thread that is in C++. No checkpoint is damaged: it gets its name when complete.
     """
     text = _sentence(error)
     try:
         os.write(2, f"{text}\n".encode())  # sys.stderr may be redirected, as while a model is traced
         _log(text)
         leave(status)
-    finally:  # also where nobody reads what is said any more
+    finally:  # also if the reader is gone
         os._exit(status)
 
 
@@ -148,7 +147,7 @@ def leave(status: int) -> NoReturn:
         atexit._run_exitfuncs()  # includes those of the libraries of a user's model
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads it
+        with suppress(OSError):  # the reader is gone
             stream.flush()
     os._exit(status)
 
@@ -160,7 +159,7 @@ def _rank() -> int:
 def _report(error: object, status: int) -> int:
     """Print a message on standard error and write it to the run's log."""
     text = _sentence(error)
-    with suppress(OSError):  # nobody reads it
+    with suppress(OSError):  # the reader is gone
         print(text, file=sys.stderr, flush=True)
     _log(text)
     return status

@@ -1,4 +1,4 @@
-"""Rules for values that a user gives: what each must be, in words, and what reads it."""
+"""Rules for values from users: what each must be, in words, and the function that reads it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from pipetrain.errors import ConfigError
 from pipetrain.targets import Unresolved
 
-MOST = 2**53  # of a whole number, which a float still holds
-LONGEST = 256  # characters of a text in a sentence, as of a path
-WIDEST = 80  # characters of a value in a sentence: a tensor or a dict may have many, in several lines
+MOST = 2**53  # the largest whole number, which a float still represents
+LONGEST = 256  # characters of a text in a message, as of a path
+WIDEST = 80  # characters of a value in a message: a tensor or a dict may have many, in several lines
 
 
 class Misfit(ConfigError):
@@ -24,13 +24,13 @@ class Misfit(ConfigError):
 
 
 class Rule(NamedTuple):
-    """What a value must be, in words; and what reads it under its key, or raises ValueError or TypeError."""
+    """What a value must be, in words; `convert` reads it under its key, or raises ValueError or TypeError."""
 
     words: str
     convert: Callable[[str, Any], Any]
 
     def read(self, key: str, value: Any, null: bool = False) -> Any:
-        """Return a value as it is used, or None where `null` allows it. Raises ConfigError."""
+        """Return the converted value, or None if `null` allows it. Raises ConfigError."""
         if value is None and null:
             return None
         if isinstance(value, Unresolved):
@@ -55,25 +55,25 @@ def _shown(value: Any) -> str:
 
 
 def kept(value: Any, holds: bool) -> Any:
-    """Return a value. Raises ValueError where what was tried of it does not hold."""
+    """Return a value if the condition holds. Raises ValueError otherwise."""
     if not holds:
         raise ValueError
     return value
 
 
 def index_of(value: Any) -> Any:
-    """Return a whole number of Python or NumPy."""
+    """Return a whole number, from Python's or NumPy's types."""
     return index(kept(value, not isinstance(value, bool)))
 
 
 def whole(low: int, most: int = MOST) -> Rule:
-    """Rule a whole number."""
+    """Return the rule for a whole number."""
     words = f"a whole number of at least {low}" + (f" and at most {most}" if most < MOST else "")
     return Rule(words, lambda key, value: kept(index_of(value), low <= value <= most))
 
 
 def number(words: str, holds: Callable[[float], bool]) -> Rule:
-    """Rule a number."""
+    """Return the rule for a number."""
     return Rule(
         words,
         lambda key, value: kept(float(value), not isinstance(value, bool | str) and holds(float(value))),
@@ -81,7 +81,7 @@ def number(words: str, holds: Callable[[float], bool]) -> Rule:
 
 
 def decoded(value: Any) -> Any:
-    """Return the number of its text, as ${oc.env:NAME} gives it; any other value as it is."""
+    """Return a text of a number as a number, as from ${oc.env:NAME}; other values unchanged."""
     for kind in (int, float) if isinstance(value, str) else ():
         with suppress(ValueError):
             return kind(value)
@@ -89,18 +89,18 @@ def decoded(value: Any) -> Any:
 
 
 def one_of(*names: str) -> Rule:
-    """Rule a name."""
+    """Return the rule for a name."""
     return Rule(f"one of {', '.join(names)}", lambda key, value: kept(str(value), str(value) in names))
 
 
 def _path(value: str | PathLike[str]) -> Path:
-    """Return a path. Raises ValueError for one whose bytes are no text."""
+    """Return a path. Raises ValueError for bytes that are no text."""
     str(value).encode()
     return Path(value)
 
 
 def text(words: str) -> Rule:
-    """Rule a text that is not empty."""
+    """Return the rule for a non-empty text."""
     return Rule(words, lambda key, value: kept(value, isinstance(value, str) and value != ""))
 
 

@@ -1,11 +1,11 @@
-"""SIGTERM, Ctrl-C and SIGUSR1: heard at once, also while the main thread is in C++.
+"""SIGTERM, Ctrl-C and SIGUSR1: received at once, also while the main thread is in C++.
 
-The handler of a signal runs in the main thread between two bytecodes. That thread may compile for a minute,
-or wait for another rank in C++, and a stop must not depend on either. So a thread hears the signals and acts,
-and the handler does nothing: an exception of it might land in a finalizer, which cannot pass it on.
+A signal's handler runs in the main thread between two bytecodes. That thread may compile for a minute, or
+wait for another rank in C++, and a stop must not depend on either. So a thread receives the signals and acts,
+and the handler does nothing: its exception might land in a finalizer, which cannot pass it on.
 
-Ctrl-C is as SIGTERM, and a second one ends the rank at once; torchrun passes that on as SIGTERM. A program
-that asks `pipe.stopping` is told of both in place of what they do; one that never asks is ended by them.
+Ctrl-C acts like SIGTERM, and a second one ends the rank at once; torchrun forwards that as SIGTERM. A program
+that uses `pipe.stopping` gets both as requests; any other program is ended by them.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _LEADS_TO: dict[int, str] = {
     signal.SIGINT: f"{STOPPING}{AGAIN}",
     signal.SIGUSR1: "saving at the end of this window, then going on",
 }
-LIMIT, LIMIT_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30.0  # seconds after which torchrun kills, and its default
-MARGIN_S = 5.0  # of these for leaving
-DEBOUNCE_S = 1.0  # within which what comes is the same Ctrl-C
-HANDLER_LIMIT_S = 5.0  # that what a signal started may take to its end
+LIMIT, LIMIT_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30.0  # seconds until torchrun kills, and its default
+MARGIN_S = 5.0  # of these, for leaving
+DEBOUNCE_S = 1.0  # signals within this time are the same Ctrl-C
+HANDLER_LIMIT_S = 5.0  # for actions that a signal has started
 
 
 class Interrupted:
-    """Tells a second Ctrl-C from the first, which comes twice where all processes get it and torchrun too."""
+    """Distinguishes a second Ctrl-C from the first, which may come twice: directly, and by torchrun."""
 
     def __init__(self) -> None:
         self._first: float | None = None
 
     def again(self, number: int) -> bool:
-        """Note a signal; return whether it follows a Ctrl-C."""
+        """Record a signal; return whether it follows a Ctrl-C."""
         if self._first is not None:
             return time.monotonic() - self._first > DEBOUNCE_S
         if number == signal.SIGINT:
@@ -56,11 +56,11 @@ class Interrupted:
 
 
 class Signals:
-    """What the signals ask a rank for. `saved`: says which checkpoint there is; None where nothing trains.
+    """The requests of signals to a rank. `saved`: returns the last checkpoint as text; None: no training.
 
-    `updated`: whether an update has been made, which is lost if it is not saved; before that a signal to
-    stop ends the process at once. `drained`: nothing is under way between the ranks any more, so what is left
-    is to save, to write and to end. `request`: the most that was asked for. `stopped_by`: the first signal to
+    `updated`: whether an update has been made, which would be lost without saving; before that a signal to
+    stop ends the process at once. `drained`: no message between the ranks is in flight any more, so only
+    saving, writing and ending remain. `request`: the strongest request. `stopped_by`: the first signal to
     stop, if any.
     """
 
@@ -86,17 +86,17 @@ class Signals:
 
     @contextmanager
     def losing(self) -> Iterator[None]:
-        """Before the first update, let a Ctrl-C say why the other ranks are lost: it ends all of them."""
+        """Before the first update, let a Ctrl-C explain the loss of the other ranks: it ends all of them."""
         try:
             yield
         except ChannelError:
             self._lost = True
             if not (self.updated or self.drained.is_set()):
-                time.sleep(DEBOUNCE_S)  # it may be on its way to this rank
+                time.sleep(DEBOUNCE_S)  # it may still arrive at this rank
             raise
 
     def on_signal(self, number: int) -> None:
-        """Act on a signal, in a thread of its own."""
+        """Act on a signal, in a separate thread."""
         if number not in SIGNALS or (self._lost and number == signal.SIGTERM):  # torchrun's, at a lost rank
             return
         asks, again, drained = SIGNALS[number], self._interrupted.again(number), self.drained.is_set()
@@ -107,21 +107,21 @@ class Signals:
         elif self.saved is None:
             say(f"rank {self._rank} got SIGUSR1 with no update to save, so it goes on")
         else:
-            if asks in STOPS:  # all of it is known when the main thread sees what was asked
+            if asks in STOPS:  # complete before the main thread sees the request
                 limit_s = float(os.environ.get(LIMIT, LIMIT_S))
                 self.stopped_by = self.stopped_by or number
                 Thread(target=self.outlast, args=(number, max(0.0, limit_s - MARGIN_S)), daemon=True).start()
-            if self.request not in STOPS:  # the first signal to stop says how the run ends
+            if self.request not in STOPS:  # the first signal to stop decides how the run ends
                 self.request = max(self.request, asks, key=ORDER.index)
             say(f"rank {self._rank} got {name_of(number)}: {_LEADS_TO[number]}")
 
     def take(self) -> StopRequest:
-        """Return, once, what this rank was asked for."""
+        """Return this rank's request, and clear it."""
         request, self.request = self.request, ""
         return request
 
     def _end(self, number: int, again: bool) -> None:
-        """End the process at once. Rank 0 says so: where it refuses a run, torchrun ends the others."""
+        """End the process at once. Rank 0 prints why: if it refuses a run, torchrun ends the others."""
         if number == signal.SIGTERM and not again:
             status, sentence = TERMINATED, "rank 0 got SIGTERM with no update to save, so it ends now"
         else:
@@ -131,7 +131,7 @@ class Signals:
         terminate(sentence, status)
 
     def outlast(self, number: int, limit_s: float) -> None:
-        """Leave before torchrun kills, unless the pipeline has been drained."""
+        """Leave before torchrun kills this process, unless the pipeline has been drained."""
         if not self.drained.wait(limit_s) and self.saved:
             terminate(
                 f"rank {self._rank} leaves without saving: what was under way at {name_of(number)}, "
@@ -141,9 +141,9 @@ class Signals:
 
 
 class Stopping:
-    """Notes SIGTERM and Ctrl-C for a program of `owner`, from `listen` to `close`.
+    """Records SIGTERM and Ctrl-C for a program of `owner`, from `listen` to `close`.
 
-    The first signal is noted, and so is another SIGTERM. A second Ctrl-C does what it would have done.
+    The first signal is recorded, and so is another SIGTERM. A second Ctrl-C has its original effect.
     """
 
     def __init__(self, owner: object, rank: int) -> None:
@@ -180,9 +180,13 @@ def _do_nothing(number: int, frame: FrameType | None) -> None: ...
 
 
 def _replace(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
-    """Give signals a handler, those apart that the program ignores; return the ones before."""
+    """Set a handler for signals, except those that the program ignores; return the earlier handlers."""
     before = {number: signal.getsignal(number) for number in numbers}
-    before = {number: theirs for number, theirs in before.items() if theirs is not signal.SIG_IGN}
+    before = {
+        number: handler_before
+        for number, handler_before in before.items()
+        if handler_before is not signal.SIG_IGN
+    }
     for number in before:
         signal.signal(number, handler)
     return before
@@ -206,7 +210,7 @@ def listening(act: Callable[[int], None]) -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(before)
         os.close(write)
-        thread.join(HANDLER_LIMIT_S)  # one that comes out of C++ while Python ends would abort the process
+        thread.join(HANDLER_LIMIT_S)  # a thread that leaves C++ while Python ends would abort the process
 
 
 def _listen(heard: int, act: Callable[[int], None]) -> None:
@@ -216,24 +220,24 @@ def _listen(heard: int, act: Callable[[int], None]) -> None:
 
 
 def _reset_in_child() -> None:
-    """Leave the signals to the parent in a forked process, such as a data worker, which it still needs.
+    """In a forked process, such as a data worker, ignore signals to all processes: the parent needs it.
 
-    A service manager sends SIGTERM to every process. This one is ended by its parent's alone.
+    A service manager sends SIGTERM to every process. This one ends only when its parent sends it.
     """
     ours = [number for number in SIGNALS if getattr(signal.getsignal(number), "__module__", "") == __name__]
     if ours:
         signal.set_wakeup_fd(-1)
         os.setpgid(0, 0)
     if ours and hasattr(signal, "sigwaitinfo"):
-        signal.pthread_sigmask(signal.SIG_BLOCK, ours)  # DataLoader gives its workers other handlers later
+        signal.pthread_sigmask(signal.SIG_BLOCK, ours)  # DataLoader sets its workers' handlers later
         Thread(target=_obey, args=(os.getppid(), ours), daemon=True).start()
         return
-    for number in ours:  # as on macOS, which does not say who sends a signal
+    for number in ours:  # as on macOS, which does not report the sender of a signal
         signal.signal(number, signal.SIG_DFL)
 
 
 def _obey(parent: int, numbers: Sequence[int]) -> None:
-    """End when the parent says so; others mean the parent."""
+    """End on SIGTERM from the parent; signals from others are for the parent."""
     while (heard := signal.sigwaitinfo(numbers)).si_pid != parent or heard.si_signo != signal.SIGTERM:
         pass
     os._exit(0)
@@ -244,15 +248,15 @@ os.register_at_fork(after_in_child=_reset_in_child)
 
 def say(sentence: str) -> None:
     """Print a sentence on standard error, from any thread or handler."""
-    with suppress(OSError):  # whoever reads it may be gone
+    with suppress(OSError):  # the reader may be gone
         os.write(2, f"pipetrain: {sentence}\n".encode())
 
 
 def name_of(number: int) -> str:
-    """Return what people call a signal."""
+    """Return a signal's common name."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def status_after(number: int) -> int:
-    """Return the status of a process that a signal has ended before all was saved."""
+    """Return the exit status of a process that a signal ended before all was saved."""
     return INTERRUPTED if number == signal.SIGINT else TERMINATED

@@ -1,7 +1,7 @@
-"""What a `_target_` names: found by its dotted name, and called with what stands beside it.
+"""Finds the object of a `_target_` by its dotted name, and calls it with the other keys as arguments.
 
-`_args_` are its positional arguments. With `_partial_` its call is left to others. Each `_target_` in its
-arguments is called first; with `_recursive_: false` they are as they are written.
+`_args_` are positional arguments. With `_partial_` the result is a partial function. Each `_target_` in the
+arguments is called first; with `_recursive_: false` they are passed unchanged.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ _OWN = ("_target_", "_partial_", "_recursive_", "_convert_")
 
 @dataclass(frozen=True, slots=True)
 class Unresolved:
-    """What stands where a value refers to another that there is not; the text says to which."""
+    """Stands for a reference to a missing value; the text names it."""
 
     why: str
 
 
 class NotMade(Exception):
-    """Why something cannot be made; the cause is an error of what was called, if it was."""
+    """Why something cannot be made; the cause is the error of the called function, if any."""
 
 
 class RefersToNothing(NotMade):
-    """An argument refers to a value that there is not."""
+    """An argument refers to a missing value."""
 
 
 def located(name: Any) -> Any:
-    """Return what a dotted name names, importing modules as necessary. Raises ImportError."""
+    """Return the object with a dotted name, importing modules as necessary. Raises ImportError."""
     parts = str(name).split(".")
     try:
-        found: Any = import_module(parts[0])
+        located_object: Any = import_module(parts[0])
         for end, part in enumerate(parts[1:], 2):
             try:
-                found = getattr(found, part)
+                located_object = getattr(located_object, part)
             except AttributeError:
-                if not isinstance(found, ModuleType):
+                if not isinstance(located_object, ModuleType):
                     raise
-                found = import_module(".".join(parts[:end]))
+                located_object = import_module(".".join(parts[:end]))
     except Exception as error:  # a user's module may raise anything
         why = f"{type(error).__name__}: {one_line(error)}"
         raise ImportError(f"Error loading {str(name)!r}: {why}") from error
-    return found
+    return located_object
 
 
 def make(node: Any, later: bool = False) -> Any:
-    """Return a value with each `_target_` in it called, but its own if `later`. Raises NotMade."""
+    """Return a value with each `_target_` in it called, except the outermost if `later`. Raises NotMade."""
     if isinstance(node, Unresolved):
         raise RefersToNothing(node.why)
     if isinstance(node, list | tuple):
-        return [make(each) for each in node]
+        return [make(item) for item in node]
     if not isinstance(node, Mapping):
         return node
     if "_target_" not in node:
@@ -67,10 +67,10 @@ def make(node: Any, later: bool = False) -> Any:
         if not callable(function):
             kind = type(function).__name__
             raise NotMade(f"Expected a callable target, got {str(function)!r} of type {kind!r}")
-        given = make(arguments) if node.get("_recursive_", True) else arguments
-        call = partial(function, *given.pop("_args_", ()), **given)
+        keywords = make(arguments) if node.get("_recursive_", True) else arguments
+        call = partial(function, *keywords.pop("_args_", ()), **keywords)
         return call if later or node.get("_partial_", False) else call()
     except NotMade:
         raise
-    except Exception as error:  # so may what is called
+    except Exception as error:  # the called function may raise anything
         raise NotMade(f"{type(error).__name__}: {one_line(error)}") from error

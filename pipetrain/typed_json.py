@@ -1,4 +1,4 @@
-"""JSON as typed documents: what `asdict` has written `read_as` makes a dataclass of again, field by field."""
+"""JSON as typed documents: `read_as` makes a dataclass, field by field, from what `asdict` has written."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from pipetrain.errors import ConfigError
 
-MOST_BYTES = 2**28  # of a document
+MOST_BYTES = 2**28  # per document
 
 
 class DamagedCheckpoint(ConfigError):
-    """A checkpoint that cannot be used; the message names the file and what is wrong with it."""
+    """A checkpoint that cannot be used; the message names the file and the fault."""
 
 
 class OtherFormat(ConfigError):
-    """A checkpoint, intact or not, that another version of pipetrain reads."""
+    """A checkpoint that only another version of pipetrain can read."""
 
 
 def refuse_device(path: Path) -> None:
-    """Refuse what is no file: to read a pipe or a device may never end. Raises OSError."""
+    """Refuse anything but a file: reading a pipe or a device may never end. Raises OSError."""
     if path.exists() and not path.is_file():
         raise OSError(EINVAL, "it is no regular file")
 
@@ -46,8 +46,8 @@ def read_json(path: Path) -> Any:
 def read_as(kind: Any, data: Any, where: str) -> Any:
     """Build a value of type `kind` (dataclass, list, mapping, int, float, bool, str, Any) from JSON data.
 
-    `kind | None` is null or one of these. A dataclass needs exactly its fields. Raises DamagedCheckpoint,
-    whose message starts with `where`.
+    `kind | None` is null or one of these. A dataclass needs exactly its fields. Raises DamagedCheckpoint with
+    a message that starts with `where`.
     """
     origin, inner = get_origin(kind) or kind, get_args(kind)
     if origin is UnionType:
@@ -60,7 +60,7 @@ def read_as(kind: Any, data: Any, where: str) -> Any:
         return [read_as(inner[0], item, f"{where}: {number}") for number, item in enumerate(data)]
     if origin in (dict, Mapping) and isinstance(data, dict):
         try:
-            keys = [inner[0](key) for key in data]  # which are text in JSON
+            keys = [inner[0](key) for key in data]  # text in JSON
         except ValueError as error:
             raise DamagedCheckpoint(f"{where} must have whole numbers as keys: {error}") from error
         return {
@@ -70,5 +70,5 @@ def read_as(kind: Any, data: Any, where: str) -> Any:
     if kind is Any or type(data) is kind or (kind is float and type(data) is int):
         return data
     fields = f"an object of {', '.join(get_type_hints(origin))}" if is_dataclass(origin) else ""
-    wanted = fields or f"of type {origin.__name__}"
-    raise DamagedCheckpoint(f"{where} must be {wanted}, and is {reprlib.repr(data)}")
+    expected = fields or f"of type {origin.__name__}"
+    raise DamagedCheckpoint(f"{where} must be {expected}, and is {reprlib.repr(data)}")

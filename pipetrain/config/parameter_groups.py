@@ -1,8 +1,8 @@
-"""Parameter groups: options by the names of parameters, or an optimizer of their own.
+"""Parameter groups: options by the names of parameters, or separate optimizers.
 
-Each group has the parameters that its regular expression or its kind takes, and no group before it. An
-optimizer made of several is one torch optimizer with the groups and the state of all, so that rates, weight
-versions and checkpoints know one kind.
+A group has the parameters that match its regular expression or kind and belong to no group before it. Several
+optimizers are combined into one torch optimizer with the groups and the state of all, so rates, weight
+versions and checkpoints handle a single type.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipetrain.rules import POSITIVE, decoded
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Options for the parameters of these `names`; `function`: makes their own optimizer, with these."""
+    """Options for the parameters of these `names`; `function`: makes a separate optimizer for them."""
 
     key: str
     names: Collection[str]
@@ -32,20 +32,20 @@ class Group:
 
 
 class Kind(NamedTuple):
-    """Parameters that need no params=: in words, and their names in a model."""
+    """Parameters that need no params=: described in words, with a function for their names in a model."""
 
     words: str
     names: Callable[[nn.Module], set[str]]
 
 
 class ChainedOptimizer(Optimizer):
-    """Optimizers of different parameters, as one: with the groups and the state of all."""
+    """Optimizers of different parameters as one, with the groups and the state of all."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
         self.parts, self.defaults = parts, parts[0].defaults
         for part in parts:
-            self.state.update(part.state)  # which some make at once
+            self.state.update(part.state)  # some optimizers make it at once
             part.state = self.state
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -62,21 +62,23 @@ def title(optimizer: Optimizer) -> str:
 def optimizer_of(
     function: Function, groups: Sequence[Group], named: Iterable[tuple[str, nn.Parameter]]
 ) -> Optimizer:
-    """Return an optimizer with a torch group for each of the groups that has parameters, and for the rest."""
+    """Return an optimizer with a torch group for each non-empty group, and one for the rest."""
     rest = Group("", (), {})
     members: dict[Group, list[nn.Parameter]] = {}
     for name, parameter in named:
         group = next((group for group in groups if name in group.names), rest)
         members.setdefault(group, []).append(parameter)
-    shared = [{"params": of, **group.options} for group, of in members.items() if not group.function]
-    parts = [group.function(of) for group, of in members.items() if group.function]
+    shared = [
+        {"params": parameters, **group.options} for group, parameters in members.items() if not group.function
+    ]
+    parts = [group.function(parameters) for group, parameters in members.items() if group.function]
     if shared:
         alone = all(group.function for group in groups)
         parts.insert(0, function(members[rest] if alone else shared))
     return parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
 
 
-# As they are written
+# From the configuration
 
 
 def groups_of(optim: Optim, model: nn.Module) -> list[Group]:
@@ -105,9 +107,9 @@ def _group(key: str, content: Any, kind: Kind | None, model: nn.Module, left: Ma
     except re.error as error:
         raise ConfigError(f"{key}.params={pattern} is no regular expression: {error}") from error
     if not (of_kind if pattern is None else matched):
-        wanted = kind.words if kind and pattern is None else f"matched as a whole by params={pattern}"
+        criterion = kind.words if kind and pattern is None else f"matched as a whole by params={pattern}"
         raise ConfigError(
-            f"{key} has no parameter: none that is left by the groups before it is {wanted}; "
+            f"{key} has no parameter: none that is left by the groups before it is {criterion}; "
             f"parameters have names such as {next(name for name, _ in model.named_parameters())}"
         )
     names = of_kind | matched
@@ -119,7 +121,7 @@ def _group(key: str, content: Any, kind: Kind | None, model: nn.Module, left: Ma
 
 
 def _all_but_hidden(model: nn.Module) -> set[str]:
-    """Return the names of all but matrices and kernels; of these the embeddings, and the last: the head."""
+    """Return all names but those of hidden matrices and kernels, which exclude embeddings and the head."""
     weights = {id(module._parameters.get("weight")): module for module in model.modules()}
     kernels = {n for n, module in weights.items() if isinstance(module, _ConvNd)}
     tables = {n for n, module in weights.items() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}

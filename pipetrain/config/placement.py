@@ -1,6 +1,6 @@
-"""Which ranks hold each stage: what stages=, replicas= and placement= say, and how many processes they need.
+"""The ranks of each stage, from stages=, replicas= and placement=, and the number of processes they need.
 
-Where a schedule gives each rank several stages, a place is what one rank of it holds.
+If a schedule gives each rank several stages, a place is what one of its ranks holds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _placement(key: str, value: Any) -> Placement:
         places = [tuple(sorted({*map(index_of, ranks)})) for ranks in kept(value, bool(value))]
     else:
         ends = [[*map(int, ranks.split("-"))] for ranks in str(value).split(".")]
-        places = [tuple(range(of[0], of[-1] + 1)) for of in kept(ends, max(map(len, ends)) < 3)]
+        places = [tuple(range(pair[0], pair[-1] + 1)) for pair in kept(ends, max(map(len, ends)) < 3)]
     ranks = {rank for place in places for rank in place}
     return kept(places, all(places) and ranks == set(range(len(ranks))))  # type: ignore[no-any-return]
 
@@ -48,7 +48,7 @@ RULES = {"stages": COUNT, "replicas": REPLICAS, "placement": PLACEMENT}
 
 
 def places_of(replicas: int | Sequence[int], ranks: int) -> Placement:
-    """Return the ranks of each place: so many one after the other."""
+    """Return the ranks of each place, one place after the other."""
     counts = [replicas] * (ranks // replicas) if isinstance(replicas, int) else replicas
     return [tuple(range(first, end)) for first, end in pairwise([0, *accumulate(counts)])]
 
@@ -59,9 +59,9 @@ def processes(
     placement: Placement | None,
     started: int | None,
 ) -> int:
-    """Return how many processes there are or, if none are `started`, are to be.
+    """Return how many processes there are or, if none are `started`, must be started.
 
-    Raises ConfigError where they do not fit, or the options contradict each other.
+    Raises ConfigError if they do not match, or if the options contradict each other.
     """
     if replicas == "auto" and (stages or placement):
         other = "stages" if stages else "placement"
@@ -90,7 +90,7 @@ def processes(
 
 
 def spans(placement: Placement) -> str:
-    """Return a placement as it is written: 0-6.7."""
+    """Return a placement as text: 0-6.7."""
     return ".".join(map(span, placement))
 
 

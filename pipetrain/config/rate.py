@@ -1,8 +1,8 @@
 """The learning rate as a function of the update number.
 
-It is a fraction of the peak rate, which each parameter group of the optimizer has for itself: its `lr`. Every
-stage computes it at its own STEP, so changing it needs no barrier, and resuming needs no state. Without a
-function the rates are what a program leaves in the groups, see runtime/stage/learning_rates.py.
+It is a fraction of the peak rate, which each parameter group of the optimizer has as its `lr`. Every stage
+computes it at its own STEP, so changing it needs no barrier, and resuming needs no state. Without a function
+the program sets the rates in the groups, see runtime/stage/learning_rates.py.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Rate = Callable[[int], float]
 
 @dataclass(frozen=True, slots=True)
 class LearningRate:
-    """How learning rates go: by a function of the update, by a torch scheduler, or as the program sets them.
+    """How learning rates change: by a function of the update, by a torch scheduler, or by the program.
 
-    `shown`: the parameter whose rate the records have. `scheduler`: makes one of an optimizer.
+    `shown`: the parameter whose rate is recorded. `scheduler`: makes a scheduler for an optimizer.
     """
 
     fraction: Rate | None = None
@@ -35,7 +35,7 @@ class LearningRate:
 
 
 def asked_rate(schedule: Any, shown: str, optimizer: Optimizer) -> LearningRate:
-    """Return how rates go by `lr_schedule=` of a program, tried on an optimizer. Raises ConfigError."""
+    """Return the rates for `lr_schedule=` of a program, tried on an optimizer. Raises ConfigError."""
     if schedule is None:
         return LearningRate(shown=shown)
     if isinstance(schedule, LRScheduler):
@@ -53,7 +53,7 @@ def asked_rate(schedule: Any, shown: str, optimizer: Optimizer) -> LearningRate:
     try:
         return LearningRate(learning_rate(schedule, 0.0, 1), shown)
     except ConfigError as error:
-        if error.__cause__ is None:  # it gives a number that is no rate
+        if error.__cause__ is None:  # it returns a number that is no rate
             raise
         of_update = error
     try:
@@ -67,14 +67,14 @@ def asked_rate(schedule: Any, shown: str, optimizer: Optimizer) -> LearningRate:
 
 
 def _prove_stepped(scheduler: LRScheduler) -> None:
-    """Refuse a scheduler that needs more than to be stepped once an update. Raises ConfigError."""
+    """Refuse a scheduler that needs more than one step per update. Raises ConfigError."""
     name = type(scheduler).__name__
     try:
         if isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError("it needs a loss")
-        with warnings.catch_warnings(action="ignore"):  # as its optimizer has not stepped
+        with warnings.catch_warnings(action="ignore"):  # its optimizer has not stepped
             scheduler.step()
-    except Exception as error:  # of a user's class
+    except Exception as error:  # a user's class
         raise ConfigError(
             f"lr_schedule= gives a {name}, which cannot be stepped once an update: {one_line(error)}; make "
             f"it in the function of optimizer=, and step it between passes yourself"
@@ -115,13 +115,13 @@ SHAPES: dict[str, Shape] = {"constant": constant, "cosine": cosine, "one_cycle":
 def learning_rate(schedule: str | Rate, warmup: float, updates: int) -> Rate:
     """Return the fraction at update 0 ... `updates` - 1: a shape by its name, or a function of the update.
 
-    Raises ConfigError for a function that gives no finite number of at least 0 for one of the updates. A
+    Raises ConfigError for a function that does not return a finite number of at least 0 for each update. A
     function includes its own warm-up.
     """
     if not isinstance(schedule, str):
         return _tried(schedule, updates)
     shape = SHAPES[schedule]
-    # Progress is that of the middle of an update, so that neither the first nor the last rate is 0.
+    # Progress is measured at the middle of an update, so neither the first nor the last rate is 0.
     return lambda update: shape((update + 0.5) / updates, warmup)
 
 
