@@ -1,10 +1,10 @@
 """Messages between stages: bounded, ordered, asynchronous.
 
-An edge is an ordered pair of stages; activations go up, gradients down. A link is an edge between two ranks,
-of which stages with replicas have several. On each link the receiver posts at most `buffer_size` receives
-ahead and the sender leaves at most `buffer_size` sends unfinished: with this bound `simulate` proved the
-program free of deadlock. The program fixes the order and the plan the sizes, so there are no headers. Every
-wait has a deadline; its error names the message.
+An edge is an ordered pair of stages; activations go up, gradients down. A link is an edge between two ranks;
+with replicas an edge has several. On each link the receiver posts at most `buffer_size` receives ahead and
+the sender leaves at most `buffer_size` sends unfinished: with this bound `simulate` showed that the program
+does not deadlock. The program fixes the order and the plan the sizes, so there are no headers. Every wait has
+a deadline; its error names the message.
 
 Over gloo the host waits. Over NCCL the device's stream waits and the host goes on: the bounds hold in the
 order of the stream, and the run's `Deadline` is kept. A posted NCCL receive is a kernel that runs until its
@@ -37,12 +37,17 @@ from pipetrain.runtime.comm.transfer_watch import Deadline, Watch
 from pipetrain.schedule.actions import Edge, Tie
 from pipetrain.schedule.lower import Link
 
-NOT_OF_NCCL = {torch.int16, torch.uint16, torch.uint32, torch.uint64}  # sent as bytes; no complex ones come
+NOT_OF_NCCL = {
+    torch.int16,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+}  # sent as bytes; complex ones never come
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """A message under way. Its tensors and works are kept, unchanged, until it is finished."""
+    """A message in flight. Its tensors and works are held, unchanged, until it is finished."""
 
     message: Message
     sending: bool
@@ -71,8 +76,8 @@ class Channel:
     """One rank's end of all its links, over torch.distributed. Not for use from two threads.
 
     `groups`: a process group for each link; `sums`: one for the ranks of each tie. Tensors are on `device`.
-    `staged`: they go through pinned host memory, because gloo cannot send CUDA tensors. `channels_last`:
-    four-dimensional tensors travel with their channels innermost, without a copy if they are so already.
+    `staged`: messages go through pinned host memory, because gloo cannot send CUDA tensors. `channels_last`:
+    four-dimensional tensors are sent with their channels innermost, without a copy if they are so already.
     `buffer_size`: of all edges, or of each edge.
     """
 
@@ -95,7 +100,7 @@ class Channel:
         self._device = device
         self._staged = staged
         self._channels_last = channels_last
-        self._place = torch.device("cpu") if staged else device  # of what is sent
+        self._place = torch.device("cpu") if staged else device  # of messages
         self.ordered = device.type == "cuda" and not staged
         """Whether the device's stream waits for messages, not the host."""
         self.waited = 0.0
@@ -103,11 +108,11 @@ class Channel:
         self.carried = 0
         """Bytes sent and received so far, as on the wire."""
         self.deadline = deadline or Deadline(timeout)
-        """Of what the stream waits for."""
+        """For what the stream waits for."""
         self._watch: Watch | None = None
-        # What was told and not heard, with its work once it is begun, and whether it is early.
+        # Sums that are not yet returned, each with its work once begun, and whether it is early.
         self._pending: defaultdict[Tie, deque[tuple[Tensor, list[dist.Work], bool]]] = defaultdict(deque)
-        self._open: set[Tie] = set()  # whose early sums begin as they are told
+        self._open: set[Tie] = set()  # their early sums begin at once
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
         """Announce the receives until the next drain, in order; `watched` if `arrived` or `wait` is used."""
@@ -120,7 +125,8 @@ class Channel:
             self._post(end)
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """Start a send; waits only while the sends of the edge are as many as may be unfinished."""
+        """Start a send; wait only while the edge has as many unfinished sends as it may have."""
+        # The same bound as in `simulate`: a send waits until the one `bound` before it is done.
         end = self._ends[message.link]
         while len(end.sent) >= end.bound * (2 if self.ordered else 1):
             self._wait(end.sent.popleft())
@@ -128,7 +134,7 @@ class Channel:
         self.carried += message.nbytes
 
     def post(self, message: Message) -> None:
-        """Post the receive of this message, the next one of its edge, unless it is posted ahead anyway."""
+        """Post the receive of this message, the next of its edge, unless it is posted ahead anyway."""
         end = self._ends[message.link]
         if self.ordered:
             self._post(end, len(end.posted) + 1)
@@ -136,6 +142,7 @@ class Channel:
     def recv(self, message: Message) -> tuple[Tensor, ...]:
         """Wait for the next message of its edge, which must be this one."""
         end = self._ends[message.link]
+        # The receive is usually posted already; afterwards there is room to post a later one.
         self._post(end, 1)
         transfer = self._next(message)
         end.posted.popleft()
@@ -145,7 +152,7 @@ class Channel:
         return tuple(self._from_wire(t) for t in transfer.tensors)
 
     def forget(self, mb: int) -> None:
-        """Cancel the receives of microbatches from `mb` on, none of which may have been posted."""
+        """Cancel the receives of microbatches from `mb` on; none of these may be posted."""
         for end in self._ends.values():
             end.to_post = deque(message for message in end.to_post if message.mb < mb)
             assert all(transfer.message.mb < mb for transfer in end.posted), f"posted beyond {mb}"
@@ -164,7 +171,7 @@ class Channel:
     # What has arrived
 
     def arrived(self, message: Message) -> bool:
-        """Return whether `recv` of this message, the next one of its edge, would not wait."""
+        """Return whether `recv` of this message, the next of its edge, would not wait."""
         return self._next(message).finished
 
     def room(self, message: Message) -> bool:
@@ -183,9 +190,9 @@ class Channel:
     # Sums over ranks
 
     def all_reduce(self, tie: Tie, numbers: Tensor, early: bool = False) -> None:
-        """Give numbers to be added up over the ranks of a tie; the sums of a tie are heard in this order.
+        """Add numbers to be summed over the ranks of a tie; `reduced` returns its sums in this order.
 
-        `early`: they are the first ones of several sums, see `begin`.
+        `early`: they are the first of several parts, see `begin`.
         """
         if not early:
             self._open.discard(tie)
@@ -194,9 +201,9 @@ class Channel:
             self.begin(tie)
 
     def begin(self, tie: Tie, early: bool = False) -> None:
-        """Start what has been told of a tie and not begun: early sums, and the first one behind them.
+        """Start the sums of a tie that have not begun: early ones, and the first one after them.
 
-        `early`: start those alone, and those to come as they are told.
+        `early`: start only early ones, and later early ones at once.
         """
         if early:
             self._open.add(tie)
@@ -207,7 +214,7 @@ class Channel:
                     return
 
     def reduced(self, tie: Tie) -> Tensor:
-        """Wait for the first sum of a tie that has been told and not heard; return it."""
+        """Wait for the first sum of a tie that has not been returned, and return it."""
         if not self._pending[tie][0][1]:
             self.begin(tie)
         numbers, works, _ = self._pending[tie].popleft()
@@ -216,7 +223,7 @@ class Channel:
         return numbers.to(self._device, non_blocking=True)
 
     def buffers(self) -> Iterator[tuple[Sequence[int], Tensor]]:
-        """Yield the tensors that it holds, with the stages between which they travel."""
+        """Yield the tensors of messages and sums, with the stages between which they are sent."""
         for (edge, _), end in self._ends.items():
             yield from ((edge, tensor) for one in (*end.posted, *end.sent) for tensor in one.tensors)
         for tie, pending in self._pending.items():
@@ -230,7 +237,7 @@ class Channel:
     # Transfers
 
     def _post(self, end: _End, least: int = 0) -> None:
-        """Post receives up to the edge's bound or, where the stream waits, up to `least`."""
+        """Post receives up to the edge's bound or, if the stream waits, up to `least`."""
         ahead = least if self.ordered else end.bound
         while end.to_post and len(end.posted) < ahead:
             message = end.to_post.popleft()
@@ -258,7 +265,7 @@ class Channel:
         return work
 
     def _next(self, message: Message) -> _Transfer:
-        """Return the next posted receive of a message's edge, which must be for it."""
+        """Return the next posted receive of a message's edge, which must be this message's."""
         posted = self._ends[message.link].posted
         assert posted and posted[0].message.mb == message.mb, f"{message.name} is not what was expected next"
         return posted[0]
@@ -280,7 +287,7 @@ class Channel:
             self._complete(transfer.works, failed)
 
     def _waiting(self, failed: Failed, run: Callable[..., Any], *arguments: Any) -> Any:
-        """Run what may wait, count its time, and raise the error that names it if it fails."""
+        """Run something that may wait, add its time to `waited`, and raise the error that names it."""
         start = time.monotonic()
         try:
             return run(*arguments)
@@ -334,7 +341,7 @@ class Channel:
         return tensor.permute(0, 3, 1, 2) if self._channels_last and tensor.dim() == 4 else tensor
 
 
-@lru_cache(maxsize=1)  # mostly of the same
+@lru_cache(maxsize=1)  # mostly called with the same time
 def _at_least(seconds: float) -> timedelta:
-    """Return so much time or up to 1 ms more: gloo counts whole milliseconds, and would end too early."""
+    """Return this time or up to 1 ms more: gloo counts whole milliseconds, and would end too early."""
     return timedelta(milliseconds=max(0, math.floor(1000 * seconds)) + 1)

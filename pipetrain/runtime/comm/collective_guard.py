@@ -1,6 +1,6 @@
-"""What the ranks of a Pipeline do together, how an error of one becomes that of all, and what must be alike.
+"""Collective calls of a Pipeline's ranks: an error of one is raised on all, and equal values are required.
 
-Settings and programs are compared, and tensors are taken from rank 0.
+Settings and programs are compared, and tensors are copied from rank 0.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.comm.ranks import Ranks
 from pipetrain.schedule.actions import Program, format_program
 
-COMPARED_UPDATES = (0, 1, 2, 3, 10)  # whose learning rates are compared
+COMPARED_UPDATES = (0, 1, 2, 3, 10)  # updates at which learning rates are compared
 
 
 class CollectiveGuard:
-    """The ranks of a run, until an error of what they do together. `ended`: called after that."""
+    """The ranks of a run, until an error of a collective call. `ended`: called after that."""
 
     def __init__(self, groups: ProcessGroups, ended: Callable[[], None]) -> None:
         self.groups = groups
         self._ended = ended
         self.stopped = ""
-        """The error that ended it."""
+        """The error that ended the run."""
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Run a part of what all ranks do together: after an error this rank leaves them for good."""
+        """Run a part that all ranks run: after an error this rank leaves the others for good."""
         try:
             yield
         except KeyboardInterrupt as stop:
-            raise stop from None  # not from a connection that another rank has closed, at the same Ctrl-C
+            raise stop from None  # not from a connection that another rank closed at the same Ctrl-C
         except Exception as error:
             try:
                 if not isinstance(error, ChannelError):
-                    self.groups.check()  # what has ended the transfers is the cause of what follows from it
+                    self.groups.check()  # the error that has ended the transfers is the cause
                 raise
             except Exception as cause:
                 self.stopped = one_line(cause) or type(cause).__name__
@@ -59,7 +59,7 @@ class CollectiveGuard:
                 raise
 
     def on_first(self, what: str, read: Callable[[], Any]) -> Any:
-        """Return on every rank what `read` returns on rank 0, or raise its error on all."""
+        """Return on every rank the result of `read` on rank 0, or raise its error on all."""
         result, error = attempt(read) if self.groups.world.rank == 0 else (None, None)
         with self():
             result, failure = self.groups.broadcast(what, [result, failure_of(error)])
@@ -67,10 +67,10 @@ class CollectiveGuard:
         return result
 
     def on_all(self, what: str, make: Callable[[], Any]) -> Any:
-        """Return what `make` returns on each rank, or raise its error on all, which one rank says."""
+        """Return the result of `make` on each rank, or raise its error on all; one rank prints it."""
         made, error = attempt(make)
         if error is not None and self.stopped:
-            raise error  # of what the ranks did together
+            raise error  # of a collective call
         try:
             with self():
                 failures = self.groups.gather(what, failure_of(error))
@@ -85,7 +85,7 @@ class CollectiveGuard:
         return made
 
     def abandon(self, error: BaseException | None) -> None:
-        """Leave the other ranks, which may not come to close it together, after an error of the program."""
+        """Leave the other ranks, which may not call `close`, after an error of the program."""
         if self.groups.world.size > 1 and not self.stopped:
             self.stopped = one_line(error) if isinstance(error, Exception) else "interrupted"
             self.groups.abandon(self.stopped)
@@ -100,11 +100,11 @@ class CollectiveGuard:
 
 
 Failure = tuple[str, bool]
-"""An error of one rank as the others are told: a sentence, and whether it refuses what was given."""
+"""An error of one rank as sent to the others: a sentence, and whether it refuses a user's value."""
 
 
 def attempt(read: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """Return what `read` returns, or what it raises."""
+    """Return the result of `read`, or its error."""
     try:
         return read(), None
     except Exception as error:  # a loader may raise anything
@@ -112,14 +112,14 @@ def attempt(read: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def failure_of(error: Exception | None) -> Failure | None:
-    """Return what the other ranks are told of an error."""
+    """Return an error in the form that is sent to the other ranks."""
     if error is None:
         return None
     return one_line(error) or type(error).__name__, isinstance(error, ConfigError)
 
 
 def raise_failure(error: Exception | None, failure: Failure | None, rank: int) -> None:
-    """Raise the error of a `rank` on it, and on the others what it has told of it, if it failed."""
+    """Raise a rank's error: the error itself on that `rank`, the received failure on the others."""
     if error is not None:
         raise error
     if failure is not None:
@@ -130,12 +130,12 @@ def raise_failure(error: Exception | None, failure: Failure | None, rank: int) -
 def conditions(
     settings: Settings, optimizer: Optimizer, program: Program, rate: LearningRate
 ) -> dict[str, Any]:
-    """Return what must be the same on all ranks: settings, program, rates, the optimizer with its options."""
+    """Return what must be equal on all ranks: settings, program, rates, the optimizer with its options."""
     values: dict[str, Any] = {"optimizer": title(optimizer)}
     for number, group in enumerate(optimizer.param_groups):
         of = f"optimizer.{number}" if number else "optimizer"
         values |= {f"{of}.{key}": value for key, value in group.items() if key != "params"}
-    with suppress(Exception):  # a user's function may end before
+    with suppress(Exception):  # a user's function may not reach these updates
         for update in COMPARED_UPDATES:
             if rate.fraction is not None:
                 values[f"lr_schedule({update})"] = rate.fraction(update)
@@ -148,7 +148,7 @@ def digest(program: Program) -> int:
 
 
 def compare_ranks(ranks: Ranks, what: str, mine: Mapping[str, Any]) -> None:
-    """Refuse ranks that have different values under a name. Raises Refused, on all of them alike."""
+    """Refuse ranks with different values under a name. Raises Refused, on all of them."""
     first, *others = ranks.gather(what, {key: json.dumps(v, default=_in_words) for key, v in mine.items()})
     for rank, theirs in enumerate(others, start=1):
         for name in first | theirs:
@@ -166,9 +166,9 @@ def _in_words(value: Any) -> Any:
 
 
 def broadcast_from_rank0(groups: Ranks, what: str, tensors: Mapping[str, Tensor]) -> None:
-    """Give tensors in host memory the numbers that they have on rank 0.
+    """Overwrite tensors in host memory with those of rank 0.
 
-    Raises ConfigError, on all ranks alike, if they have other names or forms.
+    Raises ConfigError, on all ranks, if names or forms differ.
     """
     compare_ranks(groups, what, {f"tensor {name}": str(specs_of([t])[0]) for name, t in tensors.items()})
     own = [t.data for t in tensors.values() if t.device.type == "cpu"]

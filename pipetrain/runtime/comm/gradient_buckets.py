@@ -1,9 +1,9 @@
-"""Gradients as tensors that ranks add up; those of replicas in buckets, told while the last backward runs.
+"""Gradients as tensors to be summed over ranks; those of replicas in buckets, sent during the last backward.
 
-A backward goes from the last layer to the first. So a batch's last one on a rank finishes the gradients of
-the last layers while it still computes the others, and what is finished can travel meanwhile (as in
+A backward goes from the last layer to the first. So a batch's last backward on a rank finishes the gradients
+of the last layers while it still computes the others, and finished ones can be sent meanwhile (as in
 DistributedDataParallel, Li et al. 2020, section 3.2.3). The buckets and their order follow from the weights
-alone, as replicas must add up the same in the same order, in whatever order autograd goes.
+alone, as all replicas must sum in the same order, whatever order autograd uses.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ BUCKET = 25 * 2**20  # bytes
 
 
 def buckets_of(weights: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Return the weights by full bucket, in the order in which a backward goes, and last all others.
+    """Return the weights in full buckets, in the order of a backward, and last all others.
 
-    Vectors are among these: they are small, and where a backward is split I makes their gradients, not W.
+    Vectors are among the others: they are small, and in a split backward I makes their gradients, not W.
     """
     buckets: list[dict[str, Tensor]] = [{}]
     for name, weight in reversed([*weights.items()]):
@@ -41,9 +41,9 @@ def buckets_of(weights: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 def finishing(
     buckets: Sequence[Mapping[str, Tensor]], all_reduce: Callable[[Tensor], None]
 ) -> Iterator[None]:
-    """Tell each bucket of leaves once the backward in this context has finished it and those before it.
+    """Reduce each bucket of leaves once the backward in this context has finished it and all before it.
 
-    Buckets that it does not reach are told at its end. Raises TrainingStopped if it adds to a leaf twice.
+    Buckets that it does not reach are reduced at its end. Raises TrainingStopped if it adds to a leaf twice.
     """
     left = deque(buckets)
     unfinished = {id(leaf): name for bucket in buckets for name, leaf in bucket.items()}
@@ -83,7 +83,7 @@ def flat(weights: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def _in_memory(numbers: Tensor, weight: Tensor) -> Tensor:
-    """Return the numbers of a weight in the order of its memory: to flatten others copies them one by one."""
+    """Return the numbers of a weight in memory order: flattening in another order copies one by one."""
     return numbers_of(numbers).permute(0, 2, 3, 1) if _channels_last(weight) else numbers_of(numbers)
 
 
@@ -93,11 +93,11 @@ def _channels_last(weight: Tensor) -> bool:
 
 
 def counts_of(weights: Mapping[str, Tensor], skip: Tensor | None) -> list[Tensor]:
-    """Return for each weight a 1 if it has a gradient, in a tensor; of a stage without weights a 1 for all.
+    """Return for each weight a tensor with 1 if it has a gradient; for a stage without weights, one 1.
 
-    `skip`: 1 if the stage leaves this update out; then all must, which a NaN in these places says.
+    `skip`: 1 if the stage skips this update; then all must, so a NaN takes the place of these counts.
     """
-    # Filled on the device: a host's list would be copied to it, for which the host waits.
+    # Filled on the device: copying a list from the host would make it wait.
     each = [numbers_of(one).new_full((1,), float(one.grad is not None)) for one in weights.values()]
     if skip is not None:
         return [torch.where(skip > 0, math.nan, torch.cat(each or [torch.ones_like(skip).reshape(1)]))]
@@ -105,7 +105,7 @@ def counts_of(weights: Mapping[str, Tensor], skip: Tensor | None) -> list[Tensor
 
 
 def parts_of(weights: Mapping[str, Tensor], numbers: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Split numbers, as `flat` gives them, in one tensor: into a part for each weight, and the rest."""
+    """Split one tensor of numbers, ordered as in `flat`, into a part for each weight, and the rest."""
     sizes = [numbers_of(weight).numel() for weight in weights.values()]
     *parts, more = torch.split(numbers, [*sizes, len(numbers) - sum(sizes)])
     return dict(zip(weights, parts, strict=True)), more
@@ -114,10 +114,10 @@ def parts_of(weights: Mapping[str, Tensor], numbers: Tensor) -> tuple[dict[str, 
 def set_gradients(
     weights: Mapping[str, Tensor], parts: Mapping[str, Tensor], counts: Tensor, copies: bool = True
 ) -> None:
-    """Set the gradients to sums of what `flat` and `counts_of` gave, or without `copies` to views of them.
+    """Set the gradients to sums of `flat` and `counts_of`; without `copies` they are views of the sums.
 
-    `copies`: where other stages of the rank take the same sums, as clipping scales a gradient in place. The
-    counts are looked at only if a weight has no gradient here: a GPU's host would wait for them.
+    `copies`: if other stages of the rank use the same sums, as clipping scales a gradient in place. The
+    counts are read only if a weight has no gradient here: reading makes a GPU's host wait.
     """
     had = [weight.grad is not None for weight in weights.values()]
     has = had if all(had) else [count != 0 for count in counts.tolist()]

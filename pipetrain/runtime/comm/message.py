@@ -1,4 +1,4 @@
-"""What travels between two ranks, and the errors of those who wait for it."""
+"""Messages between two ranks, and the errors of waiting for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipetrain.schedule.lower import Link
 class Message:
     """The tensors of one microbatch on one link of an edge.
 
-    `specs`: as they travel; `ranks`: source and destination rank; `plain`: the specs before encoding.
+    `specs`: on the wire; `ranks`: source and destination rank; `plain`: the specs before encoding.
     """
 
     src: int
@@ -47,17 +47,17 @@ class Message:
 
     @property
     def name(self) -> str:
-        """What it is, with the stages of a skip, which are not neighbours."""
+        """Its description, with the stages if it skips some."""
         what = f"the {'activation' if self.src < self.dst else 'gradient'} of microbatch {self.mb}"
         return what if abs(self.src - self.dst) == 1 else f"{what} (stage {self.src} to {self.dst})"
 
 
 Failed = Callable[[str], ChannelError]
-"""Makes the error of a wait: of a connection that is lost, and why, or with "" of its deadline."""
+"""Makes the error of a wait, given why the connection was lost, or "" for an expired deadline."""
 
 
 def failed(receives: Sequence[Message], sends: Sequence[Message], timeout: float, why: str) -> ChannelError:
-    """Return the error of a wait for any of these messages. See Failed."""
+    """Return the error of waiting for any of these messages. See Failed."""
     first = (*receives, *sends)[0]
     me, peer = first.ranks[::-1] if receives else first.ranks
     if why:
@@ -68,7 +68,7 @@ def failed(receives: Sequence[Message], sends: Sequence[Message], timeout: float
 
 
 def failed_sum(tie: Tie, group: Any, timeout: float, why: str) -> ChannelError:
-    """Return the error of a wait for the sum over the ranks of a tie. See Failed."""
+    """Return the error of waiting for the sum over the ranks of a tie. See Failed."""
     what = "the gradients of shared weights" if tie else "the gradient norms"
     if len(tie) == 1:
         what = f"the gradients of the replicas of stage {tie[0]}"

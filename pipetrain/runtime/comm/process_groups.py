@@ -1,8 +1,8 @@
-"""The process groups between the ranks: one for each directed link, and those of sums.
+"""The process groups between the ranks: one for each directed link, and one for each sum.
 
 Two directions on one communicator deadlock if both ends send first, so each directed link has its own group.
-Every rank makes all groups in the same order. A gloo group over all ranks carries what they tell each other;
-another group adds up the gradient norms during a window.
+Every rank makes all groups in the same order. A gloo group over all ranks carries everything but the stages'
+messages; another group sums the gradient norms during a window.
 
 After an error nothing is destroyed that may be in use: ncclCommDestroy waits for all kernels, and for the
 other ranks; gloo's connections stay open as long as an object refers to a message. So `_cut` comes first.
@@ -36,12 +36,12 @@ from pipetrain.runtime.device import gpu_of, obstacle
 from pipetrain.schedule.actions import ALL, Edge, Placement, Tie
 from pipetrain.schedule.lower import Link
 
-_CUT = 2**30 - 2  # a tag that nobody sends with
+_CUT = 2**30 - 2  # a tag that is never sent
 _meetings = itertools.count()
 
 
 def _fresh_store(world: World, limit_s: float) -> Store:
-    """Return torchrun's store, or the program's, under a new prefix: the keys of closed ones remain."""
+    """Return torchrun's store, or the program's, under a new prefix: keys of closed runs remain."""
     if dist.is_initialized() and not dist.is_torchelastic_launched():
         store: Store = dist.distributed_c10d._get_default_store()
     else:
@@ -52,8 +52,8 @@ def _fresh_store(world: World, limit_s: float) -> Store:
 class ProcessGroups(Ranks):
     """The ranks of a run and the process groups between them. `placement[stage]`: the ranks of a stage.
 
-    `staged`: whether a GPU's messages go through host memory, over gloo, also where NCCL could carry them.
-    `store`: of these links alone; None: a part of torchrun's.
+    `staged`: whether a GPU's messages go through host memory, over gloo, even if NCCL could carry them.
+    `store`: for this run alone; None: a part of torchrun's.
     """
 
     def __init__(
@@ -69,17 +69,18 @@ class ProcessGroups(Ranks):
         super().__init__(world, timeout)
         self.placement = placement
         self.device = device
-        # Twice the limit, so that the channel's own deadline, which names the message, comes first.
+        # Twice the limit, so that the channel's own deadline, with an error that names the message, comes
+        # first.
         self._limit = timedelta(seconds=2 * timeout)
         self._groups: dict[Link, Any] = {}
         self._sums: dict[Tie, Any] = {}
         self._opened: set[Link] = set()  # of all ranks
         self._channels: list[Channel] = []
         self.deadline = Deadline(timeout, self._cut, self._broken)
-        """Of what the device's stream waits for, over NCCL."""
+        """For what the device's stream waits for, over NCCL."""
         self._listeners: Listeners | None = None  # over NCCL
         self._cutting = Lock()
-        self._aborts: list[Thread] | None = None  # once all transfers have been ended
+        self._aborts: list[Thread] | None = None  # set once all transfers are being ended
         self.store: Store
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -96,9 +97,9 @@ class ProcessGroups(Ranks):
                 why = f"rank {gpus.index([])} has no GPU, and others have: give it one, or set device=cpu"
                 raise of_all(Refused(why), world.rank)
             self.obstacle = obstacle(gpus)
-            """Why the ranks' GPUs cannot talk over NCCL, if so."""
+            """Why the ranks' GPUs cannot communicate over NCCL, or ""."""
             self.sharing = sum(gpu[:1] == gpus[world.rank][:1] for gpu in gpus)
-            """How many ranks share this one's GPU, itself included."""
+            """How many ranks share this rank's GPU, itself included."""
             self.staged = device.type == "cuda" and (staged or bool(self.obstacle))
             self.backend = "nccl" if device.type == "cuda" and not self.staged else "gloo"
             self._place = torch.device("cpu") if self.staged else device  # of what is sent
@@ -114,17 +115,17 @@ class ProcessGroups(Ranks):
 
     def _connect(self) -> None:
         if self.backend == "nccl":
-            # Its own watch would not say which message it was: see Deadline.
+            # NCCL's own watch would not name the message: see Deadline.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             self._listeners = Listeners(self.aside(), self._lost)
         self._sums[ALL] = self._group(range(self.world.size))
 
     def _group(self, ranks: Collection[int]) -> Any:
-        """Make a group of some ranks; all ranks call it, in one order."""
+        """Make a group of some ranks; all ranks call it, in the same order."""
         return dist.new_group(sorted(ranks), timeout=self._limit, backend=self.backend)
 
     def open(self, links: Sequence[Link], ties: Sequence[Tie] = ()) -> None:
-        """Connect the ends of links and the ranks of ties, if they are not yet. Raises ChannelError.
+        """Connect the ends of links and the ranks of ties, if they are not connected. Raises ChannelError.
 
         All ranks call it.
         """
@@ -154,11 +155,11 @@ class ProcessGroups(Ranks):
                 self._settle("connect", ranks_of[number])
 
     def ranks_of(self, tie: Tie) -> set[int]:
-        """Return the ranks that sum something up for a tie, or for ALL."""
+        """Return the ranks that sum for a tie, or for ALL."""
         return {rank for stage in tie or range(len(self.placement)) for rank in self.placement[stage]}
 
     def add_up(self, tie: Tie, numbers: Tensor) -> Tensor:
-        """Return the sum of numbers over the ranks of a tie, which all call it. Raises ChannelError."""
+        """Return the sum of numbers over the ranks of a tie, which must all call it. Raises ChannelError."""
         sums = numbers.to(self._place)
         with self._trying("add up with the other ranks"):
             dist.all_reduce(sums, group=self._sums[tie])
@@ -171,10 +172,10 @@ class ProcessGroups(Ranks):
         return self._channels[-1]
 
     def close(self) -> None:
-        """Destroy the process groups, after a successful run; one that the program made itself stays."""
+        """Destroy the process groups, after a successful run; a group that the program made stays."""
         if self._listeners:
             self.deadline.settle()
-            torch.cuda.synchronize()  # a rank that goes breaks what others still receive
+            torch.cuda.synchronize()  # a rank that leaves breaks what others still receive
             self.gather("the end", None)
             self._listeners.say(self.world.rank, "")
         else:
@@ -182,11 +183,11 @@ class ProcessGroups(Ranks):
         self._leave_groups()
 
     def abandon(self, why: str) -> None:
-        """Leave the other ranks after an error: what they wait for from this one fails at once.
+        """Leave the other ranks after an error: what they wait for from this rank fails at once.
 
-        Over NCCL they are told `why`; over gloo they see that the connection is closed.
+        Over NCCL they are sent `why`; over gloo they see a closed connection.
         """
-        with suppress(Exception):  # the error that was the cause counts
+        with suppress(Exception):  # the original error counts
             if self._listeners and not self._listeners.announced:
                 self._listeners.say(self.world.rank, why)
             if self._all is not None and self._cut():
@@ -195,7 +196,7 @@ class ProcessGroups(Ranks):
                 self._leave_groups()
 
     def first_error(self, why: str) -> tuple[int, str]:
-        """Return the rank whose error was the first to end a run, and which; this one's is `why`."""
+        """Return the rank with the first error of the run, and that error; this rank's is `why`."""
         first = self.world.rank, why
         if self.world.size > 1:
             with suppress(Exception):  # the store may have ended with its process
@@ -210,7 +211,7 @@ class ProcessGroups(Ranks):
         self.deadline.fail(ChannelError(f"rank {self.world.rank} lost rank {rank}: {why}"))
 
     def _settle(self, doing: str, ranks: Collection[int]) -> None:
-        """Let the host wait for what the stream waits for, from some ranks, outside of a window."""
+        """Make the host wait, outside of a window, for what the stream waits for from some ranks."""
         if self.backend == "nccl":
             late = self.world.rank, self._timeout, set(ranks) - {self.world.rank}, doing
             self.deadline.add(lambda why: came_too_late(*late))
@@ -223,11 +224,11 @@ class ProcessGroups(Ranks):
         return any(group._get_backend(self.device).get_error().name != "SUCCESS" for group in self._in_use())
 
     def _cut(self) -> bool:
-        """End all transfers, so that what waits for them goes on, to fail; return whether all have ended.
+        """End all transfers, so that waits for them fail; return whether all have ended.
 
         NCCL's communicators are aborted at the same time: ncclCommAbort may wait for the device, and so for
-        a kernel of the next one. A group of NCCL's calls is one thread's, and torch gives each abort a thread
-        of its own, so such a group holds none. A gloo group closes a connection on which a wait times out.
+        a kernel of the next one. Grouped NCCL calls belong to one thread, and torch gives each abort a thread
+        of its own, so grouping would not help. A gloo group closes a connection on which a wait times out.
         """
         with self._cutting:
             if self._aborts is None:
@@ -246,20 +247,20 @@ class ProcessGroups(Ranks):
             return not any(abort.is_alive() for abort in self._aborts)
 
     def _leave(self) -> None:
-        """Leave the groups that are open when the program ends, which other ranks are told.
+        """Leave the open groups when the program ends, and send that to the other ranks.
 
-        Their threads drop tensors of past collectives at any time, and one that asks for Python's lock while
-        Python ends aborts the process. A Ctrl-C has nothing left to interrupt.
+        The groups' threads drop tensors of past collectives at any time, and one that takes Python's lock
+        while Python ends aborts the process. A Ctrl-C has nothing left to interrupt.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if not (self._listeners or hasattr(sys, "last_value")):  # or an error has ended it, and was printed
+        if not (self._listeners or hasattr(sys, "last_value")):  # else an error has ended it, and was printed
             self.send_end()
         self.abandon("its program has ended")
 
     def _leave_groups(self) -> None:
-        """Destroy the groups and drop all references; a default group of ours takes the others with it."""
+        """Destroy the groups and drop all references; our own default group destroys the others with it."""
         atexit.unregister(self._leave)
-        groups: list[Any] = [] if self._all is None else [self._all]  # None: they have been destroyed
+        groups: list[Any] = [] if self._all is None else [self._all]  # None: already destroyed
         if groups and not self._owned:
             groups += self._in_use()
         self._groups.clear()
@@ -278,7 +279,7 @@ class ProcessGroups(Ranks):
 
 
 def in_rounds(groups: Sequence[Collection[int]]) -> list[int]:
-    """Return the numbers of groups of ranks, in an order in which those that share none connect at once."""
+    """Return the numbers of groups of ranks, in an order that lets disjoint groups connect at once."""
     rounds: list[list[int]] = []
     for number, ranks in enumerate(groups):
         apart = (one for one in rounds if all(set(ranks).isdisjoint(groups[other]) for other in one))

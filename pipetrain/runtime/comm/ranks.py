@@ -1,4 +1,4 @@
-"""The ranks of a run: how many there are, and what they tell each other beside the stages' messages.
+"""The ranks of a run, and their communication other than the stages' messages.
 
 What they tell is JSON and tensors: nothing that is received is unpickled. Every wait has a deadline.
 """
@@ -24,19 +24,19 @@ from torch import Tensor
 from pipetrain.errors import ChannelError, Refused, cause_of, of_all
 from pipetrain.model.specs import TensorSpec, bytes_of
 
-HEAD = 504  # bytes of a text that its first message carries
-LAST_WORD_S = 2.0  # that a rank may take to hear which other one is lost
+HEAD = 504  # bytes of a text in its first message
+LAST_WORD_S = 2.0  # for a rank to receive which other one is lost
 ENDED = json.dumps(["close() or the end of its program", None])  # a rank's last text
-ROUNDS = 32  # messages to and fro to compare two clocks
-_Sent = tuple[Any, Any]  # what is to be waited for, with what must stay until then
-_WORDS, _TENSORS = 2**30, 2**30 + 1  # gloo keeps tags apart, and counts small ones in monitored_barrier
+ROUNDS = 32  # round trips to compare two clocks
+_Sent = tuple[Any, Any]  # a work to wait for, and what must live until then
+_WORDS, _TENSORS = 2**30, 2**30 + 1  # tags; monitored_barrier of gloo counts small ones
 _ASIDE = 2**29  # and more
-LONG_S = 30 * 86400.0  # of waiting for a rank whose end would be noticed
+LONG_S = 30 * 86400.0  # for a rank whose end would be noticed
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The rank of a process among the others, as set by torchrun; a single process without it."""
+    """The rank of a process among all ranks, as set by torchrun; a single process without it."""
 
     rank: int = 0
     size: int = 1
@@ -45,7 +45,7 @@ class World:
 
     @classmethod
     def current(cls) -> World:
-        """Return the world of the process group, if there is one, else that of torchrun."""
+        """Return the world of the process group, if there is one, else torchrun's."""
         if dist.is_initialized():
             rank, size = dist.get_rank(), dist.get_world_size()
         else:
@@ -55,9 +55,9 @@ class World:
 
 
 class Ranks:
-    """All ranks of a run, over gloo. `timeout`: seconds that a wait for the others may take.
+    """All ranks of a run, over gloo. `timeout`: seconds that a wait for other ranks may take.
 
-    Its methods raise ChannelError if another rank does not come, or is lost. `beside`: see `aside`.
+    The methods raise ChannelError if another rank does not arrive, or is lost. `beside`: see `aside`.
     """
 
     def __init__(self, world: World, timeout: float, group: Any = None, beside: int = 0) -> None:
@@ -66,19 +66,19 @@ class Ranks:
         self._all = group
         self._beside, self._asides = beside, 0
         self._tag = _ASIDE + beside if beside else _WORDS
-        self._limit_s = LONG_S if beside else None  # of waiting for a text, if not that of the group
-        self._heads: dict[int, tuple[Any, bytearray]] = {}  # of each rank's next text: a posted receive
-        self._announced: list[_Sent] = []  # to be waited for
+        self._limit_s = LONG_S if beside else None  # for a text; None: the group's limit
+        self._heads: dict[int, tuple[Any, bytearray]] = {}  # a posted receive for each rank's next text
+        self._announced: list[_Sent] = []  # still to be waited for
 
     def aside(self) -> Ranks:
-        """Return the ranks for another thread, which waits for one while it lives. All ranks call it."""
+        """Return the ranks for another thread, which may wait as long as they live. All ranks call it."""
         self._asides += 1
         return Ranks(self.world, self._timeout, self._all, self._asides)
 
     def gather(self, what: str, item: Any) -> list[Any]:
-        """Return each rank's `item` as JSON has it: lists for tuples, keys that are strings.
+        """Return each rank's `item` in JSON's types: lists for tuples, keys that are strings.
 
-        The others tell rank 0, which tells them all: a collective of gloo takes several times as long.
+        All ranks send to rank 0, which sends to all: a collective of gloo takes several times as long.
         """
         text = json.dumps([what, item])
         if self.world.size == 1:
@@ -88,7 +88,7 @@ class Ranks:
                 sent = self._post_text(text, 0)
                 texts = json.loads(self._take_text(0))
                 _wait_for(sent, self._limit_s)
-            if isinstance(texts, str):  # what rank 0 knows of a rank that is lost
+            if isinstance(texts, str):  # rank 0's error about a lost rank
                 raise ChannelError(texts)
         else:
             texts = [text, *(self._receive(what, rank) for rank in range(1, self.world.size))]
@@ -98,7 +98,7 @@ class Ranks:
         return self._items(what, texts, self.world.size)
 
     def _items(self, what: str, texts: Sequence[str], ranks: int) -> list[Any]:
-        """Return what the first `ranks` say at `what`. Raises ChannelError if one is elsewhere."""
+        """Return the items of the first `ranks` at `what`. Raises ChannelError if one is elsewhere."""
         received = [json.loads(text) for text in texts]
         for rank, (theirs, _) in enumerate(received):
             if theirs != what or len(texts) != ranks:
@@ -109,18 +109,18 @@ class Ranks:
         return [theirs for _, theirs in received]
 
     def _receive(self, what: str, rank: int) -> str:
-        """Return a rank's text; if the rank is lost, the others are told which one it is."""
+        """Return a rank's text; if that rank is lost, send its number to the others."""
         try:
             with self._trying(f"hear {what} from rank {rank}"):
                 return self._take_text(rank)
         except ChannelError as error:
             for other in set(range(1, self.world.size)) - {rank}:
-                with suppress(RuntimeError):  # it is lost too, or does not come
+                with suppress(RuntimeError):  # it is lost too, or does not answer
                     _wait_for(self._post_text(json.dumps(str(error)), other), LAST_WORD_S)
             raise
 
     def send_end(self) -> None:
-        """Tell the ranks that still wait for this one that it leaves them, and no error did it."""
+        """Send to the ranks that wait for this one that it leaves without an error."""
         for rank in [0] if self.world.rank else range(1, self.world.size):
             with suppress(Exception):  # it has ended too
                 text = ENDED if self.world.rank else json.dumps([ENDED])
@@ -145,7 +145,7 @@ class Ranks:
         if rest:
             dist.recv(torch.frombuffer(rest, dtype=torch.uint8), rank, group=self._all, tag=self._tag)
         if not self._beside:
-            with suppress(RuntimeError):  # it was the last word of a rank that has left
+            with suppress(RuntimeError):  # it was the last text of a rank that has left
                 self._heads[rank] = self._post_head(rank)
         return (head[8:] + rest)[:size].decode()
 
@@ -155,9 +155,9 @@ class Ranks:
         return dist.irecv(tensor, rank, group=self._all, tag=self._tag), head
 
     def announce(self, what: str, item: Any = None, ends: bool = False) -> Any:
-        """Return on every rank the `item` of rank 0, which goes on without waiting for the others.
+        """Return on every rank the `item` of rank 0, which continues without waiting for the others.
 
-        `ends`: it waits until they have it, as it may leave them afterwards.
+        `ends`: rank 0 waits until they have it, as it may leave them afterwards.
         """
         texts = [json.dumps([what, item])]
         if self.world.rank:
@@ -174,14 +174,14 @@ class Ranks:
         return item
 
     def broadcast(self, what: str, item: Any = None, source: int = 0) -> Any:
-        """Return on every rank the `item` of rank `source`, as JSON has it."""
+        """Return on every rank the `item` of rank `source`, in JSON's types."""
         return self.gather(what, item if self.world.rank == source else None)[source]
 
     def barrier_or_raise(self, doing: str, refusal: str = "", limit_s: float | None = None) -> None:
-        """Wait for all ranks, of which none may refuse; raises Refused on every rank alike.
+        """Wait for all ranks; if one refuses, raise Refused on every rank.
 
         A rank that refuses may call it in place of the next call of the others. `doing`: what the ranks wait
-        to do, such as "get ready". The error names ranks that do not come.
+        to do, such as "get ready". The error names missing ranks.
         """
         limit_s = self._timeout if limit_s is None else limit_s
         if self.world.size > 1:
@@ -202,7 +202,7 @@ class Ranks:
         return highest
 
     def copy_from_first(self, what: str, tensor: Tensor) -> None:
-        """Overwrite a tensor in host memory with that of rank 0."""
+        """Overwrite a tensor in host memory with rank 0's."""
         if self.world.size == 1:
             return
         values = tensor.contiguous()
@@ -211,21 +211,21 @@ class Ranks:
         tensor.copy_(values)
 
     def post_tensor(self, what: str, tensor: Tensor, rank: int, stream: int = 0) -> Callable[[], Tensor]:
-        """Start to send a tensor in host memory to a rank, beside the messages of the stages.
+        """Start to send a tensor in host memory to a rank, apart from the messages of the stages.
 
-        The tensors of one `stream` are taken in order. Returns what waits until it is sent.
+        The tensors of one `stream` are received in order. Returns a function that waits for the send.
         """
         return self._begun(dist.isend, f"send {what} to rank {rank}", tensor.contiguous(), rank, stream)
 
     def expect_tensor(self, what: str, spec: TensorSpec, rank: int, stream: int = 0) -> Callable[[], Tensor]:
-        """Post the receive of a tensor that a rank posts; returns what waits for it and returns it."""
+        """Post the receive of a tensor from a rank; returns a function that waits and returns it."""
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
         return self._begun(dist.irecv, f"receive {what} from rank {rank}", tensor, rank, stream)
 
     def _begun(
         self, begin: Callable[..., Any], doing: str, tensor: Tensor, rank: int, stream: int
     ) -> Callable[[], Tensor]:
-        """Begin a transfer; return what waits for its end and returns the tensor."""
+        """Begin a transfer; return a function that waits for its end and returns the tensor."""
         with self._trying(doing):
             work = begin(tensor, rank, group=self._all, tag=_TENSORS + stream)
 
@@ -237,7 +237,7 @@ class Ranks:
         return wait
 
     def to_first(self, what: str, tensors: Sequence[Tensor], owner: int) -> list[Tensor]:
-        """Return on rank 0, in host memory, the tensors that their `owner` gives; none on the others."""
+        """Return on rank 0, in host memory, the tensors of their `owner`; none on the others."""
         own = [tensor.cpu() for tensor in tensors]
         if owner == 0:
             return own
@@ -253,10 +253,10 @@ class Ranks:
         return received
 
     def clock_offset(self, now: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
-        """Return what to add to this rank's `now()` to get rank 0's, and the bound of its error, in seconds.
+        """Return what to add to this rank's `now()` to get rank 0's, and a bound on the error, in seconds.
 
-        All ranks must call it. As in NTP, rank 0's answer is assumed to be midway between question and
-        answer; the round with the shortest round trip counts, and half of that is the error.
+        All ranks must call it. As in NTP, rank 0's answer is assumed to be midway between sending and
+        receiving; the round with the shortest round trip counts, and half of that is the error.
         """
         rounds = [(0.0, 0.0)] if self.world.rank == 0 else []
         with self._trying("compare its clock with rank 0's"):
@@ -275,7 +275,7 @@ class Ranks:
         return offset, error
 
     def check(self) -> None:
-        """Raise the error that has ended all transfers, if one has."""
+        """Raise the error that has ended all transfers, if any."""
 
     @contextmanager
     def _trying(self, doing: str) -> Iterator[None]:
@@ -292,30 +292,30 @@ class Ranks:
 
 
 class Listeners:
-    """Threads that hear that another rank has stopped, and why, or that it is lost.
+    """Threads that receive that another rank has stopped, and why, or notice that it is lost.
 
-    All tell rank 0, which tells the others: so all name the rank that was the first. `ranks`: of these
-    threads alone, see `Ranks.aside`; `lost`: called with the rank and why.
+    All send to rank 0, which sends to the others: so all name the first rank. `ranks`: for these threads
+    alone, see `Ranks.aside`; `lost`: called with the rank and why.
     """
 
     def __init__(self, ranks: Ranks, lost: Callable[[int, str], None]) -> None:
         self._ranks, self._lost = ranks, lost
         self._peers = [0] if ranks.world.rank else [*range(1, ranks.world.size)]
         self.announced = False
-        """Whether all know how this run ends."""
+        """Whether all ranks have received how this run ends."""
         self._threads = [Thread(target=self._listen, args=(peer,), daemon=True) for peer in self._peers]
         for thread in self._threads:
             thread.start()
 
     def say(self, rank: int, why: str) -> None:
-        """Say, at once, why a rank has stopped; with "" that this one has come to a good end."""
+        """Send at once why a rank has stopped; "" means that this rank has finished."""
         self.announced = True
         for peer in set(self._peers) - {rank}:
-            with suppress(RuntimeError):  # who is lost hears nothing
+            with suppress(RuntimeError):  # a lost rank receives nothing
                 _wait_for(self._ranks._post_text(json.dumps([rank, why]), peer), LAST_WORD_S)
 
     def join(self) -> None:
-        """Wait for the threads: one that comes out of C++ while Python ends would abort the process."""
+        """Wait for the threads: one that leaves C++ while Python ends would abort the process."""
         for thread in self._threads:
             thread.join(LAST_WORD_S)
 

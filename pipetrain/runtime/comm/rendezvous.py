@@ -1,9 +1,9 @@
 """How the ranks of a run find each other, in torchrun's store.
 
-The store outlives the ranks that torchrun restarts. Each of its agents counts its own restarts: a node that
-was replaced begins with 0 again. So the ranks agree on an attempt. Each one counts its starts in the store,
-and rank 0 answers the newest start of every other with its own number, under which all of them meet: no key
-of an earlier attempt is read. Every wait has a deadline.
+The store outlives the ranks that torchrun restarts. Each of its agents counts its own restarts: a replaced
+node begins with 0 again. So the ranks agree on an attempt: each one counts its starts in the store, and rank
+0 answers the newest start of every other rank with its own number. Under this number they meet, so no key of
+an earlier attempt is read. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from pipetrain.runtime.comm.ranks import World, came_too_late
 
 log = logging.getLogger("pipetrain")
 
-START_S = 300.0  # that the ranks' imports may take
-SILENCE_S = 10.0  # between two lines about what takes long
+START_S = 300.0  # for the ranks' imports
+SILENCE_S = 10.0  # between two lines about a long wait
 POLL_S = 0.02
 DELAY = "delay"  # the key of the seconds that rank 0 may take longer
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 LOOPBACK = 127  # first byte of its addresses
-ELSEWHERE = "192.0.2.1"  # of RFC 5737, in no network: the default route leads there
+ELSEWHERE = "192.0.2.1"  # from RFC 5737, in no network, so it is reached by the default route
 
 
 def choose_interface(world: World) -> None:
-    """Let gloo and NCCL listen only on the network of torchrun's address; existing settings are kept.
+    """Let gloo and NCCL listen only on the network of torchrun's address; existing settings stay.
 
-    That is the loopback if all ranks are on this machine. The default is the network of this machine's host
+    That is the loopback if all ranks are on this machine. Their default is the network of this machine's host
     name, which may be an unneeded one, or a loopback that other machines cannot reach.
     """
     master = os.environ.get("MASTER_ADDR", "")
@@ -57,10 +57,10 @@ def choose_interface(world: World) -> None:
 
 
 def _interface_towards(host: str) -> str | None:
-    """Return the name of the interface that leads to a host, as Linux tells it; None if unknown."""
+    """Return the name of the interface that leads to a host, as Linux reports it; None if unknown."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         mine = _own_address(host)
-        if mine[0] == LOOPBACK:  # a machine's own name often stands for it
+        if mine[0] == LOOPBACK:  # a machine's own name often stands for the loopback
             mine = _own_address(ELSEWHERE)
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no address
@@ -78,7 +78,7 @@ def _own_address(host: str) -> bytes:
 
 
 class Attempt:
-    """A start of all ranks by torchrun, whose `store` outlives it."""
+    """A start of all ranks by torchrun; its `store` outlives it."""
 
     def __init__(self, world: World, store: Store) -> None:
         self._world = world
@@ -99,7 +99,7 @@ class Attempt:
             return float(store.get(DELAY)) if store.check([DELAY]) else None
 
     def meet(self, limit_s: float) -> Store:
-        """Return this attempt's store once all ranks have come. Raises ChannelError."""
+        """Return this attempt's store once all ranks have arrived. Raises ChannelError."""
         store, rank = self._store, self._world.rank
         if self._met is None:
             number = self._start
@@ -120,7 +120,7 @@ class Attempt:
         def all_came() -> bool:
             for rank in sorted(missing):
                 start = store.add(f"starts of rank {rank}", 0)
-                if start > answered[rank]:  # it may be one of an earlier attempt, which nobody waits for
+                if start > answered[rank]:  # it may be one of an earlier attempt, which then has no reader
                     store.set(f"attempt of rank {rank}, start {start}", str(self._start))
                     answered[rank] = start
                 if store.check([f"attempt {self._start}/rank {rank}"]):
@@ -131,7 +131,7 @@ class Attempt:
         store.set(f"attempt {self._start}/all", "")
 
     def _until(self, come: Callable[[], bool], limit_s: float, whom: Collection[int] | str) -> None:
-        """Poll the store, not within C++, so that a signal is handled."""
+        """Poll the store, in Python rather than C++, so that a signal is handled."""
         end = time.monotonic() + limit_s
         while not come():
             if time.monotonic() > end:
@@ -141,14 +141,14 @@ class Attempt:
 
 @cache
 def this_attempt(world: World) -> Attempt:
-    """Return the attempt that this process belongs to. Raises ChannelError."""
+    """Return the attempt of this process. Raises ChannelError."""
     with _meeting(world.rank):
         return Attempt(world, _torchrun_store(world))
 
 
 @contextmanager
 def _meeting(rank: int) -> Iterator[None]:
-    """Say which rank could not use the store by which the ranks meet. Raises ChannelError."""
+    """Name the rank that could not use the store of the rendezvous. Raises ChannelError."""
     try:
         yield
     except ChannelError:
@@ -161,7 +161,7 @@ def _meeting(rank: int) -> Iterator[None]:
 
 
 def _torchrun_store(world: World) -> Store:
-    """Connect to torchrun's store, without the prefix of its agent's count; alone, one of this process."""
+    """Connect to torchrun's store, without the prefix of the agent's count; a single process has its own."""
     if world.size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         return dist.HashStore()  # type: ignore[attr-defined]
     store = _connected(world)
@@ -171,7 +171,7 @@ def _torchrun_store(world: World) -> Store:
 
 
 def _connected(world: World) -> Store:
-    """Connect to the store of the environment; without torchrun rank 0 keeps it. Raises RuntimeError."""
+    """Connect to the store of the environment; without torchrun, rank 0 serves it. Raises RuntimeError."""
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     come = Event()
 
@@ -193,4 +193,4 @@ def make_group(world: World, store: Store, limit: timedelta) -> None:
     hook = sys.excepthook
     with _meeting(world.rank):
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
-    sys.excepthook = hook  # torch puts one in its place, which names the rank
+    sys.excepthook = hook  # torch installs its own, which prints the rank

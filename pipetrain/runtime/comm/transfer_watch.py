@@ -1,16 +1,16 @@
-"""Threads that look after transfers: that one is finished, and that one never will be.
+"""Threads that watch transfers: for those that finish, and for those that never will.
 
 With gloo a receive that has arrived is not complete until a thread waits for it. So a `Watch` has one thread
 per edge, which waits for its transfers in order; all transfers are posted from the engine's thread.
 
-With NCCL the device's stream waits for messages and the host goes on, until it waits for the device: for
-ever, if a message never comes. `Deadline` has a thread that sees how long the host has been at one action or
-one wait, and ends all transfers. The stream then goes on, and the host raises the error. If it cannot, a
+With NCCL the device's stream waits for messages and the host goes on, until it waits for the device: forever,
+if a message never comes. `Deadline` has a thread that measures how long the host has been at one action or
+one wait, and ends all transfers. The stream then continues, and the host raises the error. If it cannot, a
 thread prints the error and ends the process.
 
-None of these threads calls CUDA: one on which no device is set would make a context on the first one, and to
-ask an event holds Python's lock, and may wait for the context's, which a host that synchronises can hold. So
-the host asks, and says what it is at.
+None of these threads calls CUDA: a thread without a device would make a context on the first one, and
+querying an event takes Python's lock and may wait for the context's lock, which a synchronising host may
+hold. So the host queries the events, and records what it is doing.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from pipetrain.runtime.comm.message import Failed
 from pipetrain.schedule.lower import Link
 
 LONG = timedelta(days=30)  # the engine's thread has the deadline
-RAISED_S = 5.0  # in which the host must raise the error; else it waits for the device for ever
+RAISED_S = 5.0  # for the host to raise the error; else it waits for the device forever
 _Queue = SimpleQueue[tuple[Sequence[dist.Work], Future[None]] | None]
 
 
 class Watch:
-    """Watches the transfers of some links until `close`."""
+    """Waits for the transfers of some links until `close`."""
 
     def __init__(self, links: Iterable[Link]) -> None:
         self._queues: dict[Link, _Queue] = {link: SimpleQueue() for link in links}
@@ -52,7 +52,7 @@ class Watch:
         return done
 
     def close(self) -> None:
-        """End the threads, after all that was added."""
+        """End the threads, after everything that was added."""
         for queue in self._queues.values():
             queue.put(None)
 
@@ -69,7 +69,7 @@ def _follow(queue: _Queue) -> None:
 
 
 class Deadline:
-    """The deadline of what the device's stream waits for, which the host keeps as it goes.
+    """The deadline for what the device's stream waits for, as recorded by the host.
 
     `end`: ends all transfers; `broken`: whether the connection to another rank has failed.
     """
@@ -82,26 +82,26 @@ class Deadline:
     ) -> None:
         self._timeout, self._end, self._broken = timeout, end, broken
         self._awaited: list[Failed] = []  # since the last event
-        # The events behind what the stream waits for, as far as it is not known to have passed them.
+        # Events after what the stream waits for, as far as it may not have passed them.
         self._open: deque[tuple[Any, Failed]] = deque()
-        self._since: float | None = None  # when the host began what it is at; None: to wait for no device
+        self._since: float | None = None  # when the host began its action; None: no wait for a device
         self._thread: Thread | None = None
         self._error: Exception | None = None
         self._raised = Event()
         self._closed = False
 
-    # What the host says
+    # Called by the host
 
     def begin(self) -> None:
-        """Begin an action, in which the host may have to wait for the device, until the next mark."""
+        """Begin an action in which the host may wait for the device, until the next mark."""
         self._since = time.monotonic()
 
     def add(self, failed: Failed) -> None:
-        """Let the stream wait for something; `failed` makes the error that names it."""
+        """Record that the stream waits for something; `failed` makes the error that names it."""
         self._awaited.append(failed)
 
     def mark(self, event: Any) -> None:
-        """End an action; the stream has passed what it waits for when it has passed this torch.cuda.Event."""
+        """End an action: once the stream passes this torch.cuda.Event, its waits are over."""
         self._open.extend((event, failed) for failed in self._awaited)
         self._awaited.clear()
         while self._open and self._open[0][0].query():
@@ -113,7 +113,7 @@ class Deadline:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Let the host wait for the device outside of actions. Raises the error of what did not come."""
+        """Let the host wait for the device outside of actions. Raises the error of a late message."""
         self.begin()
         try:
             yield
@@ -122,7 +122,7 @@ class Deadline:
         self.check()
 
     def settle(self) -> None:
-        """Wait until the stream has passed all that it waits for. Raises the error of what did not come."""
+        """Wait until the stream has passed all its waits. Raises the error of a late message."""
         if self._awaited:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
@@ -134,26 +134,26 @@ class Deadline:
         self.check()
 
     def check(self) -> None:
-        """Raise the error that has ended the transfers, if one has."""
+        """Raise the error that has ended the transfers, if any."""
         if self._error is not None:
             self._raised.set()
             raise self._error
 
     def close(self) -> None:
-        """End the thread: nobody waits for messages any longer."""
+        """End the thread: no message is awaited any longer."""
         self._closed = True
 
     # The threads
 
     def fail(self, error: Exception) -> None:
-        """End all transfers for an error, the first of which counts."""
+        """End all transfers with an error; only the first one counts."""
         if self._error is None and not self._closed:
             self._error = error
             for target in (self._end, self._outlast):
                 Thread(target=target, daemon=True, name="end of transfers").start()
 
     def _outlast(self) -> None:
-        """End the process if a device holds the host up, so that it does not come to raise the error."""
+        """End the process if the host waits for a device, so that it cannot raise the error."""
         while not (self._raised.wait(RAISED_S) or self._closed):
             if self._since is not None:
                 os.write(2, f"pipetrain: {self._error}\n".encode())

@@ -1,8 +1,8 @@
-"""What an optimizer, a scheduler or a layer keeps in its attributes, as tensors for a checkpoint.
+"""The attributes of an optimizer, a scheduler or a layer, as tensors for a checkpoint.
 
-Saved is what has changed since the start, so that a resumed run may be given other options, and what an
-optimizer's own `state_dict()` has beside torch's entries. Of a value that cannot be packed is seen only that
-it is another object than at the start, and said once that it is not kept.
+Saved are attributes that have changed since the start, so that a resumed run may have other options, and
+entries of an optimizer's own `state_dict()` that torch's does not have. If a value cannot be packed, only its
+replacement by another object is noticed, with one warning that it is not saved.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pipetrain.model.specs import bytes_of
 
 log = logging.getLogger("pipetrain")
 
-_OF_MODULE = {"_parameters", "_buffers", "_modules", "training"}  # saved otherwise
+_OF_MODULE = {"_parameters", "_buffers", "_modules", "training"}  # saved elsewhere
 _ENTRIES, _OTHERS = "state_dict()", "state of no parameter"  # an optimizer's
-_ANY = torch.empty(0)  # no tensor lies as this one
+_ANY = torch.empty(0)  # no tensor has its layout
 
 
 class AttributeState:
-    """The attributes of `owners`, by their names, at the start. `tensors`: parameters and buffers by name."""
+    """The attributes of `owners`, by name, at the start. `tensors`: parameters and buffers by name."""
 
     def __init__(self, owners: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self._owners = {name: owner for name, owner in owners.items() if owner is not None}
@@ -47,11 +47,11 @@ class AttributeState:
         for path, owner, value in self._values():
             if isinstance(self._began[path], str):
                 tree, numbers = self._packed(value)
-                if not (numbers and isinstance(owner, nn.Module)):  # a layer's may be large
+                if not (numbers and isinstance(owner, nn.Module)):  # a layer's tensors may be large
                     self._first[path] = tree, [tensor.clone() for tensor in numbers]
 
     def changed(self) -> dict[str, list[Tensor]]:
-        """Return what has changed, by its path: the JSON of a tree, and its tensors."""
+        """Return what has changed, by path: the JSON of a tree, and its tensors."""
         trees: dict[str, list[Tensor]] = {}
         for path, _, value in self._values():
             mark, before = self._mark(value), self._began.get(path)
@@ -63,7 +63,7 @@ class AttributeState:
         return trees
 
     def restore(self, found: Mapping[str, Sequence[Sequence[Tensor]]]) -> None:
-        """Set attributes from what stages have saved of them, and others as they were at the start."""
+        """Set attributes to what stages have saved, and others to their values at the start."""
         for path, owner, value in [*self._values()]:
             mark, before = self._mark(value), self._began.get(path)
             if path in found or not isinstance(mark, str) or mark == before:
@@ -78,7 +78,7 @@ class AttributeState:
             self._set(path, [self._read(of) for of in ([first] if alike else trees)])
 
     def _values(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yield what is kept: its path, its owner, and what it is."""
+        """Yield the path, the owner and the value of each attribute."""
         for name, owner in self._owners.items():
             for key, value in vars(owner).items():
                 graph = isinstance(value, Tensor) and value.requires_grad  # of the last forward
@@ -95,7 +95,7 @@ class AttributeState:
                 yield f"{name}/{_ENTRIES}", owner, own
 
     def _set(self, path: str, saved: Sequence[tuple[Any, list[Tensor]]]) -> None:
-        """Set what a path names, of which each stage has saved something else if there are several."""
+        """Set the value of a path from the trees of the stages, which are several if they differ."""
         (name, _, key), ((tree, tensors), *others) = path.rpartition("/"), saved
         if others and not all(map(_by_name, saved)):
             self._tell(path, "is of each stage, and the stages are others: it begins anew")
@@ -124,7 +124,7 @@ class AttributeState:
         return tree, [t if host else t.to(self._device) for t, host in zip(tensors, on_host, strict=True)]
 
     def _mark(self, value: Any) -> Any:
-        """Return a text that is another one for another value; the value itself where that cannot be."""
+        """Return a text that differs for different values, or the value itself if there is none."""
         try:
             tree, tensors = self._packed(value)
             sums = [zlib.crc32(bytes_of(tensor.cpu()).numpy().data) for tensor in tensors]
@@ -141,14 +141,14 @@ class AttributeState:
 def attributes_of(
     module: nn.Module, optimizer: Optimizer | None, scheduler: object, tensors: Mapping[str, Tensor]
 ) -> AttributeState:
-    """Return the attributes of a stage's layers, its optimizer and the parts of that, and its scheduler."""
+    """Return the attributes of a stage's layers, its optimizer with its parts, and its scheduler."""
     layers = {f"layer {name}": layer for name, layer in module.named_modules() if name}
     parts = {f"optimizer {n}": part for n, part in enumerate(getattr(optimizer, "parts", ()))}
     return AttributeState({"optimizer": optimizer, **parts, "lr_schedule": scheduler, **layers}, tensors)
 
 
 def _by_name(saved: tuple[Any, list[Tensor]]) -> bool:
-    """Return whether it is a dict of what is known by a name, as parameters are."""
+    """Return whether a value is a dict with keys that are known by name, such as parameters."""
     pairs = saved[0].get("items") if isinstance(saved[0], dict) else None
     return pairs is not None and all(isinstance(key, dict) and "named" in key for key, _ in pairs)
 

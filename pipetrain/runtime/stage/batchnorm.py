@@ -1,14 +1,14 @@
 """The running statistics of BatchNorm over whole batches rather than microbatches.
 
 In training a BatchNorm normalises each microbatch by its own mean and variance. By default each microbatch
-also moves the running statistics, which evaluations use: m times a batch, by moments of few samples. With
-batchnorm=batch they move once an update, by the mean and the unbiased variance of all samples of its batch,
+also moves the running statistics, which evaluations use: m times per batch, by moments of few samples. With
+batchnorm=batch they move once per update, by the mean and the unbiased variance of all samples of its batch,
 as in one process that gets the whole batch (torchgpipe's DeferredBatchNorm; Kim et al. 2020, arXiv
-2004.09910, section 3.3.2). The moments of the microbatches are joined by the rule of Chan, Golub and LeVeque
-(1983), so no sum of squares loses digits.
+2004.09910, section 3.3.2). The moments of the microbatches are combined by the rule of Chan, Golub and
+LeVeque (1983), so no sum of squares loses digits.
 
-A batch counts when its update is made, so an update that is skipped takes its statistics with it. Replicas
-tell each other the moments of their microbatches, so that all move alike.
+A batch counts when its update is made, so a skipped update skips its statistics. Replicas exchange the
+moments of their microbatches, so all move equally.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pipetrain.runtime.stage.microbatch import Batch, Microbatch, Observer
 
 _BY_MODULE = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 _BY_OPERATION = ("input", "weight", "bias", "running_mean", "running_var", *_BY_MODULE[5:], "cudnn_enabled")
-_NORMS = {  # with the names of their arguments by position
+_NORMS = {  # the names of their arguments by position
     F.batch_norm: _BY_MODULE,
     torch.batch_norm: _BY_OPERATION,
     torch.ops.aten.batch_norm.default: _BY_OPERATION,
@@ -38,16 +38,16 @@ _NORMS = {  # with the names of their arguments by position
 
 
 class Moments(NamedTuple):
-    """The moments of one call for one microbatch: by channel, of so many values each."""
+    """The moments of one call for one microbatch, by channel; `values`: of each channel."""
 
     mean: Tensor
     variance: Tensor  # unbiased
-    values: int | Tensor  # a scalar, of another replica
+    values: int | Tensor  # a scalar tensor from another replica
     momentum: float
 
 
 class _Running(NamedTuple):
-    """The buffers of one BatchNorm. `averages`: over all batches alike."""
+    """The buffers of one BatchNorm. `averages`: the mean over all batches."""
 
     mean: Tensor
     variance: Tensor
@@ -56,9 +56,9 @@ class _Running(NamedTuple):
 
 
 class BatchStatistics(Observer):
-    """The running statistics of a stage's module, which move once a batch.
+    """The running statistics of a stage's module, which move once per batch.
 
-    `only_finite`: they stay as they are where a moment is not finite.
+    `only_finite`: they do not change if a moment is not finite.
     """
 
     def __init__(self, module: nn.Module, only_finite: bool = False) -> None:
@@ -82,7 +82,7 @@ class BatchStatistics(Observer):
 
     @contextmanager
     def around_forward(self, microbatch: Microbatch) -> Iterator[None]:
-        """Note the moments of a forward, which does not move the running statistics."""
+        """Record the moments of a forward, which does not move the running statistics."""
         by_norm = self._calls[microbatch.mb] = defaultdict(list)
         with _Noting(self._running, by_norm):
             yield
@@ -91,7 +91,7 @@ class BatchStatistics(Observer):
                 counted.sub_(len(calls))
 
     def before_step(self, batch: Batch) -> None:
-        """Move the running statistics by a batch, unless its update is left out."""
+        """Move the running statistics by a batch, unless its update is skipped."""
         by_norm, self._from_replicas = self._from_replicas or self._by_call(batch), None
         for mb in batch.mbs:
             del self._calls[mb]
@@ -100,7 +100,7 @@ class BatchStatistics(Observer):
                 self._move(running, calls, batch.skipped)
 
     def _by_call(self, batch: Batch) -> dict[int, list[list[Moments]]]:
-        """Return by norm, for each of its calls in a forward, the moments of a batch's microbatches."""
+        """Return, by norm and call within a forward, the moments of a batch's microbatches."""
         parts = [self._calls[mb] for mb in batch.mbs]
         return {
             key: [
@@ -111,7 +111,7 @@ class BatchStatistics(Observer):
         }
 
     def partial_sums(self, batch: Batch, replica: int, replicas: int) -> Tensor | None:
-        """Return the moments of the microbatches here, in float64, between places for the other replicas'."""
+        """Return this rank's moments, in float64, with zeros in the places of the other replicas."""
         places = list[Tensor]()
         for calls in self._by_call(batch).values():
             for parts in calls:
@@ -144,7 +144,7 @@ class BatchStatistics(Observer):
                 old.add_((new - old) / running.calls)
             else:
                 old.mul_(1 - parts[0].momentum).add_(new.to(old.dtype), alpha=parts[0].momentum)
-        if before:  # decided on the device, for which no host waits
+        if before:  # decided on the device, so no host waits
             finite = torch.cat([mean, variance]).isfinite().all()
             if skipped is not None:
                 finite &= skipped == 0
@@ -153,7 +153,7 @@ class BatchStatistics(Observer):
 
 
 def joined(moments: Sequence[Moments]) -> tuple[Tensor, Tensor]:
-    """Return mean and unbiased variance over several sets of values, in float64."""
+    """Return the mean and unbiased variance over several sets of values, in float64."""
     count: Any = sum(of.values for of in moments)
     mean = torch.stack([of.mean.double() * (of.values / count) for of in moments]).sum(0)
     squares = [
@@ -162,7 +162,7 @@ def joined(moments: Sequence[Moments]) -> tuple[Tensor, Tensor]:
     return mean, torch.stack(squares).sum(0) / (count - 1)
 
 
-_Calls = defaultdict[int, list[Moments]]  # of each BatchNorm in one forward
+_Calls = defaultdict[int, list[Moments]]  # by BatchNorm, in one forward
 
 
 class _Noting(TorchFunctionMode):
@@ -178,7 +178,7 @@ class _Noting(TorchFunctionMode):
         if key not in self._running or not arguments.get("training"):
             return func(*args, **(kwargs or {}))
         x, momentum, running = arguments["input"], arguments.get("momentum", 0.1), self._running[key]
-        # Zeros, moved by all of a microbatch's moments, are these moments.
+        # Zeros that are moved completely to a microbatch's moments become these moments.
         mean, variance = torch.zeros_like(running.mean), torch.zeros_like(running.variance)
         result = func(**arguments | {"running_mean": mean, "running_var": variance, "momentum": 1.0})
         self._calls[key].append(Moments(mean, variance, x.numel() // x.shape[1], float(momentum)))

@@ -1,7 +1,7 @@
-"""The buffers of a stage's module, such as running statistics: copied, compared, and put back.
+"""The buffers of a stage's module, such as running statistics: copied, compared, and restored.
 
-They have no versions. A recomputed forward must not change them a second time, and an update that is left
-out takes back what its forwards changed.
+They have no versions. A recomputed forward must not change them a second time, and a skipped update reverts
+the changes of its forwards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Buffers:
         own = {id(buffer) for buffer in module.buffers()} - set(without)
         self._places = [place for place in places(module) if id(place.tensor) in own]
         self.reruns: bool | None = None
-        """Whether a backward changes them, as a layer that recomputes inside does; None: not known yet."""
+        """Whether a backward changes them, as a layer that recomputes inside does; None: unknown yet."""
 
     def copies(self) -> Copies:
         now = {id(place.tensor): place.tensor for place in self._places}
@@ -41,7 +41,7 @@ class Buffers:
 
     @contextmanager
     def replaced(self, copies: Copies) -> Iterator[None]:
-        """Let the module work on copies, and drop what it changes in them; on its own ones without copies."""
+        """Let the module work on copies, and drop its changes; without copies, on its own buffers."""
         own = [place.tensor for place in self._places] if copies else []
         try:
             for place, (_, copied) in zip(self._places, copies, strict=False):
@@ -52,7 +52,7 @@ class Buffers:
                 place.container[place.key] = buffer
 
     def in_backward(self) -> AbstractContextManager[None]:
-        """Drop the changes of a backward, as those of a forward count once. The first one sets `reruns`."""
+        """Drop a backward's changes, as those of the forward count. The first call sets `reruns`."""
         return nullcontext() if self.reruns is False else self._dropping()
 
     @contextmanager
@@ -64,10 +64,10 @@ class Buffers:
             self.reruns = any(not torch.equal(buffer, copied) for buffer, copied in copies)
 
     def restore_if(self, spoilt: Tensor, before: Copies, later: Sequence[Copies]) -> None:
-        """Go back if `spoilt` is 1, in copies of `later` forwards too. The device decides; no host waits.
+        """Restore if `spoilt` is 1, in copies of `later` forwards too. The device decides; no host waits.
 
-        What later forwards have counted, in whole numbers, stays. Each buffer stays where it is, without a
-        new version; if `spoilt` is 0 it gets its own numbers.
+        Integer counts of later forwards stay. Each buffer stays in its place, without a new version; if
+        `spoilt` is 0 it gets its own numbers.
         """
         spoilt = spoilt > 0
         for number, (place, (buffer, old)) in enumerate(zip(self._places, before, strict=True)):

@@ -1,9 +1,9 @@
-"""What a correction knows of a stage's weights: their last step, and the typical size of one.
+"""A correction's state for a stage's weights: their last step, and the typical size of a step.
 
-The last step is what the weights moved by, whatever the optimizer: for SGD with momentum v it is -lr v, for
-Adam -lr m / (sqrt v + e). It counts as it would be at the rate of the coming update. The typical size of a
-step is the root of the mean of squared steps at the peak rate. Where an update is left out, the last one that
-was made counts again, as the optimizer's momentum stays too.
+The last step is the last change of the weights, whatever the optimizer: for SGD with momentum v it is -lr v,
+for Adam -lr m / (sqrt v + e). It is scaled to the rate of the coming update. The typical size of a step is
+the root of the mean of squared steps at the peak rate. If an update is skipped, the last one that was made
+counts again, as the optimizer's momentum stays too.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from pipetrain.correction import Correction
 
-STEP, SQUARE = "last_step", "squared_step"  # of the state of a weight
-RATE = "last_rate"  # of the step, as a share of the peak rate
+STEP, SQUARE = "last_step", "squared_step"  # keys of the state of a weight
+RATE = "last_rate"  # of the last step, as a fraction of the peak rate
 KEPT = (STEP, SQUARE)
 DECAY = 0.999  # of the mean of squared steps
 
@@ -26,7 +26,7 @@ DECAY = 0.999  # of the mean of squared steps
 class CorrectionState:
     """The state of a correction for some weights, by name.
 
-    `groups`: of their optimizer; `rates`: returns each one's rate of an update, as a share of its peak.
+    `groups`: of their optimizer; `rates`: returns each group's rate of an update, as a fraction of its peak.
     """
 
     def __init__(
@@ -38,19 +38,19 @@ class CorrectionState:
     ) -> None:
         self.correction = correction
         self.state: dict[Tensor, dict[str, Any]] = {}
-        """By weight, its last step and the mean of squared ones, once there was a step."""
+        """By weight, the last step and the mean of squared steps, once there was a step."""
         self._weights, self._by_group = weights, rates
         members = {p: number for number, group in enumerate(groups) for p in group["params"]}
         self._numbers = [members[p] for p in weights.values()] if members else []
         self._groups = [groups[number] for number in self._numbers]
 
     def _rates(self, update: int) -> list[float]:
-        """Return the rate of an update of each weight, as a share of its peak."""
+        """Return the rate of an update for each weight, as a fraction of its peak."""
         rates = self._by_group(update)
         return [rates[number] for number in self._numbers]
 
     def _changes(self, update: int) -> list[float]:
-        """Return the rate of an update of each weight as a share of that of its last step."""
+        """Return the rate of an update for each weight, as a multiple of that of its last step."""
         rates, before = self._rates(update), self._rates(max(update - 1, 0))
         lasts = [
             self.state[p].get(RATE, known) for p, known in zip(self._weights.values(), before, strict=True)
@@ -59,7 +59,7 @@ class CorrectionState:
 
     @contextmanager
     def following(self, update: int, skip: Tensor | None = None) -> Iterator[None]:
-        """Note how the update in this context, which is left out if `skip` is 1, moves the weights."""
+        """Record how the update in this context, which is skipped if `skip` is 1, moves the weights."""
         if not self.correction.copies or not self._weights:
             yield
             return
@@ -82,7 +82,7 @@ class CorrectionState:
             self._average([state for state in states if state[RATE]], update + 1)
 
     def _average(self, states: Sequence[dict[str, Any]], count: int) -> None:
-        """Take the squares of last steps, at the peak rate, into their mean, which begins with the first."""
+        """Add the squares of last steps, at the peak rate, to their mean, which begins with the first."""
         if not states:
             return
         steps = torch._foreach_div([state[STEP] for state in states], [state[RATE] for state in states])
@@ -94,14 +94,14 @@ class CorrectionState:
         torch._foreach_lerp_(means, [*squares], (1 - DECAY) / (1 - DECAY**count))
 
     def known(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return what is kept of a weight, in the form that it has after a first update."""
+        """Return the state of a weight, in the form that it has after a first update."""
         step = torch.zeros_like(parameter.data)
         fresh = dict(zip(KEPT[: self.correction.copies], (step, *_wide([step.abs()])), strict=False))
         kept = self.state.get(parameter, {})
         return {**fresh, **{key: kept[key] for key in KEPT if key in kept}}
 
     def complete(self) -> None:
-        """After a load, keep what this correction asks for; a weight that was frozen has not moved yet."""
+        """After a load, hold what this correction needs; a weight that was frozen has not moved yet."""
         loaded, keys = dict(self.state), KEPT[: self.correction.copies]
         self.state.clear()
         for p in self._weights.values() if loaded and keys else ():
@@ -109,7 +109,7 @@ class CorrectionState:
             self.state[p] = {key: state[key] for key in (*keys, RATE) if key in state}
 
     def advance(self, data: Sequence[Tensor], ahead: int, update: int) -> None:
-        """Move copies of the weights to what is predicted for `ahead` updates later; `update` comes next."""
+        """Move copies of the weights to the prediction for `ahead` updates later; `update` comes next."""
         if not (update and self.state and data):
             return
         steps = [self.state[p][STEP] for p in self._weights.values()]
@@ -119,7 +119,7 @@ class CorrectionState:
 
     @torch.no_grad()
     def weigh(self, leaves: Mapping[str, Tensor]) -> None:
-        """Change the gradients of leaves that are not the newest weights, in place."""
+        """Change the gradients of leaves other than the newest weights, in place."""
         states = [self.state.get(self._weights[name], {}) for name in leaves]
         if leaves and all(SQUARE in state for state in states):
             newest = [self._weights[name].data for name in leaves]
@@ -129,10 +129,10 @@ class CorrectionState:
 
 
 def _wide(sizes: Sequence[Tensor]) -> list[Tensor]:
-    """Return sizes as numbers whose squares do not vanish: of weights in 16 bits, in 32."""
+    """Return sizes in a dtype in which their squares do not vanish: for 16 bits, 32."""
     return [size.to(torch.promote_types(size.dtype, torch.float32)) for size in sizes]
 
 
 def _momentum(group: Mapping[str, Any]) -> float:
-    """Return how much of a step the next one of an optimizer repeats."""
+    """Return how much of a step the optimizer's next step repeats."""
     return float(group.get("momentum", group.get("betas", (0.0,))[0]))

@@ -1,14 +1,14 @@
 """CUDA graphs of a stage's passes: one launch in place of hundreds.
 
-The plan proves how many microbatches a stage has in flight at most, each in a slot, and how many weight
-versions. For each slot and each version's storage, the forward and the backward of a microbatch are captured
-once and replayed from then on: inputs, targets and gradients are copied to where the graphs expect them.
+The plan bounds the microbatches in flight, each in a slot, and the weight versions of a stage. For each slot
+and each version's storage, the forward and the backward of a microbatch are captured once and then replayed:
+inputs, targets and gradients are copied to where the graphs expect them.
 
-What a pass allocates and a later one of its microbatch needs lies in the memory pool of its slot: what a
-forward saves, and what the first half of a split backward leaves. In a slot one microbatch is open at a time,
+What a pass allocates and a later pass of its microbatch needs is in the memory pool of its slot: what a
+forward saves, and what the first half of a split backward leaves. A slot has one open microbatch at a time,
 so its passes of all versions share pool, inputs, targets and outputs. What the last pass of a microbatch
-allocates is over when that is, so the last passes of all slots share one pool. The gradients that go back are
-copied, within the graph, to where those of all slots lie, and from there before another pass is replayed.
+allocates is not needed afterwards, so the last passes of all slots share one pool. The returned gradients are
+copied, within the graph, to one place for all slots, and from there before another pass is replayed.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import Predicted, Read
 
 _RECORDED = -1  # the microbatch of a pass that is captured
-Example = tuple[Tensors, Target | None, Saving]  # a microbatch's inputs and target, and how it is run
+Example = tuple[Tensors, Target | None, Saving]  # a microbatch's inputs, target, and what it saves
 
 
 @dataclass(slots=True)
 class GraphMemory:
-    """A pool of graphs that may overwrite each other's memory, and tensors that they have in common."""
+    """A pool of graphs that may overwrite each other's memory, and tensors that they share."""
 
     pool: Any
     tensors: dict[str, Tensors] = field(default_factory=dict)
 
     def place(self, name: str, like: Tensors) -> Tensors:
-        """Return where tensors of this name lie; `like`: such as will."""
+        """Return the place of tensors with this name; `like`: of the same shapes."""
         if name not in self.tensors:
             self.tensors[name] = tuple(torch.empty_like(t, requires_grad=False) for t in like)
         return self.tensors[name]
@@ -58,9 +58,9 @@ class GraphMemory:
 
 @dataclass(slots=True)
 class Pass:
-    """A microbatch's forward and backward, captured over one slot's memory and one version's storage.
+    """A microbatch's forward and backward, captured for one slot's memory and one version's storage.
 
-    `recorded`: what the last stage counts, which each replay overwrites.
+    `recorded`: what the last stage counts, overwritten by each replay.
     """
 
     slot: int
@@ -72,7 +72,7 @@ class Pass:
     back: Tensors
     forward: Any  # torch.cuda.CUDAGraph
     backward: Any
-    weight: Any  # the second half of a backward that is split, else None
+    weight: Any  # the second half of a split backward, else None
     saving: Saving
 
     def fits(self, x: Tensors, target: Tensors) -> bool:
@@ -80,7 +80,7 @@ class Pass:
         return all([(t.shape, t.dtype) for t in a] == [(t.shape, t.dtype) for t in b] for a, b in pairs)
 
     def counted(self, target: Target | None) -> Counted | None:
-        """Return what the last stage counts, copied."""
+        """Return a copy of what the last stage counts."""
         counted = self.recorded
         if counted is None or target is None:
             return None
@@ -91,7 +91,7 @@ class Pass:
 class FixedStore(ParameterStore):
     """Parameters whose gradients, and the storage of whose versions, stay where they are after `fix`.
 
-    CUDA graphs compute at the addresses of their capture. The leaves of all versions then have one gradient,
+    CUDA graphs compute at the addresses of their capture. The leaves of all versions then share one gradient,
     to which graphs add. It is 0 before a batch.
     """
 
@@ -146,7 +146,7 @@ class FixedStore(ParameterStore):
             self.parameters[name].grad = self._fixed[name]
         if not self._fixed:
             super().reduce()
-            self._graded.update(self.gradients())  # in place: a rehearsal puts attributes back
+            self._graded.update(self.gradients())  # in place: a rehearsal restores attributes
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
@@ -170,7 +170,7 @@ def _address(storage: Iterable[Tensor]) -> int:
 
 
 class GraphedStage(Stage):
-    """A stage whose passes are captured after a rehearsal, and replayed for microbatches like those of it."""
+    """A stage whose passes are captured after a rehearsal, and replayed for microbatches of equal shapes."""
 
     store: FixedStore
     _store = FixedStore
@@ -179,10 +179,10 @@ class GraphedStage(Stage):
         super().__init__(*arguments, **options)
         self._free: list[int] = []  # slots
         self._passes: dict[tuple[int, int], Pass] = {}  # by slot, and by the storage of a weight version
-        # The last microbatch before `capture`, in a list, as a rehearsal puts attributes back; None after it.
+        # The last microbatch before `capture`, in a list, as a rehearsal restores attributes; then None.
         self._example: list[Example] | None = []
         self._replayed: dict[int, Pass] = {}
-        self._known: Held | None = None  # of the capture
+        self._known: Held | None = None  # at the capture
         self._replays = False  # in this window: a program may have changed attributes since
 
     def forward(
@@ -205,7 +205,7 @@ class GraphedStage(Stage):
             one.forward.replay()
         opened.counted = one.counted(target)
         self._replayed[mb] = one
-        # Free again after the backward: where no gradient comes back, these may still be on their way.
+        # Copied if the outputs may still be in use after the backward, as no gradient comes back.
         return one.outputs if one.grads else tuple(t.clone() for t in one.outputs)
 
     def backward(self, mb: int, grads: Tensors, read: Read) -> Tensors:
@@ -237,7 +237,7 @@ class GraphedStage(Stage):
         if opened.counted is not None:
             one.grads[0].fill_(opened.counted.share)
         else:
-            _copy(one.grads, grads)  # none where no weight is before
+            _copy(one.grads, grads)  # none if no earlier stage has weights
 
     def _back(self, one: Pass) -> Tensors:
         one.backward.replay()
@@ -250,7 +250,7 @@ class GraphedStage(Stage):
     def capture(self, slots: int, versions: int, why: str = "") -> str:
         """Capture the passes of so many open microbatches and weight versions.
 
-        Where that cannot be, or is not to be (`why`), say why and leave the stage as it was.
+        If that is impossible, or not wanted (`why`), return why and leave the stage unchanged.
         """
         example, self._example = self._example, None
         assert example, f"stage {self.index} is captured once, after a rehearsal"
@@ -280,7 +280,7 @@ class GraphedStage(Stage):
         return why
 
     def _held(self) -> Held:
-        """Return what the passes may depend on beside tensors: what layers and the task hold."""
+        """Return what the passes may depend on besides tensors: attributes of layers and the task."""
         of_task = vars(self.objective.task) if self.objective else {}
         losses = [value for value in of_task.values() if isinstance(value, nn.Module)]
         return Held([*attributes_of(*self.module.children(), *losses), ("", of_task)])
@@ -290,9 +290,9 @@ class GraphedStage(Stage):
         self._replays = self._known is not None and not self._known.changed()
 
     def _captured(self, slot: int, own: GraphMemory, last: GraphMemory, several: bool, like: Example) -> Pass:
-        """Capture the passes of a slot over its `own` memory and that of `last` passes.
+        """Capture the passes of a slot in its `own` memory, and its last pass in the `last` memory.
 
-        `several`: weight versions, whose outputs lie in one place; `like`: such as will come.
+        `several`: there are several weight versions, which share one place for outputs; `like`: an example.
         """
         x, target, saving = like
         mine, aims = own.copied("inputs", x), cast(Tensors, ())
@@ -306,7 +306,7 @@ class GraphedStage(Stage):
                 outputs = own.copied("outputs", outputs)
         one = self._open[_RECORDED]
         needed = [t for t, need in zip(one.outputs, self.needed(one.outputs), strict=True) if need]
-        grads = (own if saving.split else last).place("gradients", tuple(needed))  # which W may need too
+        grads = (own if saving.split else last).place("gradients", tuple(needed))  # W may need them too
         third = torch.cuda.CUDAGraph() if one.deferred is not None else None
         with _capturing(second, (own if third else last).pool):
             back = (super().backward_input if third else super().backward)(_RECORDED, grads, 0)
@@ -320,10 +320,10 @@ class GraphedStage(Stage):
 
 @contextmanager
 def _capturing(graph: Any, pool: Any) -> Iterator[None]:
-    # thread_local: other threads look at events meanwhile.
+    # thread_local: other threads query events meanwhile.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")  # before the wait of a host would spoil the capture
+        torch.cuda.set_sync_debug_mode("error")  # raises before a wait of the host would spoil the capture
         try:
             yield
         finally:

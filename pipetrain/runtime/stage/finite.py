@@ -1,4 +1,4 @@
-"""Numbers that are not finite: they stop the training, or leave out the update.
+"""Non-finite numbers: they stop the training, or skip the update.
 
 On a CPU each activation and gradient is checked before it is sent, and each loss and weight's gradient before
 the update. To find the layer, the forward runs again, layer by layer, with the same weights but other random
@@ -34,26 +34,26 @@ WEIGH = "give weight=, a function of the targets that says what they count for"
 
 
 def not_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return 1 if a number of tensors is not finite, else 0, as torch.amp.GradScaler finds it."""
+    """Return 1 if any number is not finite, else 0, as torch.amp.GradScaler does."""
     bad = torch.zeros((), dtype=torch.float32, device=tensors[0].device)  # whatever the default is
     narrow = [t for t in tensors if t.dtype is torch.bfloat16 and t.numel()]
     found = [t for t in tensors if t.dtype is not torch.bfloat16]
-    if narrow:  # of which the CUDA kernel knows nothing: their largest numbers tell as much
+    if narrow:  # the CUDA kernel does not support them: check their largest numbers instead
         found += torch._foreach_norm(narrow, math.inf, torch.float32)
     torch._amp_foreach_non_finite_check_and_unscale_(found, bad, torch.ones_like(bad))
     return bad
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all numbers of real, detached tensors are finite. On a GPU the host waits for them."""
+    """Return whether all numbers of real, detached tensors are finite. On a GPU the host waits."""
     if tensors and tensors[0].is_cuda:
         return not not_finite(tensors).item()
     return all(map(_finite_in_host_memory, tensors))
 
 
 def _finite_in_host_memory(tensor: Tensor) -> bool:
-    """By NumPy, so there is no kernel, and 15 times as fast as torch.isfinite."""
-    if tensor.dtype is torch.bfloat16:  # unknown to NumPy; infinities and NaN have all exponent bits set
+    """Use NumPy: no kernel, and 15 times as fast as torch.isfinite."""
+    if tensor.dtype is torch.bfloat16:  # not in NumPy; infinities and NaN have all exponent bits set
         return not bool((tensor.view(torch.int16).numpy() & 0x7F80 == 0x7F80).any())
     return bool(np.isfinite(tensor.numpy()).all())
 
@@ -63,7 +63,7 @@ def _numbers(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def origin(stage: Stage, microbatch: Microbatch) -> tuple[str, str]:
-    """Return where a forward's outputs in host memory stopped being finite, "" if unknown; and a way out."""
+    """Return where a forward's outputs in host memory stopped being finite, or "", and a way out."""
     for value, tensor in zip(stage.module.slice.enters, microbatch.inputs, strict=True):
         if not all_finite(_numbers([tensor])):
             if value.layer == INPUT:
@@ -89,11 +89,11 @@ def origin(stage: Stage, microbatch: Microbatch) -> tuple[str, str]:
 
 
 class Awaiting(Observer):
-    """Looks at numbers of a GPU when they have come to the host."""
+    """Reads numbers of a GPU when they have arrived at the host."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        # What looks at the numbers, these in host memory, and the torch.cuda.Event of their arrival.
+        # What reads the numbers, these in host memory, and the torch.cuda.Event of their arrival.
         self._coming: deque[tuple[Callable[[list[float]], None], Tensor, Any]] = deque()
 
     def check(self, wait: bool) -> None:
@@ -114,7 +114,7 @@ class Awaiting(Observer):
 
 
 class StopOnNaN(Awaiting):
-    """Stops the training at a number of a stage that is not finite; in a forward, names the layer too."""
+    """Stops the training at a non-finite number of a stage; in a forward, also names the layer."""
 
     def around_forward(self, microbatch: Microbatch) -> None:
         target = microbatch.target
@@ -127,7 +127,7 @@ class StopOnNaN(Awaiting):
 
     def after_forward(self, microbatch: Microbatch, outputs: Tensors, made: Tensors) -> None:
         objective = self._stage.objective
-        if self._fine([t for t in outputs if objective or t.requires_grad]):  # not, say, a mask of -inf
+        if self._fine([t for t in outputs if objective or t.requires_grad]):  # a mask may have -inf
             return
         what = f"the activation of microbatch {microbatch.mb} is not finite"
         where, way_out = origin(self._stage, microbatch)
@@ -165,7 +165,7 @@ class StopOnNaN(Awaiting):
     def _fine(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether tensors in host memory are finite.
 
-        On a GPU each check would be kernels, and the numbers would come when the weights have changed.
+        On a GPU each check would cost kernels, and the result would arrive after the weights have changed.
         """
         if self._stage.rehearses:
             return True
@@ -173,7 +173,7 @@ class StopOnNaN(Awaiting):
         return any(t.is_cuda for t in numbers) or all_finite(numbers)
 
     def _stop(self, what: str, update: int | None = None, way_out: str = LOWER) -> None:
-        """Stop the training for what was found at an update, by default the next one."""
+        """Stop the training because of a number at an update, by default the next one."""
         if self._stage.rehearses:
             return
         updates = self._stage.weights.updates
@@ -185,13 +185,13 @@ class StopOnNaN(Awaiting):
 
 
 class SkipOnNaN(Awaiting):
-    """Leaves out an update whose gradient is not finite, with its changes of the `buffers`, and counts on."""
+    """Skips an update with a non-finite gradient, and its changes of the `buffers`; the count goes on."""
 
     def __init__(self, stage: Stage, buffers: Buffers) -> None:
         super().__init__(stage)
         self._buffers = buffers
         self._before: dict[int, Copies] = {}  # each forward
-        self._uncounted: list[Counted] = []  # of the batch that is to be stepped
+        self._uncounted: list[Counted] = []  # of the batch to be stepped
 
     def around_forward(self, microbatch: Microbatch) -> None:
         self._before[microbatch.mb] = self._buffers.copies()
@@ -208,7 +208,7 @@ class SkipOnNaN(Awaiting):
         batch.skipped = torch.maximum(batch.skipped, self._is_bad([numbers], []))
 
     def before_step(self, batch: Batch) -> None:
-        """If a batch is left out, go back to the buffers before it, in later forwards too."""
+        """If a batch is skipped, restore the buffers from before it, in later forwards too."""
         assert batch.skipped is not None
         if batch.mbs:
             before = self._before[batch.mbs[0]]
@@ -220,7 +220,7 @@ class SkipOnNaN(Awaiting):
         self._await(partial(self._count, counted), torch.cat([*losses, batch.skipped.reshape(1)]))
 
     def _is_bad(self, numbers: Sequence[Tensor], before: Copies) -> Tensor:
-        """Return 1 if numbers are not finite, or buffers no longer are; in a rehearsal 0."""
+        """Return 1 if numbers, or buffers that were finite, are not finite; in a rehearsal 0."""
         bad = [not_finite(numbers)] if numbers else [torch.zeros((), device=self._stage.device)]
         bad += [(now.isfinite() != old.isfinite()).any().float() for now, old in before]
         return reduce(torch.maximum, bad) * (not self._stage.rehearses)

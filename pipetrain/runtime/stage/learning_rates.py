@@ -1,7 +1,7 @@
-"""The learning rates of a stage's optimizer, one a parameter group.
+"""The learning rates of a stage's optimizer, one per parameter group.
 
-Between windows what stands in a group is the rate of the next update, so a program changes it as in a loop of
-plain PyTorch. `lr_schedule=` sets it instead: a function before each update, a torch scheduler after it.
+Between windows a group contains the rate of the next update, so a program changes it as in a loop of plain
+PyTorch. `lr_schedule=` sets it instead: a function before each update, a torch scheduler after it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipetrain.errors import ConfigError, one_line
 
 
 class Rates:
-    """The rates of an optimizer's groups; `shown`: the parameter whose rate records have, if it is here."""
+    """The rates of an optimizer's groups; `shown`: the parameter whose rate is recorded, if it is here."""
 
     def __init__(self, optimizer: Optimizer | None, how: LearningRate, shown: Tensor | None) -> None:
         self._groups = groups = optimizer.param_groups if optimizer else []
@@ -30,10 +30,10 @@ class Rates:
                 f"lr_schedule= fails for the optimizer of a stage, which has {len(groups)} of the parameter "
                 f"groups: {one_line(error)}; let it do without the others"
             ) from error
-        self._left = self._now()  # as they were last seen
+        self._left = self._now()  # as last seen
         self._shown = next((n for n, of in enumerate(groups) if any(p is shown for p in of["params"])), None)
         self.used: list[Any] = []
-        """The rate of each update since `take`, if it is shown."""
+        """The rate of each update since `take`, if it is recorded."""
 
     def _now(self) -> list[Any]:
         return [group.get("lr") for group in self._groups]
@@ -43,13 +43,13 @@ class Rates:
         return [(group, dict(group)) for group in self._groups]
 
     def note(self) -> None:
-        """Accept the rates that the groups have now, as after a load: the program has not set them."""
+        """Accept the current rates of the groups, as after a load: the program has not set them."""
         self._left = self._now()
 
     def prepare(self, update: int) -> None:
-        """Set the rates of the update that comes next, where a function does.
+        """Set the rates of the next update, if there is a function.
 
-        Raises ConfigError where the program has set what lr_schedule= does.
+        Raises ConfigError if the program has set rates that lr_schedule= sets.
         """
         if self._fraction is None and self.scheduler is None:
             return
@@ -68,7 +68,7 @@ class Rates:
 
     @contextmanager
     def corrected(self, factor: float) -> Iterator[None]:
-        """Let the update in this context have the rates times a factor; a program sees them without it."""
+        """Multiply the rates of the update in this context by a factor; a program sees them without it."""
         before = self._now()
         for group, rate in zip(self._groups, before, strict=True):
             if factor != 1 and rate is not None:
@@ -86,18 +86,18 @@ class Rates:
             self.used.append(rate.clone() if isinstance(rate, Tensor) else rate)
 
     def take(self) -> list[float]:
-        """Return the rates of the updates since it was last called."""
+        """Return the rates of the updates since the last call."""
         used, self.used = self.used, []
         return [float(rate or 0.0) for rate in used]
 
     def fractions(self, update: int) -> list[float]:
-        """Return each group's rate of an update as a share of its first; without a function, as it is now."""
+        """Return each group's rate of an update as a fraction of its first; without a function, of now."""
         if self._fraction is not None:
             return [self._fraction(update)] * len(self._groups)
         return [_share(now, began) for now, began in zip(self._now(), self._began, strict=True)]
 
 
 def _share(now: Any, began: Any) -> float:
-    """Return the ratio of two rates; 1 for those for which a host would wait."""
+    """Return the ratio of two rates; 1 for rates that would make a host wait."""
     known = all(rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) for rate in (now, began))
     return float(now) / float(began) if known and began else 1.0

@@ -1,9 +1,9 @@
-"""Compares the loss of a batch with that of its microbatches, while a training goes on.
+"""Compares the loss of a batch with that of its microbatches, during training.
 
-What is tried before the first update is the first batch, and a mask may matter in a later one alone. So of
-the batches 1, 2, 4, 8, ... the last stage keeps the outputs, without their graph, until the update. The loss
-of all of them together must be what the losses of the microbatches, each with its share, add up to. All are
-computed in float64, in which nothing but a loss of another kind makes them differ.
+The trial before the first update uses the first batch, but a mask may matter only in a later one. So for the
+batches 1, 2, 4, 8, ... the last stage holds the outputs, without their graph, until the update. The loss of
+all of them together must equal the sum of the microbatches' losses, each times its share. All are computed in
+float64, so only a loss of another kind makes them differ.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pipetrain.runtime.stage.stage import Stage
 from pipetrain.tasks import Task
 
 MOST_KEPT = 2**18  # numbers in the outputs of a microbatch
-TOLERANCE, SAME = 1e-5, 1e-9  # relative, of the batch and of a microbatch that is computed twice
+TOLERANCE, SAME = 1e-5, 1e-9  # relative, for the batch, and for a microbatch that is computed twice
 
 
 class BatchLoss(Awaiting):
     """Stops a training if the loss of a batch is not that of its microbatches.
 
-    A loss that is another when it is called again, as one that draws, is not compared, nor is one that reads
-    weights, or takes no float64 or no whole batch.
+    Not compared are losses that differ when called again, as with random numbers, that read weights, or that
+    do not accept float64 or a whole batch.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -69,7 +69,7 @@ class BatchLoss(Awaiting):
             self._await(partial(self._look, self._stage.weights.updates), numbers)
 
     def _loss(self, task: Task, several: Sequence[tuple[Tensors, Target]]) -> Tensor:
-        """Return the mean loss of several microbatches together."""
+        """Return the mean loss of several microbatches in one call."""
         outputs, targets = zip(*several, strict=True)
         rows = [target.samples for target in targets]
         if any([len(t) for t in column] != rows for column in zip(*outputs, strict=True)):
@@ -83,7 +83,7 @@ class BatchLoss(Awaiting):
         self._compares = self._compares and not abs(again - last) > SAME * abs(last)
         if not self._compares or not math.isfinite(whole) or not math.isfinite(parts):
             return
-        # Of a loss that is next to nothing, as one of both signs may be, there is only rounding to see.
+        # A loss near zero, as one of either sign may be, shows only rounding.
         self._largest = max(self._largest, abs(whole))
         if abs(whole - parts) > TOLERANCE * max(abs(whole), 1e-2 * self._largest):
             raise TrainingStopped(

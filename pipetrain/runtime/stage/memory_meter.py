@@ -1,10 +1,10 @@
 """Measures the bytes that the stages of a rank hold during one window, after each action.
 
-Autograd's part is seen through hooks on the tensors that a forward saves: their storages are noted, without
-being kept alive, and count as long as they live, each once. Tensors that a stage, the channel or the
+Autograd's part is measured through hooks on the tensors that a forward saves: their storages are recorded,
+without being kept alive, and count as long as they live, each once. Tensors that a stage, the channel or the
 optimizer hold are looked up. Both cost time, so a run measures one window; without a Meter nothing is done.
 
-What an action needs only while it runs is not in it; on a GPU the allocator's peak is measured too, which is.
+What an action needs only while it runs is not included, except in the peak of a GPU's allocator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipetrain.model.trial_tensors import strided
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import Action, Op
 
-MOST = 1000  # actions that are measured; an asynchronous window repeats itself long before
+MOST = 1000  # actions measured; an asynchronous window repeats itself long before
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class PeakBytes:
 
 
 class Meter:
-    """Measures the stages of a rank during one window. `device`: theirs."""
+    """Measures the stages of a rank during one window. `device`: of the stages."""
 
     def __init__(self, stages: Mapping[int, Stage], device: torch.device) -> None:
         self._stages = stages
@@ -52,7 +52,7 @@ class Meter:
             torch.cuda.reset_peak_memory_stats(device)
 
     def during(self, action: Action) -> AbstractContextManager[object]:
-        """Return a context for an action, in which what autograd saves is noted."""
+        """Return a context for an action, which records what autograd saves."""
         if action.op not in (Op.F, Op.R) or not self._left:
             return nullcontext()
         return saved_tensors_hooks(partial(self._note, action.stage), lambda tensor: tensor)
@@ -60,7 +60,7 @@ class Meter:
     def after(self, messages: Iterable[tuple[Sequence[int], Tensor]]) -> dict[int, int]:
         """Measure after an action, and return the bytes that each stage holds now.
 
-        `messages`: their tensors, with the stages between them; of two of this rank it counts at the last.
+        `messages`: their tensors, with the stages between them; if both are on this rank the last one counts.
         """
         if not self._left:
             return {}

@@ -19,7 +19,7 @@ from pipetrain.schedule.actions import Read
 
 
 class Saving(NamedTuple):
-    """What a forward saves for its backward, which may come in two halves, or after a recomputation."""
+    """What a forward saves for its backward: for two halves, or for a recompute."""
 
     split: bool = False
     recomputed: bool = False
@@ -30,7 +30,7 @@ WHOLE = Saving()
 
 @dataclass(slots=True)
 class Microbatch:
-    """An open microbatch. Before a recomputation there are no outputs, and after I no inputs either."""
+    """An open microbatch. Before its recompute there are no outputs, and after I no inputs either."""
 
     mb: int
     inputs: Tensors
@@ -38,13 +38,13 @@ class Microbatch:
     saving: Saving
     target: Target | None = None
     outputs: Tensors = ()
-    grads: Tensors = ()  # of the outputs, where W is all of the backward
+    grads: Tensors = ()  # of the outputs, if W is the whole backward
     deferred: Deferred | None = None  # the weight gradients to be made in W
-    recompute: Recompute | None = None  # between the forward and its recomputation
+    recompute: Recompute | None = None  # between the forward and its recompute
     counted: Counted | None = None  # at the last stage
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that it holds itself, beside what autograd saves."""
+        """Yield the tensors that it holds itself, besides what autograd saves."""
         yield from (*self.inputs, *self.outputs, *self.grads)
         if self.target is not None:
             yield from as_tuple(self.target.value)
@@ -60,44 +60,44 @@ class Batch:
 
     mbs: list[int] = field(default_factory=list)
     counted: list[Counted] = field(default_factory=list)  # at the last stage
-    losses: Tensor | None = None  # [n], at the last stage: each times its share of the batch's
-    skipped: Tensor | None = None  # a scalar, 1 if the update is left out; None: none ever is
+    losses: Tensor | None = None  # [n], at the last stage: each times its share of the batch's loss
+    skipped: Tensor | None = None  # a scalar, 1 if the update is skipped; None: no update ever is
 
 
 class Observer:
-    """A check or a statistic of a stage, which does not know its kind. It may raise TrainingStopped."""
+    """A check or a statistic of a stage, which treats all alike. It may raise TrainingStopped."""
 
     def around_forward(self, microbatch: Microbatch) -> AbstractContextManager[object] | None:
-        """Return a context for the layers' forward of a microbatch, or None; a recomputation has none."""
+        """Return a context for the layers' forward of a microbatch, or None; a recompute has none."""
 
     def needs_outputs(self) -> bool:
-        """Return whether it looks at the layers' outputs of a microbatch that begins now."""
+        """Return whether it needs the layers' outputs of a microbatch that begins now."""
         return False
 
     def after_forward(self, microbatch: Microbatch, outputs: Tensors, made: Tensors) -> None:
-        """Look at the outputs, or the loss, and at what the layers `made`."""
+        """Handle the outputs, or the loss, and what the layers `made`."""
 
     def after_backward(self, microbatch: Microbatch, back: Tensors) -> None:
-        """Look at the gradients of the inputs that a backward or I has made."""
+        """Handle the gradients of the inputs from a backward or I."""
 
     def after_reduce(self, batch: Batch) -> None:
-        """Look at a batch's gradient and losses; `batch.skipped` leaves the update out."""
+        """Handle a batch's gradient and losses; setting `batch.skipped` skips the update."""
 
     def on_sums(self, batch: Batch, numbers: Tensor) -> None:
-        """Look at numbers of other stages on which the update depends."""
+        """Handle numbers of other stages on which the update depends."""
 
     def partial_sums(self, batch: Batch, replica: int, replicas: int) -> Tensor | None:
-        """Return numbers of a batch to be added up with those of the stage's other replicas."""
+        """Return numbers of a batch to be summed with those of the stage's other replicas."""
         return None
 
     def on_reduced(self, batch: Batch, numbers: Tensor) -> None:
-        """Take the sum of what the replicas told."""
+        """Handle the sum over the replicas."""
 
     def before_step(self, batch: Batch) -> None:
-        """Prepare for a batch's update, which may be left out."""
+        """Prepare for a batch's update, which may be skipped."""
 
     def check(self, wait: bool) -> None:
-        """Raise an error that is known by now or, with `wait`, of all that the device has to do."""
+        """Raise an error that is known by now or, with `wait`, after all work of the device."""
 
 
 @contextmanager

@@ -16,29 +16,29 @@ from pipetrain.tasks.running_sums import Accumulator
 
 
 class Counted(NamedTuple):
-    """What the last stage counts of a microbatch."""
+    """What the last stage counts for a microbatch."""
 
-    share: float  # of its loss in that of its batch
+    share: float  # of the batch's loss
     loss: Tensor  # the mean
-    weight: float  # what it counts for
+    weight: float  # of the targets
     samples: int
-    sums: Mapping[str, Tensor]  # of its metrics
+    sums: Mapping[str, Tensor]  # of the metrics
 
 
 class Objective:
-    """A task over a model's outputs, and what it has counted. `pack` returns tensors as the model does.
+    """A task for a model's outputs, with its counts. `pack` returns tensors in the model's form.
 
     `autocast`: outputs may be of lower precision, in which no loss is computed.
     """
 
     def __init__(self, task: Task, pack: Callable[[Tensors], Any], autocast: bool) -> None:
         self.task, self._pack, self._autocast = task, pack, autocast
-        self._share: tuple[float, Tensor] | None = None  # of the last loss in its batch's, and as a tensor
+        self._share: tuple[float, Tensor] | None = None  # the last share, as a number and as a tensor
         self.start_counting()
 
     def start_counting(self) -> None:
         self.trained, self.evaluated = Accumulator(), Accumulator()
-        self.losses: list[Tensor | None] = []  # the mean of each update; None: others have all of it
+        self.losses: list[Tensor | None] = []  # the mean of each update; None: counted by other replicas
 
     def take_losses(self) -> list[float]:
         losses, self.losses = self.losses, []
@@ -47,7 +47,7 @@ class Objective:
         return [0.0 if loss is None else next(numbers) for loss in losses]
 
     def loss(self, outputs: Tensors, target: Target | None) -> Tensor:
-        """Return the mean loss of a microbatch; without targets that count it has no mean, and is 0."""
+        """Return the mean loss of a microbatch; 0 if no target counts."""
         assert target is not None, "the last stage needs the targets"
         if not target.weight and target.share == 0:
             # A loss among the outputs may be a mean over nothing.
@@ -65,7 +65,7 @@ class Objective:
         return Counted(target.share, loss.detach(), target.weight, target.samples, sums)
 
     def gradient(self, loss: Tensor, share: float) -> Tensor:
-        """Return the gradient of a loss with this share; the last one is used again for the same."""
+        """Return the gradient of a loss with this share; the last tensor is reused for the same share."""
         if self._share is None or self._share[0] != share:
             self._share = share, torch.full_like(loss, share)
         return self._share[1]
@@ -75,9 +75,9 @@ class Objective:
         self.evaluated.add(*self.counted(loss, outputs, target)[1:])
 
     def count(self, losses: Tensor | None, counted: Sequence[Counted]) -> None:
-        """Count a batch: the losses [n] of its microbatches, times their shares, and those that count.
+        """Count a batch: the losses [n] of its microbatches, times their shares, and the counted ones.
 
-        `losses`: None if replicas have all its microbatches.
+        `losses`: None if other replicas have all its microbatches.
         """
         self.losses.append(None if losses is None else losses.sum() if len(losses) > 1 else losses[0])
         self.count_all(counted)

@@ -1,9 +1,9 @@
-"""An optimizer's state of each parameter, as tensors for a checkpoint.
+"""An optimizer's state for each parameter, as tensors for a checkpoint.
 
-The state may be any tree that can be packed, see packing.py: its JSON is a tensor of bytes, which the tensors
-of the tree follow.
+The state may be any tree that can be packed, see packing.py: its JSON is a tensor of bytes, followed by the
+tensors of the tree.
 
-Some optimizers (such as schedule-free ones) also keep state in the options of a parameter group. Options that
+Some optimizers (such as schedule-free ones) also have state in the options of a parameter group. Options that
 the optimizer or the program has changed since the start are saved; others may differ in a resumed run.
 """
 
@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 
 from pipetrain.model.packing import from_bytes, packed, to_bytes, unpacked
 
-_BESIDE = "correction"  # no optimizer's own key
+_BESIDE = "correction"  # not a key of any optimizer
 
 
 class OptimizerState:
     """The state of an optimizer, by parameter; `optimizer` has not stepped yet.
 
-    `beside`: what a correction keeps of each parameter, which is stored with it. `by_us`: the options of a
+    `beside`: a correction's state for each parameter, which is stored with it. `by_us`: the options of a
     group that we set.
     """
 
@@ -91,7 +91,7 @@ def _same(a: Any, b: Any) -> bool:
 def _placed(parameter: Tensor, value: Tensor) -> Tensor:
     """Copy state to the parameter's device, and into its memory format if it has its shape.
 
-    A copy, as two stages of a rank that share a weight read the same tensors of a checkpoint.
+    It is a copy, as two stages of a rank that share a weight read the same tensors of a checkpoint.
     """
     if value.shape != parameter.shape:
         return value.to(parameter.device, copy=True)

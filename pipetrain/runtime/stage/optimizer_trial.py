@@ -1,8 +1,8 @@
-"""The optimizer, tried before the start.
+"""Tries the optimizer before the start.
 
-Each stage has its own optimizer over its own parameters. So it is tried on small copies of the model's: two
-optimizers of half of them each must step as one of all does. Where that fails the parameters have their true
-shapes until the optimizer is made, as its function may choose by them.
+Each stage has its own optimizer for its own parameters. So the optimizer is tried on small copies of the
+model's: two optimizers for half of them each must step as one for all does. If that fails, the parameters
+have their true shapes until the optimizer is made, as its function may choose by shape.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pipetrain.config.parameter_groups import Group, groups_of, optimizer_of
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.runtime.stage.parameter_store import OptimizerFactory
 
-SIZES = (1.0, 1e4, 1e-2)  # of the trial's gradients, which reveal clipping by a common norm
+SIZES = (1.0, 1e4, 1e-2)  # of the trial's gradients, to reveal clipping by a common norm
 
 _Parameters = list[tuple[str, nn.Parameter]]
 
 
 def try_optimizer(optim: Optim, model: nn.Module, stages: int) -> OptimizerFactory:
-    """Return a stage's factory, of the first form that works. Raises ConfigError."""
+    """Return a stage's factory, in the first form that works. Raises ConfigError."""
     groups = groups_of(optim, model)
     for form, true in product(optim.forms, (False, True)):
         try:
@@ -39,16 +39,16 @@ def try_optimizer(optim: Optim, model: nn.Module, stages: int) -> OptimizerFacto
 
 
 def trial_optimizer(factory: OptimizerFactory, model: nn.Module) -> tuple[Optimizer, _Parameters]:
-    """Return an optimizer of parameters like all of a model's, without their numbers, and these."""
+    """Return an optimizer for parameters like all of a model's, without their values, and those."""
     with suppress(Exception):
         named = _like(model, partial(_in_true_shape, device="meta"))
         return factory(named), named
     named = _like(model, _in_true_shape)
-    return factory(named), named  # it reads numbers as it is made
+    return factory(named), named  # it reads values when it is made
 
 
 def _like(model: nn.Module, made: Callable[[Tensor], Tensor]) -> _Parameters:
-    """Return a parameter that is made for each one that a model trains, with its name."""
+    """Return a parameter made by `made` for each trained one of a model, with its name."""
     return [(name, nn.Parameter(made(p))) for name, p in model.named_parameters() if p.requires_grad]
 
 
@@ -58,7 +58,7 @@ def _in_true_shape(parameter: Tensor, device: str = "cpu") -> Tensor:
 
 
 def _small(parameter: Tensor) -> Tensor:
-    """Return numbers in the form of a parameter, at most 2 in each dimension."""
+    """Return numbers shaped like a parameter, but at most 2 in each dimension."""
     shape = [min(n, 2) for n in parameter.shape]
     return torch.linspace(0.5, 1, math.prod(shape)).reshape(shape).to(parameter.dtype)
 
@@ -76,7 +76,7 @@ def _tried(
 ) -> OptimizerFactory:
     """Return the factory; refuse an optimizer that fails, or that stages cannot use.
 
-    `true`: whether its function is given true shapes.
+    `true`: whether its function gets true shapes.
     """
     factory = partial(optimizer_of, function, groups)
     whole, apart = (_like(model, _in_true_shape if true else _small) for _ in range(2))
@@ -90,7 +90,7 @@ def _tried(
         raise
     except Exception as error:  # a user's class may raise anything
         raise ConfigError(f"optim cannot be built by {target}: {one_line(error)}") from error
-    for group in groups:  # torch ignores what its optimizer does not have
+    for group in groups:  # torch ignores options that its optimizer does not have
         unknown = [option for option in group.options if option not in optimizer.defaults]
         if unknown and not group.function:
             raise ConfigError(f"{group.key}.{unknown[0]}: {target} has no {unknown[0]}")
@@ -105,7 +105,7 @@ def _tried(
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return a gradient for each small copy, sparse where the model's would be; each has another norm."""
+    """Return a gradient for each small copy, sparse if the model's would be; each has another norm."""
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     sparse = {id(table.weight) for table in tables}
     names = {name for name, parameter in model.named_parameters() if id(parameter) in sparse}
@@ -119,7 +119,7 @@ def _stepped(
     small: Mapping[str, Tensor],
     gradients: Mapping[str, Tensor],
 ) -> Optimizer:
-    """Make some steps of copies that get the `small` numbers; return the optimizer.
+    """Make some steps of copies with the `small` numbers; return the optimizer.
 
     Raises ConfigError if it has other parameters, or keeps gradients.
     """
@@ -131,7 +131,7 @@ def _stepped(
             f"{type(optimizer).__name__}(p, ...), and freeze the others by requires_grad_(False)"
         )
     for name, weight in named:
-        for key, value in optimizer.state.get(weight, {}).items():  # which some make at once
+        for key, value in optimizer.state.get(weight, {}).items():  # some make state at once
             if isinstance(value, Tensor) and value.shape == weight.shape:
                 optimizer.state[weight][key] = value[tuple(map(slice, small[name].shape))].clone()
         weight.data = small[name].clone()

@@ -1,12 +1,12 @@
-"""Recomputation: a forward saves nothing for its backward, and runs a second time before it.
+"""Recompute: a forward saves nothing for its backward, and runs a second time before it.
 
 The second forward has the same inputs, weight version, buffers and random numbers, so its results are the
 same to the last bit. Its changes of buffers are dropped, so that statistics count once.
 
-Selective recomputation keeps the results of dear operations: products and convolutions with a weight, about
-half of what a network saves and most of its work. The second forward takes them and computes only norms,
-activations and attention (Korthikanti et al. 2022, arXiv 2205.05198). A result that a later layer overwrites
-is not kept.
+A selective recompute keeps the results of expensive operations: products and convolutions with a weight,
+about half of what a network saves and most of its work. The second forward reuses them and computes only
+norms, activations and attention (Korthikanti et al. 2022, arXiv 2205.05198). A result that a later layer
+overwrites is not kept.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from pipetrain.runtime.stage.buffers import Copies
 
 
 class Recompute:
-    """What a forward leaves for its recomputation. `buffers`: before it; `keep`: dear results."""
+    """The state of a forward for its recompute. `buffers`: before it; `keep`: expensive results."""
 
     def __init__(self, buffers: Copies, keep: bool) -> None:
         self.buffers = buffers
         self.kept: deque[Tensor | None] = deque()
-        """Dear results, in the order of their operations; None: it was overwritten."""
+        """Expensive results, in the order of their operations; None: overwritten."""
         self._keeps = keep
         self._rng = RngSnapshot()
         self._sums: list[Tensor] = []
@@ -48,7 +48,7 @@ class Recompute:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Let a forward save nothing but dear results."""
+        """Let a forward save only expensive results."""
         results = _Results()
         nothing = saved_tensors_hooks(lambda tensor: None, _no_backward)
         with nothing, _SavesExpensive(results) if self._keeps else nullcontext():
@@ -56,12 +56,12 @@ class Recompute:
         self.kept = deque(None if seen._version else result for result, seen in results.noted)
 
     def end(self, outputs: Sequence[Tensor]) -> None:
-        """End the first forward, the loss included. `outputs`: to be compared with those of the second."""
+        """End the first forward, including the loss. `outputs`: to be compared with those of the second."""
         self._rng.end()
         self._sums = _sums(outputs)
 
     def equals(self, outputs: Sequence[Tensor]) -> bool:
-        """Return whether the second forward has the outputs of the first, if these were noted.
+        """Return whether the second forward has the outputs of the first, if those were recorded.
 
         A GPU may add numbers in another order each time.
         """
@@ -71,7 +71,7 @@ class Recompute:
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Let a forward draw the same random numbers, and take the dear results."""
+        """Let a forward draw the same random numbers, and reuse the expensive results."""
         with self._rng.replayed(), _SavesExpensive(_Results(self.kept)) if self._keeps else nullcontext():
             yield
 
@@ -89,7 +89,7 @@ def _sums(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _SavesExpensive(Watching):
-    """Runs operations with a weight under another mode, which sees the products that they consist of."""
+    """Runs operations with a weight under another mode, which sees the products inside them."""
 
     def __init__(self, results: _Results) -> None:
         super().__init__()
@@ -105,16 +105,16 @@ class _SavesExpensive(Watching):
 
 
 class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the results of products and convolutions or, where some are `kept`, takes them instead.
+    """Records the results of products and convolutions or, if some are `kept`, returns those instead.
 
-    What a layer gets may be another view of a result, with a version counter of its own. So each result is
-    noted with what the layer got: nothing has written to it as long as its version is 0.
+    A layer may get another view of a result, with its own version counter. So each result is recorded
+    together with what the layer got: nothing has written to it as long as its version is 0.
     """
 
     def __init__(self, kept: deque[Tensor | None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
-        self._of_operation: list[Tensor] = []  # results, of the operation that runs
+        self._of_operation: list[Tensor] = []  # results of the running operation
         self.noted: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(

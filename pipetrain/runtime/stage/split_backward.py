@@ -1,16 +1,16 @@
 """A backward in two halves: I, the gradients of the inputs, and later W, those of the weights.
 
-The stage before waits for I alone, so W can fill waits (zero bubble, Qi et al. 2023, arXiv 2401.10241). To
-differentiate the stage's graph once for each half would go through all its layers twice. Instead, each
-operation whose weight gradient is dear (matrix product, convolution, embedding) gets a small graph of its own
-while the forward runs. In the stage's graph it is one node. In I this node differentiates its small graph to
-the input alone, and keeps the output's gradient; W differentiates all small graphs to the weights. Kernels
-and the order of sums are those of a whole backward, so the gradients are equal to the last bit. Between I and
-W only the inputs of these operations and the gradients of their outputs are held.
+The previous stage waits only for I, so W can fill idle time (zero bubble, Qi et al. 2023, arXiv 2401.10241).
+Differentiating the stage's graph once per half would go through all its layers twice. Instead, each operation
+with an expensive weight gradient (matrix product, convolution, embedding) gets its own small graph during the
+forward. In the stage's graph it is one node. In I this node differentiates its small graph to the input only,
+and saves the output's gradient; W differentiates all small graphs to the weights. Kernels and the order of
+sums are those of a whole backward, so the gradients are equal to the last bit. Between I and W only the
+inputs of these operations and the gradients of their outputs are held.
 
 Other weights get their gradient in I, and W adds it: those of norms, of torch's recurrent layers (one
 operation for all their steps), of layers that recompute inside, and weights computed from others, as by
-weight_norm. The gradients of views of weights are put off too.
+weight_norm. The gradients of views of weights are deferred too.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _CAST = {torch.float32, torch.float16, torch.bfloat16}  # by autocast
 
 
 class Deferred(Watching):
-    """The weight gradients of one microbatch's forward that are put off.
+    """The deferred weight gradients of one microbatch's forward.
 
-    The forward runs in it as a context; `input_half` then is I, and `weight_half` W. `leaves`: of the weight
+    The forward runs in it as a context; then `input_half` is I, and `weight_half` W. `leaves`: of the weight
     version, which are distinct tensors.
     """
 
@@ -41,12 +41,14 @@ class Deferred(Watching):
         self._ids = {id(leaf) for leaf in leaves if leaf.requires_grad}
         self.kept: list[_Operation] = []
         self._at_once: list[tuple[Tensor, Tensor]] = []  # leaves, with their gradients from I
-        self._task: int | None = None  # the graph task of autograd that is I
+        self._task: int | None = None  # autograd's graph task that is I
 
     def input_half(
         self, leaves: Sequence[Tensor], outputs: Sequence[Tensor], grads: Sequence[Tensor]
     ) -> None:
-        """Differentiate to the inputs. Gradients of `leaves` that are found on the way are kept for W."""
+        """Differentiate to the inputs. Gradients of `leaves` found on the way are held for W."""
+        # Autograd would add these gradients to the batch's sum now; W must add them, in its order. So the
+        # sums are set aside, and restored afterwards.
         before = [leaf.grad for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None
@@ -64,11 +66,13 @@ class Deferred(Watching):
         self._task = torch._C._current_graph_task_id()
 
     def is_under_way(self) -> bool:
-        """Return whether autograd runs I, rather than what a layer differentiates by itself."""
+        """Return whether autograd runs I, not a differentiation inside a layer."""
         return self._task is not None and self._task == torch._C._current_graph_task_id()
 
     def weight_half(self) -> None:
         """Differentiate to the weights, and add their gradients to their `.grad`."""
+        # All small graphs in one backward. A leaf with a gradient from I, too, is an extra root, so that
+        # autograd makes one sum for the microbatch, as in a whole backward, before it adds that to `.grad`.
         kept, at_once = self.kept, self._at_once
         self.kept, self._at_once = [], []
         wanted = {id(weight): weight for one in kept for weight in one.weights}
@@ -79,14 +83,14 @@ class Deferred(Watching):
                 grads.insert(0, grad)
             elif leaf.grad is None or leaf.grad.is_sparse:
                 leaf.grad = grad if leaf.grad is None else grad + leaf.grad
-            else:  # autograd would copy what is held here
+            else:  # in place, as autograd would copy what is held here
                 leaf.grad += grad
         if edges:
             _run(edges, grads, list(wanted.values()), accumulate=True)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What stays between I and W: the inputs of operations, and gradients. Tensors may share storage."""
+        """The tensors held between I and W: inputs of operations, and gradients. They may share storage."""
         kept = [tensor for one in self.kept for tensor in (*one.inputs, one.grad)]
         return [*(tensor for tensor in kept if tensor is not None), *(grad for _, grad in self._at_once)]
 
@@ -99,12 +103,14 @@ class Deferred(Watching):
     def _put_off(
         self, function: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Tensor | None:
-        """Run an operation with a small graph of its own; None if it is none that can be put off."""
+        """Run an operation with its own small graph; None if it cannot be deferred."""
         if not torch.is_grad_enabled() or _recomputes() or torch._C._are_functorch_transforms_active():
             return None
         operands = [*args, *kwargs.values()]
+        # `at` is the position among the operands; `leaf` the weight that an operand is, or is a view of.
         tensors = [(at, t, self._leaf_of(t)) for at, t in enumerate(operands) if isinstance(t, Tensor)]
         trained = [t for _, t, leaf in tensors if leaf is not None]
+        # Deferring needs a weight of two or more dimensions and another tensor.
         if len(trained) == len(tensors) or all(t.dim() < 2 for t in trained):
             return None
         entering, inputs = [], []
@@ -128,10 +134,10 @@ class Deferred(Watching):
 
 @dataclass(slots=True, eq=False)
 class _Operation:
-    """An operation that was put off: its small graph, which holds the inputs, and what it was made from.
+    """A deferred operation: its small graph, which holds the inputs, and its weights.
 
-    `inputs`: the leaves in the small graph that stand for the inputs; `trained`: weights or views of weights,
-    and `weights`: those themselves.
+    `inputs`: leaves in the small graph that stand for the inputs; `trained`: weights or views of weights;
+    `weights`: the weights themselves.
     """
 
     deferred: Deferred
@@ -140,15 +146,15 @@ class _Operation:
     trained: Sequence[Tensor]
     weights: Sequence[Tensor]
     output: Tensor | None  # until it is in the stage's graph, which refers to this
-    grad: Tensor | None = None  # of the output, once it is known
+    grad: Tensor | None = None  # of the output, once known
 
     def differentiate(self, tensors: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
-        """Return the gradients of some inputs and weights; those of others may be asked for later."""
+        """Return the gradients of some inputs and weights; those of others may be requested later."""
         return _run([self.edge], [grad], tensors, accumulate=False) if tensors else ()
 
 
 class _PutOff(torch.autograd.Function):
-    """An operation whose backward makes the gradients of its inputs only."""
+    """An operation whose backward makes only the gradients of its inputs."""
 
     @staticmethod
     def forward(ctx: Any, operation: _Operation, *operands: Tensor) -> Tensor:
@@ -206,6 +212,6 @@ def _cast(tensor: Tensor) -> Tensor:
 
 
 def _recomputes() -> bool:
-    """Return whether torch.utils.checkpoint is at work, whose second forward would have no small graphs."""
+    """Return whether torch.utils.checkpoint is active; its second forward would have no small graphs."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__

@@ -1,8 +1,7 @@
 """One stage: a slice of the model, its weights, and the tensors saved for the backward of open microbatches.
 
-A stage knows no ranks or messages. The program bounds its memory: the peak of `in_flight` is the number of
-activations that `simulate` predicts. Observers check numbers, keep statistics of batches, or leave out
-updates.
+A stage has no ranks or messages. The program bounds its memory: the peak of `in_flight` is the number of
+activations that `simulate` predicts. Observers check numbers, make statistics of batches, or skip updates.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ from pipetrain.tasks.running_sums import Tally
 
 
 class Stage:
-    """Slice `index` of a model. The last stage has the task; the others pass their outputs on.
+    """Slice `index` of a model. The last stage has the task; the others return their outputs.
 
-    `module.slice` says what enters and leaves it. `selective`: a forward that is to be recomputed keeps dear
+    `module.slice` defines what enters and leaves it. `selective`: a forward to be recomputed keeps expensive
     results, see recompute.py. `clip_grad_norm`: the largest norm of a batch's gradient. `names`: of
-    parameters in the model, where they differ, as for a weight that an earlier layer has too. `elsewhere`:
-    the names in the model of tensors that are in the state of an earlier stage. `model`: of which a loss may
-    read this stage's weights.
+    parameters in the model, if they differ, as for a weight that an earlier layer has too. `elsewhere`: the
+    names in the model of tensors in the state of an earlier stage. `model`: if the loss may read its weights,
+    the model.
     """
 
     _store: type[ParameterStore] = ParameterStore
@@ -90,15 +89,15 @@ class Stage:
         """Whether numbers are made up, so that none is refused."""
         self.adds_at_once = True
         """Whether a GPU adds small gradients at a backward's end."""
-        self._updates = True  # weights; in some rehearsals not
+        self._updates = True  # whether weights are updated; in some rehearsals not
         self.skipped = 0
-        """The updates that were left out since this was last read."""
+        """Skipped updates since this was last read."""
         self._clip = clip_grad_norm
         self._selective = selective
-        self._proves = True  # whether the next recomputation is held against its forward
+        self._proves = True  # whether the next recompute is compared with its forward
         self._open: dict[int, Microbatch] = {}
-        self._batch = Batch()  # whose gradient is being made
-        self._reduced = Batch()  # that is to be stepped
+        self._batch = Batch()  # its gradient is being made
+        self._reduced = Batch()  # to be stepped
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and buffers by their names in the model."""
@@ -115,7 +114,7 @@ class Stage:
         return len(self._open)
 
     def open_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that open microbatches hold themselves, beside what autograd saves."""
+        """Yield the tensors that open microbatches hold themselves, besides what autograd saves."""
         return chain.from_iterable(one.tensors() for one in self._open.values())
 
     # Forward
@@ -151,8 +150,8 @@ class Stage:
     def recompute(self, mb: int, read: Read) -> None:
         """Run a forward again, with the weights, buffers and random numbers of the first time.
 
-        Metrics and observers do not see it. For the first microbatch of a window it raises TrainingStopped
-        if the outputs are others.
+        It is not counted or observed. For the first microbatch of a window it raises TrainingStopped if the
+        outputs differ.
         """
         one = self._open[mb]
         recompute, one.recompute = one.recompute, None
@@ -189,7 +188,7 @@ class Stage:
             return ()
 
     def _recorded(self, one: Microbatch) -> Tensors:
-        """Run the layers; if the backward is split, put off the gradients of weights."""
+        """Run the layers; if the backward is split, defer the gradients of weights."""
         if one.recompute is None and one.saving.split and any(t.requires_grad for t in one.inputs):
             one.deferred = Deferred(self.store.leaves(one.read))
             with one.deferred:
@@ -209,7 +208,7 @@ class Stage:
         return tuple(t if number in data else self.numerics.narrow(t) for number, t in enumerate(outputs))
 
     def _handed_on(self, mb: int, outputs: Tensors) -> Tensors:
-        """Return the outputs to send, copied where the layers may keep or change them."""
+        """Return the outputs to send, copied if the layers may keep or change them."""
         slice, sent = self.module.slice, []
         planned = requires_grad(slice.leaves_grad, outputs)
         for number, (t, require) in enumerate(zip(outputs, planned, strict=True)):
@@ -240,9 +239,9 @@ class Stage:
             return self._differentiate(one, grads, differentiate)
 
     def backward_input(self, mb: int, grads: Tensors, read: Read) -> Tensors:
-        """Run the first half of a backward: the gradients of the inputs, for which the stage before waits.
+        """Run the first half of a backward: the gradients of the inputs, for which the previous stage waits.
 
-        Without any, as on the first stage, the second half is all of it.
+        If there are none, as on the first stage, the second half is the whole backward.
         """
         one = self._open[mb]
         assert one.saving.split and one.read == read
@@ -279,7 +278,7 @@ class Stage:
         return needs_grad(self.module.slice.leaves_grad, outputs)
 
     def _differentiate(self, one: Microbatch, grads: Tensors, run: Callable[[Any, Any], None]) -> Tensors:
-        """Run a backward; return the gradients that the stage before needs."""
+        """Run a backward; return the gradients that the previous stage needs."""
         if self.objective is not None and one.counted is not None:
             grads = grads or (self.objective.gradient(one.outputs[0], one.counted.share),)
         outputs = [t for t, need in zip(one.outputs, self.needed(one.outputs), strict=True) if need]
@@ -300,7 +299,7 @@ class Stage:
     # Update
 
     def reduce(self) -> None:
-        """Give the batch's gradient to the optimizer. Raises TrainingStopped, as observers do."""
+        """Pass the batch's gradient to the optimizer. Raises TrainingStopped, as observers do."""
         self.weights.reduce()
         batch, self._batch = self._batch, Batch()
         self._reduced = batch
@@ -313,21 +312,21 @@ class Stage:
 
     @property
     def leaves_out(self) -> Tensor | None:
-        """Whether the update of the batch that was reduced is to be left out, as Batch says it."""
+        """Whether the update of the reduced batch is skipped, see Batch."""
         return self._reduced.skipped
 
     def on_sums(self, numbers: Tensor) -> None:
-        """Let observers look at numbers of other stages on which the batch's update depends."""
+        """Pass numbers of other stages, on which the batch's update depends, to the observers."""
         for observer in self.observers:
             observer.on_sums(self._reduced, numbers)
 
     def partial_sums(self, replica: int, replicas: int) -> list[Tensor]:
-        """Return what observers tell those of other replicas of the batch that was reduced."""
+        """Return the observers' numbers of the reduced batch, to be summed over replicas."""
         sums = (observer.partial_sums(self._reduced, replica, replicas) for observer in self.observers)
         return [numbers for numbers in sums if numbers is not None]
 
     def on_reduced(self, numbers: Tensor) -> None:
-        """Give observers the sum of what those of all replicas told."""
+        """Pass the sum over all replicas to the observers."""
         for observer in self.observers:
             observer.on_reduced(self._reduced, numbers)
 
@@ -338,10 +337,10 @@ class Stage:
     def step(
         self, keep: bool, norm: Tensor | None = None, delay: int = 0, predicted: Sequence[Predicted] = ()
     ) -> None:
-        """Update the weights; `keep` the previous version for later actions, and make what is `predicted`.
+        """Update the weights; `keep` the previous version for later actions, and make the `predicted` ones.
 
-        The gradient, `delay` updates late, is clipped by `norm`, that of the whole model, or None for that of
-        this stage.
+        The gradient, `delay` updates late, is clipped by `norm`, of the whole model; None: that of this
+        stage.
         """
         if self._clip is not None:
             by = self.gradient_norm() if norm is None else norm
@@ -355,20 +354,20 @@ class Stage:
     # Between windows
 
     def check(self, wait: bool = True) -> None:
-        """Raise an error that observers know by now or, with `wait`, of all that the device has to do."""
+        """Raise an error of observers that is known by now or, with `wait`, after all work of the device."""
         for observer in self.observers:
             observer.check(wait)
 
     def begin_window(self, predicted: Sequence[Predicted] = ()) -> None:
-        """Start counting versions from 0, and make what is `predicted`. No microbatch may be open."""
+        """Start counting versions from 0, and make the `predicted` ones. No microbatch may be open."""
         assert not self._open, f"microbatches {sorted(self._open)} outlived their window"
         self.check(wait=False)
-        # On a GPU the host would wait for the outcome: there the rehearsal does.
+        # On a GPU the host would wait for the result: there the rehearsal compares.
         self._proves = self.device == "cpu" or self.rehearses
         self.weights.begin_window(predicted)
 
     def changing(self, training: bool) -> tuple[list[Tensor], list[Tensor], list[Any]]:
-        """Return what windows change: what updates do, buffers, and containers, but attributes of layers."""
+        """Return what windows change: by updates, in buffers, in containers, but not layers' attributes."""
         self.check()
         containers = [vars(owner) for owner in (self, self.objective) if owner is not None]
         if not training:
@@ -377,7 +376,7 @@ class Stage:
         return tensors, [*self.module.buffers()], [*containers, *more]
 
     def begin_rehearsal(self, updates: bool) -> None:
-        """Count what is made up elsewhere, until what `changing` returned is put back."""
+        """Count made-up numbers separately, until the result of `changing` is restored."""
         self.rehearses, self._updates, self._batch = True, updates, Batch()
         if self.objective is not None:
             self.objective.start_counting()

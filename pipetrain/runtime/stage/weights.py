@@ -63,7 +63,7 @@ class Weights:
     def accumulate_on(self, read: Read) -> None:
         """Accumulate on this version.
 
-        Where gradients are weighed by the weights that they are of, there is a sum for each of these.
+        If gradients are weighed by the weights they were computed with, each of these has its own sum.
         """
         if self.weighs and not self.store.accumulates_on(read):
             self._weigh()
@@ -92,9 +92,9 @@ class Weights:
         predicted: Iterable[Predicted] = (),
         updates: bool = True,
     ) -> None:
-        """Make the next version, and what is `predicted` by it; `keep` the previous one for later actions.
+        """Make the next version, and the `predicted` ones from it; `keep` the previous one for later actions.
 
-        `skip` 1 drops the gradient, which is `delay` updates late; without `updates` nobody uses it.
+        `skip` 1 drops the gradient, which is `delay` updates late; without `updates` it is not used.
         """
         store = self.store
         if keep:
