@@ -89,7 +89,7 @@ def tensors_in(module: nn.Module, names: Mapping[int, str]) -> dict[str, Tensor]
 
 
 def replace(modules: Iterable[nn.Module], substitutes: Mapping[int, Tensor], *more: Any) -> None:
-    """Put `substitutes[id(tensor)]` into each place of `tensor`, in `more` too; shared tensors stay shared."""
+    """Put `substitutes[id(tensor)]` into each place of `tensor`, in `more` too; shared ones stay shared."""
     found_places = chain.from_iterable(map(places, modules if substitutes else ()))
     _replace(chain(found_places, *map(_places_in, more)), substitutes)
 

@@ -68,9 +68,10 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """The operations of a model in one mode. `outputs`: flat, nodes or constants; `kept`: set attributes.
+    """The operations of a model in one mode. `outputs`: flat, nodes or constants.
 
-    A placeholder has its `source` in meta, and an operation its `region`.
+    `kept`: the attributes that a forward sets. A placeholder has its `source` in meta, and an operation its
+    `region`.
     """
 
     graph: fx.Graph
