@@ -230,7 +230,7 @@ class Codecs:
     forward: Codec = field(default_factory=Identity)
     backward: Codec = field(default_factory=Identity)
 
-    def of(self, edge: tuple[int, int]) -> Codec:
+    def for_edge(self, edge: tuple[int, int]) -> Codec:
         return self.forward if edge[0] < edge[1] else self.backward
 
     @property

@@ -92,7 +92,7 @@ def given_folder(words: Sequence[str]) -> tuple[Path, folder.Before]:
         match[1] for word in words if (match := re.fullmatch(r"\+*(?:run_dir|hydra\.run\.dir)=(.*)", word))
     ]
     path = Path(paths[-1].strip("'\"")).expanduser() if paths else Path(folder.RUNS)
-    return path, folder.Before.of(path)
+    return path, folder.Before.snapshot(path)
 
 
 def discard_folder(path: Path, before: folder.Before) -> None:

@@ -43,7 +43,7 @@ Other tensors computed from it have the same key.
 def build(factory: Factory, seed: int) -> tuple[nn.Module, Initial]:
     """Return a factory's model, with parameters on the meta device, and their values. Raises ConfigError."""
     call = _Call(seed, kept=())
-    model = call.of(factory)
+    model = call.run(factory)
     return model, Initial(factory, seed, model, call)
 
 
@@ -66,7 +66,7 @@ class _Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._last: Key = ()
         self._own = False  # whether this class itself makes tensors
 
-    def of(self, factory: Factory) -> nn.Module:
+    def run(self, factory: Factory) -> nn.Module:
         hook = register_module_parameter_registration_hook(self._register)
         try:
             with RngSnapshot().replayed(), self:
@@ -165,7 +165,7 @@ class Initial:
         for key in todo:  # grows
             todo += [source for source in self._sources.get(key, ()) if source not in keys]
             keys |= dict.fromkeys(todo)
-        numbers = named_tensors(_Call(self._seed, keys).of(self._factory))
+        numbers = named_tensors(_Call(self._seed, keys).run(self._factory))
         for name in requested:
             if name not in numbers or numbers[name].is_meta:
                 raise ConfigError(

@@ -32,7 +32,7 @@ class Seeds(NamedTuple):
     update: int
     microbatch: int
 
-    def of(self, layer: int) -> int:
+    def for_layer(self, layer: int) -> int:
         return seed_of(self.seed, self.update, self.microbatch, layer)
 
 
@@ -138,7 +138,7 @@ class SameDraws(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._samples, self._drawn = samples, list[list[Tensor]]()
 
-    def of(self, start: int, end: int) -> SameDraws:
+    def for_samples(self, start: int, end: int) -> SameDraws:
         """Return the context of a run of samples `start` to `end`."""
         self._start, self._count, self._drawing = start, end - start, iter([*self._drawn])
         self._records = not self._drawn
@@ -174,7 +174,7 @@ def _seed(layer: int) -> None:
         return
     if forward.before is None:
         forward.before = _States()
-    seed = forward.seeds.of(layer)
+    seed = forward.seeds.for_layer(layer)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)

@@ -114,7 +114,7 @@ class Packing:
     fixed: tuple[object, ...]
 
     @classmethod
-    def of(cls, value: object) -> Packing | None:
+    def from_value(cls, value: object) -> Packing | None:
         """Return the form of a value; None for a tensor or a tuple of them."""
         if isinstance(value, Tensor) or (type(value) is tuple and all(isinstance(t, Tensor) for t in value)):
             return None
@@ -136,7 +136,7 @@ TENSOR = Tensor  # a class, so that a copy of a Packing has the same one
 
 def packer(value: object) -> Callable[[Sequence[Tensor]], Any]:
     """Return a function that gives tensors the form of a value."""
-    if (packing := Packing.of(value)) is not None:
+    if (packing := Packing.from_value(value)) is not None:
         return packing.pack
     return itemgetter(0) if isinstance(value, Tensor) else tuple
 

@@ -239,7 +239,7 @@ class _Trial:
                 SavedWatch(copies.values()) as saving,
             ):
                 result = self._network.call(index, inputs, earlier)
-            packing = Packing.of(result)
+            packing = Packing.from_value(result)
             if packing is not None and not last and (other := packing.other):
                 raise TypeError(
                     f"it returns {other}, and a layer before the last must return a tensor, or tuples, lists "

@@ -44,7 +44,7 @@ def planned(cfg: Mapping[str, Any], schedule: str, batches: int) -> Plan:
         profile = read_profile(settings.profile, profile_conditions(settings, cfg["optim"]))
     elif settings.replicas == AUTO:
         raise ConfigError("replicas=auto needs measured times: give partition.profile=FILE of an earlier run")
-    draft = _settled(Draft.of(settings, make_schedule(cfg)), cfg)
+    draft = _settled(Draft.from_settings(settings, make_schedule(cfg)), cfg)
     return make_plan(draft, network, example, samples, profile, state_of(cfg, model), make_task(cfg))
 
 
@@ -61,7 +61,7 @@ def _planned_by_rows(cfg: Mapping[str, Any], schedule: str, batches: int) -> Pla
         raise ConfigError("replicas=auto weighs messages and sums of gradients too: give bandwidth=GB/s")
     rows = read_rows(path, 1e-9 / speed if speed else 0.0, scale or 1.0)
     samples = Samples.of([settings.batch_size] * batches, [1])
-    draft = _settled(Draft.of(settings, make_schedule(cfg)), cfg)
+    draft = _settled(Draft.from_settings(settings, make_schedule(cfg)), cfg)
     return make_plan(draft, rows.layers, rows.data, samples, rows.profile, state_of(cfg))
 
 

@@ -230,7 +230,7 @@ class Prices:
     table: Table
     stages: Sequence[Mapping[Mode, StageWork]]
 
-    def of(self, stage: int, start: int, end: int, mode: Mode) -> Priced:
+    def price(self, stage: int, start: int, end: int, mode: Mode) -> Priced:
         doing, sizes = self.stages[stage][mode], self.table.sizes(start, end, mode)
         seconds = self.table.seconds(start, end, Op.I in doing.actions, mode)
         messages = {Op.RECV_F: sizes.inputs, Op.SEND_F: sizes.outputs}
@@ -242,7 +242,7 @@ class Prices:
 
     def best(self, stage: int, start: int, end: int, limit: float) -> Priced:
         """Return a stage in the fastest mode that holds at most `limit` bytes, else in the smallest mode."""
-        ways = [self.of(stage, start, end, mode) for mode in self.stages[stage]]
+        ways = [self.price(stage, start, end, mode) for mode in self.stages[stage]]
         fitting = [way for way in ways if way.held_bytes <= limit]
         if fitting:
             return min(fitting, key=lambda way: way.batch_s)

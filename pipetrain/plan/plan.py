@@ -149,10 +149,10 @@ class Plan:
 
     def training(self, batches: int) -> Window:
         """Return a window of training. Raises ScheduleError and ConfigError for an impossible one."""
-        return self.windows.of(batches)
+        return self.windows.verified(batches)
 
     def evaluation(self, batches: int) -> Window:
-        return self.evaluations.of(batches)
+        return self.evaluations.verified(batches)
 
     @property
     def foreign(self) -> dict[str, Tensor]:

@@ -63,7 +63,7 @@ class Window:
 
 
 class ProvenWindows(dict[int, Window]):
-    """The windows of a plan, by their number of batches; `of` verifies a new one at its first use.
+    """The windows of a plan, by their number of batches; `verified` verifies a new one at its first use.
 
     `examples`: the given windows are only examples, which are dropped at the first use.
     """
@@ -75,7 +75,7 @@ class ProvenWindows(dict[int, Window]):
         self._prove = verify
         self._examples = examples
 
-    def of(self, batches: int) -> Window:
+    def verified(self, batches: int) -> Window:
         """Return the window of so many batches. Raises ScheduleError and ConfigError."""
         window = self.get(batches) or self._prove(batches)
         if self._examples:
@@ -103,7 +103,7 @@ class Draft:
     proven: Window | None = field(default=None, compare=False, repr=False)  # see `verify`
 
     @classmethod
-    def of(cls, settings: Settings, schedule: Schedule) -> Draft:
+    def from_settings(cls, settings: Settings, schedule: Schedule) -> Draft:
         """Return the draft of a schedule. Raises ScheduleError and ConfigError."""
         least = schedule.batches if isinstance(schedule, FixedProgram) else 1
         batches = DRAFTED if least == 1 else least

@@ -281,7 +281,7 @@ def choose_replicas(
     refused: ConfigError | ScheduleError | None = None
     for replicas in dict.fromkeys([parallel, straight, *(tuple(plan.replicas) for plan in plans[:TRIED])]):
         try:
-            drafts[replicas] = Draft.of(replace(settings, replicas=[*replicas]), draft.schedule)
+            drafts[replicas] = Draft.from_settings(replace(settings, replicas=[*replicas]), draft.schedule)
             ways[replicas] = way_of(drafts[replicas])
         except (ConfigError, ScheduleError) as error:
             ways[replicas], refused = None, error

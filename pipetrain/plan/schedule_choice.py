@@ -50,7 +50,7 @@ class Candidate:
     words: Sequence[str]
 
     @classmethod
-    def of(
+    def from_config(
         cls, name: str, cfg: Mapping[str, Any], batches: int, stages: int, words: Sequence[str]
     ) -> Candidate:
         """Plan a schedule with its own configuration. Raises ConfigError and ScheduleError."""
@@ -147,7 +147,7 @@ def advice(
         begins(name)
         for cfg in configurations:
             try:
-                candidates[name] = Candidate.of(name, cfg, batches, stages, words)
+                candidates[name] = Candidate.from_config(name, cfg, batches, stages, words)
                 break
             except (ConfigError, ScheduleError) as error:
                 refused.setdefault(name, str(error).removeprefix(f"schedule {name} "))

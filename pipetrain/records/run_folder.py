@@ -70,7 +70,7 @@ class Before:
     missing: tuple[Path, ...] = ()
 
     @classmethod
-    def of(cls, folder: Path) -> Before:
+    def snapshot(cls, folder: Path) -> Before:
         missing = tuple(path for path in (folder, *folder.parents) if not os.path.exists(path))
         return cls(frozenset() if missing else frozenset(path.name for path in folder.glob("*")), missing)
 
@@ -85,7 +85,7 @@ def claim(
     is in use, holds a finished run (unless `finished`), or has checkpoints (unless `resuming`). An error
     before anything was written restores the earlier state.
     """
-    before = Before.of(folder)
+    before = Before.snapshot(folder)
     with ExitStack() as stack:
         why = ""
         stack.push(lambda kind, *error: None if kind is None else discard(folder, before))

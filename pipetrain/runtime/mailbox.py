@@ -49,11 +49,11 @@ class Coding:
 
     def specs(self, edge: Edge, plain: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
         """Return the specs of a message as it travels."""
-        return tuple(wire for spec in plain for wire in on_wire(self._codecs.of(edge), spec))
+        return tuple(wire for spec in plain for wire in on_wire(self._codecs.for_edge(edge), spec))
 
     def encode(self, message: Message, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return what travels. Raises TrainingStopped for a tensor that its codec cannot encode."""
-        codec = self._codecs.of(message.edge)
+        codec = self._codecs.for_edge(message.edge)
         if isinstance(codec, Identity):
             return tensors
         start, wire = time.perf_counter(), list[Tensor]()
@@ -72,7 +72,7 @@ class Coding:
         return wire
 
     def decode(self, message: Message, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        codec = self._codecs.of(message.edge)
+        codec = self._codecs.for_edge(message.edge)
         if isinstance(codec, Identity):
             return arrived
         start, pieces = time.perf_counter(), iter(arrived)

@@ -312,6 +312,6 @@ def owing(plan: Plan, rank: int) -> list[tuple[Edge, int]]:
     return [
         (edge, number)
         for edge in plan.cut.bounds
-        if rank in plan.placement[edge[0]] and plan.settings.codecs.of(edge).error_feedback
+        if rank in plan.placement[edge[0]] and plan.settings.codecs.for_edge(edge).error_feedback
         for number in range(plan.cut.tensors(edge))
     ]

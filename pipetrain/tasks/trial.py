@@ -199,7 +199,7 @@ def pieces_differ(
         total, sums = counted_for(weight_of, targets), _Sums()
         for start, end in pairwise(ends):
             if share := counted_for(weight_of, part_of(targets, start, end)) / total if total else 0.0:
-                with rng.replayed(), draws.of(start, end):
+                with rng.replayed(), draws.for_samples(start, end):
                     loss = share * loss_of(start, end)
                     grads = torch.autograd.grad(loss, list(leaves), allow_unused=True)
                     sums[LOSS] = sums.get(LOSS, 0) + loss.detach()

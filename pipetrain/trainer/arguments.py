@@ -171,8 +171,8 @@ def read_draft(
     """
     name, function, defaults = read_schedule(schedule)
     if settings is not None:
-        return Draft.of(settings, function)
-    draft = Draft.of(read_options(options, model, name, defaults, ranks), function)
+        return Draft.from_settings(settings, function)
+    draft = Draft.from_settings(read_options(options, model, name, defaults, ranks), function)
     if options.get("window") is not None or "window" in defaults:
         return draft
     whole = draft.reads_late and draft.least == 1

@@ -108,7 +108,7 @@ def prepare(
     assert isinstance(model, nn.Sequential), "a benchmark's model is compared as an nn.Sequential"
     samples, targets = _batch(task, cfg, settings)
     sizes = Samples.of([len(samples)] * window, [len(samples)])
-    draft, objective = Draft.of(settings, make_schedule(cfg)), make_task(cfg)
+    draft, objective = Draft.from_settings(settings, make_schedule(cfg)), make_task(cfg)
     optimizer = try_optimizer(make_optimizer(cfg), spare, len(draft.placement))
     example = ValueSpec.in_batch(samples)
     profile: Measure | Profile | None = None if isinstance(times, ProcessGroups) else times

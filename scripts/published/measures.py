@@ -140,7 +140,7 @@ def on_paper(
     with torch.device("meta"):
         model = layers or make_model(cfg, settings.seed, settings.dtype)
     return make_plan(
-        Draft.of(settings, make_schedule(cfg)),
+        Draft.from_settings(settings, make_schedule(cfg)),
         model,
         ValueSpec((TensorSpec(tuple(example), settings.dtype),)),
         Samples.of([settings.batch_size] * batches, [settings.full.samples]),

@@ -20,11 +20,11 @@ from tests.support.models import Join
 
 
 def test_seeds_stay_what_they_are_and_differ_in_all_four_numbers():
-    assert Seeds(0, 0, 0).of(0) == 0x15694DD717173834
-    assert Seeds(0, 0, 0).of(1) == 0x1273A79B503D68EB
-    assert Seeds(7, EVALUATION, 3).of(12) == 0x7F694071131D9BB8
+    assert Seeds(0, 0, 0).for_layer(0) == 0x15694DD717173834
+    assert Seeds(0, 0, 0).for_layer(1) == 0x1273A79B503D68EB
+    assert Seeds(7, EVALUATION, 3).for_layer(12) == 0x7F694071131D9BB8
     near = list(product(range(-1, 6), repeat=4))
-    assert len({Seeds(*three).of(layer) for *three, layer in near}) == len(near)
+    assert len({Seeds(*three).for_layer(layer) for *three, layer in near}) == len(near)
 
 
 def drawn(layer: int) -> list[float]:
@@ -106,7 +106,7 @@ def test_layers_that_draw_are_found_and_the_cut_does_not_change_what_they_draw()
     assert torch.equal(run(model, [1, 2, 3, 4, 5, 6, 7, 8, 9], x), wanted)
     assert not torch.equal(model(x), wanted)  # from the generators as they are
     made = run(model[:2], [], x)
-    torch.manual_seed(Seeds(3, 1, 4).of(1))
+    torch.manual_seed(Seeds(3, 1, 4).for_layer(1))
     assert torch.equal(model[:2](x), made)
 
 

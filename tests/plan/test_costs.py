@@ -64,7 +64,7 @@ def test_replicas_sum_up_their_gradient_in_a_ring():
     assert [costs(Action(stage, Op.REDUCE)) for stage in range(3)] == pytest.approx([2 + 6, 0, 4 + 16])
     alone = prices_of(table, [0], [1], microbatches=1)
     shared = alone.stages[0][NEVER]._replace(actions={Op.REDUCE: 1}, replicas=2)
-    assert replace(alone, stages=[{NEVER: shared}]).of(0, 0, 1, NEVER).batch_s == 2 + 6
+    assert replace(alone, stages=[{NEVER: shared}]).price(0, 0, 1, NEVER).batch_s == 2 + 6
 
 
 def test_each_action_costs_what_was_measured_of_it():

@@ -55,7 +55,7 @@ def plan(
     **others: Any,
 ) -> Plan:
     chosen = settings_of("partition=even", *overrides, ranks=ranks)
-    return make_plan(Draft.of(chosen, schedule), model or with_norm(), IMAGE, samples, **others)
+    return make_plan(Draft.from_settings(chosen, schedule), model or with_norm(), IMAGE, samples, **others)
 
 
 # Windows, and what a plan says
@@ -122,7 +122,9 @@ def test_a_plan_of_the_first_batch_alone_shows_a_window_until_the_first_is_asked
 def test_what_is_proven_of_a_draft_is_not_proven_again_for_the_same_program(monkeypatch, words, model, again):
     proven: list[int] = []
     monkeypatch.setattr(programs, "check", lambda program, batches, *more: proven.append(batches))
-    draft = Draft.of(settings_of("partition=even", "window=1", *words.split()), one_f_one_b).verify()
+    draft = Draft.from_settings(
+        settings_of("partition=even", "window=1", *words.split()), one_f_one_b
+    ).verify()
     made = make_plan(draft, model(), IMAGE, ONE_BATCH)
     assert (made.window is draft.proven, proven) == (not again, [1, *again])
     made.training(2)
@@ -318,7 +320,9 @@ def test_an_evaluation_may_hand_on_fewer_tensors_than_training():
 def test_inputs_and_targets_that_the_run_s_dtype_would_round_are_refused():
     wide = ValueSpec((TensorSpec((3, 32, 32), torch.float64), TensorSpec((4,), torch.int64)), single=False)
     said = refusal(
-        lambda: make_plan(Draft.of(settings_of("partition=even"), one_f_one_b), with_norm(), wide, UPDATES)
+        lambda: make_plan(
+            Draft.from_settings(settings_of("partition=even"), one_f_one_b), with_norm(), wide, UPDATES
+        )
     )
     assert said.startswith("the inputs are float64[3, 32, 32] + int64[4] a sample, and with dtype=float32")
     made = plan(model=nn.Sequential(FLAT, nn.Linear(48, 4), nn.Linear(4, 2)))

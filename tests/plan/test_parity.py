@@ -208,7 +208,9 @@ def planned(model: nn.Module, cuts: list[int], inputs: Value, *options: str) -> 
     settings = Settings.composed(options_of(["data=digits", *overrides]), "1f1b", len(cuts) + 1)
     example = ValueSpec.in_batch(inputs)
     network = network_of(model, example, settings.precision == "bf16")
-    return make_plan(Draft.of(settings, one_f_one_b), network.spare(), example, Samples.of([4], [2])), network
+    return make_plan(
+        Draft.from_settings(settings, one_f_one_b), network.spare(), example, Samples.of([4], [2])
+    ), network
 
 
 def verify(model: nn.Module, cuts: list[int], inputs: Value = NUMBERS, *options: str) -> None:

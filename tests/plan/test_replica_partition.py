@@ -230,7 +230,7 @@ def auto(schedule: Schedule, weights: int, *words: str, ranks: int = 3, s_per_by
     """Plan layers that take 1 s forward and 2 s back, the last of which has all the weights."""
     table = table_of([layer(str(n), output_bytes=8) for n in range(4)], trained=[0, 0, 0, weights])
     cfg = options_of(["partition=profile", "replicas=auto", "batch_size=12", "microbatches=12", *words])
-    draft = Draft.of(Settings.composed(cfg, "1f1b", ranks), schedule)
+    draft = Draft.from_settings(Settings.composed(cfg, "1f1b", ranks), schedule)
     times = replace(table.times, s_per_byte=s_per_byte)
     return make_plan(draft, list(table.layers), table.inputs, Samples.of([12] * 4, [1]), times)
 
@@ -299,4 +299,4 @@ def test_replicas_are_chosen_where_no_stage_for_each_rank_can_be():
 def test_where_replicas_cannot_be_chosen_they_are_refused(words: list[str], says: str) -> None:
     cfg = options_of(["partition=profile", "replicas=auto", *words])
     name = "fbp" if "schedule=fbp" in words else "1f1b"
-    assert says in refusal(lambda: Draft.of(Settings.composed(cfg, name, 3), make_schedule(cfg)))
+    assert says in refusal(lambda: Draft.from_settings(Settings.composed(cfg, name, 3), make_schedule(cfg)))

@@ -119,7 +119,9 @@ def by_profile(*words: str) -> str:
     model, same = (make_model(cfg, 0, read.dtype) for _ in range(2))
     measured = profile_of(same, IMAGE.of(Size(16)), [1, 1, 1, 1, 1, 3])
     return describe(
-        make_plan(Draft.of(read, make_schedule(cfg)), model, IMAGE, Samples.of([64], [64]), measured)
+        make_plan(
+            Draft.from_settings(read, make_schedule(cfg)), model, IMAGE, Samples.of([64], [64]), measured
+        )
     )
 
 

@@ -113,7 +113,7 @@ def test_a_refused_run_leaves_what_was_there_and_takes_what_it_made(tmp_path):
     assert [*empty.iterdir()] == []
     assert sorted(path.name for path in full.iterdir()) == ["notes.txt", "run.log"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full"]
-    before = Before.of(full)
+    before = Before.snapshot(full)
     (full / LOCK).touch()
     discard(full, before, "run.log")
     assert sorted(path.name for path in full.iterdir()) == ["notes.txt", "run.log"]
@@ -151,7 +151,7 @@ def test_a_lock_stays_whatever_opens_and_closes_its_file(tmp_path):
 
 def test_the_folder_of_a_refused_run_goes_unless_there_is_more_or_another_run(tmp_path):
     runs = tmp_path / "runs"
-    before = {name: Before.of(runs / name) for name in ("refused", "full", "busy", "none")}
+    before = {name: Before.snapshot(runs / name) for name in ("refused", "full", "busy", "none")}
     for name, files in {"refused": [LOCK], "full": ["config.yaml"], "busy": []}.items():
         (runs / name).mkdir(parents=True)
         for file in ("run.log", *files):

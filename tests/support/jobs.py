@@ -184,7 +184,7 @@ def exchange_coded(world: World, store: Store, all_codecs: Sequence[Codecs]) -> 
             channel.send(out, coding.encode(out, [x]))
             (arrived,) = coding.decode(back, channel.recv(back))
         channel.drain()
-        codec, residual = codecs.of(back.edge), torch.zeros_like(x)
+        codec, residual = codecs.for_edge(back.edge), torch.zeros_like(x)
         for _ in range(2):  # what the other rank did
             owed = x + residual if codec.error_feedback else x
             decoded = codec.decode(codec.encode(owed), plain[0])

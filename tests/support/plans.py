@@ -47,7 +47,7 @@ def planned(schedule: str, stages: int, microbatches: int, batches: int, *overri
     read = Settings.composed(cfg, schedule, None)
     model = make_model(cfg, read.seed, read.dtype)
     samples = Samples.of([read.batch_size] * batches, [read.batch_size])
-    return make_plan(Draft.of(read, make_schedule(cfg)), model, IMAGE, samples)
+    return make_plan(Draft.from_settings(read, make_schedule(cfg)), model, IMAGE, samples)
 
 
 def figures(text: str) -> dict[str, tuple[str, str]]:

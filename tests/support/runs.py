@@ -130,7 +130,7 @@ def prepare(cfg: Mapping[str, Any], schedule: str, ranks: int, data: Data) -> Ru
     samples = Samples.of(sampler.batch_sizes, even(facts.test, settings.batch_size))
     network = network_for(cfg, settings, facts.example)
     task = make_task(cfg)
-    draft = Draft.of(settings, make_schedule(cfg))
+    draft = Draft.from_settings(settings, make_schedule(cfg))
     optimizer = try_optimizer(make_optimizer(cfg), network.model, len(draft.placement))
     plan = make_plan(draft, network, facts.example, samples, None, optimizer_state(optimizer), task)
     return Run(
