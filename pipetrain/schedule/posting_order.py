@@ -66,8 +66,8 @@ def make_posts(run: Timeline, bounds: Mapping[Edge, int], ties: Ties = ()) -> Po
     deals = list[Post]()
     open_, ahead = Counter[tuple[Edge, int, int]](), max(bounds.values(), default=0)
     shares, early = Counter[Sum](), [dict(last_backwards(actions)) for actions in program]
-    # `done[rank]` is the position at which a rank is when the action of another one runs: what is posted
-    # there is posted in the order in which the simulation ran.
+    # This goes through all actions in the simulation's order. `done[rank]` is a rank's position meanwhile, so
+    # what is posted before it is posted no later than the action that runs now.
     for rank in run.order:
         action = program[rank][done[rank]]
         if action.op in SENDS:

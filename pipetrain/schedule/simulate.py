@@ -110,9 +110,8 @@ class _Simulation:
         """When each action began, and its rank; no action is before one that it waits for."""
 
     def run(self) -> list[Row]:
-        # The ready ranks, in any order: a rank that must wait leaves the list, and the rank that sends the
-        # message or completes the collective puts it back. If none is ready, all have ended or are
-        # deadlocked.
+        # Ready ranks run in any order. A rank that must wait leaves the list; the rank at the other end of a
+        # message, or the last one of its collective, puts it back. None ready: all have ended, or a deadlock.
         while self._ready:
             self._advance(self._ready.pop())
         if any(len(row.spans) < len(todo) for row, todo in zip(self._rows, self._program, strict=True)):
@@ -125,7 +124,7 @@ class _Simulation:
         actions, row = self._program[rank], self._rows[rank]
         for position in range(len(row.spans), len(actions)):
             action, now = actions[position], row.ended
-            # `freed`: the time at which the action is no longer blocked, thus begins.
+            # `freed`: when nothing blocks the action any more, so that it begins; None: not known yet.
             if action.op in COMMUNICATION:
                 freed = self._exchange(rank, action, now)
             elif action.op in UPDATE:

@@ -126,7 +126,7 @@ class Channel:
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Start a send; wait only while the edge has as many unfinished sends as it may have."""
-        # The same bound as in `simulate`: a send waits until the one `bound` before it is done.
+        # The bound of `simulate`: the oldest unfinished send must end first. (Over NCCL: see above.)
         end = self._ends[message.link]
         while len(end.sent) >= end.bound * (2 if self.ordered else 1):
             self._wait(end.sent.popleft())
