@@ -47,13 +47,13 @@ class Machines:
     """
 
     ranks: int
-    each: int
+    per_machine: int
     within_s: float
     between_s: float
 
     def reduce_s(self, first: int, replicas: int) -> float:
         """Return the seconds per byte of weights in which the replicas from rank `first` reduce by a ring."""
-        spans = first // self.each != (first + replicas - 1) // self.each
+        spans = first // self.per_machine != (first + replicas - 1) // self.per_machine
         return ring_bytes(replicas) * (self.between_s if spans else self.within_s)
 
     def message_s(self, first: int, before: int, replicas: int) -> float:
@@ -61,10 +61,10 @@ class Machines:
 
         The side with fewer links counts: of ranks, or of machines if the two stages are on several.
         """
-        fewer, inside = min(before, replicas), first % self.each
-        if inside >= before and inside + replicas <= self.each:
+        fewer, inside = min(before, replicas), first % self.per_machine
+        if inside >= before and inside + replicas <= self.per_machine:
             return self.within_s / fewer
-        return self.between_s / max(1, fewer / self.each)
+        return self.between_s / max(1, fewer / self.per_machine)
 
 
 class LayerSums(NamedTuple):

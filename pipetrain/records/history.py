@@ -114,12 +114,14 @@ class History:
     def stages(self, records: Sequence[EpochRecord]) -> list[StageRecord]:
         """Return every number of each stage in some epochs; empty if another pipeline trained them."""
         plan, parts = self.about.plan, [record.stages for record in records if record.stages]
-        seconds = sum(epoch.train_s * epoch.updates / self.about.batches_of(epoch.epoch) for epoch in records)
+        seconds = sum(
+            record.train_s * record.updates / self.about.batches_of(record.epoch) for record in records
+        )
         if not seconds:
             return []
         stats = [total([stages[stage] for stages in parts]) for stage in range(plan.stages)]
         times = stage_times(plan.placement, stats, seconds)
-        held = [[epoch for epoch in self.held if stage in epoch.stages] for stage in range(plan.stages)]
+        held = [[peak for peak in self.held if stage in peak.stages] for stage in range(plan.stages)]
         return [
             StageRecord(
                 stage=stage,
@@ -143,9 +145,9 @@ class History:
                 skipped_updates=stat.skipped,
                 **asdict(times[stage]),
                 **{f"predicted_{name}": value for name, value in asdict(self.predicted[stage]).items()},
-                memory_bytes=max((epoch.stages[stage] for epoch in held[stage]), default=None),
+                memory_bytes=max((peak.stages[stage] for peak in held[stage]), default=None),
                 predicted_memory_bytes=self._predicted_peaks[stage],
-                allocated_bytes=max((epoch.allocated or 0 for epoch in held[stage]), default=0) or None,
+                allocated_bytes=max((peak.allocated or 0 for peak in held[stage]), default=0) or None,
             )
             for stage, stat in enumerate(stats)
         ]
@@ -187,7 +189,7 @@ class History:
             "data_workers": settings.workers,
             "task": str(about.task),
             "metrics": [
-                {key: getattr(item, key) for key in ("name", "higher", "percent")} for item in metrics
+                {key: getattr(metric, key) for key in ("name", "higher", "percent")} for metric in metrics
             ],
             "epochs": len(records),
             "updates": max(last.losses, default=about.updates),
@@ -196,14 +198,14 @@ class History:
             **{f"best_val_{name}": value for name, value in (best.evaluated if best else {}).items()},
             "best_epoch": best and best.epoch,
             "samples_per_s": sum(record.samples for record in records) / train_s,
-            "epoch_s": train_s * about.batches / sum(about.batches_of(item.epoch) for item in records),
+            "epoch_s": train_s * about.batches / sum(about.batches_of(record.epoch) for record in records),
             "total_s": last.elapsed_s,
-            "bytes_per_epoch": sum(item.bytes_sent for item in stages) / epochs if stages else None,
-            "codec_s_per_epoch": sum(item.codec_s for item in stages) / epochs if stages else None,
+            "bytes_per_epoch": sum(stage.bytes_sent for stage in stages) / epochs if stages else None,
+            "codec_s_per_epoch": sum(stage.codec_s for stage in stages) / epochs if stages else None,
             "straggler": straggler(stages, updates),
             "simulated_bubble": self.simulated.bubble,
-            "memory_bytes": max((item.memory_bytes or 0 for item in stages), default=0) or None,
-            "per_stage": [asdict(item) for item in stages],
+            "memory_bytes": max((stage.memory_bytes or 0 for stage in stages), default=0) or None,
+            "per_stage": [asdict(stage) for stage in stages],
         }
 
 

@@ -145,7 +145,7 @@ def slowest(planner: Planner, plan: Sequence[tuple[int, int]]) -> float:
             return inf
         u = planner.microbatches or r
         busiest = ceil(u / r) if planner.flushes else u / r
-        spans = rank // machines.each != (rank + r - 1) // machines.each
+        spans = rank // machines.per_machine != (rank + r - 1) // machines.per_machine
         weights = sums.weight_bytes[end] - sums.weight_bytes[start]
         work = busiest * (sums.work_s[end] - sums.work_s[start] + sums.work_s[0])
         work += sums.step_s[end] - sums.step_s[start]

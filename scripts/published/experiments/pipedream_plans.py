@@ -69,7 +69,7 @@ def compared() -> Iterator[Comparison]:
         assert chosen is not None
         yield Comparison(
             model,
-            f"{machines.ranks // machines.each} x {machines.each}",
+            f"{machines.ranks // machines.per_machine} x {machines.per_machine}",
             joined(plan.replicas),
             speedup,
             parallel.seconds / plan.seconds,
