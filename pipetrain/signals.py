@@ -213,8 +213,8 @@ def listening(act: Callable[[int], None]) -> Iterator[None]:
         thread.join(HANDLER_LIMIT_S)  # a thread that leaves C++ while Python ends would abort the process
 
 
-def _listen(heard: int, act: Callable[[int], None]) -> None:
-    with open(heard, "rb", buffering=0) as numbers:
+def _listen(pipe: int, act: Callable[[int], None]) -> None:
+    with open(pipe, "rb", buffering=0) as numbers:
         while number := numbers.read(1):
             act(number[0])
 
@@ -238,7 +238,7 @@ def _reset_in_child() -> None:
 
 def _obey(parent: int, numbers: Sequence[int]) -> None:
     """End on SIGTERM from the parent; signals from others are for the parent."""
-    while (heard := signal.sigwaitinfo(numbers)).si_pid != parent or heard.si_signo != signal.SIGTERM:
+    while (received := signal.sigwaitinfo(numbers)).si_pid != parent or received.si_signo != signal.SIGTERM:
         pass
     os._exit(0)
 

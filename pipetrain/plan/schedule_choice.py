@@ -137,9 +137,9 @@ def advice(
 ) -> str:
     """Return a row for each schedule, and which one to choose.
 
-    `schedules`: by name, configurations, the first possible one of which is planned, the batches of a window,
-    and the words of the command line that runs it; empty: nothing runs it. `begins`: is called with the name
-    that is planned next. Raises ConfigError if none can be planned.
+    `schedules`: for each name, configurations to try in turn until one can be planned, the batches of a
+    window, and the words of the command line that runs it; empty: nothing runs it. `begins`: is called with
+    the name that is planned next. Raises ConfigError if none can be planned.
     """
     candidates: dict[str, Candidate] = {}
     refused: dict[str, str] = {}

@@ -49,10 +49,10 @@ def as_text(
     """
     unit, total, ranks = unit_of(timeline), cells_of(timeline), len(timeline.rows)
     stages = stages_of(timeline)
-    virtual, alike = any(len(on_rank) > 1 for on_rank in stages), stages == [[n] for n in range(ranks)]
+    virtual, one_each = any(len(on_rank) > 1 for on_rank in stages), stages == [[n] for n in range(ranks)]
     bars = bars_of(timeline)
     labels = [
-        f"rank {n}" + f" ({named(stages_of_rank)})" * (not virtual and not alike)
+        f"rank {n}" + f" ({named(stages_of_rank)})" * (not virtual and not one_each)
         for n, stages_of_rank in enumerate(stages)
     ]
     names = [f"{label.ljust(max(map(len, labels)))}  " for label in labels]

@@ -141,8 +141,11 @@ def _draw_actions(axes: Axes, timeline: Timeline, since: float, until: float, un
             ink, at = "white" if paleness < 0.4 else _INK, ((start + end) / 2, rank + 0.02)
             axes.text(*at, str(action.mb), ha="center", va="center", color=ink, fontsize=7.5, zorder=3)
     stages = stages_of(timeline)
-    virtual, alike = any(len(on_rank) > 1 for on_rank in stages), stages == [[n] for n in range(len(stages))]
-    names = [f"rank {rank}" + f"\n{named(on_rank)}" * (not alike) for rank, on_rank in enumerate(stages)]
+    virtual, one_each = (
+        any(len(on_rank) > 1 for on_rank in stages),
+        stages == [[n] for n in range(len(stages))],
+    )
+    names = [f"rank {rank}" + f"\n{named(on_rank)}" * (not one_each) for rank, on_rank in enumerate(stages)]
     axes.set_yticks(range(len(stages)), names, fontsize=8, color=_INK)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10]))
     axes.tick_params(axis="x", labelsize=8, labelcolor=_INK, color="#999999")

@@ -155,9 +155,9 @@ def _by_name(saved: tuple[Any, list[Tensor]]) -> bool:
 
 @contextmanager
 def _own_state(optimizer: Optimizer) -> Iterator[None]:
-    """Let an optimizer tell or load its entries; what others hold of it is set otherwise, and stays.
+    """Let an optimizer save or load its own entries; its parameter groups, saved elsewhere, stay.
 
-    Where it tells its state as torch does, it has none meanwhile.
+    Its state is empty meanwhile if its state_dict() has torch's entry for it, which is saved elsewhere too.
     """
     state, groups = optimizer.state, optimizer.param_groups
     optimizer.state, members = defaultdict(dict), [*groups]
@@ -168,5 +168,5 @@ def _own_state(optimizer: Optimizer) -> Iterator[None]:
     finally:
         optimizer.state = state
         optimizer.param_groups[:] = members
-        with suppress(AttributeError):  # those of another optimizer
+        with suppress(AttributeError):  # a group of another optimizer
             optimizer.param_groups = groups
