@@ -89,7 +89,7 @@ class Pass:
 
 
 class FixedStore(ParameterStore):
-    """Parameters whose gradients, and the storage of whose versions, stay where they are after `fix`.
+    """Parameters with fixed addresses, after `fix`, for their gradients and the storage of their versions.
 
     CUDA graphs compute at the addresses of their capture. The leaves of all versions then share one gradient,
     to which graphs add. It is 0 before a batch.
@@ -97,11 +97,11 @@ class FixedStore(ParameterStore):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._fixed: dict[str, Tensor] = {}  # gradients
-        self._graded: set[str] = set()  # parameters that have had a gradient so far, in rehearsals too
+        self._graded: set[str] = set()  # parameters with a gradient so far, in rehearsals too
         super().__init__(*arguments, **options)
 
     def fix(self, versions: int) -> dict[int, dict[str, nn.Parameter]]:
-        """Let all stay from now on, with storage for so many versions; return leaves by its address."""
+        """Fix all addresses, with storage for so many versions; return leaves by their storage's address."""
         self._fixed = {name: torch.zeros_like(p.data) for name, p in self.parameters.items()}
         self._versions = {self.newest: self._fresh_leaves()}
         self._accumulating = self._versions[self.newest]
@@ -230,7 +230,7 @@ class GraphedStage(Stage):
         self._free.append(one.slot)
 
     def _adding(self) -> AbstractContextManager[None]:
-        """In a graph a kernel costs no launch, and each slot's memory would keep the gradients."""
+        """Add directly: a graph's kernel costs no launch, and each slot's memory would hold the gradients."""
         return nullcontext() if self.store.fixed else super()._adding()
 
     def _give(self, one: Pass, opened: Microbatch, grads: Tensors) -> None:
@@ -261,7 +261,7 @@ class GraphedStage(Stage):
         last, *own = [GraphMemory(torch.cuda.graph_pool_handle()) for _ in range(1 + slots)]
         observers, self.observers = self.observers, []  # in a pass on a GPU they look at nothing
         try:
-            with torch.cuda.stream(torch.cuda.current_stream()):  # which a capture that fails does not leave
+            with torch.cuda.stream(torch.cuda.current_stream()):  # a failed capture does not leave its stream
                 for storage, leaves in self.store.fix(versions).items():
                     with self.store.only(leaves):
                         for slot, memory in enumerate(own):

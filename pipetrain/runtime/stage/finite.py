@@ -2,9 +2,9 @@
 
 On a CPU each activation and gradient is checked before it is sent, and each loss and weight's gradient before
 the update. To find the layer, the forward runs again, layer by layer, with the same weights but other random
-numbers. On a GPU one reduction checks the gradient of a batch. Its result comes to the host with the losses,
-later, as nothing waits for the device within a window. The device leaves out an update, see
-ParameterStore.step, and the host counts it when the numbers have come.
+numbers. On a GPU one reduction checks the gradient of a batch. The result is copied to the host with the
+losses and read later, as nothing waits for the device within a window. The device skips an update, see
+ParameterStore.step, and the host counts it when the numbers have arrived.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class SkipOnNaN(Awaiting):
 
     def after_reduce(self, batch: Batch) -> None:
         gradients = [numbers_of(gradient) for gradient in self._stage.store.gradients().values()]
-        # Without any the buffers tell.
+        # Without gradients, check the buffers.
         before = self._before[batch.mbs[0]] if batch.mbs and not gradients else []
         batch.skipped = self._is_bad(gradients, before)
         self._uncounted, batch.counted = batch.counted, []

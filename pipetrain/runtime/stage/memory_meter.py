@@ -90,7 +90,7 @@ class Meter:
         del self._saved[stage][key], self._refs[stage, key]
 
     def _bytes_of(self, number: int, messages: list[Tensor]) -> int:
-        """Return the bytes of a stage; each storage counts once, whoever has it."""
+        """Return the bytes of a stage; each storage counts once, however many tensors use it."""
         stage = self._stages[number]
         held, state = stage.weights.held()
         tensors = [*held, *stage.module.parameters(), *stage.module.buffers()]

@@ -1,20 +1,21 @@
 """The parameters of a stage: versions of them to compute with, their gradients, and the optimizer's step.
 
-`Weights` decides when there is a new version. How parameters lie in memory stands here alone, as answers to
-five questions: compute with a version, accumulate, reduce, step, state by full name.
+`Weights` decides when there is a new version. How parameters lie in memory is known only here, in five
+operations: compute with a version, accumulate, reduce, step, state by full name.
 
 A version is a set of autograd leaves. A forward computes with the leaves of the version that its action
-names, or with those that a correction predicts by it, made with the version; a backward finds its leaves in
-its graph. A step updates in place if no later action needs the old values, and otherwise moves the
-parameters to other storage. Released storage is used again, because a fresh allocation would be page-faulted
-in at every step.
+names, or with those of a prediction, made together with the version; a backward finds its leaves in its
+graph. A step updates in place if no later action needs the old values; otherwise it first moves the
+parameters to other storage. Released storage is reused, because a fresh allocation would cause page faults at
+every step.
 
 Leaves are made from `p.data`, so they share storage with the parameter but not its version counter. The
-counter of a leaf moves exactly when its storage is overwritten, so autograd raises if a graph still needs it.
+counter of a leaf changes exactly when its storage is overwritten, so autograd raises if a graph still needs
+it.
 
-A version is installed by writing its leaves to the places where the module's parameters are. For VGG16's 52
-tensors this takes 0.01 ms, and `torch.func.functional_call`, which does the same, 0.26 ms: twice a
-microbatch, that would be more than the rest of the engine's overhead.
+A version is installed by writing its leaves to the places of the module's parameters. For VGG16's 52 tensors
+this takes 0.01 ms, and `torch.func.functional_call`, which does the same, 0.26 ms: twice a microbatch, that
+would be more than the rest of the engine's overhead.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class _Installed:
 class ParameterStore:
     """The trainable parameters of a module, all of them in this rank's memory.
 
-    `full_names`: the names of parameters in the model, where they differ. `model`: another module that is to
+    `full_names`: the names of parameters in the model, if they differ. `model`: another module that must
     compute with these parameters too. `optimizer` is None without parameters.
     """
 
@@ -84,7 +85,7 @@ class ParameterStore:
     ) -> None:
         trainable = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
         self.parameters = {(full_names or {}).get(name, name): p for name, p in trainable}
-        """What the optimizer steps by its gradients, by full name."""
+        """The parameters that the optimizer steps, by full name."""
         names = {id(p): name for name, p in self.parameters.items()}
         # The places of each parameter: several if layers share it, or if the model is not made of its stages.
         every = [*places(module), *(places(model) if model is not None else ())]
@@ -95,9 +96,9 @@ class ParameterStore:
         ]
         self._make_optimizer = optimizer
         self.optimizer = optimizer([*self.parameters.items()]) if self.parameters else None
-        self._without_step = set(self.parameters)  # parameters that have had no gradient so far
+        self._without_step = set(self.parameters)  # parameters without a gradient so far
         self._average: dict[str, nn.Parameter] = {}  # by name; empty before the first step
-        self._spare: list[list[Tensor]] = []  # storage of versions that were released
+        self._spare: list[list[Tensor]] = []  # storage of released versions
         self.newest = 0
         self._versions: dict[Read, dict[str, nn.Parameter]] = {0: self._fresh_leaves()}
         self._accumulating = self._versions[0]
@@ -109,7 +110,7 @@ class ParameterStore:
     # Compute with a version
 
     def installed(self, read: Read) -> AbstractContextManager[None]:
-        """Let the module compute with a version. Raises KeyError for one that is not held."""
+        """Let the module compute with a version. Raises KeyError if it is not held."""
         return _Installed(self._places, self._versions[read])
 
     def averaged(self) -> AbstractContextManager[None]:
@@ -125,16 +126,17 @@ class ParameterStore:
         return len(self._versions)
 
     def older(self) -> list[Read]:
-        """Return what is held beside the newest version."""
+        """Return all held versions and predictions except the newest version."""
         return [read for read in self._versions if read != self.newest]
 
     def restart_count(self) -> None:
-        """Call the newest version 0. There must be no other."""
+        """Give the newest version number 0. There must be no other."""
         assert self.count == 1, f"versions {[*self._versions]} outlived their window"
         self._versions = {0: self._versions.pop(self.newest)}
         self.newest = 0
 
     def release(self, read: Read) -> None:
+        # A graph that still refers to these leaves now raises in its backward instead of reading new values.
         leaves = self._versions.pop(read).values()
         increment_version(leaves)  # their storage will be overwritten
         self._spare.append([leaf.data for leaf in leaves])
@@ -165,6 +167,8 @@ class ParameterStore:
 
     def accumulate_on(self, read: Read) -> None:
         """Move the batch's gradient to these leaves: one sum, in the order of the microbatches."""
+        # Each version has its own leaves, and autograd adds to the leaves of the graph. The sum of a batch
+        # that reads several versions therefore moves from leaves to leaves.
         leaves = self._versions[read]
         if leaves is not self._accumulating:
             for name, leaf in self._accumulating.items():
@@ -195,12 +199,12 @@ class ParameterStore:
     # Reduce
 
     def reduce(self) -> None:
-        """Give the batch's gradient to the parameters."""
+        """Move the batch's gradient from the leaves to the parameters."""
         for name, leaf in self._accumulating.items():
             self.parameters[name].grad, leaf.grad = leaf.grad, None
 
     def reduce_part(self) -> None:
-        """Add the gradient of these leaves to that of the parameters, which has parts of other leaves."""
+        """Add these leaves' gradient to that of the parameters, which has the parts of other leaves."""
         for name, leaf in self.accumulated().items():
             before, parameter = self.parameters[name].grad, self.parameters[name]
             parameter.grad = leaf.grad if before is None or leaf.grad is None else before + leaf.grad
@@ -213,7 +217,7 @@ class ParameterStore:
         """Return the 2-norm of the gradients, a scalar on the device, as torch.nn.utils computes it."""
         for parameter in self.parameters.values():
             if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.coalesce()  # whose values are those of the sum
+                parameter.grad = parameter.grad.coalesce()  # so that equal indices are summed
         gradients = [numbers_of(g) for name, g in self.gradients().items() if name not in without]
         norm: Tensor = get_total_norm(gradients) if gradients else torch.zeros((), device=device)
         return norm
@@ -234,21 +238,21 @@ class ParameterStore:
         return gradient_buckets.finishing(chosen, all_reduce)
 
     def flat(self, names: Iterable[str]) -> list[Tensor]:
-        """Return gradients as vectors that ranks add up. Raises TrainingStopped for a sparse one."""
+        """Return gradients as vectors to be summed over ranks. Raises TrainingStopped for a sparse one."""
         return gradient_buckets.flat(self._named(names))
 
     def counts(self, names: Iterable[str], skip: Tensor | None) -> list[Tensor]:
-        """Return what is added up with gradients, to know which there are: see counts_of."""
+        """Return what is summed with the gradients to count those that exist: see counts_of."""
         return gradient_buckets.counts_of(self._named(names), skip)
 
     def parts(self, names: Iterable[str], sums: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Split sums of what `flat` gave into a part for each name, and the rest."""
+        """Split sums of `flat` vectors into a part for each name, and the rest."""
         return gradient_buckets.parts_of(self._named(names), sums)
 
     def set_gradients(
         self, names: Iterable[str], parts: Mapping[str, Tensor], counts: Tensor, copies: bool = True
     ) -> None:
-        """Set gradients to the parts of sums of `flat`, and of `counts` of the same names."""
+        """Set gradients from sums of `flat` and of `counts` for the same names."""
         gradient_buckets.set_gradients(self._named(names), parts, counts, copies)
 
     def _named(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -257,16 +261,19 @@ class ParameterStore:
     # Step
 
     def keep(self) -> None:
-        """Move the parameters, with their values, to other storage, so that a step leaves the version."""
+        """Move the parameters, with their values, to other storage, so that a step keeps the version.
+
+        The leaves of the version stay in the old storage; the optimizer then changes the copy.
+        """
         if self.parameters:
             for parameter, data in zip(self.parameters.values(), self._copied(), strict=True):
                 parameter.data = data
 
     def step(self, skip: Tensor | None) -> None:
-        """Step the parameters; `skip` 1 leaves it out.
+        """Step the parameters; `skip` 1 skips it.
 
-        Those with their first gradient step alone, as torch's fused SGD refuses a mixture. A fused optimizer
-        of torch skips by itself once all parameters have their state; else the host decides.
+        Parameters with their first gradient step separately, as torch's fused SGD refuses a mixture. A fused
+        optimizer of torch skips by itself once all parameters have their state; else the host decides.
         """
         optimizer = self.optimizer
         if optimizer is None:
@@ -275,7 +282,7 @@ class ParameterStore:
         first = self._without_step & gradients.keys()
         by_itself = getattr(optimizer, "_step_supports_amp_scaling", False) and not first
         if skip is not None and by_itself:
-            vars(optimizer)["found_inf"] = skip  # as torch.amp.GradScaler hands it over
+            vars(optimizer)["found_inf"] = skip  # as torch.amp.GradScaler passes it
             optimizer.step()
             del vars(optimizer)["found_inf"]
             return
@@ -297,7 +304,7 @@ class ParameterStore:
             parameter.grad = None
 
     def add_version(self, kept: bool) -> None:
-        """Count what the step has made as the next version; `kept`: the one before stays."""
+        """Count the stepped parameters as the next version; `kept`: the previous version stays."""
         self.newest += 1
         if kept:
             self._versions[self.newest] = self._fresh_leaves()
@@ -326,9 +333,9 @@ class ParameterStore:
 
     @torch.no_grad()
     def load_average(self, average: Mapping[str, Tensor]) -> None:
-        """Restore from `average`; what is missing in it begins from its present value.
+        """Restore from `average`; a parameter that it lacks begins from its current value.
 
-        An empty one begins anew with the next step.
+        An empty average begins again with the next step.
         """
         self._average = self._copies() if average else {}
         for name in average.keys() & self._average.keys():
@@ -351,7 +358,7 @@ class ParameterStore:
         self.optimizer.state[self.parameters[name]][key] = value
 
     def held(self) -> tuple[list[Tensor], list[Any]]:
-        """Return all tensors that are held, with gradients, and the optimizer's state."""
+        """Return all held tensors, with gradients, and the optimizer's state."""
         leaves = [leaf for version in self._versions.values() for leaf in version.values()]
         tensors = [*self.parameters.values(), *leaves, *self._average.values()]
         gradients = [t.grad for t in tensors if t.grad is not None]

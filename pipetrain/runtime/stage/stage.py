@@ -331,7 +331,7 @@ class Stage:
             observer.on_reduced(self._reduced, numbers)
 
     def gradient_norm(self) -> Tensor:
-        """Return the norm of the batch's gradient; a weight of several stages counts at the first of them."""
+        """Return the norm of the batch's gradient; a shared weight counts at the first of its stages."""
         return self.store.gradient_norm(self.device, without=self.elsewhere)
 
     def step(

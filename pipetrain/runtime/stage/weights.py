@@ -1,6 +1,6 @@
-"""The weight versions of one stage: when there is a new one, at which rate, and what is predicted by it.
+"""The weight versions of one stage: when there is a new one, at which rate, and what is predicted from it.
 
-How parameters, versions and gradients lie in memory is the affair of a ParameterStore.
+A ParameterStore defines how parameters, versions and gradients lie in memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Weights:
     """Versions 0, 1, 2, ... of the parameters of a store, counted from the start of a window.
 
     `ema`: the decay of an exponential moving average of the weights after each step, as in
-    torch.optim.swa_utils. `correction`: what is done about late gradients.
+    torch.optim.swa_utils. `correction`: of late gradients.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Weights:
         groups = optimizer.param_groups if optimizer else []
         self.rates = Rates(optimizer, rate, parameters.get(rate.shown))
         self.correction_state = CorrectionState(parameters, groups, self.rates.fractions, correction)
-        """What the correction knows of them."""
+        """The correction's state for these weights."""
         self.weighs = correction.weighs
         """Whether a gradient is changed before its update."""
         by_us = {"params"} if rate.fraction is None else {"params", "lr"}
@@ -48,13 +48,13 @@ class Weights:
         self.updates = 0
 
     def begin_window(self, predicted: Iterable[Predicted] = ()) -> None:
-        """Count versions from 0 again: version 0 is the newest one; make what is `predicted` by it."""
+        """Count versions from 0 again: version 0 is the newest one; make the `predicted` ones from it."""
         self.store.restart_count()
         self.rates.prepare(self.updates)
         self._predict(predicted)
 
     def _predict(self, reads: Iterable[Predicted]) -> None:
-        """Make what is predicted by the newest version."""
+        """Make predictions from the newest version."""
         for read in reads:
             self.correction_state.advance(self.store.add_copy(read), read.ahead, self.updates)
 
@@ -70,14 +70,14 @@ class Weights:
         self.store.accumulate_on(read)
 
     def reduce(self) -> None:
-        """End the batch's gradient: the next step is by it."""
+        """End the batch's gradient, which the next step uses."""
         if self.weighs:
             self._weigh()
         else:
             self.store.reduce()
 
     def _weigh(self) -> None:
-        """Weigh the sum of one kind of leaves, and add it to the batch's."""
+        """Weigh the sum of these leaves, and add it to the batch's."""
         if not self.store.accumulates_on(self.store.newest):
             self.correction_state.weigh(self.store.accumulated())
         self.store.reduce_part()
@@ -138,7 +138,7 @@ class Weights:
     def named_state(self) -> dict[str, dict[str, Any]]:
         """Return the state of each parameter by key, in its own tensors.
 
-        Before the first update it has the form that an update would give it.
+        Before the first update it has the form that it would have after one.
         """
         by_name: dict[str, dict[str, Any]] = {}
         for name, parameter in self.store.parameters.items():
@@ -158,7 +158,7 @@ class Weights:
                     self.store.set_optimizer_value(name, key, copied)
 
     def held(self) -> tuple[list[Tensor], list[Any]]:
-        """Return all tensors that are held, with gradients, and the state of the optimizer and correction."""
+        """Return all held tensors, with gradients, and the state of the optimizer and the correction."""
         tensors, state = self.store.held()
         return tensors, [*state, *self.correction_state.state.values()]
 
