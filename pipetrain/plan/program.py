@@ -315,7 +315,7 @@ def _explained(settings: Settings, norms: bool, cut: Cut | None) -> Iterator[Non
 
 
 def _refuse_replicas(draft: Draft) -> None:
-    """Refuse more replicas than get a microbatch."""
+    """Refuse more replicas than microbatches."""
     settings, most = draft.settings, max(map(len, draft.placement))
     if most > settings.microbatches and settings.batchnorm == "batch":
         raise ConfigError(

@@ -1,12 +1,12 @@
-"""Where each rank looks whether a window ends before a batch.
+"""Where each rank checks whether a window ends before a batch.
 
 The first rank of stage 0 decides that. The others check before they begin anything of the batch, once they
 have received or reduced something that depends on an action begun after the decision. So no check waits. To
 begin is to run, to post, to read inputs after those of the last forward, or to have room for a receive.
 
-Without replicas each rank receives each microbatch. So the first stage's rank decides as many microbatches
-before that batch as receives are posted ahead, and one more, before its forward. The others look after they
-have received that microbatch.
+Without replicas each rank receives every microbatch. So the first stage's rank decides before a forward that
+precedes the batch by one microbatch more than the receives posted ahead. The others check after they have
+received that microbatch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipetrain.schedule.posting_order import Posts, Sum
 from pipetrain.schedule.timeline import Timeline
 
 StopPoints = list[tuple[int, int]]
-"""(position, n): before this action of a rank it looks whether the window ends after n batches."""
+"""(position, n): before this action a rank checks whether the window ends after n batches."""
 
 
 def stop_points_in(actions: Sequence[Action], microbatches: int, ahead: int) -> StopPoints:

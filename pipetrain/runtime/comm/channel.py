@@ -7,11 +7,11 @@ does not deadlock. The program fixes the order and the plan the sizes, so there 
 a deadline; its error names the message.
 
 Over gloo the host waits. Over NCCL the device's stream waits and the host goes on: the bounds hold in the
-order of the stream, and the run's `Deadline` is kept. A posted NCCL receive is a kernel that runs until its
+order of the stream, and the run's `Deadline` applies. A posted NCCL receive is a kernel that runs until its
 message arrives. Loading a kernel waits for its end, and large kernels seem to wait too: VGG16 with
-microbatches of 128 hung although all was loaded. So over NCCL a receive is posted where its send is made
-(schedule/posting_order.py), and the sender leaves twice as many unfinished. Where the order is not known
-before, messages go through host memory.
+microbatches of 128 hung although everything was loaded. So over NCCL a receive is posted where its send is
+made (schedule/posting_order.py), and the sender leaves twice as many unfinished. If the order is not known in
+advance, messages go through host memory.
 """
 
 from __future__ import annotations
