@@ -1,6 +1,6 @@
 """The ranks of a run, and their communication other than the stages' messages.
 
-What they tell is JSON and tensors: nothing that is received is unpickled. Every wait has a deadline.
+They exchange JSON and tensors: nothing received is unpickled. Every wait has a deadline.
 """
 
 from __future__ import annotations
