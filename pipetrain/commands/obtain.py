@@ -9,9 +9,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.commands.cli import values_of
-from pipetrain.config.choices import conf_dir, names_of
+from pipetrain.config.choices import chosen, conf_dir
 from pipetrain.data import Data, DataMissing, load_data
-from pipetrain.errors import ConfigError
 
 CARRIED_OVER = ("workers", "drop_last", "train_limit", "test_limit")  # options kept for a fallback data set
 log = logging.getLogger("pipetrain")
@@ -23,10 +22,9 @@ def obtain_data(cfg: DictConfig, dtype: torch.dtype) -> tuple[DictConfig, Data]:
     Returns the configuration with the data set used, whose recipe replaces values not set by hand, and the
     data.
     """
-    names = names_of("data")
     fallback = cfg.data.get("fallback")
-    if fallback is not None and fallback not in names:
-        raise ConfigError(f"data.fallback={fallback} is unknown; choose one of {', '.join(names)}, or null")
+    if fallback is not None:
+        chosen("data.fallback", "data", fallback)  # refuses another name
     try:
         return cfg, load_data(values_of(cfg.data), dtype)
     except DataMissing as error:

@@ -166,8 +166,7 @@ def model_of(cfg: Mapping[str, Any], seed: int) -> nn.Module | Callable[[], nn.M
     if cfg.get("build") == "stages":
         return partial(build, cfg, "model")
     model: nn.Module = build(cfg, "model")
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"{cfg['model']['_target_']} must return an nn.Module, not {type(model).__name__}")
+    require_module(model, f"{cfg['model']['_target_']} must return", None)
     return model
 
 
